@@ -237,7 +237,8 @@ def explain_build(
 def explain_work(recipe: Recipe, work: Work, storage: StorageOptions | None) -> Explanation:
     """The same for a work folder."""
     tokenizer = TokenizerFile.of(recipe)
-    inputs = BuildInputs.of(recipe, scan.scan_inputs(recipe, storage), storage)
+    kept = scan.KeptCuts(work.read_note(scan.CUTS_NOTE))
+    inputs = BuildInputs.of(recipe, scan.scan_inputs(recipe, storage, kept=kept), storage)
     work.prepare()
     planner = Planner(work)
     with suppress(UnknownError):

@@ -96,8 +96,7 @@ def build(
     execution = Execution(workers=workers, engine=engine, task_slice=task_slice, ray_address=ray_address)
     work = work_of(recipe, recipe.resolve(default_work(target)), storage, execution)
 
-    splits = scan.scan_inputs(recipe, storage)
-    refuse_own_files(splits, place_of(work), target if isinstance(target, Path) else str(target))
+    splits, cuts = _scan(recipe, work, target, storage)
     tokenizer, inputs = TokenizerFile.of(recipe), BuildInputs.of(recipe, splits, storage)
     if card := _published_card(target, inputs, tokenizer.digest, replace=replace):
         if recipe.work is None and task_slice is None:
@@ -110,6 +109,8 @@ def build(
     clock = StageClock(make_listener(progress), start)
     with clock as listener, open_runner(recipe, work, execution, listener) as runner:
         runner.seconds["scan"] = scanned
+        if cuts.changed:
+            runner.journal.work.write_note(scan.CUTS_NOTE, cuts.to_bytes())
         folder, file = place_files(recipe, runner.journal, inputs.filter_files, tokenizer.digest)
         inputs = dataclass_replace(inputs, filter_folder=folder)
         outputs = run_stages(inputs, dataclass_replace(tokenizer, file=file), runner.run)
@@ -157,6 +158,16 @@ def destination_of(
 def default_work(target: Path | RemoteOutput) -> str:
     """The work folder if the recipe names none: next to the output, or for a URL in the recipe's folder."""
     return f"{target}.work" if isinstance(target, Path) else target.work_name
+
+
+def _scan(
+    recipe: Recipe, work: Work, target: Path | RemoteOutput, storage: StorageOptions | None
+) -> tuple[list[Split], scan.KeptCuts]:
+    """The splits of the inputs, with the help of what the work folder remembers."""
+    cuts = scan.KeptCuts(work.read_note(scan.CUTS_NOTE))
+    splits = scan.scan_inputs(recipe, storage, kept=cuts)
+    refuse_own_files(splits, place_of(work), target if isinstance(target, Path) else str(target))
+    return splits, cuts
 
 
 def refuse_own_files(splits: Sequence[Split], *places: Path | str) -> None:

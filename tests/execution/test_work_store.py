@@ -109,6 +109,14 @@ def test_another_machine_finds_and_reads_what_one_committed(works: Works) -> Non
     assert other.damaged_output(commit) is None
 
 
+def test_notes_are_read_by_other_machines_and_replaced_whole(works: Works) -> None:
+    works().write_note("inputs", b"first")
+    works().write_note("inputs", b"second")
+    assert works().read_note("inputs") == b"second"
+    assert works().read_note("other") is None
+    assert list(works().commits()) == []
+
+
 def test_what_is_borrowed_is_one_readers_own_and_goes_with_it(works: Works) -> None:
     work = works()
     file = run(work).files / "large"

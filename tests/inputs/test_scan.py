@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import RecipeError
-from shardkit.writers.inputs.scan import scan_inputs
+from shardkit.writers.inputs.scan import KeptCuts, scan_inputs
 from support.read_inputs import recipe
 
 
@@ -206,3 +206,33 @@ def test_a_parquet_file_without_a_footer_is_one_split_for_the_reader_to_judge(tm
     put(tmp_path, "a.parquet", b"PAR1 nothing")
     (split,) = scan_inputs(recipe(tmp_path, "a.parquet"))
     assert split.bytes == 12
+
+
+def test_kept_cuts_spare_reading_a_file_until_it_changes(tmp_path: Path) -> None:
+    table = pa.table({"text": [f"document {i} " * 50 for i in range(100)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
+    put(tmp_path, "b.jsonl", b'{"text": "x"}\n' * 500)
+    put(tmp_path, "c.parquet", b"PAR1 nothing")
+    made, kept = recipe(tmp_path, "*"), KeptCuts()
+    expected = scan_inputs(made, split_bytes=2000, kept=kept)
+    assert kept.changed
+    again = KeptCuts(kept.to_bytes())
+    stats = {path.name: path.stat() for path in tmp_path.iterdir()}
+    for name in ("a.parquet", "b.jsonl"):  # no reader gets anything from these
+        (tmp_path / name).write_bytes(bytes(stats[name].st_size))
+        os.utime(tmp_path / name, ns=(stats[name].st_atime_ns, stats[name].st_mtime_ns))
+    assert scan_inputs(made, split_bytes=2000, kept=again) == expected
+    assert not again.changed
+    assert scan_inputs(made, split_bytes=2500, kept=again) != expected, "cut to another size"
+    put(tmp_path, "b.jsonl", b'{"text": "y"}\n' * 500)
+    changed = scan_inputs(made, split_bytes=2000, kept=KeptCuts(kept.to_bytes()))
+    assert [(s.file, s.start) for s in changed] == [(s.file, s.start) for s in expected]
+    assert changed != expected, "the version of the file"
+
+
+@pytest.mark.parametrize("data", [b"", b"nothing", KeptCuts().to_bytes()[:-3]])
+def test_kept_cuts_that_cannot_be_read_are_found_again(tmp_path: Path, data: bytes) -> None:
+    put(tmp_path, "b.jsonl", b'{"text": "x"}\n' * 500)
+    kept = KeptCuts(data)
+    assert scan_inputs(recipe(tmp_path, "*"), split_bytes=2000, kept=kept)
+    assert kept.changed

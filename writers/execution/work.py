@@ -78,6 +78,12 @@ class Work(Protocol):
     def damaged_output(self, commit: Commit) -> str | None:
         """Name of the first output whose bytes differ from the commit. Reads all outputs."""
 
+    def read_note(self, name: str) -> bytes | None:
+        """A small file about the whole build, or None; it may be read before `prepare`."""
+
+    def write_note(self, name: str, data: bytes) -> None:
+        """Write or replace it, whole or not at all."""
+
     def free_bytes(self) -> int | None:
         """Free space in bytes; None where there is no bound."""
 

@@ -2,6 +2,7 @@
 
     work/<stage>/<task>.<digest>/    outputs and commit.json of a finished task
     work/unfinished/<session>/       temporary folders of running tasks
+    work/notes/                      about the whole build: where its input files are cut
     work/lock                        held (flock) by the build that uses the folder, or shared by several
     work/lease/                      the driver's lease, while several processes share it
 
@@ -36,8 +37,9 @@ _MARKER_TEXT = b"Intermediate files of `shardkit build`. Delete this folder when
 _LOCK = "lock"
 _UNFINISHED = "unfinished"
 _LEASE = "lease"
+_NOTES = "notes"
 _CLEARING_SECONDS = 30.0  # time another process may take to clear leftovers of killed ones
-_OURS = frozenset({_MARKER, _LOCK, _UNFINISHED, _LEASE})
+_OURS = frozenset({_MARKER, _LOCK, _UNFINISHED, _LEASE, _NOTES})
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,16 @@ class LocalWork:
             if hash_output(folder / name) != output:
                 return name
         return None
+
+    def read_note(self, name: str) -> bytes | None:
+        try:
+            return (self.folder / _NOTES / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write_note(self, name: str, data: bytes) -> None:
+        (self.folder / _NOTES).mkdir(exist_ok=True)
+        publish_bytes(self.folder / _NOTES / name, data)
 
     def free_bytes(self) -> int | None:
         folder = self.folder

@@ -4,6 +4,7 @@
     commits/<stage>/<task>.<digest>.json     one PUT with If-None-Match: the atomic step
     data/<stage>/<task>.<digest>/<file>      outputs, put before the commit
     segments/<stage>/<hash>                  copies of about 1,000 commits each (segments.py)
+    notes/                                   about the whole build: where its input files are cut
     lease/                                   the driver's lease
 
 Every machine has a scratch folder (`scratch.py`) for the files of running tasks, for commit records, and for
@@ -371,12 +372,23 @@ class StoreWork:
         with self._explained(), ThreadPoolExecutor(_THREADS) as pool:
             return next((name for name in pool.map(read, commit.outputs) if name), None)
 
+    def read_note(self, name: str) -> bytes | None:
+        with self._explained():
+            try:
+                return self.store.get(f"notes/{name}")
+            except ObjectNotFoundError:
+                return None
+
+    def write_note(self, name: str, data: bytes) -> None:
+        with self._explained():
+            self.store.put(f"notes/{name}", data)
+
     def free_bytes(self) -> int | None:
         return None
 
     def remove(self) -> None:
         with self._explained():
-            for part in ("commits/", "data/", SEGMENTS, "lease/", _MARKER):
+            for part in ("commits/", "data/", SEGMENTS, "notes/", "lease/", _MARKER):
                 self._delete(info.key for info in self.store.list(part))
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -9,27 +9,46 @@ Each split's stored bytes are hashed while they are in memory from being read; a
 files' names, cuts and hashes. No times are kept, so a copied corpus has the same digests, and a changed byte
 in any file gives another one. Of a file in a store its size and version (of S3 the ETag) stand for its bytes,
 so that nothing is downloaded to find that there is nothing to do; a copied bucket may then be built again.
+
+Where a file is cut is in its footer (Parquet) or takes reading it once (lines). `KeptCuts` remembers that in
+the work folder, by the file's path, size and version, so that the next start and --explain read no file.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 import xxhash
+import zstandard
 
 from shardkit.errors import BuildError, RecipeError
+from shardkit.files import load_json
 from shardkit.hashing import digest_of
 from shardkit.storage.store import StorageOptions
 from shardkit.writers.inputs.decompress import COMPRESSIONS
 from shardkit.writers.inputs.files import InputFile, find_files, open_input
 from shardkit.writers.recipe import InputConfig, Recipe
 
-__all__ = ["SPLIT_BYTES", "Split", "describe_inputs", "hash_split", "hash_splits", "scan_inputs"]
+__all__ = [
+    "CUTS_NOTE",
+    "SPLIT_BYTES",
+    "Cut",
+    "KeptCuts",
+    "Split",
+    "describe_inputs",
+    "hash_split",
+    "hash_splits",
+    "scan_inputs",
+]
 
+CUTS_NOTE = "inputs.json.zst"  # of `KeptCuts` in a work folder
+_CUTS_FORMAT = 1
 SPLIT_BYTES = 1 << 26
 _READ_BYTES = 1 << 20
 _THREADS = 8  # that read footers: of a remote file it is waiting only
@@ -83,8 +102,46 @@ class Split:
         return self.input.path
 
 
+Cut = tuple[int, int, int, int]
+"""(start, end, first record, stored bytes) of a split."""
+
+
+class KeptCuts:
+    """The cuts of files that had to be read for them, as a work folder keeps them from start to start."""
+
+    def __init__(self, data: bytes | None = None) -> None:
+        """`data` is what `to_bytes` gave; if it cannot be read, nothing is known."""
+        self._files: dict[str, list[Any]] = {}
+        self.changed = False
+        if data is not None:
+            with suppress(ValueError, TypeError, KeyError, zstandard.ZstdError):
+                found = load_json(zstandard.ZstdDecompressor().decompress(data))
+                self._files = dict(found["files"]) if found["format"] == _CUTS_FORMAT else {}
+
+    def get(self, file: InputFile, split_bytes: int) -> list[Cut] | None:
+        """The cuts of this version of a file, if they are known."""
+        match self._files.get(file.path):
+            case [file.bytes, file.version, int(size), list(cuts)] if size == split_bytes:
+                return [tuple(cut) for cut in cuts]
+        return None
+
+    def put(self, file: InputFile, split_bytes: int, cuts: Sequence[Cut]) -> None:
+        """Remember the cuts of a file."""
+        self._files[file.path] = [file.bytes, file.version, split_bytes, [list(cut) for cut in cuts]]
+        self.changed = True
+
+    def to_bytes(self) -> bytes:
+        """All of it, compressed."""
+        text = json.dumps({"format": _CUTS_FORMAT, "files": self._files}, sort_keys=True)
+        return zstandard.ZstdCompressor(write_checksum=True).compress(text.encode())
+
+
 def scan_inputs(
-    recipe: Recipe, storage: StorageOptions | None = None, *, split_bytes: int = SPLIT_BYTES
+    recipe: Recipe,
+    storage: StorageOptions | None = None,
+    *,
+    split_bytes: int = SPLIT_BYTES,
+    kept: KeptCuts | None = None,
 ) -> list[Split]:
     """All splits in order of input, file name and position; `storage` says how URLs are reached.
 
@@ -111,9 +168,20 @@ def scan_inputs(
             owners[file.identity], names[name] = (source, name), file
             found.append((source, file, *_format_of(name, config, key)))
 
-    def cuts(entry: tuple[int, InputFile, str, str | None]) -> list[tuple[int, int, int, int]]:
+    kept = KeptCuts() if kept is None else kept
+
+    def cuts(entry: tuple[int, InputFile, str, str | None]) -> list[Cut]:
         source, file, format, compression = entry
-        return list(_cuts(file, format, compression, recipe.inputs[source], split_bytes))
+        if not _takes_reading(file, format, compression, recipe.inputs[source], split_bytes):
+            return [(0, file.bytes, 0, file.bytes)]
+        if (known := kept.get(file, split_bytes)) is not None:
+            return known
+        made = list(
+            _parquet_cuts(file, split_bytes) if format == "parquet" else _line_cuts(file, split_bytes)
+        )
+        if made != [_unreadable(file)]:
+            kept.put(file, split_bytes, made)
+        return made
 
     with ThreadPoolExecutor(_THREADS) as pool:
         cut = zip(found, pool.map(cuts, found), strict=True)
@@ -141,25 +209,22 @@ def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | Non
     return format, compression
 
 
-def _cuts(
+def _takes_reading(
     file: InputFile, format: str, compression: str | None, config: InputConfig, split_bytes: int
-) -> Iterator[tuple[int, int, int, int]]:
-    """(start, end, first record, stored bytes) of each split of a file; at least one."""
-    size = file.bytes
+) -> bool:
+    """Whether the file must be read to know its cuts; any other is one split."""
     if format == "parquet":
-        yield from _parquet_cuts(file, split_bytes)
-    elif (
-        (format == "jsonl" or (format == "text" and config.lines))
-        and compression is None
-        and size > split_bytes
-        and not file.is_remote
-    ):
-        yield from _line_cuts(file, split_bytes)
-    else:
-        yield 0, size, 0, size
+        return True
+    has_lines = format == "jsonl" or (format == "text" and config.lines)
+    return has_lines and compression is None and file.bytes > split_bytes and not file.is_remote
 
 
-def _line_cuts(input: InputFile, split_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+def _unreadable(file: InputFile) -> Cut:
+    """The cut of a Parquet file without a footer: the reader meets the same damage and books it."""
+    return 0, 0, 0, file.bytes
+
+
+def _line_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
     """Cut after the first newline that makes a split of `split_bytes` or more, counting lines."""
     size = input.bytes
     start = first_record = lines = at = 0
@@ -184,7 +249,7 @@ def _line_cuts(input: InputFile, split_bytes: int) -> Iterator[tuple[int, int, i
     yield start, size, first_record, size - start
 
 
-def _parquet_cuts(input: InputFile, split_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+def _parquet_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -194,7 +259,7 @@ def _parquet_cuts(input: InputFile, split_bytes: int) -> Iterator[tuple[int, int
     except (pa.ArrowException, OSError, ValueError) as error:
         if getattr(error, "errno", None) is not None:
             raise BuildError(f"{input.path}: cannot be read: {getattr(error, 'strerror', error)}") from error
-        yield 0, 0, 0, input.bytes  # the reader meets the same damage and books it
+        yield _unreadable(input)
         return
     start = first_record = rows = held = stored = 0
     for group in range(metadata.num_row_groups):
