@@ -12,6 +12,7 @@ import pytest
 FOLDER = Path(__file__).resolve().parent / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 
+import bench_driver  # noqa: E402
 from figures import Heads, benchmark_parser, give  # noqa: E402
 
 HEADS: Heads = {"side": ("tool", ""), "rate": ("MB/s", ",.1f"), "x": ("x", ".2f")}
@@ -64,3 +65,11 @@ def test_a_loader_that_is_not_installed_is_left_out_with_the_reason(tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "left out: litdata: ModuleNotFoundError" in done.stderr
     assert [row["side"] for row in json.loads(done.stdout)] == ["gather", "shardkit"]
+
+
+@pytest.mark.extended
+def test_a_driver_costs_as_much_a_task_with_ten_times_as_many() -> None:
+    few, many = (bench_driver.measured(count, 2000) for count in (5_000, 50_000))
+    assert many["cpu_us"] <= 1.5 * few["cpu_us"], "on an idle machine 1.1"
+    assert max(many["requests"], many["restart_requests"]) <= 0.05
+    assert (many["peak_mb"] - few["peak_mb"]) * 1e6 / 45_000 <= 2200, "bytes a task, with the task itself"

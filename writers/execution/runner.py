@@ -220,24 +220,22 @@ class Runner:
         self._start = time.perf_counter()
         tasks = [task for group in groups for task in group]
         self._meters = {group[0].stage: _Meter(group) for group in groups if group}
-        commits = {stage: dict[str, Commit]() for stage in self._meters}  # by name
-        missing: dict[str, Task] = {}  # by digest
+        # Of each stage by name: the task, until its commit is there. One dict, as tasks may be a million.
+        commits: dict[str, dict[str, Task | Commit]] = {stage: {} for stage in self._meters}
+        missing: list[Task] = []
         for task, commit in zip(tasks, self._intact(self.journal.find(tasks)), strict=True):
+            commits[task.stage][task.name] = task if commit is None else commit
             if commit is None:
-                missing[task.digest] = task
+                missing.append(task)
             else:
-                commits[task.stage][task.name] = commit
                 self.journal.record(commit)
                 self._meters[task.stage].reuse(task)
-        for stage, meter in self._meters.items():
-            if meter.reused:
-                self._report(stage)
-        for stage, meter in self._meters.items():
-            if not meter.reused:
-                self._report(stage)
+        for stage in self._meters:
+            self._report(stage)
 
         def done(commit: Commit) -> None:
-            task = missing[commit.digest]
+            task = commits[commit.stage][commit.name]
+            assert isinstance(task, Task), f"{task.key} was reported twice"
             # A million commits share what they can: these objects came by themselves with each of them.
             work = self.journal.work
             commit = replace(commit, stage=task.stage, name=task.name, digest=task.digest, remote=work.remote)
@@ -247,12 +245,13 @@ class Runner:
             self._report(task.stage)
 
         if missing:
-            queue = self.journal.queue(list(missing.values()), done, self._wait)
+            queue = self.journal.queue(missing, done, self._wait)
             self._engine.run(queue, self.journal.work, self._compiling)
         self.journal.end_stages(self._meters)
         self.tasks += len(tasks)
         self.tasks_reused += len(tasks) - len(missing)
-        return [[commits[task.stage][task.name] for task in group] for group in groups]
+        made = [[commits[task.stage][task.name] for task in group] for group in groups]
+        return [[commit for commit in group if isinstance(commit, Commit)] for group in made]
 
     def _intact(self, found: Sequence[Commit | None]) -> Iterator[Commit | None]:
         """The commits in order; None for tasks with a damaged file, which are removed."""
