@@ -53,5 +53,5 @@ def inline_builds() -> Iterator[None]:
     from shardkit.writers.execution.engine import InlineEngine
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executors, "LocalEngine", lambda workers: InlineEngine())
+        patch.setattr(executors, "LocalEngine", lambda workers, **options: InlineEngine())
         yield

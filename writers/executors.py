@@ -19,7 +19,7 @@ from shardkit.progress import Listener
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.engine import RESUME, Engine, LocalEngine, default_workers
+from shardkit.writers.execution.engine import RESUME, TASK_SECONDS, Engine, LocalEngine, default_workers
 from shardkit.writers.execution.engine_ray import import_ray
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.scheduler import DEFAULT_TIMES, SharingTimes, TaskSlice
@@ -43,16 +43,20 @@ class Execution:
     """How a build runs. `workers`: processes, or tasks at a time on a Ray cluster (None: as many as fit).
 
     With `task_slice`, several processes share a work folder, at the pace of `times`; `ray_address` names a
-    running cluster (None: RAY_ADDRESS, else one is started on this machine).
+    running cluster (None: RAY_ADDRESS, else one is started on this machine). A task that takes longer than
+    `task_seconds` is killed and runs once more (with Ray, a few times).
     """
 
     workers: int | None = None
     engine: EngineName = "local"
     task_slice: TaskSlice | None = None
     ray_address: str | None = None
+    task_seconds: float = TASK_SECONDS
     times: SharingTimes = DEFAULT_TIMES
 
     def __post_init__(self) -> None:
+        if not self.task_seconds > 0:
+            raise BuildError(f"a limit of {self.task_seconds} s for a task: must be above 0")
         if self.engine not in get_args(EngineName):
             raise BuildError(
                 f"engine {self.engine!r} is unknown; use one of {', '.join(get_args(EngineName))}"
@@ -95,9 +99,14 @@ def _engine(recipe: Recipe, execution: Execution) -> Engine:
     if execution.engine == "ray":
         from shardkit.writers.execution.engine_ray import RayEngine
 
-        return RayEngine(execution.workers, address=execution.ray_address, memory_bytes=recipe.memory)
+        return RayEngine(
+            execution.workers,
+            address=execution.ray_address,
+            memory_bytes=recipe.memory,
+            task_seconds=execution.task_seconds,
+        )
     count = default_workers(recipe.memory) if execution.workers is None else execution.workers
-    return LocalEngine(count)
+    return LocalEngine(count, task_seconds=execution.task_seconds)
 
 
 class _Place(Protocol):

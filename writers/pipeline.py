@@ -33,6 +33,7 @@ from shardkit.writers.annotations import ANNOTATIONS_FILE
 from shardkit.writers.card import describe_file, make_card, recipe_content
 from shardkit.writers.estimate import check_disk
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.engine import TASK_SECONDS
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.scheduler import TaskSlice
 from shardkit.writers.execution.task import Commit, facts_of
@@ -77,6 +78,7 @@ def build(
     engine: EngineName = "local",
     ray_address: str | None = None,
     task_slice: TaskSlice | None = None,
+    task_seconds: float = TASK_SECONDS,
     progress: bool | Callable[[StageProgress], None] = True,
     replace: bool = False,
     storage: StorageOptions | None = None,
@@ -85,17 +87,22 @@ def build(
 
     `output` replaces the recipe's output.path: a folder, relative to the current one, or a URL. `storage` has
     the options of stores, including those of inputs. `overrides` such as "pack.sequence_length=512" replace
-    other keys. `engine`, `workers`, `ray_address` and `task_slice` select who runs the tasks (`Execution`;
-    default: one process per core, as memory allows) and never change a byte. A place with another dataset
-    is refused unless `replace`. Raises RecipeError, BuildError, MissingExtraError; after an
+    other keys. `engine`, `workers`, `ray_address`, `task_slice` and `task_seconds` say how tasks run
+    (`Execution`; default: one process per core, as memory allows) and never change a byte. A place with
+    another dataset is refused unless `replace`. Raises RecipeError, BuildError, MissingExtraError; after an
     interruption the same call continues.
     """
     start = time.perf_counter()
     recipe = with_overrides(recipe, overrides)
     target = destination_of(recipe, output, storage)
-    execution = Execution(workers=workers, engine=engine, task_slice=task_slice, ray_address=ray_address)
+    execution = Execution(
+        workers=workers,
+        engine=engine,
+        task_slice=task_slice,
+        ray_address=ray_address,
+        task_seconds=task_seconds,
+    )
     work = work_of(recipe, recipe.resolve(default_work(target)), storage, execution)
-
     splits, cuts = _scan(recipe, work, target, storage)
     tokenizer, inputs = TokenizerFile.of(recipe), BuildInputs.of(recipe, splits, storage)
     if card := _published_card(target, inputs, tokenizer.digest, replace=replace):
@@ -109,25 +116,30 @@ def build(
     clock = StageClock(make_listener(progress), start)
     with clock as listener, open_runner(recipe, work, execution, listener) as runner:
         runner.seconds["scan"] = scanned
-        if cuts.changed:
-            runner.journal.work.write_note(scan.CUTS_NOTE, cuts.to_bytes())
+        _keep_cuts(cuts, runner.journal.work)
         folder, file = place_files(recipe, runner.journal, inputs.filter_files, tokenizer.digest)
         inputs = dataclass_replace(inputs, filter_folder=folder)
         outputs = run_stages(inputs, dataclass_replace(tokenizer, file=file), runner.run)
         funnel = _count(inputs, outputs)
         begin = time.perf_counter()
-        check_unchanged({split.input for split in splits})
         dataset = _describe(inputs, outputs, funnel)
         if runner.await_turn("publish", lambda: watch.shows(dataset.card)):
-            runner.check_shared([*outputs.packed, *dataset.tables.values()])
-            _publish(dataset, target, runner.is_shared, watch, listener, replace=replace)
+            _publish(dataset, outputs.packed, target, runner, watch, listener, replace=replace)
         runner.seconds["publish"] = time.perf_counter() - begin
         stages_run = clock.times(runner.seconds)
-        if recipe.work is None and not runner.is_shared:
-            runner.journal.remove()
-    if recipe.work is None and runner.is_shared and progress is True:
-        say(f"{work.place} is kept, because others may use it; delete it when all of them have ended")
+        _leave(recipe, runner, say_so=progress is True)
     return _result(str(target), dataset.manifest, funnel, runner, time.perf_counter() - start, stages_run)
+
+
+def _leave(recipe: Recipe, runner: Runner, *, say_so: bool) -> None:
+    """Remove the work folder if the recipe names none, unless other slices may still use it."""
+    if recipe.work is not None:
+        return
+    if not runner.is_shared:
+        runner.journal.remove()
+    elif say_so:
+        place = runner.journal.work.place
+        say(f"{place} is kept, because others may use it; delete it when all of them have ended")
 
 
 def with_overrides(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
@@ -168,6 +180,11 @@ def _scan(
     splits = scan.scan_inputs(recipe, storage, kept=cuts)
     refuse_own_files(splits, place_of(work), target if isinstance(target, Path) else str(target))
     return splits, cuts
+
+
+def _keep_cuts(cuts: scan.KeptCuts, work: Work) -> None:
+    if cuts.changed:
+        work.write_note(scan.CUTS_NOTE, cuts.to_bytes())
 
 
 def refuse_own_files(splits: Sequence[Split], *places: Path | str) -> None:
@@ -314,6 +331,7 @@ class _Dataset:
 def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> _Dataset:
     """Number the shards, and make index, report and card; BuildError if there is no sample."""
     recipe, survivors = inputs.recipe, outputs.survivors
+    check_unchanged({split.input for split in inputs.splits})
     cleaned = survivors.cleaned
     folders = [commit.files for commit in outputs.packed]
     shards = global_shards(zip(folders, [part.shards for part in outputs.parts], strict=True))
@@ -351,20 +369,22 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> _Dataset
 
 def _publish(
     dataset: _Dataset,
+    packed: Sequence[Commit],
     target: Path | RemoteOutput,
-    is_shared: bool,
+    runner: Runner,
     watch: Watch,
     listener: Listener[StageProgress],
     *,
     replace: bool,
 ) -> None:
-    wait_seconds = PUBLISH_WAIT_SECONDS if is_shared else 0.0
+    runner.check_shared([*packed, *dataset.tables.values()])
+    wait_seconds = PUBLISH_WAIT_SECONDS if runner.is_shared else 0.0
     files = (dataset.manifest, dataset.links, dataset.texts)
     try:
         publish(target, *files, replace=replace, wait_seconds=wait_seconds, listener=listener)
     except BuildError:
         # Another slice may have taken the lease over, and have published the dataset.
-        if not (is_shared and watch.shows(dataset.card)):
+        if not (runner.is_shared and watch.shows(dataset.card)):
             raise
 
 

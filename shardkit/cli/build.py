@@ -53,6 +53,12 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "of N, and runs its own part of the tasks (default: use the work folder alone)",
     )
     parser.add_argument(
+        "--task-seconds",
+        type=float,
+        metavar="SECONDS",
+        help="kill a task that takes longer and run it once more, then end with its name (default: 21600)",
+    )
+    parser.add_argument(
         "--replace",
         action="store_true",
         help="replace a dataset in the output folder (default: refuse to build)",
@@ -77,6 +83,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def run(arguments: argparse.Namespace) -> int:
     """Build, and print the result."""
     from shardkit.writers import build
+    from shardkit.writers.execution.engine import TASK_SECONDS
 
     if arguments.explain:
         return _explain(arguments)
@@ -90,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         engine=arguments.engine,
         ray_address=arguments.ray_address,
         task_slice=arguments.task_slice,
+        task_seconds=TASK_SECONDS if arguments.task_seconds is None else arguments.task_seconds,
         progress=not arguments.quiet,
         replace=arguments.replace,
         storage=storage_options(arguments),

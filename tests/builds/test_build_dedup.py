@@ -225,7 +225,7 @@ def test_a_build_that_is_stopped_after_any_task_goes_on_to_the_same_bytes(
 ) -> None:
     changes = ["dedup.lines={min_characters: 20}", ALL]
     whole = build(make(tmp_path / "whole"), overrides=changes, progress=False)
-    monkeypatch.setattr(executors, "LocalEngine", lambda workers: StoppingEngine())
+    monkeypatch.setattr(executors, "LocalEngine", lambda workers, **options: StoppingEngine())
     recipe = make(tmp_path / "stopped")
     stops = 0
     while True:
@@ -323,7 +323,7 @@ def test_tasks_name_what_they_depend_on(tmp_path: Path) -> None:
                 queue.done(run_task(task, task.digest, work))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executors, "LocalEngine", lambda workers: Noting())
+        patch.setattr(executors, "LocalEngine", lambda workers, **options: Noting())
         changes = ["work=work", "output.path=other"]
         build(recipe, overrides=[*changes, "dedup.near.similarity=0.82"], progress=False)
     assert "clean" not in seen

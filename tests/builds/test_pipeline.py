@@ -301,7 +301,7 @@ def test_a_build_does_not_import_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from shardkit.writers import build, executors\n"
         "from shardkit.writers.execution.engine import InlineEngine\n"
-        "executors.LocalEngine = lambda workers: InlineEngine()  # tasks run in this process, too\n"
+        "executors.LocalEngine = lambda workers, **options: InlineEngine()  # tasks run here, too\n"
         "build(sys.argv[1], progress=False)\n"
         "print([m for m in ('torch', 'webdataset', 'streaming') if m in sys.modules])"
     )

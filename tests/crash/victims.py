@@ -212,7 +212,7 @@ def _warm(recipe: Path) -> None:
                 queue.done(run_task(task, task.digest, work))
 
     with (
-        patch(_ENGINE, lambda workers: Warming()),
+        patch(_ENGINE, lambda workers, **options: Warming()),
         tempfile.TemporaryDirectory() as folder,
         contextlib.suppress(_WarmError),
     ):
@@ -257,7 +257,7 @@ def _child(request: Mapping[str, Any]) -> int:
     _set_limits(request["limits"])
     _forever.enter_context(share_quickly())
     if request["engine"] in ("inline", "slices", "s3"):
-        _forever.enter_context(patch(_ENGINE, lambda workers: _guarded_engine()))
+        _forever.enter_context(patch(_ENGINE, lambda workers, **options: _guarded_engine()))
     trigger = None
     if request["point"] is not None:
         point = Point(**request["point"])

@@ -25,6 +25,14 @@ def die(folder, number):
     os.kill(os.getpid(), number)
     time.sleep(60)
 
+def hang(folder, place, tries):
+    # As C code that waits for ever with the interpreter's lock, so many times.
+    import ctypes
+    (place / f"try-{os.getpid()}").touch()
+    if len(list(place.glob("try-*"))) <= tries:
+        ctypes.PyDLL(None).sleep(600)
+    return {"tries": tries}
+
 def leave(folder): os._exit(3)
 def exhaust(folder): raise MemoryError
 """
@@ -125,6 +133,34 @@ def test_a_killed_worker_is_named_with_its_task_and_signal(
 ) -> None:
     with LocalEngine(2) as engine, pytest.raises(BuildError, match=message):
         run_all(engine, [make_task(tasks, "die", int(number))], work)
+
+
+def test_a_task_that_hangs_is_killed_and_runs_again(tasks: ModuleType, work: Work, tmp_path: Path) -> None:
+    planned = [make_task(tasks, "hang", tmp_path, 1), make_task(tasks, "square", 3)]
+    with LocalEngine(1, task_seconds=1.0) as engine, pytest.warns(RuntimeWarning, match="it runs again"):
+        commits = run_all(engine, planned, work)
+    assert (commits[0].counts["tries"], len(list(tmp_path.glob("try-*")))) == (1, 2)
+    assert (commits[1].folder / "square.txt").read_text() == "9"
+
+
+def test_a_task_that_hangs_again_ends_the_build_with_its_name(
+    tasks: ModuleType, work: Work, tmp_path: Path
+) -> None:
+    with (
+        LocalEngine(1, task_seconds=0.5) as engine,
+        pytest.warns(RuntimeWarning),
+        pytest.raises(BuildError, match=r"task stage/hang-0: was not done after 0.5 s, in 2 attempts"),
+    ):
+        run_all(engine, [make_task(tasks, "hang", tmp_path, 9)], work)
+    assert len(list(tmp_path.glob("try-*"))) == 2
+
+
+def test_a_task_in_time_is_left_alone_and_so_is_an_idle_worker(tasks: ModuleType, work: Work) -> None:
+    with LocalEngine(1, task_seconds=1.0) as engine:
+        [first] = run_all(engine, [make_task(tasks, "square", 1)], work)
+        time.sleep(1.5)
+        [second] = run_all(engine, [make_task(tasks, "square", 2, number=1)], work)
+    assert first.counts["pid"] == second.counts["pid"]
 
 
 def test_a_worker_that_exits_is_named_with_its_status(tasks: ModuleType, work: Work) -> None:

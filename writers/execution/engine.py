@@ -5,6 +5,9 @@ time in each. Its workers are fresh interpreters that import only the modules of
 script does not run again) and use one thread each. They die with the process that started them, even on
 SIGKILL. No task depends on its worker, so the number of workers never changes a byte. The first error stops
 all workers; committed tasks are kept.
+
+A task that takes longer than `task_seconds` has its process killed, by the kernel's timer, so that a hang in
+C code ends too. It runs once more, in another process; a second time is an error that names it.
 """
 
 from __future__ import annotations
@@ -14,17 +17,19 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from shardkit.errors import BuildError, ShardkitError
+from shardkit.errors import BuildError, ShardkitError, warn_user
 from shardkit.files import Closing
 from shardkit.writers.execution.scheduler import TaskQueue
 from shardkit.writers.execution.task import Commit, Task
@@ -35,6 +40,7 @@ __all__ = [
     "MAX_WORKERS",
     "ONE_THREAD",
     "RESUME",
+    "TASK_SECONDS",
     "Engine",
     "InlineEngine",
     "LocalEngine",
@@ -45,6 +51,7 @@ __all__ = [
     "give_back_memory",
     "run_guarded",
     "serve",
+    "time_limit",
 ]
 
 MAX_WORKERS = 256
@@ -66,6 +73,8 @@ _BOOT = (
     "serve(pipe, parent)"
 )
 RESUME = "finished tasks are kept; the same command continues"
+TASK_SECONDS = 6 * 3600.0  # tasks take minutes; a file of 100 GB that cannot be cut takes an hour or two
+_TRIES = 2  # of a task that takes too long: the first may have met a machine that hangs
 
 OnCompile = Callable[[Task, float | None], None]
 """Called as Numba compiles kernels for a task: with None when it starts, then with its seconds."""
@@ -128,7 +137,10 @@ class LocalEngine(Closing):
     """Up to `workers` processes, started when there is work and kept until the engine is closed."""
 
     workers: int
+    task_seconds: float = TASK_SECONDS
     _started: list[_Worker] = field(default_factory=list)
+    _again: list[Task] = field(default_factory=list)  # took too long
+    _timeouts: Counter[str] = field(default_factory=Counter)  # by key of a task
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= MAX_WORKERS:
@@ -142,11 +154,13 @@ class LocalEngine(Closing):
             worker.process.wait()
             worker.pipe.close()
         self._started.clear()
+        self._again.clear()
 
     def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
         """Run tasks until the queue is exhausted.
 
-        Raises the first task's error with its type and message; BuildError if a worker dies.
+        Raises the first task's error with its type and message; BuildError if a worker dies, or if a task
+        takes too long twice.
         """
         try:
             while not queue.exhausted:
@@ -170,7 +184,7 @@ class LocalEngine(Closing):
             idle = next((worker for worker in self._started if worker.task is None), None)
             if idle is None and len(self._started) == self.workers:
                 return False
-            task = queue.take()
+            task = self._again.pop() if self._again else queue.take()
             if task is None:
                 return True
             if idle is None:
@@ -181,16 +195,17 @@ class LocalEngine(Closing):
     def _send(self, worker: _Worker, task: Task, work: Work) -> None:
         worker.task = task
         try:
-            worker.pipe.send((task, task.digest, work))
+            worker.pipe.send((task, task.digest, work, self.task_seconds))
         except OSError:  # it died idle
             raise self._death(worker) from None
 
     def _receive(self, worker: _Worker, on_compile: OnCompile | None) -> Commit | None:
-        """The commit of a worker's task; None if the worker only reported kernel compilation."""
+        """The commit of a worker's task; None for reports of compilation, and if the task runs again."""
         try:
             answer = worker.pipe.recv()
         except (EOFError, OSError):
-            raise self._death(worker) from None
+            self._bury(worker)
+            return None
         if not isinstance(answer, tuple):
             if on_compile is not None and worker.task is not None:
                 on_compile(worker.task, answer)
@@ -201,6 +216,23 @@ class LocalEngine(Closing):
             raise error from WorkerTracebackError(trace)
         assert isinstance(commit, Commit)
         return commit
+
+    def _bury(self, worker: _Worker) -> None:
+        """Have the task of a dead worker run again if it took too long; BuildError otherwise."""
+        task = worker.task
+        if task is None or worker.process.wait() != -signal.SIGALRM:
+            raise self._death(worker)
+        self._timeouts[task.key] += 1
+        problem = f"task {task}: was not done after {self.task_seconds:,g} s"
+        if self._timeouts[task.key] == _TRIES:
+            raise BuildError(
+                f"{problem}, in {_TRIES} attempts. If it hangs, remove its input; if it needs longer, raise "
+                f"--task-seconds; {RESUME}"
+            )
+        warn_user(f"{problem}; its process was killed, and it runs again")
+        self._started.remove(worker)
+        worker.pipe.close()
+        self._again.append(task)
 
     def _death(self, worker: _Worker) -> BuildError:
         code = worker.process.wait()
@@ -245,12 +277,26 @@ def serve(pipe: Connection, parent: int) -> None:
     watch = CompilationWatch(pipe.send)
     try:
         while True:
-            task, digest, work = pipe.recv()  # unpickling imports the task's modules
+            task, digest, work, seconds = pipe.recv()  # unpickling imports the task's modules
             watch.install()
-            pipe.send_bytes(answer(task, digest, work))
+            with time_limit(seconds):
+                data = answer(task, digest, work)
+            pipe.send_bytes(data)
             give_back_memory()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Have the kernel kill this process by SIGALRM if the block takes longer."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def answer(task: Task, digest: str, work: Work) -> bytes:

@@ -34,11 +34,13 @@ from shardkit.units import format_bytes
 from shardkit.writers.execution.engine import (
     ONE_THREAD,
     RESUME,
+    TASK_SECONDS,
     OnCompile,
     WorkerTracebackError,
     answer,
     default_workers,
     give_back_memory,
+    time_limit,
 )
 from shardkit.writers.execution.scheduler import TaskQueue
 from shardkit.writers.execution.task import Commit, Task, code_version
@@ -65,6 +67,7 @@ class NodeCheck:
     code: str
     python_path: tuple[str, ...]
     work: str
+    task_seconds: float
     marker: str | None
     """A folder in a local work folder: a node that does not see it is another machine with another disk."""
 
@@ -84,14 +87,15 @@ class NodeCheck:
 
 
 @contextmanager
-def check_of(work: Work) -> Iterator[NodeCheck]:
-    """The driver's, while it runs tasks."""
+def check_of(work: Work, task_seconds: float = TASK_SECONDS) -> Iterator[NodeCheck]:
+    """The driver's, while it runs tasks, of which each may take `task_seconds`."""
     marker = None
     if isinstance(work, LocalWork):
         marker = work.temporary(Task("ray", "nodes", {}, dict))  # goes with what was not finished
     path = tuple(str(Path(folder).absolute()) for folder in sys.path)  # "" is the current folder
     try:
-        yield NodeCheck(code_version(), path, work.place, None if marker is None else str(marker))
+        marked = None if marker is None else str(marker)
+        yield NodeCheck(code_version(), path, work.place, task_seconds, marked)
     finally:
         if marker is not None:
             with suppress(OSError):
@@ -113,7 +117,9 @@ def run_on_node(check: NodeCheck, pickled: bytes) -> tuple[bytes, float]:
     watch.install()
     seconds.clear()
     try:
-        return answer(task, digest, work), sum(seconds)
+        with time_limit(check.task_seconds):
+            data = answer(task, digest, work)
+        return data, sum(seconds)
     finally:
         give_back_memory()
 
@@ -225,12 +231,20 @@ class RayEngine(Closing):
     on this machine). A Ray that this process is connected to already is used and left running.
     """
 
-    def __init__(self, workers: int | None, *, address: str | None, memory_bytes: int) -> None:
+    def __init__(
+        self,
+        workers: int | None,
+        *,
+        address: str | None,
+        memory_bytes: int,
+        task_seconds: float = TASK_SECONDS,
+    ) -> None:
         import_ray()
         if workers is not None and not 1 <= workers <= MAX_WORKERS:
             raise BuildError(f"{workers} workers: between 1 and {MAX_WORKERS:,} are possible")
         self.workers = default_workers(memory_bytes) if workers is None else workers
         self._bound, self._address, self._memory_bytes = workers, address, memory_bytes
+        self._task_seconds = task_seconds
         self._is_ours = False
 
     def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
@@ -240,7 +254,7 @@ class RayEngine(Closing):
         often than is bearable, or if no node has what a task needs.
         """
         ray = self._connect()
-        with check_of(work) as check:
+        with check_of(work, self._task_seconds) as check:
             run = _Run(ray, queue, work, check, self._bound, self._memory_bytes)
             run.until_exhausted(on_compile)
 
@@ -424,7 +438,8 @@ class _Run:
         if isinstance(error, exceptions.NodeDiedError | exceptions.LocalRayletDiedError):
             return "its node died"
         if isinstance(error, exceptions.WorkerCrashedError):
-            return "its process died (killed, or out of memory?)"
+            limit = f"{self.check.task_seconds:,.0f} s"
+            return f"its process died (killed, out of memory, or not done after {limit}?)"
         return f"Ray lost it ({_first_line(error)})"
 
     def _cancel(self) -> None:
