@@ -21,9 +21,11 @@ from shardkit.arrays import Bytes
 from shardkit.cache.contract import Cache, CacheOptions, open_cache
 from shardkit.cache.fetcher import Fetcher, FetchTimeoutError
 from shardkit.cache.folder import entry_name, sealed_size
+from shardkit.cache.indexes import TRUST_SECONDS, NodeIndexes
 from shardkit.cache.rows import RowReader
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.storage.resilient import ResilientStore
+from shardkit.storage.store import StorageOptions
 from shardkit.storage.threads import remake_after_fork
 
 if TYPE_CHECKING:
@@ -48,6 +50,15 @@ class SharedCache:
             if self._opened is None:
                 self._opened = open_cache(self.options), Fetcher(self.options.connections)
             return self._opened
+
+    def indexes(self, storage: StorageOptions | None = None) -> NodeIndexes | None:
+        """The indexes of remote datasets in the cache folder; None without one."""
+        folder, processes = self.options.folder, self.options.processes
+        if folder is None:
+            return None
+        seconds = (storage or StorageOptions()).retry_seconds
+        trusted = TRUST_SECONDS if processes > 1 else 0.0
+        return NodeIndexes(folder, trust_seconds=trusted, wait_seconds=seconds)
 
 
 class CachedShards:

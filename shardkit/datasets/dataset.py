@@ -365,7 +365,7 @@ def open_dataset(
     from shardkit.cache.shards import SharedCache
 
     shared = cache if isinstance(cache, SharedCache) else SharedCache(cache or CacheOptions())
-    found = locate(path, storage)
+    found = locate(path, storage, shared.indexes(storage))
     manifest, shards, tar_indexes = found.manifest, None, None
     if found.store is not None:
         manifest, shards, tar_indexes = _open_remote(found.store, manifest, found.versions, shared)

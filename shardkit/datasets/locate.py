@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from shardkit.manifest import Manifest, ShardInfo
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, local_path, split_url
+
+if TYPE_CHECKING:
+    from shardkit.cache.indexes import NodeIndexes
 
 __all__ = ["INDEX_NAMES", "Found", "LocalFiles", "find_local", "find_remote", "locate"]
 
@@ -111,9 +114,11 @@ def _version(file: Path) -> FileVersion | None:
 
 
 def locate(
-    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], storage: StorageOptions | None = None
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    storage: StorageOptions | None = None,
+    indexes: NodeIndexes | None = None,
 ) -> Found:
-    """The dataset at a path or URL, or of several that name tars.
+    """The dataset at a path or URL, or of several that name tars; `indexes`: of remote ones, on this node.
 
     ShardError says what is wrong with it, or what was looked for; StoreError.
     """
@@ -129,7 +134,7 @@ def locate(
         return _find_tars([text], storage)
     is_index = name.endswith(".json")
     store = connect(folder if is_index else text, storage)
-    found = find_remote(store, name if is_index else None, storage)
+    found = find_remote(store, name if is_index else None, storage, indexes)
     return found if found.store is not None else replace(found, store=store)
 
 
@@ -177,53 +182,74 @@ def _listed(
     return Found(None, manifest, card, connect(base, storage))
 
 
-def find_remote(store: Store, index_name: str | None = None, storage: StorageOptions | None = None) -> Found:
-    """The dataset in a store, by one round of requests side by side; `index_name` if the user named one.
+def find_remote(
+    store: Store,
+    index_name: str | None = None,
+    storage: StorageOptions | None = None,
+    indexes: NodeIndexes | None = None,
+) -> Found:
+    """The dataset in a store, by two or three requests; `index_name` if the user named one.
 
-    Where there is no index, the folder's tars are listed.
+    With `indexes`, one process of the node asks for all. Where there is no index, the folder's tars are
+    listed. What has a card was built or published as one dataset: a second index is not looked for.
     """
     names = [index_name] if index_name else [*INDEX_NAMES]
-    keys = [*names, CARD_NAME]
-    with ThreadPoolExecutor(3, thread_name_prefix="shardkit-open") as pool:
-        answers = dict(zip(keys, pool.map(lambda key: _get(store, key), keys), strict=True))
-    there = {name: text for name in names if isinstance(text := answers[name], bytes)}
+    errors: list[StoreError] = []
+
+    def fetch() -> dict[str, bytes | None]:
+        card = _get(store, CARD_NAME, errors)
+        found: dict[str, bytes | None] = {}
+        for name in names:
+            is_found = card is not None and any(text is not None for text in found.values())
+            found[name] = None if is_found else _get(store, name, errors)
+        return {CARD_NAME: card} | found
+
+    if indexes is None:
+        answers: Mapping[str, bytes | None] = fetch()
+    else:
+        answers = indexes.objects(store.url, [CARD_NAME, *names], fetch)
+    there = [(name, text) for name in names if (text := answers[name]) is not None]
+    card_text = answers[CARD_NAME]
     if not there:
-        return _find_in_store(store, names, answers, is_named=index_name is not None)
+        return _find_in_store(store, names, card_text, errors, is_named=index_name is not None)
     if len(there) > 1:
-        raise ShardError(store.url, f"has both {' and '.join(there)}; open the one that is meant")
-    [(name, text)] = there.items()
-    where, answer = f"{store.url}/{name}", answers[CARD_NAME]
-    card = DatasetCard.parse(f"{store.url}/{CARD_NAME}", answer) if isinstance(answer, bytes) else None
+        raise ShardError(store.url, f"has both {' and '.join(INDEX_NAMES)}; open the one that is meant")
+    [(name, text)] = there
+    where = f"{store.url}/{name}"
+    card = None if card_text is None else DatasetCard.parse(f"{store.url}/{CARD_NAME}", card_text)
     if name != "index.json":
         return _listed(where, text, None, card, storage)
     from shardkit.formats import mds
 
-    return Found(None, mds.parse_index(where, text), card)
+    manifest = mds.parse_index(where, text) if indexes is None else indexes.index(store.url, where, text)
+    return Found(None, manifest, card)
 
 
-def _get(store: Store, key: str) -> bytes | StoreError:
-    """The object or the error: S3 answers 403 for a missing object to callers that may not list."""
+def _get(store: Store, key: str, errors: list[StoreError]) -> bytes | None:
+    """The object, None if it is missing: S3 answers 403 then to callers that may not list (in `errors`)."""
     try:
         return store.get(key)
+    except ObjectNotFoundError:
+        return None
     except StoreError as error:
-        if isinstance(error, ObjectNotFoundError) or error.status == _FORBIDDEN:
-            return error
-        raise
+        if error.status != _FORBIDDEN:
+            raise
+        if key != CARD_NAME:
+            errors.append(error)
+        return None
 
 
 def _find_in_store(
-    store: Store, names: list[str], answers: Mapping[str, bytes | StoreError], *, is_named: bool
+    store: Store, names: list[str], card: bytes | None, errors: Sequence[StoreError], *, is_named: bool
 ) -> Found:
     """The tars of a folder without an index; ShardError if there are none."""
     from shardkit.formats.tar.find import folder_tars
 
-    for name in names:
-        error = answers[name]
-        if isinstance(error, StoreError) and not isinstance(error, ObjectNotFoundError):
-            raise error
+    if errors:
+        raise errors[0]
     if is_named:
         raise ShardNotFoundError(store.url, f"holds no {names[0]}")
-    if isinstance(answers[CARD_NAME], bytes):
+    if card is not None:
         problem = "is unfinished: it has a card but no index; run the upload or the build again"
         raise ShardError(store.url, problem)
     objects = folder_tars(store)

@@ -59,6 +59,7 @@ __all__ = [
     "parse_index",
     "read_index",
     "read_table",
+    "table_bytes",
     "write_index",
 ]
 
@@ -118,9 +119,14 @@ def write_index(folder: Path, shards: Sequence[ShardInfo]) -> None:
 def index_files(shards: Sequence[ShardInfo]) -> dict[str, bytes]:
     """index.json for `shards`, and before it index.bin if there are many."""
     index = index_bytes(shards)
+    table = table_bytes(shards, index)
+    return ({} if table is None else {TABLE_NAME: table}) | {INDEX_NAME: index}
+
+
+def table_bytes(shards: Sequence[ShardInfo], index: bytes) -> bytes | None:
+    """index.bin for the shards that `index`, the bytes of index.json, lists; None if they are few."""
     table = table_of(shards, Manifest("mds", shards).fingerprint) if len(shards) >= TABLE_SHARDS else None
-    tables = {} if table is None else {TABLE_NAME: _table_bytes(table, index)}
-    return tables | {INDEX_NAME: index}
+    return None if table is None else _table_bytes(table, index)
 
 
 def index_bytes(shards: Sequence[ShardInfo]) -> bytes:

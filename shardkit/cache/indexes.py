@@ -1,0 +1,111 @@
+"""Indexes of remote datasets in the cache folder: one process of a node fetches them, the others read them.
+
+    FOLDER/shardkit-cache-1/indexes/DIGEST-OF-URL/index.json, dataset.json, ...   as they are in the store
+                                                  index.bin    of a large index.json: opens at once
+                                                  checked      when they were fetched, what was missing
+                                                  lock         flocked by the process that fetches
+
+The process that gets the lock first is the leader; nobody else asks the store. Processes of one node that
+start together trust what a leader fetched within `trust_seconds`; a process alone trusts nothing and fetches
+always, so a dataset that was replaced is seen. If the leader dies, the lock is free and the next one leads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+
+from shardkit.cache.folder import SUBFOLDER, explain_errors, make_subfolders
+from shardkit.files import publish_bytes
+from shardkit.formats.mds.index import INDEX_NAME, TABLE_NAME, parse_index, read_table, table_bytes
+from shardkit.locks import FileLock
+from shardkit.manifest import Manifest
+
+__all__ = ["TRUST_SECONDS", "NodeIndexes"]
+
+TRUST_SECONDS = 60.0  # processes of a job start within this time of each other
+
+
+class NodeIndexes:
+    """The indexes in one cache folder."""
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        *,
+        trust_seconds: float,
+        wait_seconds: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`wait_seconds`: how long to wait for a leader before fetching without one."""
+        self._root = Path(folder).absolute()
+        self._trust_seconds, self._wait_seconds, self._clock = trust_seconds, wait_seconds, clock
+
+    def objects(
+        self, url: str, names: Sequence[str], fetch: Callable[[], Mapping[str, bytes | None]]
+    ) -> Mapping[str, bytes | None]:
+        """The objects called `names` of the dataset at `url`, None for those that are missing.
+
+        `fetch` gets them from the store; it is called by one process at a time, its errors are raised here.
+        """
+        with explain_errors(self._root):
+            folder = self._folder(url)
+            if (known := self._trusted(folder, names)) is not None:
+                return known
+            lock = FileLock(folder / "lock", keep=True)
+            lock.acquire(self._wait_seconds)
+        try:
+            with explain_errors(self._root):
+                if (known := self._trusted(folder, names)) is not None:
+                    return known
+            found = fetch()
+            with explain_errors(self._root):
+                self._keep(folder, found)
+            return found
+        finally:
+            lock.release()
+
+    def index(self, url: str, where: str, text: bytes) -> Manifest:
+        """The manifest in index.json of the dataset at `url`, from its index.bin if that is here."""
+        with explain_errors(self._root):
+            file = self._folder(url) / INDEX_NAME
+            table = read_table(file) if file.is_file() and file.stat().st_size == len(text) else None
+            if table is not None:
+                return Manifest("mds", table)
+            manifest = parse_index(where, text)
+            if (made := table_bytes(manifest.shards, text)) is not None:
+                publish_bytes(file.with_name(TABLE_NAME), made)
+            return manifest
+
+    def _folder(self, url: str) -> Path:
+        make_subfolders(self._root, ["indexes"])
+        digest = hashlib.blake2b(url.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        folder = self._root / SUBFOLDER / "indexes" / digest
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def _trusted(self, folder: Path, names: Sequence[str]) -> Mapping[str, bytes | None] | None:
+        """What a leader has fetched lately; None if that is not all of `names`."""
+        try:
+            checked = json.loads((folder / "checked").read_bytes())
+            age = self._clock() - checked["seconds"]
+            if not 0 <= age < self._trust_seconds or not {*names} <= {*checked["there"], *checked["missing"]}:
+                return None
+            return {
+                name: (folder / name).read_bytes() if name in checked["there"] else None for name in names
+            }
+        except (FileNotFoundError, ValueError, LookupError, TypeError):
+            return None
+
+    def _keep(self, folder: Path, found: Mapping[str, bytes | None]) -> None:
+        there = [name for name, text in found.items() if text is not None]
+        for name, text in found.items():
+            if text is not None:
+                publish_bytes(folder / name, text)
+        missing = [name for name in found if name not in there]
+        state = {"seconds": self._clock(), "there": there, "missing": missing}
+        publish_bytes(folder / "checked", json.dumps(state).encode())

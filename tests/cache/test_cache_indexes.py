@@ -1,0 +1,100 @@
+"""Indexes in the cache folder: one process of a node fetches them, however many open the dataset at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from shardkit.cache.contract import CacheOptions
+from shardkit.cache.indexes import NodeIndexes
+from shardkit.cache.shards import SharedCache
+from shardkit.datasets.locate import find_remote
+from shardkit.formats.mds.index import TABLE_SHARDS
+from shardkit.formats.mds.index import index_bytes as mds_index_bytes
+from shardkit.manifest import Column, FileInfo, ShardInfo
+from shardkit.storage.memory import MemoryStore
+from support.noted_store import NotedStore
+from support.remote_harness import SOON_SECONDS, fresh_url, make_remote_kind, put_folder
+
+
+def indexes(folder: Path, clock: list[float], *, trust_seconds: float = 60.0) -> NodeIndexes:
+    return NodeIndexes(folder, trust_seconds=trust_seconds, wait_seconds=SOON_SECONDS, clock=lambda: clock[0])
+
+
+def test_of_processes_that_open_at_once_one_asks_the_store(tmp_path: Path) -> None:
+    store = NotedStore(make_remote_kind(tmp_path / "data", "mds"))
+    found: list[str] = []
+
+    def open_it() -> None:
+        found.append(find_remote(store, indexes=indexes(tmp_path / "cache", [5.0])).manifest.fingerprint)
+
+    threads = [threading.Thread(target=open_it) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON_SECONDS)
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    keys = [read.key for read in store.reads]
+    assert len(keys) == len(set(keys)) <= 3
+
+
+def test_a_process_alone_and_one_that_comes_later_see_what_was_replaced(tmp_path: Path) -> None:
+    store = MemoryStore(fresh_url())
+    put_folder(make_remote_kind(tmp_path / "one", "mds"), store)
+    clock = [5.0]
+    first = find_remote(store, indexes=indexes(tmp_path, clock)).manifest.fingerprint
+    put_folder(make_remote_kind(tmp_path / "two", "mds", samples=20), store)
+    assert find_remote(store, indexes=indexes(tmp_path, clock)).manifest.fingerprint == first
+    alone = find_remote(store, indexes=indexes(tmp_path, clock, trust_seconds=0.0)).manifest
+    assert alone.samples == 20
+    put_folder(make_remote_kind(tmp_path / "three", "mds", samples=30), store)
+    clock[0] += 61
+    assert find_remote(store, indexes=indexes(tmp_path, clock)).manifest.samples == 30
+
+
+def test_the_leaders_error_is_its_own_and_the_next_one_leads(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def fail() -> Mapping[str, bytes | None]:
+        calls.append(1)
+        raise RuntimeError("the store is down")
+
+    node = indexes(tmp_path, [5.0])
+    with pytest.raises(RuntimeError):
+        node.objects("s3://b", ["index.json"], fail)
+    assert node.objects("s3://b", ["index.json"], lambda: {"index.json": b"text"}) == {"index.json": b"text"}
+    assert node.objects("s3://b", ["index.json"], fail) == {"index.json": b"text"}
+    assert node.objects("s3://c", ["index.json"], lambda: {"index.json": None}) == {"index.json": None}
+    assert calls == [1]
+
+
+def test_a_large_index_is_parsed_once_and_loaded_from_its_table_after_that(tmp_path: Path) -> None:
+    columns = (Column("tokens", "ndarray:uint16:8", 16),)
+    shards = [
+        ShardInfo(columns, FileInfo(f"shard.{n:05}.mds", 1000, {"xxh64": f"{n:016x}"}), 50)
+        for n in range(TABLE_SHARDS)
+    ]
+    text = mds_index_bytes(shards)
+    node = indexes(tmp_path, [5.0])
+    node.objects("s3://b", ["index.json"], lambda: {"index.json": text})
+    parsed = node.index("s3://b", "s3://b/index.json", text)
+    [table] = tmp_path.rglob("index.bin")
+    loaded = node.index("s3://b", "s3://b/index.json", text)
+    assert list(loaded.shards) == list(parsed.shards) == shards
+    assert loaded.fingerprint == parsed.fingerprint
+    table.write_bytes(table.read_bytes()[:-50])
+    assert node.index("s3://b", "s3://b/index.json", text).fingerprint == parsed.fingerprint
+
+
+def test_only_processes_that_share_a_machine_trust_each_other(tmp_path: Path) -> None:
+    assert SharedCache(CacheOptions()).indexes() is None
+    for processes, trusted in ((1, False), (8, True)):
+        node = SharedCache(CacheOptions(folder=tmp_path / str(processes), processes=processes)).indexes()
+        assert node is not None
+        for text in (b"one", b"two"):
+            found = node.objects("s3://b", ["index.json"], lambda text=text: {"index.json": text})  # type: ignore[misc]
+        assert found == {"index.json": b"one" if trusted else b"two"}
