@@ -26,13 +26,15 @@ from shardkit.writers import BuildResult, build
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.files import expand_path, expand_url, key_matches
 from shardkit.writers.inputs.readers import read_split
-from shardkit.writers.inputs.scan import scan_inputs
+from shardkit.writers.inputs.scan import UNCOUNTED, scan_inputs
 from shardkit.writers.ledger import Ledger, Quarantine
 from shardkit.writers.recipe import Recipe
+from shardkit.writers.stages.record_counts import count_records
 from support.read_inputs import recipe
 from support.remote_harness import fresh_url, put_folder
 from support.s3_moto import S3Server, s3_server
 from support.small_build import make_corpus, tree
+from support.task_folders import TaskFolders
 
 NAMES = (
     "a.jsonl", "b.jsonl.zst", "sub/a.jsonl", "sub/deep/a.jsonl", "sub/deep/b.txt", "_SUCCESS", ".a.jsonl",
@@ -108,20 +110,30 @@ def test_documents_have_the_ids_of_local_ones_where_base_says_what_to_leave_out(
     assert not {row[2] for row in named} & {row[2] for row in local}
 
 
-def test_large_plain_files_are_one_split_and_parquet_is_cut_as_at_home(
-    store: MemoryStore, tmp_path: Path
+@pytest.mark.parametrize("split_bytes", [700, 2000])
+def test_large_files_are_cut_as_at_home_and_their_records_have_the_same_numbers(
+    store: MemoryStore, tmp_path: Path, split_bytes: int
 ) -> None:
     rows = [hashlib.sha256(bytes([n])).hexdigest() for n in range(250)]
-    pq.write_table(pa.table({"text": rows}), tmp_path / "b.parquet", row_group_size=50)
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n' * 500)
-    put_folder(tmp_path, store)
-    local = scan_inputs(recipe(tmp_path, "."), split_bytes=2000)
-    remote = scan_inputs(recipe(tmp_path, {"path": store.url, "base": store.url}), split_bytes=2000)
-    cuts = [[(s.file, s.start, s.end, s.first_record, s.bytes) for s in splits] for splits in (local, remote)]
-    assert [cut for cut in cuts[1] if cut[0] == "a.jsonl"] == [("a.jsonl", 0, 7000, 0, 7000)]
-    parquet = [cut for cut in cuts[0] if cut[0] == "b.parquet"]
-    assert len(parquet) > 2
-    assert [cut for cut in cuts[1] if cut[0] == "b.parquet"] == parquet
+    data = tmp_path / "data"
+    data.mkdir()
+    pq.write_table(pa.table({"text": rows}), data / "b.parquet", row_group_size=50)
+    lines = [b'{"text": "%s"}' % (b"x" * (n * 37 % 900)) for n in range(120)]
+    (data / "a.jsonl").write_bytes(b"\n".join(lines))  # the last line has no newline
+    (data / "c.jsonl").write_bytes(b"\n" * 3000 + lines[50] * 90 + b"\n\n")
+    (data / "d.jsonl").write_bytes(b"no newline" * 500)
+    put_folder(data, store)
+    local = scan_inputs(recipe(data, "."), split_bytes=split_bytes)
+    remote = scan_inputs(recipe(data, {"path": store.url, "base": store.url}), split_bytes=split_bytes)
+    assert any(split.first_record == UNCOUNTED for split in remote)
+    counted = count_records(remote, TaskFolders(tmp_path / "work"))
+    cuts = [
+        [(s.index, s.file, s.start, s.end, s.first_record, s.bytes) for s in splits]
+        for splits in (local, counted)
+    ]
+    assert cuts[0] == cuts[1]
+    assert len({cut[1] for cut in cuts[0]}) == 4
+    assert len(cuts[0]) > 10
 
 
 def test_inputs_that_are_not_there_or_clash_are_named(store: MemoryStore, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class Segments:
     ) -> None:
         self._store, self._folder, self._remote, self._records = store, folder, remote, records
         self._read: set[str] = set()  # keys of segments
-        self._covered: dict[str, set[str]] = {}  # stage -> digests of tasks that are in a segment
+        self._covered: dict[str, set[str]] = {}  # stage -> digests of tasks in segments that were read
         self._waiting: dict[str, list[Commit]] = {}  # stage -> commits that are in none
 
     def read(self, stage: str, *, again: bool = False) -> Iterator[Commit]:
@@ -62,10 +62,8 @@ class Segments:
             self._read.update(keys)
 
     def add(self, commit: Commit) -> None:
-        """Have a commit written into a segment, unless one has it."""
-        covered = self._covered.setdefault(commit.stage, set())
-        if commit.digest not in covered:
-            covered.add(commit.digest)
+        """Have a commit written into a segment, unless one that was read has it; each is given once."""
+        if commit.digest not in self._covered.get(commit.stage, ()):
             self._waiting.setdefault(commit.stage, []).append(commit)
 
     def write(self, *, rest: bool = False) -> None:

@@ -2,15 +2,16 @@
 
 The order of splits depends on nothing but names and contents. Compressed files are one split; plain JSONL and
 text with lines are cut after every 64 MiB at b"\\n"; Parquet is cut between row groups. Plain files in a
-store are one split too: their lines could only be counted by reading them twice. The size is a constant:
-worker count and memory never change which records meet in a split.
+store are cut at the same places by small reads; which records their splits begin with is counted by tasks
+(stages/record_counts.py). The size is a constant: worker count and memory never change which records meet in
+a split.
 
 Each split's stored bytes are hashed while they are in memory from being read; an input's digest goes over its
 files' names, cuts and hashes. No times are kept, so a copied corpus has the same digests, and a changed byte
 in any file gives another one. Of a file in a store its size and version (of S3 the ETag) stand for its bytes,
 so that nothing is downloaded to find that there is nothing to do; a copied bucket may then be built again.
 
-Where a file is cut is in its footer (Parquet) or takes reading it once (lines). `KeptCuts` remembers that in
+Where a file is cut is in its footer (Parquet) or at its newlines. `KeptCuts` remembers that in
 the work folder, by the file's path, size and version, so that the next start and --explain read no file.
 """
 
@@ -22,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 import zstandard
@@ -38,6 +39,7 @@ from shardkit.writers.recipe import InputConfig, Recipe
 __all__ = [
     "CUTS_NOTE",
     "SPLIT_BYTES",
+    "UNCOUNTED",
     "Cut",
     "KeptCuts",
     "Split",
@@ -51,6 +53,8 @@ CUTS_NOTE = "inputs.json.zst"  # of `KeptCuts` in a work folder
 _CUTS_FORMAT = 1
 SPLIT_BYTES = 1 << 26
 _READ_BYTES = 1 << 20
+_NEWLINE_BYTES = 1 << 16  # a line or a few
+UNCOUNTED = -1  # `Split.first_record` that a stage has to find out
 _THREADS = 8  # that read footers: of a remote file it is waiting only
 _FORMATS = {
     ".jsonl": "jsonl",
@@ -88,7 +92,7 @@ class Split:
     compression: str | None  # a value of COMPRESSIONS, or None
     start: int
     end: int
-    first_record: int  # line or row number of the first record
+    first_record: int  # line or row number of the first record, or UNCOUNTED
     bytes: int  # stored bytes of this split
 
     @property
@@ -176,9 +180,8 @@ def scan_inputs(
             return [(0, file.bytes, 0, file.bytes)]
         if (known := kept.get(file, split_bytes)) is not None:
             return known
-        made = list(
-            _parquet_cuts(file, split_bytes) if format == "parquet" else _line_cuts(file, split_bytes)
-        )
+        line_cuts = _remote_line_cuts if file.is_remote else _line_cuts
+        made = list((_parquet_cuts if format == "parquet" else line_cuts)(file, split_bytes))
         if made != [_unreadable(file)]:
             kept.put(file, split_bytes, made)
         return made
@@ -216,7 +219,7 @@ def _takes_reading(
     if format == "parquet":
         return True
     has_lines = format == "jsonl" or (format == "text" and config.lines)
-    return has_lines and compression is None and file.bytes > split_bytes and not file.is_remote
+    return has_lines and compression is None and file.bytes > split_bytes
 
 
 def _unreadable(file: InputFile) -> Cut:
@@ -247,6 +250,30 @@ def _line_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
             lines += piece.count(b"\n", done)
             at += len(piece)
     yield start, size, first_record, size - start
+
+
+def _remote_line_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
+    """The cuts of `_line_cuts`, by a small read at each; records are not counted."""
+    size, start = input.bytes, 0
+    try:
+        with open_input(input) as file:
+            while (end := _line_end(file, start + split_bytes - 1, size)) < size:
+                yield start, end, UNCOUNTED if start else 0, end - start
+                start = end
+    except OSError as error:
+        raise BuildError(f"{input.path}: cannot be read: {error.strerror or error}") from error
+    yield start, size, UNCOUNTED if start else 0, size - start
+
+
+def _line_end(file: BinaryIO, at: int, size: int) -> int:
+    """Where the line ends that the byte `at` lies in, after its newline."""
+    if at < size:
+        file.seek(at)
+        while piece := file.read(_NEWLINE_BYTES):
+            if (newline := piece.find(b"\n")) >= 0:
+                return at + newline + 1
+            at += len(piece)
+    return size
 
 
 def _parquet_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:

@@ -35,6 +35,7 @@ from shardkit.writers.stages import clean, exact, pack, provenance, tokenize
 from shardkit.writers.stages.clean import Cleaned
 from shardkit.writers.stages.duplicate_losses import EXACT, LINES, NEAR, DuplicateLosses
 from shardkit.writers.stages.pack import Packed
+from shardkit.writers.stages.record_counts import count_records
 from shardkit.writers.stages.tokenize import Tokenized, TokenizerFacts, TokenizerFile
 from shardkit.writers.tokenizer import Engine, Parity
 
@@ -110,7 +111,8 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, concurrent: Sequence[T
     RecipeError if no record of a file has a field that the recipe names. BuildError if too much is
     unreadable, if nothing is left, or if a source is mostly duplicates.
     """
-    recipe, splits, config = inputs.recipe, inputs.splits, inputs.recipe.dedup
+    recipe, config = inputs.recipe, inputs.recipe.dedup
+    splits = count_records(inputs.splits, run)
     memory_bytes = task_memory(recipe)
 
     others, cleaned = run(concurrent, clean.tasks(recipe, splits, inputs.filter_files, inputs.filter_folder))
