@@ -54,7 +54,7 @@ from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import InputConfig, Recipe
 from shardkit.writers.stages.graph import PARTITION_TEXT_BYTES, BuildInputs, Outputs, run_stages
 from shardkit.writers.stages.provenance import PROVENANCE_NAME
-from shardkit.writers.stages.tokenize import TokenizerFile
+from shardkit.writers.stages.tokenize import Tokenized, TokenizerFile
 
 __all__ = [
     "CERTAIN",
@@ -288,7 +288,7 @@ def _scales(by_split: Sequence[float], made: Outputs) -> _Scales:
 
     cleaned = made.survivors.cleaned
     documents = ratio([counts.ledger.kept.documents for counts in made.survivors.counts])
-    tokens = ratio([counts.tokens for counts in made.tokenized])
+    tokens = ratio([Tokenized.of(commit).tokens for commit in made.tokenized])
     names = [commit.name for commit in cleaned]
     return _Scales(dict(zip(names, by_split, strict=True)), documents, tokens)
 

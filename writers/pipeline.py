@@ -62,7 +62,7 @@ from shardkit.writers.report import render_report
 from shardkit.writers.result import BuildResult, StageClock, StageTime
 from shardkit.writers.stages.clean import QUARANTINE_FILE
 from shardkit.writers.stages.graph import BuildInputs, Outputs, run_stages
-from shardkit.writers.stages.tokenize import TokenizerFile
+from shardkit.writers.stages.tokenize import Tokenized, TokenizerFile
 
 __all__ = ["build", "default_work", "destination_of", "refuse_own_files", "with_overrides"]
 
@@ -276,25 +276,25 @@ def _result_of_card(location: str, card: DatasetCard, seconds: float) -> BuildRe
 
 def _count(inputs: BuildInputs, outputs: Outputs) -> Funnel:
     """The counts of all stages; ConservationError unless they add up."""
-    survivors, tokenized = outputs.survivors, outputs.tokenized
+    survivors = outputs.survivors
     of_splits = {"cleaning": [counts.ledger for counts in survivors.counts]}
     if survivors.lines_cut:
         of_splits["cutting lines"] = list(survivors.lines_cut)
-    of_splits["tokenizing"] = [counts.ledger for counts in tokenized]
     sources = range(len(inputs.recipe.inputs))
-    ledgers = {stage: [Ledger() for _ in sources] for stage in of_splits}
+    ledgers = {stage: [Ledger() for _ in sources] for stage in (*of_splits, "tokenizing")}
     tokens = [0 for _ in sources]
     languages: list[list[Any]] = [[] for _ in sources]
-    for number, split in enumerate(inputs.splits):
+    histograms = {"lengths": Histogram(), "row_padding": Histogram(), "row_pieces": Histogram()}
+    for number, (split, commit) in enumerate(zip(inputs.splits, outputs.tokenized, strict=True)):
         for stage, parts in of_splits.items():
             ledgers[stage][split.source].merge(parts[number])
-        tokens[split.source] += tokenized[number].tokens
-        languages[split.source].append(tokenized[number].languages)
-    labelled = all(counts.languages is not None for counts in tokenized)
+        tokenized = Tokenized.of(commit)
+        ledgers["tokenizing"][split.source].merge(tokenized.ledger)
+        tokens[split.source] += tokenized.tokens
+        histograms["lengths"].add(tokenized.lengths)
+        languages[split.source].append(tokenized.languages)
+    labelled = all(counts is not None for of_source in languages for counts in of_source)
     packed = [part.counts() for part in outputs.parts]
-    histograms = {"lengths": Histogram(), "row_padding": Histogram(), "row_pieces": Histogram()}
-    for counts in tokenized:
-        histograms["lengths"].add(counts.lengths)
     for part in outputs.parts:
         histograms["row_padding"].add(part.row_padding)
         histograms["row_pieces"].add(part.row_pieces)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -106,6 +106,11 @@ class Limits:
     reads_in_flight: int = 32
     merge_memory_bytes: int = 192 << 20  # of a merge task
     read_memory_bytes: int = 64 << 20  # of `Slice.read`, beside what it returns
+
+    def divided(self, by: int) -> Limits:
+        """The same of sizes that are so many times smaller: small data behaves as large data does."""
+        sizes = {f.name: getattr(self, f.name) // by for f in fields(self) if f.name.endswith("_bytes")}
+        return replace(self, **sizes)
 
     def merges(self, runs: int, bytes: int, readers: int) -> bool:
         """Whether so many runs of together `bytes` are too many for so many readers."""

@@ -325,3 +325,11 @@ def test_a_byte_flipped_on_the_way_is_read_again_and_one_flipped_in_the_store_re
     with pytest.raises(OSError, match="the next run repeats its task"):
         part.read()
     assert not [info.key for info in store.list("commits/")]
+
+
+def test_divided_limits_treat_small_data_as_limits_treat_large(tmp_path: Path) -> None:
+    small = DEFAULT_LIMITS.divided(256)
+    assert (small.block_bytes, small.read_bytes, small.task_bytes) == (1 << 10, 1 << 14, 1 << 22)
+    assert (small.fan_in, small.reads_in_flight) == (DEFAULT_LIMITS.fan_in, DEFAULT_LIMITS.reads_in_flight)
+    for runs, size, readers in ((65, 1 << 40, 1), (64, 1 << 30, 5), (64, 1 << 30, 100)):
+        assert small.merges(runs, size // 256, readers) == DEFAULT_LIMITS.merges(runs, size, readers)

@@ -31,12 +31,13 @@ from shardkit.writers.inputs.fields import check_named_fields
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import Count, Ledger, check_bad_fraction, first_of
 from shardkit.writers.recipe import Recipe
+from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.stages import clean, exact, pack, provenance, tokenize
 from shardkit.writers.stages.clean import Cleaned
 from shardkit.writers.stages.duplicate_losses import EXACT, LINES, NEAR, DuplicateLosses
 from shardkit.writers.stages.pack import Packed
 from shardkit.writers.stages.record_counts import count_records
-from shardkit.writers.stages.tokenize import Tokenized, TokenizerFacts, TokenizerFile
+from shardkit.writers.stages.tokenize import TokenizerFacts, TokenizerFile
 from shardkit.writers.tokenizer import Engine, Parity
 
 __all__ = ["PARTITION_TEXT_BYTES", "BuildInputs", "Outputs", "Survivors", "find_survivors", "run_stages"]
@@ -49,7 +50,7 @@ class BuildInputs:
     """What a build reads, examined before the first task.
 
     `filter_files` are `clean.filter_files`; `filter_folder` is where tasks find these files, if not by their
-    paths in the recipe.
+    paths in the recipe. `limits` are those of all exchanges: of small data that should behave as large data.
     """
 
     recipe: Recipe
@@ -57,6 +58,7 @@ class BuildInputs:
     indexes: Sequence[DedupIndex]
     filter_files: Mapping[str, str]
     filter_folder: Artifact | None = None
+    limits: Limits = DEFAULT_LIMITS
 
     @classmethod
     def of(
@@ -125,14 +127,16 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, concurrent: Sequence[T
     tables = [NOTHING] * len(splits)
     duplicates: list[exact.ExactDuplicates] = []
     if config.exact is not None:
-        duplicates, tables = exact.remove_exact(run, cleaned, kept.documents, memory_bytes)
+        duplicates, tables = exact.remove_exact(
+            run, cleaned, kept.documents, memory_bytes, limits=inputs.limits
+        )
         losses.add(EXACT, tables)
         removals = [SplitRemovals({EXACT: table}) for table in tables]
         removed[EXACT] = losses.total(EXACT)
 
     if config.lines is not None:
         whole = _describe(cleaned)
-        documents = lines.remove_lines(run, whole, tables, config.lines, memory_bytes)
+        documents = lines.remove_lines(run, whole, tables, config.lines, memory_bytes, limits=inputs.limits)
         lines_cut = [commit.ledger() for commit in documents]
         losses.add_lines(lines_cut)
         removals = [SplitRemovals({LINES: lines.remaining(commit)}) for commit in documents]
@@ -159,7 +163,7 @@ class Outputs:
     """
 
     survivors: Survivors
-    tokenized: Sequence[Tokenized]
+    tokenized: Sequence[Commit]
     packed: Sequence[Commit]
     parts: Sequence[Packed]
     provenance: Sequence[Commit]
@@ -175,7 +179,7 @@ def run_stages(inputs: BuildInputs, tokenizer: TokenizerFile, run: RunTasks) -> 
     facts = TokenizerFacts.of(checked)
     spilled, engine = _tokenize(inputs, survivors, tokenizer, facts, run)
     partitions = _count_partitions(recipe, survivors.kept)
-    tokens = exchange(run, "tokens", tokenize.TOKENS, spilled, readers=partitions)
+    tokens = exchange(run, "tokens", tokenize.TOKENS, spilled, readers=partitions, limits=inputs.limits)
     [packed] = run(pack.tasks(recipe, tokens, partitions, eos_id=facts.eos_id, dtype=facts.dtype))
     parts = [Packed.of(commit) for commit in packed]
     [numbered] = run(provenance.tasks(packed, [len(part.shards) for part in parts]))
@@ -188,8 +192,7 @@ def run_stages(inputs: BuildInputs, tokenizer: TokenizerFile, run: RunTasks) -> 
         "dtype": facts.dtype,
         "engine": engine,
     }
-    tokenized = [Tokenized.of(commit) for commit in spilled]
-    return Outputs(survivors, tokenized, packed, parts, numbered, entry)
+    return Outputs(survivors, spilled, packed, parts, numbered, entry)
 
 
 def _check_cleaned(
@@ -255,6 +258,7 @@ def _tokenize(
             tokenizer=tokenizer,
             engine=engine,
             unlike=facts.unlike,
+            limits=inputs.limits,
         )
 
     parity_task = tokenize.parity_task(survivors.documents, tokenizer, facts.unlike)

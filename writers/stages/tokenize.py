@@ -36,6 +36,7 @@ from shardkit.writers.kernels.text_arrays import copy_texts, text_bytes, text_of
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageLabels
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.recipe import Recipe
+from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.stages.clean import DOCUMENTS_FILE, split_name
 from shardkit.writers.tokenizer import (
     Encoder,
@@ -255,6 +256,7 @@ def tasks(
     tokenizer: TokenizerFile,
     engine: Engine,
     unlike: Ranges,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> list[Task]:
     """One task a split: its remaining documents, tokenized.
 
@@ -265,6 +267,7 @@ def tasks(
         "engine": engine,
         "unlike": digest_of(unlike),
         "seed": recipe.seed,
+        "block_bytes": limits.block_bytes,
     }
     encoder = (tokenizer.file, tokenizer.eos, engine, unlike)
     made = []
@@ -277,7 +280,7 @@ def tasks(
         }
         args = (
             *(commit.files / DOCUMENTS_FILE, removed),
-            *(encoder, recipe.seed, recipe.memory // 2, languages),
+            *(encoder, recipe.seed, recipe.memory // 2, limits, languages),
         )
         weight = commit.ledger().kept.bytes
         made.append(Task("tokenize", split_name(split), config, _tokenize, args, weight, inputs | named))
@@ -304,6 +307,7 @@ def _tokenize(
     encoder: tuple[Artifact, str, Engine, Ranges],
     seed: int,
     memory_bytes: int,
+    limits: Limits,
     languages: LanguageLabels | None,
 ) -> Tokenized:
     """Load the encoder, which the process caches, and the removed rows; then `tokenize_split`."""
@@ -315,6 +319,7 @@ def _tokenize(
         seed=seed,
         folder=folder,
         memory_bytes=memory_bytes,
+        limits=limits,
         languages=languages,
     )
 
@@ -327,6 +332,7 @@ def tokenize_split(
     seed: int,
     folder: Path,
     memory_bytes: int,
+    limits: Limits = DEFAULT_LIMITS,
     languages: LanguageLabels | None = None,
 ) -> Tokenized:
     """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) except removed ones; write them as a run.
@@ -337,7 +343,7 @@ def tokenize_split(
     counts = None if languages is None else languages.open()
     with (
         documents.open_arrow(mapped=True) as source,
-        RunWriter(folder / TOKENS.file, TOKENS, memory_bytes=memory_bytes) as run,
+        RunWriter(folder / TOKENS.file, TOKENS, memory_bytes=memory_bytes, limits=limits) as run,
     ):
         reader = pa.ipc.open_file(source)
         start = 0
