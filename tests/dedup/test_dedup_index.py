@@ -22,12 +22,13 @@ from hypothesis import strategies as st
 
 from shardkit.errors import BuildError, RecipeError
 from shardkit.hashing import hash_file
+from shardkit.writers import index_build
 from shardkit.writers.dedup import bands, exact
-from shardkit.writers.dedup import index as module
 from shardkit.writers.dedup import index as part_module
 from shardkit.writers.dedup.compare import compare_pairs
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.index import (
+    BLOCKS_FILE,
     INDEX_FILE,
     DedupIndex,
     check_indexable,
@@ -187,7 +188,8 @@ def test_an_index_part_is_the_part_of_the_documents_that_stayed(
     made_files = tree(made)
     sets = contents(ShingleReader([Artifact(made)]).read(np.arange(len(STAYED), dtype=np.uint64)))
     assert set(made_files) == set(counts.files)
-    assert {name: made_files[name] for name in set(made_files) - {SETS_FILE, SHINGLES_FILE}} == tree(alone)
+    others = {SETS_FILE, SHINGLES_FILE, BLOCKS_FILE}
+    assert {name: made_files[name] for name in set(made_files) - others} == tree(alone)
     assert sets == direct_sets(tmp_path / "sets", [TEXTS[record] for record in STAYED], sketch or None)
     assert counts.sketches == sum(len(hashes) < distinct for hashes, distinct, _ in sets)
     assert bool(counts.sketches) == bool(sketch)
@@ -274,7 +276,7 @@ def test_an_older_index_of_another_hash_scheme_does_not_fit(index: DedupIndex) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.update(format=2), "format 2, and this shardkit knows 1"),
+        (lambda data: data.update(format=3), "format 3, and this shardkit knows 2"),
         (lambda data: data.clear(), "format None, and"),
         (lambda data: data["parts"][1].update(folder="../part-00001"), r"parts\.1\.folder: .*pattern"),
         (lambda data: data["parts"][0]["files"].pop("keys.npy"), "part-00000 lists other files than"),
@@ -355,7 +357,7 @@ def test_what_interrupts_a_publication_leaves_the_old_index_or_is_made_good(
         target.write_bytes(source.read_bytes())
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "link_or_copy", full)
+        patch.setattr(index_build, "link_or_copy", full)
         with pytest.raises(BuildError, match=r"No space left on device.*the same command continues"):
             made_index(folder, texts=[TEXTS], replace=True)
     assert tree(folder_of(index)) == before
