@@ -99,6 +99,7 @@ class Limits:
 
     fan_in: int = 64  # runs that one task reads
     task_bytes: int = 1 << 30  # that a merge task writes, about
+    partition_bytes: int = 100 << 20  # of one task that reads keys, about: several workers have tasks
     least_segments: int = 256  # runs x readers that are never merged
     segment_bytes: int = 256 << 10  # least share of a run that a reader should get
     block_bytes: int = 256 << 10  # unit of reading and checking, in small files
@@ -111,6 +112,10 @@ class Limits:
         """The same of sizes that are so many times smaller: small data behaves as large data does."""
         sizes = {f.name: getattr(self, f.name) // by for f in fields(self) if f.name.endswith("_bytes")}
         return replace(self, **sizes)
+
+    def partitions(self, rows: int, dtype: np.dtype[np.void]) -> int:
+        """Tasks that divide so many rows of keys among them."""
+        return max(1, -(-rows * dtype.itemsize // self.partition_bytes))
 
     def merges(self, runs: int, bytes: int, readers: int) -> bool:
         """Whether so many runs of together `bytes` are too many for so many readers."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from reference.lines import reference_cut, reference_hash, reference_units
 from shardkit.writers.dedup.config import LinesDedupConfig
 from shardkit.writers.dedup.exact import KEYS
-from shardkit.writers.dedup.lines import LineKeys, remaining, remove_lines, write_line_keys
+from shardkit.writers.dedup.lines import LINE_KEYS, LineKeys, remaining, remove_lines, write_line_keys
 from shardkit.writers.dedup.population import SplitDocuments
 from shardkit.writers.dedup.removals import NOTHING, OUTCOME
 from shardkit.writers.exchange import Limits, RunWriter
@@ -72,14 +73,14 @@ def dedup(
         )
     run = TaskFolders(folder)
     tables = [NOTHING] * len(splits)
-    documents_count = sum(map(len, splits))
     if exact:
-        tables = remove_exact(
-            run, cleaned, documents_count, 1 << 20, partition_rows=documents_count // 2 + 1
-        )[1]
+        count = sum(map(len, splits))
+        halves = replace(SMALL, partition_bytes=(count // 2 + 1) * KEYS.dtype.itemsize)
+        _, tables = remove_exact(run, cleaned, count, 1 << 20, limits=halves)
     lines = sum(text.count("\n") + 1 for split in splits for *_, text in split)
-    rows = -(-lines // partitions)
-    return remove_lines(run, described, tables, config, 5000, partition_rows=max(1, rows), limits=SMALL)
+    rows = max(1, -(-lines // partitions))
+    limits = replace(SMALL, partition_bytes=rows * LINE_KEYS.dtype.itemsize)
+    return remove_lines(run, described, tables, config, 5000, limits=limits)
 
 
 def _priority(document: Document) -> tuple[int, bytes, bytes]:

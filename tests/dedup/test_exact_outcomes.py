@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,8 @@ def remove(
     partitions: int = 1,
 ) -> tuple[list[ExactDuplicates], list[SplitTable]]:
     rows = max(1, -(-documents // partitions))
-    return remove_exact(run, cleaned, documents, memory_bytes, partition_rows=rows, limits=SMALL)
+    limits = replace(SMALL, partition_bytes=rows * KEYS.dtype.itemsize)
+    return remove_exact(run, cleaned, documents, memory_bytes, limits=limits)
 
 
 def brute_force(splits: list[list[Row]]) -> dict[Place, Place]:

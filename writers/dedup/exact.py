@@ -68,8 +68,6 @@ KEYS = Table(
     origin="split",
 )
 
-PARTITION_ROWS = 1 << 21  # about: 100 MB of keys, so that several workers have tasks, and tasks are few
-
 _PEAK_BYTES_PER_ROW_RANKED = 250  # measured where all rows are copies: rows, their order, what is lost
 
 

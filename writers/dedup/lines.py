@@ -64,8 +64,6 @@ __all__ = [
 
 CHUNK_ROWS = 1 << 19  # in which a split's own lines are compared
 
-PARTITION_ROWS = 1 << 21  # about: 100 MB of keys, so that several workers have tasks, and tasks are few
-
 LINE_KEYS = Table(
     "line_keys.run",
     np.dtype(
@@ -353,12 +351,11 @@ def remove_lines(
     config: LinesDedupConfig,
     memory_bytes: int,
     *,
-    partition_rows: int = PARTITION_ROWS,
     limits: Limits = DEFAULT_LIMITS,
 ) -> list[Commit]:
     """Run all steps: a commit for each split. `exact` are the outcomes of each split in exact dedup."""
     [keys] = run(_key_tasks(splits, exact, config))
-    partitions = max(1, -(-sum(LineKeys.of(commit).keys for commit in keys) // partition_rows))
+    partitions = limits.partitions(sum(LineKeys.of(commit).keys for commit in keys), LINE_KEYS.dtype)
     exchanged = exchange(run, "line_keys", LINE_KEYS, keys, readers=partitions, limits=limits)
     tasks = []
     for number in range(partitions):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardkit.writers.dedup.exact import KEYS, PARTITION_ROWS, find_outcomes, partition_bounds
+from shardkit.writers.dedup.exact import KEYS, find_outcomes, partition_bounds
 from shardkit.writers.dedup.removals import GROUP_SIZES, OUTCOMES, SplitTable, by_split, count_groups
 from shardkit.writers.exchange import Limits, RunWriter, Slice, exchange
 from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, partition_name
@@ -40,14 +40,13 @@ def remove_exact(
     documents: int,
     memory_bytes: int,
     *,
-    partition_rows: int = PARTITION_ROWS,
     limits: Limits = DEFAULT_LIMITS,
 ) -> tuple[list[ExactDuplicates], list[SplitTable]]:
     """Run the stage: what each partition removed, and the outcomes of each split.
 
     `documents` is the number of rows of KEYS that the tasks `cleaned` wrote, one task a split.
     """
-    partitions = max(1, -(-documents // partition_rows))
+    partitions = limits.partitions(documents, KEYS.dtype)
     keys = exchange(run, "exact", KEYS, cleaned, readers=partitions, limits=limits)
     tasks = []
     for number in range(partitions):
