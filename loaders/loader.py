@@ -94,14 +94,13 @@ class StreamingLoader:
         self.machine_ranks: tuple[int, ...] | None = None
         """The data-parallel ranks that share this machine; None until they are asked for."""
         self._prefetch_bytes = parse_bytes(self.config.prefetch_bytes)
-        self._lanes: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
         self._running: Prefetcher | None = None
         self._iteration: object = None
         self._stop_together = StopTogether(
             self, on_peer_error=StreamingLoader._interrupt, grace_seconds=self.config.stop_grace_seconds
         )
         self._watch_peers()
-        self._opened = open_streams(dataset, self.config, local_processes(self._place))
+        self._opened = open_streams(dataset, self.config, local_processes(self._place), place=self._place)
         streams, samples = self._opened.streams, self._opened.epoch_samples(self.config)
         self._plan = BatchPlan(samples, batch_size, self._place.rank, self._place.world_size, tail)
         self._source = open_source(
@@ -293,11 +292,7 @@ class StreamingLoader:
         orders = [self._settings.order_of(stream) for stream in streams]
         if any(order.lanes != orders[0].lanes for order in orders):
             return None
-        key = orders[0].lanes, orders[0].version, ranks
-        if key not in self._lanes:  # many streams have the same lanes
-            found = lanes_of_ranks(orders[0], self._plan.global_batch, ranks, self._plan.world_size)
-            self._lanes[key] = found
-        return self._lanes[key]
+        return lanes_of_ranks(orders[0], self._plan.global_batch, ranks, self._plan.world_size)
 
     def _deliver(self, running: Prefetcher, iteration: object) -> Iterator[Batch]:
         try:

@@ -63,6 +63,15 @@ WAIT_SECONDS = 30.0  # for the ranks to come to their first batch: they have met
 
 _CONNECT_SECONDS = 10.0  # the store exists already: the ranks have met through it
 
+# S3 answers so many GETs a second for one prefix, before it divides it, which takes half an hour.
+PREFIX_REQUESTS_PER_SECOND = 5500
+NODE_REQUESTS = 40  # of all processes of a node until each has its first rows of one dataset
+INDEX_REQUESTS = 3  # for a dataset's index and card
+SINGLE_ROWS = 32
+_MOST_DELAY_SECONDS = (
+    15.0  # at 2,048 nodes and one dataset; a job that starts has waited longer for its nodes
+)
+
 _LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")  # processes started together
 
 Source = Literal["arguments", "mesh", "group", "torch.distributed", "environment", "default"]
@@ -223,6 +232,38 @@ def local_processes(place: Place) -> int:
         if (local := _number(name)) and local > 0:
             return min(local, most)
     return most
+
+
+def node_count(place: Place) -> int:
+    """Machines of the job, as far as the launcher says how many processes each has."""
+    processes = process_place()
+    most = place.world_size if processes is None else max(processes[1], place.world_size)
+    return -(-most // local_processes(place))
+
+
+def start_delay(machine: str, nodes: int, datasets: int = 1) -> float:
+    """Seconds that a node waits before it first asks a store, so that nodes do not all ask in one second.
+
+    From 0 to the time in which one prefix answers what all nodes ask for at their start. It follows from the
+    name of the machine; a store that refuses requests all the same is asked again (`shardkit.storage.retry`).
+    """
+    requests = nodes * (NODE_REQUESTS + (datasets - 1) * INDEX_REQUESTS)
+    longest = min(_MOST_DELAY_SECONDS, requests / PREFIX_REQUESTS_PER_SECOND)
+    if longest < 1.0:
+        return 0.0
+    digest = hashlib.blake2b(machine.encode(errors="surrogatepass"), digest_size=8).digest()
+    return longest * int.from_bytes(digest) / (1 << 64)
+
+
+def first_rows(processes: int, nodes: int) -> int:
+    """Rows that a process may fetch one by one after a start, by two requests each.
+
+    `SINGLE_ROWS` where the nodes are few; where they are many, all processes of a node have as many together
+    as `NODE_REQUESTS` allow.
+    """
+    if nodes * NODE_REQUESTS <= PREFIX_REQUESTS_PER_SECOND:
+        return SINGLE_ROWS
+    return max(1, (NODE_REQUESTS - INDEX_REQUESTS) // 2 // processes)
 
 
 def check_place(place: Place) -> None:

@@ -12,6 +12,7 @@ other positions. They belong to the loader's `CacheRun`, which fetches ahead for
 from __future__ import annotations
 
 import os
+import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,17 +28,19 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.contract import CacheOptions
+from shardkit.cache.fetcher import FetchLimits
 from shardkit.cache.reader import CacheReader, CacheRun
 from shardkit.cache.shards import CachedShards, SharedCache
 from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
 from shardkit.loaders.config import ExcludedRows, LoaderConfig, Stream, Weights
 from shardkit.loaders.defaults import shuffle_sizes
+from shardkit.loaders.placement import Place, first_rows, node_count, start_delay
 from shardkit.manifest import ShardInfo
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Schedule
 from shardkit.order.order import OrderSpec, Shuffle
 from shardkit.order.run_settings import RunSettings, StreamSettings, Tail
-from shardkit.storage import StorageOptions
+from shardkit.storage import StorageOptions, is_remote
 
 __all__ = ["Columns", "Opened", "ReadRows", "Streams", "named_weights", "open_streams"]
 
@@ -274,9 +277,17 @@ class Opened:
 
 
 def open_streams(
-    dataset: str | os.PathLike[str] | Dataset | Sequence[Stream], config: LoaderConfig, processes: int
+    dataset: str | os.PathLike[str] | Dataset | Sequence[Stream],
+    config: LoaderConfig,
+    processes: int,
+    *,
+    place: Place | None = None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> Opened:
-    """Open what a loader was given; `processes` on this machine share its memory."""
+    """Open what a loader was given; `processes` on this machine share its memory.
+
+    `place`: in a job, whose nodes begin one after another if they are many.
+    """
     if isinstance(dataset, (str, os.PathLike, Dataset)):
         specs: tuple[Stream, ...] = (Stream(dataset),)
     else:
@@ -285,14 +296,18 @@ def open_streams(
             raise TypeError(f"expected a path, a Dataset or a list of Stream, not {dataset!r:.200}")
     paths = [spec.path if isinstance(spec.path, Dataset) else os.fspath(spec.path) for spec in specs]
     to_open = dict.fromkeys(path for path in paths if not isinstance(path, Dataset))
+    nodes = 1 if place is None else node_count(place)
     cache = SharedCache(
         CacheOptions(
             folder=config.cache_dir,
             capacity=config.cache_bytes,
             connections=config.connections,
             processes=processes,
-        )
+        ),
+        FetchLimits(single_rows=first_rows(processes, nodes)),
     )
+    if remote := sum(map(is_remote, to_open)):
+        sleep(0.0 if place is None else start_delay(place.machine, nodes, remote))
     storage = config.storage or StorageOptions()
     # A store must not fail before the loader does: it retries for as long as a batch is waited for.
     storage = replace(storage, retry_seconds=max(storage.retry_seconds, config.timeout_seconds))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from shardkit.arrays import Bytes
 from shardkit.cache.contract import Cache, CacheOptions, open_cache
-from shardkit.cache.fetcher import Fetcher, FetchTimeoutError
+from shardkit.cache.fetcher import Fetcher, FetchLimits, FetchTimeoutError
 from shardkit.cache.folder import entry_name, sealed_size
 from shardkit.cache.indexes import TRUST_SECONDS, NodeIndexes
 from shardkit.cache.rows import RowReader
@@ -39,8 +39,8 @@ DEFAULT_TIMEOUT_SECONDS = 600.0
 class SharedCache:
     """A cache and the threads that fill it, opened when the first of its remote datasets needs them."""
 
-    def __init__(self, options: CacheOptions) -> None:
-        self.options = options
+    def __init__(self, options: CacheOptions, limits: FetchLimits | None = None) -> None:
+        self.options, self._limits = options, limits
         self._lock = threading.Lock()
         self._opened: tuple[Cache, Fetcher] | None = None
 
@@ -48,7 +48,7 @@ class SharedCache:
         """The same for each caller; CacheFolderError."""
         with self._lock:
             if self._opened is None:
-                self._opened = open_cache(self.options), Fetcher(self.options.connections)
+                self._opened = open_cache(self.options), Fetcher(self.options.connections, self._limits)
             return self._opened
 
     def indexes(self, storage: StorageOptions | None = None) -> NodeIndexes | None:

@@ -27,7 +27,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -167,9 +168,19 @@ class BatchLanes:
 
 def lanes_of_ranks(spec: OrderSpec, global_batch: int, ranks: Iterable[int], world_size: int) -> list[int]:
     """The lanes that any of `ranks` draws from, in order."""
+    alike = replace(
+        spec, seed=0, window=1
+    )  # the streams of a mixture differ in these, which decide nothing here
+    return list(_lanes_of_ranks(alike, global_batch, tuple(ranks), world_size))
+
+
+@lru_cache(maxsize=64)
+def _lanes_of_ranks(
+    spec: OrderSpec, global_batch: int, ranks: tuple[int, ...], world_size: int
+) -> tuple[int, ...]:
     lanes = BatchLanes(spec, global_batch)
     parts = (rank_slice(global_batch, rank, world_size) for rank in ranks)
-    return sorted({lane for part in parts for lane in lanes.of_part(part)})
+    return tuple(sorted({lane for part in parts for lane in lanes.of_part(part)}))
 
 
 def _positions(geometry: Lanes, places: Ints, sizes: Ints) -> tuple[Ints, Ints]:

@@ -34,7 +34,7 @@ from typing import Literal, TypeVar
 from shardkit.storage.limits import Gate
 from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.store import StoreError, ThrottledError, TransientError
-from shardkit.storage.threads import Workers, remake_after_fork
+from shardkit.storage.threads import Submitter, Workers, remake_after_fork
 
 __all__ = ["Call", "Hedging", "Operation", "RetryPolicy", "Upstream", "first_good"]
 
@@ -153,13 +153,21 @@ class Upstream:
     """
 
     def __init__(
-        self, url: str, policy: RetryPolicy, metrics: StoreMetrics, connections: int, *, has_answered: bool
+        self,
+        url: str,
+        policy: RetryPolicy,
+        metrics: StoreMetrics,
+        connections: int,
+        *,
+        has_answered: bool,
+        workers: Submitter | None = None,
     ) -> None:
+        """`workers` make the requests; by default threads."""
         self.policy, self.metrics = policy, metrics
         self.gate = Gate(connections, metrics, clock=policy.clock)
         self.hedging = Hedging(policy)
         self.has_answered = has_answered
-        self.workers = Workers(_THREADS_PER_CONNECTION * connections)
+        self.workers = workers or Workers(_THREADS_PER_CONNECTION * connections)
         self._url = url
         self._down_since: float | None = None
         self._next_report = -float("inf")

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Protocol, TypeVar
 
-__all__ = ["Threads", "Workers", "remake_after_fork"]
+__all__ = ["Submitter", "Threads", "Workers", "remake_after_fork"]
 
 T = TypeVar("T")
 _IDLE_SECONDS = 5.0  # a thread is cheap to start (50 microseconds), and to keep
@@ -47,6 +47,12 @@ def _remake_all() -> None:
 
 
 os.register_at_fork(after_in_child=_remake_all)
+
+
+class Submitter(Protocol):
+    """What makes requests: `Workers`, or a simulation of them."""
+
+    def submit(self, task: Callable[[], T]) -> Future[T]: ...
 
 
 class Threads:

@@ -75,7 +75,7 @@ def test_the_leaders_error_is_its_own_and_the_next_one_leads(tmp_path: Path) -> 
 def test_a_large_index_is_parsed_once_and_loaded_from_its_table_after_that(tmp_path: Path) -> None:
     columns = (Column("tokens", "ndarray:uint16:8", 16),)
     shards = [
-        ShardInfo(columns, FileInfo(f"shard.{n:05}.mds", 1000, {"xxh64": f"{n:016x}"}), 50)
+        ShardInfo(FileInfo(f"shard.{n:05}.mds", 1000, {"xxh64": f"{n:016x}"}), 50, columns)
         for n in range(TABLE_SHARDS)
     ]
     text = mds_index_bytes(shards)
