@@ -15,8 +15,9 @@ from reference.near import reference_candidates
 from shardkit.writers.dedup import candidates
 from shardkit.writers.dedup.bands import BandWriter
 from shardkit.writers.dedup.candidates import (
-    NUMBERS_FILE,
     PAIR_RUNS_FILE,
+    PAIRS_BY_FIRST,
+    PAIRS_BY_SECOND,
     PAIRS_FILE,
     PairWriter,
     find_candidates,
@@ -25,6 +26,7 @@ from shardkit.writers.dedup.hubs import HubLimits
 from shardkit.writers.dedup.population import PAIR, Part, Population
 from shardkit.writers.execution.artifacts import Artifact
 from support.near_parts import Made, clusters, write_parts
+from support.task_folders import read_run
 
 Pair = frozenset[bytes]  # two document ids
 
@@ -39,9 +41,9 @@ def read_pairs(folder: Path) -> list[tuple[int, int]]:
         run = pairs[start:stop].tolist()
         assert run
         assert run == sorted(set(run))
-    numbers = np.load(folder / NUMBERS_FILE)
-    assert numbers.dtype == np.uint64
-    assert numbers.tolist() == sorted({number for pair in pairs.tolist() for number in pair})
+    first, second = (read_run(folder / table.file, table) for table in (PAIRS_BY_FIRST, PAIRS_BY_SECOND))
+    assert sorted(first.tolist()) == sorted(pairs.tolist())
+    assert sorted((a, b) for b, a in second.tolist()) == sorted(pairs.tolist())
     assert (pairs["a"] < pairs["b"]).all()
     found: list[tuple[int, int]] = pairs.tolist()
     return found

@@ -25,6 +25,7 @@ from shardkit.hashing import hash_file
 from shardkit.writers import index_build
 from shardkit.writers.dedup import bands, exact
 from shardkit.writers.dedup import index as part_module
+from shardkit.writers.dedup.candidates import PAIRS_BY_FIRST, PAIRS_BY_SECOND, PairWriter
 from shardkit.writers.dedup.compare import compare_pairs
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.index import (
@@ -32,7 +33,6 @@ from shardkit.writers.dedup.index import (
     INDEX_FILE,
     DedupIndex,
     check_indexable,
-    copy_sketches,
     index_part,
     index_settings,
     open_index,
@@ -46,22 +46,28 @@ from shardkit.writers.dedup.population import (
     DOCUMENTS_FILE,
     SIGNATURES_FILE,
     Part,
+    priority,
 )
 from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.shingle_store import (
+    GUESTS,
+    OWN,
     SET,
     SETS_FILE,
     SHINGLES_FILE,
     Sets,
     ShingleReader,
     ShingleWriter,
+    write_sets,
 )
 from shardkit.writers.dedup.signatures import KEYS_FILE, sign_documents
+from shardkit.writers.exchange import exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.index_build import publish_index
 from shardkit.writers.kernels.shingles import shingle_batch
 from support.documents import write_documents
 from support.small_build import tree
+from support.task_folders import TaskFolders, commit_folder, read_run, slice_of
 
 CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
 MADE_FROM = {"recipe_digest": "0123", "inputs": [{"source": "old", "files": 2}]}
@@ -148,7 +154,6 @@ def in_small_pieces(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(bands, "RUN_DOCUMENTS", 13)
     patch.setattr(part_module, "CHUNK_ROWS", 5)
     patch.setattr(part_module, "_PIECE_BYTES", 500)
-    patch.setattr(part_module, "_COPY_BYTES", 300)
 
 
 def contents(sets: Sets) -> list[tuple[list[int], int, int]]:
@@ -200,9 +205,10 @@ def test_an_index_opens_as_parts_and_tells_what_it_is(original: DedupIndex) -> N
     again = open_index(folder_of(original))
     assert again.documents == len(STAYED) + 7
     assert again.parts == [
-        Part(Artifact(folder_of(original) / "part-00000"), len(STAYED), "index"),
-        Part(Artifact(folder_of(original) / "part-00001"), 7, "index"),
+        Part(Artifact(folder_of(original) / "part-00000"), len(STAYED), "index", again.parts[0].digest),
+        Part(Artifact(folder_of(original) / "part-00001"), 7, "index", again.parts[1].digest),
     ]
+    assert again.parts[0].digest != again.parts[1].digest
     facts = again.to_dict()
     assert (facts["sketch"], facts["parts"], facts["made_from"]) == (64, 2, MADE_FROM)
     tables = [path for path in folder_of(original).rglob("part-*/*") if path.is_file()]
@@ -224,10 +230,7 @@ def test_a_split_that_lost_all_its_documents_is_an_empty_part(tmp_path: Path) ->
     counts = index_part(Artifact(documents), Artifact(part), np.array([0]), CONFIG, 64, task)
     index = publish_index([(task, counts)], tmp_path / "index", {}, index_settings(CONFIG), sketch=64)
     assert index.documents == index.parts[0].documents == 0
-    (tmp_path / "sets").mkdir()
-    nothing = np.zeros(0, np.uint64)
-    copy_sketches(index.parts[0].folder, 7, nothing, tmp_path / "sets")
-    assert len(ShingleReader([Artifact(tmp_path / "sets")]).find(nothing)) == 0
+    assert list(ShingleReader([index.parts[0].folder]).tables()) == []
 
 
 @pytest.mark.parametrize(
@@ -366,21 +369,32 @@ def test_what_interrupts_a_publication_leaves_the_old_index_or_is_made_good(
     assert sorted(path.name for path in folder.iterdir() if path.name[0] == ".") == []
 
 
-@pytest.mark.parametrize("pieces", ["whole", "small"])
-def test_copied_sketches_are_the_stored_sets_under_other_numbers(
-    original: DedupIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: str
+@pytest.mark.parametrize("memory_bytes", [2000, 1 << 20])
+def test_sketches_take_part_as_they_are_stored_under_numbers_of_the_population(
+    original: DedupIndex, tmp_path: Path, memory_bytes: int
 ) -> None:
-    if pieces == "small":
-        in_small_pieces(monkeypatch)
-    part = original.parts[0].folder
-    rows = np.array([0, 3, 4, 5, 50, len(STAYED) - 1], np.uint64)
-    first = 1 << 33
-    copy_sketches(part, first, rows + np.uint64(first), tmp_path)
-    copied = ShingleReader([Artifact(tmp_path)]).read(rows + np.uint64(first))
-    assert contents(copied) == contents(ShingleReader([part]).read(rows))
-    texts = [TEXTS[STAYED[row]] for row in rows.tolist()]
-    assert contents(copied) == direct_sets(tmp_path / "direct", texts, 64)
-    assert {len(hashes) < distinct for hashes, distinct, _ in contents(copied)} == {True, False}
+    part, first = original.parts[0], 1 << 33
+    rows = [0, 3, 4, 5, 50, len(STAYED) - 1]
+    entries = np.array([(row, first + row) for row in rows], np.uint64)
+    (tmp_path / "pairs").mkdir()
+    with PairWriter(tmp_path / "pairs", first + part.documents, run_pairs=100) as pairs:
+        pairs.add(entries[:, 0], entries[:, 1])
+    commit, end = commit_folder(tmp_path / "pairs", "candidates", "0"), first + part.documents
+    firsts, seconds = (
+        exchange(TaskFolders(tmp_path), "pairs", table, [commit], readers=1).slice(first, end)
+        for table in (PAIRS_BY_FIRST, PAIRS_BY_SECOND)
+    )
+    write_sets(tmp_path, part, part.folder, firsts, seconds, CONFIG.minhash, 0, memory_bytes)
+    found, payload = slice_of(tmp_path / GUESTS.file, GUESTS).read()
+    assert found["key"].tolist() == rows
+    assert found["number"].tolist() == [first + row for row in rows]
+    assert len(read_run(tmp_path / OWN.file, OWN)) == 0
+    described = np.load((part.folder / DOCUMENTS_FILE).path)[rows]
+    assert found["priority"].tolist() == priority(described, "index").tolist()
+    copied = contents(Sets.of(found, payload))
+    assert copied == contents(ShingleReader([part.folder]).read(np.array(rows, np.uint64)))
+    assert copied == direct_sets(tmp_path / "direct", [TEXTS[STAYED[row]] for row in rows], 64)
+    assert {len(hashes) < distinct for hashes, distinct, _ in copied} == {True, False}
 
 
 def test_the_error_of_sketches_is_the_stated_one(tmp_path: Path) -> None:

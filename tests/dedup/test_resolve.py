@@ -22,9 +22,9 @@ from shardkit.writers.dedup.resolve import (
     resolve,
 )
 from shardkit.writers.dedup.tables import RowsWriter
-from shardkit.writers.dedup.verify import EDGE, priorities_of
+from shardkit.writers.dedup.verify import EDGE
 from shardkit.writers.execution.artifacts import Artifact
-from support.near_population import Document, World, make_documents, write_world
+from support.near_population import Document, World, make_documents, priorities_of, write_world
 from support.task_folders import read_run
 
 IdPair = tuple[bytes, bytes]
@@ -50,7 +50,7 @@ def write_edges(
     """Edges in random files, each sorted as verify_block does."""
     number_of = {document.id: number for number, document in enumerate(world.documents)}
     numbers = np.arange(len(world.documents), dtype=np.uint64)
-    priorities = priorities_of(world.population, numbers)
+    priorities = priorities_of(world, numbers)
     members: list[list[Any]] = [[] for _ in range(files)]
     for hi, lo in sorted(edges):
         at = number_of[hi]

@@ -9,18 +9,25 @@ import numpy as np
 import pytest
 
 from reference.near import reference_compare
+from shardkit.errors import BuildError
+from shardkit.writers.dedup.candidates import PAIRS_BY_FIRST, PAIRS_BY_SECOND
 from shardkit.writers.dedup.config import NearDedupConfig
-from shardkit.writers.dedup.verify import (
-    EDGE,
-    EDGES_FILE,
-    BlockBudget,
-    plan_blocks,
+from shardkit.writers.dedup.shingle_store import GUESTS, OWN
+from shardkit.writers.dedup.verify import EDGE, EDGES_FILE, block_bits, read_documents, verify_block
+from shardkit.writers.exchange import exchange
+from shardkit.writers.execution.task import Commit
+from support.near_population import (
+    Document,
+    Pair,
+    World,
+    allowed,
+    make_documents,
     priorities_of,
-    read_documents,
-    verify_block,
+    write_pairs,
+    write_set_runs,
+    write_world,
 )
-from shardkit.writers.execution.artifacts import Artifact
-from support.near_population import Document, Pair, World, allowed, make_documents, write_pairs, write_world
+from support.task_folders import TaskFolders
 
 Edge = tuple[bytes, bytes, float, float]  # ids of who wins and who loses, similarity, containment
 
@@ -44,17 +51,27 @@ def single(value: Fraction) -> float:
 
 
 def verified(
-    folder: Path, world: World, pair_folders: list[Path], config: NearDedupConfig, memory_bytes: int
+    folder: Path, world: World, candidates: list[Commit], config: NearDedupConfig, memory_bytes: int
 ) -> tuple[set[Edge], int, int]:
     """(edges by ids, pairs compared, blocks): each block's file is checked for its order."""
+    run, count = TaskFolders(folder), len(world.documents)
+    bits = block_bits(count, count * 240, memory_bytes)
+    blocks = range(0, count, 1 << bits)
+    firsts, seconds = (
+        exchange(run, table.file, table, candidates, readers=99, end=count)
+        for table in (PAIRS_BY_FIRST, PAIRS_BY_SECOND)
+    )
+    sets = write_set_runs(folder / "sets", world, firsts, seconds, block_bits=bits, memory_bytes=memory_bytes)
+    own, guests = (
+        exchange(run, table.file, table, sets, readers=len(blocks), end=count) for table in (OWN, GUESTS)
+    )
     found: set[Edge] = set()
-    sets, pairs = ([Artifact(path) for path in paths] for paths in (world.shingle_folders, pair_folders))
-    blocks = plan_blocks(sets, pairs, memory_bytes)
     compared = 0
-    for number, block in enumerate(blocks):
-        out = folder / f"verify{number}"
+    for start in blocks:
+        out = folder / f"verify{start}"
         out.mkdir(parents=True)
-        counts = verify_block(out, world.population, block, pairs, sets, config, memory_bytes)
+        slices = [table.slice(start, start + (1 << bits)) for table in (firsts, own, guests)]
+        counts = verify_block(out, *slices, config, memory_bytes)
         edges = np.load(out / EDGES_FILE)
         assert edges.dtype == EDGE
         assert counts.verified == len(edges) == sum(counts.by_similarity)
@@ -67,7 +84,7 @@ def verified(
     return found, compared, len(blocks)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_edges_are_the_pairs_that_verify_however_tasks_are_cut(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     documents = make_documents(rng, 80, families=3)
@@ -78,27 +95,56 @@ def test_edges_are_the_pairs_that_verify_however_tasks_are_cut(tmp_path: Path, s
         folder = tmp_path / str(memory_bytes)
         world = write_world(folder, documents, rng, splits=splits, smallest=smallest)
         pairs = {pair for pair in combinations(range(len(documents)), 2) if allowed(world, *pair)}
-        pair_folders = write_pairs(folder, pairs, rng, tasks=tasks, run_pairs=rng.choice([100, 5000]))
-        edges, compared, blocks = verified(folder, world, pair_folders, config, memory_bytes)
+        candidates = write_pairs(folder, pairs, rng, tasks=tasks)
+        edges, compared, blocks = verified(folder, world, candidates, config, memory_bytes)
         assert compared == len(pairs)
         assert edges == brute_force(world, pairs, config, smallest)
         assert edges
-        assert blocks > 5 or memory_bytes > 12_000
+        assert blocks > 3 or memory_bytes > 12_000
         results.append(edges)
     assert results[1:] == results[:-1]
 
 
-def test_one_document_with_more_pairs_than_memory_holds_is_verified_all_the_same(tmp_path: Path) -> None:
+def test_blocks_larger_than_memory_are_verified_in_turns(tmp_path: Path) -> None:
+    """Also those of one document with more pairs than a turn holds."""
     rng = random.Random(1)
-    documents = make_documents(rng, 300, families=1)
-    world = write_world(tmp_path, documents, rng, splits=2)
-    pairs = {(0, b) for b in range(1, 250) if allowed(world, 0, b)} | {(3, 5)}
-    folders = write_pairs(tmp_path, pairs, rng, tasks=2, run_pairs=60)
-    memory_bytes = 8000
-    assert BlockBudget.of(memory_bytes).pairs < len(pairs) / 4
-    edges, compared, _ = verified(tmp_path, world, folders, NearDedupConfig(), memory_bytes)
-    assert compared == len(pairs)
-    assert edges == brute_force(world, pairs, NearDedupConfig(), None)
+    world = write_world(tmp_path, make_documents(rng, 300, families=1), rng, splits=2)
+    pairs = {(a, b) for a in range(40) for b in range(a + 1, 250) if allowed(world, a, b)}
+    candidates = write_pairs(tmp_path, pairs, rng, tasks=2)
+    config = NearDedupConfig()
+    run = TaskFolders(tmp_path)
+    firsts, seconds = (
+        exchange(run, "pairs", table, candidates, readers=1) for table in (PAIRS_BY_FIRST, PAIRS_BY_SECOND)
+    )
+    sets = write_set_runs(tmp_path / "sets", world, firsts, seconds, block_bits=9, memory_bytes=1 << 20)
+    own, guests = (exchange(run, "sets", table, sets, readers=1) for table in (OWN, GUESTS))
+    found = []
+    for memory_bytes in (1 << 24, 16_000):
+        out = tmp_path / str(memory_bytes)
+        out.mkdir()
+        slices = [table.slice(0, 1 << 9) for table in (firsts, own, guests)]
+        counts = verify_block(out, *slices, config, memory_bytes)
+        assert counts.pairs == len(pairs)
+        found.append((out / EDGES_FILE).read_bytes())
+    assert found[0] == found[1]
+    assert len(found[0]) > 1000
+
+
+def test_a_pair_without_a_set_is_an_error(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    world = write_world(tmp_path, make_documents(rng, 30, families=1), rng, splits=1)
+    run = TaskFolders(tmp_path)
+    both = [
+        write_pairs(tmp_path / str(at), pairs, rng, tasks=1) for at, pairs in enumerate([{(0, 1)}, {(0, 2)}])
+    ]
+    (firsts, seconds), (others, _) = (
+        [exchange(run, "pairs", table, some, readers=1) for table in (PAIRS_BY_FIRST, PAIRS_BY_SECOND)]
+        for some in both
+    )
+    sets = write_set_runs(tmp_path / "sets", world, firsts, seconds, block_bits=5, memory_bytes=1 << 20)
+    own, guests = (exchange(run, "sets", table, sets, readers=1).slice(0, 32) for table in (OWN, GUESTS))
+    with pytest.raises(BuildError, match="without a set"):
+        verify_block(tmp_path, others.slice(0, 32), own, guests, NearDedupConfig(), 1 << 20)
 
 
 def test_documents_are_read_wherever_they_are(tmp_path: Path) -> None:
@@ -110,7 +156,7 @@ def test_documents_are_read_wherever_they_are(tmp_path: Path) -> None:
         assert begin == len(ids)
         ids += [bytes(row["id"]) for row in rows]
     assert ids == [world.documents[int(number)].id for number in numbers]
-    keys = priorities_of(world.population, numbers)
+    keys = priorities_of(world, numbers)
     order = np.lexsort(keys.T[::-1])
     wanted = sorted(range(len(numbers)), key=lambda at: world.documents[int(numbers[at])].priority)
     assert order.tolist() == wanted

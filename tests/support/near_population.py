@@ -8,12 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from shardkit.writers.dedup.candidates import PAIR_RUNS_FILE, PAIRS_FILE
-from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Kind, Part, Population
-from shardkit.writers.dedup.shingle_store import ShingleWriter
-from shardkit.writers.dedup.tables import RowsWriter
+from shardkit.writers.dedup.candidates import PairWriter
+from shardkit.writers.dedup.population import (
+    DOCUMENT,
+    DOCUMENTS_FILE,
+    Kind,
+    Part,
+    Population,
+    priority,
+)
+from shardkit.writers.dedup.shingle_store import SetRuns, ShingleReader, ShingleWriter
+from shardkit.writers.dedup.tables import Rows, RowsWriter
+from shardkit.writers.exchange import Exchanged
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import Commit
+from support.task_folders import commit_folder
 
 KINDS: tuple[Kind, ...] = ("input", "planted", "index")
 Pair = tuple[int, int]
@@ -114,24 +125,48 @@ def allowed(world: World, a: int, b: int) -> bool:
     return "input" in (world.documents[a].kind, world.documents[b].kind)
 
 
-def write_pairs(
-    folder: Path, pairs: Iterable[Pair], rng: random.Random, *, tasks: int, run_pairs: int
-) -> list[Path]:
-    """Divide pairs among tasks, some into several of them, and each task's among sorted runs."""
+def write_pairs(folder: Path, pairs: Iterable[Pair], rng: random.Random, *, tasks: int) -> list[Commit]:
+    """Commits of candidates tasks: pairs are divided among them, and some go into several."""
     members: list[list[Pair]] = [[] for _ in range(tasks)]
     for pair in pairs:
         for own in rng.sample(members, rng.choice([1, 1, min(2, tasks)])):
             own.append(pair)
-    folders = []
-    for number, own in enumerate(members):
-        rng.shuffle(own)
+    commits = []
+    for number, found in enumerate(members):
+        rng.shuffle(found)
         place = folder / f"candidates{number}"
         place.mkdir(parents=True)
-        runs = [sorted(own[at : at + run_pairs]) for at in range(0, len(own), run_pairs)]
-        entries = np.array([pair for run in runs for pair in run], np.uint64).reshape(-1, 2)
-        (place / PAIRS_FILE).write_bytes(entries.astype("<u8").tobytes())
-        assert entries.itemsize * 2 == PAIR.itemsize
-        with RowsWriter(place / PAIR_RUNS_FILE, "<i8") as writer:
-            writer.write(np.cumsum([0, *(len(run) for run in runs)], dtype=np.int64))
-        folders.append(place)
-    return folders
+        entries = np.array(found, np.uint64).reshape(-1, 2)
+        with PairWriter(place, 1 << 20, run_pairs=rng.choice([100, 5000])) as writer:
+            writer.add(entries[:, 0], entries[:, 1])
+        commits.append(commit_folder(place, "candidates", str(number)))
+    return commits
+
+
+def write_set_runs(
+    folder: Path, world: World, firsts: Exchanged, seconds: Exchanged, *, block_bits: int, memory_bytes: int
+) -> list[Commit]:
+    """Commits of a shingles task a part, for the documents in these pairs."""
+    commits = []
+    for at, part in enumerate(world.population.parts):
+        start, stop = world.population.starts[at : at + 2].tolist()
+        place = folder / f"shingles{at}"
+        place.mkdir(parents=True)
+        sides = [pairs.slice(start, stop) for pairs in (firsts, seconds)]
+        with SetRuns(place, *sides, block_bits=block_bits, memory_bytes=memory_bytes) as runs:
+            for sets in ShingleReader([Artifact(world.shingle_folders[at])]).chunks(runs.numbers, 500):
+                described = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read()
+                rows = described[sets.numbers.astype(np.int64) - start]
+                runs.write(sets, priority(rows, part.kind))
+        commits.append(commit_folder(place, "shingles", str(at)))
+    return commits
+
+
+def priorities_of(world: World, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """uint64[n, 3]: `population.priority` of these documents."""
+    described = [
+        priority(Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read(), part.kind)
+        for part in world.population.parts
+    ]
+    found: npt.NDArray[np.uint64] = np.concatenate(described)[numbers.astype(np.int64)]
+    return found

@@ -11,10 +11,10 @@ pair occurs, in how many runs, does.
 
     pairs.bin    PAIR entries in runs, each sorted by (a, b) and without repetition
     pairs.npy    int64[runs + 1]: where runs begin and end, in entries
-    numbers.npy  uint64: the numbers of documents in any pair, ascending
+    pairs_first.run, pairs_second.run   the same pairs for the exchange, keyed by `a` and by `b`
 
 Memory: half of the budget for entries (48 bytes each, in as many turns as that needs), a quarter for a run of
-pairs, a quarter for a hub, and one bit a document of the population.
+pairs and for the exchange's runs, a quarter for a hub, and one bit a document of the population.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ from shardkit.errors import BuildError
 from shardkit.writers.dedup.bands import PEAK_BYTES_PER_ENTRY, find_slices, key_range, read_slices
 from shardkit.writers.dedup.hubs import HubLimits, HubSearch
 from shardkit.writers.dedup.population import BANDS_FILE, PAIR, Part, Population
+from shardkit.writers.exchange import RunWriter, Table
 from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt32s, UInt64s, int64, kernel
 
 __all__ = [
-    "NUMBERS_FILE",
+    "PAIRS_BY_FIRST",
+    "PAIRS_BY_SECOND",
     "PAIRS_FILE",
     "PAIR_RUNS_FILE",
     "PairWriter",
@@ -46,7 +48,10 @@ __all__ = [
 
 PAIRS_FILE = "pairs.bin"
 PAIR_RUNS_FILE = "pairs.npy"
-NUMBERS_FILE = "numbers.npy"
+
+_SIDE = np.dtype([("key", "<u8"), ("other", "<u8")])
+PAIRS_BY_FIRST = Table("pairs_first.run", _SIDE)  # key a, other b; a < b
+PAIRS_BY_SECOND = Table("pairs_second.run", _SIDE)  # key b, other a
 
 RUN_PAIRS = 1 << 22
 WORD_DOCUMENTS = 1 << 32
@@ -257,15 +262,17 @@ class PairWriter:
     def __init__(self, folder: Path, documents: int, *, run_pairs: int = RUN_PAIRS) -> None:
         self.pairs = 0
         self._folder = folder
-        self._documents = documents
         # Pairs of numbers below 2^32 are one word each, which numpy sorts several times as fast as two.
         self._columns = 1 if documents <= WORD_DOCUMENTS else 2
         self._pending = np.empty((self._columns, run_pairs), np.uint64)
         self._count = 0
-        self._occurs = np.zeros(-(-documents // 8), np.uint8)
-        self._numbers = 0  # bits set
         self._edges = [0]
         self._file: BinaryIO
+        memory_bytes = max(1 << 18, run_pairs * _SIDE.itemsize)
+        self._sides = [
+            RunWriter(folder / table.file, table, memory_bytes=memory_bytes)
+            for table in (PAIRS_BY_FIRST, PAIRS_BY_SECOND)
+        ]
 
     def __enter__(self) -> Self:
         self._file = (self._folder / PAIRS_FILE).open("wb")
@@ -280,8 +287,10 @@ class PairWriter:
             self._sort()
             if self._count:
                 self._write_run()
+        del self._pending
+        for side in self._sides:
+            side.__exit__(kind, error, trace)
         np.save(self._folder / PAIR_RUNS_FILE, np.array(self._edges, np.int64), allow_pickle=False)
-        self._write_numbers()
 
     def add(self, a: Numbers, b: Numbers) -> None:
         """Take pairs of numbers, a < b."""
@@ -321,28 +330,11 @@ class PairWriter:
                 pairs["a"], pairs["b"] = some[0] >> np.uint64(32), some[0] & np.uint64(0xFFFFFFFF)
             else:
                 pairs["a"], pairs["b"] = some
-            self._numbers += _mark(pairs["a"], pairs["b"], self._occurs)
             self._file.write(pairs.data)
+            for side, names in zip(self._sides, (["a", "b"], ["b", "a"]), strict=True):
+                rows = np.empty(len(pairs), _SIDE)
+                rows["key"], rows["other"] = pairs[names[0]], pairs[names[1]]
+                side.write(rows)
         self._edges.append(self._edges[-1] + self._count)
         self.pairs += self._count
         self._count = 0
-
-    def _write_numbers(self) -> None:
-        with (self._folder / NUMBERS_FILE).open("wb") as file:
-            header = {"descr": "<u8", "fortran_order": False, "shape": (self._numbers,)}
-            np.lib.format.write_array_header_1_0(file, header)  # type: ignore[no-untyped-call]
-            for start in range(0, len(self._occurs), _CHUNK):
-                bits = np.unpackbits(self._occurs[start : start + _CHUNK], bitorder="little")
-                file.write((np.flatnonzero(bits) + 8 * start).astype("<u8").data)
-
-
-@kernel
-def _mark(a: UInt64s, b: UInt64s, bits: UInt8s) -> int:
-    """Set the bits of these numbers; returns how many were not set before."""
-    count = 0
-    for i in range(len(a)):
-        for number in (a[i], b[i]):
-            place, bit = int64(number >> np.uint64(3)), np.uint8(1) << np.uint8(number & np.uint64(7))
-            count += (bits[place] & bit) == 0
-            bits[place] |= bit
-    return count

@@ -87,7 +87,6 @@ __all__ = [
     "IndexPart",
     "IndexRecord",
     "check_indexable",
-    "copy_sketches",
     "index_part",
     "index_settings",
     "open_index",
@@ -105,9 +104,9 @@ INDEX_PART_FILES = (
 
 BLOCKS_FILE = "blocks.json"
 
-_PIECE_BYTES = 4 << 20  # of text whose n-grams are held at once: 32 MiB at most
-
 _COPY_BYTES = 16 << 20
+
+_PIECE_BYTES = 4 << 20  # of text whose n-grams are held at once: 32 MiB at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +150,6 @@ def index_part(
     files = {name: {"bytes": output.bytes, "xxh3_128": output.xxh3_128} for name, output in outputs.items()}
     left_out = len(Rows(part / DOCUMENTS_FILE, DOCUMENT)) - count
     return IndexPart(count, text_bytes, left_out, sketches, files, index_settings(config))
-
-
-def copy_sketches(part: Artifact, first_number: int, numbers: npt.NDArray[np.uint64], folder: Path) -> None:
-    """Write the stored sets of an index part's documents into `folder`, under their numbers in a population.
-
-    `first_number` is that of the part's first document, `numbers` ascend.
-    """
-    reader = ShingleReader([part])
-    with ShingleWriter(folder) as writer:
-        for sets in reader.chunks(numbers - np.uint64(first_number), _COPY_BYTES):
-            writer.copy(sets, first_number)
 
 
 def _filter_tables(
@@ -281,6 +269,11 @@ class _Part(StrictModel):
     bytes: Count
     files: dict[str, _File]
 
+    @property
+    def digest(self) -> str:
+        """Of its tables."""
+        return digest_of({name: file.xxh3_128 for name, file in self.files.items()})
+
 
 class IndexRecord(StrictModel):
     """What dedup-index.json holds."""
@@ -306,7 +299,7 @@ class DedupIndex:
     @cached_property
     def parts(self) -> list[Part]:
         """Its parts in order."""
-        return [Part(self._folder(part), part.documents, "index") for part in self.record.parts]
+        return [Part(self._folder(part), part.documents, "index", part.digest) for part in self.record.parts]
 
     def _folder(self, part: _Part) -> Artifact:
         if isinstance(self.location, Path):

@@ -9,8 +9,8 @@ and says what they depend on:
     equal       partition of word keys -> documents whose words others have
     equal_mask  -> the same, one bit a document
     candidates  partition of band keys -> pairs
-    shingles    part -> sets of n-grams of the documents in pairs
-    verify      block of documents -> edges
+    shingles    part, and the pairs of its documents -> their sets of n-grams, sent to blocks of pairs
+    verify      block of documents: pairs, and sets of both sides -> edges
     near        all edges -> who is removed
     measure     what was found of what was planted, and whether what was removed was alike
 """
@@ -23,24 +23,28 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 from pydantic import TypeAdapter
 
 from shardkit.card import PrecisionFacts, RecallFacts
 from shardkit.hashing import digest_of, hash_file
 from shardkit.progress import make_listener
 from shardkit.writers.dedup.bands import partitions_for as band_partitions
-from shardkit.writers.dedup.candidates import NUMBERS_FILE, CandidateCounts, find_candidates
+from shardkit.writers.dedup.candidates import (
+    PAIRS_BY_FIRST,
+    PAIRS_BY_SECOND,
+    CandidateCounts,
+    find_candidates,
+)
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.exact import LOSER_DTYPE, find_losers
 from shardkit.writers.dedup.exact import partitions_for as key_partitions
-from shardkit.writers.dedup.index import DedupIndex, copy_sketches
+from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.dedup.measure import PLANTED_FILE, measure_precision, measure_recall, plant
 from shardkit.writers.dedup.measure import TEXTS_FILE as PLANTED_DOCUMENTS
-from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part, Population, SplitDocuments
+from shardkit.writers.dedup.population import Part, Population, SplitDocuments
 from shardkit.writers.dedup.removals import OUTCOMES, Removed, SplitRemovals, SplitTable, by_split
 from shardkit.writers.dedup.resolve import LOSERS_FILE, WINNERS_FILE, Resolved, resolve
-from shardkit.writers.dedup.shingle_store import ShingleWriter
+from shardkit.writers.dedup.shingle_store import GUESTS, OWN, write_sets
 from shardkit.writers.dedup.signatures import (
     KEYS_FILE,
     SignedPart,
@@ -49,12 +53,12 @@ from shardkit.writers.dedup.signatures import (
     sign_documents,
 )
 from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows
-from shardkit.writers.dedup.verify import EDGES_FILE, VerifiedBlock, plan_blocks, verify_block
+from shardkit.writers.dedup.verify import EDGES_FILE, VerifiedBlock, block_bits, verify_block
+from shardkit.writers.exchange import Exchanged, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.engine import InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, contents, partition_name
-from shardkit.writers.kernels.shingles import shingle_batch
 from shardkit.writers.kernels.words import normalization_version
 
 __all__ = [
@@ -144,42 +148,41 @@ class NearStages:
             tasks.append(Task("candidates", name, config, _find_candidates, args, inputs=inputs))
         return tasks
 
-    def shingle_tasks(self, population: Population, digest: str, candidates: Sequence[Commit]) -> list[Task]:
-        """One task a part."""
-        pairs = tuple(commit.files for commit in candidates)
-        inputs = {"parts": digest, "pairs": contents(candidates)}
-        settings = {"dedup.near": part_settings(self.config)}
-        sources = [(split.name, split.documents) for split in self.splits]
-        sources += [("planted", part.folder / PLANTED_DOCUMENTS) for part in _of_kind(population, "planted")]
-        sources += [
-            (f"index-{number:05d}", part.folder) for number, part in enumerate(_of_kind(population, "index"))
-        ]
+    def shingle_tasks(
+        self, population: Population, firsts: Exchanged, seconds: Exchanged, bits: int
+    ) -> list[Task]:
+        """One task a part: `firsts` and `seconds` are the pairs by either side, `bits` those of a block."""
+        settings = {"dedup.near": part_settings(self.config), "block_bits": bits}
+        sources = [(split.name, split.documents, split.digest) for split in self.splits]
+        for part in _of_kind(population, "planted"):
+            sources.append(("planted", part.folder / PLANTED_DOCUMENTS, part.digest))
+        for number, part in enumerate(_of_kind(population, "index")):
+            sources.append((f"index-{number:05d}", part.folder, part.digest))
         tasks = []
-        for number, (name, documents) in enumerate(sources):
-            args = (population, number, documents, pairs, self.config)
-            weight = population.parts[number].documents
-            config = settings | {"part": number}
-            tasks.append(Task("shingles", name, config, _write_sets, args, weight, inputs))
+        starts = population.starts.tolist()
+        for number, (name, documents, digest) in enumerate(sources):
+            part = population.parts[number]
+            sides = [pairs.slice(starts[number], starts[number + 1]) for pairs in (firsts, seconds)]
+            inputs = {"documents": digest, "part": part.digest, "pairs": [side.digest for side in sides]}
+            args = (part, documents, *sides, self.config.minhash, bits, self.memory_bytes)
+            tasks.append(Task("shingles", name, settings, write_sets, args, part.documents, inputs))
         return tasks
 
     def verify_tasks(
-        self,
-        population: Population,
-        candidates: Sequence[Commit],
-        shingles: Sequence[Commit],
-        blocks: Sequence[tuple[int, int]],
+        self, population: Population, pairs: Exchanged, own: Exchanged, guests: Exchanged, bits: int
     ) -> list[Task]:
-        """One task a block of documents."""
-        folders = [tuple(commit.files for commit in commits) for commits in (candidates, shingles)]
+        """One task a block of documents: the first of a pair is an input's."""
         names = ("similarity", "containment", "small_shingles", "small_repetition", "small_similarity")
-        inputs = {"pairs": contents(candidates), "sets": contents(shingles)}
         rule = {f"dedup.near.{name}": getattr(self.config, name) for name in names}
         tasks = []
-        for block in blocks:
-            args = (population, block, *folders, self.config, self.memory_bytes)
-            name = f"{block[0]:012d}-{block[1]:012d}"
-            config = rule | {"block": list(block)}
-            tasks.append(Task("verify", name, config, verify_block, args, inputs=inputs))
+        for start in range(0, population.count("input"), 1 << bits):
+            slices = [table.slice(start, start + (1 << bits)) for table in (pairs, own, guests)]
+            if not slices[0].runs:
+                continue
+            inputs = {piece.table.file: piece.digest for piece in slices}
+            args = (*slices, self.config, self.memory_bytes)
+            weight = sum(piece.bytes for piece in slices)
+            tasks.append(Task("verify", f"{start:012d}", rule, verify_block, args, weight, inputs))
         return tasks
 
     def resolve_task(
@@ -289,52 +292,6 @@ def _find_candidates(
 
 
 @dataclass(frozen=True, slots=True)
-class ShingleSets(PlainCounts):
-    """Documents whose sets of n-grams were written."""
-
-    documents: int
-
-
-def _write_sets(
-    folder: Path,
-    population: Population,
-    number: int,
-    documents: Artifact,
-    pairs: Sequence[Artifact],
-    config: NearDedupConfig,
-) -> ShingleSets:
-    first, last = (int(start) for start in population.starts[number : number + 2])
-    wanted = _numbers_between(pairs, first, last)
-    part = population.parts[number]
-    if part.kind == "index":
-        copy_sketches(part.folder, first, wanted, folder)
-        return ShingleSets(len(wanted))
-    rows = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT)
-    in_file = rows.read()["row"][wanted.astype(np.int64) - first]
-    start = 0
-    with ShingleWriter(folder) as sets, documents.open_arrow() as file:
-        reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=[4]))
-        for batch_number in range(reader.num_record_batches):
-            texts = reader.get_batch(batch_number).column(0)
-            begin, end = np.searchsorted(in_file, [start, start + len(texts)])
-            if begin < end:
-                chosen = texts.take(pa.array(in_file[begin:end] - start))
-                sets.write(wanted[begin:end], *shingle_batch(chosen, config.minhash))
-            start += len(texts)
-    return ShingleSets(len(wanted))
-
-
-def _numbers_between(candidates: Sequence[Artifact], first: int, last: int) -> npt.NDArray[np.uint64]:
-    """The numbers in [first, last) that occur in any pair, ascending."""
-    found = [np.zeros(0, np.uint64)]
-    for folder in candidates:
-        numbers = np.load((folder / NUMBERS_FILE).local(), mmap_mode="r")
-        begin, end = np.searchsorted(numbers, np.array([first, last], np.uint64))
-        found.append(np.array(numbers[begin:end]))
-    return np.unique(np.concatenate(found))
-
-
-@dataclass(frozen=True, slots=True)
 class Measured(PlainCounts):
     """`measure_precision` of what was removed, and `measure_recall` if anything was planted."""
 
@@ -396,8 +353,9 @@ class NearResult:
 def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex] = ()) -> NearResult:
     """Run all stages. The documents of `indexes` win over all of the splits'."""
     signed, planted = run(stages.signature_tasks(), stages.planted_tasks())
-    parts = [Part(commit.files, SignedPart.of(commit).documents) for commit in signed]
-    parts += [Part(commit.files, SignedPart.of(commit).documents, "planted") for commit in planted]
+    parts = [Part(commit.files, SignedPart.of(commit).documents, digest=commit.content) for commit in signed]
+    for commit in planted:
+        parts.append(Part(commit.files, SignedPart.of(commit).documents, "planted", commit.content))
     population = Population((*parts, *(part for index in indexes for part in index.parts)))
     digest = digest_of(
         [commit.content for commit in (*signed, *planted)] + [index.digest for index in indexes]
@@ -405,10 +363,7 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
     [equal] = run(stages.equal_tasks(population, digest))
     [[mask]] = run([stages.mask_task(population, equal)])
     [candidates] = run(stages.candidate_tasks(population, digest, mask))
-    [shingles] = run(stages.shingle_tasks(population, digest, candidates))
-    sets, pairs = ([commit.files for commit in commits] for commits in (shingles, candidates))
-    blocks = plan_blocks(sets, pairs, stages.memory_bytes)
-    [verified] = run(stages.verify_tasks(population, candidates, shingles, blocks))
+    verified = _verify(run, stages, population, candidates)
     [[resolved]] = run([stages.resolve_task(population, digest, equal, verified)])
     removed = by_split(run, "near_removed", OUTCOMES, [resolved], len(stages.splits))
     found = {"candidates": candidates, "verify": verified, "near": [resolved]}
@@ -437,6 +392,24 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
     return NearResult(
         resolved, decided, removed, signed, counts, Measured.of(measured[0]) if measured else None
     )
+
+
+def _verify(
+    run: RunTasks, stages: NearStages, population: Population, candidates: Sequence[Commit]
+) -> list[Commit]:
+    """Pairs to the parts of both documents, their sets to the blocks of pairs."""
+    end, inputs = int(population.starts[-1]), population.count("input")
+    text_bytes = sum(split.bytes for split in stages.splits)
+    bits = block_bits(inputs, text_bytes, stages.memory_bytes)
+    blocks = -(-inputs // (1 << bits))
+    parts = len(population.parts)
+    firsts = exchange(run, "pairs", PAIRS_BY_FIRST, candidates, readers=max(parts, blocks), end=end)
+    seconds = exchange(run, "partners", PAIRS_BY_SECOND, candidates, readers=parts, end=end)
+    [shingles] = run(stages.shingle_tasks(population, firsts, seconds, bits))
+    own = exchange(run, "own", OWN, shingles, readers=blocks, end=end)
+    guests = exchange(run, "guests", GUESTS, shingles, readers=blocks, end=end)
+    [verified] = run(stages.verify_tasks(population, firsts, own, guests, bits))
+    return verified
 
 
 @dataclass(frozen=True)

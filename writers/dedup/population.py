@@ -70,11 +70,12 @@ Kind = Literal["input", "planted", "index"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One folder of documents."""
+    """One folder of documents. `digest` names its files: what a task that reads them depends on."""
 
     folder: Artifact
     documents: int
     kind: Kind = "input"
+    digest: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,16 @@
 """The n-grams of the documents that occur in candidate pairs: sorted sets of 64-bit hashes, on disk.
 
-A folder holds the sets of one part's documents, in ascending order of their numbers:
+Pairs are verified in blocks of document numbers (`number >> block_bits`), by their first document. A task a
+part makes the sets of its documents once and writes them for the exchange, with what else is asked of them:
+
+    own.run       OWN: the set of each document that is first in a pair, keyed by its number
+    guests.run    GUESTS: the set of each document that is second, once for each block that has a first
+                  document of it, keyed by the lowest of these
+
+The task reads its own range of the pairs only. It holds a batch of texts, and of each document the blocks
+that want it.
+
+An index of other documents stores sets in a folder, in ascending order of their numbers:
 
     sets.npy      SET, one row a document: where its hashes are and how many n-grams it has
     shingles.bin  uint64: each document's distinct hashes, ascending, one document after the other
@@ -23,13 +33,32 @@ from typing import Self
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from shardkit.errors import BuildError
+from shardkit.writers.dedup.config import MinHashConfig
+from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part, priority
 from shardkit.writers.dedup.tables import Rows, RowsWriter
+from shardkit.writers.exchange import RunWriter, Slice, Table
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.numba_support import Int64s, UInt64s, kernel
+from shardkit.writers.kernels.shingles import shingle_batch
 
-__all__ = ["SET", "SETS_FILE", "SHINGLES_FILE", "Sets", "ShingleReader", "ShingleWriter"]
+__all__ = [
+    "GUESTS",
+    "OWN",
+    "SET",
+    "SETS_FILE",
+    "SHINGLES_FILE",
+    "SetRuns",
+    "Sets",
+    "ShingleReader",
+    "ShingleSets",
+    "ShingleWriter",
+    "distinct_sets",
+    "write_sets",
+]
 
 SETS_FILE = "sets.npy"
 SHINGLES_FILE = "shingles.bin"
@@ -42,6 +71,19 @@ SET = np.dtype(
         ("total", "<i8"),  # n-grams with repetitions
     ]
 )
+_STORED = np.dtype(
+    [
+        ("key", "<u8"),
+        ("size", "<i8"),  # bytes of the stored hashes, which are the payload
+        ("number", "<u8"),
+        ("total", "<i8"),
+        ("distinct", "<i4"),
+        ("priority", "<u8", (3,)),  # population.priority
+    ]
+)
+OWN = Table("own.run", _STORED, payload=True)
+GUESTS = Table("guests.run", _STORED, payload=True)
+_WANTED = np.dtype([("number", "<u8"), ("key", "<u8")])
 _FENCE_ROWS = 4096
 _GAP_HASHES = 8192  # 64 KiB read for nothing cost less than another call
 _READ_HASHES = 1 << 19  # what is held beside the sets
@@ -49,7 +91,10 @@ _READ_HASHES = 1 << 19  # what is held beside the sets
 
 @dataclass(frozen=True, slots=True)
 class Sets:
-    """Sets of some documents, held: hashes [offsets[i], offsets[i + 1]) belong to row i of `rows` (SET)."""
+    """Sets of some documents, held: hashes [offsets[i], offsets[i + 1]) belong to row i of `rows`.
+
+    `rows` are SET, or what runs hold of a set: both have `number`, `distinct` and `total`.
+    """
 
     rows: npt.NDArray[np.void]
     hashes: UInt64s
@@ -61,6 +106,13 @@ class Sets:
         numbers: UInt64s = self.rows["number"]
         return numbers
 
+    @classmethod
+    def of(cls, rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8]) -> Self:
+        """Rows of a run and their payloads."""
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(rows["size"] // 8, out=offsets[1:])
+        return cls(rows, payload.view("<u8"), offsets)
+
 
 class ShingleWriter:
     """Writes the two files of a folder; numbers must ascend over all calls.
@@ -70,7 +122,7 @@ class ShingleWriter:
 
     def __init__(self, folder: Path, *, smallest: int | None = None) -> None:
         assert smallest is None or smallest > 1
-        self._smallest = smallest or np.iinfo(np.int32).max
+        self._smallest = smallest
         self._next_number = self._stored = 0
         self._rows = RowsWriter(folder / SETS_FILE, SET)
         self._shingles = (folder / SHINGLES_FILE).open("wb")
@@ -82,31 +134,10 @@ class ShingleWriter:
         assert int(numbers[0]) >= self._next_number, "order"
         assert bool((numbers[1:] > numbers[:-1]).all()), "order"
         self._next_number = int(numbers[-1]) + 1
-        hashes = hashes[offsets[0] : offsets[-1]].copy()
-        edges = (offsets - offsets[0]).tolist()
-        for begin, end in pairwise(edges):
-            hashes[begin:end].sort()  # numpy's vector sort: two to three times as fast as numba's
-        rows = np.empty(len(numbers), SET)
-        rows["number"], rows["total"] = numbers, np.diff(offsets)
-        stored, distinct = np.empty(len(numbers), np.int64), np.empty(len(numbers), np.int64)
-        count = _keep_distinct(hashes, offsets - offsets[0], self._smallest, stored, distinct)
-        rows["stored"], rows["distinct"] = stored, distinct
-        rows["start"] = self._stored + np.cumsum(stored) - stored
-        self._stored += count
-        self._rows.write(rows)
-        self._shingles.write(hashes[:count].astype("<u8", copy=False).data)
-
-    def copy(self, sets: Sets, first_number: int) -> None:
-        """Append sets as they are stored elsewhere, sketches as such; numbers grow by `first_number`."""
-        if not len(sets.rows):
-            return
-        rows = sets.rows.copy()
-        rows["number"] += np.uint64(first_number)
-        rows["start"] = self._stored + sets.offsets[:-1]
-        assert int(rows["number"][0]) >= self._next_number, "order"
-        self._next_number = int(rows["number"][-1]) + 1
+        sets = distinct_sets(numbers, hashes, offsets, self._smallest)
+        sets.rows["start"] += self._stored
         self._stored += len(sets.hashes)
-        self._rows.write(rows)
+        self._rows.write(sets.rows)
         self._shingles.write(sets.hashes.astype("<u8", copy=False).data)
 
     def __enter__(self) -> Self:
@@ -117,6 +148,21 @@ class ShingleWriter:
     ) -> None:
         with self._shingles:
             self._rows.__exit__(kind, error, trace)
+
+
+def distinct_sets(numbers: UInt64s, hashes: UInt64s, offsets: Int64s, smallest: int | None = None) -> Sets:
+    """The sets of n-grams hashes[offsets[i]:offsets[i + 1]], given in any order, with repetitions."""
+    hashes = hashes[offsets[0] : offsets[-1]].copy()
+    offsets = offsets - offsets[0]
+    for begin, end in pairwise(offsets.tolist()):
+        hashes[begin:end].sort()  # numpy's vector sort: two to three times as fast as numba's
+    rows = np.empty(len(numbers), SET)
+    rows["number"], rows["total"] = numbers, np.diff(offsets)
+    stored, distinct = np.empty(len(numbers), np.int64), np.empty(len(numbers), np.int64)
+    count = _keep_distinct(hashes, offsets, smallest or np.iinfo(np.int32).max, stored, distinct)
+    edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(stored)])
+    rows["stored"], rows["distinct"], rows["start"] = stored, distinct, edges[:-1]
+    return Sets(rows, hashes[:count], edges)
 
 
 @kernel
@@ -273,3 +319,142 @@ def _gather(hashes: UInt64s, starts: Int64s, stops: Int64s, first: int, out: UIn
             out[at] = hashes[position]
             at += 1
     return at
+
+
+class SetRuns:
+    """Writes the two runs of a part. `firsts` and `seconds` are its ranges of the pairs by either side."""
+
+    def __init__(
+        self, folder: Path, firsts: Slice, seconds: Slice, *, block_bits: int, memory_bytes: int
+    ) -> None:
+        self._own = _firsts(firsts, memory_bytes // 4)
+        self._guests = _guests(seconds, block_bits, memory_bytes // 4)
+        self._piece_bytes = memory_bytes // 16
+        self._runs = [
+            RunWriter(folder / table.file, table, memory_bytes=memory_bytes // 4) for table in (OWN, GUESTS)
+        ]
+        self.numbers: UInt64s = np.union1d(self._own, self._guests["number"])  # whose sets are wanted
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for run in self._runs:
+            run.__exit__(kind, error, trace)
+
+    def write(self, sets: Sets, priorities: UInt64s) -> None:
+        """The next sets of wanted documents, some or all of them, in ascending order of numbers."""
+        if not len(sets.rows):
+            return
+        own, guests = self._runs
+        numbers = np.ascontiguousarray(sets.numbers)
+        here = np.flatnonzero(np.isin(numbers, self._own, assume_unique=True))
+        self._write(own, sets, priorities, here, numbers[here])
+        begin, end = np.searchsorted(self._guests["number"], [numbers[0], numbers[-1] + np.uint64(1)])
+        wanted = self._guests[begin:end]
+        self._write(guests, sets, priorities, np.searchsorted(numbers, wanted["number"]), wanted["key"])
+
+    def _write(self, run: RunWriter, sets: Sets, priorities: UInt64s, places: Int64s, keys: UInt64s) -> None:
+        """The sets at `places`, of which a document may have many, a few megabytes at a time."""
+        starts, stops = sets.offsets[places], sets.offsets[places + 1]
+        ends = np.cumsum((stops - starts) * 8)
+        at = 0
+        while at < len(places):
+            before = int(ends[at - 1]) if at else 0
+            stop = max(at + 1, int(np.searchsorted(ends, before + self._piece_bytes, "right")))
+            chosen = places[at:stop]
+            rows = np.empty(stop - at, _STORED)
+            rows["key"], rows["size"] = keys[at:stop], (stops - starts)[at:stop] * 8
+            for name in ("number", "total", "distinct"):
+                rows[name] = sets.rows[name][chosen]
+            rows["priority"] = priorities[chosen]
+            hashes = np.empty((int(ends[stop - 1]) - before) // 8, "<u8")
+            _gather(sets.hashes, starts[at:stop], stops[at:stop], 0, hashes)
+            run.write(rows, hashes.view(np.uint8))
+            at = stop
+
+
+def _firsts(pairs: Slice, memory_bytes: int) -> UInt64s:
+    """The numbers of documents that are first in a pair, ascending."""
+    found = [np.zeros(0, np.uint64)]
+    for rows, _ in pairs.stream(memory_bytes):
+        found.append(np.unique(rows["key"]))
+    return np.unique(np.concatenate(found))
+
+
+def _guests(pairs: Slice, block_bits: int, memory_bytes: int) -> npt.NDArray[np.void]:
+    """_WANTED, by number: of each second document, in each block that has any, the lowest first one."""
+    found = [np.empty(0, _WANTED)]
+    for rows, _ in pairs.stream(memory_bytes):
+        found.append(_lowest(rows["key"], rows["other"], block_bits))
+    wanted = np.concatenate(found)
+    return _lowest(wanted["number"], wanted["key"], block_bits)
+
+
+def _lowest(seconds: UInt64s, firsts: UInt64s, block_bits: int) -> npt.NDArray[np.void]:
+    order = np.lexsort((firsts, seconds))
+    seconds, firsts = seconds[order], firsts[order]
+    blocks = firsts >> np.uint64(block_bits)
+    new = np.ones(len(order), np.bool_)
+    new[1:] = (seconds[1:] != seconds[:-1]) | (blocks[1:] != blocks[:-1])
+    wanted = np.empty(int(new.sum()), _WANTED)
+    wanted["number"], wanted["key"] = seconds[new], firsts[new]
+    return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class ShingleSets(PlainCounts):
+    """Documents whose sets of n-grams were written."""
+
+    documents: int
+
+
+def write_sets(
+    folder: Path,
+    part: Part,
+    documents: Artifact,
+    firsts: Slice,
+    seconds: Slice,
+    minhash: MinHashConfig,
+    block_bits: int,
+    memory_bytes: int,
+) -> ShingleSets:
+    """Write the runs of one part, whose numbers are the ranges of both slices; `documents` has its texts."""
+    first = np.uint64(firsts.start)
+    with SetRuns(folder, firsts, seconds, block_bits=block_bits, memory_bytes=memory_bytes) as runs:
+        if not len(runs.numbers):
+            return ShingleSets(0)
+        rows = (runs.numbers - first).astype(np.int64)
+        described = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read()[rows]
+        if part.kind == "index":
+            found = _stored_sets(part, rows)
+        else:
+            found = _text_sets(documents, rows, described["row"], minhash)
+        at = 0
+        for sets in found:
+            sets.rows["number"] += first
+            runs.write(sets, priority(described[at : at + len(sets.rows)], part.kind))
+            at += len(sets.rows)
+        assert at == len(rows), f"{documents}: {len(rows) - at:,} documents without a set"
+    return ShingleSets(len(runs.numbers))
+
+
+def _text_sets(documents: Artifact, rows: Int64s, in_file: Int64s, minhash: MinHashConfig) -> Iterator[Sets]:
+    """The sets of the part's `rows`, which are rows `in_file` of the file of documents."""
+    start = 0
+    with documents.open_arrow() as file:
+        reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=[4]))
+        for number in range(reader.num_record_batches):
+            texts = reader.get_batch(number).column(0)
+            begin, end = np.searchsorted(in_file, [start, start + len(texts)])
+            if begin < end:
+                chosen = texts.take(pa.array(in_file[begin:end] - start))
+                yield distinct_sets(rows[begin:end].astype(np.uint64), *shingle_batch(chosen, minhash))
+            start += len(texts)
+
+
+def _stored_sets(part: Part, rows: Int64s) -> Iterator[Sets]:
+    """The same of an index, as it stores them."""
+    return ShingleReader([part.folder]).chunks(rows.astype(np.uint64), _READ_HASHES * 8)
