@@ -6,14 +6,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference.near import reference_candidates
 from shardkit.writers.dedup import candidates
-from shardkit.writers.dedup.bands import BandWriter
+from shardkit.writers.dedup.bands import BANDS
 from shardkit.writers.dedup.candidates import (
     PAIR_RUNS_FILE,
     PAIRS_BY_FIRST,
@@ -22,11 +21,13 @@ from shardkit.writers.dedup.candidates import (
     PairWriter,
     find_candidates,
 )
+from shardkit.writers.dedup.exact import partition_bounds
 from shardkit.writers.dedup.hubs import HubLimits
 from shardkit.writers.dedup.population import PAIR, Part, Population
+from shardkit.writers.exchange import Exchanged, RunWriter, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from support.near_parts import Made, clusters, write_parts
-from support.task_folders import read_run
+from support.task_folders import TaskFolders, commit_folder, read_run, slice_of
 
 Pair = frozenset[bytes]  # two document ids
 
@@ -49,6 +50,12 @@ def read_pairs(folder: Path) -> list[tuple[int, int]]:
     return found
 
 
+def exchanged(folder: Path, parts: Sequence[Part]) -> Exchanged:
+    """The band keys of all parts."""
+    commits = [commit_folder(part.folder.path, "bands", str(number)) for number, part in enumerate(parts)]
+    return exchange(TaskFolders(folder), "bands", BANDS, commits, readers=1)
+
+
 def find(
     folder: Path,
     population: Population,
@@ -56,20 +63,18 @@ def find(
     partitions: int,
     limits: HubLimits,
     *,
-    removed: npt.NDArray[np.uint8] | None = None,
     memory_bytes: int = 1 << 20,
 ) -> tuple[set[Pair], int]:
     """(the pairs of all partitions, bounded)."""
     pairs: set[Pair] = set()
     bounded = 0
+    entries = exchanged(folder, population.parts)
     for partition in range(partitions):
         place = folder / f"{partition}-{partitions}-{memory_bytes}"
         place.mkdir(parents=True)
         counts = find_candidates(
+            entries.slice(*partition_bounds(partition, partitions)),
             population,
-            partition,
-            partitions,
-            removed,
             place,
             similarity=0.8,
             limits=limits,
@@ -100,7 +105,6 @@ def expected(documents: Sequence[Made], limits: HubLimits) -> tuple[set[Pair], i
     ),
     partitions=st.integers(1, 4),
     cuts=st.integers(1, 3),
-    run_documents=st.integers(1, 30),
     memory_bytes=st.sampled_from([1000, 10_000, 1 << 24]),
 )
 def test_pairs_are_the_reference_s_for_any_partitions_parts_and_memory(
@@ -112,12 +116,11 @@ def test_pairs_are_the_reference_s_for_any_partitions_parts_and_memory(
     limits: HubLimits,
     partitions: int,
     cuts: int,
-    run_documents: int,
     memory_bytes: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("pairs")
     made = clusters(seed, sizes, similarity, permutations=20, kinds=kinds)  # type: ignore[arg-type]
-    population, ordered = write_parts(folder / "parts", made, cuts, run_documents)
+    population, ordered = write_parts(folder / "parts", made, cuts)
     found = find(folder, population, ordered, partitions, limits, memory_bytes=memory_bytes)
     assert found == expected(made, limits)
 
@@ -129,7 +132,7 @@ def test_planted_copies_change_no_pair_of_other_documents(tmp_path: Path) -> Non
         Made(random.Random(row).randbytes(16), one.signature, kind="planted")
         for row, one in enumerate(made[::2])
     ]
-    alone, both = (write_parts(tmp_path / str(len(some)), some, 2, 7) for some in (made, made + planted))
+    alone, both = (write_parts(tmp_path / str(len(some)), some, 2) for some in (made, made + planted))
     ids = {one.id for one in planted}
     without, _ = find(tmp_path / "alone", *alone, 2, limits)
     pairs, _ = find(tmp_path / "both", *both, 2, limits)
@@ -139,25 +142,14 @@ def test_planted_copies_change_no_pair_of_other_documents(tmp_path: Path) -> Non
     assert all(pair & inputs for pair in pairs)
 
 
-def test_removed_documents_take_no_part(tmp_path: Path) -> None:
-    made = clusters(4, [6, 5], 0.95, permutations=20)
-    population, ordered = write_parts(tmp_path / "parts", made, 1, 100)
-    gone = [0, 3, 10]
-    bits = np.zeros(16, np.uint8)
-    bits[gone] = 1
-    removed = np.packbits(bits, bitorder="little")
-    found, _ = find(tmp_path, population, ordered, 1, HubLimits(), removed=removed)
-    stay = [one for number, one in enumerate(ordered) if number not in gone]
-    assert found == expected(stay, HubLimits())[0]
-    assert len(found) > 5
-
-
 def test_a_document_with_one_key_in_two_bands_is_no_pair_of_itself(tmp_path: Path) -> None:
-    with BandWriter(tmp_path) as writer:
-        writer.write(np.array([[5, 5], [7, 5], [9, 9]], np.uint64), 0)
+    entries = [(5, 0), (5, 0), (7, 1), (5, 1), (9, 2), (9, 2)]
+    with RunWriter(tmp_path / BANDS.file, BANDS, memory_bytes=1 << 20) as run:
+        run.write(np.array(entries, BANDS.dtype))
     (tmp_path / "pairs").mkdir()
     population = Population((Part(Artifact(tmp_path), 3),))
-    find_candidates(population, 0, 1, None, tmp_path / "pairs", similarity=0.8)
+    every = slice_of(tmp_path / BANDS.file, BANDS)
+    find_candidates(every, population, tmp_path / "pairs", similarity=0.8)
     assert read_pairs(tmp_path / "pairs") == [(0, 1)]
 
 
@@ -165,12 +157,13 @@ def test_counts_say_what_was_read_and_made(tmp_path: Path) -> None:
     same = clusters(5, [1], 1.0, permutations=20)[0]
     made = [Made(bytes([row]) * 16, same.signature) for row in range(6)]
     made += [Made(bytes([99]) * 16, same.signature, kind="planted")]
-    population, _ = write_parts(tmp_path / "parts", made, 1, 100)
+    population, _ = write_parts(tmp_path / "parts", made, 1)
     counts = {}
+    every = exchanged(tmp_path, population.parts).slice(0, 1 << 64)
     for limit in (6, 5):
         (tmp_path / str(limit)).mkdir()
         counts[limit] = find_candidates(
-            population, 0, 1, None, tmp_path / str(limit), similarity=0.8, limits=HubLimits(limit)
+            every, population, tmp_path / str(limit), similarity=0.8, limits=HubLimits(limit)
         ).to_dict()
     assert counts[6] == {
         "entries": 28, "buckets": 4, "hubs": 0, "largest_bucket": 6, "bounded": 0, "pairs": 21,

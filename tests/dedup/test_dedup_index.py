@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from shardkit.errors import BuildError, RecipeError
 from shardkit.hashing import hash_file
 from shardkit.writers import index_build
-from shardkit.writers.dedup import bands, exact
+from shardkit.writers.dedup import exact
 from shardkit.writers.dedup import index as part_module
 from shardkit.writers.dedup.candidates import PAIRS_BY_FIRST, PAIRS_BY_SECOND, PairWriter
 from shardkit.writers.dedup.compare import compare_pairs
@@ -39,9 +39,6 @@ from shardkit.writers.dedup.index import (
 )
 from shardkit.writers.dedup.near import find_near_duplicates
 from shardkit.writers.dedup.population import (
-    BAND,
-    BAND_RUNS_FILE,
-    BANDS_FILE,
     DOCUMENT,
     DOCUMENTS_FILE,
     SIGNATURES_FILE,
@@ -151,7 +148,6 @@ def index(original: DedupIndex, tmp_path: Path) -> DedupIndex:
 
 def in_small_pieces(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(exact, "RUN_ROWS", 16)
-    patch.setattr(bands, "RUN_DOCUMENTS", 13)
     patch.setattr(part_module, "CHUNK_ROWS", 5)
     patch.setattr(part_module, "_PIECE_BYTES", 500)
 
@@ -193,8 +189,8 @@ def test_an_index_part_is_the_part_of_the_documents_that_stayed(
     made_files = tree(made)
     sets = contents(ShingleReader([Artifact(made)]).read(np.arange(len(STAYED), dtype=np.uint64)))
     assert set(made_files) == set(counts.files)
-    others = {SETS_FILE, SHINGLES_FILE, BLOCKS_FILE}
-    assert {name: made_files[name] for name in set(made_files) - others} == tree(alone)
+    others = set(made_files) - {SETS_FILE, SHINGLES_FILE, BLOCKS_FILE}
+    assert {name: made_files[name] for name in others} == tree(alone)
     assert sets == direct_sets(tmp_path / "sets", [TEXTS[record] for record in STAYED], sketch or None)
     assert counts.sketches == sum(len(hashes) < distinct for hashes, distinct, _ in sets)
     assert bool(counts.sketches) == bool(sketch)
@@ -331,7 +327,7 @@ def test_another_index_is_replaced_only_on_request_and_whole(tmp_path: Path) -> 
 
 def test_a_damaged_index_can_be_replaced(index: DedupIndex) -> None:
     before = tree(folder_of(index))
-    (folder_of(index) / "part-00000" / "bands.bin").write_bytes(b"")
+    (folder_of(index) / "part-00000" / "signatures.npy").write_bytes(b"")
     with pytest.raises(BuildError, match="make the index again, with --replace"):
         made_index(folder_of(index).parent)
     assert tree(folder_of(made_index(folder_of(index).parent, replace=True))) == before
@@ -451,7 +447,7 @@ def test_recipes_that_no_index_can_be_made_of_are_refused() -> None:
 # Made by others: sizes and hashes are stated right, the content is not.
 
 LARGE = (-1, 1 << 20, (1 << 31) - 1, -(1 << 31))
-TABLES = {SETS_FILE: SET, BANDS_FILE: BAND, KEYS_FILE: exact.STORED_DTYPE, DOCUMENTS_FILE: DOCUMENT}
+TABLES = {SETS_FILE: SET, KEYS_FILE: exact.STORED_DTYPE, DOCUMENTS_FILE: DOCUMENT}
 COMPARE = """
 import shutil, sys
 from pathlib import Path
@@ -524,7 +520,6 @@ def test_no_field_of_an_index_can_harm_the_process(original: DedupIndex, dump: P
             refused[name].add(field)
     assert refused == {  # what becomes an address, and the order that follows from keys
         SETS_FILE: {"number", "start", "stored", "distinct", "total"},
-        BANDS_FILE: {"key", "document"},
         KEYS_FILE: {"place"},
         DOCUMENTS_FILE: set(),
     }
@@ -533,10 +528,6 @@ def test_no_field_of_an_index_can_harm_the_process(original: DedupIndex, dump: P
 @pytest.mark.parametrize(
     ("name", "table", "message"),
     [
-        (BAND_RUNS_FILE, np.array([0, 1 << 40, 864]), "bands.npy: not the ends of runs"),
-        (BAND_RUNS_FILE, np.array([-864, 0, 864]), "bands.npy: not the ends of runs"),
-        (BAND_RUNS_FILE, np.array([0.0, 864.0]), "bands.npy: not the ends of runs"),
-        (BAND_RUNS_FILE, np.zeros(0, np.int64), "bands.npy: not the ends of runs"),
         (SIGNATURES_FILE, np.zeros((105, 31), np.uint32), r"rows of \(31,\) uint32, expected 32 uint32"),
         (SIGNATURES_FILE, np.zeros((105, 32), np.uint64), r"rows of \(32,\) uint64, expected 32 uint32"),
         (SIGNATURES_FILE, np.zeros((104, 32), np.uint32), "104 rows, expected 105"),

@@ -90,7 +90,7 @@ def test_hubs_give_the_reference_s_pairs_within_limits_and_over_them(
         ]
     ):
         documents = clusters(seed, [50, 20], similarity, permutations=permutations, kinds=KINDS)
-        population, ordered = write_parts(tmp_path / str(seed), documents, 2, 100)
+        population, ordered = write_parts(tmp_path / str(seed), documents, 2)
         found, bounded = search(population, limits, memory_bytes=memory_bytes)
         expected = reference_hub_pairs([one.reference() for one in ordered], 0.8, limits)
         assert (set(found), bounded) == expected
@@ -101,7 +101,7 @@ def test_hubs_give_the_reference_s_pairs_within_limits_and_over_them(
 
 def test_equal_signatures_make_one_pair_a_document(tmp_path: Path) -> None:
     same = np.tile(np.arange(112, dtype=np.uint32), (200, 1))
-    population, ordered = write_parts(tmp_path, made(same), 1, 1000)
+    population, ordered = write_parts(tmp_path, made(same), 1)
     found, bounded = search(population, HubLimits(documents=10))
     first = min(range(200), key=lambda number: ordered[number].id)
     assert set(found) == {(min(first, at), max(first, at)) for at in range(200) if at != first}
@@ -118,7 +118,7 @@ def test_sub_bands_find_the_few_pairs_of_a_hub(tmp_path: Path, similarity: float
         base = [rng.getrandbits(32) for _ in range(112)]
         for one in (base, near_signature(rng, base, similarity)):
             signatures.append(band + list(one[8:]))
-    population, ordered = write_parts(tmp_path, made(np.array(signatures, np.uint32)), 1, 1000)
+    population, ordered = write_parts(tmp_path, made(np.array(signatures, np.uint32)), 1)
     assert [one.signature[9] for one in ordered] == [row[9] for row in signatures]
     found = set(search(population, HubLimits(documents=64))[0])
     expected = {(at, at + 1) for at in range(0, 600, 2)}
@@ -170,7 +170,7 @@ def kept(order: Sequence[int], edges: set[tuple[int, int]]) -> set[int]:
 def test_leaders_leave_hardly_a_document_that_all_pairs_would_remove(tmp_path: Path, kind: str) -> None:
     rng, count = random.Random(3), 400
     sets = tree(rng, count) if kind == "tree" else family(rng, float(kind), count)
-    population, ordered = write_parts(tmp_path, made(minhash(sets, 112)), 1, 1000)
+    population, ordered = write_parts(tmp_path, made(minhash(sets, 112)), 1)
     near = {
         (a, b)
         for b in range(count)

@@ -28,10 +28,14 @@ from shardkit.writers.dedup.measure import (
     plant,
 )
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Kind, Part, Population, priority
+from shardkit.writers.dedup.removals import document_keys
 from shardkit.writers.dedup.resolve import NEAR_LOSER
+from shardkit.writers.dedup.signatures import LOST
 from shardkit.writers.dedup.verify import EDGE
 from shardkit.writers.documents import document_ids
+from shardkit.writers.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
+from support.task_folders import slice_of
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -114,15 +118,15 @@ def test_recall_by_band_is_that_of_a_set_of_pairs(
         write_edges(tmp_path / "e1", verified[10:], population),
         write_edges(tmp_path / "e2", [], population),
     ]
-    bits = np.zeros(-(-int(population.starts[-1]) // 8) * 8, np.uint8)
-    bits[list(removed)] = 1
+    with RunWriter(tmp_path / LOST.file, LOST, memory_bytes=1 << 20) as run:
+        run.write(document_keys(*population.locate(np.array(list(removed), np.uint64))).view(LOST.dtype))
     result = measure_recall(
         planted,
         population,
         [Artifact(path) for path in folders],
         [Artifact(path) for path in edges],
         (14, 8),
-        removed=np.packbits(bits, bitorder="little"),
+        lost=slice_of(tmp_path / LOST.file, LOST),
     )
     left = [copy for copy, number in enumerate(numbers) if number not in removed]
     assert result.left_out == 60 - len(left) > 0

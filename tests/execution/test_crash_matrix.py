@@ -59,7 +59,7 @@ def test_a_build_killed_after_its_index_is_complete(crashes: Crashes) -> None:
 @pytest.mark.extended
 def test_what_a_disk_damaged_is_made_again(crashes: Crashes) -> None:
     cell = Cell(fault="flipped bit", stage="candidates", moment="before")
-    check(damage(crashes, cell, "flipped bit", "equal_mask/*/removed.bin"))
+    check(damage(crashes, cell, "flipped bit", "bands/*/bands.run"))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import numpy as np
 
 from reference.near import ReferenceDocument
 from shardkit.hashing import digest_of
-from shardkit.writers.dedup.bands import BandWriter
+from shardkit.writers.dedup.bands import BANDS
 from shardkit.writers.dedup.population import (
     DOCUMENT,
     DOCUMENTS_FILE,
@@ -21,6 +21,7 @@ from shardkit.writers.dedup.population import (
     Population,
     priority,
 )
+from shardkit.writers.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
 
 
@@ -80,9 +81,7 @@ def clusters(
     return made
 
 
-def write_parts(
-    folder: Path, documents: Sequence[Made], cuts: int, run_documents: int
-) -> tuple[Population, list[Made]]:
+def write_parts(folder: Path, documents: Sequence[Made], cuts: int) -> tuple[Population, list[Made]]:
     """The documents cut into parts of one kind each, up to `cuts` a kind; and the documents by number."""
     kinds: tuple[Kind, ...] = ("input", "planted", "index")
     parts, ordered = [], []
@@ -92,17 +91,18 @@ def write_parts(
             some = mine[cut::cuts]
             place = folder / f"{kind}-{cut}"
             place.mkdir(parents=True)
-            write_part(place, some, len(documents[0].signature), run_documents)
+            write_part(place, some, len(documents[0].signature), len(ordered))
             parts.append(Part(Artifact(place), len(some), kind))
             ordered += some
     return Population(tuple(parts)), ordered
 
 
-def write_part(folder: Path, documents: Sequence[Made], permutations: int, run_documents: int) -> None:
+def write_part(folder: Path, documents: Sequence[Made], permutations: int, first: int) -> None:
+    """Write a part, and its run of BANDS; `first` is the number of its first document."""
     rows = [one.row() for one in documents]
     np.save(folder / DOCUMENTS_FILE, np.concatenate([np.zeros(0, DOCUMENT), *rows]))
     table = np.array([one.signature for one in documents], np.uint32).reshape(-1, permutations)
     np.save(folder / SIGNATURES_FILE, table)
-    with BandWriter(folder, run_documents=run_documents) as writer:
-        for row, one in enumerate(documents):
-            writer.write(np.array([one.keys], np.uint64), row)
+    with RunWriter(folder / BANDS.file, BANDS, memory_bytes=1 << 20) as run:
+        for number, one in enumerate(documents, first):
+            run.write(np.array([(key, number) for key in one.keys], BANDS.dtype))

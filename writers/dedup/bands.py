@@ -1,13 +1,8 @@
-"""Locality-sensitive hashing: band keys on disk, and the choice of bands and rows.
+"""Locality-sensitive hashing: the table of band keys, and the choice of bands and rows.
 
 Two documents are candidates if they share the key of a band (a 64-bit hash of some rows of the signature).
-Band keys are written in sorted runs while signatures are made, and read one range of keys at a time.
-A part's `bands.bin` holds one BAND entry for each document and band, in runs sorted by (key, document);
-`bands.npy` says where runs begin and end, in entries. The key space is cut into partitions of equal width by
-the keys' upper 32 bits, so all entries of a key meet in one partition, and every run holds a partition's
-entries in one piece: two binary searches find it, and nothing else of the file is read.
-
-A run is sorted in memory: `RUN_ENTRIES` entries at 36 bytes each are 72 MiB. An entry takes 12 bytes on disk.
+Each part writes a BANDS run with one entry for each band of each document that can be in a pair; partitions
+are ranges of the keys, so all entries of a key meet in one task. An entry takes 16 bytes.
 
 Two documents of Jaccard similarity s agree in one MinHash value with probability s, in all `rows` values of
 a band with s^rows, and in at least one of `bands` bands with 1 - (1 - s^rows)^bands: the S-curve (Leskovec,
@@ -18,110 +13,29 @@ it). The areas are of polynomials, so Gauss-Legendre quadrature has them to roun
 
 from __future__ import annotations
 
-import io
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import pairwise
-from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.errors import BuildError
-from shardkit.writers.dedup.population import BAND, BAND_RUNS_FILE, BANDS_FILE
-from shardkit.writers.execution.artifacts import Artifact, read_into
+from shardkit.writers.exchange import Table
 from shardkit.writers.kernels.numba_support import UInt32s, UInt64s, int64, kernel
 
 __all__ = [
-    "BandWriter",
+    "BANDS",
     "argsort_keys",
     "curve",
-    "find_slices",
-    "key_range",
     "optimal_parameters",
     "partitions_for",
     "probability",
-    "read_slices",
     "render_curve",
 ]
 
-RUN_DOCUMENTS = 1 << 18
-
-RUN_ENTRIES = 1 << 21  # fewer documents where there are more than eight bands
+BANDS = Table("bands.run", np.dtype([("key", "<u8"), ("number", "<u8")]))  # of a document
 
 MAX_PARTITIONS = 1 << 16
 
 PEAK_BYTES_PER_ENTRY = 48  # of a partition in `shardkit.writers.dedup.candidates`, measured
-
-_CHUNK_ENTRIES = 1 << 16
-
-_KEY = np.dtype("<u8")
-
-
-class BandWriter:
-    """Collects the band keys of one part and writes them in runs; what is left when the block ends, too.
-
-    A block that ends with an error leaves files that do not match: the folder is to be thrown away.
-    """
-
-    def __init__(self, folder: Path, *, run_documents: int | None = None) -> None:
-        self._folder = folder
-        self._most = run_documents
-        self._keys: npt.NDArray[np.uint64] | None = None  # [documents of a run, bands]
-        self._first = 0
-        self._documents = 0
-        self._edges = [0]
-        self._file: BinaryIO
-
-    def __enter__(self) -> Self:
-        self._file = (self._folder / BANDS_FILE).open("wb")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._file:
-            if kind is None:
-                self._write_run()
-                np.save(self._folder / BAND_RUNS_FILE, np.array(self._edges, np.int64), allow_pickle=False)
-
-    def write(self, keys: npt.NDArray[np.uint64], first_document: int) -> None:
-        """Take uint64[n, bands], the keys of documents `first_document` and following, which come in order.
-
-        Where runs are cut depends on the documents alone, not on how they are handed over.
-        """
-        assert first_document == self._first + self._documents, "documents come one after the other"
-        if not keys.size:
-            self._first += len(keys)  # documents without bands, if any
-            return
-        if self._keys is None:
-            documents = self._most or max(1, min(RUN_DOCUMENTS, RUN_ENTRIES // keys.shape[1]))
-            self._keys = np.empty((documents, keys.shape[1]), np.uint64)
-        while len(keys):
-            taken = min(len(keys), len(self._keys) - self._documents)
-            self._keys[self._documents : self._documents + taken] = keys[:taken]
-            self._documents += taken
-            keys = keys[taken:]
-            if self._documents == len(self._keys):
-                self._write_run()
-
-    def _write_run(self) -> None:
-        if self._keys is None or not self._documents:
-            return
-        bands = self._keys.shape[1]
-        keys, order = argsort_keys(self._keys[: self._documents].reshape(-1))
-        chunk = np.empty(_CHUNK_ENTRIES, BAND)
-        for start in range(0, len(keys), _CHUNK_ENTRIES):
-            rows = chunk[: min(_CHUNK_ENTRIES, len(keys) - start)]
-            rows["key"] = keys[start : start + len(rows)]
-            rows["document"] = order[start : start + len(rows)] // np.uint32(bands) + np.uint32(self._first)
-            self._file.write(rows.data)
-        self._edges.append(self._edges[-1] + len(keys))
-        self._first += self._documents
-        self._documents = 0
 
 
 def argsort_keys(
@@ -163,75 +77,6 @@ def _radix_sort(
 def partitions_for(entries: int, memory_bytes: int) -> int:
     """Partitions of this many entries of all parts that keep one within half of a memory budget."""
     return min(max(1, -(-entries * PEAK_BYTES_PER_ENTRY * 2 // memory_bytes)), MAX_PARTITIONS)
-
-
-def key_range(partition: int, partitions: int) -> tuple[int, int]:
-    """The keys of a partition: from the first to before the second (at most 2^64).
-
-    The partition of a key is its upper 32 bits scaled to [0, partitions), as in
-    `shardkit.writers.stages.tokenize`.
-    """
-    if not 0 <= partition < partitions <= MAX_PARTITIONS:
-        raise ValueError(f"partition {partition} of {partitions}: at most {MAX_PARTITIONS:,} partitions")
-    low, high = (-(-(p << 32) // partitions) << 32 for p in (partition, partition + 1))
-    return low, high
-
-
-def find_slices(
-    folder: Artifact, low: int, high: int, *, within: Sequence[tuple[int, int]] | None = None
-) -> list[tuple[int, int]]:
-    """(start, stop) in entries of bands.bin, one a run that has keys in [low, high).
-
-    `within`: slices of a range of keys that contains this one. BuildError where the files are not whole.
-    """
-    entries = folder / BANDS_FILE
-    if within is None:
-        edges = _read_edges(folder / BAND_RUNS_FILE)
-        size = entries.size()
-        if size != edges[-1] * BAND.itemsize:
-            raise BuildError(
-                f"{entries}: {size:,} bytes, {edges[-1]:,} entries expected; remove the work folder and "
-                f"build again"
-            )
-        within = list(pairwise(edges))
-    slices: list[tuple[int, int]] = []
-    if not within:
-        return slices
-    with entries.open() as file:
-
-        def key_of(entry: int) -> int:
-            file.seek(entry * BAND.itemsize)
-            return int.from_bytes(file.read(_KEY.itemsize), "little")
-
-        for begin, end in within:
-            start = bisect_left(range(end), low, begin, end, key=key_of)
-            stop = bisect_left(range(end), high, start, end, key=key_of)
-            if start < stop:
-                slices.append((start, stop))
-    return slices
-
-
-def _read_edges(runs: Artifact) -> list[int]:
-    edges = np.load(io.BytesIO(runs.read_bytes()), allow_pickle=False)
-    is_list = edges.dtype == np.int64 and edges.ndim == 1 and len(edges) > 0
-    if not is_list or edges[0] != 0 or (edges[1:] < edges[:-1]).any():
-        raise BuildError(f"{runs}: not the ends of runs; remove the work folder and build again")
-    found: list[int] = edges.tolist()
-    return found
-
-
-def read_slices(folder: Artifact, slices: Sequence[tuple[int, int]]) -> Iterator[npt.NDArray[np.void]]:
-    """BAND entries of the slices, some at a time; each is overwritten by the next."""
-    entries = folder / BANDS_FILE
-    buffer = np.empty(_CHUNK_ENTRIES, BAND)
-    with entries.open() as file:
-        for begin, stop in slices:
-            file.seek(begin * BAND.itemsize)
-            for start in range(begin, stop, _CHUNK_ENTRIES):
-                rows = buffer[: min(_CHUNK_ENTRIES, stop - start)]
-                if read_into(file, rows.data.cast("B")) != rows.nbytes:
-                    raise BuildError(f"{entries}: ends early; remove the work folder and build again")
-                yield rows
 
 
 Floats = npt.NDArray[np.float64]

@@ -1,7 +1,7 @@
 """Candidate pairs of near-duplicates: documents that share a band's key, one partition of keys at a time.
 
-All entries of a partition (shardkit.writers.dedup.bands) are read and sorted by (key, number); documents of
-the same key are a bucket. A bucket of up to `limits.documents` documents gives all pairs, a larger one (a
+The entries of a range of keys (BANDS) come from the exchange by (key, number); documents of the same key are
+a bucket. A bucket of up to `limits.documents` documents gives all pairs, a larger one (a
 hub) those that `shardkit.writers.dedup.hubs` finds. One side of a pair is an input, the other anything: since
 inputs have the lowest numbers, the pairs of a bucket are each input with all that follow it.
 
@@ -13,8 +13,8 @@ pair occurs, in how many runs, does.
     pairs.npy    int64[runs + 1]: where runs begin and end, in entries
     pairs_first.run, pairs_second.run   the same pairs for the exchange, keyed by `a` and by `b`
 
-Memory: half of the budget for entries (48 bytes each, in as many turns as that needs), a quarter for a run of
-pairs and for the exchange's runs, a quarter for a hub, and one bit a document of the population.
+Memory: half of the budget for entries, in as many batches as that needs, or one bucket if that is larger; a
+quarter for a run of pairs and for the exchange's runs, a quarter for a hub.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ from typing import BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.errors import BuildError
-from shardkit.writers.dedup.bands import PEAK_BYTES_PER_ENTRY, find_slices, key_range, read_slices
 from shardkit.writers.dedup.hubs import HubLimits, HubSearch
-from shardkit.writers.dedup.population import BANDS_FILE, PAIR, Part, Population
-from shardkit.writers.exchange import RunWriter, Table
+from shardkit.writers.dedup.population import PAIR, Population
+from shardkit.writers.exchange import RunWriter, Slice, Table
 from shardkit.writers.execution.task import PlainCounts
-from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt32s, UInt64s, int64, kernel
+from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt64s, int64, kernel
 
 __all__ = [
     "PAIRS_BY_FIRST",
@@ -59,7 +57,6 @@ _PEAK_BYTES_PER_PAIR = 64  # while a run is sorted and written, measured where n
 _CHUNK = 1 << 16
 
 Numbers = npt.NDArray[np.uint64]
-Slices = list[list[tuple[int, int]]]  # of each part, (start, stop) of entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,79 +74,46 @@ class CandidateCounts(PlainCounts):
 
 
 def find_candidates(
+    entries: Slice,
     population: Population,
-    partition: int,
-    partitions: int,
-    removed: npt.NDArray[np.uint8] | None,
     folder: Path,
     *,
     similarity: float,
     limits: HubLimits | None = None,
     memory_bytes: int = 256 << 20,
 ) -> CandidateCounts:
-    """Write the pairs of one partition of keys into `folder`.
-
-    `removed`: one bit a number, lowest bit first; documents whose bit is set take no part.
-    """
+    """Write the pairs of a range of band keys into `folder`; `entries` are rows of BANDS."""
     limits = limits or HubLimits()
     counts = Counter[str](entries=0, buckets=0, hubs=0, largest_bucket=0)
     hubs = HubSearch(population, similarity, limits=limits, memory_bytes=memory_bytes // 4)
-    documents = int(population.starts[-1])
-    assert removed is None or len(removed) * 8 >= documents, "one bit a document of the population"
     run_pairs = max(1, min(RUN_PAIRS, memory_bytes // 4 // _PEAK_BYTES_PER_PAIR))
-    with PairWriter(folder, documents, run_pairs=run_pairs) as writer:
-        low, high = key_range(partition, partitions)
-        for slices in _turns(population, low, high, max(1, memory_bytes // 2 // PEAK_BYTES_PER_ENTRY)):
-            numbers, edges = _read_buckets(population, slices, removed, counts)
+    with PairWriter(folder, int(population.starts[-1]), run_pairs=run_pairs) as writer:
+        for rows in _whole_keys(entries, memory_bytes // 4):
+            counts["entries"] += len(rows)
+            numbers, edges = _buckets(rows)
             _add_buckets(population, numbers, edges, limits, hubs, writer, counts)
     return CandidateCounts(**counts, bounded=hubs.bounded, pairs=writer.pairs)
 
 
-def _turns(
-    population: Population, low: int, high: int, most: int, outer: Slices | None = None
-) -> Iterator[Slices]:
-    """The entries with keys in [low, high) in turns of at most `most` entries, or of one key."""
-    slices = [
-        find_slices(part.folder, low, high, within=outer[number] if outer else None)
-        for number, part in enumerate(population.parts)
-    ]
-    total = sum(stop - start for part in slices for start, stop in part)
-    if total <= most or high - low == 1:
-        yield slices
-        return
-    middle = (low + high) // 2
-    yield from _turns(population, low, middle, most, slices)
-    yield from _turns(population, middle, high, most, slices)
+def _whole_keys(entries: Slice, memory_bytes: int) -> Iterator[npt.NDArray[np.void]]:
+    """The rows in order, in batches with all rows of each of their keys."""
+    held: list[npt.NDArray[np.void]] = []
+    for rows, _ in entries.stream(memory_bytes):
+        if held and held[-1]["key"][-1] != rows["key"][0]:
+            yield np.concatenate(held)
+            held = []
+        held.append(rows)
+    if held:
+        yield np.concatenate(held)
 
 
-def _read_buckets(
-    population: Population, slices: Slices, removed: npt.NDArray[np.uint8] | None, counts: Counter[str]
-) -> tuple[Numbers, npt.NDArray[np.int64]]:
+def _buckets(rows: npt.NDArray[np.void]) -> tuple[Numbers, npt.NDArray[np.int64]]:
     """(numbers, edges): bucket i of two or more documents is numbers[edges[i] : edges[i + 1]], ascending."""
-    total = sum(stop - start for part in slices for start, stop in part)
-    keys, numbers = np.empty(total, np.uint64), np.empty(total, np.uint64)
-    bitmap = np.zeros(0, np.uint8) if removed is None else removed
-    end = 0
-    for part, start, mine in zip(population.parts, population.starts[:-1].tolist(), slices, strict=True):
-        for rows in read_slices(part.folder, mine):
-            # `_take` and all that follows use numbers as places in memory.
-            if int(rows["document"].max(initial=0)) >= part.documents:
-                raise BuildError(_problem(part, f"names a document beyond its {part.documents:,}"))
-            end = _take(rows["key"], rows["document"], np.uint64(start), bitmap, keys, numbers, end)
-    counts["entries"] += end
-    # Runs are sorted and come in the order of numbers: a stable sort merges them into (key, number).
-    order = np.argsort(keys[:end], kind="stable")
-    keys = keys[order]
-    repeated = np.zeros(end + 1, np.bool_)
-    repeated[1:end] = keys[1:] == keys[:-1]
+    keys = np.ascontiguousarray(rows["key"])
+    repeated = np.zeros(len(keys) + 1, np.bool_)
+    repeated[1:-1] = keys[1:] == keys[:-1]
     shared = repeated[:-1] | repeated[1:]
-    order = order[shared]
-    keys, numbers = keys[shared], numbers[order]
-    falls = (keys[1:] == keys[:-1]) & (numbers[1:] < numbers[:-1])
-    if falls.any():
-        [number] = numbers[1:][falls][:1].astype(np.int64)
-        part = population.parts[int(np.searchsorted(population.starts, number, side="right")) - 1]
-        raise BuildError(_problem(part, "is not sorted"))
+    keys, numbers = keys[shared], rows["number"][shared]
     first = np.ones(len(keys), np.bool_)
     first[1:] = keys[1:] != keys[:-1]
     new = first.copy()
@@ -157,33 +121,6 @@ def _read_buckets(
     numbers, first = numbers[new], first[new]
     edges = np.append(np.flatnonzero(first), len(numbers))
     return numbers, edges
-
-
-def _problem(part: Part, problem: str) -> str:
-    remedy = "make the index again" if part.kind == "index" else "remove the work folder and build again"
-    return f"{part.folder / BANDS_FILE}: {problem}; {remedy}"
-
-
-@kernel
-def _take(
-    keys: UInt64s,
-    documents: UInt32s,
-    start: np.uint64,
-    removed: UInt8s,
-    out_keys: UInt64s,
-    out_numbers: UInt64s,
-    end: int,
-) -> int:
-    """Append the entries whose documents are not removed; returns the new end."""
-    for i in range(len(keys)):
-        number = start + np.uint64(documents[i])
-        place = int64(number >> np.uint64(3))
-        if len(removed) and removed[place] >> np.uint8(number & np.uint64(7)) & 1:
-            continue
-        out_keys[end] = keys[i]
-        out_numbers[end] = number
-        end += 1
-    return end
 
 
 def _add_buckets(

@@ -7,6 +7,7 @@
 
 An index is a folder, or lies in a store, where nobody needs a copy of it: tasks read ranges of its parts. A
 copy of a folder in a store is an index, too. Indexes of format 1 have no blocks.json: only a folder is one.
+They have band keys, too, which nothing reads.
 
 Of each set the `sketch` smallest hashes are stored, so that the index's size does not grow with the texts. A
 document of no more distinct n-grams is compared exactly; for others the similarity s is an unbiased estimate
@@ -21,8 +22,8 @@ It appears whole or not at all (index_build.py), and its bytes follow from the d
 Signatures are comparable only if settings, Unicode version and hash functions are the same;
 `DedupIndex.check` names the differences.
 
-`index_part` makes a part in the order of documents: memory is a chunk of rows, a run of keys and of band
-keys, and the n-grams of some megabytes of text (or of one document), for a split of any size.
+`index_part` makes a part in the order of documents: memory is a chunk of rows, a run of keys, and the
+n-grams of some megabytes of text (or of one document), for a split of any size.
 """
 
 from __future__ import annotations
@@ -52,12 +53,9 @@ from shardkit.storage.object_file import open_object
 from shardkit.storage.resilient import connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, local_path
-from shardkit.writers.dedup.bands import BandWriter
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.exact import STORED_DTYPE, KeyFile, read_key_runs
 from shardkit.writers.dedup.population import (
-    BAND_RUNS_FILE,
-    BANDS_FILE,
     DOCUMENT,
     DOCUMENTS_FILE,
     SIGNATURES_FILE,
@@ -65,7 +63,7 @@ from shardkit.writers.dedup.population import (
 )
 from shardkit.writers.dedup.shingle_store import SET, SETS_FILE, SHINGLES_FILE, ShingleReader, ShingleWriter
 from shardkit.writers.dedup.signatures import KEYS_FILE, band_keys, bands_and_rows, part_settings, sign_batch
-from shardkit.writers.dedup.tables import CHUNK_ROWS, HEADER_BYTES, RowFile, Rows, RowsWriter, read_header
+from shardkit.writers.dedup.tables import CHUNK_ROWS, HEADER_BYTES, RowFile, Rows, RowsWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Output, PlainCounts
 from shardkit.writers.execution.work import BLOCK_BYTES, block_hashes, hash_output
@@ -95,8 +93,6 @@ __all__ = [
 INDEX_PART_FILES = (
     DOCUMENTS_FILE,
     SIGNATURES_FILE,
-    BANDS_FILE,
-    BAND_RUNS_FILE,
     KEYS_FILE,
     SETS_FILE,
     SHINGLES_FILE,
@@ -156,14 +152,12 @@ def _filter_tables(
     part: Artifact, removed: npt.NDArray[np.int64], config: NearDedupConfig, folder: Path
 ) -> tuple[int, int]:
     """Write all files of a part but the sets; (documents, bytes of their texts)."""
-    bands, rows = bands_and_rows(config)
     table, values = Rows(part / DOCUMENTS_FILE, DOCUMENT), RowFile(part / SIGNATURES_FILE)
     start = text_bytes = 0
     with ExitStack() as stack:
         to_table = stack.enter_context(RowsWriter(folder / DOCUMENTS_FILE, DOCUMENT))
         width = config.minhash.permutations
         to_values = stack.enter_context(RowsWriter(folder / SIGNATURES_FILE, "<u4", width=width))
-        to_entries = stack.enter_context(BandWriter(folder))
         to_keys = stack.enter_context(KeyFile(folder / KEYS_FILE))
         for run in read_key_runs(part / KEYS_FILE):
             for begin in range(0, len(run), CHUNK_ROWS):
@@ -173,7 +167,6 @@ def _filter_tables(
                 signatures = values.read(stay + start)
                 described = described[stay]
                 described["row"] = np.arange(to_table.rows, to_table.rows + len(stay))
-                to_entries.write(band_keys(signatures, bands, rows), to_table.rows)
                 to_keys.write(keys[stay])
                 to_values.write(signatures)
                 to_table.write(described)
@@ -245,7 +238,9 @@ def _stays(rows: npt.NDArray[np.int64], removed: npt.NDArray[np.int64]) -> npt.N
 
 INDEX_FILE = "dedup-index.json"
 
-FORMAT = 2  # 1 has no blocks.json
+FORMAT = 2
+
+_FILES_OF_FORMAT_1 = {*INDEX_PART_FILES, "bands.bin", "bands.npy"}
 
 SKETCH = 1024  # hashes
 
@@ -471,7 +466,7 @@ def _parse(file: str, text: bytes) -> IndexRecord:
         raise BuildError(f"{file}: {where}: {first['msg']}; make the index again") from None
     if record.documents != sum(part.documents for part in record.parts):
         raise BuildError(f"{file}: the documents of its parts do not add up; make the index again")
-    names = {*INDEX_PART_FILES, BLOCKS_FILE} if record.format > 1 else {*INDEX_PART_FILES}
+    names = {*INDEX_PART_FILES, BLOCKS_FILE} if record.format > 1 else _FILES_OF_FORMAT_1
     for part in record.parts:
         if set(part.files) != names:
             raise BuildError(f"{file}: {part.folder} lists other files than an index has")
@@ -494,7 +489,6 @@ def _check_rows(path: Path, part: _Part, settings: Mapping[str, Any]) -> None:
     folder = Artifact(path / part.folder)
     tables = {DOCUMENTS_FILE: DOCUMENT, KEYS_FILE: STORED_DTYPE, SETS_FILE: SET}
     found = {name: len(Rows(folder / name, dtype)) for name, dtype in tables.items()}
-    read_header(folder / BAND_RUNS_FILE)
     signatures = RowFile(folder / SIGNATURES_FILE)
     width = settings.get("minhash", {}).get("permutations")
     if signatures.dtype != np.dtype("<u4") or signatures.row_shape != (width,):

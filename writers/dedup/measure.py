@@ -42,6 +42,7 @@ from shardkit.writers.dedup.bands import probability
 from shardkit.writers.dedup.candidates import PAIR_RUNS_FILE, PAIRS_FILE
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Part, Population, priority
+from shardkit.writers.dedup.removals import document_keys
 from shardkit.writers.dedup.resolve import NEAR_LOSER
 from shardkit.writers.dedup.tables import Rows
 from shardkit.writers.dedup.verify import EDGE, EDGES_FILE
@@ -52,6 +53,7 @@ from shardkit.writers.documents import (
     document_ids,
     keyed_hashes,
 )
+from shardkit.writers.exchange import Slice
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.shingles import text_units
 
@@ -303,20 +305,21 @@ def measure_recall(
     edge_folders: Sequence[Artifact],
     bands_and_rows: tuple[int, int],
     *,
-    removed: npt.NDArray[np.uint8] | None = None,
+    lost: Slice | None = None,
 ) -> RecallFacts:
     """Count planted pairs by band of similarity; bands without any are left out.
 
-    `planted` are PLANTED rows; `removed` has a bit for each number (little bit order) of documents that were
-    taken out before candidates were sought: their copies have nothing to meet and are left out.
+    `planted` are PLANTED rows; `lost` are rows of LOST, documents that were taken out before candidates were
+    sought: their copies have nothing to meet and are left out.
     """
     originals, priorities = _originals(planted, population)
     copies = np.arange(population.planted.start, population.planted.stop, dtype=np.uint64)
     assert len(copies) == len(planted), "signatures of other copies"
     compared = originals >= 0
-    if removed is not None:
-        at = np.maximum(originals, 0)
-        compared &= removed[at >> 3] >> (at & 7) & 1 == 0
+    if lost is not None:
+        keys = document_keys(*population.locate(np.maximum(originals, 0).astype(np.uint64)))
+        for rows, _ in lost.stream(lost.limits.read_memory_bytes):
+            compared &= ~np.isin(keys, rows["key"])
     chosen = np.flatnonzero(compared)
     pairs: Columns = (originals[chosen].astype(np.uint64), copies[chosen])
     edges: Columns = (*priorities[chosen].T, copies[chosen])

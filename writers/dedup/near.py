@@ -7,8 +7,8 @@ and says what they depend on:
     signatures  split -> its part of the population
     planted     sample -> near-duplicates of known similarity, as one more part
     equal       partition of word keys -> documents whose words others have
-    equal_mask  -> the same, one bit a document
-    candidates  partition of band keys -> pairs
+    bands       part -> band keys of the other documents
+    candidates  range of band keys -> pairs
     shingles    part, and the pairs of its documents -> their sets of n-grams, sent to blocks of pairs
     verify      block of documents: pairs, and sets of both sides -> edges
     near        all edges -> who is removed
@@ -28,6 +28,7 @@ from pydantic import TypeAdapter
 from shardkit.card import PrecisionFacts, RecallFacts
 from shardkit.hashing import digest_of, hash_file
 from shardkit.progress import make_listener
+from shardkit.writers.dedup.bands import BANDS
 from shardkit.writers.dedup.bands import partitions_for as band_partitions
 from shardkit.writers.dedup.candidates import (
     PAIRS_BY_FIRST,
@@ -36,25 +37,33 @@ from shardkit.writers.dedup.candidates import (
     find_candidates,
 )
 from shardkit.writers.dedup.config import NearDedupConfig
-from shardkit.writers.dedup.exact import LOSER_DTYPE, find_losers
+from shardkit.writers.dedup.exact import find_losers, partition_bounds
 from shardkit.writers.dedup.exact import partitions_for as key_partitions
 from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.dedup.measure import PLANTED_FILE, measure_precision, measure_recall, plant
 from shardkit.writers.dedup.measure import TEXTS_FILE as PLANTED_DOCUMENTS
 from shardkit.writers.dedup.population import Part, Population, SplitDocuments
-from shardkit.writers.dedup.removals import OUTCOMES, Removed, SplitRemovals, SplitTable, by_split
+from shardkit.writers.dedup.removals import (
+    OUTCOMES,
+    Removed,
+    SplitRemovals,
+    SplitTable,
+    by_split,
+    document_keys,
+)
 from shardkit.writers.dedup.resolve import LOSERS_FILE, WINNERS_FILE, Resolved, resolve
 from shardkit.writers.dedup.shingle_store import GUESTS, OWN, write_sets
 from shardkit.writers.dedup.signatures import (
     KEYS_FILE,
+    LOST,
     SignedPart,
     bands_and_rows,
     part_settings,
     sign_documents,
+    write_bands,
 )
-from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows
 from shardkit.writers.dedup.verify import EDGES_FILE, VerifiedBlock, block_bits, verify_block
-from shardkit.writers.exchange import Exchanged, exchange
+from shardkit.writers.exchange import Exchanged, RunWriter, Slice, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.engine import InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
@@ -68,8 +77,6 @@ __all__ = [
     "find_near_duplicates",
     "remove_near",
 ]
-
-MASK_FILE = "removed.bin"  # one bit a document, the lowest first
 
 _PLANTED_SOURCE = 1 << 30  # after all inputs
 
@@ -122,31 +129,49 @@ class NearStages:
                 partition_name(number, partitions),
                 {"partition": number, "partitions": partitions},
                 _find_equal,
-                (population, number, partitions),
+                (population, number, partitions, self.memory_bytes),
                 inputs={"parts": digest},
             )
             for number in range(partitions)
         ]
 
-    def mask_task(self, population: Population, equal: Sequence[Commit]) -> Task:
-        """The bits of documents that lost to equal words."""
-        folders = tuple(commit.files for commit in equal)
-        inputs = {"equal": contents(equal), "starts": digest_of(population.starts.tolist())}
-        return Task("equal_mask", "equal_mask", {}, _write_mask, (population, folders), inputs=inputs)
+    def band_tasks(self, population: Population, lost: Exchanged) -> list[Task]:
+        """One task a part; `lost` are the documents that lost to equal words."""
+        tasks = []
+        starts = population.starts.tolist()
+        for number, part in enumerate(population.parts):
+            first = starts[number]
+            mine = lost.slice(number << 32, number + 1 << 32)
+            config = {"dedup.near": part_settings(self.config), "first": first}
+            inputs = {"part": part.digest, "lost": mine.digest}
+            args = (part, first, mine, self.config, self.memory_bytes)
+            name = self._part_name(population, number)
+            tasks.append(Task("bands", name, config, write_bands, args, part.documents, inputs))
+        return tasks
 
-    def candidate_tasks(self, population: Population, digest: str, mask: Commit) -> list[Task]:
-        """One task a partition of band keys."""
+    def candidate_tasks(
+        self, run: RunTasks, population: Population, digest: str, bands: Sequence[Commit]
+    ) -> list[Task]:
+        """One task a range of band keys."""
         entries = int(population.starts[-1]) * bands_and_rows(self.config)[0]
         partitions = band_partitions(entries, self.memory_bytes)
-        inputs = {"parts": digest, "mask": mask.content}
+        exchanged = exchange(run, "bands", BANDS, bands, readers=partitions)
         tasks = []
         for number in range(partitions):
+            mine = exchanged.slice(*partition_bounds(number, partitions))
             config = {"dedup.near.similarity": self.config.similarity}
-            config |= {"partition": number, "partitions": partitions}
-            args = (population, number, partitions, mask.files, self.config.similarity, self.memory_bytes)
+            inputs = {"parts": digest, "bands": mine.digest}
+            args = (mine, population, self.config.similarity, self.memory_bytes)
             name = partition_name(number, partitions)
-            tasks.append(Task("candidates", name, config, _find_candidates, args, inputs=inputs))
+            tasks.append(Task("candidates", name, config, _find_candidates, args, mine.bytes, inputs))
         return tasks
+
+    def _part_name(self, population: Population, number: int) -> str:
+        kind, inputs = population.parts[number].kind, len(self.splits)
+        if kind == "input":
+            return self.splits[number].name
+        planted = len(_of_kind(population, "planted"))
+        return kind if kind == "planted" else f"index-{number - inputs - planted:05d}"
 
     def shingle_tasks(
         self, population: Population, firsts: Exchanged, seconds: Exchanged, bits: int
@@ -199,7 +224,7 @@ class NearStages:
         self,
         population: Population,
         planted: Sequence[Commit],
-        mask: Commit,
+        lost: Slice,
         found: Mapping[str, Sequence[Commit]],
     ) -> list[Task]:
         """One task, if anything is measured. `found` holds the commits of candidates, verify and near."""
@@ -208,13 +233,13 @@ class NearStages:
         inputs = {
             "found": {stage: contents(commits) for stage, commits in found.items()},
             "planted": contents(planted),
-            "mask": mask.content,
+            "lost": lost.digest,
             "documents": [split.digest for split in self.splits],
         }
         config = {"dedup.near": self.config.model_dump(mode="json", exclude={"against"}), "seed": self.seed}
         documents = tuple(split.documents for split in self.splits)
         folders = {stage: tuple(commit.files for commit in commits) for stage, commits in found.items()}
-        args = (population, documents, mask.files, folders, self.config, self.seed)
+        args = (population, documents, lost, folders, self.config, self.seed)
         return [Task("measure", "measure", config, _measure, args, inputs=inputs)]
 
 
@@ -246,7 +271,9 @@ class EqualWords(PlainCounts):
     losers: int
 
 
-def _find_equal(folder: Path, population: Population, partition: int, partitions: int) -> EqualWords:
+def _find_equal(
+    folder: Path, population: Population, partition: int, partitions: int, memory_bytes: int
+) -> EqualWords:
     sources: list[int | None] = []
     for number, part in enumerate(population.parts):
         # Several indexes may hold the same document: the first one keeps it.
@@ -255,40 +282,15 @@ def _find_equal(folder: Path, population: Population, partition: int, partitions
     keys = [part.folder / KEYS_FILE for part in population.parts]
     losers = find_losers(keys, partition, partitions, longest_first=True, sources=sources)
     np.save(folder / LOSERS_FILE, losers, allow_pickle=False)
+    with RunWriter(folder / LOST.file, LOST, memory_bytes=memory_bytes) as lost:
+        lost.write(document_keys(losers["split"], losers["row"]).view(LOST.dtype))
     return EqualWords(len(losers))
 
 
-def _write_mask(folder: Path, population: Population, equal: Sequence[Artifact]) -> EqualWords:
-    bits = np.zeros(-(-int(population.starts[-1]) // 8), np.uint8)
-    removed = 0
-    for part in equal:
-        table = Rows(part / LOSERS_FILE, LOSER_DTYPE)
-        removed += len(table)
-        for start in range(0, len(table), CHUNK_ROWS):
-            rows = table.read(start, min(start + CHUNK_ROWS, len(table)))
-            numbers = population.starts[rows["split"]] + rows["row"]
-            np.bitwise_or.at(bits, numbers >> 3, (1 << (numbers & 7)).astype(np.uint8))
-    bits.tofile(folder / MASK_FILE)
-    return EqualWords(removed)
-
-
-def _read_mask(mask: Artifact) -> npt.NDArray[np.uint8]:
-    return np.frombuffer((mask / MASK_FILE).read_bytes(), np.uint8)
-
-
 def _find_candidates(
-    folder: Path,
-    population: Population,
-    partition: int,
-    partitions: int,
-    mask: Artifact,
-    similarity: float,
-    memory_bytes: int,
+    folder: Path, entries: Slice, population: Population, similarity: float, memory_bytes: int
 ) -> CandidateCounts:
-    removed = _read_mask(mask)
-    return find_candidates(
-        population, partition, partitions, removed, folder, similarity=similarity, memory_bytes=memory_bytes
-    )
+    return find_candidates(entries, population, folder, similarity=similarity, memory_bytes=memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +310,7 @@ def _measure(
     folder: Path,
     population: Population,
     documents: Sequence[Artifact],
-    mask: Artifact,
+    lost: Slice,
     found: Mapping[str, Sequence[Artifact]],
     config: NearDedupConfig,
     seed: int,
@@ -322,7 +324,7 @@ def _measure(
             found["candidates"],
             found["verify"],
             bands_and_rows(config),
-            removed=_read_mask(mask),
+            lost=lost,
         )
     [near] = found["near"]
     checked = config.measure.checked
@@ -361,13 +363,15 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
         [commit.content for commit in (*signed, *planted)] + [index.digest for index in indexes]
     )
     [equal] = run(stages.equal_tasks(population, digest))
-    [[mask]] = run([stages.mask_task(population, equal)])
-    [candidates] = run(stages.candidate_tasks(population, digest, mask))
+    parts_end = len(population.parts) << 32
+    lost = exchange(run, "lost", LOST, equal, readers=len(population.parts), end=parts_end)
+    [bands] = run(stages.band_tasks(population, lost))
+    [candidates] = run(stages.candidate_tasks(run, population, digest, bands))
     verified = _verify(run, stages, population, candidates)
     [[resolved]] = run([stages.resolve_task(population, digest, equal, verified)])
     removed = by_split(run, "near_removed", OUTCOMES, [resolved], len(stages.splits))
     found = {"candidates": candidates, "verify": verified, "near": [resolved]}
-    [measured] = run(stages.measure_tasks(population, planted, mask, found))
+    [measured] = run(stages.measure_tasks(population, planted, lost.slice(0, parts_end), found))
     decided = Resolved.of(resolved)
     met, compared = [
         [CandidateCounts.of(commit) for commit in candidates],

@@ -7,8 +7,6 @@ lowest source, the longest text, the lowest content rank (writers/documents.py);
 
     documents.npy    DOCUMENT, as many rows as the part has documents
     signatures.npy   uint32[n, permutations]
-    bands.bin        BAND entries in runs, each sorted by (key, document)
-    bands.npy        int64[runs + 1]: where the runs of bands.bin begin and end, in entries
     keys.npy         KEY_DTYPE (shardkit.writers.dedup.exact): the hash of the normalized words
 """
 
@@ -24,9 +22,6 @@ import numpy.typing as npt
 from shardkit.writers.execution.artifacts import Artifact
 
 __all__ = [
-    "BAND",
-    "BANDS_FILE",
-    "BAND_RUNS_FILE",
     "DOCUMENT",
     "DOCUMENTS_FILE",
     "PAIR",
@@ -39,8 +34,6 @@ __all__ = [
 
 DOCUMENTS_FILE = "documents.npy"
 SIGNATURES_FILE = "signatures.npy"
-BANDS_FILE = "bands.bin"
-BAND_RUNS_FILE = "bands.npy"
 
 DOCUMENT = np.dtype(
     [
@@ -51,7 +44,6 @@ DOCUMENT = np.dtype(
         ("source", "<i4"),
     ]
 )
-BAND = np.dtype([("key", "<u8"), ("document", "<u4")])  # document: the row in the part's documents.npy
 PAIR = np.dtype([("a", "<u8"), ("b", "<u8")])  # two numbers, a < b
 
 

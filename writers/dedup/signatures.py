@@ -12,8 +12,9 @@ like nothing. From UTF-8 to signatures takes about 2 ns a byte with 112 function
 A part of the population: the documents of one split that can be near-duplicates, with their signatures.
 
 Left out are rows that lost to an equal text already, and texts without any word, which are like nothing. The
-files are those of `population.py`; rows stand in the order of the split's documents. Memory is one batch of
-documents and one run of band keys, whatever the split's size.
+files are those of `population.py`; rows stand in the order of the split's documents. Once it is known which
+of them lose to equal words, `write_bands` makes the band keys of the others. Memory is one batch of
+documents, or what a run is sorted in, whatever the split's size.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from shardkit.writers.dedup.bands import BandWriter, optimal_parameters
+from shardkit.writers.dedup.bands import BANDS, optimal_parameters
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.exact import KEY_DTYPE, KeyFile
-from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE
+from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE, Part
 from shardkit.writers.dedup.removals import Removed
-from shardkit.writers.dedup.tables import RowsWriter
+from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter
 from shardkit.writers.documents import content_ranks, text_digests
+from shardkit.writers.exchange import RunWriter, Slice, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt32s, UInt64s, kernel
@@ -43,6 +45,8 @@ from shardkit.writers.kernels.words import CharacterTables, character_tables, co
 
 __all__ = [
     "KEYS_FILE",
+    "LOST",
+    "BandEntries",
     "Signatures",
     "band_keys",
     "bands_and_rows",
@@ -51,6 +55,7 @@ __all__ = [
     "sign_batch",
     "sign_documents",
     "word_keys",
+    "write_bands",
 ]
 
 _EMPTY = np.uint32(0xFFFFFFFF)
@@ -199,6 +204,8 @@ def _hash_bands(signatures: UInt32s, groups: Int64s, rows: int, keys: UInt64s) -
 
 KEYS_FILE = "keys.npy"
 
+LOST = Table("lost.run", np.dtype([("key", "<u8")]))  # `document_keys` (part, row) of losers to equal words
+
 
 def bands_and_rows(config: NearDedupConfig) -> tuple[int, int]:
     """The recipe's, or the best for its similarity."""
@@ -234,7 +241,6 @@ def sign_documents(
 
     Of what is `removed` already there is no trace but the number of copies that others stand for.
     """
-    bands, rows = bands_and_rows(config)
     losers = np.sort(np.concatenate([np.zeros(0, np.int64), *removed.rows.values()]))
     by_source = config.scope == "source"
     start = wordless = 0
@@ -243,7 +249,6 @@ def sign_documents(
         table = stack.enter_context(RowsWriter(folder / DOCUMENTS_FILE, DOCUMENT))
         width = config.minhash.permutations
         values = stack.enter_context(RowsWriter(folder / SIGNATURES_FILE, "<u4", width=width))
-        entries = stack.enter_context(BandWriter(folder))
         keys = stack.enter_context(KeyFile(folder / KEYS_FILE))
         reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=[0, 1, 4]))
         for number in range(reader.num_record_batches):
@@ -256,12 +261,43 @@ def sign_documents(
             described["row"] += start
             start += batch.num_rows
             wordless += len(kept) - len(described)
-            sources = described["source"] if by_source else None
-            entries.write(band_keys(signed.values, bands, rows, sources), table.rows)
             keys.write(_key_rows(signed, described, by_source))
             values.write(signed.values.astype("<u4", copy=False))
             table.write(described)
     return SignedPart(table.rows, wordless)
+
+
+@dataclass(frozen=True, slots=True)
+class BandEntries(PlainCounts):
+    """Rows of BANDS."""
+
+    entries: int
+
+
+def write_bands(
+    folder: Path, part: Part, first: int, lost: Slice, config: NearDedupConfig, memory_bytes: int
+) -> BandEntries:
+    """Write the band keys of a part, whose first document is number `first`, but for its rows of LOST."""
+    bands, band_rows = bands_and_rows(config)
+    described, signatures = (
+        Rows(part.folder / DOCUMENTS_FILE, DOCUMENT),
+        RowFile(part.folder / SIGNATURES_FILE),
+    )
+    gone = np.unique((lost.read()[0]["key"] & np.uint64((1 << 32) - 1)).astype(np.int64))
+    written = 0
+    with RunWriter(folder / BANDS.file, BANDS, memory_bytes=memory_bytes) as run:
+        for start in range(0, part.documents, CHUNK_ROWS):
+            stop = min(start + CHUNK_ROWS, part.documents)
+            kept = start + _kept_rows(gone, start, stop - start)
+            sources = None
+            if config.scope == "source":
+                sources = described.read(start, stop)["source"][kept - start]
+            keys = band_keys(signatures.read(kept), bands, band_rows, sources)
+            entries = np.empty(keys.size, BANDS.dtype)
+            entries["key"], entries["number"] = keys.reshape(-1), np.repeat(first + kept, bands)
+            run.write(entries)
+            written += len(entries)
+    return BandEntries(written)
 
 
 def _kept_rows(losers: npt.NDArray[np.int64], start: int, count: int) -> npt.NDArray[np.int64]:
