@@ -52,6 +52,14 @@ def die_until(folder, place, count):
         os.kill(os.getpid(), 9)
     return {}
 
+def hang_until(folder, place, count):
+    # As C code that waits for ever with the interpreter's lock.
+    import ctypes
+    (place / f"hang-{time.monotonic_ns()}").touch()
+    if len(list(place.glob("hang-*"))) <= count:
+        ctypes.PyDLL(None).sleep(600)
+    return {}
+
 def meet(folder, place, number, others):
     (place / f"here-{number}").touch()
     deadline = time.monotonic() + 100
@@ -242,7 +250,7 @@ def test_a_killed_worker_costs_only_its_task_which_runs_again_and_is_told(
     with engine() as ray, pytest.warns(RuntimeWarning) as told:
         commits = run_all(ray, planned, work)
     assert len(commits) == 6
-    problem = "task stage/die_until-0: its process died (killed, or out of memory?)"
+    problem = "task stage/die_until-0: its process died (killed, out of memory, or at it for over 21,600 s?)"
     expected = [f"{problem}; it runs again (retry {n} of 4)" for n in (1, 2)]
     assert [str(warning.message) for warning in told] == expected
     assert capfd.readouterr().out == ""
@@ -257,6 +265,17 @@ def test_a_task_that_kills_every_worker_ends_the_run(
     monkeypatch.setattr(engine_ray, "RETRIES", 1)
     with engine() as ray, pytest.raises(BuildError, match=r"stage/die_until-0: its process died .* 2 times"):
         run_all(ray, [make_task(tasks, "die_until", place, 100)], work)
+    assert len(list(place.iterdir())) == 2
+
+
+@extended
+def test_a_task_that_hangs_is_killed_and_runs_again(
+    tasks: ModuleType, work: Work, place: Path, connected: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick_retries(monkeypatch)
+    limited = RayEngine(None, address=None, memory_bytes=MEMORY, task_seconds=2.0)
+    with limited as ray, pytest.warns(RuntimeWarning, match="at it for over 2 s"):
+        run_all(ray, [make_task(tasks, "hang_until", place, 1)], work)
     assert len(list(place.iterdir())) == 2
 
 

@@ -439,7 +439,7 @@ class _Run:
             return "its node died"
         if isinstance(error, exceptions.WorkerCrashedError):
             limit = f"{self.check.task_seconds:,.0f} s"
-            return f"its process died (killed, out of memory, or not done after {limit}?)"
+            return f"its process died (killed, out of memory, or at it for over {limit}?)"
         return f"Ray lost it ({_first_line(error)})"
 
     def _cancel(self) -> None:
