@@ -10,7 +10,8 @@
 Every machine has a scratch folder (`scratch.py`) for the files of running tasks, for commit records, and for
 small files that are fetched whole; it may be deleted whenever no build runs there. Everything else is read
 from the store by ranges (`CheckedRanges`): neither HTTP nor S3 clients verify a range, and a flipped byte
-would go into the dataset in silence, so each block is compared with its hash in the commit. A process caches
+would go into the dataset in silence, so each block is compared with its hash in the commit. Runs of the
+exchange hold hashes themselves, and are read by exact ranges (`StoreWork.read_range`). A process caches
 up to `CACHE_BYTES` of blocks from short reads, because tasks that read a little of many files come back to
 their ends and directories. If an output is damaged, the record of its task is removed, so that the next run
 makes it again.
