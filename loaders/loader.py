@@ -28,6 +28,7 @@ from typing import Never, Self, SupportsIndex, Unpack
 
 from shardkit.cache.contract import Cache
 from shardkit.cache.fetcher import Fetcher
+from shardkit.cache.planner import Pace
 from shardkit.cache.reader import PlanRequest
 from shardkit.cache.shards import CachedShards
 from shardkit.datasets.dataset import Dataset
@@ -256,7 +257,9 @@ class StreamingLoader:
         for (cache, _), parts in by_cache.items():
             lanes = {tuple(who): self._lanes_read(who, cache.is_shared) for _, who in parts}
             uses = self._arrangement.uses(lanes, cache.capacity)
-            requests.append(PlanRequest([shards for shards, _ in parts], *uses))
+            sharers = len(self.learn_machine_ranks()) if cache.is_shared else 1
+            pace = Pace.of_rank(self.rank, sharers=sharers)
+            requests.append(PlanRequest([shards for shards, _ in parts], *uses, pace))
         streams.run.start(requests, self.position)
 
     def learn_machine_ranks(self) -> tuple[int, ...]:
@@ -305,6 +308,7 @@ class StreamingLoader:
                     if self.usage is not None:
                         self.usage.step(self._plan.start(self.position), group.ids[number], cursor[0])
                     self._cursor = cursor
+                    self._opened.streams.run.consume(self.position)
                     yield batch
                     if (current := self._check_live(iteration)) is not running:
                         running = current  # set_weights has changed what follows

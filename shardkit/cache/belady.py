@@ -94,6 +94,12 @@ class Future:
         in_use, begun = self._split(position)
         return self._uses.take(np.concatenate([in_use, np.arange(begun, len(self._uses))]))
 
+    def bytes_per_position(self, position: int, sizes: Ints) -> float:
+        """What the uses from `position` on, of the shards' `sizes`, come to on average."""
+        uses = self.upcoming(position)
+        positions = _EPOCHS * self._order.samples - position % self._order.samples
+        return float(sizes[uses.shard].sum()) / max(1, positions)
+
     def _split(self, position: int) -> tuple[_Numbers, int]:
         """(the uses that run at `position`, the first that begins after it), as numbers of uses."""
         self._move(position)

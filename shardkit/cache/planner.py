@@ -5,6 +5,10 @@ and no fetch begins before its victims have had their last use. Entries of other
 future is not known here, may be evicted when nobody has used them for a minute. A fetch that failed (another
 process is at it, the object is missing, the room was taken) rests before it is planned again.
 
+A cache is not filled as fast as the network allows: when thousands of nodes start together, a store would
+have to give a thousand times what they consume. Shards that are in use, or that the loop needs within
+minutes, are fetched at once; beyond, a few times as much is fetched as the loop consumes (`Pace`).
+
 Where several plans of one process share a cache that cannot hold the dataset, each plans with an equal part
 of it and protects the cached entries that it needs soonest, as many as fit in that part, from the others.
 """
@@ -15,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,16 +28,98 @@ from shardkit.cache.belady import NEVER, Fetch, Future, plan_fetches
 from shardkit.cache.contract import Cache, Contents
 from shardkit.storage.threads import remake_after_fork
 
-__all__ = ["Planner"]
+__all__ = ["Pace", "Planner"]
 
 PLANNED = 64  # fetches planned at a time
 IDLE_SECONDS = 60.0  # entries of others that nobody has used for so long count as abandoned
 REST_SECONDS = 5.0  # far more than planning and trying cost, far less than a plan reaches ahead
+_LEAST_SECONDS, _MOST_SECONDS = 0.5, 60.0  # over which a loop's speed is measured
+_FREE_BYTES = 16 << 20  # of shards smaller than this: too little to hold back
+_GOLDEN_RATIO = 0.6180339887498949
 _STEPS_AN_EPOCH = 64  # how often a plan that has nothing to do is looked at again
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """How fast the cache is filled with shards that are not needed soon."""
+
+    factor: float = 3.0
+    """Bytes fetched for each byte that the loop needs: all nodes together stay below five in any second."""
+    horizon_seconds: float = 120.0
+    """Shards that the loop needs within this time, as fast as it is now, are fetched at once."""
+    sharers: int = 1
+    """Processes that fetch by the same plan into one cache."""
+    debt: float = 0.0
+    """The part of a shard that is needed before the first is fetched ahead."""
+
+    @classmethod
+    def of_rank(cls, rank: int, sharers: int = 1) -> Pace:
+        """That of a process; ranks in lockstep have debts spread evenly, or all would fetch at one time."""
+        return cls(sharers=max(1, sharers), debt=rank * _GOLDEN_RATIO % 1)
+
+
+class _Pacing:
+    """Which fetches have to wait for the loop. `consume` is the loop's, all else the fetcher's."""
+
+    def __init__(self, pace: Pace, position: int, clock: Callable[[], float]) -> None:
+        self._pace, self._clock = pace, clock
+        self._consumed = self._credited = position
+        self._bytes_per_position = self._most_credit = 0.0
+        self._credit = 0.0  # bytes that may be fetched beyond the horizon
+        self._measured = (clock(), position)
+        self._horizon = 0  # positions that the loop consumes in `horizon_seconds`
+        self._resume_at = NEVER  # where a fetch that waits may begin
+
+    @property
+    def has_begun(self) -> bool:
+        return self._bytes_per_position > 0
+
+    @property
+    def horizon(self) -> int:
+        """Up to where shards are fetched at once."""
+        return self._consumed + self._horizon
+
+    def begin(self, bytes_per_position: float, shard_bytes: int) -> None:
+        """The loop needs so much; until this is known nothing waits."""
+        pace = self._pace
+        self._bytes_per_position = max(1e-9, bytes_per_position * pace.factor / pace.sharers)
+        self._most_credit = float(max(shard_bytes, _FREE_BYTES))
+        self._credit = max(0.0, _FREE_BYTES - shard_bytes) - pace.debt * shard_bytes
+
+    def consume(self, position: int) -> bool:
+        """The loop has been given everything before `position`; True if a fetch that waits may begin."""
+        self._consumed = position
+        return position >= self._resume_at
+
+    def must_wait(self, deadline: int, size: int) -> bool:
+        """Whether a shard that is needed at `deadline` has to wait; if not, it counts as fetched."""
+        self._resume_at = NEVER
+        if not self.has_begun:
+            return False
+        self._follow_loop()
+        early = deadline - self.horizon
+        if early <= 0:
+            return False
+        if self._credit > 0:
+            self._credit -= size
+            return False
+        self._resume_at = self._consumed + min(early, int(-self._credit / self._bytes_per_position) + 1)
+        return True
+
+    def _follow_loop(self) -> None:
+        """Give credit for what has been consumed, and see how fast that goes."""
+        consumed, now = self._consumed, self._clock()
+        earned = self._bytes_per_position * max(0, consumed - self._credited)
+        self._credit, self._credited = min(self._credit + earned, self._most_credit), consumed
+        since, begin = self._measured
+        if now - since >= _LEAST_SECONDS and consumed > begin:
+            self._horizon = int((consumed - begin) / (now - since) * self._pace.horizon_seconds)
+        if now - since >= _MOST_SECONDS or consumed < begin:
+            self._measured = now, consumed
+
+
 class Planner:
-    """Plans for one process. `advance` belongs to the training loop, everything else to the fetcher."""
+    """Plans for one process. `advance` and `consume` belong to the training loop, all else to the fetcher."""
 
     def __init__(
         self,
@@ -43,13 +130,15 @@ class Planner:
         position: int,
         *,
         plans: Callable[[], Sequence[Planner]] = lambda: (),
+        pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`names`, `sizes`: of all shards' entries; `samples`: of an epoch; `position`: where the run is.
 
         A name that is not known yet is "": it comes by `learn`. `plans` gives all plans for the same cache:
-        other runs of the process have theirs.
+        other runs of the process have theirs. Without `pace`, all is fetched as early as it may be.
         """
+        self._pacing = None if pace is None else _Pacing(pace, position, clock)
         self._plans = plans
         self._future = future
         self._names = list(names)
@@ -92,11 +181,17 @@ class Planner:
         self._position = position
         return position >= self._wake_at
 
+    def consume(self, position: int) -> bool:
+        """The loop has been given everything before `position`; True if there may be something to do."""
+        return self._pacing is not None and self._pacing.consume(position)
+
     def take(self, active: Container[int]) -> Fetch | None:
         """The next fetch that may begin, or None."""
         position = self._position
         for number, fetch in enumerate(self._waiting):
             if fetch.start <= position:
+                if fetch.shard not in active and self._must_wait(fetch):
+                    return None  # and so must what is needed later still
                 del self._waiting[number]
                 if fetch.shard in active:
                     return self.take(active)
@@ -106,6 +201,15 @@ class Planner:
         if self._waiting:
             self._wake_at = min(fetch.start for fetch in self._waiting)
         return None
+
+    def _must_wait(self, fetch: Fetch) -> bool:
+        if self._pacing is None or fetch.deadline <= self._position:
+            return False
+        return self._pacing.must_wait(fetch.deadline, int(self._sizes[fetch.shard]))
+
+    def is_ahead(self, fetch: Fetch) -> bool:
+        """Whether a fetch is of a shard that the loop does not need within the horizon of its pace."""
+        return self._pacing is not None and fetch.deadline > self._pacing.horizon
 
     def is_stale(self) -> bool:
         """Whether there is reason to plan again."""
@@ -135,6 +239,9 @@ class Planner:
         capacity = max(0, cache.capacity - others)
         parts = 1 if int(self._sizes.sum()) <= capacity else max(1, len(self._plans()))
         with self._lock:
+            if self._pacing is not None and not self._pacing.has_begun:
+                flow = self._future.bytes_per_position(position, self._sizes)
+                self._pacing.begin(flow, int(self._sizes.max(initial=0)))
             fetches = plan_fetches(self._future, position, cached, self._sizes, capacity // parts, PLANNED)
         possible = [fetch for fetch in fetches if fetch.fits and fetch.shard not in resting]
         self.unfit = frozenset(active.union(fetch.shard for fetch in fetches if not fetch.fits))

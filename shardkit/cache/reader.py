@@ -27,7 +27,7 @@ import numpy.typing as npt
 from shardkit.cache.belady import Fetch, Future, Uses
 from shardkit.cache.contract import Cache, Contents
 from shardkit.cache.fetcher import Fetcher
-from shardkit.cache.planner import Planner
+from shardkit.cache.planner import Pace, Planner
 from shardkit.cache.rows import FetchedRows
 from shardkit.cache.shards import CachedShards
 from shardkit.order.order import Order
@@ -51,7 +51,12 @@ class FetchPlan:
     """
 
     def __init__(
-        self, parts: Sequence[CachedShards], uses: Order | Uses, position: int, lanes: Sequence[int] | None
+        self,
+        parts: Sequence[CachedShards],
+        uses: Order | Uses,
+        position: int,
+        lanes: Sequence[int] | None,
+        pace: Pace | None = None,
     ) -> None:
         """`uses`: of the shards of all parts, one after another; the run is at `position` of it and reads
         these lanes (None: all).
@@ -71,6 +76,7 @@ class FetchPlan:
             sizes,
             uses.samples,
             position,
+            pace=pace,
             # Not a method of this: a plan must end with its last reference, not with a garbage collection.
             plans=partial(_planners, self._fetcher, self.cache),
         )
@@ -116,6 +122,11 @@ class FetchPlan:
         if self.planner.advance(position):
             self._fetcher.wake()
 
+    def consume(self, position: int) -> None:
+        """The loop has been given everything before `position`; cheap."""
+        if self.planner.consume(position):
+            self._fetcher.wake()
+
     def close(self) -> None:
         """Fetch no longer as this says."""
         self._fetcher.drop(self)
@@ -136,6 +147,7 @@ class PlanRequest:
     parts: Sequence[CachedShards]
     uses: Order | Uses
     lanes: Sequence[int] | None
+    pace: Pace | None = None
 
 
 class CacheReader:
@@ -200,12 +212,17 @@ class CacheRun:
         for plan in self._plans:
             plan.advance(position)
 
+    def consume(self, position: int) -> None:
+        """The loop has been given everything before `position`."""
+        for plan in self._plans:
+            plan.consume(position)
+
     def fetch_ahead(self) -> None:
         """Begin to fetch ahead, unless that has begun."""
         if self._requests is None:
             return
         (requests, position), self._requests = self._requests, None
-        self._plans = [FetchPlan(each.parts, each.uses, position, each.lanes) for each in requests]
+        self._plans = [FetchPlan(each.parts, each.uses, position, each.lanes, each.pace) for each in requests]
         plan_of = {part: plan for plan in self._plans for part in plan.parts}
         for reader in self.readers:
             reader.plan = plan_of.get(reader.shards)

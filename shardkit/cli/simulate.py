@@ -262,6 +262,8 @@ def _rows(scenario: Scenario, figures: Mapping[str, Any]) -> list[list[str]]:
         ["fetched again", format_bytes(f["refetched_bytes_per_node"]),
          f"{f['bypassed_per_node']:.3g} shards found no room, "
          f"{f['row_reads_per_node']:.4g} rows were read one by one"],
+        ["filling caches", f"{f['peak_prefill_per_byte_used']:.3g}",
+         "bytes in the busiest second per byte used, of shards that are not needed within two minutes"],
         ["requests", format_count(f["requests"]),
          f"{f['requests_per_second']:,.4g}/s of all nodes, {f['peak_requests_per_second']:,.0f} in the "
          "busiest second"],

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardkit.cache.belady import Fetch, Future
 from shardkit.cache.contract import Contents, Held
 from shardkit.cache.memory import CacheMemory
-from shardkit.cache.planner import IDLE_SECONDS, REST_SECONDS, Planner
+from shardkit.cache.planner import IDLE_SECONDS, REST_SECONDS, Pace, Planner
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import shard_uses
 from support.cache_entries import room
@@ -291,3 +291,59 @@ def test_shards_for_which_there_is_no_room_are_told() -> None:
     assert planner.unfit == {0, 1, 2, 3} - set(fitting)
     planner.plan(CacheMemory(4 * SIZE), ())
     assert planner.unfit == frozenset()
+
+
+def paced(pace: Pace, clock: Clock, shards: int = 100) -> tuple[Planner, Shelf, int]:
+    """A planner that has planned at position 0, an empty cache for all shards, and their size."""
+    size = 64 << 20
+    sizes = np.full(shards, size, dtype=np.int64)
+    names = [name_of(number) for number in range(shards)]
+    order = make_order(shards)
+    planner = Planner(Future(order), names, sizes, order.samples, 0, pace=pace, clock=clock)
+    return planner, Shelf(shards * size), size
+
+
+def taken_until_held_back(planner: Planner, shelf: Shelf, size: int) -> int:
+    """How many fetches begin now; each is in the cache at once."""
+    count = 0
+    while True:
+        if planner.is_stale():
+            planner.plan(shelf, [])
+        if (fetch := planner.take([])) is None:
+            return count
+        shelf.held[name_of(fetch.shard)] = Held(size, 0.0, False)
+        count += 1
+
+
+@pytest.mark.parametrize("sharers", [1, 3])
+def test_a_cache_is_filled_a_few_times_as_fast_as_the_loop_consumes(sharers: int) -> None:
+    clock = Clock()
+    planner, shelf, size = paced(Pace(factor=3, horizon_seconds=0, sharers=sharers, debt=0.5), clock)
+    assert taken_until_held_back(planner, shelf, size) == 1, "the shard in use"
+    taken = wakes = 0
+    for position in range(1, 200):
+        clock.now += 1
+        if planner.consume(position):
+            wakes += 1
+            taken += taken_until_held_back(planner, shelf, size)
+        assert -1 <= 3 * position / SAMPLES / sharers - taken <= 1.6
+    assert wakes <= taken + 1
+
+
+def test_what_is_needed_within_the_horizon_is_fetched_at_once() -> None:
+    clock = Clock()
+    planner, shelf, size = paced(Pace(factor=0.001, horizon_seconds=60), clock)
+    taken = taken_until_held_back(planner, shelf, size)
+    for position in range(1, 300):
+        clock.now += 0.5
+        if planner.consume(position):
+            taken += taken_until_held_back(planner, shelf, size)
+        if position > 1:
+            assert (position + 120) // SAMPLES <= taken <= (position + 120) // SAMPLES + 3
+
+
+def test_shards_of_a_few_megabytes_are_not_held_back() -> None:
+    order = make_order(20)
+    sizes, names = np.full(20, 1 << 16, dtype=np.int64), [name_of(number) for number in range(20)]
+    planner = Planner(Future(order), names, sizes, order.samples, 0, pace=Pace.of_rank(3, sharers=8))
+    assert taken_until_held_back(planner, Shelf(1 << 30), 1 << 16) == 20

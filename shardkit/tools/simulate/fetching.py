@@ -19,6 +19,7 @@ import random
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -26,7 +27,7 @@ import numpy as np
 from shardkit.cache.belady import Fetch, Future
 from shardkit.cache.contract import Held
 from shardkit.cache.download import MIN_PART_BYTES
-from shardkit.cache.planner import Planner
+from shardkit.cache.planner import Pace, Planner
 from shardkit.cache.reader import LEADS_IN_CACHE
 from shardkit.storage.limits import Gate
 from shardkit.storage.metrics import StoreMetrics
@@ -90,6 +91,7 @@ class _Job:
     def __init__(self, shard: int, *, urgent: bool, victims: Callable[[], Iterable[str]]) -> None:
         self.shard, self.urgent, self.victims = shard, urgent, victims
         self.waiting: list[float] = []  # bytes of parts without a request
+        self.begun = NEVER  # when a fetch ahead of its use began
         self.left = 0  # parts that have not arrived
         self.is_kept = False  # the cache has room for it
 
@@ -122,7 +124,7 @@ class Fetching:
     """Shards are numbered as in the node's uses. Time goes forward by `run_until`."""
 
     def __init__(self, scenario: Scenario, uses: NodeUses, node: int) -> None:
-        self._scenario, self._uses = scenario, uses
+        self._scenario, self._uses, self._node = scenario, uses, node
         self._sizes = scenario.shards.bytes[uses.numbers]
         self._entries = scenario.entry_bytes[uses.numbers]
         self._names = [str(number) for number in range(uses.shards)]
@@ -139,6 +141,9 @@ class Fetching:
         self.requests = array("d")  # when each was made
         self.moved = array("d")  # seconds, and bytes of shards that had arrived by then, in turn
         self.bypassing: set[int] = set()  # shards for which the cache had no room
+        self.prefilled = array(
+            "d"
+        )  # begin, end and bytes of shards that came before they were needed, in turn
         self.delivered: set[int] = set()  # shards in memory only, for a reader that waits for them
         self._connections = scenario.connections * scenario.gpus_per_node
         self._answered_at = 0.0
@@ -182,6 +187,7 @@ class Fetching:
             self._entries,
             samples,
             position,
+            pace=replace(self._scenario.pace, debt=Pace.of_rank(self._node).debt),
             clock=lambda: self.now,
         )
         self._work()
@@ -189,6 +195,11 @@ class Fetching:
     def advance(self, position: int) -> None:
         """The reader has reached a position."""
         if self._planner is not None and self._planner.advance(position):
+            self._work()
+
+    def consume(self, position: int) -> None:
+        """The loop has been given everything before a position."""
+        if self._planner is not None and self._planner.consume(position):
             self._work()
 
     def demand(self, shard: int) -> None:
@@ -269,6 +280,8 @@ class Fetching:
             fetch = planner.take(self._active)
             if fetch is not None:
                 job = _Job(fetch.shard, urgent=False, victims=partial(self._victims_for, fetch))
+                if planner.is_ahead(fetch):
+                    job.begun = self.now
                 self._active[fetch.shard] = job
                 return job
             if not planner.is_stale():
@@ -315,6 +328,8 @@ class Fetching:
         self.counts["fetched_bytes"] += size
         self.counts["refetched_bytes"] += size * bool(self._fetched[shard])
         self._fetched[shard] = True
+        if job.begun < NEVER and not job.urgent:
+            self.prefilled.extend((job.begun, self.now, float(size)))
         if job.is_kept:
             self._cache.put(self._names[shard], int(self._entries[shard]), filling=False)
         if job.urgent:

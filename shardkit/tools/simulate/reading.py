@@ -62,6 +62,8 @@ class Reading:
     def batch_at(self, step: int, now: float) -> float:
         """When the batch of `step` is ready if it is asked for at `now`; `now` if it is ready already."""
         if step < self._in_hand:
+            self.run_until(now)
+            self.fetching.consume(step * self._scenario.global_batch)
             return now
         self.run_until(now)
         self._gets += 1
@@ -75,6 +77,7 @@ class Reading:
             assert event < NEVER, "the reader waits for a shard that nothing fetches"
             self._happen(event)
         self._is_awaited = False
+        self.fetching.consume(step * self._scenario.global_batch)
         self._in_hand = self._queue.popleft()
         self._queued_steps -= self._in_hand - step
         ready = max(now, self.fetching.now)

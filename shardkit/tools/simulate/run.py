@@ -50,6 +50,8 @@ class NodeOutcome:
     """When each was made."""
     moved: _Floats
     """float64[n, 2]: seconds, and bytes of shards that had arrived by then."""
+    prefilled: _Floats
+    """float64[n, 3]: begin, end and bytes of fetches of shards that were not needed within the horizon."""
 
     @classmethod
     def of(cls, reader: Reading, scenario: Scenario) -> NodeOutcome:
@@ -67,6 +69,7 @@ class NodeOutcome:
             cached_bytes=fetching.used_bytes,
             requests=np.sort(np.array(fetching.requests, dtype=np.float64)),
             moved=np.array(fetching.moved, dtype=np.float64).reshape(-1, 2),
+            prefilled=np.array(fetching.prefilled, dtype=np.float64).reshape(-1, 3),
         )
 
 
@@ -124,6 +127,7 @@ class Outcome:
             "requests_per_second": self._all_nodes(sum(len(n.requests) for n in self.nodes))
             / max(self.seconds, 1e-9),
             "peak_requests_per_second": per_second,
+            "peak_prefill_per_byte_used": self._peak_prefill(),
             "nodes_simulated": len(self.nodes),
             "nodes": scenario.nodes,
             "lanes": scenario.lanes,
@@ -136,6 +140,17 @@ class Outcome:
 
     def _mean(self, name: str) -> float:
         return float(np.mean([getattr(node, name) for node in self.nodes]))
+
+    def _peak_prefill(self) -> float:
+        """Bytes that fill the caches of all simulated nodes in the busiest second, against those used."""
+        begin, end, count = np.concatenate([node.prefilled for node in self.nodes]).T
+        filled = np.zeros(int(end.max(initial=0.0)) + 2)
+        for second, until, size in zip(begin.tolist(), end.tolist(), count.tolist(), strict=True):
+            places = np.arange(int(second), int(until) + 1)
+            share = np.minimum(places + 1, until) - np.maximum(places, second)
+            filled[places] += size * share / max(until - second, 1e-9)
+        used = self._mean("used_bytes") * len(self.nodes) / max(self.seconds, 1e-9)
+        return float(filled.max()) / used if used else 0.0
 
     def _peak_requests(self) -> float:
         """Requests of all nodes in the busiest second."""

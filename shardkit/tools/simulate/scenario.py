@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from shardkit.arrays import Ints
 from shardkit.cache.folder import SEAL_BYTES
+from shardkit.cache.planner import Pace
 from shardkit.datasets.dataset import Dataset
 from shardkit.loaders.config import LoaderConfig
 from shardkit.order.order import Order, OrderSpec, default_lanes, default_window, rank_slice
@@ -131,6 +132,7 @@ class Scenario:
     prefetch_bytes: int = parse_bytes(_LOADER.prefetch_bytes)
     connections: int = _LOADER.connections
     """Of each rank."""
+    pace: Pace = field(default_factory=Pace)
     network: Network = field(default_factory=Network)
     step_seconds: float = 1.0
     """Compute time of a step, without waiting."""
@@ -191,7 +193,9 @@ class Scenario:
         count = max(1, min(_SAMPLES_OF_LANE * self.lanes // size, order.samples // size))
         read = order.global_batches(0, size, count, part=self.part(node)).lane
         drawn = np.bincount(np.arange(count * size) % self.lanes, minlength=self.lanes)
-        return np.bincount(read.ravel(), minlength=self.lanes)[lanes] / np.maximum(drawn[lanes], 1)
+        own = np.bincount(read.ravel(), minlength=self.lanes)
+        parts: npt.NDArray[np.float64] = own[lanes] / np.maximum(drawn[lanes], 1)
+        return parts
 
 
 class Demand:
