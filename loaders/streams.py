@@ -44,7 +44,7 @@ from shardkit.storage import StorageOptions, is_remote
 
 __all__ = ["Columns", "Opened", "ReadRows", "Streams", "named_weights", "open_streams"]
 
-_OPENED_AT_ONCE = 16  # datasets: each takes a few requests, one after another
+_OPENED_AT_ONCE = 8  # datasets: each takes two requests side by side
 
 Columns = dict[str, npt.NDArray[np.generic] | list[object]]
 

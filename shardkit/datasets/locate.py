@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -197,10 +198,12 @@ def find_remote(
     errors: list[StoreError] = []
 
     def fetch() -> dict[str, bytes | None]:
-        card = _get(store, CARD_NAME, errors)
-        found: dict[str, bytes | None] = {}
-        for name in names:
-            is_found = card is not None and any(text is not None for text in found.values())
+        with ThreadPoolExecutor(1, thread_name_prefix="shardkit-open") as pool:
+            pending = pool.submit(_get, store, CARD_NAME, errors)
+            found = {names[0]: _get(store, names[0], errors)}
+            card = pending.result()
+        for name in names[1:]:
+            is_found = card is not None and found[names[0]] is not None
             found[name] = None if is_found else _get(store, name, errors)
         return {CARD_NAME: card} | found
 
