@@ -31,6 +31,7 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,6 +49,7 @@ from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.inputs import scan
 from shardkit.writers.recipe import Recipe, load_recipe
+from shardkit.writers.runs import DEFAULT_LIMITS
 from shardkit.writers.stages.graph import BuildInputs, run_stages
 from shardkit.writers.stages.tokenize import TokenizerFile
 from support.stores import WrappedStore
@@ -69,13 +71,13 @@ SCALED = {
     "shardkit.writers.execution.work": ("BLOCK_BYTES",),
     "shardkit.writers.execution.work_store": ("BLOCK_BYTES", "CACHE_BYTES"),
     "shardkit.storage.object_file": ("_FIRST_BYTES", "_MOST_BYTES", "_BUFFER_BYTES"),
+    "shardkit.writers.documents": ("BATCH_TEXT_BYTES",),
     "shardkit.writers.stages.graph": ("PARTITION_TEXT_BYTES",),
-    "shardkit.writers.stages.tokenize": ("RUN_TOKENS", "RUN_DOCUMENTS"),
-    "shardkit.writers.dedup.exact": ("RUN_ROWS",),
-    "shardkit.writers.dedup.bands": ("RUN_DOCUMENTS", "RUN_ENTRIES", "_CHUNK_ENTRIES"),
+    "shardkit.writers.stages.clean": ("_KEYS_MEMORY_BYTES",),
     "shardkit.writers.dedup.candidates": ("RUN_PAIRS", "_CHUNK"),
-    "shardkit.writers.dedup.tables": ("CHUNK_ROWS",),
-    "shardkit.writers.dedup.lines": ("RUN_LINES",),
+    "shardkit.writers.dedup.removals": ("_MEMORY_BYTES", "_CHUNK_ROWS"),
+    "shardkit.writers.dedup.tables": ("CHUNK_ROWS", "_READ_BYTES", "_GAP_BYTES", "_PIECE_BYTES"),
+    "shardkit.writers.dedup.lines": ("CHUNK_ROWS", "_KEYS_MEMORY_BYTES"),
 }
 
 
@@ -130,15 +132,10 @@ def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:
     current = ["driver"]
     with ExitStack() as stack:
         for name, constants in SCALED.items() if scale > 1 else ():
-            try:
-                module = importlib.import_module(name)
-            except ModuleNotFoundError:
-                continue
+            module = importlib.import_module(name)
             for constant in constants:
-                if hasattr(module, constant):
-                    stack.enter_context(
-                        patch.object(module, constant, max(1, getattr(module, constant) // scale))
-                    )
+                divided = max(1, getattr(module, constant) // scale)
+                stack.enter_context(patch.object(module, constant, divided))
         recipe = scaled(load_recipe(recipe_path), scale)
         around = lambda store: CountingStore(store, stages, current)  # noqa: E731
         scratch = recipe_path.parent / "scratch"
@@ -163,7 +160,8 @@ def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:
         ):
             runner = Runner(journal, engine, listener)
             began = time.process_time()
-            outputs = run_stages(BuildInputs.of(recipe, splits), TokenizerFile.of(recipe), runner.run)
+            inputs = replace(BuildInputs.of(recipe, splits), limits=DEFAULT_LIMITS.divided(scale))
+            outputs = run_stages(inputs, TokenizerFile.of(recipe), runner.run)
             whole = time.process_time() - began
             stages["driver"].cpu_seconds = whole - sum(usage.cpu_seconds for usage in stages.values())
             for _, commit in journal.work.commits():
