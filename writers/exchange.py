@@ -23,7 +23,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -165,10 +165,10 @@ class Slice:
 
         All rows of a key are in one batch, unless they alone are larger than half of the memory.
         """
-        # Each run holds a chunk, the next ones are on their way, and a batch is copied twice.
-        share = max(1, memory_bytes // (6 * max(1, len(self.runs))))
+        # Each run holds one chunk and a half, one is on its way, and a batch is a copy.
+        share = max(1, memory_bytes // (4 * max(1, len(self.runs))))
         chunk_bytes = min(share, self.limits.read_bytes)
-        ahead = max(1, min(2 * share // chunk_bytes, self.limits.reads_in_flight // max(1, len(self.runs))))
+        ahead = max(1, min(share // chunk_bytes, self.limits.reads_in_flight // max(1, len(self.runs))))
         workers = Workers(self.limits.reads_in_flight)
         cursors = [_Cursor(run, self, workers, chunk_bytes, ahead) for run in self.runs]
         yield from _merged(cursors, memory_bytes // 2, self.table)
@@ -223,7 +223,7 @@ def exchange(
 def _merge_level(run: RunTasks, stage: str, exchanged: Exchanged, end: int) -> list[tuple[Segment, ...]]:
     """Merge each group of runs into one, by as many tasks as keep each near `task_bytes`."""
     table, limits = exchanged.table, exchanged._limits
-    config = {"table": table.file, "layout": table.layout, "limits": asdict(limits)}
+    config = {"table": table.file, "layout": table.layout, "block_bytes": limits.block_bytes}
     tasks, groups = [], []
     for number, first in enumerate(range(0, len(exchanged.runs), limits.fan_in)):
         group = Exchanged(table, exchanged.runs[first : first + limits.fan_in], limits)

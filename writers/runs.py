@@ -108,6 +108,12 @@ class Limits:
     merge_memory_bytes: int = 192 << 20  # of a merge task
     read_memory_bytes: int = 64 << 20  # of `Slice.read`, beside what it returns
 
+    def within(self, memory_bytes: int) -> Limits:
+        """With large memory, larger requests; the bytes of runs do not depend on it."""
+        merge = max(self.merge_memory_bytes, memory_bytes // 4)
+        read = max(self.read_memory_bytes, memory_bytes // 16)
+        return replace(self, merge_memory_bytes=merge, read_memory_bytes=read)
+
     def divided(self, by: int) -> Limits:
         """The same of sizes that are so many times smaller: small data behaves as large data does."""
         sizes = {f.name: getattr(self, f.name) // by for f in fields(self) if f.name.endswith("_bytes")}

@@ -76,7 +76,8 @@ class BuildInputs:
             assert near is not None
             index.check(near, key)
             indexes.append(index)
-        return cls(recipe, splits, indexes, clean.filter_files(recipe))
+        limits = DEFAULT_LIMITS.within(recipe.memory)
+        return cls(recipe, splits, indexes, clean.filter_files(recipe), limits=limits)
 
 
 @dataclass(frozen=True)
