@@ -263,7 +263,8 @@ def stage_names(recipe: Recipe) -> list[str]:
     if dedup.near is not None:
         measured = dedup.near.measure is not None
         names += ["signatures", *(["planted"] if measured else []), "equal", "bands", "candidates"]
-        names += ["shingles", "verify", "near", "near_removed", *(["measure"] if measured else [])]
+        names += ["shingles", "verify", "near", "near_equal", "near_lost", "near_kept", "near_removed"]
+        names += ["measure"] if measured else []
     return [*names, "parity", "tokenize", "pack", "provenance"]
 
 

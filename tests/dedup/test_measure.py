@@ -31,7 +31,7 @@ from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Ki
 from shardkit.writers.dedup.removals import document_keys
 from shardkit.writers.dedup.resolve import NEAR_LOSER
 from shardkit.writers.dedup.signatures import LOST
-from shardkit.writers.dedup.verify import EDGE
+from shardkit.writers.dedup.verify import PLANTED_EDGES_FILE
 from shardkit.writers.documents import document_ids
 from shardkit.writers.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
@@ -65,14 +65,9 @@ def write_pairs(folder: Path, runs: Sequence[Pairs]) -> Path:
     return folder
 
 
-def write_edges(folder: Path, pairs: Pairs, population: Population) -> Path:
+def write_edges(folder: Path, pairs: list[tuple[int, int]]) -> Path:
     folder.mkdir()
-    order = priorities(population)
-    edges = np.zeros(len(pairs), EDGE)
-    ranked = sorted(pairs, key=lambda pair: (tuple(order[pair[0]].tolist()), pair[1]))
-    for edge, (high, low) in zip(edges, ranked, strict=True):
-        edge["hi_priority"], edge["hi"], edge["lo"] = order[high], high, low
-    np.save(folder / "edges.npy", edges)
+    np.save(folder / PLANTED_EDGES_FILE, np.sort(np.array(pairs, PAIR)))
     return folder
 
 
@@ -114,9 +109,9 @@ def test_recall_by_band_is_that_of_a_set_of_pairs(
         write_pairs(tmp_path / "p2", []),
     ]
     edges = [
-        write_edges(tmp_path / "e0", [*verified[:10], *noise[:30]], population),
-        write_edges(tmp_path / "e1", verified[10:], population),
-        write_edges(tmp_path / "e2", [], population),
+        write_edges(tmp_path / "e0", [*verified[:10], *noise[:30]]),
+        write_edges(tmp_path / "e1", verified[10:]),
+        write_edges(tmp_path / "e2", []),
     ]
     with RunWriter(tmp_path / LOST.file, LOST, memory_bytes=1 << 20) as run:
         run.write(document_keys(*population.locate(np.array(list(removed), np.uint64))).view(LOST.dtype))
@@ -211,7 +206,7 @@ def check(tmp_path: Path, pairs: Sequence[tuple[str, str]], **config: Any) -> Pr
     losers = save_losers(tmp_path / "losers.npy", rows)
     settings = NearDedupConfig(**config)
     return measure_precision(
-        Artifact(losers), population, [Artifact(first), Artifact(second)], settings, count=100, seed=0
+        [Artifact(losers)], population, [Artifact(first), Artifact(second)], settings, count=100, seed=0
     )
 
 
@@ -260,7 +255,7 @@ def test_a_sample_depends_on_ids_and_leaves_out_what_lost_to_an_index(
     )
     results = [
         measure_precision(
-            Artifact(losers), population, [Artifact(documents)], NearDedupConfig(), count=count, seed=seed
+            [Artifact(losers)], population, [Artifact(documents)], NearDedupConfig(), count=count, seed=seed
         )
         for count, seed in [(59, 0), (1000, 5), (20, 1), (20, 2), (0, 1)]
     ]

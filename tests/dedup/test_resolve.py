@@ -2,30 +2,35 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import combinations
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from shardkit.writers.dedup.exact import LOSER_DTYPE
-from shardkit.writers.dedup.population import DOCUMENTS_FILE
+from reference.near import reference_resolve
+from shardkit.writers.dedup.population import DOCUMENTS_FILE, Kind
 from shardkit.writers.dedup.removals import OUTCOMES
 from shardkit.writers.dedup.resolve import (
+    BEATEN,
+    EQUALS,
     LOSERS_FILE,
     NEAR_LOSER,
-    PLANTED_FILE,
     WINNERS_FILE,
-    merge_edges,
+    decided_edges,
     resolve,
 )
-from shardkit.writers.dedup.tables import RowsWriter
-from shardkit.writers.dedup.verify import EDGE
-from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.dedup.verify import EDGES, WAITING
+from shardkit.writers.exchange import RunWriter, Table
+from shardkit.writers.execution.task import Commit
 from support.near_population import Document, World, make_documents, priorities_of, write_world
-from support.task_folders import read_run
+from support.task_folders import TaskFolders, commit_folder, read_run
 
 IdPair = tuple[bytes, bytes]
 
@@ -44,43 +49,46 @@ def random_edges(rng: random.Random, documents: list[Document], share: float) ->
     return found
 
 
+def write_rows(folder: Path, tables: dict[Table, npt.NDArray[np.void]], name: str) -> Commit:
+    folder.mkdir(parents=True)
+    for table, rows in tables.items():
+        with RunWriter(folder / table.file, table, memory_bytes=1 << 20) as writer:
+            writer.write(rows)
+    return commit_folder(folder, "made", name)
+
+
 def write_edges(
-    folder: Path, world: World, edges: set[IdPair], rng: random.Random, files: int
-) -> list[Artifact]:
-    """Edges in random files, each sorted as verify_block does."""
-    number_of = {document.id: number for number, document in enumerate(world.documents)}
-    numbers = np.arange(len(world.documents), dtype=np.uint64)
-    priorities = priorities_of(world, numbers)
-    members: list[list[Any]] = [[] for _ in range(files)]
-    for hi, lo in sorted(edges):
-        at = number_of[hi]
-        rng.choice(members).append((tuple(priorities[at].tolist()), at, number_of[lo], 0.9, 0.9))
-    paths = []
-    folder.mkdir()
-    for place, own in enumerate(members):
-        own.sort(key=lambda edge: (edge[0], edge[2]))
-        paths.append(folder / f"{place}.npy")
-        with RowsWriter(paths[-1], EDGE) as writer:
-            writer.write(np.array(own, EDGE))
-    return [Artifact(path) for path in paths]
+    folder: Path, rows: Sequence[tuple[int, int, tuple[int, ...]]], rng: random.Random, tasks: int
+) -> list[Commit]:
+    """Commits of verify tasks that hold (winner, loser, priority of the winner)."""
+    members: list[list[tuple[int, int, tuple[int, ...]]]] = [[] for _ in range(tasks)]
+    for row in rows:
+        rng.choice(members).append(row)
+    commits = []
+    for at, own in enumerate(members):
+        edges = np.array(own, EDGES.dtype)
+        tables = {EDGES: edges, WAITING: edges["lo"].copy().view(WAITING.dtype)}
+        commits.append(write_rows(folder / str(at), tables, str(at)))
+    return commits
 
 
-def write_equal(folder: Path, world: World, equal: dict[bytes, bytes], rng: random.Random) -> list[Artifact]:
-    """{loser: winner} in two files of LOSER_DTYPE rows, as `exact.find_losers` gives them."""
+def numbered_edges(world: World, edges: set[IdPair]) -> list[tuple[int, int, tuple[int, ...]]]:
     number_of = {document.id: number for number, document in enumerate(world.documents)}
-    halves: list[list[Any]] = [[], []]
+    priorities = priorities_of(world, np.arange(len(world.documents), dtype=np.uint64)).tolist()
+    pairs = [(number_of[hi], number_of[lo]) for hi, lo in sorted(edges)]
+    return [(hi, lo, tuple(priorities[hi])) for hi, lo in pairs]
+
+
+def write_equal(folder: Path, world: World, equal: dict[bytes, bytes], rng: random.Random) -> list[Commit]:
+    """{loser: winner} in commits of two tasks."""
+    number_of = {document.id: number for number, document in enumerate(world.documents)}
+    halves: list[list[tuple[int, int]]] = [[], []]
     for loser, winner in equal.items():
-        numbers = np.array([number_of[loser], number_of[winner]], np.uint64)
-        parts, rows = (column.tolist() for column in world.population.locate(numbers))
-        size = world.documents[number_of[loser]].text_bytes
-        rng.choice(halves).append((parts[0], rows[0], size, parts[1], rows[1]))
-    paths = []
-    folder.mkdir()
-    for place, own in enumerate(halves):
-        paths.append(folder / f"{place}.npy")
-        with RowsWriter(paths[-1], LOSER_DTYPE) as writer:
-            writer.write(np.array(sorted(own), LOSER_DTYPE))
-    return [Artifact(path) for path in paths]
+        rng.choice(halves).append((number_of[winner], number_of[loser]))
+    return [
+        write_rows(folder / str(at), {EQUALS: np.array(own, EQUALS.dtype)}, str(at))
+        for at, own in enumerate(halves)
+    ]
 
 
 def brute_force(
@@ -101,17 +109,18 @@ def brute_force(
     return removed | {loser: removed.get(winner, winner) for loser, winner in equal.items()}
 
 
-def read_losers(world: World, path: Path) -> dict[bytes, bytes]:
+def read_losers(world: World, lost: Sequence[Commit], kind: Kind) -> dict[bytes, bytes]:
     """{removed: kept} by ids; checks every other column."""
-    rows: npt.NDArray[np.void] = np.load(path)
-    assert rows.dtype == NEAR_LOSER
-    places = [(int(row["split"]), int(row["row"])) for row in rows]
-    assert places == sorted(set(places))
     found = {}
-    for place, row in zip(places, rows, strict=True):
-        document = place_of(world, *place)
-        assert (document.text_bytes, document.copies) == (row["bytes"], row["copies"])
-        found[document.id] = world.documents[int(row["kept"])].id
+    for number, (part, commit) in enumerate(zip(world.population.parts, lost, strict=True)):
+        rows: npt.NDArray[np.void] = np.load(commit.folder / LOSERS_FILE)
+        assert rows.dtype == NEAR_LOSER
+        assert set(rows["split"].tolist()) <= {number}
+        assert rows["row"].tolist() == sorted(set(rows["row"].tolist()))
+        for row in rows if part.kind == kind else ():
+            document = place_of(world, number, int(row["row"]))
+            assert (document.text_bytes, document.copies) == (row["bytes"], row["copies"])
+            found[document.id] = world.documents[int(row["kept"])].id
     return found
 
 
@@ -122,31 +131,36 @@ def place_of(world: World, split: int, row: int) -> Document:
 
 
 def check(
-    folder: Path, world: World, edges: set[IdPair], equal: dict[bytes, bytes], out: Path
+    world: World,
+    edges: set[IdPair],
+    equal: dict[bytes, bytes],
+    lost: Sequence[Commit],
+    kept: Sequence[Commit],
 ) -> dict[str, Any]:
     """What was written is what the brute force says; returns it in ids."""
     kinds = {document.id: document.kind for document in world.documents}
     expected = brute_force(world.documents, edges, equal)
-    removed = read_losers(world, out / LOSERS_FILE)
-    planted = read_losers(world, out / PLANTED_FILE)
+    removed, planted = (read_losers(world, lost, kind) for kind in ("input", "planted"))
     assert removed == {lo: hi for lo, hi in expected.items() if kinds[lo] == "input"}
     assert planted == {lo: hi for lo, hi in expected.items() if kinds[lo] == "planted"}
-    copies = Counter(
-        {document.id: document.copies for document in world.documents if document.kind == "input"}
-    )
+    copies = Counter({one.id: one.copies for one in world.documents if one.kind == "input"})
     for lo, hi in removed.items():
         copies[hi] += copies.pop(lo)
-    winners, losers = np.load(out / WINNERS_FILE), np.load(out / LOSERS_FILE)
-    outcomes = [(split << 32 | row, size, 0) for split, row, size, *_ in losers.tolist()]
-    outcomes += [(split << 32 | row, 0, copies) for split, row, copies in winners.tolist()]
-    assert read_run(out / OUTCOMES.file, OUTCOMES).tolist() == sorted(outcomes)
-    assert winners.tolist() == sorted(winners.tolist())
+    winners = np.concatenate([np.load(commit.folder / WINNERS_FILE) for commit in kept])
+    inputs = world.population.count("input")
+    outcomes = [(split << 32 | row, 0, copies) for split, row, copies in winners.tolist()]
+    for number, part in enumerate(world.population.parts):
+        rows = np.load(lost[number].folder / LOSERS_FILE) if part.kind == "input" else []
+        outcomes += [(number << 32 | int(row["row"]), int(row["bytes"]), 0) for row in rows]
+    written = [read_run(commit.folder / OUTCOMES.file, OUTCOMES).tolist() for commit in (*lost, *kept)]
+    assert sorted(row for rows in written for row in rows) == sorted(outcomes)
+    assert inputs == 0 or winners.tolist() == sorted(winners.tolist())
     found = {place_of(world, int(row["split"]), int(row["row"])).id: int(row["copies"]) for row in winners}
     assert found == {id: count for id, count in copies.items() if count > 1 and kinds[id] == "input"}
     return {"removed": removed, "planted": planted, "copies": found}
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_who_goes_is_the_brute_force_answer_however_edges_and_memory_are_cut(
     tmp_path: Path, seed: int
 ) -> None:
@@ -161,21 +175,21 @@ def test_who_goes_is_the_brute_force_answer_however_edges_and_memory_are_cut(
             equal[lo.id] = hi.id
     edges = {(hi, lo) for hi, lo in edges if hi not in equal and lo not in equal}
     results = []
-    for memory_bytes, splits, files in ((1 << 20, 1, 1), (2000, 4, 7)):
+    for memory_bytes, splits, tasks in ((1 << 20, 1, 1), (2000, 4, 3)):
         folder = tmp_path / str(memory_bytes)
         world = write_world(folder, documents, rng, splits=splits)
-        out = folder / "out"
-        out.mkdir()
-        edge_files = write_edges(folder / "edges", world, edges, rng, files)
-        equal_files = write_equal(folder / "equal", world, equal, rng)
-        counts = resolve(out, world.population, edge_files, equal_files, memory_bytes)
-        results.append((check(folder, world, edges, equal, out), counts))
-        assert {path.name for path in out.iterdir()} == {
-            LOSERS_FILE,
-            WINNERS_FILE,
-            PLANTED_FILE,
-            OUTCOMES.file,
-        }
+        verified = write_edges(folder / "edges", numbered_edges(world, edges), rng, tasks)
+        equals = write_equal(folder / "equal", world, equal, rng)
+        decided, lost, kept = resolve(
+            TaskFolders(folder),
+            world.population.parts,
+            verified,
+            equals,
+            edges=len(edges),
+            equals=len(equal),
+            memory_bytes=memory_bytes,
+        )
+        results.append((check(world, edges, equal, lost, kept), decided))
     assert results[0] == results[1]
 
 
@@ -195,10 +209,11 @@ def test_counts_say_what_was_removed_from_where(tmp_path: Path) -> None:
     edges = {(zero, one), (one, two), (zero, two), (index, three), (zero, planted)}
     rng = random.Random(0)
     world = write_world(tmp_path, documents, rng, splits=2)
-    edge_files = write_edges(tmp_path / "edges", world, edges, rng, 2)
-    equal_files = write_equal(tmp_path / "equal", world, {four: one}, rng)
-    counts = resolve(tmp_path, world.population, edge_files, equal_files, 1 << 20)
-    assert counts.to_dict() == {
+    verified = write_edges(tmp_path / "edges", numbered_edges(world, edges), rng, 2)
+    equals = write_equal(tmp_path / "equal", world, {four: one}, rng)
+    run, parts = TaskFolders(tmp_path), world.population.parts
+    decided, *_ = resolve(run, parts, verified, equals, edges=5, equals=1, memory_bytes=1 << 20)
+    assert asdict(decided) == {
         "edges": 5,
         "equal": 1,
         "losers": 4,
@@ -215,28 +230,38 @@ def test_counts_say_what_was_removed_from_where(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("max_files", [2, 3, 100])
-def test_files_merge_in_order_in_passes_too(tmp_path: Path, max_files: int) -> None:
-    rng = np.random.default_rng(max_files)
-    files = []
-    every = []
-    for number, size in enumerate([0, 1, 500, 40, 3, 0, 200]):
-        edges = np.zeros(size, EDGE)
-        edges["hi_priority"] = rng.integers(0, 4, (size, 3))
-        edges["hi_priority"][: size // 2, 0] += 1 << 63  # the order is that of unsigned numbers
-        edges["lo"] = rng.integers(0, 1 << 60, size)
-        edges = edges[np.lexsort(edges["hi_priority"].T[::-1])]
-        files.append(tmp_path / f"{number}.npy")
-        with RowsWriter(files[-1], EDGE) as writer:
-            writer.write(edges)
-        every.append(edges)
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    merged = list(merge_edges([Artifact(path) for path in files], 20_000, temporary, max_files=max_files))
-    assert max(len(some) for some in merged) < 250
-    result = np.concatenate(merged)
-    keys = [tuple(key) for key in result["hi_priority"].tolist()]
-    assert keys == sorted(keys)
-    assert sorted(result["lo"].tolist()) == sorted(lo for edges in every for lo in edges["lo"].tolist())
-    assert not list(temporary.iterdir())
-    assert all(file.exists() for file in files)
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    documents=st.integers(1, 25),
+    shape=st.sampled_from(["random", "chain", "star", "clique", "dense"]),
+    memory_bytes=st.sampled_from([500, 1 << 20]),
+)
+def test_rounds_decide_what_one_pass_by_priority_decides(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, documents: int, shape: str, memory_bytes: int
+) -> None:
+    rng = random.Random(seed)
+    order = rng.sample(range(documents), documents)  # by priority; numbers say nothing about it
+    every = list(combinations(order, 2))
+    pairs = {
+        "random": [pair for pair in every if rng.random() < 2 / documents],
+        "chain": list(pairwise(order)),
+        "star": [(order[0], other) for other in order[1:]],
+        "clique": every,
+        "dense": [pair for pair in every if rng.random() < 0.3],
+    }[shape]
+    priorities = {number: (0, at // 2, bytes([at])) for at, number in enumerate(order)}
+    keys = {number: (0, at // 2, at) for at, number in enumerate(order)}
+    folder = tmp_path_factory.mktemp("rounds")
+    verified = write_edges(folder / "edges", [(hi, lo, keys[hi]) for hi, lo in pairs], rng, 3)
+    run = TaskFolders(folder)
+    commits = decided_edges(run, verified, documents, memory_bytes)
+    rows = np.concatenate([read_run(commit.folder / BEATEN.file, BEATEN) for commit in commits])
+    best: dict[int, tuple[tuple[int, ...], int]] = {}
+    for key, kept, priority in rows.tolist():
+        best[key] = min(best.get(key, ((9,), 0)), (tuple(priority), kept))
+    assert {key: kept for key, (_, kept) in best.items()} == reference_resolve(priorities, pairs)
+    rounds = {task.split("/")[0] for task in run.ran if task.startswith("near-round-")}
+    assert len(rounds) <= documents + 1
+    assert not rounds or memory_bytes == 500
+    assert rounds or memory_bytes > 500 or len(pairs) < 4

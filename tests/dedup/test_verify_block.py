@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from shardkit.errors import BuildError
 from shardkit.writers.dedup.candidates import PAIRS_BY_FIRST, PAIRS_BY_SECOND
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.shingle_store import GUESTS, OWN
-from shardkit.writers.dedup.verify import EDGE, EDGES_FILE, block_bits, read_documents, verify_block
+from shardkit.writers.dedup.verify import EDGES, PLANTED_EDGES_FILE, WAITING, block_bits, verify_block
 from shardkit.writers.exchange import exchange
 from shardkit.writers.execution.task import Commit
 from support.near_population import (
@@ -27,9 +26,9 @@ from support.near_population import (
     write_set_runs,
     write_world,
 )
-from support.task_folders import TaskFolders
+from support.task_folders import TaskFolders, read_run
 
-Edge = tuple[bytes, bytes, float, float]  # ids of who wins and who loses, similarity, containment
+Edge = tuple[bytes, bytes]  # ids of who wins and who loses
 
 
 def brute_force(world: World, pairs: set[Pair], config: NearDedupConfig, smallest: int | None) -> set[Edge]:
@@ -42,12 +41,8 @@ def brute_force(world: World, pairs: set[Pair], config: NearDedupConfig, smalles
         documents = sorted((world.documents[number] for number in pair), key=lambda d: d.priority)
         found = reference_compare(stored(documents[0]), stored(documents[1]), config)
         if found:
-            edges.add((documents[0].id, documents[1].id, single(found[0]), single(found[1])))
+            edges.add((documents[0].id, documents[1].id))
     return edges
-
-
-def single(value: Fraction) -> float:
-    return float(np.float32(float(value)))
 
 
 def verified(
@@ -70,17 +65,18 @@ def verified(
     for start in blocks:
         out = folder / f"verify{start}"
         out.mkdir(parents=True)
-        slices = [table.slice(start, start + (1 << bits)) for table in (firsts, own, guests)]
-        counts = verify_block(out, *slices, config, memory_bytes)
-        edges = np.load(out / EDGES_FILE)
-        assert edges.dtype == EDGE
+        a, b, c = (table.slice(start, start + (1 << bits)) for table in (firsts, own, guests))
+        counts = verify_block(out, a, b, c, world.population.planted, config, memory_bytes)
+        edges = read_run(out / EDGES.file, EDGES)
+        assert set(read_run(out / WAITING.file, WAITING)["key"]) == set(edges["lo"])
         assert counts.verified == len(edges) == sum(counts.by_similarity)
         compared += counts.pairs
-        keys = [(*edge["hi_priority"].tolist(), int(edge["lo"])) for edge in edges]
-        assert keys == sorted(keys)
+        planted = world.population.planted
+        to_copies = [(hi, lo) for hi, lo, _ in edges.tolist() if lo in planted]
+        assert np.load(out / PLANTED_EDGES_FILE).tolist() == sorted(to_copies)
+        assert edges["priority"].tolist() == priorities_of(world, edges["key"]).tolist()
         for edge in edges:
-            hi, lo = world.documents[int(edge["hi"])], world.documents[int(edge["lo"])]
-            found.add((hi.id, lo.id, float(edge["jaccard"]), float(edge["containment"])))
+            found.add((world.documents[int(edge["key"])].id, world.documents[int(edge["lo"])].id))
     return found, compared, len(blocks)
 
 
@@ -122,12 +118,13 @@ def test_blocks_larger_than_memory_are_verified_in_turns(tmp_path: Path) -> None
     for memory_bytes in (1 << 24, 16_000):
         out = tmp_path / str(memory_bytes)
         out.mkdir()
-        slices = [table.slice(0, 1 << 9) for table in (firsts, own, guests)]
-        counts = verify_block(out, *slices, config, memory_bytes)
+        a, b, c = (table.slice(0, 1 << 9) for table in (firsts, own, guests))
+        counts = verify_block(out, a, b, c, world.population.planted, config, memory_bytes)
         assert counts.pairs == len(pairs)
-        found.append((out / EDGES_FILE).read_bytes())
+        edges = read_run(out / EDGES.file, EDGES)
+        found.append(sorted(zip(edges["key"].tolist(), edges["lo"].tolist(), strict=True)))
     assert found[0] == found[1]
-    assert len(found[0]) > 1000
+    assert len(found[0]) > 100
 
 
 def test_a_pair_without_a_set_is_an_error(tmp_path: Path) -> None:
@@ -144,19 +141,4 @@ def test_a_pair_without_a_set_is_an_error(tmp_path: Path) -> None:
     sets = write_set_runs(tmp_path / "sets", world, firsts, seconds, block_bits=5, memory_bytes=1 << 20)
     own, guests = (exchange(run, "sets", table, sets, readers=1).slice(0, 32) for table in (OWN, GUESTS))
     with pytest.raises(BuildError, match="without a set"):
-        verify_block(tmp_path, others.slice(0, 32), own, guests, NearDedupConfig(), 1 << 20)
-
-
-def test_documents_are_read_wherever_they_are(tmp_path: Path) -> None:
-    rng = random.Random(2)
-    world = write_world(tmp_path, make_documents(rng, 9000, families=3, size=1), rng, splits=2)
-    numbers = np.array(sorted(rng.sample(range(9000), 3000)), np.uint64)
-    ids: list[bytes] = []
-    for _, begin, rows in read_documents(world.population, numbers):
-        assert begin == len(ids)
-        ids += [bytes(row["id"]) for row in rows]
-    assert ids == [world.documents[int(number)].id for number in numbers]
-    keys = priorities_of(world, numbers)
-    order = np.lexsort(keys.T[::-1])
-    wanted = sorted(range(len(numbers)), key=lambda at: world.documents[int(numbers[at])].priority)
-    assert order.tolist() == wanted
+        verify_block(tmp_path, others.slice(0, 32), own, guests, range(0), NearDedupConfig(), 1 << 20)

@@ -41,11 +41,11 @@ from shardkit.card import PairFacts, PrecisionFacts, RecallBand, RecallFacts
 from shardkit.writers.dedup.bands import probability
 from shardkit.writers.dedup.candidates import PAIR_RUNS_FILE, PAIRS_FILE
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
-from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Part, Population, priority
+from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Part, Population
 from shardkit.writers.dedup.removals import document_keys
 from shardkit.writers.dedup.resolve import NEAR_LOSER
 from shardkit.writers.dedup.tables import Rows
-from shardkit.writers.dedup.verify import EDGE, EDGES_FILE
+from shardkit.writers.dedup.verify import PLANTED_EDGES_FILE
 from shardkit.writers.documents import (
     BATCH_DOCUMENTS,
     BATCH_TEXT_BYTES,
@@ -312,7 +312,7 @@ def measure_recall(
     `planted` are PLANTED rows; `lost` are rows of LOST, documents that were taken out before candidates were
     sought: their copies have nothing to meet and are left out.
     """
-    originals, priorities = _originals(planted, population)
+    originals = _originals(planted, population)
     copies = np.arange(population.planted.start, population.planted.stop, dtype=np.uint64)
     assert len(copies) == len(planted), "signatures of other copies"
     compared = originals >= 0
@@ -322,12 +322,11 @@ def measure_recall(
             compared &= ~np.isin(keys, rows["key"])
     chosen = np.flatnonzero(compared)
     pairs: Columns = (originals[chosen].astype(np.uint64), copies[chosen])
-    edges: Columns = (*priorities[chosen].T, copies[chosen])
     candidates, verified = np.zeros(len(chosen), np.bool_), np.zeros(len(chosen), np.bool_)
     for folder in pair_folders:
         candidates |= _pairs_in(folder, pairs)
     for folder in edge_folders:
-        verified |= _edges_in(folder, edges)
+        verified |= _edges_in(folder, pairs)
     similarity = planted["shared"][chosen] / np.maximum(planted["union"][chosen], 1)
     bands = _by_band(similarity, candidates, verified, *bands_and_rows)
     return RecallFacts(bands, left_out=len(planted) - len(chosen))
@@ -371,20 +370,14 @@ def _by_band(
     return table
 
 
-def _originals(
-    planted: npt.NDArray[np.void], population: Population
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-    """Numbers of the originals, -1 where a document is not compared at all, and their priorities."""
+def _originals(planted: npt.NDArray[np.void], population: Population) -> npt.NDArray[np.int64]:
+    """Numbers of the originals, -1 where a document is not compared at all."""
     numbers = np.full(len(planted), -1, np.int64)
-    priorities = np.zeros((len(planted), 3), np.uint64)
     for split in np.unique(planted["original_split"]).tolist():
         chosen = np.flatnonzero(planted["original_split"] == split)
-        part = population.parts[split]
-        documents = _documents(part)
-        at, known = _rows_of(documents, planted["original_row"][chosen])
+        at, known = _rows_of(_documents(population.parts[split]), planted["original_row"][chosen])
         numbers[chosen[known]] = population.starts[split] + at[known]
-        priorities[chosen[known]] = priority(documents[at[known]], part.kind)
-    return numbers, priorities
+    return numbers
 
 
 def _documents(part: Part) -> npt.NDArray[np.void]:
@@ -416,21 +409,13 @@ def _pairs_in(folder: Artifact, wanted: Columns) -> npt.NDArray[np.bool_]:
 
 
 def _edges_in(folder: Artifact, wanted: Columns) -> npt.NDArray[np.bool_]:
-    """Which (priority of the higher one in three columns, number of the lower one) are verified edges."""
-    found = np.zeros(len(wanted[0]), np.bool_)
-    entries = Rows(folder / EDGES_FILE, EDGE)
-    for start in range(0, len(entries), PIECE_ROWS):
-        piece = entries.read(start, min(start + PIECE_ROWS, len(entries)))
-        found |= _contained(wanted, piece, _edge_columns)
-    return found
+    """Which (original, copy) are verified edges."""
+    entries = Rows(folder / PLANTED_EDGES_FILE, PAIR)
+    return _contained(wanted, entries.read(), _pair_columns)
 
 
 def _pair_columns(pairs: npt.NDArray[np.void]) -> Columns:
     return pairs["a"], pairs["b"]
-
-
-def _edge_columns(edges: npt.NDArray[np.void]) -> Columns:
-    return *edges["hi_priority"].T, edges["lo"]
 
 
 def _contained(
@@ -463,7 +448,7 @@ class _Pair(NamedTuple):
 
 
 def measure_precision(
-    losers: Artifact,
+    losers: Sequence[Artifact],
     population: Population,
     documents: Sequence[Artifact],
     config: NearDedupConfig,
@@ -471,7 +456,9 @@ def measure_precision(
     count: int,
     seed: int,
 ) -> PrecisionFacts:
-    """Compare `count` removed documents (NEAR_LOSER rows of a file) with those they are booked on, by words.
+    """Compare `count` removed documents with those that they are booked on, by words.
+
+    `losers` are files of NEAR_LOSER rows, each of one split.
 
     Left out are those that lost to an index, whose texts are not here. Excerpts are up to ten pairs, below 1
     if possible, least alike first.
@@ -510,33 +497,32 @@ def measure_precision(
     )
 
 
-def _sample(losers: Artifact, population: Population, count: int, seed: int) -> npt.NDArray[np.void]:
+def _sample(
+    losers: Sequence[Artifact], population: Population, count: int, seed: int
+) -> npt.NDArray[np.void]:
     """The losers with the lowest hash(seed, "checked", content rank), lowest first."""
-    entries = Rows(losers, NEAR_LOSER)
-    heap: list[tuple[int, bytes, int]] = []  # the inverse of the hash, rank, row in the file of losers
-    loaded, documents = -1, np.empty(0, DOCUMENT)
-    for start in range(0, len(entries) if count else 0, PIECE_ROWS):
-        piece = entries.read(start, min(start + PIECE_ROWS, len(entries)))
-        for split in np.unique(piece["split"]).tolist():
-            if split != loaded:
-                loaded, documents = split, _documents(population.parts[split])
-            mine = np.flatnonzero(piece["split"] == split)
-            at, known = _rows_of(documents, piece["row"][mine])
-            assert known.all(), f"{losers}: a loser that was never compared"
+    heap: list[tuple[int, bytes, int, int]] = []  # the inverse of the hash, rank, file of losers, row in it
+    for number, file in enumerate(losers if count else ()):
+        entries = Rows(file, NEAR_LOSER)
+        documents = np.empty(0, DOCUMENT)
+        for start in range(0, len(entries), PIECE_ROWS):
+            piece = entries.read(start, min(start + PIECE_ROWS, len(entries)))
+            if not start:
+                documents = _documents(population.parts[int(piece["split"][0])])
+            at, known = _rows_of(documents, piece["row"])
+            assert known.all(), f"{file}: a loser that was never compared"
             ranks = [bytes(rank) for rank in documents["id"][at]]
             hashes = keyed_hashes(ranks, seed, "checked")
-            for number in np.argsort(hashes, kind="stable").tolist():
-                entry = (-int(hashes[number]), ranks[number], start + int(mine[number]))
+            for row in np.argsort(hashes, kind="stable").tolist():
+                entry = (-int(hashes[row]), ranks[row], number, start + row)
                 if len(heap) < count:
                     heapq.heappush(heap, entry)
                 elif entry > heap[0]:
                     heapq.heapreplace(heap, entry)
                 else:
                     break  # the following ones have higher hashes
-    chosen = [row for _, _, row in sorted(heap, reverse=True)]
-    with entries:
-        found = [entries.read(row, row + 1) for row in chosen]
-    return np.concatenate(found) if found else np.empty(0, NEAR_LOSER)
+    chosen = [Rows(losers[file], NEAR_LOSER).read(row, row + 1) for _, _, file, row in sorted(heap)[::-1]]
+    return np.concatenate(chosen) if chosen else np.empty(0, NEAR_LOSER)
 
 
 def _groups(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:

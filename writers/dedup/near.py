@@ -11,7 +11,7 @@ and says what they depend on:
     candidates  range of band keys -> pairs
     shingles    part, and the pairs of its documents -> their sets of n-grams, sent to blocks of pairs
     verify      block of documents: pairs, and sets of both sides -> edges
-    near        all edges -> who is removed
+    near        edges -> who is removed (shardkit.writers.dedup.resolve has its stages: near_equal, …)
     measure     what was found of what was planted, and whether what was removed was alike
 """
 
@@ -51,7 +51,7 @@ from shardkit.writers.dedup.removals import (
     by_split,
     document_keys,
 )
-from shardkit.writers.dedup.resolve import LOSERS_FILE, WINNERS_FILE, Resolved, resolve
+from shardkit.writers.dedup.resolve import EQUALS, LOSERS_FILE, WINNERS_FILE, Resolved, resolve
 from shardkit.writers.dedup.shingle_store import GUESTS, OWN, write_sets
 from shardkit.writers.dedup.signatures import (
     KEYS_FILE,
@@ -62,7 +62,8 @@ from shardkit.writers.dedup.signatures import (
     sign_documents,
     write_bands,
 )
-from shardkit.writers.dedup.verify import EDGES_FILE, VerifiedBlock, block_bits, verify_block
+from shardkit.writers.dedup.tables import CHUNK_ROWS
+from shardkit.writers.dedup.verify import VerifiedBlock, block_bits, verify_block
 from shardkit.writers.exchange import Exchanged, RunWriter, Slice, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.engine import InlineEngine, LocalEngine
@@ -200,25 +201,16 @@ class NearStages:
         names = ("similarity", "containment", "small_shingles", "small_repetition", "small_similarity")
         rule = {f"dedup.near.{name}": getattr(self.config, name) for name in names}
         tasks = []
+        planted = population.planted.start, population.planted.stop
         for start in range(0, population.count("input"), 1 << bits):
             slices = [table.slice(start, start + (1 << bits)) for table in (pairs, own, guests)]
             if not slices[0].runs:
                 continue
-            inputs = {piece.table.file: piece.digest for piece in slices}
-            args = (*slices, self.config, self.memory_bytes)
+            inputs = {piece.table.file: piece.digest for piece in slices} | {"planted": list(planted)}
+            args = (*slices, population.planted, self.config, self.memory_bytes)
             weight = sum(piece.bytes for piece in slices)
             tasks.append(Task("verify", f"{start:012d}", rule, verify_block, args, weight, inputs))
         return tasks
-
-    def resolve_task(
-        self, population: Population, digest: str, equal: Sequence[Commit], verified: Sequence[Commit]
-    ) -> Task:
-        """Who is removed."""
-        inputs = {"parts": digest, "equal": contents(equal), "edges": contents(verified)}
-        edges = tuple(commit.files / EDGES_FILE for commit in verified)
-        losers = tuple(commit.files / LOSERS_FILE for commit in equal)
-        args = (population, edges, losers, self.memory_bytes)
-        return Task("near", "near", {}, resolve, args, inputs=inputs)
 
     def measure_tasks(
         self,
@@ -281,9 +273,15 @@ def _find_equal(
         sources.append(kinds[part.kind])
     keys = [part.folder / KEYS_FILE for part in population.parts]
     losers = find_losers(keys, partition, partitions, longest_first=True, sources=sources)
-    np.save(folder / LOSERS_FILE, losers, allow_pickle=False)
     with RunWriter(folder / LOST.file, LOST, memory_bytes=memory_bytes) as lost:
         lost.write(document_keys(losers["split"], losers["row"]).view(LOST.dtype))
+    with RunWriter(folder / EQUALS.file, EQUALS, memory_bytes=memory_bytes // 8) as writer:
+        for start in range(0, len(losers), CHUNK_ROWS):
+            some = losers[start : start + CHUNK_ROWS]
+            rows = np.empty(len(some), EQUALS.dtype)
+            rows["key"] = population.starts[some["winner_split"]] + some["winner_row"]
+            rows["loser"] = population.starts[some["split"]] + some["row"]
+            writer.write(rows)
     return EqualWords(len(losers))
 
 
@@ -326,9 +324,9 @@ def _measure(
             bands_and_rows(config),
             lost=lost,
         )
-    [near] = found["near"]
     checked = config.measure.checked
-    precision = measure_precision(near / LOSERS_FILE, population, documents, config, count=checked, seed=seed)
+    losers = [part / LOSERS_FILE for part in found["near"]]
+    precision = measure_precision(losers, population, documents, config, count=checked, seed=seed)
     return Measured(precision, recall)
 
 
@@ -338,13 +336,15 @@ def _of_kind(population: Population, kind: str) -> list[Part]:
 
 @dataclass(frozen=True)
 class NearResult:
-    """`resolved` is the task that wrote who is removed, `parts` those of the splits' signatures.
+    """`lost` and `kept` are the tasks that wrote who is removed, and what the others represent, of each part;
+    `parts` those of the splits' signatures.
 
-    `removed` is what it decided about each split's documents. `counts` are facts for the dataset card.
+    `removed` is what they decided about each split's documents. `counts` are facts for the dataset card.
     `measured` is None where nothing was to be measured.
     """
 
-    resolved: Commit
+    lost: Sequence[Commit]
+    kept: Sequence[Commit]
     decided: Resolved
     removed: Sequence[SplitTable]
     parts: Sequence[Commit]
@@ -368,15 +368,17 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
     [bands] = run(stages.band_tasks(population, lost))
     [candidates] = run(stages.candidate_tasks(run, population, digest, bands))
     verified = _verify(run, stages, population, candidates)
-    [[resolved]] = run([stages.resolve_task(population, digest, equal, verified)])
-    removed = by_split(run, "near_removed", OUTCOMES, [resolved], len(stages.splits))
-    found = {"candidates": candidates, "verify": verified, "near": [resolved]}
+    compared = [VerifiedBlock.of(commit) for commit in verified]
+    edges = sum(block.verified for block in compared)
+    equals = sum(EqualWords.of(commit).losers for commit in equal)
+    parts, memory_bytes = list(population.parts), stages.memory_bytes
+    decided, removals, kept = resolve(
+        run, parts, verified, equal, edges=edges, equals=equals, memory_bytes=memory_bytes
+    )
+    removed = by_split(run, "near_removed", OUTCOMES, [*removals, *kept], len(stages.splits))
+    found = {"candidates": candidates, "verify": verified, "near": removals[: len(stages.splits)]}
     [measured] = run(stages.measure_tasks(population, planted, lost.slice(0, parts_end), found))
-    decided = Resolved.of(resolved)
-    met, compared = [
-        [CandidateCounts.of(commit) for commit in candidates],
-        [VerifiedBlock.of(commit) for commit in verified],
-    ]
+    met = [CandidateCounts.of(commit) for commit in candidates]
     counts = {
         "documents": population.count("input"),
         "wordless": sum(SignedPart.of(commit).wordless for commit in signed),
@@ -384,7 +386,7 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
         "planted_removed": decided.planted,
         "indexed": population.count("index"),
         "candidates": sum(block.pairs for block in compared),
-        "verified": sum(block.verified for block in compared),
+        "verified": edges,
         "hubs": sum(one.hubs for one in met),
         "largest_bucket": max((one.largest_bucket for one in met), default=0),
         "bounded": sum(one.bounded for one in met),
@@ -394,7 +396,7 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
         "kept_by_index": decided.kept_by_index,
     }
     return NearResult(
-        resolved, decided, removed, signed, counts, Measured.of(measured[0]) if measured else None
+        removals, kept, decided, removed, signed, counts, Measured.of(measured[0]) if measured else None
     )
 
 
@@ -452,5 +454,8 @@ def find_near_duplicates(
     with Journal(folder) as journal, engine, make_listener(False) as listener:
         runner = Runner(journal, engine, listener)
         result = remove_near(runner.run, stages, indexes)
-    losers, winners = (np.load(result.resolved.folder / name) for name in (LOSERS_FILE, WINNERS_FILE))
+    losers, winners = (
+        np.concatenate([np.load(commit.folder / name) for commit in commits[: len(documents)]])
+        for commits, name in ((result.lost, LOSERS_FILE), (result.kept, WINNERS_FILE))
+    )
     return NearDuplicates(losers, winners, result, dict(runner.seconds))

@@ -1,4 +1,4 @@
-"""Candidate pairs become edges: those that verify, with who wins, in the order in which edges are resolved.
+"""Candidate pairs become edges: those that verify, with who wins.
 
 Pairs are verified in blocks, ranges of document numbers that the first document of a pair lies in. A task
 reads three ranges through the exchange: the pairs of its block, the sets of their first documents (`own`),
@@ -9,7 +9,9 @@ It works in turns: as many own sets as a sixth of the memory holds, with as many
 sixteenth holds; the guests of the turn pass by once. Blocks are as large as usually take one turn, and their
 width is a power of two, so that it stays the same while a corpus grows a little. Neither decides an edge.
 
-    edges.npy    EDGE, sorted by the priority of each edge's winner, highest first
+    edges.run      EDGES: from the document of higher priority to the other one
+    waiting.run    WAITING: the documents that an edge leads to
+    planted.npy    PAIR: the edges to planted copies, sorted
 """
 
 from __future__ import annotations
@@ -24,20 +26,13 @@ import numpy.typing as npt
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.compare import compare_pairs
 from shardkit.writers.dedup.config import NearDedupConfig
-from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Population
+from shardkit.writers.dedup.population import PAIR
 from shardkit.writers.dedup.shingle_store import Sets
-from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows, RowsWriter
-from shardkit.writers.exchange import Batch, Slice
+from shardkit.writers.exchange import Batch, RunWriter, Slice, Table
 from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.runs import joined
 
-__all__ = [
-    "EDGE",
-    "EDGES_FILE",
-    "block_bits",
-    "read_documents",
-    "verify_block",
-]
+__all__ = ["EDGES", "PLANTED_EDGES_FILE", "WAITING", "VerifiedBlock", "block_bits", "verify_block"]
 
 _MOST_BLOCK_BITS = 24
 
@@ -54,19 +49,14 @@ def block_bits(documents: int, text_bytes: int, memory_bytes: int) -> int:
     return min(_MOST_BLOCK_BITS, max(1, memory_bytes // 2 // each).bit_length() - 1)
 
 
-EDGES_FILE = "edges.npy"
+PLANTED_EDGES_FILE = "planted.npy"
 
-EDGE = np.dtype(
-    [
-        ("hi_priority", "<u8", (3,)),  # population.priority of the document that wins
-        ("hi", "<u8"),
-        ("lo", "<u8"),
-        ("jaccard", "<f4"),
-        ("containment", "<f4"),
-    ]
-)
+# Who wins, who loses, and population.priority of the winner.
+EDGES = Table("edges.run", np.dtype([("key", "<u8"), ("lo", "<u8"), ("priority", "<u8", (3,))]))
 
-_SPREAD_ROWS = 4096  # a read of documents.npy takes up to so many rows
+WAITING = Table("waiting.run", np.dtype([("key", "<u8")]))
+
+_EDGE = np.dtype([("hi", "<u8"), ("lo", "<u8"), ("priority", "<u8", (3,)), ("jaccard", "<f4")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,25 +69,43 @@ class VerifiedBlock(PlainCounts):
 
 
 def verify_block(
-    folder: Path, pairs: Slice, own: Slice, guests: Slice, config: NearDedupConfig, memory_bytes: int
+    folder: Path,
+    pairs: Slice,
+    own: Slice,
+    guests: Slice,
+    planted: range,
+    config: NearDedupConfig,
+    memory_bytes: int,
 ) -> VerifiedBlock:
     """Write the edges among the pairs of a block; the three slices have its range of numbers."""
-    found = [np.empty(0, EDGE)]
     compared, start = 0, pairs.start
-    for batch in _gathered(own, memory_bytes // 6):
-        sets = Sets.of(*batch)
-        stop = int(sets.numbers[-1]) + 1
-        for some in _unique_pairs(replace(pairs, start=start, stop=stop), memory_bytes // 16):
-            compared += len(some)
-            theirs = replace(guests, stop=int(some["key"].max(initial=start)) + 1)
-            found += _edges(some, sets, theirs, config, memory_bytes // 6)
-        start = stop
+    tenths = np.zeros(10, np.int64)
+    copies = [np.empty(0, PAIR)]
+    with (
+        RunWriter(folder / EDGES.file, EDGES, memory_bytes=memory_bytes // 8) as edges,
+        RunWriter(folder / WAITING.file, WAITING, memory_bytes=memory_bytes // 16) as waiting,
+    ):
+        for batch in _gathered(own, memory_bytes // 6):
+            sets = Sets.of(*batch)
+            stop = int(sets.numbers[-1]) + 1
+            for some in _unique_pairs(replace(pairs, start=start, stop=stop), memory_bytes // 16):
+                compared += len(some)
+                theirs = replace(guests, stop=int(some["key"].max(initial=start)) + 1)
+                for found in _edges(some, sets, theirs, config, memory_bytes // 6):
+                    edges.write(found[["hi", "lo", "priority"]].astype(EDGES.dtype))
+                    waiting.write(np.unique(found["lo"]).view(WAITING.dtype))
+                    tenths += np.bincount(_tenths(found["jaccard"]), minlength=10)
+                    to_copies = (found["lo"] >= planted.start) & (found["lo"] < planted.stop)
+                    copies.append(found[["hi", "lo"]][to_copies].astype(PAIR))
+            start = stop
     if any(len(rows) for rows, _ in replace(pairs, start=start).stream(memory_bytes // 16)):
         raise _without_set(own)
-    edges = np.concatenate(found)
-    _write_sorted(edges, folder / EDGES_FILE)
-    tenths = np.minimum((edges["jaccard"].astype(np.float64) * 10 + 1e-6).astype(np.int64), 9)
-    return VerifiedBlock(compared, len(edges), np.bincount(tenths, minlength=10).tolist())
+    np.save(folder / PLANTED_EDGES_FILE, np.sort(np.concatenate(copies)), allow_pickle=False)
+    return VerifiedBlock(compared, int(tenths.sum()), tenths.tolist())
+
+
+def _tenths(jaccard: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+    return np.minimum((jaccard.astype(np.float64) * 10 + 1e-6).astype(np.int64), 9)
 
 
 def _gathered(source: Slice, memory_bytes: int) -> Iterator[Batch]:
@@ -156,9 +164,9 @@ def _edges(
         result = compare_pairs(own, others, first, second, config)
         kept = np.flatnonzero(result.verified)
         winners, losers = own.rows[first[kept]], rows[second[kept]]
-        edges = np.empty(len(kept), EDGE)
+        edges = np.empty(len(kept), _EDGE)
         _direct(edges, winners["number"], winners["priority"], losers["number"], losers["priority"])
-        edges["jaccard"], edges["containment"] = result.jaccard[kept], result.containment[kept]
+        edges["jaccard"] = result.jaccard[kept]
         yield edges
     if compared != len(pairs):
         raise _without_set(guests)
@@ -171,21 +179,6 @@ def _without_set(sets: Slice) -> BuildError:
     )
 
 
-def read_documents(population: Population, numbers: _U64) -> Iterator[tuple[int, int, npt.NDArray[np.void]]]:
-    """(part, place in `numbers` of the first, DOCUMENT rows) of documents given in ascending order."""
-    parts, rows = population.locate(numbers)
-    pages = rows // _SPREAD_ROWS
-    cuts = np.flatnonzero((np.diff(parts) != 0) | (np.diff(pages) != 0)) + 1
-    tables: dict[int, Rows] = {}
-    for begin, end in zip([0, *cuts.tolist()], [*cuts.tolist(), len(numbers)], strict=True):
-        if begin == end:
-            return
-        part, first, last = int(parts[begin]), int(rows[begin]), int(rows[end - 1])
-        if part not in tables:
-            tables = {part: Rows(population.parts[part].folder / DOCUMENTS_FILE, DOCUMENT)}
-        yield part, begin, tables[part].read(first, last + 1)[rows[begin:end] - first]
-
-
 def _direct(edges: npt.NDArray[np.void], a: _U64, a_priority: _U64, b: _U64, b_priority: _U64) -> None:
     """Set who wins: the lexicographically lower priority."""
     wins = np.zeros(len(edges), np.bool_)
@@ -195,12 +188,4 @@ def _direct(edges: npt.NDArray[np.void], a: _U64, a_priority: _U64, b: _U64, b_p
         open_ &= a_priority[:, column] == b_priority[:, column]
     assert not open_.any(), "two documents of one content rank"
     edges["hi"], edges["lo"] = np.where(wins, a, b), np.where(wins, b, a)
-    edges["hi_priority"] = np.where(wins[:, None], a_priority, b_priority)
-
-
-def _write_sorted(edges: npt.NDArray[np.void], path: Path) -> None:
-    priority = edges["hi_priority"]
-    order = np.lexsort((edges["lo"], priority[:, 2], priority[:, 1], priority[:, 0]))
-    with RowsWriter(path, EDGE) as writer:
-        for begin in range(0, len(order), CHUNK_ROWS):
-            writer.write(edges[order[begin : begin + CHUNK_ROWS]])
+    edges["priority"] = np.where(wins[:, None], a_priority, b_priority)
