@@ -1,9 +1,9 @@
 """Publishes a finished build to a folder or a store, by one protocol (`shardkit.publish`).
 
 Files are hard-linked into a folder from the work folder, or copied if that is another file system; to a store
-they are sent straight from the work folder. The objects are the very bytes that a folder would have, but for
-index.bin. A publication that is cut short is continued by the next run of the same build, which has its work
-folder still; another dataset, finished or not, is only replaced with --replace.
+they are sent straight from the work folder. The objects are the very bytes that a folder would have. A
+publication that is cut short is continued by the next run of the same build, which has its work folder still;
+another dataset, finished or not, is only replaced with --replace.
 """
 
 from __future__ import annotations
@@ -173,8 +173,6 @@ def publish(
     tables = index_files(manifest)
     [index_name] = tables.keys() & {*INDEX_NAMES}
     index = tables.pop(index_name)
-    if isinstance(output, RemoteOutput):
-        tables.clear()  # readers of a store do not look for index.bin
     contents = make_contents(str(output), index_name, index, texts[CARD_NAME], *tables.values())
     data: dict[str, Artifact | bytes] = {**links, **texts, **tables}
     assert contents.names == data.keys()

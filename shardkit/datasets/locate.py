@@ -20,7 +20,15 @@ from shardkit.card import CARD_NAME, DatasetCard
 from shardkit.errors import ShardError, ShardNotFoundError
 from shardkit.manifest import Manifest, ShardInfo
 from shardkit.storage.resilient import ResilientStore, connect
-from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
+from shardkit.storage.store import (
+    METADATA_NAME,
+    ObjectInfo,
+    ObjectNotFoundError,
+    StorageOptions,
+    Store,
+    StoreError,
+    read_body,
+)
 from shardkit.storage.url import is_remote, local_path, split_url
 
 if TYPE_CHECKING:
@@ -192,26 +200,32 @@ def find_remote(
     """The dataset in a store, by two or three requests; `index_name` if the user named one.
 
     With `indexes`, one process of the node asks for all. Where there is no index, the folder's tars are
-    listed. What has a card was built or published as one dataset: a second index is not looked for.
+    listed. What has a card was built or published as one dataset: a second index is not looked for. Of a
+    large dataset index.bin is fetched, and of index.json only what the store says of it.
     """
+    from shardkit.formats import mds
+    from shardkit.formats.mds.index import INDEX_NAME, TABLE_NAME, load_table
+
     names = [index_name] if index_name else [*INDEX_NAMES]
     errors: list[StoreError] = []
 
     def fetch() -> dict[str, bytes | None]:
+        first = names[0]
         with ThreadPoolExecutor(1, thread_name_prefix="shardkit-open") as pool:
             pending = pool.submit(_get, store, CARD_NAME, errors)
-            found = {names[0]: _get(store, names[0], errors)}
+            is_json = first == INDEX_NAME
+            found = _get_index(store, errors) if is_json else {first: _get(store, first, errors)}
             card = pending.result()
+        has_index = any(text is not None for text in found.values())
         for name in names[1:]:
-            is_found = card is not None and found[names[0]] is not None
-            found[name] = None if is_found else _get(store, name, errors)
-        return {CARD_NAME: card} | found
+            found[name] = None if card is not None and has_index else _get(store, name, errors)
+        return {CARD_NAME: card, TABLE_NAME: None} | found
 
     if indexes is None:
         answers: Mapping[str, bytes | None] = fetch()
     else:
-        answers = indexes.objects(store.url, [CARD_NAME, *names], fetch)
-    there = [(name, text) for name in names if (text := answers[name]) is not None]
+        answers = indexes.objects(store.url, [CARD_NAME, TABLE_NAME, *names], fetch)
+    there = [(name, text) for name in [TABLE_NAME, *names] if (text := answers[name]) is not None]
     card_text = answers[CARD_NAME]
     if not there:
         return _find_in_store(store, names, card_text, errors, is_named=index_name is not None)
@@ -220,26 +234,54 @@ def find_remote(
     [(name, text)] = there
     where = f"{store.url}/{name}"
     card = None if card_text is None else DatasetCard.parse(f"{store.url}/{CARD_NAME}", card_text)
-    if name != "index.json":
+    if name not in (INDEX_NAME, TABLE_NAME):
         return _listed(where, text, None, card, storage)
-    from shardkit.formats import mds
-
+    if name == TABLE_NAME:
+        if (table := load_table(text)) is None:
+            raise ShardError(where, "the copy in the cache folder is damaged; remove its `indexes` folder")
+        return Found(None, Manifest("mds", table), card)
     manifest = mds.parse_index(where, text) if indexes is None else indexes.index(store.url, where, text)
     return Found(None, manifest, card)
+
+
+def _get_index(store: Store, errors: list[StoreError]) -> dict[str, bytes | None]:
+    """index.json, or in its place index.bin, if it is sound and belongs to the index.json that is there.
+
+    Every publication puts the hash of index.json into its metadata, which come before its bytes.
+    """
+    from shardkit.formats.mds.index import INDEX_NAME, LARGE_INDEX_BYTES, TABLE_NAME, load_table
+
+    try:
+        with store.open(INDEX_NAME) as body:
+            info = body.info
+            digest = info.metadata.get(METADATA_NAME)
+            if info.bytes >= LARGE_INDEX_BYTES and digest is not None:
+                table = _get(store, TABLE_NAME, [])
+                if table is not None and load_table(table, (info.bytes, digest)) is not None:
+                    return {INDEX_NAME: None, TABLE_NAME: table}
+            return {INDEX_NAME: read_body(body, f"{store.url}/{INDEX_NAME}").tobytes()}
+    except StoreError as error:
+        _check_missing(error, INDEX_NAME, errors)
+        return {INDEX_NAME: None}
 
 
 def _get(store: Store, key: str, errors: list[StoreError]) -> bytes | None:
     """The object, None if it is missing: S3 answers 403 then to callers that may not list (in `errors`)."""
     try:
         return store.get(key)
-    except ObjectNotFoundError:
-        return None
     except StoreError as error:
-        if error.status != _FORBIDDEN:
-            raise
-        if key != CARD_NAME:
-            errors.append(error)
+        _check_missing(error, key, errors)
         return None
+
+
+def _check_missing(error: StoreError, key: str, errors: list[StoreError]) -> None:
+    """Raise `error` unless it says that the object is missing, or may be."""
+    if isinstance(error, ObjectNotFoundError):
+        return
+    if error.status != _FORBIDDEN:
+        raise error
+    if key != CARD_NAME:
+        errors.append(error)
 
 
 def _find_in_store(

@@ -19,11 +19,19 @@ from typing import Any
 
 from shardkit.card import CARD_NAME
 from shardkit.errors import ShardError
-from shardkit.files import link_or_copy
+from shardkit.files import link_or_copy, publish_bytes
+from shardkit.formats.mds.index import TABLE_NAME, table_bytes
 from shardkit.hashing import hash_file
 from shardkit.manifest import ShardInfo
 from shardkit.progress import TransferListener, make_listener
-from shardkit.publish.contents import Contents, Listing, check_files, find_only_contents, make_contents
+from shardkit.publish.contents import (
+    Contents,
+    Listing,
+    check_files,
+    find_only_contents,
+    make_contents,
+    with_table,
+)
 from shardkit.publish.publication import Outcome, Publication, Settings
 from shardkit.publish.transports import (
     LocalFiles,
@@ -109,6 +117,8 @@ def upload(
     data: dict[str, Path | bytes] = {file.basename: folder / file.basename for file in contents.files}
     if contents.card_bytes is not None:
         data[CARD_NAME] = contents.card_bytes  # the very bytes that were checked
+    if (table := _index_table(contents)) is not None:
+        contents, data[TABLE_NAME] = with_table(contents, table), table
     with (
         transfer_store(target, storage) as store,
         make_listener(progress) as listener,
@@ -155,6 +165,8 @@ def download(
             if not dry_run:
                 clear_leftovers(path)
             outcome = Publication(target, contents, Receiver(store, path), settings, listener).run()
+            if not dry_run and (table := _index_table(contents)) is not None:
+                publish_bytes(path / TABLE_NAME, table)  # it says which index it belongs to
         return _report(contents, listing, outcome, settings, str(path), start)
 
 
@@ -228,6 +240,12 @@ def _listed_tars(folder: Path, threads: int) -> Contents:
     with ThreadPoolExecutor(threads) as pool:
         listed = list(pool.map(hashed, shards))
     return make_contents(str(folder), LIST_NAME, tar.shard_list_bytes(listed), None)
+
+
+def _index_table(contents: Contents) -> bytes | None:
+    """index.bin of a large dataset, made of the index that was checked, whether the folder has one or not."""
+    is_mds = contents.manifest.format == "mds"
+    return table_bytes(contents.manifest.shards, contents.index) if is_mds else None
 
 
 def _check_space(folder: Path, target: LocalStore, contents: Contents) -> None:

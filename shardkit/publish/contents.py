@@ -2,8 +2,8 @@
 
 Read from any store, a folder being one, and checked before anything is moved: names stay inside of the
 dataset, no file is named twice, the card is of the same dataset, and every file is there with the size that
-index or card states. What else lies there does not belong to the dataset and is only counted. A folder's
-dataset may have index.bin, too (`shardkit.formats.mds.index`), which no card names.
+index or card states. What else lies there does not belong to the dataset and is only counted. A large
+dataset has index.bin, too (`shardkit.formats.mds.index`), which no card names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardkit.errors import ShardError
 from shardkit.formats.mds.index import TABLE_NAME
 from shardkit.hashing import HASH_NAMES, digest_of, hash_bytes
 from shardkit.manifest import FileInfo, Manifest
-from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, Store
+from shardkit.storage.store import METADATA_NAME, ObjectInfo, ObjectNotFoundError, Store
 
 __all__ = [
     "CONTENT_HASH",
@@ -27,7 +27,6 @@ __all__ = [
     "LOCK_NAME",
     "MARKER_NAME",
     "MAX_TRIES",
-    "METADATA_NAME",
     "Contents",
     "Listing",
     "check_files",
@@ -38,12 +37,12 @@ __all__ = [
     "head_if_any",
     "index_files",
     "make_contents",
+    "with_table",
 ]
 
 MARKER_NAME = ".shardkit-publishing.json"
 LOCK_NAME = ".shardkit-publishing.lock"
 CONTENT_HASH = "xxh3_128"
-METADATA_NAME = "shardkit-xxh3-128"  # of every object that an upload puts: the hash of its bytes
 MAX_TRIES = 3  # of bytes that arrive wrong: the network may be to blame, after that the object is
 MAX_FILES = 1 << 22  # four million, as many as the largest index has shards
 MAX_NAMED = 8  # files that an error names; the rest is counted
@@ -110,14 +109,14 @@ class Listing:
 
     @classmethod
     def of(cls, store: Store, names: Set[str]) -> Listing:
-        """One listing of the whole store. Indexes, marker and lock are not counted as others."""
+        """One listing of the whole store. Indexes, index.bin, marker and lock are not counted as others."""
         found: dict[str, ObjectInfo] = {}
         others: list[str] = []
         count = 0
         for info in store.list():
             if info.key in names:
                 found[info.key] = info
-            elif info.key not in _CONTROL_NAMES:
+            elif info.key not in _CONTROL_NAMES and info.key != TABLE_NAME:
                 count += 1
                 if count <= MAX_LEFT:
                     others.append(info.key)
@@ -164,7 +163,7 @@ def find_only_contents(store: Store) -> Contents | None:
 
 
 def index_files(manifest: Manifest) -> dict[str, bytes]:
-    """What describes a dataset in a folder: its index, and index.bin before it if there are many shards."""
+    """What describes a dataset: its index, and index.bin before it if there are many shards."""
     from shardkit.formats import mds, tar
 
     if manifest.format == "mds":
@@ -190,8 +189,6 @@ def make_contents(
         facts.check_fingerprint(manifest.fingerprint)
         files += [facts.file(name) for name in facts.file_names]
         files.append(FileInfo(CARD_NAME, len(card), {CONTENT_HASH: content_hash(card)}))
-    if table is not None:
-        files.append(FileInfo(TABLE_NAME, len(table), {CONTENT_HASH: content_hash(table)}))
     if len(files) > MAX_FILES:
         raise ShardError(
             index_file, f"names {len(files):,} files; at most {MAX_FILES:,} can be moved at once"
@@ -201,7 +198,14 @@ def make_contents(
         if file.basename in seen:
             raise ShardError(index_file, f"{file.basename!r} is named twice; make a sound index first")
         seen.add(file.basename)
-    return Contents(where, manifest, index_name, index, facts, card, tuple(files))
+    contents = Contents(where, manifest, index_name, index, facts, card, tuple(files))
+    return contents if table is None else with_table(contents, table)
+
+
+def with_table(contents: Contents, table: bytes) -> Contents:
+    """The same dataset with `table`, its index.bin."""
+    file = FileInfo(TABLE_NAME, len(table), {CONTENT_HASH: content_hash(table)})
+    return replace(contents, files=(*contents.files, file))
 
 
 def check_files(store: Store, contents: Contents) -> tuple[Contents, Listing]:

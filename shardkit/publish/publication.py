@@ -36,7 +36,6 @@ from shardkit.progress import FileCounter, TransferListener
 from shardkit.publish.contents import (
     INDEX_NAMES,
     MARKER_NAME,
-    METADATA_NAME,
     Contents,
     Listing,
     content_hash,
@@ -44,7 +43,14 @@ from shardkit.publish.contents import (
     head_if_any,
 )
 from shardkit.storage.local import LocalStore
-from shardkit.storage.store import ObjectExistsError, ObjectInfo, ObjectNotFoundError, Store, StoreError
+from shardkit.storage.store import (
+    METADATA_NAME,
+    ObjectExistsError,
+    ObjectInfo,
+    ObjectNotFoundError,
+    Store,
+    StoreError,
+)
 
 __all__ = [
     "MAX_ERRORS",

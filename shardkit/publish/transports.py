@@ -33,13 +33,13 @@ from shardkit.publish.contents import (
     LOCK_NAME,
     MARKER_NAME,
     MAX_TRIES,
-    METADATA_NAME,
     checkable_hash,
 )
 from shardkit.publish.publication import RefusedError
 from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import connect
 from shardkit.storage.store import (
+    METADATA_NAME,
     ObjectInfo,
     ObjectNotFoundError,
     StorageOptions,

@@ -28,6 +28,7 @@ from shardkit.hashing import new_hash
 from shardkit.manifest import checked_basename
 
 __all__ = [
+    "METADATA_NAME",
     "BaseBody",
     "BaseStore",
     "Body",
@@ -45,10 +46,12 @@ __all__ = [
     "checked_range",
     "hash_object",
     "open_source",
+    "read_body",
     "read_object",
 ]
 
 Checksums = Literal["when_supported", "when_required"]
+METADATA_NAME = "shardkit-xxh3-128"  # of every object that is published: the hash of its bytes
 _READ_BYTES = 1 << 20
 
 
@@ -291,10 +294,15 @@ def read_object(store: Store, key: str, expected_bytes: int = -1) -> npt.NDArray
         size = body.info.bytes
         if expected_bytes not in (-1, size):
             raise ShardError(f"{store.url}/{key}", f"{size:,} bytes, expected {expected_bytes:,}")
-        data = np.empty(size, dtype=np.uint8)
-        view, filled = data.data, 0
-        while filled < size and (count := body.readinto(view[filled : filled + _READ_BYTES])):
-            filled += count
-    if filled < size:
-        raise ShardError(f"{store.url}/{key}", f"ended after {filled:,} of {size:,} bytes")
+        return read_body(body, f"{store.url}/{key}")
+
+
+def read_body(body: Body, where: str) -> npt.NDArray[np.uint8]:
+    """Return the object that was opened at `where`, of which nothing was read yet, as uint8[size]."""
+    data = np.empty(body.info.bytes, dtype=np.uint8)
+    view, filled = data.data, 0
+    while filled < len(data) and (count := body.readinto(view[filled : filled + _READ_BYTES])):
+        filled += count
+    if filled < len(data):
+        raise ShardError(where, f"ended after {filled:,} of {len(data):,} bytes")
     return data

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from shardkit.cache.contract import CacheOptions
+from shardkit.cache.indexes import NodeIndexes
 from shardkit.card import MAX_CARD_BYTES
 from shardkit.cli.info import describe
 from shardkit.cli.main import main
@@ -19,10 +20,14 @@ from shardkit.datasets.dataset import open_dataset
 from shardkit.datasets.locate import find_remote
 from shardkit.datasets.verify import verify
 from shardkit.errors import ShardError, ShardkitError
+from shardkit.formats.mds.index import LARGE_INDEX_BYTES, TABLE_SHARDS, index_files, parse_index
+from shardkit.manifest import Column, FileInfo, ShardInfo
+from shardkit.publish.contents import content_hash
 from shardkit.storage import open_store
-from shardkit.storage.memory import MemoryStore
-from shardkit.storage.store import Store, StoreError, TransientError
+from shardkit.storage.memory import MemoryBody, MemoryStore
+from shardkit.storage.store import METADATA_NAME, Store, StoreError, TransientError
 from support.loader_data import parts, token_rows
+from support.noted_store import NotedStore
 from support.remote_harness import fresh_url, put_folder, write_hashed
 from support.s3_moto import S3Server, s3_server
 from support.small_dataset import make_dataset
@@ -213,6 +218,36 @@ def test_opening_takes_two_small_requests_and_no_shard(upload: Upload, server: S
     path = store.url.removeprefix("s3:/")
     names = ("dataset.json", "index.json")
     assert sorted(server.requests) == [f"GET {path}/{name}" for name in names]
+
+
+@pytest.mark.parametrize("case", ["sound", "sound, cached", "stale", "damaged", "absent", "unknown hash"])
+def test_index_bin_of_a_store_is_read_if_it_belongs_to_the_index(case: str, tmp_path: Path) -> None:
+    columns = (Column("tokens", "ndarray:uint16:8", 16),)
+    infos = [FileInfo(f"shard.{n:05}.mds", 1000, {"xxh64": f"{n:016x}"}) for n in range(TABLE_SHARDS)]
+    files = index_files([ShardInfo(info, 50, columns) for info in infos])
+    index, table = files["index.json"], files["index.bin"]
+    assert len(index) >= LARGE_INDEX_BYTES
+    bodies: list[MemoryBody] = []
+
+    def hand_out(number: int, body: MemoryBody) -> MemoryBody:
+        bodies.append(body)
+        return body
+
+    store = NotedStore(hand_out=hand_out)
+    digest = "0" * 32 if case == "stale" else content_hash(index)
+    store.put("index.json", index, metadata={} if case == "unknown hash" else {METADATA_NAME: digest})
+    if case != "absent":
+        store.put("index.bin", table[:-100] if case == "damaged" else table)
+    expected = parse_index("index.json", index)
+    node = NodeIndexes(tmp_path, trust_seconds=60.0, wait_seconds=30.0) if "cached" in case else None
+    for _ in range(2 if node else 1):
+        found = find_remote(store, "index.json", indexes=node).manifest
+        assert found.fingerprint == expected.fingerprint
+        assert list(found.shards) == list(expected.shards)
+    asked = ["dataset.json", "index.json", *([] if case == "unknown hash" else ["index.bin"])]
+    assert sorted(read.key for read in store.reads) == sorted(asked)
+    [body] = [body for body in bodies if body.info.key == "index.json"]
+    assert (body.left == len(index)) == case.startswith("sound")
 
 
 @pytest.mark.parametrize("where", ["local", "memory"])

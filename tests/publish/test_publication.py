@@ -468,3 +468,16 @@ def test_what_goes_wrong_with_the_items_themselves_is_raised() -> None:
 
     with pytest.raises(PulledPlugError):
         run_all(items(), lambda item: None, 2)  # type: ignore[arg-type]
+
+
+def test_a_bucket_has_the_index_bin_of_a_folder_however_it_got_there(tmp_path: Path, old: Built) -> None:
+    old.publish(tmp_path / "out")
+    table = (tmp_path / "out" / "index.bin").read_bytes()
+    built, uploaded = fresh_memory(), fresh_memory()
+    old.publish(RemoteOutput(built.url))
+    (tmp_path / "out" / "index.bin").unlink()
+    upload(tmp_path / "out", uploaded, progress=False)
+    assert built.get("index.bin") == uploaded.get("index.bin") == table
+    report = download(uploaded, tmp_path / "back", progress=False)
+    assert report.left == ()
+    assert (tmp_path / "back" / "index.bin").read_bytes() == table

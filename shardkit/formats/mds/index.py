@@ -12,7 +12,8 @@ take four to five seconds.
 index.bin has the same in arrays that load in a fraction of a second. An uncompressed .npz: `header` (JSON:
 version, size and xxh3_128 of the index.json it belongs to, the dataset's fingerprint, one index entry for
 each kind of shard), `kind`, `samples`, and of the raw and the stored files names, sizes and digests. It only
-saves time: if it is missing, damaged, or belongs to another index.json, that is read instead.
+saves time: if it is missing, damaged, or belongs to another index.json, that is read instead. In a folder
+index.json is hashed for this; in a store its metadata state its hash, and it is not read.
 """
 
 from __future__ import annotations
@@ -29,13 +30,12 @@ from typing import Any, NoReturn
 from zipfile import BadZipFile
 
 import numpy as np
-import xxhash
 
 from shardkit.errors import ShardError
 from shardkit.files import load_json, publish_bytes
 from shardkit.formats.compression import parse_compression
 from shardkit.formats.mds.encodings import encoding_of
-from shardkit.hashing import HASH_NAMES
+from shardkit.hashing import HASH_NAMES, hash_bytes, hash_file
 from shardkit.manifest import (
     Column,
     FileInfo,
@@ -49,11 +49,13 @@ from shardkit.manifest import (
 
 __all__ = [
     "INDEX_NAME",
+    "LARGE_INDEX_BYTES",
     "TABLE_NAME",
     "TABLE_SHARDS",
     "config_bytes",
     "index_bytes",
     "index_files",
+    "load_table",
     "make_columns",
     "parse_columns",
     "parse_index",
@@ -66,13 +68,14 @@ __all__ = [
 INDEX_NAME = "index.json"
 TABLE_NAME = "index.bin"
 TABLE_SHARDS = 10_000  # from so many on; fewer are read from JSON in a tenth of a second
+LARGE_INDEX_BYTES = TABLE_SHARDS * 256  # an entry has more, so smaller ones have no index.bin
 VERSION = 2
 MAX_INDEX_BYTES = 1 << 31  # four million shards; beyond this a dataset needs larger shards
 MAX_SHARD_BYTES = (1 << 32) - 1  # offsets are u32
 MAX_COLUMNS = 4096
 
 _TABLE_VERSION = 1
-_READ_BYTES = 1 << 20
+_INDEX_HASH = "xxh3_128"
 _CONFIG_KEYS = {"column_encodings", "column_names", "column_sizes", "compression", "format", "hashes"}
 _KEYS = _CONFIG_KEYS | {"raw_data", "samples", "size_limit", "version", "zip_data"}
 # Names that `checked_basename` would let pass, ten times faster; all others go through it.
@@ -344,7 +347,7 @@ def _table_bytes(table: ShardTable, index: bytes) -> bytes:
     header = {
         "version": _TABLE_VERSION,
         "index_bytes": len(index),
-        "index_xxh3_128": xxhash.xxh3_128_hexdigest(index),
+        "index_xxh3_128": hash_bytes(index, [_INDEX_HASH])[_INDEX_HASH],
         "fingerprint": table.fingerprint,
         "kinds": [_entry(kind) for kind in table.kinds],
         "hashes": {key: list(each.hash_names) for key, each in files.items()},
@@ -370,9 +373,22 @@ def read_table(index_file: Path) -> ShardTable | None:
     try:
         if not file.is_file():
             return None
-        with np.load(file, allow_pickle=False) as arrays:
+        size, digest = index_file.stat().st_size, hash_file(index_file, [_INDEX_HASH])[_INDEX_HASH]
+    except (OSError, ShardError):
+        return None
+    return load_table(file, (size, digest))
+
+
+def load_table(source: Path | bytes, index: tuple[int, str] | None = None) -> ShardTable | None:
+    """The table in index.bin; None if it is not sound, or not of the index.json of this size and xxh3_128."""
+    file = source if isinstance(source, Path) else Path(TABLE_NAME)
+    try:
+        with np.load(
+            source if isinstance(source, Path) else io.BytesIO(source), allow_pickle=False
+        ) as arrays:
             header = load_json(arrays["header"].tobytes())
-            if header["version"] != _TABLE_VERSION or not _belongs(header, index_file):
+            found = header["index_bytes"], header["index_xxh3_128"]
+            if header["version"] != _TABLE_VERSION or index not in (None, found):
                 return None
             return _table(header, arrays, _EntryParser(file))
     except (ShardError, OSError, ValueError, LookupError, TypeError, EOFError, MemoryError):
@@ -419,14 +435,3 @@ def _files(header: Mapping[str, Any], arrays: Mapping[str, Any], key: str) -> Fi
 
 def _is_ints(array: Any, dtype: type[np.signedinteger[Any]]) -> bool:
     return bool(array.ndim == 1 and array.dtype == dtype)
-
-
-def _belongs(header: Mapping[str, Any], index_file: Path) -> bool:
-    """Whether the index.json that lies there is the one that the table was made of."""
-    if index_file.stat().st_size != header["index_bytes"]:
-        return False
-    found, buffer = xxhash.xxh3_128(), bytearray(_READ_BYTES)
-    with index_file.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            found.update(memoryview(buffer)[:count])
-    return bool(found.hexdigest() == header["index_xxh3_128"])
