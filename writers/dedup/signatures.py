@@ -285,9 +285,12 @@ def write_bands(
     )
     gone = np.unique((lost.read()[0]["key"] & np.uint64((1 << 32) - 1)).astype(np.int64))
     written = 0
-    with RunWriter(folder / BANDS.file, BANDS, memory_bytes=memory_bytes) as run:
-        for start in range(0, part.documents, CHUNK_ROWS):
-            stop = min(start + CHUNK_ROWS, part.documents)
+    # A chunk is held as signatures, keys, and entries twice: a quarter of the memory.
+    row_bytes = 8 * config.minhash.permutations + 64 * bands
+    most = max(1, min(CHUNK_ROWS, memory_bytes // 4 // row_bytes))
+    with RunWriter(folder / BANDS.file, BANDS, memory_bytes=memory_bytes // 2) as run:
+        for start in range(0, part.documents, most):
+            stop = min(start + most, part.documents)
             kept = start + _kept_rows(gone, start, stop - start)
             sources = None
             if config.scope == "source":
