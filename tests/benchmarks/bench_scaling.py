@@ -78,7 +78,6 @@ def run_stages(recipe: Recipe, engine: Engine, folder: Path) -> dict[str, float]
             tokenizer=tokenize.TokenizerFile.of(recipe),
             engine="gigatoken",
             unlike=(),
-            partitions=1,
         )
         runner.run(tokenizing)
         seconds = {stage: runner.seconds[stage] for stage in STAGES}
