@@ -91,7 +91,7 @@ _NO_WORKERS = (
     "nothing: the loader prefetches in threads, `prefetch_batches` ahead; there are no worker processes"
 )
 _ORDER = "nothing: the loader has an order of its own"
-_LANES = "`lanes`: chosen by the loader, kept in the state"
+_LANES = "`lanes`: follow from the number of shards, kept in the state"
 _PASSES = "nothing: each pass over a stream has each of its samples once"
 _BATCHES = (
     'nothing: batches mix the streams ("random"), in exact proportions ("stratified") if the global batch is '
@@ -143,7 +143,7 @@ STREAMING: Mapping[str, Rule] = _STREAM | _DATA_LOADER | {
     "shuffle": Rule("taken over", '`shuffle`: "window" or "none"'),
     "shuffle_seed": Rule("taken over", "`seed`"),
     "shuffle_algo": Rule("taken over", '`shuffle`: "global" for naive, "window" for all others'),
-    "shuffle_block_size": Rule("replaced", "`window`: by default two of all lanes hold 4 GiB"),
+    "shuffle_block_size": Rule("replaced", "`window`: by default two shards of each lane"),
     "num_canonical_nodes": Rule("replaced", _LANES),
     "partition_algo": Rule("replaced", _LANES),
     "cache_limit": Rule("taken over", "`cache_bytes`; what is needed again farthest from now is evicted"),
@@ -167,7 +167,7 @@ LITDATA: Mapping[str, Rule] = _DATA_LOADER | {
     "cache_dir": Rule("taken over", "`cache_dir`"),
     "max_cache_size": Rule("taken over", "`cache_bytes`; a fraction of the free disk is left to the default"),
     "shuffle": Rule("taken over", '`shuffle`: "window" or "none"'),
-    "item_shuffle_window": Rule("replaced", "`window`: by default two of all lanes hold 4 GiB"),
+    "item_shuffle_window": Rule("replaced", "`window`: by default two shards of each lane"),
     "num_canonical_nodes": Rule("replaced", _LANES),
     "seed": Rule("taken over", "`seed`"),
     "subsample": Rule("refused", "`exclude` of a `Stream` leaves rows out, the same in every epoch", 1.0),

@@ -167,4 +167,5 @@ def test_memory_does_not_grow_with_a_partition_even_if_all_documents_are_copies_
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert (counts.losers, counts.largest_group) == (documents - 1, documents)
-    assert peaks[1] < 1.2 * peaks[0] < 1.5 * memory_bytes, peaks
+    assert peaks[1] < 1.5 * peaks[0], peaks  # of 16 times the rows
+    assert max(peaks) < 2 * memory_bytes, peaks

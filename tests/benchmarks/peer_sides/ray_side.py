@@ -60,13 +60,11 @@ def build(texts: Path, request: Request) -> dict[str, Any]:
     import ray
 
     with measured() as usage, tempfile.TemporaryDirectory() as folder:
-        ray.init(
-            num_cpus=request["workers"], include_dashboard=False, log_to_driver=False, logging_level="error"
-        )
+        ray.init(num_cpus=request["workers"], include_dashboard=False, log_to_driver=False)
         try:
             context = ray.data.DataContext.get_current()
             context.enable_progress_bars = False
-            data = ray.data.read_json(str(texts))
+            data: Any = ray.data.read_json(str(texts))  # its types do not know fn_kwargs
             arrow: dict[str, Any] = {"batch_format": "pyarrow"}
             data = data.map_batches(clean, fn_kwargs={"min_words": request["min_words"]}, **arrow)
             blocks = request["partitions"]
