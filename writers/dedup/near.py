@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,7 @@ from shardkit.writers.execution.engine import InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, contents, partition_name
 from shardkit.writers.kernels.words import normalization_version
+from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 
 __all__ = [
     "NearDuplicates",
@@ -84,13 +86,14 @@ _PLANTED_SOURCE = 1 << 30  # after all inputs
 
 @dataclass(frozen=True)
 class NearStages:
-    """Makes the tasks of each stage. `memory_bytes` bounds what one task holds."""
+    """Makes the tasks of each stage. `memory_bytes` bounds what one task holds, `limits` are of exchanges."""
 
     config: NearDedupConfig
     splits: Sequence[SplitDocuments]
     removals: Sequence[SplitRemovals]
     memory_bytes: int
     seed: int
+    limits: Limits = DEFAULT_LIMITS
 
     def signature_tasks(self) -> list[Task]:
         """One task a split."""
@@ -156,7 +159,7 @@ class NearStages:
         """One task a range of band keys."""
         entries = int(population.starts[-1]) * bands_and_rows(self.config)[0]
         partitions = band_partitions(entries, self.memory_bytes)
-        exchanged = exchange(run, "bands", BANDS, bands, readers=partitions)
+        exchanged = exchange(run, "bands", BANDS, bands, readers=partitions, limits=self.limits)
         tasks = []
         for number in range(partitions):
             mine = exchanged.slice(*partition_bounds(number, partitions))
@@ -363,19 +366,20 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
         [commit.content for commit in (*signed, *planted)] + [index.digest for index in indexes]
     )
     [equal] = run(stages.equal_tasks(population, digest))
-    parts_end = len(population.parts) << 32
-    lost = exchange(run, "lost", LOST, equal, readers=len(population.parts), end=parts_end)
+    parts, parts_end = list(population.parts), len(population.parts) << 32
+    lost = exchange(run, "lost", LOST, equal, readers=len(parts), end=parts_end, limits=stages.limits)
     [bands] = run(stages.band_tasks(population, lost))
     [candidates] = run(stages.candidate_tasks(run, population, digest, bands))
     verified = _verify(run, stages, population, candidates)
     compared = [VerifiedBlock.of(commit) for commit in verified]
     edges = sum(block.verified for block in compared)
     equals = sum(EqualWords.of(commit).losers for commit in equal)
-    parts, memory_bytes = list(population.parts), stages.memory_bytes
+    memory_bytes, limits = stages.memory_bytes, stages.limits
     decided, removals, kept = resolve(
-        run, parts, verified, equal, edges=edges, equals=equals, memory_bytes=memory_bytes
+        run, parts, verified, equal, edges=edges, equals=equals, memory_bytes=memory_bytes, limits=limits
     )
-    removed = by_split(run, "near_removed", OUTCOMES, [*removals, *kept], len(stages.splits))
+    rows = [*removals, *kept]
+    removed = by_split(run, "near_removed", OUTCOMES, rows, len(stages.splits), limits=limits)
     found = {"candidates": candidates, "verify": verified, "near": removals[: len(stages.splits)]}
     [measured] = run(stages.measure_tasks(population, planted, lost.slice(0, parts_end), found))
     met = [CandidateCounts.of(commit) for commit in candidates]
@@ -409,11 +413,12 @@ def _verify(
     bits = block_bits(inputs, text_bytes, stages.memory_bytes)
     blocks = -(-inputs // (1 << bits))
     parts = len(population.parts)
-    firsts = exchange(run, "pairs", PAIRS_BY_FIRST, candidates, readers=max(parts, blocks), end=end)
-    seconds = exchange(run, "partners", PAIRS_BY_SECOND, candidates, readers=parts, end=end)
+    move = partial(exchange, run, end=end, limits=stages.limits)
+    firsts = move("pairs", PAIRS_BY_FIRST, candidates, readers=max(parts, blocks))
+    seconds = move("partners", PAIRS_BY_SECOND, candidates, readers=parts)
     [shingles] = run(stages.shingle_tasks(population, firsts, seconds, bits))
-    own = exchange(run, "own", OWN, shingles, readers=blocks, end=end)
-    guests = exchange(run, "guests", GUESTS, shingles, readers=blocks, end=end)
+    own = move("own", OWN, shingles, readers=blocks)
+    guests = move("guests", GUESTS, shingles, readers=blocks)
     [verified] = run(stages.verify_tasks(population, firsts, own, guests, bits))
     return verified
 

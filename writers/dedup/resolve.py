@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,7 +43,7 @@ from shardkit.writers.exchange import Exchanged, RunWriter, Slice, Table, exchan
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task
 from shardkit.writers.kernels.numba_support import Bools, Int64s, kernel
-from shardkit.writers.runs import EMPTY_BYTES
+from shardkit.writers.runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits
 
 __all__ = [
     "BEATEN",
@@ -100,10 +101,15 @@ class Decided(PlainCounts):
 
 
 def decided_edges(
-    run: RunTasks, verified: Sequence[Commit], documents: int, memory_bytes: int
+    run: RunTasks,
+    verified: Sequence[Commit],
+    documents: int,
+    memory_bytes: int,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> list[Commit]:
     """Commits that hold BEATEN rows, of all edges from documents that stay."""
     edges, found, last = list(verified), list[Commit](), list[Commit]()
+    move = partial(exchange, run, end=documents, limits=limits)
     number = 0
     while True:
         held = _bytes(edges, EDGES) + _bytes(last, BEATEN)
@@ -112,7 +118,7 @@ def decided_edges(
         number += 1
         ranges = _ranges(held, documents, memory_bytes)
         tables = [
-            exchange(run, f"near-{name}-{number}", table, commits, readers=len(ranges), end=documents)
+            move(f"near-{name}-{number}", table, commits, readers=len(ranges))
             for name, table, commits in (
                 ("edges", EDGES, edges),
                 ("waiting", WAITING, edges),
@@ -131,7 +137,7 @@ def decided_edges(
         last = edges
         found += edges
     whole = [
-        exchange(run, f"near-{table.file}", table, commits, readers=1, end=documents).slice(0, documents)
+        move(f"near-{table.file}", table, commits, readers=1).slice(0, documents)
         for table, commits in ((EDGES, edges), (BEATEN, last))
     ]
     inputs = {piece.table.file: piece.digest for piece in whole}
@@ -244,11 +250,9 @@ def _first(rows: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 
 
 def equal_tasks(
-    run: RunTasks, beaten: Exchanged, equal: Sequence[Commit], documents: int, memory_bytes: int
+    equals: Exchanged, beaten: Exchanged, ranges: Sequence[tuple[int, int]], memory_bytes: int
 ) -> list[Task]:
     """One task a range of numbers: BEATEN rows of documents whose words another one has."""
-    ranges = _ranges(_bytes(equal, EQUALS), documents, memory_bytes)
-    equals = exchange(run, "near-equal", EQUALS, equal, readers=len(ranges), end=documents)
     tasks = []
     for start, stop in ranges:
         slices = equals.slice(start, stop), beaten.slice(start, stop)
@@ -422,16 +426,19 @@ def resolve(
     edges: int,
     equals: int,
     memory_bytes: int,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> tuple[Resolved, list[Commit], list[Commit]]:
     """(what was decided, the commits with losers, those with winners), one each a part."""
     starts = np.cumsum([0, *(part.documents for part in parts)], dtype=np.int64).tolist()
     end = starts[-1]
     indexed = end - sum(part.documents for part in parts if part.kind == "index")
-    decided = decided_edges(run, verified, end, memory_bytes)
-    ranges = _ranges(0, end, memory_bytes)
-    beaten = exchange(run, "near-decided", BEATEN, decided, readers=len(ranges), end=end)
-    [followed] = run(equal_tasks(run, beaten, equal, end, memory_bytes))
-    beaten = exchange(run, "near-lost", BEATEN, [*decided, *followed], readers=len(parts), end=end)
+    decided = decided_edges(run, verified, end, memory_bytes, limits)
+    move = partial(exchange, run, end=end, limits=limits)
+    ranges = _ranges(_bytes(equal, EQUALS), end, memory_bytes)
+    same = move("near-equal", EQUALS, equal, readers=len(ranges))
+    beaten = move("near-decided", BEATEN, decided, readers=len(ranges))
+    [followed] = run(equal_tasks(same, beaten, ranges, memory_bytes))
+    beaten = move("near-lost", BEATEN, [*decided, *followed], readers=len(parts))
     tasks = []
     for number, part in enumerate(parts):
         own = beaten.slice(starts[number], starts[number + 1])
@@ -440,7 +447,7 @@ def resolve(
         config = {"part": number, "indexed": indexed}
         tasks.append(Task("near_lost", f"{number:06d}", config, write_lost, args, part.documents, inputs))
     [lost] = run(tasks)
-    gained = exchange(run, "near-gained", GAINED, lost, readers=len(parts), end=end)
+    gained = move("near-gained", GAINED, lost, readers=len(parts))
     last = []
     for number, part in enumerate(parts):
         gains = gained.slice(starts[number], starts[number + 1])

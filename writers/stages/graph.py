@@ -145,7 +145,9 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, concurrent: Sequence[T
 
     near = None
     if config.near is not None:
-        stages = NearStages(config.near, _describe(documents), removals, memory_bytes, recipe.seed)
+        stages = NearStages(
+            config.near, _describe(documents), removals, memory_bytes, recipe.seed, inputs.limits
+        )
         near = remove_near(run, stages, inputs.indexes)
         losses.add(NEAR, near.removed)
         removals = [own.also(NEAR, table) for own, table in zip(removals, near.removed, strict=True)]
