@@ -101,7 +101,7 @@ class Limits:
     task_bytes: int = 1 << 30  # that a merge task writes, about
     partition_bytes: int = 100 << 20  # of one task that reads keys, about: several workers have tasks
     least_segments: int = 256  # runs x readers that are never merged
-    segment_bytes: int = 256 << 10  # least share of a run that a reader should get
+    segment_bytes: int = 4 << 20  # least share of a run that a reader should get: a full request
     block_bytes: int = 256 << 10  # unit of reading and checking, in small files
     read_bytes: int = 4 << 20  # of one request
     reads_in_flight: int = 32
@@ -110,8 +110,8 @@ class Limits:
 
     def within(self, memory_bytes: int) -> Limits:
         """With large memory, larger requests; the bytes of runs do not depend on it."""
-        merge = max(self.merge_memory_bytes, memory_bytes // 4)
-        read = max(self.read_memory_bytes, memory_bytes // 16)
+        merge = max(self.merge_memory_bytes, memory_bytes // 2)
+        read = max(self.read_memory_bytes, memory_bytes // 8)
         return replace(self, merge_memory_bytes=merge, read_memory_bytes=read)
 
     def divided(self, by: int) -> Limits:
