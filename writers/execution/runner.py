@@ -174,6 +174,9 @@ class Journal:
             time.sleep(pause)
             pause = min(2 * pause, times.longest_poll_seconds)
         if self._slice is None:
+            if self.lease.held:  # this process may have been suspended, and not have noticed yet
+                with contextlib.suppress(StoreError):
+                    self.lease.renew()
             self.lease.check()
         return not is_done()
 
