@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from figures import benchmark_parser, print_figures, write_tokens
 from reference.belady import min_fetched_bytes
 from servers.bucket import s3_client
+from servers.ceph import STORE_GIB
 from servers.fault_proxy import FaultProxy
 from servers.faults import Rule
 from servers.rgw import RgwServer
@@ -93,9 +94,9 @@ def epoch_seconds(stream: StreamingLoader) -> float:
 
 
 @contextmanager
-def gateway() -> Iterator[RgwServer]:
+def gateway(store_gib: int = STORE_GIB) -> Iterator[RgwServer]:
     """A server with an empty bucket, and its credentials in the environment."""
-    with RgwServer() as server, rgw_environment(server):
+    with RgwServer(store_gib=store_gib) as server, rgw_environment(server):
         s3_client(server.endpoint_url).create_bucket(Bucket=BUCKET)
         yield server
 

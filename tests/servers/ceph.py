@@ -27,7 +27,7 @@ __all__ = ["ACCESS_KEY", "PROGRAMS", "SECRET_KEY", "STEP_SECONDS", "Daemons", "R
 PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
 ACCESS_KEY, SECRET_KEY = "shardkit-test", "shardkit-test-secret"
 STEP_SECONDS = 30.0  # for one program to do its part; the slowest takes 0.5 s on an idle machine
-_STORE_BYTES = 3 << 30  # the store calls itself full at 95 % of this
+STORE_GIB = 3  # the store calls itself full, and answers no more puts, at 95 % of this
 _LOG_LINES = 12  # of each daemon, shown when a start fails
 _PR_SET_PDEATHSIG = 1
 
@@ -128,8 +128,9 @@ def environment() -> dict[str, str]:
 class Daemons:
     """The processes of one server, in the process that owns them (the keeper)."""
 
-    def __init__(self, folder: Path, port: int | None) -> None:
+    def __init__(self, folder: Path, port: int | None, store_gib: int = STORE_GIB) -> None:
         self.folder = folder
+        self._store_bytes = store_gib << 30
         self.port = port or free_port()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._prctl: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl
@@ -142,7 +143,11 @@ class Daemons:
         monitor = f"[v2:127.0.0.1:{free_port()}/0,v1:127.0.0.1:{free_port()}/0]"
         (self.folder / "ceph.conf").write_text(
             _CONFIG.format(
-                fsid=fsid, monitor=monitor, folder=self.folder, port=self.port, store_bytes=_STORE_BYTES
+                fsid=fsid,
+                monitor=monitor,
+                folder=self.folder,
+                port=self.port,
+                store_bytes=self._store_bytes,
             )
         )
         keyring = self.folder / "keyring"

@@ -28,7 +28,7 @@ from typing import Any, NoReturn, Self
 if __name__ == "__main__":  # as a program, its own folder is on the path, not the tests'
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from servers.ceph import ACCESS_KEY, PROGRAMS, SECRET_KEY, STEP_SECONDS, Daemons, RgwError
+from servers.ceph import ACCESS_KEY, PROGRAMS, SECRET_KEY, STEP_SECONDS, STORE_GIB, Daemons, RgwError
 
 __all__ = ["INSTALL", "RgwError", "RgwServer", "missing_programs"]
 
@@ -43,7 +43,7 @@ def missing_programs() -> list[str]:
     return [program for program in PROGRAMS if shutil.which(program) is None]
 
 
-def keep(folder: Path, port: int | None, stay: bool) -> None:
+def keep(folder: Path, port: int | None, stay: bool, store_gib: int) -> None:
     """The keeper: start the daemons, report on standard output, do as standard input says until it ends.
 
     With `stay` until a signal instead. A line "gateway" asks for a new gateway in place of the present one.
@@ -54,7 +54,7 @@ def keep(folder: Path, port: int | None, stay: bool) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, leave)
-    daemons = Daemons(folder, port)
+    daemons = Daemons(folder, port, store_gib)
     try:
         for attempt in range(_ATTEMPTS):
             try:
@@ -64,7 +64,7 @@ def keep(folder: Path, port: int | None, stay: bool) -> None:
                 daemons.stop()
                 if attempt == _ATTEMPTS - 1:
                     raise
-                daemons = Daemons(folder, port)
+                daemons = Daemons(folder, port, store_gib)
         report(daemons)
         while stay:
             signal.pause()
@@ -98,8 +98,9 @@ class RgwServer:
     secret_key = SECRET_KEY
     region = "us-east-1"
 
-    def __init__(self, *, port: int | None = None) -> None:
+    def __init__(self, *, port: int | None = None, store_gib: int = STORE_GIB) -> None:
         self._wanted_port = port
+        self._store_gib = store_gib
         self._keeper: subprocess.Popen[str] | None = None
         self.state: dict[str, Any] = {}
         """Port, folder and processes, once it runs."""
@@ -124,9 +125,10 @@ class RgwServer:
             raise RgwError(f"no {', '.join(missing)} on this machine: {INSTALL}")
         # A short path: names of Unix sockets end at 107 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="rgw-", dir="/tmp"))
-        port = [] if self._wanted_port is None else ["--port", str(self._wanted_port)]
+        options = [] if self._wanted_port is None else ["--port", str(self._wanted_port)]
+        options += ["--store-gib", str(self._store_gib)]
         self._keeper = subprocess.Popen(
-            [sys.executable, __file__, "keep", "--dir", str(self._folder), *port],
+            [sys.executable, __file__, "keep", "--dir", str(self._folder), *options],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         try:
@@ -248,13 +250,14 @@ def main() -> None:
     parser.add_argument(
         "--dir", type=Path, default=Path(f"/tmp/shardkit-rgw-{os.getuid()}"), help="default: %(default)s"
     )
+    parser.add_argument("--store-gib", type=int, default=STORE_GIB, help="in memory (default: %(default)s)")
     parser.add_argument("--stay", action="store_true", help="keep: until a signal, not the end of stdin")
     options = parser.parse_args()
     folder = options.dir.absolute()
     try:
         match options.verb:
             case "keep":
-                keep(folder, options.port, options.stay)
+                keep(folder, options.port, options.stay, options.store_gib)
             case "start":
                 start_detached(folder, options.port)
             case "stop":
