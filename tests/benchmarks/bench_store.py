@@ -1,7 +1,7 @@
 """A build with its work folder and output in a bucket (Ceph RGW) against the same build on the local disk.
 
-    python tests/benchmarks/bench_store.py [--corpus FOLDER] [--tokenizer FILE] [--megabytes 250] [--times 4]
-                                           [--runs 3] [--workers 2] [--json]
+    python tests/benchmarks/bench_store.py [--corpus FOLDER] [--tokenizer FILE] [--megabytes 80] [--times 12]
+                                           [--file-megabytes 64] [--runs 3] [--workers 2] [--json]
 
 The corpus (without --corpus that of $SHARDKIT_TEST_DATA, else made-up text) is replicated with mutations
 (texts.py); the recipe has a filter, exact and near duplicates, and rows of 2,048 tokens. Each build is a
@@ -131,8 +131,9 @@ def main() -> None:
     parser = benchmark_parser(__doc__, runs=3, compares=True)
     parser.add_argument("--corpus", type=Path, help="folder of documents")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json with <|endoftext|>")
-    parser.add_argument("--megabytes", type=float, default=250, help="of text (default: %(default)s)")
-    parser.add_argument("--times", type=int, default=4, help="of that text (default: %(default)s)")
+    parser.add_argument("--megabytes", type=float, default=80, help="of text (default: %(default)s)")
+    parser.add_argument("--times", type=int, default=12, help="of that text (default: %(default)s)")
+    parser.add_argument("--file-megabytes", type=float, default=64, help="default: %(default)s")
     parser.add_argument("--workers", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--endpoint", help=argparse.SUPPRESS)
@@ -142,6 +143,7 @@ def main() -> None:
         print(json.dumps(run_build(options.one, options.workers)))
         return
     originals = documents(options.corpus, options.megabytes)
+    file_bytes = int(options.file_megabytes * 1e6)
     taken: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as scratch:
         folders = {"warm": Path(scratch) / "warm", "all": Path(scratch) / "all"}
@@ -149,7 +151,9 @@ def main() -> None:
             folder.mkdir()
             put_tokenizer(folder, options.tokenizer)
             some = originals[: len(originals) // 20 + 50] if name == "warm" else originals
-            write_corpus(folder / "TEXTS", some, 1 if name == "warm" else options.times)
+            write_corpus(
+                folder / "TEXTS", some, 1 if name == "warm" else options.times, file_bytes=file_bytes
+            )
         one_side(folders["warm"], "bucket", options.workers)
         for run in range(options.runs):
             for side in in_turns(SIDES, run):
