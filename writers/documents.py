@@ -24,6 +24,7 @@ from shardkit.writers.kernels.text_arrays import text_offsets
 __all__ = [
     "BATCH_DOCUMENTS",
     "BATCH_TEXT_BYTES",
+    "DOCUMENT_OPTIONS",
     "DOCUMENT_SCHEMA",
     "content_ranks",
     "document_ids",
@@ -46,6 +47,10 @@ DOCUMENT_SCHEMA = pa.schema(
         pa.field("metadata", pa.string()),  # JSON object of the other fields the recipe keeps
     ]
 )
+
+# Each document is written once or twice and read three to five times, from a store over a network.
+# zstd 1 takes three quarters of the bytes of lz4, writes as fast, and reads 1 GB/s a core instead of 2.4.
+DOCUMENT_OPTIONS = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", 1))
 
 
 def document_ids(file: str, records: Iterable[int]) -> list[bytes]:

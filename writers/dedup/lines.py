@@ -40,7 +40,12 @@ from shardkit.writers.dedup.exact import partition_bounds, repeated, row_batches
 from shardkit.writers.dedup.population import SplitDocuments
 from shardkit.writers.dedup.removals import OUTCOME, SplitRows, SplitTable, by_split, document_keys
 from shardkit.writers.dedup.tables import Rows, RowsWriter
-from shardkit.writers.documents import DOCUMENT_SCHEMA, content_ranks, text_digests
+from shardkit.writers.documents import (
+    DOCUMENT_OPTIONS,
+    DOCUMENT_SCHEMA,
+    content_ranks,
+    text_digests,
+)
 from shardkit.writers.exchange import Limits, RunWriter, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, partition_name
@@ -319,8 +324,7 @@ class _Writer:
     """The three files."""
 
     def __init__(self, folder: Path) -> None:
-        options = pa.ipc.IpcWriteOptions(compression="lz4")
-        self._documents = pa.ipc.new_file(folder / _DOCUMENTS_FILE, DOCUMENT_SCHEMA, options=options)
+        self._documents = pa.ipc.new_file(folder / _DOCUMENTS_FILE, DOCUMENT_SCHEMA, options=DOCUMENT_OPTIONS)
         self._rows = RowsWriter(folder / ROWS_FILE, np.int64)
         self._outcomes = (folder / _OUTCOMES_FILE).open("wb")
 

@@ -2,7 +2,7 @@
 
 One task a split, named after its file and its start in the file, so that a new file costs only its own tasks.
 The folder of a task receives
-  documents.arrow   kept documents in record order (Arrow IPC file, DOCUMENT_SCHEMA, lz4)
+  documents.arrow   kept documents in record order (Arrow IPC file, DOCUMENT_SCHEMA, zstd)
   keys.run          KEYS, one row for each kept document: what exact dedup needs
   quarantine.jsonl  unreadable records; often empty
   languages.npy     with a language filter: the language of each kept document (languages.py)
@@ -29,7 +29,12 @@ from shardkit.hashing import digest_of, hash_file
 from shardkit.writers.annotations import ANNOTATIONS_FILE, AnnotationFile
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.signatures import word_keys
-from shardkit.writers.documents import DOCUMENT_SCHEMA, content_ranks, text_digests
+from shardkit.writers.documents import (
+    DOCUMENT_OPTIONS,
+    DOCUMENT_SCHEMA,
+    content_ranks,
+    text_digests,
+)
 from shardkit.writers.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Task
@@ -158,7 +163,6 @@ def _clean(split: Split, recipe: Recipe, folder: Path, suspect: SuspectDataError
     chain = FilterChain(recipe.filter_chain(), recipe.folder, annotate=recipe.annotate, seed=recipe.seed)
     counts = FilterCounts.of_chain(chain)
     first_row = 0
-    options = pa.ipc.IpcWriteOptions(compression="lz4")
     with (
         Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=recipe.max_bad_fraction) as quarantine,
         RunWriter(folder / KEYS.file, KEYS, memory_bytes=_KEYS_MEMORY_BYTES) as keys,
@@ -166,7 +170,7 @@ def _clean(split: Split, recipe: Recipe, folder: Path, suspect: SuspectDataError
         LanguageFile(folder / LANGUAGES_FILE) if chain.has_languages else nullcontext() as languages,
         ExitStack() as stack,
         pa.OSFile(str(folder / DOCUMENTS_FILE), "wb") as file,
-        pa.ipc.new_file(file, DOCUMENT_SCHEMA, options=options) as documents,
+        pa.ipc.new_file(file, DOCUMENT_SCHEMA, options=DOCUMENT_OPTIONS) as documents,
     ):
         sides = {name: stack.enter_context((folder / name).open("wb")) for name in chain.side_files}
         for batch in read_split(
