@@ -10,7 +10,7 @@ A `FileLock` saves work and guards no bytes: processes take one for each shard t
 does the waiting, so no time is lost between two attempts. A lock whose holder is stopped (kill -STOP, a
 frozen container) would never be granted: a waiter gives up after its timeout and continues without it. Until
 a lock that was given up is granted after all, nobody else in the process waits for it, so that waits that
-cannot be canceled do not pile up.
+cannot be canceled do not pile up. Once it is granted, whoever asks next gets it from the thread that waited.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.1
 
 # Links are refused, and pipes do not block: somebody else put them there.
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_given_up: set[tuple[int, int, int]] = set()  # (process, device, inode) of locks that were waited for in vain
+_Key = tuple[int, int, int]  # process, device and inode of a lock
 
 
 def held_file(path: Path, *, shared: bool, wait_seconds: float = 0.0) -> int | None:
@@ -84,8 +84,8 @@ class FileLock:
         assert not self.held
         deadline = time.monotonic() + timeout_seconds
         while True:
-            descriptor = os.open(self._file, _FLAGS, 0o664)
-            if not _lock(descriptor, deadline - time.monotonic()):
+            descriptor = _locked(os.open(self._file, _FLAGS, 0o664), deadline - time.monotonic())
+            if descriptor is None:
                 return False
             if _is_at(descriptor, self._file):
                 self._descriptor = descriptor
@@ -108,21 +108,32 @@ def _is_at(descriptor: int, file: Path) -> bool:
         return False
 
 
-def _lock(descriptor: int, timeout_seconds: float) -> bool:
-    """Lock the open file, or close it and return False."""
+def _locked(descriptor: int, timeout_seconds: float) -> int | None:
+    """A descriptor that holds the lock of the open file: this one, or that of a wait which was given up.
+
+    None if others hold it. This one is closed unless it is returned.
+    """
+    status = os.fstat(descriptor)
+    key = os.getpid(), status.st_dev, status.st_ino
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        status = os.fstat(descriptor)
-        key = os.getpid(), status.st_dev, status.st_ino
-        if timeout_seconds <= 0 or key in _given_up:
-            os.close(descriptor)
-            return False
+        while True:
+            given_up = _given_up.get(key)  # before asking: it may give the lock back in between
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
+            except BlockingIOError:
+                if given_up is None:
+                    break
+            if (taken := given_up.take()) is not None or _given_up.get(key) is given_up:
+                os.close(descriptor)
+                return taken
     except OSError:
         os.close(descriptor)
         raise
-    return _Waiter(descriptor, key).wait(timeout_seconds)
+    if timeout_seconds > 0:
+        return descriptor if _Waiter(descriptor, key).wait(timeout_seconds) else None
+    os.close(descriptor)
+    return None
 
 
 def _unlock(descriptor: int) -> None:
@@ -134,27 +145,49 @@ def _unlock(descriptor: int) -> None:
 class _Waiter:
     """A thread that waits in the system for a lock, and gives it back if nobody wants it any more."""
 
-    def __init__(self, descriptor: int, key: tuple[int, int, int]) -> None:
+    def __init__(self, descriptor: int, key: _Key) -> None:
         self._descriptor, self._key = descriptor, key
         self._state = threading.Lock()
-        self._locked = threading.Event()
+        self._ended = threading.Event()
         self._is_given_up = False
         threading.Thread(target=self._run, name="shardkit-lock", daemon=True).start()
 
     def wait(self, timeout_seconds: float) -> bool:
-        if self._locked.wait(timeout_seconds):
+        if self._ended.wait(timeout_seconds):
             return True
         with self._state:
-            self._is_given_up = not self._locked.is_set()
+            self._is_given_up = not self._ended.is_set()
             if self._is_given_up:
-                _given_up.add(self._key)
+                _given_up[self._key] = self
             return not self._is_given_up
+
+    def take(self) -> int | None:
+        """The descriptor that holds the lock if it was granted after all; None if others hold it."""
+        with self._state:
+            if not self._is_given_up:
+                return None
+            try:
+                # A lock belongs to the open file, not to a thread: this succeeds if the system has granted it
+                # to the waiting thread, even if that has not run since.
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            self._forget()
+        self._ended.wait()  # the thread uses the descriptor until its wait is answered, which it is now
+        return self._descriptor
 
     def _run(self) -> None:
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         with self._state:
             if self._is_given_up:
-                _given_up.discard(self._key)
                 _unlock(self._descriptor)
-            else:
-                self._locked.set()
+                self._forget()
+            self._ended.set()
+
+    def _forget(self) -> None:
+        self._is_given_up = False
+        if _given_up.get(self._key) is self:  # another thread may have given up after this one
+            del _given_up[self._key]
+
+
+_given_up: dict[_Key, _Waiter] = {}  # locks that were waited for in vain

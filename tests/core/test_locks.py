@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -89,6 +90,31 @@ def test_a_lock_has_one_holder_until_it_is_released(tmp_path: Path, keep: bool) 
     first.release()
     assert not can_be_had(tmp_path / "lock")
     second.release()
+
+
+def test_a_lock_granted_to_a_wait_that_was_given_up_goes_to_whoever_asks_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not "others hold it": the thread that waited in vain is slow to give it back on a busy machine."""
+    flock, granted, may_run = fcntl.flock, threading.Event(), threading.Event()
+
+    def slow_to_run(descriptor: int, operation: int) -> None:
+        flock(descriptor, operation)
+        if operation == fcntl.LOCK_EX:
+            granted.set()
+            assert may_run.wait(SECONDS)
+
+    monkeypatch.setattr(fcntl, "flock", slow_to_run)
+    first, second = (FileLock(tmp_path / "lock", keep=True) for _ in range(2))
+    assert first.acquire()
+    assert not second.acquire(0.01)
+    first.release()
+    assert granted.wait(SECONDS)
+    threading.Timer(0.05, may_run.set).start()
+    assert second.acquire(SECONDS)
+    assert not can_be_had(tmp_path / "lock")
+    second.release()
+    assert can_be_had(tmp_path / "lock")
 
 
 @KEEP
