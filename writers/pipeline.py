@@ -381,7 +381,8 @@ def _publish(
     wait_seconds = PUBLISH_WAIT_SECONDS if runner.is_shared else 0.0
     files = (dataset.manifest, dataset.links, dataset.texts)
     try:
-        publish(target, *files, replace=replace, wait_seconds=wait_seconds, listener=listener)
+        run = runner.run if runner.work_is_remote and not runner.is_shared else None
+        publish(target, *files, replace=replace, run=run, wait_seconds=wait_seconds, listener=listener)
     except BuildError:
         # Another slice may have taken the lease over, and have published the dataset.
         if not (runner.is_shared and watch.shows(dataset.card)):

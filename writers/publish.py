@@ -4,10 +4,15 @@ Files are hard-linked into a folder from the work folder, or copied if that is a
 they are sent straight from the work folder. The objects are the very bytes that a folder would have. A
 publication that is cut short is continued by the next run of the same build, which has its work folder still;
 another dataset, finished or not, is only replaced with --replace.
+
+If the work folder is in a store, too, tasks of stage `upload` send the files, on all machines of the build,
+after the place has been claimed. Stage `pack` could write there at once, for one reading of the shards less;
+but then `--replace` would take the old dataset away hours, not minutes, before the new one is there.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +22,7 @@ from pathlib import Path
 
 from shardkit.card import CARD_NAME
 from shardkit.errors import BuildError, ShardError, ShardkitError
-from shardkit.manifest import Manifest, ShardInfo
+from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.progress import Listener, TransferListener, TransferProgress
 from shardkit.publish.api import publish_files
 from shardkit.publish.contents import (
@@ -36,6 +41,7 @@ from shardkit.publish.publication import (
     Settings,
     TransferError,
     finish_publication,
+    run_all,
 )
 from shardkit.publish.transports import (
     LocalFiles,
@@ -48,8 +54,9 @@ from shardkit.publish.transports import (
 )
 from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import connect
-from shardkit.storage.store import ObjectNotFoundError, StorageOptions, Store, StoreError
+from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import PlainCounts, RunTasks, Task
 from shardkit.writers.progress import StageProgress
 
 __all__ = [
@@ -69,6 +76,9 @@ REPORT_NAME = "report.html"
 QUARANTINE_NAME = "quarantine.jsonl"
 ANNOTATIONS_FOLDER = "annotations"
 _THREADS = 8
+_TASK_THREADS = 4  # each may hold 64 MiB
+_TASK_FILES = 64
+_TASK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +165,72 @@ def _numbered(shard: ShardInfo, number: int) -> ShardInfo:
     return replace(shard, raw=replace(shard.raw, basename=name(shard.raw.basename)), zip=zipped)
 
 
+@dataclass(frozen=True, slots=True)
+class Uploaded(PlainCounts):
+    """Result of a task of stage `upload`: {name: (bytes, version)} of its objects in the output."""
+
+    objects: dict[str, tuple[int, str]]
+
+
+class TaskSender(Sender):
+    """Has tasks of the build send the files of the work folder; sends texts and tables itself."""
+
+    def __init__(
+        self,
+        target: Store,
+        output: RemoteOutput,
+        links: Mapping[str, Artifact],
+        files: LocalFiles,
+        run: RunTasks,
+    ) -> None:
+        super().__init__(target, files)
+        self._output, self._links, self._run = output, links, run
+
+    def place_together(self, files: Sequence[FileInfo]) -> Mapping[str, ObjectInfo]:
+        """Every call looks at the objects anew: whatever an earlier run did may be gone."""
+        this_time = os.urandom(8).hex()
+        tasks = []
+        for number, group in enumerate(_groups([file for file in files if file.basename in self._links])):
+            sent = [(file, self._links[file.basename]) for file in group]
+            config = {"output": str(self._output), "run": this_time}
+            inputs = {file.basename: file.bytes for file in group}
+            size = sum(file.bytes for file in group)
+            args = (self._output, sent)
+            tasks.append(Task("upload", f"{number:06d}", config, upload_files, args, size, inputs))
+        [commits] = self._run(tasks)
+        objects = (item for commit in commits for item in Uploaded.of(commit).objects.items())
+        return {name: ObjectInfo(name, size, version) for name, (size, version) in objects}
+
+
+def _groups(files: Iterable[FileInfo]) -> Iterator[list[FileInfo]]:
+    """Files in order, as many as a task sends."""
+    group: list[FileInfo] = []
+    for file in files:
+        group.append(file)
+        if len(group) == _TASK_FILES or sum(one.bytes for one in group) >= _TASK_BYTES:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def upload_files(folder: Path, output: RemoteOutput, files: Sequence[tuple[FileInfo, Artifact]]) -> Uploaded:
+    """Put files to `output` that are not there, or not right. Nothing is written into `folder`."""
+    objects: dict[str, tuple[int, str]] = {}
+    with transfer_store(output.url, output.storage) as store:
+        sender = Sender(store, LocalFiles({file.basename: artifact for file, artifact in files}))
+
+        def send(file: FileInfo) -> None:
+            info = head_if_any(store, file.basename)
+            if info is None or info.bytes != file.bytes or not sender.is_there(file, info):
+                info = sender.place(file)
+            objects[file.basename] = info.bytes, info.version
+
+        if errors := run_all([file for file, _ in files], send, _TASK_THREADS):
+            raise errors[0][1]
+    return Uploaded(dict(sorted(objects.items())))
+
+
 def publish(
     output: Path | RemoteOutput,
     manifest: Manifest,
@@ -162,11 +238,13 @@ def publish(
     texts: Mapping[str, bytes],
     *,
     replace: bool,
+    run: RunTasks | None = None,
     wait_seconds: float = 0.0,
     listener: Listener[StageProgress] | None = None,
 ) -> None:
     """Put `links` (name in the dataset -> file of the work folder) and `texts` to `output`, the index last.
 
+    With `run`, tasks send the files of the work folder to a store.
     BuildError if another dataset is there and `replace` is not set, if another process writes into the folder
     for longer than `wait_seconds`, or if the place does not take the files.
     """
@@ -185,7 +263,8 @@ def publish(
                 publish_files(output, contents, files, settings)
         else:
             with transfer_store(output.url, output.storage) as store:
-                Publication(store, contents, Sender(store, files), settings, _heard_by(listener)).run()
+                sender = Sender(store, files) if run is None else TaskSender(store, output, links, files, run)
+                Publication(store, contents, sender, settings, _heard_by(listener)).run()
     except (RefusedError, TransferError) as error:
         raise BuildError(f"output {error}") from error
     except (ShardkitError, OSError) as error:
@@ -196,7 +275,7 @@ def _heard_by(listener: Listener[StageProgress] | None) -> TransferListener:
     def hear(progress: TransferProgress) -> None:
         files = progress.files_done, progress.files
         if listener is not None:
-            listener(StageProgress("upload", *files, 0, 0, progress.bytes_moved, progress.seconds))
+            listener(StageProgress("publish", *files, 0, 0, progress.bytes_moved, progress.seconds))
 
     return hear
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from errno import ENOSYS, ENOTSUP, EPERM, EXDEV
 from pathlib import Path
@@ -95,6 +95,9 @@ class Transport(Protocol):
 
     def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
         """Whether `found`, of the right size, has the right content."""
+
+    def place_together(self, files: Sequence[FileInfo]) -> Mapping[str, ObjectInfo]:
+        """Bring those that this transport brings many at a time; {name: what the target then has}."""
 
     def place(self, file: FileInfo) -> ObjectInfo:
         """Write the file to the target, its bytes durably, and return what the target then has."""
@@ -271,24 +274,33 @@ class Publication:
 
     def _move(self, listing: Listing) -> None:
         outcome, transport = self._outcome, self._transport
+        dry_run, files = self._settings.dry_run, self._contents.files
+        together = {} if dry_run else transport.place_together(files)
 
         def handle(file: FileInfo) -> bool:
             name = file.basename
+            if name in together:
+                self._placed(file, together[name])
+                return True
             if self._is_there(file, listing):
                 outcome.skipped[name] = file.bytes
                 self._versions[name] = listing.found[name].version
                 return False
-            if not self._settings.dry_run:
-                placed = transport.place(file)
-                if placed.bytes != file.bytes:
-                    raise StoreError(
-                        f"{self._target.url}/{name}", f"has {placed.bytes:,} bytes, {file.bytes:,} were sent"
-                    )
-                self._versions[name] = placed.version
-            outcome.sent[name] = file.bytes
+            if dry_run:
+                outcome.sent[name] = file.bytes
+            else:
+                self._placed(file, transport.place(file))
             return True
 
         self._each("files", handle)
+
+    def _placed(self, file: FileInfo, placed: ObjectInfo) -> None:
+        name = file.basename
+        if placed.bytes != file.bytes:
+            where = f"{self._target.url}/{name}"
+            raise StoreError(where, f"has {placed.bytes:,} bytes, {file.bytes:,} were sent")
+        self._versions[name] = placed.version
+        self._outcome.sent[name] = file.bytes
 
     def _each(self, step: str, action: Callable[[FileInfo], bool | None]) -> None:
         """`action`, which may return whether bytes were moved, on every file; TransferError."""

@@ -42,7 +42,7 @@ def local(corpus: Path) -> dict[str, bytes]:
 
 
 def build_to(corpus: Path, store: MemoryStore, *changes: str, replace: bool = False) -> BuildResult:
-    """A build that takes its tasks from the work folder that `local` left."""
+    """A build that takes its tasks from the work folder that `local` left, or another one of `changes`."""
     overrides = ["work=work", *changes]
     return build(corpus, output=store.url, overrides=overrides, workers=1, progress=False, replace=replace)
 
@@ -108,14 +108,25 @@ def use(patch: pytest.MonkeyPatch, store: Store) -> None:
     patch.setattr(module, "transfer_store", transfer_store)
 
 
+@pytest.fixture(params=["work on this machine", "work in a store"])
+def work(request: pytest.FixtureRequest, corpus: Path) -> str:
+    """A work folder with all tasks done; from one in a store, tasks upload."""
+    if request.param == "work on this machine":
+        return "work=work"
+    made = f"work={fresh_memory().url}"
+    build_to(corpus, fresh_memory(), made)
+    return made
+
+
 def test_a_publication_killed_at_any_operation_is_gone_on_with(
-    corpus: Path, local: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    corpus: Path, local: dict[str, bytes], work: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fingerprint = json.loads(local["dataset.json"])["fingerprint"]
     monkeypatch.setattr(module, "_THREADS", 1)
+    monkeypatch.setattr(module, "_TASK_THREADS", 1)
     probe = WatchedStore(fresh_memory())
     use(monkeypatch, probe)
-    build_to(corpus, fresh_memory())
+    build_to(corpus, fresh_memory(), work)
     memory = fresh_memory()
 
     def watch(number: int) -> None:
@@ -126,13 +137,42 @@ def test_a_publication_killed_at_any_operation_is_gone_on_with(
         killed = WatchedStore(memory, limit=limit, watch=watch)
         use(monkeypatch, killed)
         with pytest.raises(PulledPlugError):
-            build_to(corpus, memory)
+            build_to(corpus, memory, work)
         again = WatchedStore(memory)
         use(monkeypatch, again)
-        build_to(corpus, memory)
+        build_to(corpus, memory, work)
         assert objects(memory) == local
         sent = [name for name in killed.puts + again.puts if name != MARKER_NAME]
         assert sorted(sent) == sorted(local), limit
+
+
+@pytest.mark.usefixtures("local")
+def test_tasks_upload_what_they_made_and_nothing_that_is_there(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, small = f"work={fresh_memory().url}", "output.shard_bytes=2KiB"
+    expected = files_of(
+        build(corpus, output=tmp_path / "out", overrides=["work=work", small], progress=False).output
+    )
+    shards = {name for name in expected if name.endswith(".mds")}
+    assert len(shards) == 6
+    monkeypatch.setattr(module, "_TASK_FILES", 2)
+    memory = fresh_memory()
+    result = build_to(corpus, memory, work, small)
+    assert objects(memory) == expected
+    assert result.seconds["upload"] > 0
+    for name in ("index.json", "shard.00003.mds", "shard.00005.mds"):
+        memory.delete(name)
+    memory.put("shard.00004.mds", b"x" * len(expected["shard.00004.mds"]))
+    watched = WatchedStore(memory)
+    use(monkeypatch, watched)
+    with pytest.raises(BuildError, match=r"shard.00004.mds: is there with another content"):
+        build_to(corpus, memory, work, small)
+    memory.delete("shard.00004.mds")
+    build_to(corpus, memory, work, small)
+    assert objects(memory) == expected
+    gone = {"index.json", "shard.00003.mds", "shard.00004.mds", "shard.00005.mds", MARKER_NAME}
+    assert set(watched.puts) == gone
 
 
 @pytest.mark.extended

@@ -286,6 +286,11 @@ class Runner:
         """Whether other processes may be at the same work."""
         return self.journal.is_shared
 
+    @property
+    def work_is_remote(self) -> bool:
+        """Whether the work folder is in a store, where tasks on any machine reach it."""
+        return isinstance(self.journal.work, StoreWork)
+
     def await_turn(self, step: str, is_done: Callable[[], bool]) -> bool:
         """Whether `step` is this process's to do. Of slices the driver does it, and the others wait.
 
