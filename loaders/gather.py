@@ -61,6 +61,8 @@ _HOPELESS = 4  # times as slow
 _PATIENCE = 256  # gathers until the slower way is tried again
 _MOST_PATIENCE = 1 << 16
 
+_FETCHED_ROWS = 256  # of a plan, one by one: less than a second where each of two requests takes 25 ms
+
 _KEPT = 8  # free pieces kept: those beyond were a peak
 _LARGE_PAGE = 2 << 20
 _SLAB_BYTES = 8 << 20  # carved into pieces
@@ -103,7 +105,11 @@ class FixedRows:
     def _first_rows(
         self, used: npt.NDArray[np.int32], shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]
     ) -> tuple[dict[int, FetchedRows], bool]:
-        """Of remote streams: (rows that were fetched one by one, by shard; whether shards were missing)."""
+        """Of remote streams: (rows that were fetched one by one, by shard; whether to plan for less).
+
+        Less, so that a batch does not wait for shards of later ones, nor for the rows of too many. A few rows
+        of shards that find no room are no reason: that lasts, and plans of one batch each cost the most.
+        """
         streams, is_late = self._streams, False
         found: dict[int, FetchedRows] = {}
         if not any(streams.readers):
@@ -114,10 +120,10 @@ class FixedRows:
                 firsts[reader] = streams.first_shard(stream)
                 missing = streams.use(stream, numbers.tolist())
                 needed[reader] = missing, partial(_rows_of, shard, row, firsts[reader])
-                is_late |= bool(missing)
+                is_late |= not all(map(reader.shards.has_no_room, missing))
         for reader, rows in streams.run.first_rows(needed).items():
             found |= {firsts[reader] + number: fetched for number, fetched in rows.items()}
-        return found, is_late
+        return found, is_late or sum(len(fetched.rows) for fetched in found.values()) > _FETCHED_ROWS
 
 
 def _rows_of(

@@ -157,7 +157,7 @@ def plan_fetches(
     capacity: int,
     limit: int,
 ) -> list[Fetch]:
-    """The next fetches, `limit` at most, by deadline.
+    """The next fetches, `limit` at most, by deadline; and all that are needed already and do not fit.
 
     `cached`: the bytes of each shard in the cache; a shard that is being fetched counts as there. `sizes`: of
     all shards. `capacity`: in bytes, less what others occupy. Take the fetches in their order, leaving out
@@ -168,16 +168,20 @@ def plan_fetches(
     simulated = _Simulation(future, position, cached, sizes, capacity, limit)
     fetches: list[Fetch] = []
     in_use, begun = future._split(position)
+    left = limit
     chunks = [range(first, first + _CHUNK) for first in range(begun, len(future._uses), _CHUNK)]
     for chunk in [in_use, *chunks]:
         numbers = np.asarray(chunk, dtype=np.intp)
         numbers = numbers[numbers < len(future._uses)]
-        while len(numbers) and len(fetches) < limit:
+        while len(numbers) and left > 0:
             hits = simulated.use(numbers)
             if hits < len(numbers):
-                fetches.append(simulated.fetch(int(numbers[hits])))
+                fetch = simulated.fetch(int(numbers[hits]))
+                fetches.append(fetch)
+                # Where more is in use than fits, these would leave no place for what comes after them.
+                left -= fetch.fits or fetch.deadline > position
             numbers = numbers[hits + 1 :]
-        if len(fetches) >= limit:
+        if left <= 0:
             break
     return fetches
 
@@ -209,6 +213,7 @@ class _Simulation:
         self._slots[self._shards[: self._count]] = np.arange(self._count)
         self._gone: dict[int, int] = {}  # from which position on an evicted shard is
         self._room = _Room(capacity - int(held.sum()), position)
+        self._too_large = NEVER  # bytes for which there is no room among what is in use now
 
     def use(self, numbers: _Numbers) -> int:
         """Pass through the uses up to the first whose shard is missing; how many that are."""
@@ -224,9 +229,11 @@ class _Simulation:
         """Make room for the shard of a use when it begins, and fetch it."""
         shard = int(self._future._uses.shard[number])
         deadline = max(int(self._future._uses.begin[number]), self._position)
-        size = int(self._sizes[shard])
-        victims = self._victims(size - self._room.bytes, deadline)
+        size, is_needed = int(self._sizes[shard]), deadline == self._position
+        is_hopeless = is_needed and size >= self._too_large
+        victims = None if is_hopeless else self._victims(size - self._room.bytes, deadline)
         if victims is None:
+            self._too_large = min(size, self._too_large) if is_needed else self._too_large
             return Fetch(shard, deadline, self._position, (), fits=False)
         start = self._gone.get(shard, self._position)  # not while it is still there from an earlier use
         for slot in victims:

@@ -69,7 +69,10 @@ class FetchPlan:
         sizes = np.array(
             [part.known_size(number) for part in parts for number in range(len(part))], dtype=np.int64
         )
-        lead = uses.samples * self.cache.capacity // max(1, int(sizes.sum())) // LEADS_IN_CACHE
+        total = int(sizes.sum())
+        self.fits = total <= self.cache.capacity
+        """Whether the cache has room for all shards."""
+        lead = uses.samples * self.cache.capacity // max(1, total) // LEADS_IN_CACHE
         self.planner = Planner(
             Future(uses, lanes, lead=min(lead, uses.samples // 2)),
             names,

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["CachedShards", "SharedCache"]
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
+LOOK_SECONDS = 10.0  # a sixth of the time after which entries count as left by their users
 
 
 class SharedCache:
@@ -85,6 +86,7 @@ class CachedShards:
         """Why the cache could not keep what was delivered; raised by the next `load`."""
         self._fetched: set[int] = set()
         self._without_room: set[int] = set()  # shards that found no room lately
+        self._look_again: dict[int, float] = {}  # when to look whether an open shard is still cached
         self.after_fork()
         remake_after_fork(self)
 
@@ -161,16 +163,26 @@ class CachedShards:
             self.counts["refetched_bytes"] += size
         self._fetched.add(number)
 
-    def keeps(self, number: int) -> bool:
-        """Whether a shard may stay open though one reader needs it no more.
+    def kept(self, unused: Set[int]) -> Set[int]:
+        """Those of some shards that may stay open though one reader needs them no more.
 
-        Because another reader needs it, or because it is not evicted, and need not be: where the cache is
-        smaller than the dataset, an open shard would hold the room of an evicted one.
+        Because another reader needs them, or because they are not evicted, and need not be: where the cache
+        is smaller than what is read through it, an open shard would hold the room of an evicted one.
         """
-        if any(number in reader.using for reader in list(self.readers)):
+        readers = list(self.readers)
+        used = unused & frozenset[int]().union(*(reader.using for reader in readers))
+        plans = [reader.plan for reader in readers if reader.plan is not None]
+        has_room = all(plan.fits for plan in plans) and self._total_bytes <= self.cache.capacity
+        return used | set(filter(self._is_still_cached, unused - used)) if has_room else used
+
+    def _is_still_cached(self, number: int) -> bool:
+        """Whether a shard was still cached when that was last looked at, a short while ago."""
+        now = time.monotonic()
+        if now < self._look_again.get(number, 0.0):
             return True
+        self._look_again[number] = now + LOOK_SECONDS
         name = self.known_entry(number)
-        return bool(name) and self._total_bytes <= self.cache.capacity and self.cache.touch(name)
+        return bool(name) and self.cache.touch(name)
 
     def close(self) -> None:
         """Stop fetching, for all readers. What is cached stays; the shards may be used again."""

@@ -15,7 +15,7 @@ import operator
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -231,16 +231,16 @@ class Dataset(Closing):
         layout = self._token_layout
         return None if layout is None else layout[0]
 
-    def keep_only(self, numbers: Collection[int]) -> None:
+    def keep_only(self, numbers: Set[int]) -> None:
         """Forget the open shards that are not among `numbers`, so that those evicted free their room.
 
-        Those of a cache that has room for the whole dataset stay open until they are evicted for another.
+        Those of a cache that has room for all that is read through it stay open until they are evicted for
+        another dataset.
         """
-        shards = self.shards
         with self._lock:
-            for number in [n for n in self._open if n not in numbers]:
-                if shards is None or not shards.keeps(number):
-                    del self._open[number]
+            unused = self._open.keys() - numbers
+            for number in unused if self.shards is None else unused - self.shards.kept(unused):
+                del self._open[number]
 
     def close(self) -> None:
         """Forget the open shards, stop fetching; the dataset stays usable and opens them again when asked.

@@ -1,8 +1,10 @@
 """What many remote streams cost one process: threads, CPU time of a batch, the first batch.
 
-    python tests/benchmarks/bench_streams.py [--streams 1 20 200] [--batches 300] [--json]
+    python tests/benchmarks/bench_streams.py [--streams 1 20 200] [--windows 32 0] [--batches 300] [--json]
 
 Each stream is a dataset of its own, of `SHARDS` shards, behind one cache folder that holds half of them all.
+With windows of 32 rows, what is in use fits that half. Window 0 stands for the default, by which all shards
+of datasets as small as these are in use all the time: half of all rows are then read one by one.
 The store is this process's memory and answers at once: what is counted is the loader's own work, not waiting.
 CPU time is the whole process's (planning, fetching, hashing, writing the cache, gathering), divided by the
 batches after the first `WARM`, which fill the cache. Threads are counted every 2 ms: the largest
@@ -27,7 +29,7 @@ from shardkit.storage.memory import MemoryStore
 
 SHARDS, ROWS, LENGTH = 16, 32, 2048  # shards of 128 KiB
 BATCH = 16
-WARM = 400  # batches, during which the cache is filled
+WARM = 1200  # batches, during which the cache is filled and almost every shard has been needed once
 
 
 def write_streams(folder: Path, streams: int) -> list[str]:
@@ -51,8 +53,8 @@ def write_streams(folder: Path, streams: int) -> list[str]:
     return urls
 
 
-def measure(streams: int, batches: int) -> dict[str, object]:
-    """The figures of one loop over so many streams."""
+def measure(streams: int, window: int, batches: int) -> dict[str, object]:
+    """The figures of one loop over so many streams; `window` 0: the default."""
     most, done = 0, threading.Event()
 
     def count() -> None:
@@ -71,8 +73,8 @@ def measure(streams: int, batches: int) -> dict[str, object]:
             batch_size=BATCH,
             cache_dir=Path(scratch) / "cache",
             cache_bytes=max(whole // 2, 16 << 20),
-            lanes=2,
-            window=32,
+            lanes=2 if window else None,
+            window=window or None,
             endless=True,
             tensors="numpy",
             rank=0,
@@ -92,6 +94,7 @@ def measure(streams: int, batches: int) -> dict[str, object]:
         counter.join()
     return {
         "streams": streams,
+        "window": window,
         "threads": most,
         "open_seconds": opened - began,
         "first_batch_seconds": first - opened,
@@ -102,6 +105,7 @@ def measure(streams: int, batches: int) -> dict[str, object]:
 
 HEADS = {
     "streams": ("streams", ","),
+    "window": ("window", ","),
     "threads": ("threads", ","),
     "open_seconds": ("open s", ".2f"),
     "first_batch_seconds": ("first batch s", ".2f"),
@@ -113,9 +117,11 @@ HEADS = {
 def main() -> None:
     parser = benchmark_parser(__doc__, compares=True)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 20, 200])
+    parser.add_argument("--windows", type=int, nargs="+", default=[32, 0])
     parser.add_argument("--batches", type=int, default=300)
     arguments = parser.parse_args()
-    give(arguments, [measure(streams, arguments.batches) for streams in arguments.streams], HEADS)
+    cases = [(streams, window) for streams in arguments.streams for window in arguments.windows]
+    give(arguments, [measure(*case, arguments.batches) for case in cases], HEADS)
 
 
 if __name__ == "__main__":

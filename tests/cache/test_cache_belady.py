@@ -251,6 +251,19 @@ def test_a_fetch_begins_when_its_victim_has_had_its_last_use() -> None:
     assert plan_fetches(Future(order), 3, {}, sizes, 10, 0) == []
 
 
+def test_all_that_is_in_use_and_does_not_fit_is_named_and_leaves_the_limit_to_what_fits() -> None:
+    order = Order([1] * 40, OrderSpec(1, 1, 0, "global"))  # all shards are in use in all of an epoch
+    sizes = np.arange(40, dtype=np.int64) % 3 + 1
+    for held in (0, 8):
+        cached = {number: int(sizes[number]) for number in range(held)}
+        plan = plan_fetches(Future(order), 0, cached, sizes, 20, 16)
+        assert {fetch.shard for fetch in plan} == set(range(40)) - cached.keys()
+        used = sum(cached.values()) + sum(int(sizes[fetch.shard]) for fetch in plan if fetch.fits)
+        assert used <= 20
+        assert not any(sizes[fetch.shard] <= 20 - used for fetch in plan if not fetch.fits)
+        assert plan_fetches(Future(order), 0, cached, sizes, 20, 2)[-1].fits
+
+
 def test_a_shard_that_a_plan_evicts_and_needs_again_is_not_fetched_while_it_is_there() -> None:
     order = Order([2, 3, 6, 6, 6, 2, 8, 5, 8, 8, 6], OrderSpec(877437199690345766, 1, 10))
     Driver(order, [2, 10, 11, 11, 10, 20, 9, 8, 9, 20, 11], 64, at_once=3).run()

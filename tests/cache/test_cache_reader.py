@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import pytest
 
 from shardkit.cache.fetcher import FetchLimits
 from shardkit.cache.memory import CacheMemory
-from shardkit.cache.planner import Planner
-from shardkit.cache.reader import FIRST_ROWS
+from shardkit.cache.planner import PLANNED, Planner
+from shardkit.cache.reader import FIRST_ROWS, CacheReader, FetchPlan
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.producer import LoaderTimeoutError
+from shardkit.order.order import Order, OrderSpec
 from support.cache_entries import leased
 from support.noted_store import NotedStore, Read
 from support.remote_harness import (
@@ -161,6 +163,46 @@ def test_without_room_each_shard_is_fetched_whole_once_and_read_by_rows_from_the
     counters = remote.shards.counters()
     assert counters["bypassed"] == sum(map(whole, store.reads)) == SHARDS
     assert counters["row_reads"] >= len(rows) - SHARDS * (SAMPLES // SHARDS + 2)
+
+
+def test_in_half_a_cache_every_shard_without_room_is_read_by_rows_however_many_they_are(
+    tmp_path: Path,
+) -> None:
+    """More of them than a plan has fetches: what one plan learned the next one must not forget."""
+    shards, samples = 3 * PLANNED, 6 * PLANNED
+    folder = make_remote_kind(tmp_path / "mds", "mds", samples=samples, shards=shards)
+    store = NotedStore(folder)
+    size = max(file.stat().st_size for file in folder.glob("*.mds*"))
+    remote = Remote.open(store, CacheMemory(size * shards // 2), connections=4)
+    with (
+        closing(remote.dataset),
+        loader_of(remote, shuffle="global", endless=True, batch_size=16) as loader,
+    ):
+        batches = iter(loader)
+        for _ in range(3 * samples // 16):
+            next(batches)
+        store.reads.clear()
+        for _ in range(samples // 16):
+            next(batches)
+        assert sum(map(row, store.reads)) > samples // 2
+        assert sum(map(whole, store.reads)) < shards // 16
+
+
+def test_what_one_cache_has_no_room_for_together_does_not_stay_open(opened: Open) -> None:
+    _, second = opened("tar")
+    numbers = frozenset(range(SHARDS))
+    _, first = opened(cache=CacheMemory(sum(map(second.shards.known_size, numbers))))
+    for number in numbers:
+        first.dataset.shard(number)
+    assert first.shards.kept(numbers) == numbers
+    order = Order([10] * (2 * SHARDS), OrderSpec(1, 1, 1, "none"))
+    plan = FetchPlan([first.shards, second.shards], order, 0, None)
+    reader = CacheReader(first.shards)
+    reader.plan = plan
+    first.shards.readers.add(reader)
+    assert first.shards.kept(numbers) == frozenset()
+    reader.using = frozenset({2})
+    assert first.shards.kept(numbers) == {2}
 
 
 def test_a_plan_made_while_a_shard_comes_does_not_forget_that_it_has_no_room(opened: Open) -> None:

@@ -51,7 +51,7 @@ class _DatasetSource:
         """(number, open shard, where, bytes of the source) of each; no more than one stays open."""
         for number, info in enumerate(self._dataset.manifest.shards):
             yield number, self._dataset.shard(number), self._dataset.where(number), max(0, info.stored.bytes)
-            self._dataset.keep_only(())
+            self._dataset.keep_only(frozenset())
             self.files_done += 1
 
 
