@@ -142,7 +142,7 @@ def locate(
     if is_pattern(text) or is_tar_name(name) or "{" in text or "::" in text:
         return _find_tars([text], storage)
     is_index = name.endswith(".json")
-    store = connect(folder if is_index else text, storage)
+    store = connect(folder if is_index else text, storage, shares_limit=True)
     found = find_remote(store, name if is_index else None, storage, indexes)
     return found if found.store is not None else replace(found, store=store)
 
@@ -188,7 +188,7 @@ def _listed(
     base, manifest = parse_listing(where, text)
     if base is None:
         return Found(folder, manifest, card)
-    return Found(None, manifest, card, connect(base, storage))
+    return Found(None, manifest, card, connect(base, storage, shares_limit=True))
 
 
 def find_remote(
@@ -255,11 +255,13 @@ def _get_index(store: Store, errors: list[StoreError]) -> dict[str, bytes | None
         with store.open(INDEX_NAME) as body:
             info = body.info
             digest = info.metadata.get(METADATA_NAME)
-            if info.bytes >= LARGE_INDEX_BYTES and digest is not None:
-                table = _get(store, TABLE_NAME, [])
-                if table is not None and load_table(table, (info.bytes, digest)) is not None:
-                    return {INDEX_NAME: None, TABLE_NAME: table}
-            return {INDEX_NAME: read_body(body, f"{store.url}/{INDEX_NAME}").tobytes()}
+            if info.bytes < LARGE_INDEX_BYTES or digest is None:
+                return {INDEX_NAME: read_body(body, f"{store.url}/{INDEX_NAME}").tobytes()}
+        # Closed first: where the store has asked for few requests, an open body may hold the only connection.
+        table = _get(store, TABLE_NAME, [])
+        if table is not None and load_table(table, (info.bytes, digest)) is not None:
+            return {INDEX_NAME: None, TABLE_NAME: table}
+        return {INDEX_NAME: _get(store, INDEX_NAME, errors)}
     except StoreError as error:
         _check_missing(error, INDEX_NAME, errors)
         return {INDEX_NAME: None}

@@ -5,6 +5,10 @@ requests that were sent together fail together); after a cool-down without a 503
 successes as it has room for (AIMD, as in TCP). Waiting operations enter in the order of their age, urgent
 ones first; a retry keeps its age. An eighth of the limit is reserved for urgent requests, so that a small
 read for the current batch does not wait for the end of a long body.
+
+What a process streams from one bucket passes one gate, however many datasets it is (`shared_gate`): the
+bucket counts their requests together, and its 503 is meant for all of them. Whoever holds the body of one
+object while waiting to write another, such as a copy, needs gates that are not shared.
 """
 
 from __future__ import annotations
@@ -14,11 +18,13 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.threads import remake_after_fork
 
-__all__ = ["Gate", "Ticket"]
+__all__ = ["Gate", "Ticket", "shared_gate"]
 
 _URGENT_PART = 8  # the reciprocal of the share that is for urgent requests only
 
@@ -26,8 +32,8 @@ _URGENT_PART = 8  # the reciprocal of the share that is for urgent requests only
 class Ticket:
     """An operation's place in the queue, for all its attempts; used by one thread at a time."""
 
-    def __init__(self, *, urgent: bool, number: int) -> None:
-        self.urgent = urgent
+    def __init__(self, metrics: StoreMetrics, *, urgent: bool, number: int) -> None:
+        self.metrics, self.urgent = metrics, urgent
         self._order = (not urgent, number)
         self.admitted = threading.Event()
 
@@ -41,7 +47,6 @@ class Gate:
     def __init__(
         self,
         connections: int,
-        metrics: StoreMetrics,
         *,
         cool_down_seconds: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
@@ -49,13 +54,11 @@ class Gate:
         if connections < 1:
             raise ValueError(f"connections must be at least 1, not {connections}")
         self._connections = self.limit = connections
-        self._metrics = metrics
         self._cool_down_seconds, self._clock = cool_down_seconds, clock
         self._calm_at = -float("inf")  # the limit may be halved from this time on
         self._successes = 0
         self._numbers = itertools.count()
         self.after_fork()
-        metrics.concurrency_limit(connections)
         remake_after_fork(self)
 
     def after_fork(self) -> None:
@@ -63,9 +66,9 @@ class Gate:
         self.inside: set[Ticket] = set()  # a child holds none of its parent's places
         self.queue: list[Ticket] = []  # a heap
 
-    def ticket(self, *, urgent: bool = False) -> Ticket:
-        """Return the place of a new operation, behind all of its priority."""
-        return Ticket(urgent=urgent, number=next(self._numbers))
+    def ticket(self, metrics: StoreMetrics, *, urgent: bool = False) -> Ticket:
+        """Return the place of a new operation, behind all of its priority; `metrics` count it."""
+        return Ticket(metrics, urgent=urgent, number=next(self._numbers))
 
     def enter(self, ticket: Ticket, seconds: float = 0.0) -> bool:
         """Let the ticket in, waiting for at most `seconds`; return whether it is in."""
@@ -94,7 +97,7 @@ class Gate:
         with self._lock:
             if ticket in self.inside:
                 self.inside.remove(ticket)
-                self._metrics.in_flight(-1)
+                ticket.metrics.in_flight(-1, self.limit)
                 self._admit_waiting()
 
     def throttled(self) -> None:
@@ -103,7 +106,7 @@ class Gate:
         with self._lock:
             if now >= self._calm_at:
                 self._calm_at = now + self._cool_down_seconds
-                self._set_limit(max(1, self.limit // 2))
+                self.limit, self._successes = max(1, self.limit // 2), 0
 
     def succeeded(self) -> None:
         """Count an answer of the store towards a higher limit."""
@@ -113,12 +116,8 @@ class Gate:
                 return
             self._successes += 1
             if self._successes >= self.limit:
-                self._set_limit(self.limit + 1)
+                self.limit, self._successes = self.limit + 1, 0
                 self._admit_waiting()
-
-    def _set_limit(self, limit: int) -> None:
-        self.limit, self._successes = limit, 0
-        self._metrics.concurrency_limit(limit)
 
     def _has_room(self, ticket: Ticket) -> bool:
         kept = 0 if ticket.urgent else self.limit // _URGENT_PART
@@ -126,9 +125,34 @@ class Gate:
 
     def _admit(self, ticket: Ticket) -> None:
         self.inside.add(ticket)
-        self._metrics.in_flight(1)
+        ticket.metrics.in_flight(1, self.limit)
         ticket.admitted.set()
 
     def _admit_waiting(self) -> None:
         while self.queue and self._has_room(self.queue[0]):
             self._admit(heapq.heappop(self.queue))
+
+
+class _SharedGates:
+    """The gates of a process, for as long as a store uses them."""
+
+    def __init__(self) -> None:
+        self._gates: WeakValueDictionary[tuple[str, str, int], Gate] = WeakValueDictionary()
+        self.after_fork()
+        remake_after_fork(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+    def gate(self, url: str, connections: int) -> Gate:
+        origin = urlsplit(url)
+        with self._lock:
+            return self._gates.setdefault((origin.scheme, origin.netloc, connections), Gate(connections))
+
+
+_shared = _SharedGates()
+
+
+def shared_gate(url: str, connections: int) -> Gate:
+    """The gate of this process for what is read of the bucket, or server, of `url`."""
+    return _shared.gate(url, connections)

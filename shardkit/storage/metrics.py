@@ -93,7 +93,7 @@ class MetricsSnapshot:
 
 
 class StoreMetrics:
-    """The counts; several stores can share them (`concurrency_limit` is then the one that changed last)."""
+    """The counts; several stores can share them (`concurrency_limit` is then that of the last request)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -134,12 +134,10 @@ class StoreMetrics:
         with self._lock:
             self._events[event] += amount
 
-    def in_flight(self, change: int) -> None:
+    def in_flight(self, change: int, limit: int) -> None:
+        """Count a connection that is taken or given back, of `limit` that may be open now."""
         with self._lock:
             self._in_flight += change
-
-    def concurrency_limit(self, limit: int) -> None:
-        with self._lock:
             self._limit = limit
 
     def snapshot(self) -> MetricsSnapshot:

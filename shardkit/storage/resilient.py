@@ -27,6 +27,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Self, TypeVar
 
+from shardkit.storage.limits import shared_gate
 from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.retry import Call, Operation, RetryPolicy, Upstream
 from shardkit.storage.store import (
@@ -58,15 +59,20 @@ def connect(
     *,
     policy: RetryPolicy | None = None,
     metrics: StoreMetrics | None = None,
+    shares_limit: bool = False,
 ) -> ResilientStore:
-    """Open the store at `url` and make it resilient for `options.retry_seconds`. Nothing is contacted yet."""
+    """Open the store at `url` and make it resilient for `options.retry_seconds`. Nothing is contacted yet.
+
+    `shares_limit`: with all stores of the bucket that are opened so (`shared_gate`).
+    """
     options = options or StorageOptions()
     policy = policy or RetryPolicy(deadline_seconds=options.retry_seconds)
-    return ResilientStore(open_store(url, options), policy, metrics, connections=options.connections)
+    store = open_store(url, options)
+    return ResilientStore(store, policy, metrics, connections=options.connections, shares_limit=shares_limit)
 
 
 class ResilientStore(BaseStore):
-    """Keeps the contract of `Store`. A pickled copy has counts and limits of its own."""
+    """Keeps the contract of `Store`. A pickled copy has counts of its own, and the limits of its process."""
 
     def __init__(
         self,
@@ -76,18 +82,25 @@ class ResilientStore(BaseStore):
         *,
         connections: int = StorageOptions().connections,
         has_answered: bool = False,
+        shares_limit: bool = False,
     ) -> None:
         """`has_answered`: the store was reached before, so failing to reach it is an outage."""
         self._store = store
-        self._connections = connections
+        self._connections, self._shares_limit = connections, shares_limit
         self.policy, self.metrics = policy or RetryPolicy(), metrics or StoreMetrics()
+        gate = shared_gate(store.url, connections) if shares_limit else None
         self._upstream = Upstream(
-            store.url, self.policy, self.metrics, connections, has_answered=has_answered
+            store.url, self.policy, self.metrics, connections, has_answered=has_answered, gate=gate
         )
         self._urgent = False
 
     def __reduce__(self) -> tuple[object, ...]:
-        make = partial(type(self), connections=self._connections, has_answered=self._upstream.has_answered)
+        make = partial(
+            type(self),
+            connections=self._connections,
+            has_answered=self._upstream.has_answered,
+            shares_limit=self._shares_limit,
+        )
         return make, (self._store, self.policy), {"_urgent": self._urgent}
 
     @property

@@ -160,11 +160,13 @@ class Upstream:
         connections: int,
         *,
         has_answered: bool,
+        gate: Gate | None = None,
         workers: Submitter | None = None,
     ) -> None:
-        """`workers` make the requests; by default threads."""
+        """`gate`: by default one of its own for so many connections; `workers` make requests: threads."""
         self.policy, self.metrics = policy, metrics
-        self.gate = Gate(connections, metrics, clock=policy.clock)
+        self.gate = gate or Gate(connections, clock=policy.clock)
+        metrics.in_flight(0, self.gate.limit)
         self.hedging = Hedging(policy)
         self.has_answered = has_answered
         self.workers = workers or Workers(_THREADS_PER_CONNECTION * connections)
@@ -213,6 +215,7 @@ class Upstream:
         self.has_answered = self.has_answered or error.status is not None  # who refuses a request is there
         if isinstance(error, ThrottledError):
             self.gate.throttled()
+            self.metrics.in_flight(0, self.gate.limit)
 
     def retrying(self, operation: str, error: StoreError, began: float, left_seconds: float) -> None:
         """An operation that began to fail at `began` is retried."""
@@ -248,7 +251,7 @@ class Call:
         policy = upstream.policy
         self.upstream, self.where = upstream, where
         self._operation = operation
-        self._ticket = upstream.gate.ticket(urgent=urgent)
+        self._ticket = upstream.gate.ticket(upstream.metrics, urgent=urgent)
         self._attempt_seconds = policy.answer_seconds if seconds is None else seconds
         self.restart(operation, policy.clock(), policy.deadline_seconds if seconds is None else seconds)
 
@@ -303,7 +306,7 @@ class Call:
         upstream, gate = self.upstream, self.upstream.gate
         left = limit = max(0.0, min(self._left_seconds, self._attempt_seconds, threading.TIMEOUT_MAX))
         slow_seconds = None if discard is None else upstream.hedging.delay()
-        second = gate.ticket(urgent=self._ticket.urgent)
+        second = gate.ticket(upstream.metrics, urgent=self._ticket.urgent)
         sent = [upstream.send(self._operation, request)]
         winner: Future[T] | None = None
         try:

@@ -25,10 +25,11 @@ from shardkit.manifest import Column, FileInfo, ShardInfo
 from shardkit.publish.contents import content_hash
 from shardkit.storage import open_store
 from shardkit.storage.memory import MemoryBody, MemoryStore
+from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import METADATA_NAME, Store, StoreError, TransientError
 from support.loader_data import parts, token_rows
 from support.noted_store import NotedStore
-from support.remote_harness import fresh_url, put_folder, write_hashed
+from support.remote_harness import fresh_url, put_folder, quick_policy, write_hashed
 from support.s3_moto import S3Server, s3_server
 from support.small_dataset import make_dataset
 from support.stores import FaultRule, FaultyStore
@@ -245,9 +246,21 @@ def test_index_bin_of_a_store_is_read_if_it_belongs_to_the_index(case: str, tmp_
         assert found.fingerprint == expected.fingerprint
         assert list(found.shards) == list(expected.shards)
     asked = ["dataset.json", "index.json", *([] if case == "unknown hash" else ["index.bin"])]
+    asked += ["index.json"] if case in ("stale", "damaged", "absent") else []
     assert sorted(read.key for read in store.reads) == sorted(asked)
-    [body] = [body for body in bodies if body.info.key == "index.json"]
-    assert (body.left == len(index)) == case.startswith("sound")
+    read = sum(len(index) - body.left for body in bodies if body.info.key == "index.json")
+    assert read == (0 if case.startswith("sound") else len(index))
+
+
+def test_a_large_index_is_opened_by_a_store_that_allows_one_connection(tmp_path: Path) -> None:
+    columns = (Column("tokens", "ndarray:uint16:8", 16),)
+    infos = [FileInfo(f"shard.{n:05}.mds", 1000, {"xxh64": f"{n:016x}"}) for n in range(TABLE_SHARDS)]
+    files = index_files([ShardInfo(info, 50, columns) for info in infos])
+    below = NotedStore()
+    below.put("index.json", files["index.json"], metadata={METADATA_NAME: content_hash(files["index.json"])})
+    below.put("index.bin", files["index.bin"])
+    store = ResilientStore(below, quick_policy(deadline_seconds=1.0), connections=1)
+    assert len(find_remote(store, "index.json").manifest.shards) == TABLE_SHARDS
 
 
 @pytest.mark.parametrize("where", ["local", "memory"])

@@ -22,9 +22,9 @@ def test_threads_lose_no_counts() -> None:
         for _ in range(2000):
             metrics.request("open")
             metrics.count("bytes_read", 10)
-            metrics.in_flight(1)
+            metrics.in_flight(1, 8)
             metrics.first_byte(0.01)
-            metrics.in_flight(-1)
+            metrics.in_flight(-1, 8)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -85,7 +85,7 @@ def test_an_interval_is_the_difference_of_two_snapshots() -> None:
     metrics.request("head")
     metrics.count("retries", 3)
     metrics.first_byte(5.0)
-    metrics.in_flight(2)
+    metrics.in_flight(2, 8)
     earlier = metrics.snapshot()
     metrics.request("open")
     metrics.count("bytes_read", 7)
@@ -125,7 +125,7 @@ def test_a_pickled_copy_counts_from_zero_on_its_own() -> None:
 
 def test_a_forked_child_can_count_though_a_thread_of_the_parent_was_counting() -> None:
     metrics = StoreMetrics()
-    metrics.in_flight(3)
+    metrics.in_flight(3, 8)
     with metrics._lock:  # what another thread does at that moment
         child = os.fork()
         if not child:

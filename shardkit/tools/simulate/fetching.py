@@ -30,7 +30,6 @@ from shardkit.cache.download import MIN_PART_BYTES
 from shardkit.cache.planner import Pace, Planner
 from shardkit.cache.reader import LEADS_IN_CACHE
 from shardkit.storage.limits import Gate
-from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import StorageOptions
 from shardkit.tools.simulate.scenario import NodeUses, Scenario
@@ -148,7 +147,7 @@ class Fetching:
         self._connections = scenario.connections * scenario.gpus_per_node
         self._answered_at = 0.0
         most_requests = StorageOptions().connections * scenario.gpus_per_node
-        self._gate = Gate(most_requests, StoreMetrics(), clock=lambda: self._answered_at)
+        self._gate = Gate(most_requests, clock=lambda: self._answered_at)
         self._policy = RetryPolicy()
         self._random = random.Random(f"{scenario.seed}:{node}")
         self._planner: Planner | None = None
