@@ -100,8 +100,8 @@ class Limits:
     fan_in: int = 64  # runs that one task reads
     task_bytes: int = 1 << 30  # that a merge task writes, about
     partition_bytes: int = 100 << 20  # of one task that reads keys, about: several workers have tasks
-    least_segments: int = 256  # runs x readers that are never merged
-    segment_bytes: int = 4 << 20  # least share of a run that a reader should get: a full request
+    least_segments: int = 64  # runs x readers that are never merged
+    segment_bytes: int = 4 << 20  # what a request costs: so much could be read and written again instead
     block_bytes: int = 256 << 10  # unit of reading and checking, in small files
     read_bytes: int = 4 << 20  # of one request
     reads_in_flight: int = 32
@@ -125,10 +125,10 @@ class Limits:
 
     def merges(self, runs: int, bytes: int, readers: int) -> bool:
         """Whether so many runs of together `bytes` are too many for so many readers."""
-        if runs <= 1:
-            return False
-        is_small = bytes < self.segment_bytes * runs * readers
-        return runs > self.fan_in or (runs * readers > self.least_segments and is_small)
+        if runs > self.fan_in:
+            return True
+        saved = runs * readers - runs - readers  # requests, by a merge that makes one of each run
+        return runs * readers > self.least_segments and bytes < self.segment_bytes * saved
 
 
 DEFAULT_LIMITS = Limits()

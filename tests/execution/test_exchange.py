@@ -331,5 +331,5 @@ def test_divided_limits_treat_small_data_as_limits_treat_large(tmp_path: Path) -
     small = DEFAULT_LIMITS.divided(256)
     assert (small.block_bytes, small.read_bytes, small.task_bytes) == (1 << 10, 1 << 14, 1 << 22)
     assert (small.fan_in, small.reads_in_flight) == (DEFAULT_LIMITS.fan_in, DEFAULT_LIMITS.reads_in_flight)
-    for runs, size, readers in ((65, 1 << 40, 1), (64, 1 << 30, 5), (64, 1 << 30, 100)):
+    for runs, size, readers in ((65, 1 << 40, 1), (64, 1 << 30, 5), (64, 1 << 30, 100), (2, 1 << 20, 500)):
         assert small.merges(runs, size // 256, readers) == DEFAULT_LIMITS.merges(runs, size, readers)
