@@ -23,7 +23,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +33,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.errors import BuildError
 from shardkit.hashing import digest_of
 from shardkit.storage.threads import Workers
 from shardkit.writers.execution.artifacts import Artifact
@@ -120,8 +121,7 @@ class RunWriter:
                 file.write(*batch)
 
     def _merge_spills(self, target: Path) -> None:
-        runs = [(Segment(Artifact(path), path.stat().st_size, "", 0, _KEYS),) for path in self._spills]
-        spilled = Slice(self._table, tuple(runs), 0, _KEYS, self._limits)
+        spilled = Slice.whole(self._table, [Artifact(path) for path in self._spills], self._limits)
         with BlockWriter(target, self._table, self._bytes, self._limits) as file:
             for rows, payload in spilled.stream(self._memory_bytes):
                 file.write(rows, payload)
@@ -139,11 +139,22 @@ class Slice:
     stop: int
     limits: Limits = DEFAULT_LIMITS
 
+    @classmethod
+    def whole(cls, table: Table, files: Sequence[Artifact], limits: Limits = DEFAULT_LIMITS) -> Slice:
+        """All rows of some runs."""
+        runs = tuple((Segment(file, file.size(), "", 0, _KEYS),) for file in files)
+        return cls(table, runs, 0, _KEYS, limits)
+
     @cached_property
     def digest(self) -> str:
         """Names the rows: what the reader's task names as its input."""
         files = [[[segment.content, segment.origin] for segment in run] for run in self.runs]
         return digest_of([self.table.layout, self.table.origin, str(self.start), str(self.stop), files])
+
+    def within(self, start: int, stop: int) -> Slice:
+        """The rows with keys in [start, stop), a part of the range."""
+        runs = [tuple(s for s in run if s.start < stop and start < s.stop) for run in self.runs]
+        return replace(self, runs=tuple(filter(None, runs)), start=start, stop=stop)
 
     @property
     def bytes(self) -> int:
@@ -196,7 +207,7 @@ def exchange(
     run: RunTasks,
     stage: str,
     table: Table,
-    maps: Sequence[Commit],
+    maps: Sequence[Commit | Segment],
     *,
     readers: int,
     end: int = _KEYS,
@@ -205,19 +216,24 @@ def exchange(
     """Merge the runs of `maps` until each of `readers` tasks meets few and large ones.
 
     The readers get equal or similar shares of the keys [0, end). Merge tasks are stages `<stage>-merge-1`, ….
+    A map that is a `Segment` is a run that no task of this build wrote.
     """
     runs: list[tuple[Segment, ...]] = []
-    for number, commit in enumerate(maps):
-        output = commit.outputs[table.file]
-        if output.bytes > EMPTY_BYTES:
-            file = commit.files / table.file
+    for number, written in enumerate(maps):
+        segment = written if isinstance(written, Segment) else _written_by(written, table)
+        if segment.bytes > EMPTY_BYTES:
             origin = None if table.origin is None else number
-            runs.append((Segment(file, output.bytes, output.xxh3_128, 0, end, origin),))
+            runs.append((replace(segment, start=0, stop=end, origin=origin),))
     level = 0
     while limits.merges(len(runs), sum(s.bytes for segments in runs for s in segments), readers):
         level += 1
         runs = _merge_level(run, f"{stage}-merge-{level}", Exchanged(table, runs, limits), end)
     return Exchanged(table, runs, limits)
+
+
+def _written_by(commit: Commit, table: Table) -> Segment:
+    output = commit.outputs[table.file]
+    return Segment(commit.files / table.file, output.bytes, output.xxh3_128, 0, _KEYS)
 
 
 def _merge_level(run: RunTasks, stage: str, exchanged: Exchanged, end: int) -> list[tuple[Segment, ...]]:
@@ -261,12 +277,13 @@ class _Cursor:
     def __init__(
         self, run: Sequence[Segment], piece: Slice, workers: Workers, chunk_bytes: int, ahead: int
     ) -> None:
-        self._piece, self._workers = piece, workers
+        self._piece, self._workers, self._file = piece, workers, run[0].file
         self._chunk_bytes, self._ahead = chunk_bytes, ahead
         self._footers = deque([self._open(run[0])])
         self._chunks = self._plan(run)
         self._coming: deque[Future[Chunk]] = deque()
         self._held: deque[Chunk] = deque()
+        self._last = 0  # key that was held
 
     @property
     def last(self) -> int | None:
@@ -285,7 +302,10 @@ class _Cursor:
                 return bool(self._held)
             chunk = self._coming.popleft().result()
             if len(chunk.keys):
+                if chunk.key < self._last or (chunk.keys[1:] < chunk.keys[:-1]).any():
+                    raise BuildError(f"{self._file}: its keys are not in order; make it again")
                 self._held.append(chunk)
+                self._last = int(chunk.keys[-1])
 
     def take(self, key: int | None, side: Literal["left", "right"] = "left") -> list[Batch]:
         """The held rows below `key`, or (side "right") up to and with it; all without a key."""

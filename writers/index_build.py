@@ -7,6 +7,9 @@ a name that follows from what it is made of, so that a part never changes; the r
 index. So no machine ever holds the index.
 
 The first stages are those of a build, so the work folder of one that keeps it (`work`) is used as it is.
+
+`index_part` makes a part in the order of documents: memory is a chunk of rows, some megabytes of keys, and
+the n-grams of some megabytes of text (or of one document), for a split of any size.
 """
 
 from __future__ import annotations
@@ -17,10 +20,15 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from dataclasses import replace as replace_field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 import shardkit
 from shardkit.errors import BuildError, RecipeError
@@ -32,7 +40,8 @@ from shardkit.storage.store import StorageOptions, StoreError
 from shardkit.storage.url import is_remote, local_path
 from shardkit.units import format_bytes
 from shardkit.writers.card import recipe_content
-from shardkit.writers.dedup.config import NearDedupConfig
+from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
+from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.index import (
     BLOCKS_FILE,
     FORMAT,
@@ -40,30 +49,44 @@ from shardkit.writers.dedup.index import (
     INDEX_PART_FILES,
     SKETCH,
     DedupIndex,
-    IndexPart,
     IndexRecord,
     check_indexable,
-    index_part,
+    index_settings,
     open_index,
 )
 from shardkit.writers.dedup.near import NearResult
+from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE
 from shardkit.writers.dedup.removals import SplitRemovals, SplitTable
+from shardkit.writers.dedup.shingle_store import ShingleReader, ShingleWriter
 from shardkit.writers.dedup.signatures import part_settings
+from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter
 from shardkit.writers.estimate import existing_folder
+from shardkit.writers.exchange import RunWriter, Slice
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, Task, code_version
+from shardkit.writers.execution.task import Commit, PlainCounts, Task, code_version
+from shardkit.writers.execution.work import hash_output
 from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, place_of, work_of
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.scan import describe_inputs
+from shardkit.writers.kernels.shingles import shingle_batch
+from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.kernels.words import normalization_version
 from shardkit.writers.pipeline import refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import Recipe
-from shardkit.writers.stages.clean import DOCUMENTS_FILE
+from shardkit.writers.stages.clean import DOCUMENTS_FILE as TEXTS_FILE
 from shardkit.writers.stages.duplicate_losses import NEAR
 from shardkit.writers.stages.graph import BuildInputs, Survivors, find_survivors
 
-__all__ = ["DedupIndexResult", "StoreTarget", "build_dedup_index", "publish_index", "publish_to_store"]
+__all__ = [
+    "DedupIndexResult",
+    "IndexPart",
+    "StoreTarget",
+    "build_dedup_index",
+    "index_part",
+    "publish_index",
+    "publish_to_store",
+]
 
 
 @dataclass(frozen=True)
@@ -207,7 +230,7 @@ def _index_tasks(
     tasks: dict[str, Task] = {}
     for split, part, removed in zip(documents, near.parts, near.removed, strict=True):
         inputs = {
-            "documents": split.outputs[DOCUMENTS_FILE].xxh3_128,
+            "documents": split.outputs[TEXTS_FILE].xxh3_128,
             "part": part.content,
             "removed": removed.digest,
         }
@@ -219,8 +242,8 @@ def _index_tasks(
         if target is not None:
             settings["target"] = target.url
         name = f"part-{digest_of([split.name, settings, inputs, code_version()])}"
-        args = (split.files / DOCUMENTS_FILE, part.files, removed, config, sketch, name, target)
-        weight = split.outputs[DOCUMENTS_FILE].bytes
+        args = (split.files / TEXTS_FILE, part.files, removed, config, sketch, name, target)
+        weight = split.outputs[TEXTS_FILE].bytes
         tasks[name] = Task("index", split.name, settings, _index, args, weight, inputs)
     return tasks
 
@@ -250,6 +273,147 @@ def _removed(survivors: Survivors) -> dict[str, int]:
     for stage in survivors.card.stages if survivors.card else ():
         removed[stage.stage] = stage.documents
     return removed
+
+
+_KEYS_MEMORY_BYTES = 32 << 20  # in which keys are read, and as much in which they are written
+
+_PIECE_BYTES = 4 << 20  # of text whose n-grams are held at once: 32 MiB at most
+
+
+@dataclass(frozen=True, slots=True)
+class IndexPart(PlainCounts):
+    """What a part holds: `documents`, the `bytes` of their texts, and `files` by name.
+
+    `removed` documents were left out; `sketches` sets of n-grams are not whole. `settings` are
+    `index_settings`, the same in all parts of an index.
+    """
+
+    documents: int
+    bytes: int
+    removed: int
+    sketches: int
+    files: Mapping[str, Mapping[str, Any]]
+    settings: Mapping[str, Any]
+
+
+def index_part(
+    documents: Artifact,
+    part: Artifact,
+    removed: npt.NDArray[np.int64],
+    config: NearDedupConfig,
+    sketch: int,
+    folder: Path,
+) -> IndexPart:
+    """Write the part of an index that a split gives into `folder`.
+
+    `documents` is the split's Arrow file, `part` what `sign_documents` made of it; `removed` are the rows of
+    the Arrow file to leave out, in any order; other rows than the part's do no harm. Of each set of n-grams
+    the `sketch` smallest hashes are kept, all if 0.
+    """
+    assert config.scope == "global", "check_indexable"
+    removed = np.sort(removed)
+    count, text_bytes = _filter_tables(part, removed, config, folder)
+    sketches = _write_sketches(documents, part, removed, config.minhash, sketch, folder)
+    outputs = {name: hash_output(folder / name, with_blocks=True) for name in INDEX_PART_FILES}
+    blocks = {name: {"xxh3_128": one.xxh3_128, "blocks": one.blocks} for name, one in outputs.items()}
+    (folder / BLOCKS_FILE).write_text(json.dumps(blocks, indent=1, sort_keys=True) + "\n")
+    outputs[BLOCKS_FILE] = hash_output(folder / BLOCKS_FILE)
+    files = {name: {"bytes": output.bytes, "xxh3_128": output.xxh3_128} for name, output in outputs.items()}
+    left_out = len(Rows(part / DOCUMENTS_FILE, DOCUMENT)) - count
+    return IndexPart(count, text_bytes, left_out, sketches, files, index_settings(config))
+
+
+def _filter_tables(
+    part: Artifact, removed: npt.NDArray[np.int64], config: NearDedupConfig, folder: Path
+) -> tuple[int, int]:
+    """Write all files of a part but the sets; (documents, bytes of their texts)."""
+    table, values = Rows(part / DOCUMENTS_FILE, DOCUMENT), RowFile(part / SIGNATURES_FILE)
+    text_bytes, gone = 0, [np.zeros(0, np.int64)]
+    with ExitStack() as stack:
+        to_table = stack.enter_context(RowsWriter(folder / DOCUMENTS_FILE, DOCUMENT))
+        width = config.minhash.permutations
+        to_values = stack.enter_context(RowsWriter(folder / SIGNATURES_FILE, "<u4", width=width))
+        for start in range(0, len(table), CHUNK_ROWS):
+            described = table.read(start, min(start + CHUNK_ROWS, len(table)))
+            stays = _stays(described["row"], removed)
+            gone.append(start + np.flatnonzero(~stays))
+            described = described[stays]
+            described["row"] = np.arange(to_table.rows, to_table.rows + len(described))
+            to_values.write(values.read(start + np.flatnonzero(stays)))
+            to_table.write(described)
+            text_bytes += int(described["bytes"].sum())
+    assert len(table) == values.rows, part
+    _filter_keys(part / KEYS.file, np.concatenate(gone), folder / KEYS.file)
+    return to_table.rows, text_bytes
+
+
+def _filter_keys(keys: Artifact, gone: npt.NDArray[np.int64], path: Path) -> None:
+    """Write the run of word keys without these rows of the part; the others are numbered anew."""
+    with RunWriter(path, KEYS, memory_bytes=_KEYS_MEMORY_BYTES) as writer:
+        for rows, _ in Slice.whole(KEYS, [keys]).stream(_KEYS_MEMORY_BYTES):
+            rows = rows[_stays(rows["row"], gone)]
+            rows["row"] -= np.searchsorted(gone, rows["row"]).astype(np.uint32)
+            writer.write(rows)
+
+
+def _write_sketches(
+    documents: Artifact,
+    part: Artifact,
+    removed: npt.NDArray[np.int64],
+    config: MinHashConfig,
+    sketch: int,
+    folder: Path,
+) -> int:
+    """Write the sets of n-grams; returns how many are not whole."""
+    number = sketches = 0
+    with ShingleWriter(folder, smallest=sketch or None) as sets:
+        for texts in _texts(documents, part, removed):
+            numbers = np.arange(number, number + len(texts), dtype=np.uint64)
+            sets.write(numbers, *shingle_batch(texts, config))
+            number += len(texts)
+    if sketch:
+        for rows in ShingleReader([Artifact(folder)]).tables():
+            sketches += int((rows["stored"] < rows["distinct"]).sum())
+    return sketches
+
+
+def _texts(
+    documents: Artifact, part: Artifact, removed: npt.NDArray[np.int64]
+) -> Iterator[pa.LargeStringArray]:
+    """The texts of the part's documents that stay, in order, some megabytes at a time."""
+    table = Rows(part / DOCUMENTS_FILE, DOCUMENT)
+    start = at = 0
+    with documents.open_arrow() as file:
+        reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=[4]))
+        for batch in range(reader.num_record_batches):
+            texts = reader.get_batch(batch).column("text")
+            rows = table.read(at, min(at + len(texts), len(table)))["row"]
+            rows = rows[: np.searchsorted(rows, start + len(texts))]
+            at += len(rows)
+            stay = rows[_stays(rows, removed)] - start
+            start += len(texts)
+            yield from _pieces(texts.take(pa.array(stay)))
+    assert at == len(table), part
+
+
+def _pieces(texts: pa.LargeStringArray) -> Iterator[pa.LargeStringArray]:
+    """The texts in slices of at most `_PIECE_BYTES`, or one text."""
+    offsets = text_offsets(texts)
+    begin = 0
+    while begin < len(texts):
+        end = int(np.searchsorted(offsets, offsets[begin] + _PIECE_BYTES, "right")) - 1
+        end = max(end, begin + 1)
+        yield texts.slice(begin, end - begin)
+        begin = end
+
+
+def _stays(rows: npt.NDArray[np.int64], removed: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which of `rows` are not in `removed`; both ascend."""
+    places = np.searchsorted(removed, rows)
+    stays = np.ones(len(rows), np.bool_)
+    inside = places < len(removed)
+    stays[inside] = removed[places[inside]] != rows[inside]
+    return stays
 
 
 _PART_FILES = (*INDEX_PART_FILES, BLOCKS_FILE)

@@ -43,7 +43,7 @@ from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.progress import StageProgress
 
 MEAN_SECONDS = 60.0
-FILES = ("documents.arrow", "keys.npy", "quarantine.jsonl")
+FILES = ("documents.arrow", "keys.run", "quarantine.jsonl")
 PAGE = 1000  # keys that a store lists in a request
 CONFIG = {"filters": [["length", {"min_words": 50}]] * 8, "text": "text", "fields": ["text", "id", "url"]}
 HEADS: Heads = {

@@ -31,7 +31,6 @@ def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the small corpus into as many splits and partitions as a large one has."""
     monkeypatch.setattr(scan, "scan_inputs", partial(scan.scan_inputs, split_bytes=5000))
     monkeypatch.setattr(graph, "PARTITION_TEXT_BYTES", 12_000)
-    monkeypatch.setattr("shardkit.writers.dedup.exact.partitions_for", lambda documents, memory: 3)
 
 
 @pytest.mark.parametrize(

@@ -23,17 +23,16 @@ from hypothesis import strategies as st
 from shardkit.errors import BuildError, RecipeError
 from shardkit.hashing import hash_file
 from shardkit.writers import index_build
-from shardkit.writers.dedup import exact
-from shardkit.writers.dedup import index as part_module
 from shardkit.writers.dedup.candidates import PAIRS_BY_FIRST, PAIRS_BY_SECOND, PairWriter
 from shardkit.writers.dedup.compare import compare_pairs
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
+from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.index import (
     BLOCKS_FILE,
     INDEX_FILE,
+    INDEX_PART_FILES,
     DedupIndex,
     check_indexable,
-    index_part,
     index_settings,
     open_index,
 )
@@ -57,11 +56,13 @@ from shardkit.writers.dedup.shingle_store import (
     ShingleWriter,
     write_sets,
 )
-from shardkit.writers.dedup.signatures import KEYS_FILE, sign_documents
+from shardkit.writers.dedup.signatures import sign_documents
+from shardkit.writers.dedup.tables import RowsWriter
 from shardkit.writers.exchange import exchange
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.index_build import publish_index
+from shardkit.writers.index_build import index_part, publish_index
 from shardkit.writers.kernels.shingles import shingle_batch
+from shardkit.writers.runs import DEFAULT_LIMITS, BlockWriter
 from support.documents import write_documents
 from support.small_build import tree
 from support.task_folders import TaskFolders, commit_folder, read_run, slice_of
@@ -147,9 +148,8 @@ def index(original: DedupIndex, tmp_path: Path) -> DedupIndex:
 
 
 def in_small_pieces(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(exact, "RUN_ROWS", 16)
-    patch.setattr(part_module, "CHUNK_ROWS", 5)
-    patch.setattr(part_module, "_PIECE_BYTES", 500)
+    patch.setattr(index_build, "CHUNK_ROWS", 5)
+    patch.setattr(index_build, "_PIECE_BYTES", 500)
 
 
 def contents(sets: Sets) -> list[tuple[list[int], int, int]]:
@@ -278,7 +278,7 @@ def test_an_older_index_of_another_hash_scheme_does_not_fit(index: DedupIndex) -
         (lambda data: data.update(format=3), "format 3, and this shardkit knows 2"),
         (lambda data: data.clear(), "format None, and"),
         (lambda data: data["parts"][1].update(folder="../part-00001"), r"parts\.1\.folder: .*pattern"),
-        (lambda data: data["parts"][0]["files"].pop("keys.npy"), "part-00000 lists other files than"),
+        (lambda data: data["parts"][0]["files"].pop("keys.run"), "part-00000 lists other files than"),
         (lambda data: data["parts"][0]["files"].update({"../x": {}}), r"parts\.0\.files"),
         (lambda data: data.update(documents=-1), "documents: .*greater than or equal to 0"),
         (lambda data: data.update(documents=1), "documents of its parts do not add up"),
@@ -446,8 +446,8 @@ def test_recipes_that_no_index_can_be_made_of_are_refused() -> None:
 
 # Made by others: sizes and hashes are stated right, the content is not.
 
-LARGE = (-1, 1 << 20, (1 << 31) - 1, -(1 << 31))
-TABLES = {SETS_FILE: SET, KEYS_FILE: exact.STORED_DTYPE, DOCUMENTS_FILE: DOCUMENT}
+LARGE = (-1, 1 << 20, -(1 << 31))
+TABLES = {SETS_FILE: SET, KEYS.file: KEYS.dtype, DOCUMENTS_FILE: DOCUMENT}
 COMPARE = """
 import shutil, sys
 from pathlib import Path
@@ -481,11 +481,19 @@ def written(index: DedupIndex, folder: Path, name: str, data: bytes) -> Path:
 
 
 def with_field(index: DedupIndex, folder: Path, name: str, field: str, value: int, rows: slice) -> Path:
-    data = bytearray((folder_of(index) / "part-00000" / name).read_bytes())
-    begin = 512 if name.endswith(".npy") else 0
-    table = np.frombuffer(data, TABLES[name], offset=begin)[rows]
-    table[field] = np.array(value).astype(TABLES[name][field].base, casting="unsafe")
-    return written(index, folder, name, bytes(data))
+    path = folder_of(index) / "part-00000" / name
+    table = read_run(path, KEYS) if name == KEYS.file else np.load(path)
+    table[field][rows] = np.array(value).astype(TABLES[name][field].base, casting="unsafe")
+    data = folder.with_name("data")
+    if name == KEYS.file:
+        with BlockWriter(data, KEYS, table.nbytes, DEFAULT_LIMITS) as writer:
+            writer.write(table, np.empty(0, np.uint8))
+    else:
+        with RowsWriter(data, table.dtype) as rows_of_table:
+            rows_of_table.write(table)
+    changed = data.read_bytes()
+    data.unlink()
+    return written(index, folder, name, changed)
 
 
 def compared(documents: Path, folder: Path) -> dict[str, str]:
@@ -520,7 +528,7 @@ def test_no_field_of_an_index_can_harm_the_process(original: DedupIndex, dump: P
             refused[name].add(field)
     assert refused == {  # what becomes an address, and the order that follows from keys
         SETS_FILE: {"number", "start", "stored", "distinct", "total"},
-        KEYS_FILE: {"place"},
+        KEYS.file: {"key", "row"},
         DOCUMENTS_FILE: set(),
     }
 
@@ -533,7 +541,6 @@ def test_no_field_of_an_index_can_harm_the_process(original: DedupIndex, dump: P
         (SIGNATURES_FILE, np.zeros((104, 32), np.uint32), "104 rows, expected 105"),
         (SIGNATURES_FILE, np.zeros((32, 105), np.uint32).T, "not a table: shape"),
         (SETS_FILE, np.zeros(104, SET), "sets.npy: 104 rows, expected 105"),
-        (KEYS_FILE, np.zeros(106, exact.STORED_DTYPE), "keys.npy: 106 rows, expected 105"),
         (DOCUMENTS_FILE, np.zeros(106, DOCUMENT), "documents.npy: 106 rows, expected 105"),
         (DOCUMENTS_FILE, np.zeros(105), "documents.npy: rows of float64"),
     ],
@@ -575,7 +582,7 @@ def test_headers_are_believed_only_if_the_file_has_their_bytes(
 def test_any_bytes_in_an_index_are_compared_or_refused(
     original: DedupIndex, dump: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    name = data.draw(st.sampled_from(part_module.INDEX_PART_FILES))
+    name = data.draw(st.sampled_from(INDEX_PART_FILES))
     content = bytearray((folder_of(original) / "part-00000" / name).read_bytes())
     for _ in range(data.draw(st.integers(1, 5))):
         at = data.draw(st.integers(0, len(content) - 1))

@@ -1,4 +1,4 @@
-"""Exact duplicates: the outcomes are those of one dictionary over all documents."""
+"""Documents with equal keys: who stays is what one dictionary over all documents says."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.writers.dedup.exact import KEYS, rank_copies
+from shardkit.writers.dedup.exact import KEYS, find_copies, rank_copies
 from shardkit.writers.dedup.removals import SplitRemovals, SplitTable
-from shardkit.writers.exchange import Limits, RunWriter
+from shardkit.writers.exchange import Limits, RunWriter, exchange
 from shardkit.writers.execution.task import Commit
 from shardkit.writers.stages.exact import ExactDuplicates, find_exact, remove_exact
 from support.task_folders import TaskFolders, commit_folder, slice_of
@@ -59,12 +59,15 @@ def remove(
     return remove_exact(run, cleaned, documents, memory_bytes, limits=limits)
 
 
-def brute_force(splits: list[list[Row]]) -> dict[Place, Place]:
+def brute_force(
+    splits: list[list[Row]], *, longest_first: bool = False, above: int = 1 << 31
+) -> dict[Place, Place]:
     """{loser: its winner} by one dictionary over everything."""
-    groups: dict[bytes, list[tuple[int, bytes, Place]]] = {}
+    groups: dict[bytes, list[tuple[int, int, bytes, Place]]] = {}
     for split, rows in enumerate(splits):
-        for at, (key, id, _, source) in enumerate(rows):
-            groups.setdefault(key, []).append((source, id, (split, at)))
+        for at, (key, id, size, source) in enumerate(rows):
+            tier = split - len(splits) if split >= above else source
+            groups.setdefault(key, []).append((tier, -size * longest_first, id, (split, at)))
     return {rank[-1]: min(group)[-1] for group in groups.values() for rank in group if rank != min(group)}
 
 
@@ -114,6 +117,45 @@ def test_outcomes_are_those_of_a_dictionary_for_any_splits_partitions_and_memory
     assert np.sum([one.groups for one in found], axis=0).tolist()[1] == sum(
         number == 2 for number in represent.values()
     )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    count=st.integers(0, 60),
+    texts=st.integers(2, 30),
+    splits=st.integers(1, 5),
+    above=st.integers(0, 5),
+    longest_first=st.booleans(),
+    memory_bytes=st.sampled_from([100, 20_000, 40_000, 1 << 20]),
+)
+def test_each_loser_comes_with_who_stays_for_any_memory(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    count: int,
+    texts: int,
+    splits: int,
+    above: int,
+    longest_first: bool,
+    memory_bytes: int,
+) -> None:
+    rows = rows_of(seed, count, texts)
+    cut = [rows[at::splits] for at in range(splits)]
+    folder = tmp_path_factory.mktemp("copies")
+    runs = [clean(folder / f"{at}", own) for at, own in enumerate(cut)]
+    whole = exchange(TaskFolders(folder), "keys", KEYS, runs, readers=1, limits=SMALL).slice(0, 1 << 64)
+    winners: dict[Place, Place] = {}
+    represented: dict[Place, int] = {}
+    for found in find_copies(whole, memory_bytes, longest_first=longest_first, above=above):
+        lost, kept, several = (
+            list(zip(rows["split"].tolist(), rows["row"].tolist(), strict=True))
+            for rows in (found.lost, found.kept, found.winners)
+        )
+        assert not winners.keys() & set(lost)
+        winners |= zip(lost, kept, strict=True)
+        represented |= zip(several, found.represented.tolist(), strict=True)
+    assert winners == brute_force(cut, longest_first=longest_first, above=above)
+    assert represented == {place: 1 + losers for place, losers in Counter(winners.values()).items()}
 
 
 def test_a_file_more_changes_the_removals_of_those_splits_only_that_lose_other_documents(

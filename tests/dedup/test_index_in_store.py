@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 from pathlib import Path
@@ -10,14 +11,14 @@ import numpy as np
 import pytest
 
 from shardkit.errors import BuildError
+from shardkit.hashing import hash_file
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
+from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.index import (
     INDEX_FILE,
     DedupIndex,
-    IndexPart,
-    index_part,
     index_settings,
     open_index,
 )
@@ -27,9 +28,10 @@ from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.signatures import sign_documents
 from shardkit.writers.dedup.tables import Rows
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.index_build import StoreTarget, publish_index, publish_to_store
+from shardkit.writers.index_build import IndexPart, StoreTarget, index_part, publish_index, publish_to_store
 from support.documents import write_documents
 from support.stores import fresh_memory
+from support.task_folders import read_run
 
 CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=16), bands=8, rows=2)
 FROZEN = Path(__file__).parent.parent / "golden" / "dedup_index_format_1"
@@ -145,6 +147,43 @@ def test_missing_parts_foreign_objects_and_other_sizes_are_named(tmp_path: Path,
     other.put("notes.txt", b"mine")
     with pytest.raises(BuildError, match=r"holds objects that no index has \(first: notes.txt\)"):
         put_index(parts, other.url)
+
+
+def in_format_1(index: DedupIndex, folder: Path) -> DedupIndex:
+    """The same index as version 0.1 stored it."""
+    shutil.copytree(index.location, folder)
+    record = json.loads((folder / INDEX_FILE).read_text())
+    for listed in record["parts"]:
+        part = folder / listed["folder"]
+        keys = read_run(part / KEYS.file, KEYS)
+        stored = np.zeros(len(keys), np.load(FROZEN / "part-00000" / "keys.npy").dtype)
+        stored["high"], stored["low"], stored["place"] = keys["key"], keys["low"], keys["row"]
+        stored["id"] = keys["id"].astype(">u8").view(np.uint8).reshape(-1, 16)
+        stored["bytes"], stored["source"] = keys["bytes"], keys["source"]
+        np.save(part / "keys.npy", stored)
+        for name in ("bands.bin", "bands.npy"):
+            (part / name).write_bytes(b"")
+        listed["files"] = {
+            path.name: {"bytes": path.stat().st_size, "xxh3_128": hash_file(path, ["xxh3_128"])["xxh3_128"]}
+            for path in part.iterdir()
+            if path.name not in (KEYS.file, "blocks.json")
+        }
+    (folder / INDEX_FILE).write_text(json.dumps(record | {"format": 1}))
+    return open_index(folder)
+
+
+def test_an_index_of_format_1_removes_what_the_same_of_format_2_removes(tmp_path: Path) -> None:
+    folder = publish_index(
+        make_parts(tmp_path / "parts"), tmp_path / "index", {}, index_settings(CONFIG), sketch=64
+    )
+    older = in_format_1(folder, tmp_path / "older")
+    dump = write_documents(tmp_path / "dump.arrow", [*texts_of(5, 9), *texts_of(6, 3)], file="new.jsonl")
+    found = [
+        find_near_duplicates([dump], CONFIG, folder=tmp_path / f"work-{number}", indexes=indexes)
+        for number, indexes in enumerate([[folder], [older], [older, folder]])
+    ]
+    assert len(found[0].losers) == 12
+    assert found[0].losers.tolist() == found[1].losers.tolist() == found[2].losers.tolist()
 
 
 def test_an_index_of_format_1_opens_from_a_folder_only(store: Store) -> None:

@@ -12,13 +12,13 @@ import pytest
 
 from reference.near import ReferenceResult, Text, reference_near
 from shardkit.writers.dedup.config import MeasureConfig, MinHashConfig, NearDedupConfig
-from shardkit.writers.dedup.index import DedupIndex, index_part, index_settings
+from shardkit.writers.dedup.index import DedupIndex, index_settings
 from shardkit.writers.dedup.near import find_near_duplicates
 from shardkit.writers.dedup.population import DOCUMENTS_FILE
 from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.signatures import sign_documents
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.index_build import publish_index
+from shardkit.writers.index_build import index_part, publish_index
 from support.documents import write_documents
 
 CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)

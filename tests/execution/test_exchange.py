@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Output, Task, facts_of
 from shardkit.writers.execution.work import hash_output, run_task
 from shardkit.writers.execution.work_store import StoreWork
-from shardkit.writers.runs import DEFAULT_LIMITS
+from shardkit.writers.runs import DEFAULT_LIMITS, BlockWriter
 from support.remote_harness import fresh_url
 from support.stores import FaultRule, FaultyStore, WrappedStore
 
@@ -229,6 +230,24 @@ def test_damaged_files_are_refused(tmp_path: Path, table: Table, damage: str) ->
             file.write_bytes({"empty": b"", "cut": data[:at], "flip": flipped}[damage])
         with pytest.raises(BuildError, match=r"differ from their hash; remove the work folder"):
             exchanged.slice(0, 1 << 64).read()
+
+
+def test_runs_that_someone_else_made_end_in_an_error_and_not_in_a_loop(tmp_path: Path) -> None:
+    path, none = tmp_path / "rows.run", np.empty(0, np.uint8)
+    for keys in ([9, 1, 5], [1] * 90 + [0] * 90):
+        with BlockWriter(path, PLAIN, 0, SMALL) as writer:
+            writer.write(rows_of(PLAIN, keys), none)
+        with pytest.raises(BuildError, match=r"rows\.run: its keys are not in order"):
+            Slice.whole(PLAIN, [Artifact(path)], SMALL).read()
+    with BlockWriter(path, PLAIN, 0, DEFAULT_LIMITS) as writer:
+        writer.write(rows_of(PLAIN, [1, 2]), none)
+    data = bytearray(path.read_bytes())
+    footer = slice(len(data) - 32 - 40, len(data) - 32)
+    data[footer.start + 16 : footer.start + 24] = (2 + (1 << 60)).to_bytes(8, "little")  # rows; 16 bytes each
+    data[-16:] = xxhash.xxh3_128_digest(data[footer] + PLAIN.layout.encode())
+    path.write_bytes(data)
+    with pytest.raises(BuildError, match="differ from their hash"):
+        Slice.whole(PLAIN, [Artifact(path)]).read()
 
 
 def test_memory_is_bounded_whatever_is_written_and_streamed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.writers.exchange import Limits, Segment, Slice, Table
+from shardkit.writers.exchange import Limits, Slice, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Task, facts_of
 from shardkit.writers.execution.work import hash_output
@@ -53,5 +53,4 @@ def read_run(path: Path, table: Table) -> npt.NDArray[np.void]:
 
 def slice_of(path: Path, table: Table, limits: Limits = DEFAULT_LIMITS) -> Slice:
     """A run, whole."""
-    every = 1 << 64
-    return Slice(table, ((Segment(Artifact(path), path.stat().st_size, "", 0, every),),), 0, every, limits)
+    return Slice.whole(table, [Artifact(path)], limits)

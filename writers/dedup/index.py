@@ -7,7 +7,7 @@
 
 An index is a folder, or lies in a store, where nobody needs a copy of it: tasks read ranges of its parts. A
 copy of a folder in a store is an index, too. Indexes of format 1 have no blocks.json: only a folder is one.
-They have band keys, too, which nothing reads.
+They have band keys, too, which nothing reads, and their word keys are no run: a task makes one (`key_runs`).
 
 Of each set the `sketch` smallest hashes are stored, so that the index's size does not grow with the texts. A
 document of no more distinct n-grams is compared exactly; for others the similarity s is an unbiased estimate
@@ -21,20 +21,15 @@ it before compiled code uses them as addresses.
 It appears whole or not at all (index_build.py), and its bytes follow from the documents and settings alone.
 Signatures are comparable only if settings, Unicode version and hash functions are the same;
 `DedupIndex.check` names the differences.
-
-`index_part` makes a part in the order of documents: memory is a chunk of rows, a run of keys, and the
-n-grams of some megabytes of text (or of one document), for a split of any size.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -53,23 +48,23 @@ from shardkit.storage.object_file import open_object
 from shardkit.storage.resilient import connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, local_path
-from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
-from shardkit.writers.dedup.exact import STORED_DTYPE, KeyFile, read_key_runs
+from shardkit.writers.dedup.config import NearDedupConfig
+from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.population import (
     DOCUMENT,
     DOCUMENTS_FILE,
     SIGNATURES_FILE,
     Part,
 )
-from shardkit.writers.dedup.shingle_store import SET, SETS_FILE, SHINGLES_FILE, ShingleReader, ShingleWriter
-from shardkit.writers.dedup.signatures import KEYS_FILE, band_keys, bands_and_rows, part_settings, sign_batch
-from shardkit.writers.dedup.tables import CHUNK_ROWS, HEADER_BYTES, RowFile, Rows, RowsWriter
+from shardkit.writers.dedup.shingle_store import SET, SETS_FILE, SHINGLES_FILE
+from shardkit.writers.dedup.signatures import band_keys, bands_and_rows, part_settings, sign_batch
+from shardkit.writers.dedup.tables import CHUNK_ROWS, HEADER_BYTES, RowFile, Rows
+from shardkit.writers.exchange import RunWriter, Segment
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Output, PlainCounts
-from shardkit.writers.execution.work import BLOCK_BYTES, block_hashes, hash_output
+from shardkit.writers.execution.task import Commit, Output, RunTasks, Task
+from shardkit.writers.execution.work import BLOCK_BYTES, block_hashes
 from shardkit.writers.execution.work_store import CheckedRanges
 from shardkit.writers.kernels.shingles import shingle_batch
-from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.kernels.words import normalization_version
 from shardkit.writers.settings import StrictModel
 
@@ -82,18 +77,17 @@ __all__ = [
     "MIN_SKETCH",
     "SKETCH",
     "DedupIndex",
-    "IndexPart",
     "IndexRecord",
     "check_indexable",
-    "index_part",
     "index_settings",
+    "key_runs",
     "open_index",
 ]
 
 INDEX_PART_FILES = (
     DOCUMENTS_FILE,
     SIGNATURES_FILE,
-    KEYS_FILE,
+    KEYS.file,
     SETS_FILE,
     SHINGLES_FILE,
 )
@@ -102,145 +96,22 @@ BLOCKS_FILE = "blocks.json"
 
 _COPY_BYTES = 16 << 20
 
-_PIECE_BYTES = 4 << 20  # of text whose n-grams are held at once: 32 MiB at most
-
-
-@dataclass(frozen=True, slots=True)
-class IndexPart(PlainCounts):
-    """What a part holds: `documents`, the `bytes` of their texts, and `files` by name.
-
-    `removed` documents were left out; `sketches` sets of n-grams are not whole. `settings` are
-    `index_settings`, the same in all parts of an index.
-    """
-
-    documents: int
-    bytes: int
-    removed: int
-    sketches: int
-    files: Mapping[str, Mapping[str, Any]]
-    settings: Mapping[str, Any]
-
-
-def index_part(
-    documents: Artifact,
-    part: Artifact,
-    removed: npt.NDArray[np.int64],
-    config: NearDedupConfig,
-    sketch: int,
-    folder: Path,
-) -> IndexPart:
-    """Write the part of an index that a split gives into `folder`.
-
-    `documents` is the split's Arrow file, `part` what `sign_documents` made of it; `removed` are the rows of
-    the Arrow file to leave out, in any order; other rows than the part's do no harm. Of each set of n-grams
-    the `sketch` smallest hashes are kept, all if 0.
-    """
-    assert config.scope == "global", "check_indexable"
-    removed = np.sort(removed)
-    count, text_bytes = _filter_tables(part, removed, config, folder)
-    sketches = _write_sketches(documents, part, removed, config.minhash, sketch, folder)
-    outputs = {name: hash_output(folder / name, with_blocks=True) for name in INDEX_PART_FILES}
-    blocks = {name: {"xxh3_128": one.xxh3_128, "blocks": one.blocks} for name, one in outputs.items()}
-    (folder / BLOCKS_FILE).write_text(json.dumps(blocks, indent=1, sort_keys=True) + "\n")
-    outputs[BLOCKS_FILE] = hash_output(folder / BLOCKS_FILE)
-    files = {name: {"bytes": output.bytes, "xxh3_128": output.xxh3_128} for name, output in outputs.items()}
-    left_out = len(Rows(part / DOCUMENTS_FILE, DOCUMENT)) - count
-    return IndexPart(count, text_bytes, left_out, sketches, files, index_settings(config))
-
-
-def _filter_tables(
-    part: Artifact, removed: npt.NDArray[np.int64], config: NearDedupConfig, folder: Path
-) -> tuple[int, int]:
-    """Write all files of a part but the sets; (documents, bytes of their texts)."""
-    table, values = Rows(part / DOCUMENTS_FILE, DOCUMENT), RowFile(part / SIGNATURES_FILE)
-    start = text_bytes = 0
-    with ExitStack() as stack:
-        to_table = stack.enter_context(RowsWriter(folder / DOCUMENTS_FILE, DOCUMENT))
-        width = config.minhash.permutations
-        to_values = stack.enter_context(RowsWriter(folder / SIGNATURES_FILE, "<u4", width=width))
-        to_keys = stack.enter_context(KeyFile(folder / KEYS_FILE))
-        for run in read_key_runs(part / KEYS_FILE):
-            for begin in range(0, len(run), CHUNK_ROWS):
-                keys = run[begin : begin + CHUNK_ROWS]
-                described = table.read(start, start + len(keys))
-                stay = np.flatnonzero(_stays(described["row"], removed))
-                signatures = values.read(stay + start)
-                described = described[stay]
-                described["row"] = np.arange(to_table.rows, to_table.rows + len(stay))
-                to_keys.write(keys[stay])
-                to_values.write(signatures)
-                to_table.write(described)
-                text_bytes += int(described["bytes"].sum())
-                start += len(keys)
-    assert start == len(table) == values.rows, part
-    return to_table.rows, text_bytes
-
-
-def _write_sketches(
-    documents: Artifact,
-    part: Artifact,
-    removed: npt.NDArray[np.int64],
-    config: MinHashConfig,
-    sketch: int,
-    folder: Path,
-) -> int:
-    """Write the sets of n-grams; returns how many are not whole."""
-    number = sketches = 0
-    with ShingleWriter(folder, smallest=sketch or None) as sets:
-        for texts in _texts(documents, part, removed):
-            numbers = np.arange(number, number + len(texts), dtype=np.uint64)
-            sets.write(numbers, *shingle_batch(texts, config))
-            number += len(texts)
-    if sketch:
-        for rows in ShingleReader([Artifact(folder)]).tables():
-            sketches += int((rows["stored"] < rows["distinct"]).sum())
-    return sketches
-
-
-def _texts(
-    documents: Artifact, part: Artifact, removed: npt.NDArray[np.int64]
-) -> Iterator[pa.LargeStringArray]:
-    """The texts of the part's documents that stay, in order, some megabytes at a time."""
-    table = Rows(part / DOCUMENTS_FILE, DOCUMENT)
-    start = at = 0
-    with documents.open_arrow() as file:
-        reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=[4]))
-        for batch in range(reader.num_record_batches):
-            texts = reader.get_batch(batch).column("text")
-            rows = table.read(at, min(at + len(texts), len(table)))["row"]
-            rows = rows[: np.searchsorted(rows, start + len(texts))]
-            at += len(rows)
-            stay = rows[_stays(rows, removed)] - start
-            start += len(texts)
-            yield from _pieces(texts.take(pa.array(stay)))
-    assert at == len(table), part
-
-
-def _pieces(texts: pa.LargeStringArray) -> Iterator[pa.LargeStringArray]:
-    """The texts in slices of at most `_PIECE_BYTES`, or one text."""
-    offsets = text_offsets(texts)
-    begin = 0
-    while begin < len(texts):
-        end = int(np.searchsorted(offsets, offsets[begin] + _PIECE_BYTES, "right")) - 1
-        end = max(end, begin + 1)
-        yield texts.slice(begin, end - begin)
-        begin = end
-
-
-def _stays(rows: npt.NDArray[np.int64], removed: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which of `rows` are not in `removed`; both ascend."""
-    places = np.searchsorted(removed, rows)
-    stays = np.ones(len(rows), np.bool_)
-    inside = places < len(removed)
-    stays[inside] = removed[places[inside]] != rows[inside]
-    return stays
-
-
 INDEX_FILE = "dedup-index.json"
 
 FORMAT = 2
 
-_FILES_OF_FORMAT_1 = {*INDEX_PART_FILES, "bands.bin", "bands.npy"}
+_KEYS_OF_FORMAT_1 = "keys.npy"
+
+_FILES_OF_FORMAT_1 = {*INDEX_PART_FILES, _KEYS_OF_FORMAT_1, "bands.bin", "bands.npy"} - {KEYS.file}
+
+_ROWS_OF_FORMAT_1 = 1 << 18  # in each run of keys, whose `place` counts in it
+
+_KEY_OF_FORMAT_1 = np.dtype(
+    [
+        *(("high", "<u8"), ("low", "<u8"), ("id", "u1", (16,))),
+        *(("bytes", "<i8"), ("source", "<i4"), ("place", "<u4")),
+    ]
+)
 
 SKETCH = 1024  # hashes
 
@@ -376,6 +247,38 @@ class DedupIndex:
         }
 
 
+def key_runs(run: RunTasks, indexes: Sequence[DedupIndex], memory_bytes: int) -> list[Commit | Segment]:
+    """The run of KEYS of each part of all indexes: maps of an exchange."""
+    found: list[Commit | Segment] = []
+    for index in indexes:
+        if index.record.format == 1:
+            tasks = []
+            for number, part in enumerate(index.parts, len(found)):
+                args, inputs = (part.folder / _KEYS_OF_FORMAT_1, memory_bytes), {"part": part.digest}
+                tasks.append(Task("index_keys", f"{number:05d}", {}, _make_key_run, args, 0, inputs))
+            found += run(tasks)[0]
+        else:
+            for part, listed in zip(index.parts, index.record.parts, strict=True):
+                file = listed.files[KEYS.file]
+                found.append(Segment(part.folder / KEYS.file, file.bytes, file.xxh3_128, 0, 1 << 64))
+    return found
+
+
+def _make_key_run(folder: Path, keys: Artifact, memory_bytes: int) -> dict[str, int]:
+    table = Rows(keys, _KEY_OF_FORMAT_1)
+    with RunWriter(folder / KEYS.file, KEYS, memory_bytes=memory_bytes // 2) as writer:
+        for start in range(0, len(table), CHUNK_ROWS):
+            stored = table.read(start, min(start + CHUNK_ROWS, len(table)))
+            rows = np.zeros(len(stored), KEYS.dtype)
+            rows["key"], rows["low"] = stored["high"], stored["low"]
+            rows["id"] = np.ascontiguousarray(stored["id"]).view(">u8")
+            rows["row"] = stored["place"] + np.uint32(start // _ROWS_OF_FORMAT_1 * _ROWS_OF_FORMAT_1)
+            for name in ("bytes", "source"):
+                rows[name] = stored[name]
+            writer.write(rows)
+    return {"documents": len(table)}
+
+
 def check_indexable(config: NearDedupConfig | None, sketch: int) -> NearDedupConfig:
     """The settings, if an index can be made by them; RecipeError. ValueError: a sketch of so many hashes."""
     if config is None:
@@ -487,7 +390,7 @@ def _check_sizes(path: Path, part: _Part) -> None:
 def _check_rows(path: Path, part: _Part, settings: Mapping[str, Any]) -> None:
     """Every table has as many rows as the part has documents: numbers are places in them, and in bitmaps."""
     folder = Artifact(path / part.folder)
-    tables = {DOCUMENTS_FILE: DOCUMENT, KEYS_FILE: STORED_DTYPE, SETS_FILE: SET}
+    tables = {DOCUMENTS_FILE: DOCUMENT, SETS_FILE: SET}
     found = {name: len(Rows(folder / name, dtype)) for name, dtype in tables.items()}
     signatures = RowFile(folder / SIGNATURES_FILE)
     width = settings.get("minhash", {}).get("permutations")
@@ -512,7 +415,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _check_row_bytes(url: str, part: _Part, settings: Mapping[str, Any]) -> None:
     """Tables in a store have the bytes of as many rows as the part has documents: `Rows` checks the rest."""
     width = settings.get("minhash", {}).get("permutations")
-    sizes = {DOCUMENTS_FILE: DOCUMENT.itemsize, KEYS_FILE: STORED_DTYPE.itemsize, SETS_FILE: SET.itemsize}
+    sizes = {DOCUMENTS_FILE: DOCUMENT.itemsize, SETS_FILE: SET.itemsize}
     sizes[SIGNATURES_FILE] = 4 * (width if isinstance(width, int) else 0)
     for name, size in sizes.items():
         expected = HEADER_BYTES + part.documents * size

@@ -6,7 +6,7 @@ and says what they depend on:
 
     signatures  split -> its part of the population
     planted     sample -> near-duplicates of known similarity, as one more part
-    equal       partition of word keys -> documents whose words others have
+    equal       range of word keys -> documents whose words others have
     bands       part -> band keys of the other documents
     candidates  range of band keys -> pairs
     shingles    part, and the pairs of its documents -> their sets of n-grams, sent to blocks of pairs
@@ -27,6 +27,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter
 
 from shardkit.card import PrecisionFacts, RecallFacts
+from shardkit.errors import BuildError
 from shardkit.hashing import digest_of, hash_file
 from shardkit.progress import make_listener
 from shardkit.writers.dedup.bands import BANDS
@@ -38,9 +39,8 @@ from shardkit.writers.dedup.candidates import (
     find_candidates,
 )
 from shardkit.writers.dedup.config import NearDedupConfig
-from shardkit.writers.dedup.exact import find_losers, partition_bounds
-from shardkit.writers.dedup.exact import partitions_for as key_partitions
-from shardkit.writers.dedup.index import DedupIndex
+from shardkit.writers.dedup.exact import KEYS, find_copies, partition_bounds
+from shardkit.writers.dedup.index import DedupIndex, key_runs
 from shardkit.writers.dedup.measure import PLANTED_FILE, measure_precision, measure_recall, plant
 from shardkit.writers.dedup.measure import TEXTS_FILE as PLANTED_DOCUMENTS
 from shardkit.writers.dedup.population import Part, Population, SplitDocuments
@@ -55,7 +55,6 @@ from shardkit.writers.dedup.removals import (
 from shardkit.writers.dedup.resolve import EQUALS, LOSERS_FILE, WINNERS_FILE, Resolved, resolve
 from shardkit.writers.dedup.shingle_store import GUESTS, OWN, write_sets
 from shardkit.writers.dedup.signatures import (
-    KEYS_FILE,
     LOST,
     SignedPart,
     bands_and_rows,
@@ -63,9 +62,8 @@ from shardkit.writers.dedup.signatures import (
     sign_documents,
     write_bands,
 )
-from shardkit.writers.dedup.tables import CHUNK_ROWS
 from shardkit.writers.dedup.verify import VerifiedBlock, block_bits, verify_block
-from shardkit.writers.exchange import Exchanged, RunWriter, Slice, exchange
+from shardkit.writers.exchange import Exchanged, RunWriter, Segment, Slice, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.engine import InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
@@ -101,7 +99,7 @@ class NearStages:
         tasks = []
         for split, removed in zip(self.splits, self.removals, strict=True):
             inputs = {"documents": split.digest, "removed": removed.digest}
-            args = (split.documents, removed, self.config)
+            args = (split.documents, removed, self.config, self.memory_bytes)
             tasks.append(Task("signatures", split.name, config, _sign, args, split.bytes, inputs))
         return tasks
 
@@ -124,20 +122,22 @@ class NearStages:
         args = (documents, tuple(self.removals), self.config, measure.planted, self.seed)
         return [Task("planted", "planted", config, _plant, args, inputs=inputs)]
 
-    def equal_tasks(self, population: Population, digest: str) -> list[Task]:
-        """One task a partition of keys; `digest` is that of all parts."""
-        partitions = key_partitions(int(population.starts[-1]), self.memory_bytes)
-        return [
-            Task(
-                "equal",
-                partition_name(number, partitions),
-                {"partition": number, "partitions": partitions},
-                _find_equal,
-                (population, number, partitions, self.memory_bytes),
-                inputs={"parts": digest},
-            )
-            for number in range(partitions)
-        ]
+    def equal_tasks(
+        self, run: RunTasks, population: Population, keys: Sequence[Commit | Segment]
+    ) -> list[Task]:
+        """One task a range of word keys; `keys` holds those of each part."""
+        partitions = self.limits.partitions(int(population.starts[-1]), KEYS.dtype)
+        exchanged = exchange(run, "equal", KEYS, keys, readers=partitions, limits=self.limits)
+        first_index = len(self.splits) + len(_of_kind(population, "planted"))
+        starts = digest_of(population.starts.tolist())
+        tasks = []
+        for number in range(partitions):
+            mine = exchanged.slice(*partition_bounds(number, partitions))
+            inputs = {"keys": mine.digest, "starts": starts, "first_index": str(first_index)}
+            args = (mine, population.starts, first_index, self.memory_bytes)
+            name = partition_name(number, partitions)
+            tasks.append(Task("equal", name, {}, _find_equal, args, mine.bytes, inputs))
+        return tasks
 
     def band_tasks(self, population: Population, lost: Exchanged) -> list[Task]:
         """One task a part; `lost` are the documents that lost to equal words."""
@@ -238,8 +238,10 @@ class NearStages:
         return [Task("measure", "measure", config, _measure, args, inputs=inputs)]
 
 
-def _sign(folder: Path, documents: Artifact, removed: SplitRemovals, config: NearDedupConfig) -> SignedPart:
-    return sign_documents(documents, removed.load(), config, folder)
+def _sign(
+    folder: Path, documents: Artifact, removed: SplitRemovals, config: NearDedupConfig, memory_bytes: int
+) -> SignedPart:
+    return sign_documents(documents, removed.load(), config, folder, memory_bytes=memory_bytes)
 
 
 def _plant(
@@ -256,7 +258,8 @@ def _plant(
         return np.concatenate([np.zeros(0, np.int64), *removals[split].load().rows.values()])
 
     plant(documents, removed, config.minhash, count=count, seed=seed, folder=folder)
-    return sign_documents(Artifact(folder / PLANTED_DOCUMENTS), Removed(), config, folder)
+    texts = Artifact(folder / PLANTED_DOCUMENTS)
+    return sign_documents(texts, Removed(), config, folder, as_source=_PLANTED_SOURCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,25 +270,38 @@ class EqualWords(PlainCounts):
 
 
 def _find_equal(
-    folder: Path, population: Population, partition: int, partitions: int, memory_bytes: int
+    folder: Path, keys: Slice, starts: npt.NDArray[np.int64], first_index: int, memory_bytes: int
 ) -> EqualWords:
-    sources: list[int | None] = []
-    for number, part in enumerate(population.parts):
+    """`starts` are the numbers of each part's first document; parts from `first_index` on are of indexes."""
+    losers, share = 0, memory_bytes // 8
+    with (
+        RunWriter(folder / LOST.file, LOST, memory_bytes=share) as lost,
+        RunWriter(folder / EQUALS.file, EQUALS, memory_bytes=share) as equals,
+    ):
         # Several indexes may hold the same document: the first one keeps it.
-        kinds = {"input": None, "planted": _PLANTED_SOURCE, "index": number - len(population.parts)}
-        sources.append(kinds[part.kind])
-    keys = [part.folder / KEYS_FILE for part in population.parts]
-    losers = find_losers(keys, partition, partitions, longest_first=True, sources=sources)
-    with RunWriter(folder / LOST.file, LOST, memory_bytes=memory_bytes) as lost:
-        lost.write(document_keys(losers["split"], losers["row"]).view(LOST.dtype))
-    with RunWriter(folder / EQUALS.file, EQUALS, memory_bytes=memory_bytes // 8) as writer:
-        for start in range(0, len(losers), CHUNK_ROWS):
-            some = losers[start : start + CHUNK_ROWS]
-            rows = np.empty(len(some), EQUALS.dtype)
-            rows["key"] = population.starts[some["winner_split"]] + some["winner_row"]
-            rows["loser"] = population.starts[some["split"]] + some["row"]
-            writer.write(rows)
-    return EqualWords(len(losers))
+        for found in find_copies(keys, memory_bytes // 2, longest_first=True, above=first_index):
+            rows = np.empty(len(found.lost), EQUALS.dtype)
+            rows["key"] = _numbers(found.kept, starts, first_index)
+            rows["loser"] = _numbers(found.lost, starts, first_index)
+            equals.write(rows)
+            lost.write(document_keys(found.lost["split"], found.lost["row"]).view(LOST.dtype))
+            losers += len(rows)
+    return EqualWords(losers)
+
+
+def _numbers(
+    keys: npt.NDArray[np.void], starts: npt.NDArray[np.int64], first_index: int
+) -> npt.NDArray[np.int64]:
+    """The documents' numbers. BuildError: a part, which someone else may have made, has no such row."""
+    numbers: npt.NDArray[np.int64] = starts[keys["split"]] + keys["row"]
+    wrong = numbers >= starts[keys["split"] + 1]
+    if wrong.any():
+        part = int(keys["split"][wrong.argmax()]) - first_index
+        raise BuildError(
+            f"dedup.near.against: part {part} of the indexes: {KEYS.file} names a document that is not in "
+            "the part; make the index again"
+        )
+    return numbers
 
 
 def _find_candidates(
@@ -365,7 +381,8 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
     digest = digest_of(
         [commit.content for commit in (*signed, *planted)] + [index.digest for index in indexes]
     )
-    [equal] = run(stages.equal_tasks(population, digest))
+    keys = [*signed, *planted, *key_runs(run, indexes, stages.memory_bytes)]
+    [equal] = run(stages.equal_tasks(run, population, keys))
     parts, parts_end = list(population.parts), len(population.parts) << 32
     lost = exchange(run, "lost", LOST, equal, readers=len(parts), end=parts_end, limits=stages.limits)
     [bands] = run(stages.band_tasks(population, lost))
@@ -430,7 +447,7 @@ class NearDuplicates:
     losers: npt.NDArray[np.void]
     """resolve.NEAR_LOSER, sorted by (split, row)."""
     winners: npt.NDArray[np.void]
-    """exact.WINNER_DTYPE: kept documents that stand for more than themselves."""
+    """resolve.WINNER_DTYPE: kept documents that stand for more than themselves."""
     result: NearResult
     seconds: Mapping[str, float]
 

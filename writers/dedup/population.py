@@ -7,7 +7,7 @@ lowest source, the longest text, the lowest content rank (writers/documents.py);
 
     documents.npy    DOCUMENT, as many rows as the part has documents
     signatures.npy   uint32[n, permutations]
-    keys.npy         KEY_DTYPE (shardkit.writers.dedup.exact): the hash of the normalized words
+    keys.run         KEYS (shardkit.writers.dedup.exact): the hash of the normalized words
 """
 
 from __future__ import annotations

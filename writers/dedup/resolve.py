@@ -34,7 +34,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.writers.dedup.exact import WINNER_DTYPE
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part
 from shardkit.writers.dedup.removals import GROUP_SIZES, OUTCOMES, count_groups, document_keys, outcomes
 from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows
@@ -52,6 +51,7 @@ __all__ = [
     "LOSERS_FILE",
     "NEAR_LOSER",
     "WINNERS_FILE",
+    "WINNER_DTYPE",
     "Kept",
     "Lost",
     "Resolved",
@@ -78,6 +78,8 @@ NEAR_LOSER = np.dtype(
         ("copies", "<i4"),  # documents with the very same text, this one included
     ]
 )
+
+WINNER_DTYPE = np.dtype([("split", "<i4"), ("row", "<i8"), ("copies", "<i4")])  # copies: itself included
 
 # A document, one that stays and verifies against it, and the priority of that.
 BEATEN = Table("beaten.run", np.dtype([("key", "<u8"), ("kept", "<u8"), ("priority", "<u8", (3,))]))

@@ -30,7 +30,7 @@ import pyarrow as pa
 
 from shardkit.writers.dedup.bands import BANDS, optimal_parameters
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
-from shardkit.writers.dedup.exact import KEY_DTYPE, KeyFile
+from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE, Part
 from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter
@@ -44,7 +44,6 @@ from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.words import CharacterTables, character_tables, composed
 
 __all__ = [
-    "KEYS_FILE",
     "LOST",
     "BandEntries",
     "Signatures",
@@ -202,8 +201,6 @@ def _hash_bands(signatures: UInt32s, groups: Int64s, rows: int, keys: UInt64s) -
             keys[text, band] = value ^ value >> _U29
 
 
-KEYS_FILE = "keys.npy"
-
 LOST = Table("lost.run", np.dtype([("key", "<u8")]))  # `document_keys` (part, row) of losers to equal words
 
 
@@ -235,11 +232,18 @@ class SignedPart(PlainCounts):
 
 
 def sign_documents(
-    documents: Artifact, removed: Removed, config: NearDedupConfig, folder: Path
+    documents: Artifact,
+    removed: Removed,
+    config: NearDedupConfig,
+    folder: Path,
+    *,
+    memory_bytes: int = 64 << 20,
+    as_source: int | None = None,
 ) -> SignedPart:
     """Write the part of `documents` (an Arrow file of DOCUMENT_SCHEMA) into `folder`.
 
-    Of what is `removed` already there is no trace but the number of copies that others stand for.
+    Of what is `removed` already there is no trace but the number of copies that others stand for. `as_source`
+    replaces the documents' own where documents of equal words are ranked.
     """
     losers = np.sort(np.concatenate([np.zeros(0, np.int64), *removed.rows.values()]))
     by_source = config.scope == "source"
@@ -249,7 +253,7 @@ def sign_documents(
         table = stack.enter_context(RowsWriter(folder / DOCUMENTS_FILE, DOCUMENT))
         width = config.minhash.permutations
         values = stack.enter_context(RowsWriter(folder / SIGNATURES_FILE, "<u4", width=width))
-        keys = stack.enter_context(KeyFile(folder / KEYS_FILE))
+        keys = stack.enter_context(RunWriter(folder / KEYS.file, KEYS, memory_bytes=memory_bytes // 2))
         reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=[0, 1, 4]))
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
@@ -261,7 +265,11 @@ def sign_documents(
             described["row"] += start
             start += batch.num_rows
             wordless += len(kept) - len(described)
-            keys.write(_key_rows(signed, described, by_source))
+            rows = _key_rows(signed, described, by_source)
+            rows["row"] = np.arange(table.rows, table.rows + len(rows))
+            if as_source is not None:
+                rows["source"] = as_source
+            keys.write(rows)
             values.write(signed.values.astype("<u4", copy=False))
             table.write(described)
     return SignedPart(table.rows, wordless)
@@ -329,11 +337,12 @@ def _sign_batch(
 
 
 def _key_rows(signed: Signatures, described: npt.NDArray[np.void], by_source: bool) -> npt.NDArray[np.void]:
-    rows = np.empty(len(described), KEY_DTYPE)
-    rows["key"] = signed.keys
+    rows = np.empty(len(described), KEYS.dtype)
+    rows["key"], rows["low"] = signed.keys.view(">u8").T
     if by_source:  # equal words of different sources must not meet
-        scattered = (described["source"].astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        rows["key"][:, :8] ^= scattered.astype("<u8").view(np.uint8).reshape(-1, 8)
-    for name in ("id", "bytes", "source"):
+        rows["key"] ^= (described["source"].astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    rows["id"] = np.ascontiguousarray(described["id"]).view(">u8")
+    rows["split"] = -1  # its number, once the exchange reads it
+    for name in ("bytes", "source"):
         rows[name] = described[name]
     return rows

@@ -13,8 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
-from shardkit.writers.dedup.exact import KEYS, find_outcomes, partition_bounds
-from shardkit.writers.dedup.removals import GROUP_SIZES, OUTCOMES, SplitTable, by_split, count_groups
+from shardkit.writers.dedup.exact import KEYS, find_copies, partition_bounds
+from shardkit.writers.dedup.removals import (
+    GROUP_SIZES,
+    OUTCOMES,
+    SplitTable,
+    by_split,
+    count_groups,
+    document_keys,
+    outcomes,
+)
 from shardkit.writers.exchange import Limits, RunWriter, Slice, exchange
 from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, partition_name
 from shardkit.writers.runs import DEFAULT_LIMITS
@@ -64,10 +72,11 @@ def find_exact(folder: Path, keys: Slice, memory_bytes: int) -> ExactDuplicates:
     largest, groups = 1, np.zeros(len(GROUP_SIZES) + 1, np.int64)
     file, limits = folder / OUTCOMES.file, keys.limits
     with RunWriter(file, OUTCOMES, memory_bytes=memory_bytes // 4, limits=limits) as writer:
-        for rows in find_outcomes(keys, memory_bytes):
-            writer.write(rows)
-            copies = rows["copies"][rows["copies"] > 0]
-            losers, size = losers + len(rows) - len(copies), size + int(rows["bytes"].sum())
+        for found in find_copies(keys, memory_bytes):
+            lost, kept, copies = found.lost, found.winners, found.represented
+            writer.write(outcomes(document_keys(lost["split"], lost["row"]), bytes=lost["bytes"]))
+            writer.write(outcomes(document_keys(kept["split"], kept["row"]), copies=copies))
+            losers, size = losers + len(lost), size + int(lost["bytes"].sum())
             groups += count_groups(copies)
             largest = max(largest, int(copies.max(initial=1)))
     return ExactDuplicates(losers, size, groups.tolist(), largest)
