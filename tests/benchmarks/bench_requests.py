@@ -71,7 +71,7 @@ SCALED = {
     "shardkit.writers.execution.work": ("BLOCK_BYTES",),
     "shardkit.writers.execution.work_store": ("BLOCK_BYTES", "CACHE_BYTES"),
     "shardkit.storage.object_file": ("_FIRST_BYTES", "_MOST_BYTES", "_BUFFER_BYTES"),
-    "shardkit.writers.documents": ("BATCH_TEXT_BYTES",),
+    "shardkit.writers.inputs.records": ("BATCH_TEXT_BYTES",),
     "shardkit.writers.stages.graph": ("PARTITION_TEXT_BYTES",),
     "shardkit.writers.stages.clean": ("_KEYS_MEMORY_BYTES",),
     "shardkit.writers.dedup.candidates": ("RUN_PAIRS", "_CHUNK"),
