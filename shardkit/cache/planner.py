@@ -26,6 +26,7 @@ import numpy as np
 from shardkit.arrays import Ints
 from shardkit.cache.belady import NEVER, Fetch, Future, plan_fetches
 from shardkit.cache.contract import Cache, Contents
+from shardkit.cache.entry import EntryNames
 from shardkit.storage.threads import remake_after_fork
 
 __all__ = ["Pace", "Planner"]
@@ -124,7 +125,7 @@ class Planner:
     def __init__(
         self,
         future: Future,
-        names: Sequence[str],
+        names: EntryNames,
         sizes: Ints,
         samples: int,
         position: int,
@@ -135,17 +136,13 @@ class Planner:
     ) -> None:
         """`names`, `sizes`: of all shards' entries; `samples`: of an epoch; `position`: where the run is.
 
-        A name that is not known yet is "": it comes by `learn`. `plans` gives all plans for the same cache:
+        A name that is not known yet comes by `learn`. `plans` gives all plans for the same cache:
         other runs of the process have theirs. Without `pace`, all is fetched as early as it may be.
         """
         self._pacing = None if pace is None else _Pacing(pace, position, clock)
         self._plans = plans
         self._future = future
-        self._names = list(names)
-        self._numbers: dict[str, int] = {}
-        self._alike: dict[str, list[int]] = {}  # further shards of the same content, by name
-        for number, name in enumerate(names):
-            self._note_name(number, name)
+        self._names = names
         self._sizes = sizes.copy()
         self._clock = clock
         self._pause = max(1, samples // _STEPS_AN_EPOCH)
@@ -158,7 +155,9 @@ class Planner:
         self._resting: dict[int, float] = {}  # shards whose fetch failed, and until when
         self._others: list[str] | None = None  # entries of other runs, as the last plan found them
         self._capacity = 0  # of the last plan, before other plans have their parts
-        self._soonest: tuple[list[str], Ints] = ([], np.empty(0, dtype=np.int64))  # and cumulated bytes
+        # Shards by their next use, as the last plan found them: cumulated bytes, and names when asked for.
+        self._soonest = self._soonest_ends = np.empty(0, dtype=np.int64)
+        self._soonest_names: list[str] | None = None
         self.after_fork()
         remake_after_fork(self)
 
@@ -169,12 +168,7 @@ class Planner:
     def learn(self, number: int, name: str, entry_bytes: int) -> None:
         """Name and size of a shard's entry, where the index does not state them. From any thread."""
         self._sizes[number] = entry_bytes
-        self._names[number] = name
-        self._note_name(number, name)
-
-    def _note_name(self, number: int, name: str) -> None:
-        if name and self._numbers.setdefault(name, number) != number:
-            self._alike.setdefault(name, []).append(number)
+        self._names.learn(number, name)
 
     def advance(self, position: int) -> bool:
         """The loop has reached `position`; True if there may be something to do."""
@@ -225,10 +219,9 @@ class Planner:
         cached: dict[int, int] = {}
         others = 0
         for name, held in contents.items():
-            number = self._numbers.get(name)
-            if number is not None:
-                cached[number] = held.bytes
-                cached |= dict.fromkeys(self._alike.get(name, ()), 0)
+            if numbers := self._names.numbers(name):
+                cached |= dict.fromkeys(numbers, 0)  # of the same content: it takes room once
+                cached[numbers[0]] = held.bytes
             elif held.used_seconds_ago < IDLE_SECONDS:
                 others += held.bytes
         self._note_others(contents)
@@ -256,13 +249,15 @@ class Planner:
         shards = np.unique(np.array(numbers, dtype=np.int64))
         with self._lock:
             uses = self._future.next_use(position, shards)
-        shards = shards[uses < NEVER][np.argsort(uses[uses < NEVER], kind="stable")]
-        self._soonest = [self._names[number] for number in shards.tolist()], np.cumsum(self._sizes[shards])
+        self._soonest = shards[uses < NEVER][np.argsort(uses[uses < NEVER], kind="stable")]
+        self._soonest_ends, self._soonest_names = np.cumsum(self._sizes[self._soonest]), None
 
     def protected(self, parts: int) -> list[str]:
         """The entries that this plan needs soonest, as many as its part of the cache holds."""
-        names, ends = self._soonest
-        return names[: int(np.searchsorted(ends, self._capacity // parts, side="right"))]
+        names = self._soonest_names
+        if names is None:  # seldom asked for: with a plan of several
+            names = self._soonest_names = [self._names.name(number) for number in self._soonest.tolist()]
+        return names[: int(np.searchsorted(self._soonest_ends, self._capacity // parts, side="right"))]
 
     def _protected(self) -> Container[str]:
         """The entries that other plans protect."""
@@ -280,7 +275,7 @@ class Planner:
         """Entries in the order in which they may be evicted for `fetch`; those planned are found at once."""
         yield from self._idle_others(contents)
         protected = self._protected()
-        planned = [self._names[number] for number in fetch.evict]
+        planned = map(self._names.name, fetch.evict)
         yield from (name for name in planned if name not in protected)
         yield from (name for name in self._by_next_use(contents, fetch.deadline) if name not in protected)
 
@@ -292,16 +287,15 @@ class Planner:
 
     def _by_next_use(self, contents: Contents, after: int) -> list[str]:
         """Own entries that are not needed up to `after`, those that are needed last first."""
-        names = [name for name in contents if name in self._numbers]
-        numbers = np.array([self._numbers[name] for name in names], dtype=np.int64)
-        if not len(numbers):
+        own = {name: numbers for name in contents if (numbers := self._names.numbers(name))}
+        names = list(own)
+        if not names:
             return []
         with self._lock:
-            uses = self._future.next_use(self._position, numbers)
-            for place, name in enumerate(names if self._alike else ()):
-                if name in self._alike:
-                    alike = self._future.next_use(self._position, self._alike[name])
-                    uses[place] = min(uses[place], alike.min())
+            uses = self._future.next_use(self._position, [numbers[0] for numbers in own.values()])
+            for place, numbers in enumerate(own.values()):
+                if len(numbers) > 1:
+                    uses[place] = self._future.next_use(self._position, numbers).min()
         order = np.argsort(-uses, kind="stable")
         return [names[i] for i in order.tolist() if uses[i] > after]
 
@@ -316,5 +310,5 @@ class Planner:
 
     def _note_others(self, contents: Contents) -> None:
         """Sort the entries of other runs by their last use, the longest ago first."""
-        others = [name for name in contents if name not in self._numbers]
+        others = [name for name in contents if not self._names.numbers(name)]
         self._others = sorted(others, key=lambda name: -contents[name].used_seconds_ago)

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from shardkit.cache.belady import Fetch, Future, Uses
 from shardkit.cache.contract import Cache, Contents
+from shardkit.cache.entry import EntryNames
 from shardkit.cache.fetcher import Fetcher
 from shardkit.cache.planner import Pace, Planner
 from shardkit.cache.rows import FetchedRows
@@ -65,10 +66,8 @@ class FetchPlan:
         self._fetcher = parts[0].fetcher
         self._firsts = [0, *accumulate(map(len, parts))]
         self._first_of = dict(zip(self.parts, self._firsts, strict=False))
-        names = [part.known_entry(number) for part in parts for number in range(len(part))]
-        sizes = np.array(
-            [part.known_size(number) for part in parts for number in range(len(part))], dtype=np.int64
-        )
+        names = EntryNames(part.names() for part in parts)
+        sizes = np.concatenate([part.known_sizes() for part in parts])
         total = int(sizes.sum())
         self.fits = total <= self.cache.capacity
         """Whether the cache has room for all shards."""

@@ -17,10 +17,10 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from shardkit.arrays import Bytes
+from shardkit.arrays import Bytes, Ints
 from shardkit.cache.contract import Cache, CacheOptions, open_cache
+from shardkit.cache.entry import EntryPart, entry_name, name_digests, sealed_size
 from shardkit.cache.fetcher import Fetcher, FetchLimits, FetchTimeoutError
-from shardkit.cache.folder import entry_name, sealed_size
 from shardkit.cache.indexes import TRUST_SECONDS, NodeIndexes
 from shardkit.cache.rows import RowReader
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
@@ -236,7 +236,7 @@ class CachedShards:
     @cached_property
     def _total_bytes(self) -> int:
         """Of all entries, as far as the index states them."""
-        return sum(sealed_size(max(info.raw.bytes, 0)) for info in self._manifest.shards)
+        return int(sealed_size(self._manifest.raw_bytes.clip(0)).sum())
 
     def known_entry(self, number: int) -> str:
         """The name of a shard's entry as far as index and store have told it; "" if they have not."""
@@ -249,6 +249,18 @@ class CachedShards:
         if raw_bytes < 0 and number in self._objects:
             raw_bytes = self._objects[number][0]
         return sealed_size(max(raw_bytes, 0))
+
+    def known_sizes(self) -> Ints:
+        """int64[shards]: `known_size` of each."""
+        sizes = sealed_size(self._manifest.raw_bytes.clip(0))
+        for number in self._objects:
+            sizes[number] = self.known_size(number)
+        return sizes
+
+    def names(self) -> EntryPart:
+        """For `EntryNames`."""
+        shards = self._manifest.shards
+        return len(shards), self.known_entry, name_digests(shards)
 
     def known_objects(self) -> list[int]:
         """The shards whose objects the store was asked for, or that were known from the start."""

@@ -23,6 +23,7 @@ import numpy as np
 from figures import benchmark_parser, give
 from shardkit.cache.belady import Fetch, Future
 from shardkit.cache.contract import Contents
+from shardkit.cache.entry import EntryNames
 from shardkit.cache.folder import SUBFOLDER, CacheFolder
 from shardkit.cache.planner import Planner
 from shardkit.order.order import Order, OrderSpec
@@ -45,7 +46,9 @@ def measure(entries: int) -> dict[str, object]:
         listing = time.process_time() - began
         roomy, full = CacheFolder(folder, 1 << 40), CacheFolder(folder, entries * BYTES)
         order = Order(np.full(len(names), 10), OrderSpec(1, 1, 1, "none"))
-        planner = Planner(Future(order), names, np.full(len(names), BYTES), order.samples, 10 * TRIES)
+        planner = Planner(
+            Future(order), EntryNames.of(names), np.full(len(names), BYTES), order.samples, 10 * TRIES
+        )
         planner.plan(full, ())
         began = time.process_time()
         planner.plan(full, ())

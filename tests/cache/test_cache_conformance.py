@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from shardkit.cache.contract import Cache, Contents
-from shardkit.cache.folder import CacheFolder, sealed_size
+from shardkit.cache.entry import sealed_size
+from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
 from support.cache_entries import RAW, check, content, fill, leased, nobody, oldest, room, used
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import string
+import time
 from dataclasses import replace
 from pathlib import PurePosixPath
 
@@ -12,9 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardkit.cache.folder import SEAL_BYTES, entry_name, is_sealed, make_seal
+from shardkit.cache.entry import SEAL_BYTES, EntryNames, entry_name, is_sealed, make_seal, name_digests
 from shardkit.hashing import HASH_NAMES, hash_bytes
-from shardkit.manifest import FileInfo, ShardInfo
+from shardkit.manifest import FileInfo, Files, ShardInfo, ShardTable, table_of
 
 SETTINGS = settings(deadline=None, derandomize=True)
 URL = "s3://bucket/dataset"
@@ -182,3 +184,49 @@ def test_an_entry_named_by_a_hash_must_have_it_whoever_made_its_seal(algorithm: 
     damaged = sealed(raw, name)
     damaged[7] ^= 1
     assert not is_sealed(damaged, name)
+
+
+@pytest.mark.parametrize("algorithm", ["xxh32", "xxh64", "sha256"])
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_shards_are_found_by_name_in_a_large_dataset_as_in_a_small_one(
+    algorithm: str, compression: str | None
+) -> None:
+    draw, width = random.Random(3), len(hash_bytes(b"", [algorithm])[algorithm])
+    digests = [f"{draw.getrandbits(4 * width):0{width}x}" for _ in range(300)]
+    digests[7] = digests[250] = digests[3]  # the same content, but 250 states another size
+    digests[9] = digests[8][:16].ljust(width, "0")  # alike in all that is sorted
+    shards = []
+    for number, digest in enumerate(digests):
+        file = FileInfo(f"shard.{number:05}.mds", 40 + (number == 250), {algorithm: digest})
+        plain = FileInfo(file.basename, 40)
+        shards.append(shard(file) if compression is None else shard(plain, file, compression))
+    table = table_of(shards, "fingerprint")
+    assert table is not None
+    names = [entry_name(info, URL) or "" for info in shards]
+    small = EntryNames.of(["first", "", *names])
+    found = name_digests(table)
+    assert found is not None
+    large = EntryNames([(2, ["first", ""].__getitem__, None), (300, names.__getitem__, found)])
+    asked = ["first", "second", "", "28-xxh64-", "not-hex", names[0][:-2], f"{names[0]}00", *names]
+    for each in (small, large):
+        each.learn(1, "second")
+        assert [each.name(number) for number in range(302)] == ["first", "second", *names]
+    for name in asked * 2:
+        expected = [number for number, known in enumerate(["first", "second", *names]) if name == known]
+        assert [list(small.numbers(name)), list(large.numbers(name))] == [expected, expected], name
+    assert list(large.numbers(names[3])) == [5, 9]
+
+
+def test_the_names_of_many_shards_are_no_strings() -> None:
+    count = 100_000
+    names = np.char.mod("shard.%07d.mds\n", np.arange(count)).astype("S18").view(np.uint8)
+    digests = np.random.default_rng(1).integers(0, 256, (count, 8), dtype=np.uint8)
+    sizes = np.full(count, 1 << 26, dtype=np.int64)
+    example = shard(FileInfo("shard.mds", 1 << 26, {"xxh64": "0" * 16}))
+    files = Files(names, sizes, ("xxh64",), (digests,))
+    table = ShardTable([example], np.zeros(count, np.int32), np.ones(count, np.int64), files, None, "")
+    began = time.process_time()
+    found = EntryNames([(count, lambda number: entry_name(table[number], URL) or "", name_digests(table))])
+    numbers = range(0, count, 1_007)
+    assert [found.numbers(found.name(number)) for number in numbers] == [[number] for number in numbers]
+    assert time.process_time() - began < 1.0  # 0.05 s; a string for each takes 2.6 s

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardkit.cache.contract import Contents
-from shardkit.cache.folder import SUBFOLDER, CacheFolder, sealed_size
+from shardkit.cache.entry import sealed_size
+from shardkit.cache.folder import SUBFOLDER, CacheFolder
 from shardkit.cache.ledger import Ledger
 from support.cache_entries import RAW, fill, room
 

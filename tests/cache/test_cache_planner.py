@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shardkit.cache.belady import Fetch, Future
 from shardkit.cache.contract import Contents, Held
+from shardkit.cache.entry import EntryNames
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.planner import IDLE_SECONDS, REST_SECONDS, Pace, Planner
 from shardkit.order.order import Order, OrderSpec
@@ -58,7 +59,9 @@ def planner_of(order: Order, position: int = 0, clock: Clock | None = None) -> P
     count = order.samples // SAMPLES
     sizes = np.full(count, SIZE, dtype=np.int64)
     names = [name_of(number) for number in range(count)]
-    return Planner(Future(order), names, sizes, order.samples, position, clock=clock or Clock())
+    return Planner(
+        Future(order), EntryNames.of(names), sizes, order.samples, position, clock=clock or Clock()
+    )
 
 
 def name_of(number: int) -> str:
@@ -271,7 +274,7 @@ def test_a_shard_that_is_in_use_is_never_named_as_a_victim(
 def test_a_name_that_is_learned_later_is_an_entry_of_ones_own() -> None:
     order = make_order(4)
     sizes = np.zeros(4, dtype=np.int64)
-    planner = Planner(Future(order), ["", "", "", ""], sizes, order.samples, 0, clock=Clock())
+    planner = Planner(Future(order), EntryNames.of([""] * 4), sizes, order.samples, 0, clock=Clock())
     contents = {name_of(number): Held(SIZE, 0.0) for number in (1, 3)}
     assert list(planner.victims_now(contents)) == []
     for number in range(4):
@@ -299,7 +302,7 @@ def paced(pace: Pace, clock: Clock, shards: int = 100) -> tuple[Planner, Shelf, 
     sizes = np.full(shards, size, dtype=np.int64)
     names = [name_of(number) for number in range(shards)]
     order = make_order(shards)
-    planner = Planner(Future(order), names, sizes, order.samples, 0, pace=pace, clock=clock)
+    planner = Planner(Future(order), EntryNames.of(names), sizes, order.samples, 0, pace=pace, clock=clock)
     return planner, Shelf(shards * size), size
 
 
@@ -345,5 +348,7 @@ def test_what_is_needed_within_the_horizon_is_fetched_at_once() -> None:
 def test_shards_of_a_few_megabytes_are_not_held_back() -> None:
     order = make_order(20)
     sizes, names = np.full(20, 1 << 16, dtype=np.int64), [name_of(number) for number in range(20)]
-    planner = Planner(Future(order), names, sizes, order.samples, 0, pace=Pace.of_rank(3, sharers=8))
+    planner = Planner(
+        Future(order), EntryNames.of(names), sizes, order.samples, 0, pace=Pace.of_rank(3, sharers=8)
+    )
     assert taken_until_held_back(planner, Shelf(1 << 30), 1 << 16) == 20

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shardkit.cache.contract import CacheOptions
-from shardkit.cache.folder import entry_name
+from shardkit.cache.entry import entry_name
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.reader import CacheReader, CacheRun, FetchPlan, PlanRequest
 from shardkit.cache.shards import CachedShards

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference.belady import min_fetched_bytes
-from shardkit.cache.folder import sealed_size
+from shardkit.cache.entry import sealed_size
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import shard_uses
 from shardkit.tools.simulate.fetching import Link

@@ -27,6 +27,7 @@ import numpy as np
 from shardkit.cache.belady import Fetch, Future
 from shardkit.cache.contract import Held
 from shardkit.cache.download import MIN_PART_BYTES
+from shardkit.cache.entry import EntryNames
 from shardkit.cache.planner import Pace, Planner
 from shardkit.cache.reader import LEADS_IN_CACHE
 from shardkit.storage.limits import Gate
@@ -182,7 +183,7 @@ class Fetching:
         lead = samples * scenario.cache_bytes // max(1, whole) // LEADS_IN_CACHE
         self._planner = Planner(
             Future(self._uses, lead=min(lead, samples // 2)),
-            self._names,
+            EntryNames.of(self._names),
             self._entries,
             samples,
             position,

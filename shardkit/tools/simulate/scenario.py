@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.arrays import Ints
-from shardkit.cache.folder import SEAL_BYTES
+from shardkit.cache.entry import SEAL_BYTES
 from shardkit.cache.planner import Pace
 from shardkit.datasets.dataset import Dataset
 from shardkit.loaders.config import LoaderConfig
