@@ -24,12 +24,19 @@ FILE_HASH = "xxh3_128"
 
 
 def recipe_content(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain data, without keys that decide no byte: the places of output and work.
+    """The recipe as plain data, without keys that decide no byte, such as the places of output and work.
 
     Profiles are written out as the filters they stand for.
     """
     content: dict[str, Any] = recipe.model_dump(
-        mode="json", exclude={"work": True, "scratch": True, "check_disk": True, "output": {"path"}}
+        mode="json",
+        exclude={
+            "work": True,
+            "scratch": True,
+            "check_disk": True,
+            "max_failed_splits": True,  # the ledger says which failed
+            "output": {"path"},
+        },
     )
     content["filters"] = [{name: config.model_dump(mode="json")} for name, config in recipe.filter_chain()]
     return content

@@ -44,7 +44,8 @@ class Execution:
 
     With `task_slice`, several processes share a work folder, at the pace of `times`; `ray_address` names a
     running cluster (None: RAY_ADDRESS, else one is started on this machine). A task that takes longer than
-    `task_seconds` is killed and runs once more (with Ray, a few times).
+    `task_seconds` is killed and runs once more (with Ray, a few times). `retry_failed`: tasks of splits that
+    an earlier build gave up (`max_failed_splits`) run again.
     """
 
     workers: int | None = None
@@ -52,6 +53,7 @@ class Execution:
     task_slice: TaskSlice | None = None
     ray_address: str | None = None
     task_seconds: float = TASK_SECONDS
+    retry_failed: bool = False
     times: SharingTimes = DEFAULT_TIMES
 
     def __post_init__(self) -> None:
@@ -88,7 +90,7 @@ def open_runner(
         Journal(work, slice=execution.task_slice, times=execution.times) as journal,
         _engine(recipe, execution) as engine,
     ):
-        runner = Runner(journal, engine, listener)
+        runner = Runner(journal, engine, listener, retry_failed=execution.retry_failed)
         try:
             yield runner
         except OSError as error:  # while this process reads files of finished tasks between two stages

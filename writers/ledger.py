@@ -4,7 +4,8 @@ What came in is what was kept, dropped (by rule) or quarantined (by error), in d
 text (raw record bytes where a record could not be decoded). `Ledger.check` holds this at every commit.
 
 Each entry of the quarantine is a JSON line with file, record number, byte offset in the decompressed file,
-reason and error. With `max_bad_fraction` 0 the first entry stops the build.
+reason and error. With `max_bad_fraction` 0 the first entry stops the build. A split whose task failed is one
+entry, FAILED_SPLIT, with its stored bytes; `max_failed_splits` bounds those.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ from typing import Any, Self
 from shardkit.card import Count
 from shardkit.errors import BuildError, ConservationError
 
-__all__ = ["BadRecord", "Count", "Ledger", "Quarantine", "check_bad_fraction", "first_of", "snippet_of"]
+__all__ = [
+    "FAILED_SPLIT",
+    "BadRecord",
+    "Count",
+    "Ledger",
+    "Quarantine",
+    "check_bad_fraction",
+    "first_of",
+    "snippet_of",
+]
+
+FAILED_SPLIT = "failed_split"
 
 _SNIPPET_BYTES = 160  # enough to recognize the record, too little to leak a corpus into logs
 
@@ -143,16 +155,16 @@ def check_bad_fraction(
 ) -> None:
     """BuildError when more than `max_bad_fraction` of the records, or of the bytes, were unreadable.
 
-    Bytes count as well because the lost rest of a compressed file is one entry however long it is.
+    Bytes count as well because the lost rest of a compressed file is one entry however long it is. Splits
+    whose tasks failed do not count.
     """
-    bad = sum(ledger.quarantined.values(), Count())
+    reasons = {name: lost for name, lost in ledger.quarantined.items() if name != FAILED_SPLIT}
+    bad = sum(reasons.values(), Count())
     shares = {"records": (bad.documents, ledger.read.documents), "bytes": (bad.bytes, ledger.read.bytes)}
     for unit, (lost, total) in shares.items():
         if lost > max_bad_fraction * total:
-            reasons = ", ".join(
-                f"{name} {ledger.quarantined[name].documents:,}" for name in sorted(ledger.quarantined)
-            )
+            listed = ", ".join(f"{name} {reasons[name].documents:,}" for name in sorted(reasons))
             raise BuildError(
-                f"{where}: {lost:,} of {total:,} {unit} are unreadable ({reasons}), more than "
+                f"{where}: {lost:,} of {total:,} {unit} are unreadable ({listed}), more than "
                 f"max_bad_fraction {max_bad_fraction:g} allows" + (f"; first: {first}" if first else "")
             )

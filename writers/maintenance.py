@@ -21,7 +21,7 @@ import shardkit
 from shardkit.storage.store import StorageOptions
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.task import Commit, Record, Task, code_version
-from shardkit.writers.execution.work import Work
+from shardkit.writers.execution.work import Work, with_fallbacks
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.executors import Execution, place_files, work_of
 from shardkit.writers.inputs import scan
@@ -84,7 +84,7 @@ class Planner:
 
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
         """The finished ones."""
-        return self.work.find(tasks)
+        return with_fallbacks(self.work, tasks, self.work.find(tasks))
 
     def run_here(self, task: Task) -> Commit:
         """The commit of a task; UnknownError if it has to be made."""
@@ -99,7 +99,7 @@ class Planner:
             if not group:
                 continue
             missing = [task for task, commit in zip(group, commits, strict=True) if commit is None]
-            self.keys |= {task.key for task, commit in zip(group, commits, strict=True) if commit}
+            self.keys |= {commit.key for commit in commits if commit is not None}
             reasons = self._reasons(group[0].stage, missing)
             self.stages.append(StagePlan(group[0].stage, len(group), len(group) - len(missing), reasons))
             complete = complete and not missing

@@ -44,7 +44,7 @@ from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.files import check_unchanged
 from shardkit.writers.inputs.scan import Split, describe_inputs, hash_splits
 from shardkit.writers.languages import add_languages
-from shardkit.writers.ledger import Ledger
+from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger
 from shardkit.writers.progress import StageProgress, say
 from shardkit.writers.publish import (
     ANNOTATIONS_FOLDER,
@@ -79,6 +79,7 @@ def build(
     ray_address: str | None = None,
     task_slice: TaskSlice | None = None,
     task_seconds: float = TASK_SECONDS,
+    retry_failed: bool = False,
     progress: bool | Callable[[StageProgress], None] = True,
     replace: bool = False,
     storage: StorageOptions | None = None,
@@ -87,10 +88,9 @@ def build(
 
     `output` replaces the recipe's output.path: a folder, relative to the current one, or a URL. `storage` has
     the options of stores, including those of inputs. `overrides` such as "pack.sequence_length=512" replace
-    other keys. `engine`, `workers`, `ray_address`, `task_slice` and `task_seconds` say how tasks run
-    (`Execution`; default: one process per core, as memory allows) and never change a byte. A place with
-    another dataset is refused unless `replace`. Raises RecipeError, BuildError, MissingExtraError; after an
-    interruption the same call continues.
+    other keys. `engine` to `retry_failed` say how tasks run (`Execution`) and, with the same failed splits,
+    never change a byte. A place with another dataset is refused unless `replace`. Raises RecipeError,
+    BuildError, MissingExtraError; after an interruption the same call continues.
     """
     start = time.perf_counter()
     recipe = with_overrides(recipe, overrides)
@@ -101,11 +101,12 @@ def build(
         task_slice=task_slice,
         ray_address=ray_address,
         task_seconds=task_seconds,
+        retry_failed=retry_failed,
     )
     work = work_of(recipe, recipe.resolve(default_work(target)), storage, execution)
     splits, cuts = _scan(recipe, work, target, storage)
     tokenizer, inputs = TokenizerFile.of(recipe), BuildInputs.of(recipe, splits, storage)
-    if card := _published_card(target, inputs, tokenizer.digest, replace=replace):
+    if card := _published_card(target, inputs, tokenizer.digest, replace=replace, execution=execution):
         if recipe.work is None and task_slice is None:
             _remove_left(work)
         return _result_of_card(str(target), card, time.perf_counter() - start)
@@ -117,9 +118,7 @@ def build(
     with clock as listener, open_runner(recipe, work, execution, listener) as runner:
         runner.seconds["scan"] = scanned
         _keep_cuts(cuts, runner.journal.work)
-        folder, file = place_files(recipe, runner.journal, inputs.filter_files, tokenizer.digest)
-        inputs = dataclass_replace(inputs, filter_folder=folder)
-        outputs = run_stages(inputs, dataclass_replace(tokenizer, file=file), runner.run)
+        outputs = _run_stages(inputs, tokenizer, runner)
         funnel = _count(inputs, outputs)
         begin = time.perf_counter()
         dataset = _describe(inputs, outputs, funnel)
@@ -129,6 +128,13 @@ def build(
         stages_run = clock.times(runner.seconds)
         _leave(recipe, runner, say_so=progress is True)
     return _result(str(target), dataset.manifest, funnel, runner, time.perf_counter() - start, stages_run)
+
+
+def _run_stages(inputs: BuildInputs, tokenizer: TokenizerFile, runner: Runner) -> Outputs:
+    """Run all stages, with the files of filters and the tokenizer where their tasks find them."""
+    folder, file = place_files(inputs.recipe, runner.journal, inputs.filter_files, tokenizer.digest)
+    inputs = dataclass_replace(inputs, filter_folder=folder)
+    return run_stages(inputs, dataclass_replace(tokenizer, file=file), runner.run)
 
 
 def _leave(recipe: Recipe, runner: Runner, *, say_so: bool) -> None:
@@ -204,7 +210,12 @@ def refuse_own_files(splits: Sequence[Split], *places: Path | str) -> None:
 
 
 def _published_card(
-    output: Path | RemoteOutput, inputs: BuildInputs, tokenizer_digest: str, *, replace: bool
+    output: Path | RemoteOutput,
+    inputs: BuildInputs,
+    tokenizer_digest: str,
+    *,
+    replace: bool,
+    execution: Execution,
 ) -> DatasetCard | None:
     """The card of the dataset at `output` if this build would make the same one; None if it has to run.
 
@@ -216,7 +227,10 @@ def _published_card(
     damage = found.problem and f"which is damaged ({found.problem})"
     problem = damage
     if found.contents is not None:
-        problem = _difference(found.contents.card, inputs, tokenizer_digest) or damage
+        card, failed_splits = found.contents.card, inputs.recipe.max_failed_splits
+        if execution.retry_failed:
+            failed_splits = 0
+        problem = _difference(card, inputs, tokenizer_digest) or _failed(card, failed_splits) or damage
     if problem is not None or found.contents is None:
         raise BuildError(
             f"{output}: already holds a dataset, {problem}; choose another output, or use --replace "
@@ -250,6 +264,12 @@ def _difference(card: DatasetCard | None, inputs: BuildInputs, tokenizer_digest:
     if stated != describe_inputs(recipe, splits, hash_splits(splits)):
         return "made from other input files"
     return None
+
+
+def _failed(card: DatasetCard | None, allowed: int) -> str | None:
+    """What to say of a dataset that lacks more splits than `allowed` because their tasks failed, or None."""
+    failed = Count() if card is None else card.funnel.quarantined.get(FAILED_SPLIT, Count())
+    return f"made without {failed.documents:,} splits that failed" if failed.documents > allowed else None
 
 
 def _remove_left(work: Work) -> None:

@@ -268,6 +268,13 @@ class Recipe(StrictModel):
         default=0.0,
         description="Part of a file's records, and of its bytes, that may be unreadable; 0: stop at one.",
     )
+    max_failed_splits: int = Field(
+        default=0,
+        ge=0,
+        le=100_000,
+        description="Splits (a compressed file, or a part of a plain one) whose tasks may fail in every "
+        "attempt; each is quarantined whole.",
+    )
     max_record_bytes: Annotated[Size, Field(ge=1 << 10, le=1 << 30)] = Field(
         default=1 << 26,
         description="Longest record (a line, or a row's text), bytes; a longer one is unreadable.",

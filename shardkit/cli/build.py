@@ -59,6 +59,12 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="kill a task that takes longer and run it once more, then end with its name (default: 21600)",
     )
     parser.add_argument(
+        "--retry-failed",
+        action="store_true",
+        help="run the tasks of splits again that an earlier build gave up, as max_failed_splits allowed "
+        "(default: use what is left of those splits, nothing)",
+    )
+    parser.add_argument(
         "--replace",
         action="store_true",
         help="replace a dataset in the output folder (default: refuse to build)",
@@ -98,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         ray_address=arguments.ray_address,
         task_slice=arguments.task_slice,
         task_seconds=TASK_SECONDS if arguments.task_seconds is None else arguments.task_seconds,
+        retry_failed=arguments.retry_failed,
         progress=not arguments.quiet,
         replace=arguments.replace,
         storage=storage_options(arguments),

@@ -23,10 +23,11 @@ from servers.bucket import RgwBucket
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.storage.store import StorageOptions
 from shardkit.writers.execution import engine_ray
+from shardkit.writers.execution.engine import death_of
 from shardkit.writers.execution.engine_ray import RayEngine, check_of, run_on_node, slots_of, start_ray
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.scheduler import OwnQueue
-from shardkit.writers.execution.task import Commit, Task, code_version
+from shardkit.writers.execution.task import Commit, Fallback, Task, code_version
 from shardkit.writers.execution.work import Work
 from shardkit.writers.pipeline import build
 from shardkit.writers.progress import StageProgress
@@ -58,6 +59,10 @@ def hang_until(folder, place, count):
     (place / f"hang-{time.monotonic_ns()}").touch()
     if len(list(place.glob("hang-*"))) <= count:
         ctypes.PyDLL(None).sleep(600)
+    return {}
+
+def stand_in(folder, place, count, error):
+    (folder / "error.txt").write_text(error)
     return {}
 
 def meet(folder, place, number, others):
@@ -266,6 +271,23 @@ def test_a_task_that_kills_every_worker_ends_the_run(
     with engine() as ray, pytest.raises(BuildError, match=r"stage/die_until-0: its process died .* 2 times"):
         run_all(ray, [make_task(tasks, "die_until", place, 100)], work)
     assert len(list(place.iterdir())) == 2
+
+
+@extended
+@pytest.mark.filterwarnings("ignore:task stage/die_until")
+def test_a_task_that_kills_every_worker_gives_way_to_its_fallback(
+    tasks: ModuleType, work: Work, place: Path, connected: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick_retries(monkeypatch)
+    monkeypatch.setattr(engine_ray, "RETRIES", 1)
+    fallback = Fallback("failed", 1, "max_failed", tasks.stand_in)
+    poison = replace(make_task(tasks, "die_until", place, 100), fallback=fallback)
+    commits: list[Commit] = []
+    with engine() as ray:
+        ray.run(OwnQueue([poison, make_task(tasks, "square", 3)], commits.append), work)
+    assert len(list(place.iterdir())) == 2
+    assert [commit.stage for commit in commits] == ["stage", "failed"]
+    assert (commits[1].folder / "error.txt").read_text() == str(death_of(poison))
 
 
 @extended

@@ -8,6 +8,9 @@ all workers; committed tasks are kept.
 
 A task that takes longer than `task_seconds` has its process killed, by the kernel's timer, so that a hang in
 C code ends too. It runs once more, in another process; a second time is an error that names it.
+
+If a task has a fallback, that holds for a process that dies, too, and instead of the second error, or of an
+error of its own, the queue is told that the task failed.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from typing import Any, Protocol, Self
 from shardkit.errors import BuildError, ShardkitError, warn_user
 from shardkit.files import Closing
 from shardkit.writers.execution.scheduler import TaskQueue
-from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.task import Commit, Task, TaskFailedError
 from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cache
 
@@ -47,8 +50,10 @@ __all__ = [
     "OnCompile",
     "WorkerTracebackError",
     "answer",
+    "death_of",
     "default_workers",
     "give_back_memory",
+    "report",
     "run_guarded",
     "serve",
     "time_limit",
@@ -74,7 +79,7 @@ _BOOT = (
 )
 RESUME = "finished tasks are kept; the same command continues"
 TASK_SECONDS = 6 * 3600.0  # tasks take minutes; a file of 100 GB that cannot be cut takes an hour or two
-_TRIES = 2  # of a task that takes too long: the first may have met a machine that hangs
+_TRIES = 2  # of a task that takes too long: the first may have met a machine that hangs, or has no memory
 
 OnCompile = Callable[[Task, float | None], None]
 """Called as Numba compiles kernels for a task: with None when it starts, then with its seconds."""
@@ -110,7 +115,12 @@ class InlineEngine(Closing):
         while not queue.exhausted:
             task = queue.take()
             if task is not None:
-                queue.done(self._run_task(task, task.digest, work))
+                try:
+                    commit = self._run_task(task, task.digest, work)
+                except TaskFailedError as error:
+                    queue.failed(task, error)
+                else:
+                    queue.done(commit)
             elif not queue.exhausted:
                 time.sleep(queue.poll_seconds or 0.0)
 
@@ -139,8 +149,8 @@ class LocalEngine(Closing):
     workers: int
     task_seconds: float = TASK_SECONDS
     _started: list[_Worker] = field(default_factory=list)
-    _again: list[Task] = field(default_factory=list)  # took too long
-    _timeouts: Counter[str] = field(default_factory=Counter)  # by key of a task
+    _again: list[Task] = field(default_factory=list)  # whose process died
+    _deaths: Counter[str] = field(default_factory=Counter)  # by key of a task
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= MAX_WORKERS:
@@ -171,9 +181,7 @@ class LocalEngine(Closing):
                         time.sleep(queue.poll_seconds or 0.0)
                     continue
                 for pipe in wait(list(busy), queue.poll_seconds if has_room else None):
-                    commit = self._receive(busy[pipe], on_compile)  # type: ignore[index]
-                    if commit is not None:
-                        queue.done(commit)
+                    self._receive(busy[pipe], queue, on_compile)  # type: ignore[index]
         except BaseException:
             self.close()
             raise
@@ -199,40 +207,45 @@ class LocalEngine(Closing):
         except OSError:  # it died idle
             raise self._death(worker) from None
 
-    def _receive(self, worker: _Worker, on_compile: OnCompile | None) -> Commit | None:
-        """The commit of a worker's task; None for reports of compilation, and if the task runs again."""
+    def _receive(self, worker: _Worker, queue: TaskQueue, on_compile: OnCompile | None) -> None:
+        """Hand on what a worker sends: a commit, an error, or a report of compilation."""
         try:
             answer = worker.pipe.recv()
         except (EOFError, OSError):
-            self._bury(worker)
-            return None
-        if not isinstance(answer, tuple):
-            if on_compile is not None and worker.task is not None:
-                on_compile(worker.task, answer)
-            return None
-        commit, error, trace = answer
-        worker.task = None
-        if error is not None:
-            raise error from WorkerTracebackError(trace)
-        assert isinstance(commit, Commit)
-        return commit
-
-    def _bury(self, worker: _Worker) -> None:
-        """Have the task of a dead worker run again if it took too long; BuildError otherwise."""
+            self._bury(worker, queue)
+            return
         task = worker.task
-        if task is None or worker.process.wait() != -signal.SIGALRM:
+        assert task is not None
+        if not isinstance(answer, tuple):
+            if on_compile is not None:
+                on_compile(task, answer)
+            return
+        worker.task = None
+        report(queue, task, *answer)
+
+    def _bury(self, worker: _Worker, queue: TaskQueue) -> None:
+        """Have the task of a dead worker run again, or fail; BuildError if it ends the build."""
+        task = worker.task
+        took_too_long = worker.process.wait() == -signal.SIGALRM
+        if task is None or not (took_too_long or task.fallback):
             raise self._death(worker)
-        self._timeouts[task.key] += 1
+        self._deaths[task.key] += 1
         problem = f"task {task}: was not done after {self.task_seconds:,g} s"
-        if self._timeouts[task.key] == _TRIES:
+        if not took_too_long:
+            problem = str(self._death(worker)).removesuffix(f"; {RESUME}")
+        if self._deaths[task.key] < _TRIES:
+            warn_user(f"{problem}; it runs again")
+            self._again.append(task)
+        elif task.fallback is not None:
+            warn_user(f"{problem}, in {_TRIES} attempts")
+            queue.failed(task, death_of(task))
+        else:
             raise BuildError(
                 f"{problem}, in {_TRIES} attempts. If it hangs, remove its input; if it needs longer, raise "
                 f"--task-seconds; {RESUME}"
             )
-        warn_user(f"{problem}; its process was killed, and it runs again")
         self._started.remove(worker)
         worker.pipe.close()
-        self._again.append(task)
 
     def _death(self, worker: _Worker) -> BuildError:
         code = worker.process.wait()
@@ -244,6 +257,23 @@ class LocalEngine(Closing):
         return BuildError(
             f"task {worker.task}: its worker was killed by {signal.Signals(-code).name}{hint}; {RESUME}"
         )
+
+
+def report(queue: TaskQueue, task: Task, commit: Commit | None, error: Exception | None, trace: str) -> None:
+    """Hand what `answer` gave to the queue. Raises an error that ends the build."""
+    if error is None:
+        assert commit is not None
+        queue.done(commit)
+        return
+    error.__cause__ = WorkerTracebackError(trace)
+    if not isinstance(error, TaskFailedError):
+        raise error
+    queue.failed(task, error)
+
+
+def death_of(task: Task) -> TaskFailedError:
+    """The failure of a task whose process died in every attempt: it is published, so all engines say this."""
+    return TaskFailedError(f"task {task}: in every attempt its process died or ran past --task-seconds")
 
 
 def default_workers(memory_bytes: int) -> int:

@@ -36,14 +36,15 @@ from shardkit.writers.execution.engine import (
     RESUME,
     TASK_SECONDS,
     OnCompile,
-    WorkerTracebackError,
     answer,
+    death_of,
     default_workers,
     give_back_memory,
+    report,
     time_limit,
 )
 from shardkit.writers.execution.scheduler import TaskQueue
-from shardkit.writers.execution.task import Commit, Task, code_version
+from shardkit.writers.execution.task import Task, code_version
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cache
@@ -326,11 +327,11 @@ class _Run:
                     tried = self._flying.pop(ref)
                     answered = self._answer(ref, tried)
                     if answered is not None:
-                        commit, compile_seconds = answered
+                        pickled, compile_seconds = answered
                         if on_compile is not None and compile_seconds:
                             on_compile(tried.task, compile_seconds)
                         self._moved = time.monotonic()
-                        self.queue.done(commit)
+                        report(self.queue, tried.task, *pickle.loads(pickled))
         except (self.ray.exceptions.RayError, ConnectionError) as error:
             self._cancel()
             raise BuildError(
@@ -399,11 +400,11 @@ class _Run:
             ready, _ = self.ray.wait(flying, num_returns=len(flying), timeout=0, fetch_local=False)
         return list(ready)
 
-    def _answer(self, ref: Any, tried: _Try) -> tuple[Commit, float] | None:
-        """A finished task's commit and seconds of compiling; None if it was lost."""
+    def _answer(self, ref: Any, tried: _Try) -> tuple[bytes, float] | None:
+        """What `run_on_node` gave for a task; None if it was lost."""
         exceptions = self.ray.exceptions
         try:
-            pickled, compile_seconds = self.ray.get(ref, timeout=_FETCH_SECONDS)
+            answered: tuple[bytes, float] = self.ray.get(ref, timeout=_FETCH_SECONDS)
         except exceptions.RayTaskError as error:
             problem = f"{_first_line(error.cause)}; is shardkit, with what the recipe needs, on all nodes?"
             raise BuildError(f"task {tried.task}: {problem}") from error
@@ -412,16 +413,16 @@ class _Run:
         except exceptions.RayError as error:
             self._lose(tried, error)
             return None
-        commit, failure, trace = pickle.loads(pickled)
-        if failure is not None:
-            raise failure from WorkerTracebackError(trace)
-        assert isinstance(commit, Commit)
-        return commit, compile_seconds
+        return answered
 
     def _lose(self, tried: _Try, error: Exception) -> None:
-        """Have a task run again that no answer came from; BuildError if it was lost too often."""
+        """Have a task run again that no answer came from; it failed if it was lost too often. BuildError."""
         tried.losses += 1
         problem = f"task {tried.task}: {self._reason(error)}"
+        if tried.losses > RETRIES and tried.task.fallback is not None:
+            warn_user(f"{problem}, {tried.losses} times by now")
+            self.queue.failed(tried.task, death_of(tried.task))
+            return
         if tried.losses > RETRIES:
             raise BuildError(
                 f"{problem}, {tried.losses} times by now; if nodes run out of memory, make the recipe's "

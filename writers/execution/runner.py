@@ -45,7 +45,7 @@ from shardkit.writers.execution.scheduler import (
 )
 from shardkit.writers.execution.segments import Segments
 from shardkit.writers.execution.task import Commit, Task
-from shardkit.writers.execution.work import Work, run_task
+from shardkit.writers.execution.work import Work, run_task, with_fallbacks
 from shardkit.writers.execution.work_local import LocalWork, locked_folder
 from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.ledger import Count, Ledger
@@ -208,10 +208,21 @@ _THREADS = 8
 
 
 class Runner:
-    """`seconds` holds each stage's time from its start to its last task."""
+    """`seconds` holds each stage's time from its start to its last task.
 
-    def __init__(self, journal: Journal, engine: Engine, listener: Listener[StageProgress]) -> None:
+    With `retry_failed`, tasks in whose place an earlier build ran their fallbacks run again.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        engine: Engine,
+        listener: Listener[StageProgress],
+        *,
+        retry_failed: bool = False,
+    ) -> None:
         self.journal, self._engine, self._listener = journal, engine, listener
+        self._retry_failed = retry_failed
         self.seconds: dict[str, float] = {}
         self.tasks = self.tasks_reused = 0
         self._meters: dict[str, _Meter] = {}
@@ -226,7 +237,8 @@ class Runner:
         # Of each stage by name: the task, until its commit is there. One dict, as tasks may be a million.
         commits: dict[str, dict[str, Task | Commit]] = {stage: {} for stage in self._meters}
         missing: list[Task] = []
-        for task, commit in zip(tasks, self._intact(self.journal.find(tasks)), strict=True):
+        stage_of = {task.fallback.stage: task.stage for task in tasks if task.fallback is not None}
+        for task, commit in zip(tasks, self._intact(self._find(tasks)), strict=True):
             commits[task.stage][task.name] = task if commit is None else commit
             if commit is None:
                 missing.append(task)
@@ -237,11 +249,13 @@ class Runner:
             self._report(stage)
 
         def done(commit: Commit) -> None:
-            task = commits[commit.stage][commit.name]
+            task = commits[stage_of.get(commit.stage, commit.stage)][commit.name]
             assert isinstance(task, Task), f"{task.key} was reported twice"
             # A million commits share what they can: these objects came by themselves with each of them.
             work = self.journal.work
-            commit = replace(commit, stage=task.stage, name=task.name, digest=task.digest, remote=work.remote)
+            if commit.stage == task.stage:
+                commit = replace(commit, stage=task.stage, name=task.name, digest=task.digest)
+            commit = replace(commit, remote=work.remote)
             commits[task.stage][task.name] = commit
             self.journal.record(commit)
             self._meters[task.stage].add(task, commit)
@@ -250,11 +264,15 @@ class Runner:
         if missing:
             queue = self.journal.queue(missing, done, self._wait)
             self._engine.run(queue, self.journal.work, self._compiling)
-        self.journal.end_stages(self._meters)
+        self.journal.end_stages([*self._meters, *stage_of])
         self.tasks += len(tasks)
         self.tasks_reused += len(tasks) - len(missing)
         made = [[commits[task.stage][task.name] for task in group] for group in groups]
         return [[commit for commit in group if isinstance(commit, Commit)] for group in made]
+
+    def _find(self, tasks: Sequence[Task]) -> Sequence[Commit | None]:
+        found = self.journal.find(tasks)
+        return found if self._retry_failed else with_fallbacks(self.journal.work, tasks, found)
 
     def _intact(self, found: Sequence[Commit | None]) -> Iterator[Commit | None]:
         """The commits in order; None for tasks with a damaged file, which are removed."""

@@ -36,8 +36,8 @@ from shardkit.errors import BuildError, warn_user
 from shardkit.files import Closing
 from shardkit.storage.store import ObjectExistsError, ObjectInfo, Store, StoreError
 from shardkit.writers.execution.segments import Segments
-from shardkit.writers.execution.task import Commit, Task
-from shardkit.writers.execution.work import Work
+from shardkit.writers.execution.task import Commit, Task, TaskFailedError
+from shardkit.writers.execution.work import Work, with_fallbacks
 
 __all__ = [
     "DEFAULT_TIMES",
@@ -225,6 +225,46 @@ class TaskQueue(Protocol):
     def done(self, commit: Commit) -> None:
         """Report that a task that was taken is finished."""
 
+    def failed(self, task: Task, error: TaskFailedError) -> None:
+        """Report that a task that was taken failed in every attempt.
+
+        Its fallback runs after all other tasks; BuildError if more tasks failed than that allows.
+        """
+
+
+class _Failures:
+    """Tasks that failed. Fallbacks run last: if too many tasks fail, none of them is given up."""
+
+    def __init__(self) -> None:
+        self._errors: dict[str, str] = {}  # by key of the task
+        self._waiting: list[tuple[Task, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)  # fallbacks that have not started
+
+    def add(self, task: Task, error: TaskFailedError) -> None:
+        """Note a failure; BuildError with all of them if there are too many."""
+        fallback = task.fallback
+        assert fallback is not None, f"{task.key} has no fallback"
+        self._errors[task.key] = str(error)
+        self._waiting.append((task, str(error)))
+        if len(self._errors) > fallback.limit:
+            listed = "".join(f"\n  {self._errors[key]}" for key in sorted(self._errors))
+            raise BuildError(
+                f"{len(self._errors):,} tasks failed, {fallback.setting} allows {fallback.limit:,}; "
+                f"mend or remove their inputs, or raise {fallback.setting}; finished tasks are kept:{listed}"
+            ) from error
+        warn_user(
+            f"{error}; the build goes on without it ({len(self._errors):,} of {fallback.limit:,} that "
+            f"{fallback.setting} allows)"
+        )
+
+    def pop_stand_ins(self) -> list[Task]:
+        """The tasks to run in place of those that failed."""
+        tasks = [task.fallback.task(task, error) for task, error in self._waiting if task.fallback]
+        self._waiting.clear()
+        return tasks
+
 
 class OwnQueue:
     """All tasks, for one process."""
@@ -235,17 +275,23 @@ class OwnQueue:
         self._waiting = sorted(tasks, key=lambda task: task.weight)  # the heaviest is last
         self._open = len(tasks)
         self._done = done
+        self._failures = _Failures()
 
     @property
     def exhausted(self) -> bool:
         return not self._open
 
     def take(self) -> Task | None:
+        if not self._waiting and self._open == len(self._failures):
+            self._waiting = self._failures.pop_stand_ins()
         return self._waiting.pop() if self._waiting else None
 
     def done(self, commit: Commit) -> None:
         self._open -= 1
         self._done(commit)
+
+    def failed(self, task: Task, error: TaskFailedError) -> None:
+        self._failures.add(task, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,18 +347,21 @@ class SliceQueue:
         self._next_poll = float("-inf")
         self._slice, self._absent = slice, absent
         self._left: list[Task] = []  # tasks of others that this process runs, the lightest is last
+        self._failures = _Failures()
         if lease.held:
             self._scavenge(task for task in self._others.values() if slice.rank_of(task) in absent)
 
     @property
     def exhausted(self) -> bool:
-        return not self._own and not self._others and not self._running
+        return not self._own and not self._others and not self._running and not len(self._failures)
 
     @property
     def poll_seconds(self) -> float:
         return self._idle_seconds
 
     def take(self) -> Task | None:
+        if not self._own and not self._running:
+            self._own = self._failures.pop_stand_ins()
         if self._own:
             return self._start(self._own.pop())
         if self._others and self._clock() >= self._next_poll:
@@ -329,6 +378,11 @@ class SliceQueue:
         self._others.pop(key, None)
         self._moved = self._clock()
         self._done(commit)
+
+    def failed(self, task: Task, error: TaskFailedError) -> None:
+        self._running.discard(task.key)
+        self._others.pop(task.key, None)
+        self._failures.add(task, error)
 
     def _start(self, task: Task) -> Task:
         self._running.add(task.key)
@@ -368,7 +422,26 @@ class SliceQueue:
                     if commit.key in tasks and tasks[commit.key].digest == commit.digest:
                         del tasks[commit.key]
                         found.append((commit.key, commit))
+            for key, commit in self._stand_ins(self._segments, tasks.values()):
+                del tasks[key]
+                found.append((key, commit))
         if self._segments is None or self._lease.held:
-            commits = zip(tasks, self._work.finished(list(tasks.values())), strict=True)
-            found += [(key, commit) for key, commit in commits if commit is not None]
+            looked = list(tasks.values())
+            commits = with_fallbacks(self._work, looked, self._work.finished(looked))
+            found += [(key, commit) for key, commit in zip(tasks, commits, strict=True) if commit is not None]
+        return found
+
+    def _stand_ins(self, segments: Segments, tasks: Iterable[Task]) -> list[tuple[str, Commit]]:
+        """(key of the task, commit) of fallbacks that new segments have."""
+        waiting = {(task.fallback.stage, task.name): task for task in tasks if task.fallback is not None}
+        found = []
+        for stage in sorted({stage for stage, _ in waiting}):
+            for commit in segments.read(stage):
+                task = waiting.get((stage, commit.name))
+                if (
+                    task is not None
+                    and task.fallback is not None
+                    and task.fallback.task(task).key == commit.key
+                ):
+                    found.append((task.key, commit))
         return found

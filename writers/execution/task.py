@@ -21,6 +21,7 @@ import xxhash
 
 import shardkit
 import shardkit.writers
+from shardkit.errors import BuildError
 from shardkit.files import load_json
 from shardkit.hashing import digest_of
 from shardkit.writers.execution.artifacts import Artifact, RemoteFiles
@@ -33,11 +34,13 @@ __all__ = [
     "OUTSIDE_TASKS",
     "Commit",
     "Counts",
+    "Fallback",
     "Output",
     "PlainCounts",
     "Record",
     "RunTasks",
     "Task",
+    "TaskFailedError",
     "code_version",
     "contents",
     "covered_sources",
@@ -119,6 +122,29 @@ class PlainCounts:
         return cls(**commit.counts)
 
 
+class TaskFailedError(BuildError):
+    """A task with a fallback failed in every attempt: by its own error, or with its process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """What runs in place of tasks that fail, for at most `limit` of them in a stage.
+
+    `function(folder, *args, error)` gets the arguments of the task and the message of its error, and writes
+    what later stages need. Its commit is in `stage`. `setting` is the key of the recipe that sets the limit.
+    """
+
+    stage: str
+    limit: int
+    setting: str
+    function: Callable[..., Counts | Mapping[str, Any]]
+
+    def task(self, failed: Task, error: str = "") -> Task:
+        """The task to run instead. The error is not in its digest, so a later build finds it again."""
+        config = {"in_place_of": failed.digest}
+        return Task(self.stage, failed.name, config, self.function, (*failed.args, error))
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """A pure function from named inputs to files in one folder.
@@ -126,7 +152,8 @@ class Task:
     `function(folder, *args)` is importable, writes into the empty `folder` and returns its counts, as plain
     data or as `Counts`. A "ledger" among the counts must add up. `config` and `inputs` are plain data that
     decide the outputs: settings of the recipe, and digests of everything that is read. `args` are not
-    compared. `weight` (bytes) only schedules heavy tasks first and scales progress.
+    compared. `weight` (bytes) only schedules heavy tasks first and scales progress. Without a `fallback` a
+    failure ends the build.
     """
 
     stage: str
@@ -136,6 +163,7 @@ class Task:
     args: tuple[Any, ...] = ()
     weight: int = 0
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    fallback: Fallback | None = None
     _digest: str = field(default="", init=False, repr=False, compare=False)
 
     @property

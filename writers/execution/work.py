@@ -15,14 +15,22 @@ from typing import Any, Protocol
 
 import xxhash
 
-from shardkit.errors import BuildError
+from shardkit.errors import BuildError, MissingExtraError, RecipeError, ShardkitError
 from shardkit.files import fsync_path
-from shardkit.storage.store import Store
+from shardkit.storage.store import Store, StoreError
 from shardkit.writers.execution.artifacts import RemoteFiles
-from shardkit.writers.execution.task import Commit, Output, Record, Task, facts_of, record_of
+from shardkit.writers.execution.task import (
+    Commit,
+    Output,
+    Record,
+    Task,
+    TaskFailedError,
+    facts_of,
+    record_of,
+)
 from shardkit.writers.ledger import Ledger
 
-__all__ = ["BLOCK_BYTES", "Work", "check_same", "run_task"]
+__all__ = ["BLOCK_BYTES", "Work", "check_same", "run_task", "with_fallbacks"]
 
 BLOCK_BYTES = 1 << 18  # unit in which files in stores are read and checked; 12 bytes of a commit each
 _BLOCK_HASH_BYTES = 8
@@ -96,7 +104,7 @@ def run_task(task: Task, digest: str, work: Work) -> Commit:
     work.prepare()
     temporary = work.temporary(task)
     try:
-        counted = task.function(temporary, *task.args)
+        counted = _call(task, temporary)
         counts = counted if isinstance(counted, Mapping) else counted.to_dict()
         if "ledger" in counts:
             Ledger.from_dict(counts["ledger"]).check(str(task))
@@ -104,6 +112,40 @@ def run_task(task: Task, digest: str, work: Work) -> Commit:
         return _commit(task, digest, work, temporary, counts, outputs)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _call(task: Task, folder: Path) -> Any:
+    """What the task's function returns. With a fallback, TaskFailedError for errors of this task alone."""
+    if task.fallback is None:
+        return task.function(folder, *task.args)
+    try:
+        return task.function(folder, *task.args)
+    except (OSError, StoreError, RecipeError, MissingExtraError):
+        raise  # of the machine, the store or the recipe: other tasks fail in the same way
+    except Exception as error:
+        text = str(error) if isinstance(error, ShardkitError) else f"{type(error).__name__}: {error}"
+        raise TaskFailedError(f"task {task}: {text}") from error
+
+
+def with_fallbacks(work: Work, tasks: Sequence[Task], found: Sequence[Commit | None]) -> list[Commit | None]:
+    """`found`, the commits of `tasks`, with what an earlier build ran in place of tasks that failed."""
+    commits = list(found)
+    waiting = {
+        number: task.fallback
+        for number, (task, commit) in enumerate(zip(tasks, found, strict=True))
+        if commit is None and task.fallback is not None
+    }
+    stages = sorted({fallback.stage for fallback in waiting.values()})
+    failed = {(stage, commit.name) for stage in stages for _, commit in work.commits(stage)}
+    stand_ins = {
+        number: fallback.task(tasks[number])
+        for number, fallback in waiting.items()
+        if (fallback.stage, tasks[number].name) in failed
+    }
+    if stand_ins:
+        for number, commit in zip(stand_ins, work.find(list(stand_ins.values())), strict=True):
+            commits[number] = commit
+    return commits
 
 
 def _commit(

@@ -8,12 +8,16 @@ The folder of a task receives
   languages.npy     with a language filter: the language of each kept document (languages.py)
   annotations.parquet  with `annotate`: the value of every filter for every document (annotations.py)
 Memory is one batch, one record and a run of keys, for a split of any size.
+
+A split whose task fails in every attempt, by an error, by ending its process or by taking too long, ends the
+build unless `max_failed_splits` allows it. Then a task of stage FAILED_SPLITS stands in for it: it reads no
+record, and books the whole split as quarantined.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,7 +41,7 @@ from shardkit.writers.documents import (
 )
 from shardkit.writers.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.task import Commit, Fallback, Task
 from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.funnel import FilterCounts
 from shardkit.writers.inputs.fields import NamedFields
@@ -46,11 +50,19 @@ from shardkit.writers.inputs.scan import Split, hash_split
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.kernels.words import normalization_version
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageFile
-from shardkit.writers.ledger import Count, Ledger, Quarantine, check_bad_fraction
+from shardkit.writers.ledger import (
+    FAILED_SPLIT,
+    BadRecord,
+    Count,
+    Ledger,
+    Quarantine,
+    check_bad_fraction,
+)
 from shardkit.writers.recipe import Recipe
 
 __all__ = [
     "DOCUMENTS_FILE",
+    "FAILED_SPLITS",
     "QUARANTINE_FILE",
     "Cleaned",
     "clean_split",
@@ -62,6 +74,8 @@ __all__ = [
 
 DOCUMENTS_FILE = "documents.arrow"
 QUARANTINE_FILE = "quarantine.jsonl"
+
+FAILED_SPLITS = "failed_splits"
 
 _KEYS_MEMORY_BYTES = 48 << 20  # to sort keys in; a third is a run
 
@@ -107,6 +121,8 @@ def tasks(
         "max_bad_fraction": recipe.max_bad_fraction,
         "max_record_bytes": recipe.max_record_bytes,
     }
+    limit = recipe.max_failed_splits
+    fallback = Fallback(FAILED_SPLITS, limit, "max_failed_splits", clean_split) if limit else None
     made = []
     for split in splits:
         place = asdict(split) | {"file": split.file}
@@ -117,7 +133,8 @@ def tasks(
         config = shared | {"split": place, "inputs": fields}
         args = (split, recipe, folder)
         inputs = {"file": [split.input.bytes, split.input.version], "filter_files": dict(files)}
-        made.append(Task("clean", split_name(split), config, clean_split, args, split.bytes, inputs))
+        name = split_name(split)
+        made.append(Task("clean", name, config, clean_split, args, split.bytes, inputs, fallback))
     return made
 
 
@@ -139,10 +156,17 @@ def filter_files(recipe: Recipe) -> dict[str, str]:
     return digests
 
 
-def clean_split(folder: Path, split: Split, recipe: Recipe, filter_folder: Artifact | None = None) -> Cleaned:
+def clean_split(
+    folder: Path,
+    split: Split,
+    recipe: Recipe,
+    filter_folder: Artifact | None = None,
+    failure: str | None = None,
+) -> Cleaned:
     """Write the files of a split into `folder`, which exists and is empty.
 
-    BuildError when more of the split is unreadable than the recipe's max_bad_fraction allows.
+    With a `failure`, no record is read, and the split is booked as failed for that reason. BuildError when
+    more of the split is unreadable than the recipe's max_bad_fraction allows.
     """
     if filter_folder is not None:
         for _, config in recipe.filter_chain():
@@ -151,20 +175,28 @@ def clean_split(folder: Path, split: Split, recipe: Recipe, filter_folder: Artif
                     (filter_folder / name).local()
         recipe = recipe.in_folder(filter_folder.path)
     try:
-        return _clean(split, recipe, folder)
+        return _clean(split, recipe, folder, failure=failure)
     except SuspectDataError as suspect:  # found at the end of the untrusted data, so start again without it
         return _clean(split, recipe, folder, suspect)
 
 
-def _clean(split: Split, recipe: Recipe, folder: Path, suspect: SuspectDataError | None = None) -> Cleaned:
+def _clean(
+    split: Split,
+    recipe: Recipe,
+    folder: Path,
+    suspect: SuspectDataError | None = None,
+    *,
+    failure: str | None = None,
+) -> Cleaned:
     ledger, fields = Ledger(), NamedFields(recipe.inputs[split.source])
     exact = recipe.dedup.exact
     normalized = exact is not None and exact.text == "normalized"
     chain = FilterChain(recipe.filter_chain(), recipe.folder, annotate=recipe.annotate, seed=recipe.seed)
     counts = FilterCounts.of_chain(chain)
     first_row = 0
+    allowed = recipe.max_bad_fraction if failure is None else 1.0
     with (
-        Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=recipe.max_bad_fraction) as quarantine,
+        Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=allowed) as quarantine,
         RunWriter(folder / KEYS.file, KEYS, memory_bytes=_KEYS_MEMORY_BYTES) as keys,
         AnnotationFile(folder / ANNOTATIONS_FILE) if recipe.annotate else nullcontext() as annotations,
         LanguageFile(folder / LANGUAGES_FILE) if chain.has_languages else nullcontext() as languages,
@@ -173,15 +205,7 @@ def _clean(split: Split, recipe: Recipe, folder: Path, suspect: SuspectDataError
         pa.ipc.new_file(file, DOCUMENT_SCHEMA, options=DOCUMENT_OPTIONS) as documents,
     ):
         sides = {name: stack.enter_context((folder / name).open("wb")) for name in chain.side_files}
-        for batch in read_split(
-            split,
-            recipe.inputs[split.source],
-            ledger,
-            quarantine,
-            max_record_bytes=recipe.max_record_bytes,
-            fields=fields,
-            suspect=suspect,
-        ):
+        for batch in _read(split, recipe, ledger, quarantine, fields, suspect, failure):
             filtered = chain.apply(batch)
             kept = filtered.kept
             _book(filtered, ledger)
@@ -202,6 +226,35 @@ def _clean(split: Split, recipe: Recipe, folder: Path, suspect: SuspectDataError
     ledger.check(where)
     labels = None if languages is None else languages.labels
     return Cleaned(ledger, counts, fields.to_dict(), hash_split(split), labels)
+
+
+def _read(
+    split: Split,
+    recipe: Recipe,
+    ledger: Ledger,
+    quarantine: Quarantine,
+    fields: NamedFields,
+    suspect: SuspectDataError | None,
+    failure: str | None,
+) -> Iterator[pa.RecordBatch]:
+    """The records of a split; of one that failed none, but one entry in the quarantine for all of it."""
+    if failure is None:
+        yield from read_split(
+            split,
+            recipe.inputs[split.source],
+            ledger,
+            quarantine,
+            max_record_bytes=recipe.max_record_bytes,
+            fields=fields,
+            suspect=suspect,
+        )
+        return
+    is_table = split.format == "parquet"
+    part = f"{'row groups' if is_table else 'bytes'} {split.start:,} to {split.end:,} were not read"
+    start = None if is_table else split.start
+    quarantine.add(BadRecord(split.file, split.first_record, start, FAILED_SPLIT, f"{part}: {failure}", ""))
+    ledger.read += Count(1, split.bytes)
+    ledger.quarantine(FAILED_SPLIT, 1, split.bytes)
 
 
 def _book(filtered: Filtered, ledger: Ledger) -> None:

@@ -29,7 +29,7 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, RunTasks, Task
 from shardkit.writers.inputs.fields import check_named_fields
 from shardkit.writers.inputs.scan import Split
-from shardkit.writers.ledger import Count, Ledger, check_bad_fraction, first_of
+from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger, check_bad_fraction, first_of
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.stages import clean, exact, pack, provenance, tokenize
@@ -207,9 +207,20 @@ def _check_cleaned(
         total.merge(one.ledger)
     check_named_fields(splits, [one.fields for one in counts])
     check_bad_fraction("all inputs", total, recipe.max_bad_fraction)
+    failed = total.quarantined.get(FAILED_SPLIT, Count()).documents
+    if failed > recipe.max_failed_splits:  # found finished, or made by several processes
+        names = [split.file for split, one in zip(splits, counts, strict=True) if _has_failed(one.ledger)]
+        raise BuildError(
+            f"{failed:,} splits failed, more than max_failed_splits {recipe.max_failed_splits:,} allows "
+            f"({', '.join(sorted(names))}); raise it, or run again with --retry-failed"
+        )
     if not total.kept.documents:
         raise BuildError(_nothing_left(total, cleaned))
     return total.kept
+
+
+def _has_failed(ledger: Ledger) -> bool:
+    return FAILED_SPLIT in ledger.quarantined
 
 
 def _nothing_left(total: Ledger, cleaned: Sequence[Commit]) -> str:

@@ -1,0 +1,224 @@
+"""`max_failed_splits`: a split whose task fails in every attempt is quarantined, and the build goes on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from crash.victims import share_quickly
+from shardkit.card import Count
+from shardkit.errors import BuildError
+from shardkit.writers import BuildResult, build
+from shardkit.writers.execution.scheduler import TaskSlice
+from shardkit.writers.inputs.readers import read_split
+from shardkit.writers.maintenance import explain_build
+from shardkit.writers.publish import QUARANTINE_NAME
+from shardkit.writers.stages import clean
+from support.small_build import make_corpus, tree
+
+# What workers do as they read records of a file named poison-…, as a bug in a parser written in C may.
+SITE = """
+import ctypes, os, pathlib, sys
+place, way = pathlib.Path(os.environ["POISON_PLACE"]), os.environ["POISON_WAY"]
+
+def watch(event, arguments):
+    if event != "open" or "poison-" not in str(arguments[0]):
+        return
+    frame = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.endswith("readers.py"):
+        frame = frame.f_back
+    if frame is not None:
+        (place / f"attempt-{os.getpid()}").touch()
+        if way == "die":
+            os.kill(os.getpid(), 9)
+        ctypes.PyDLL(None).sleep(600)
+
+sys.addaudithook(watch)
+"""
+ONE = "max_failed_splits=1"
+
+
+def make_poisoned(folder: Path, poisoned: int = 1) -> Path:
+    """A corpus, some files of which are read like others unless something is done to their readers."""
+    recipe = make_corpus(folder, 80)
+    for number in range(poisoned):
+        lines = [json.dumps({"text": f"poison {number} {n} " + "bad words " * n}) for n in range(5)]
+        (folder / f"poison-{number}.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode(), mtime=0))
+    recipe.write_text(recipe.read_text().replace("filters:", '  - {path: "poison-*.gz"}\nfilters:'))
+    return recipe
+
+
+@pytest.fixture
+def poison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Poison worker processes that start from now on; returns where each attempt leaves a file."""
+
+    def start(way: str) -> Path:
+        place = tmp_path / f"site-{way}"
+        place.mkdir()
+        (place / "sitecustomize.py").write_text(SITE)
+        monkeypatch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
+        monkeypatch.setenv("POISON_PLACE", str(place))
+        monkeypatch.setenv("POISON_WAY", way)
+        return place
+
+    return start
+
+
+@pytest.fixture
+def failing_readers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Readers in this process raise at files named poison-…; their names."""
+    attempts = []
+
+    def read(split: Any, *args: Any, **options: Any) -> Iterator[pa.RecordBatch]:
+        if "poison-" in split.file:
+            attempts.append(split.file)
+            raise ValueError("cannot parse")
+        return read_split(split, *args, **options)
+
+    monkeypatch.setattr(clean, "read_split", read)
+    return attempts
+
+
+def make(recipe: Path, *overrides: str, **options: Any) -> BuildResult:
+    return build(recipe, overrides=["work=work", *overrides], progress=False, **options)
+
+
+def attempts(place: Path) -> int:
+    return len(list(place.glob("attempt-*")))
+
+
+def test_a_split_that_kills_its_worker_twice_is_quarantined_and_not_tried_again(
+    tmp_path: Path, poison: Callable[[str], Path]
+) -> None:
+    recipe = make_poisoned(tmp_path / "corpus")
+    place = poison("die")
+    with pytest.warns(RuntimeWarning) as told:
+        made = make(recipe, ONE, workers=1)
+    assert attempts(place) == 2
+    texts = [str(warning.message) for warning in told]
+    assert len(texts) == 3
+    assert "killed by SIGKILL" in texts[0]
+    assert texts[0].endswith("; it runs again")
+    assert texts[1].endswith("in 2 attempts")
+    assert texts[2].endswith("the build goes on without it (1 of 1 that max_failed_splits allows)")
+
+    size = (recipe.parent / "poison-0.jsonl.gz").stat().st_size
+    assert made.funnel.quarantined == {"failed_split": Count(1, size)}
+    made.funnel.check("the build")
+    [entry] = map(json.loads, (made.output / QUARANTINE_NAME).read_text().splitlines())
+    assert (entry["file"], entry["reason"]) == ("poison-0.jsonl.gz", "failed_split")
+    assert entry["error"].startswith(f"bytes 0 to {size:,} were not read: task clean/poison-0.jsonl.gz-")
+    assert "in every attempt its process died or ran past --task-seconds" in entry["error"]
+
+    published = tree(made.output)
+    assert make(recipe, ONE, workers=1).up_to_date
+    shutil.rmtree(made.output)
+    assert tree(make(recipe, ONE, workers=1).output) == published
+    assert attempts(place) == 2  # it was not read again
+
+
+@pytest.mark.extended
+def test_hanging_and_dying_give_the_same_bytes_with_any_number_of_workers(
+    tmp_path: Path, poison: Callable[[str], Path]
+) -> None:
+    recipe = make_poisoned(tmp_path / "corpus", 2)
+    place = poison("die")
+    with pytest.warns(RuntimeWarning):
+        died = make(recipe, "max_failed_splits=3", workers=2)
+    assert attempts(place) == 4
+    published = tree(died.output)
+    shutil.rmtree(died.output)
+    shutil.rmtree(tmp_path / "corpus" / "work")
+    place = poison("hang")
+    begin = time.monotonic()
+    with pytest.warns(RuntimeWarning, match="was not done after 5 s"):
+        hung = make(recipe, "max_failed_splits=2", workers=1, task_seconds=5.0)
+    assert time.monotonic() - begin < 120
+    assert attempts(place) == 4
+    assert tree(hung.output) == published
+
+
+@pytest.mark.usefixtures("inline_builds")
+def test_one_failed_split_more_than_allowed_ends_the_build_and_gives_none_up(
+    tmp_path: Path, failing_readers: list[str]
+) -> None:
+    recipe = make_poisoned(tmp_path / "corpus", 2)
+    message = r"2 tasks failed, max_failed_splits allows 1; .*\n.*poison-0.*cannot parse\n.*poison-1"
+    for attempt in (1, 2):
+        with pytest.warns(RuntimeWarning, match="1 of 1"), pytest.raises(BuildError, match=message):
+            make(recipe, ONE)
+        assert len(failing_readers) == 2 * attempt
+    with pytest.raises(ValueError, match="cannot parse"):  # as it is, without the setting
+        make(recipe)
+
+
+@pytest.mark.usefixtures("inline_builds")
+@pytest.mark.filterwarnings("ignore:task clean/poison")
+def test_a_mended_split_is_read_when_asked_for_or_without_the_setting(
+    tmp_path: Path, failing_readers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_poisoned(tmp_path / "corpus")
+    lacking = make(recipe, ONE)
+    assert failing_readers == ["poison-0.jsonl.gz"]
+    explained = explain_build(recipe, overrides=["work=work", ONE])
+    assert all(plan.finished == plan.tasks for plan in explained.stages)
+    assert (explained.later, explained.stale) == ((), ())
+    monkeypatch.setattr(clean, "read_split", read_split)  # as after a repair of the reader or the machine
+    for overrides, retry in (([], False), ([ONE], True)):
+        with pytest.raises(BuildError, match="made without 1 splits that failed; choose another output"):
+            make(recipe, *overrides, retry_failed=retry)
+    again = make(recipe, ONE, replace=True, output=tmp_path / "again")
+    assert tree(again.output) == tree(lacking.output)
+    for number, overrides in enumerate(([ONE], list[str]())):
+        place = tmp_path / f"whole-{number}"
+        whole = make(recipe, *overrides, output=place, retry_failed=bool(overrides))
+        assert whole.funnel.read.documents == lacking.funnel.read.documents + 4
+        assert not whole.funnel.quarantined
+        assert tree(whole.output) == tree(tmp_path / "whole-0")
+
+
+@pytest.mark.usefixtures("inline_builds")
+@pytest.mark.filterwarnings("ignore:task clean/poison")
+def test_slices_share_what_stands_in_for_a_failed_split(tmp_path: Path, failing_readers: list[str]) -> None:
+    recipe = make_poisoned(tmp_path / "corpus")
+    alone = make(recipe, ONE, output=tmp_path / "alone")
+    shutil.rmtree(tmp_path / "corpus" / "work")
+    results = []
+
+    def run(index: int) -> None:
+        results.append(make(recipe, ONE, task_slice=TaskSlice(index, 2)))
+
+    with share_quickly():
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    assert len(results) == 2
+    assert failing_readers == ["poison-0.jsonl.gz"] * 2  # once alone, and once by the slice that has the task
+    assert tree(results[0].output) == tree(alone.output)
+
+
+@pytest.mark.usefixtures("inline_builds")
+def test_errors_of_the_machine_are_not_failures_of_a_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_poisoned(tmp_path / "corpus")
+
+    def read(*args: Any, **options: Any) -> Iterator[pa.RecordBatch]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(clean, "read_split", read)
+    with pytest.raises(BuildError, match="No space left on device"):
+        make(recipe, "max_failed_splits=100")
+    assert not (tmp_path / "corpus" / "work" / clean.FAILED_SPLITS).exists()
