@@ -11,33 +11,33 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from dedup.test_planted import corpus, nothing, write_split
+from dedup.test_planted import corpus, plant_in, write_split
 from shardkit.card import PrecisionFacts
 from shardkit.writers.dedup import measure
 from shardkit.writers.dedup.bands import probability
+from shardkit.writers.dedup.candidates import PAIRS_BY_SECOND
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.measure import (
     PLANTED,
     PLANTED_FILE,
     binomial_interval,
+    checkable,
     measure_precision,
     measure_recall,
-    plant,
 )
-from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Kind, Part, Population, priority
+from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Kind, Part, Population, priority
 from shardkit.writers.dedup.removals import document_keys
 from shardkit.writers.dedup.resolve import NEAR_LOSER
 from shardkit.writers.dedup.signatures import LOST
-from shardkit.writers.dedup.verify import PLANTED_EDGES_FILE
+from shardkit.writers.dedup.verify import PLANTED_EDGES
 from shardkit.writers.documents import document_ids
-from shardkit.writers.exchange import RunWriter
+from shardkit.writers.exchange import Limits, RunWriter, Slice, Table
 from shardkit.writers.execution.artifacts import Artifact
 from support.task_folders import slice_of
 
 Pairs = Sequence[tuple[int, int]]
+SMALL = Limits(block_bytes=100, read_bytes=300)
 
 
 def make_part(folder: Path, rows: Sequence[int], kind: Kind = "input", name: str = "a.jsonl") -> Part:
@@ -57,18 +57,19 @@ def priorities(population: Population) -> npt.NDArray[np.uint64]:
     )
 
 
-def write_pairs(folder: Path, runs: Sequence[Pairs]) -> Path:
-    folder.mkdir()
-    ordered = [sorted(set(run)) for run in runs]
-    np.array([pair for run in ordered for pair in run], PAIR).tofile(folder / "pairs.bin")
-    np.save(folder / "pairs.npy", np.cumsum([0, *map(len, ordered)], dtype=np.int64))
-    return folder
+def write_pairs(path: Path, table: Table, pairs: Pairs) -> Slice:
+    """Pairs (document, copy), by copy."""
+    rows = np.array([(copy, document) for document, copy in pairs], table.dtype)
+    with RunWriter(path, table, memory_bytes=1 << 20, limits=SMALL) as run:
+        run.write(rows)
+    return slice_of(path, table, SMALL)
 
 
-def write_edges(folder: Path, pairs: list[tuple[int, int]]) -> Path:
-    folder.mkdir()
-    np.save(folder / PLANTED_EDGES_FILE, np.sort(np.array(pairs, PAIR)))
-    return folder
+def write_lost(path: Path, population: Population, numbers: Sequence[int] = ()) -> Slice:
+    keys = document_keys(*population.locate(np.array(numbers, np.uint64)))
+    with RunWriter(path, LOST, memory_bytes=1 << 20, limits=SMALL) as run:
+        run.write(keys.view(LOST.dtype))
+    return slice_of(path, LOST, SMALL)
 
 
 def make_population(folder: Path, copies: int) -> Population:
@@ -81,47 +82,30 @@ def make_population(folder: Path, copies: int) -> Population:
     return Population((*inputs, planted, make_part(folder / "index", range(20), "index", "index")))
 
 
-@pytest.mark.parametrize("piece", [1, 5, 1 << 20])
-def test_recall_by_band_is_that_of_a_set_of_pairs(
-    tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measure, "PIECE_ROWS", piece)
-    chance = random.Random(piece)
+def test_recall_by_band_is_that_of_a_set_of_pairs(tmp_path: Path) -> None:
+    chance = random.Random(1)
     population = make_population(tmp_path, 60)
     planted = np.zeros(60, PLANTED)
     numbers = []
     for copy, row in enumerate(planted):
         split, at = chance.choice([(0, chance.randrange(40)), (2, chance.randrange(29))])
-        row["original_split"], row["original_row"] = split, at if split == 0 else 3 + 3 * at
+        row["split"], row["at"] = split, at
         row["shared"], row["union"] = 45 + copy % 56, 100
         numbers.append(int(population.starts[split]) + at)
-    first = population.planted.start
+    first, stop = population.planted.start, population.planted.stop
     true = [(number, first + copy) for copy, number in enumerate(numbers)]
     noise = [(a, b) for a in range(first) for b in chance.sample(range(first, first + 60), 3)]
     noise = [pair for pair in noise if pair not in true]
+    others = [(a, b) for a in range(20) for b in (30, stop, stop + 3)]  # not of copies
     candidates, verified = chance.sample(true, 40), chance.sample(true, 25)
-    removed = set(chance.sample(numbers, 5))
-    pairs = [*noise, *candidates]
-    runs = [chance.sample(pairs, 60), [], candidates[:20], candidates[10:]]
-    folders = [
-        write_pairs(tmp_path / "p0", runs),
-        write_pairs(tmp_path / "p1", [noise]),
-        write_pairs(tmp_path / "p2", []),
-    ]
-    edges = [
-        write_edges(tmp_path / "e0", [*verified[:10], *noise[:30]]),
-        write_edges(tmp_path / "e1", verified[10:]),
-        write_edges(tmp_path / "e2", []),
-    ]
-    with RunWriter(tmp_path / LOST.file, LOST, memory_bytes=1 << 20) as run:
-        run.write(document_keys(*population.locate(np.array(list(removed), np.uint64))).view(LOST.dtype))
+    removed = sorted(chance.sample(sorted(set(numbers)), 5))
     result = measure_recall(
         planted,
         population,
-        [Artifact(path) for path in folders],
-        [Artifact(path) for path in edges],
-        (14, 8),
-        lost=slice_of(tmp_path / LOST.file, LOST),
+        pairs=write_pairs(tmp_path / "p", PAIRS_BY_SECOND, [*noise, *candidates, *candidates[:9], *others]),
+        edges=write_pairs(tmp_path / "e", PLANTED_EDGES, [*verified, *noise[:30]]),
+        lost=write_lost(tmp_path / "l", population, removed),
+        bands_and_rows=(14, 8),
     )
     left = [copy for copy, number in enumerate(numbers) if number not in removed]
     assert result.left_out == 60 - len(left) > 0
@@ -147,24 +131,6 @@ def test_recall_by_band_is_that_of_a_set_of_pairs(
     assert sum(true[copy] in candidates for copy in left) > 20
 
 
-def test_copies_of_documents_that_are_not_compared_are_left_out(tmp_path: Path) -> None:
-    population = make_population(tmp_path, 2)
-    planted = np.array([(2, 4, 9, 10), (2, 6, 9, 10)], PLANTED)  # part 2 has the rows 3, 6, 9, ...
-    result = measure_recall(planted, population, [], [], (14, 8))
-    assert result.left_out == 1
-    assert [(band.low, band.pairs, band.candidates) for band in result.bands] == [(0.9, 1, 0)]
-
-
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=40), st.data())
-@settings(max_examples=40, deadline=None)
-def test_bisection_finds_what_is_there(have: list[tuple[int, int]], data: st.DataObject) -> None:
-    wanted = data.draw(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=20))
-    entries = np.array(sorted(set(have)), PAIR)
-    columns = tuple(np.array([pair[side] for pair in wanted], np.uint64) for side in (0, 1))
-    found = measure._contained(columns, entries, measure._pair_columns)
-    assert found.tolist() == [pair in have for pair in wanted]
-
-
 @pytest.mark.parametrize(
     ("successes", "trials", "low", "high"),
     # 81 of 263: Newcombe (1998), Two-sided confidence intervals for the single proportion, method 3
@@ -174,12 +140,13 @@ def test_intervals_are_wilsons(successes: int, trials: int, low: float, high: fl
     assert binomial_interval(successes, trials) == pytest.approx((low, high), abs=1e-4)
 
 
-def save_losers(path: Path, rows: Sequence[tuple[int, int, int]]) -> Path:
+def sample_of(part: Part, rows: Sequence[tuple[int, int, int]], count: int) -> npt.NDArray[np.void]:
+    """CHECKED of (split, row, kept), where rows are those of the part."""
     losers = np.zeros(len(rows), NEAR_LOSER)
     for loser, (split, row, kept) in zip(losers, sorted(rows), strict=True):
         loser["split"], loser["row"], loser["kept"], loser["bytes"] = split, row, kept, 1000
-    np.save(path, losers)
-    return path
+    documents = np.load((part.folder / DOCUMENTS_FILE).path)
+    return checkable(documents["id"][losers["row"]], losers, count)
 
 
 WHOLE = " ".join(f"word{number}" for number in range(104))  # 100 n-grams of five words
@@ -203,11 +170,8 @@ def check(tmp_path: Path, pairs: Sequence[tuple[str, str]], **config: Any) -> Pr
     parts = (make_part(tmp_path / "0", range(len(names))), make_part(tmp_path / "1", range(len(pairs))))
     population = Population((*parts, make_part(tmp_path / "index", range(3), "index")))
     rows = [(1, number, names.index(kept)) for number, (_, kept) in enumerate(pairs)]
-    losers = save_losers(tmp_path / "losers.npy", rows)
-    settings = NearDedupConfig(**config)
-    return measure_precision(
-        [Artifact(losers)], population, [Artifact(first), Artifact(second)], settings, count=100, seed=0
-    )
+    documents = [Artifact(first), Artifact(second)]
+    return measure_precision(sample_of(parts[1], rows, 100), population, documents, NearDedupConfig(**config))
 
 
 @pytest.mark.parametrize(
@@ -246,22 +210,17 @@ def test_a_sample_depends_on_ids_and_leaves_out_what_lost_to_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "TEXT_BYTES", 3000)
-    monkeypatch.setattr(measure, "PIECE_ROWS", 7)
     documents = write_split(tmp_path / "d.arrow", [(n, f"{WHOLE} end{n}") for n in range(60)])
     part = make_part(tmp_path / "0", range(60))
     population = Population((part, make_part(tmp_path / "index", range(10), "index")))
-    losers = save_losers(
-        tmp_path / "losers.npy", [(0, row, 60 + row if row < 10 else 0) for row in range(1, 60)]
-    )
+    losers = [(0, row, 60 + row if row < 10 else 0) for row in range(1, 60)]
     results = [
-        measure_precision(
-            [Artifact(losers)], population, [Artifact(documents)], NearDedupConfig(), count=count, seed=seed
-        )
-        for count, seed in [(59, 0), (1000, 5), (20, 1), (20, 2), (0, 1)]
+        measure_precision(sample_of(part, some, count), population, [Artifact(documents)], NearDedupConfig())
+        for some, count in [(losers, 59), (losers, 1000), (losers, 20), (losers[::-1], 20), (losers, 0)]
     ]
     assert results[0] == results[1]
     assert (results[0].checked, results[0].left_out, results[0].similar) == (50, 9, 50)
-    assert results[2] != results[3]
+    assert results[2] == results[3]
     assert results[2].checked + results[2].left_out == 20
     assert results[4].checked == results[4].left_out == len(results[4].excerpts) == 0
     assert len(results[0].excerpts) == 10
@@ -270,12 +229,20 @@ def test_a_sample_depends_on_ids_and_leaves_out_what_lost_to_an_index(
 
 def test_planted_copies_of_real_documents_are_measured_from_their_own_table(tmp_path: Path) -> None:
     path = write_split(tmp_path / "d.arrow", corpus(60))
-    plant([Artifact(path)], nothing, NearDedupConfig().minhash, count=28, seed=1, folder=tmp_path)
+    plant_in(tmp_path, [path], NearDedupConfig().minhash, count=28)
     planted = np.load(tmp_path / PLANTED_FILE)
-    parts = make_part(tmp_path / "0", range(60)), make_part(tmp_path / "p", range(28), "planted", "p")
-    pairs = [(int(row["original_row"]), 60 + copy) for copy, row in enumerate(planted)]
-    folders = [write_pairs(tmp_path / "pairs", [pairs])]
-    result = measure_recall(planted, Population(parts), [Artifact(path) for path in folders], [], (14, 8))
+    population = Population(
+        (make_part(tmp_path / "0", range(60)), make_part(tmp_path / "p", range(28), "planted", "p"))
+    )
+    pairs = [(int(row["at"]), 60 + copy) for copy, row in enumerate(planted)]
+    result = measure_recall(
+        planted,
+        population,
+        pairs=write_pairs(tmp_path / "pairs", PAIRS_BY_SECOND, pairs),
+        edges=write_pairs(tmp_path / "edges", PLANTED_EDGES, []),
+        lost=write_lost(tmp_path / "lost", population),
+        bands_and_rows=(14, 8),
+    )
     assert result.left_out == 0
     assert sum(band.pairs for band in result.bands) == 28
     assert all((band.candidates, band.verified) == (band.pairs, 0) for band in result.bands)

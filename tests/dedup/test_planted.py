@@ -12,12 +12,24 @@ import pyarrow as pa
 import pytest
 
 from reference.near import reference_shingles
-from shardkit.writers.dedup.config import MinHashConfig
-from shardkit.writers.dedup.measure import NAMESPACE, PLANTED, PLANTED_FILE, ngrams, plant, read_rows
+from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
+from shardkit.writers.dedup.measure import (
+    NAMESPACE,
+    PLANTED,
+    PLANTED_FILE,
+    PROPOSED,
+    lowest_end,
+    ngrams,
+    plant,
+    read_rows,
+)
 from shardkit.writers.dedup.measure import TEXTS_FILE as DOCUMENTS_FILE
+from shardkit.writers.dedup.removals import Removed
+from shardkit.writers.dedup.signatures import sign_documents
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 from shardkit.writers.execution.artifacts import Artifact
 from support.documents import write_documents
+from support.task_folders import read_run
 
 WORDS = MinHashConfig()
 CHARACTERS = MinHashConfig(unit="characters", ngram=9)
@@ -41,8 +53,35 @@ def corpus(count: int, seed: int = 0) -> list[tuple[int, str]]:
     ]
 
 
-def nothing(split: int) -> npt.NDArray[np.int64]:
-    return np.empty(0, np.int64)
+def propose(
+    folder: Path,
+    paths: Sequence[Path],
+    config: MinHashConfig = WORDS,
+    *,
+    removed: Sequence[int] = (),
+    count: int = 2000,
+) -> npt.NDArray[np.void]:
+    """What the splits propose, by hash, as the exchange gives it."""
+    near, found = NearDedupConfig(minhash=config), []
+    gone = Removed({"exact_duplicate": np.array(sorted(removed), np.int64)})
+    for split, path in enumerate(paths):
+        part = folder / f"part-{split}-{len(list(folder.glob('part-*')))}"
+        part.mkdir()
+        signed = sign_documents(Artifact(path), gone, near, part, proposed=count)
+        rows = read_run(part / PROPOSED.file, PROPOSED)
+        assert len(rows) == min(count, signed.eligible)
+        rows["split"] = split
+        found.append(rows)
+    rows = np.concatenate([np.empty(0, PROPOSED.dtype), *found])
+    return rows[np.argsort(rows["key"])]
+
+
+def plant_in(
+    folder: Path, paths: Sequence[Path], config: MinHashConfig, *, count: int, removed: Sequence[int] = ()
+) -> None:
+    """Plant copies of the lowest proposals."""
+    lowest = propose(folder, paths, config, removed=removed)[:count]
+    plant(lowest, {split: Artifact(path) for split, path in enumerate(paths)}, config, folder)
 
 
 def planted_in(folder: Path) -> tuple[npt.NDArray[np.void], pa.Table]:
@@ -60,12 +99,12 @@ def test_the_similarity_of_a_copy_is_counted_from_both_texts_and_all_bands_are_m
 ) -> None:
     documents = corpus(120)
     path = write_split(tmp_path / "d.arrow", documents)
-    plant([Artifact(path)], nothing, config, count=70, seed=3, folder=tmp_path)
+    plant_in(tmp_path, [path], config, count=70)
     planted, copies = planted_in(tmp_path)
     assert len(planted) == len(copies) == 70
     assert copies.schema == DOCUMENT_SCHEMA
     for row, copy in zip(planted, copies.to_pylist(), strict=True):
-        record, original = documents[int(row["original_row"])]
+        record, original = documents[int(row["row"])]
         known, found = reference_shingles(original, config), reference_shingles(copy["text"], config)
         assert (row["shared"], row["union"]) == (len(known & found), len(known | found))
         assert len(ngrams(original, config)) >= 50
@@ -84,7 +123,7 @@ def described(
     planted, copies = planted_in(folder)
     return {
         (
-            splits[row["original_split"]][row["original_row"]][0],
+            splits[row["split"]][row["row"]][0],
             c["record"],
             c["text"],
             row["shared"],
@@ -102,26 +141,36 @@ def test_neither_splits_nor_their_order_nor_batches_change_what_is_planted(tmp_p
         folder = tmp_path / str(number)
         folder.mkdir()
         paths = [write_split(folder / f"{at}.arrow", split, 4 + at) for at, split in enumerate(splits)]
-        plant([Artifact(path) for path in paths], nothing, WORDS, count=30, seed=3, folder=folder)
+        plant_in(folder, paths, WORDS, count=30)
         results.append(described(folder, splits))
     assert results[0] == results[1]
     assert len(results[0]) == 30
 
 
-def test_a_seed_chooses_and_what_is_removed_or_short_is_never_chosen(tmp_path: Path) -> None:
+def test_what_is_removed_or_short_is_never_chosen(tmp_path: Path) -> None:
     documents = corpus(60)
     path = write_split(tmp_path / "d.arrow", documents)
-    chosen = []
-    for seed in (1, 2):
-        plant([Artifact(path)], nothing, WORDS, count=20, seed=seed, folder=tmp_path)
-        chosen.append(set(planted_in(tmp_path)[0]["original_row"].tolist()))
-    assert chosen[0] != chosen[1]
-    gone = np.array(sorted(chosen[0]), np.int64)
-    plant([Artifact(path)], lambda split: gone, WORDS, count=1000, seed=1, folder=tmp_path)
-    left = set(planted_in(tmp_path)[0]["original_row"].tolist())
+    plant_in(tmp_path, [path], WORDS, count=20)
+    gone = set(planted_in(tmp_path)[0]["row"].tolist())
+    plant_in(tmp_path, [path], WORDS, count=1000, removed=sorted(gone))
+    planted = planted_in(tmp_path)[0]
     long = {row for row, (_, text) in enumerate(documents) if len(ngrams(text, WORDS)) >= 50}
-    assert left == long - chosen[0]
+    assert set(planted["row"].tolist()) == long - gone
     assert len(long) < 60
+    left = [row for row in range(60) if row not in gone]
+    assert [left[at] for at in planted["at"]] == planted["row"].tolist()
+
+
+def test_each_split_proposes_its_lowest_hashes_and_their_end_holds_the_lowest_of_all(tmp_path: Path) -> None:
+    documents = corpus(300)
+    paths = [write_split(tmp_path / f"{at}.arrow", documents[at::4], 9) for at in range(4)]
+    everything = propose(tmp_path, paths)
+    few = propose(tmp_path, paths, count=30)
+    assert len(few) == 4 * 30 < len(everything)
+    assert few[:30]["key"].tolist() == everything[:30]["key"].tolist()
+    end = lowest_end(30, len(everything))
+    assert 30 <= np.count_nonzero(everything["key"] < np.uint64(end)) < len(everything)
+    assert lowest_end(30, 80) == lowest_end(30, 0) == 1 << 64
 
 
 @pytest.mark.parametrize(
@@ -131,14 +180,14 @@ def test_nothing_to_plant_leaves_empty_files(
     tmp_path: Path, splits: list[list[tuple[int, str]]], count: int
 ) -> None:
     paths = [write_split(tmp_path / f"{at}.arrow", split) for at, split in enumerate(splits)]
-    plant([Artifact(path) for path in paths], nothing, WORDS, count=count, seed=0, folder=tmp_path)
+    plant_in(tmp_path, paths, WORDS, count=count)
     planted, copies = planted_in(tmp_path)
     assert len(planted) == len(copies) == 0
 
 
 def test_a_text_of_one_word_over_and_over_can_be_an_original(tmp_path: Path) -> None:
     path = write_split(tmp_path / "d.arrow", [(0, "again " * 500)])
-    plant([Artifact(path)], nothing, WORDS, count=1, seed=0, folder=tmp_path)
+    plant_in(tmp_path, [path], WORDS, count=1)
     [row] = planted_in(tmp_path)[0]
     assert row["shared"] == 1
     assert row["union"] > 1

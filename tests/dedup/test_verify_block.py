@@ -4,7 +4,6 @@ import random
 from itertools import combinations
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from reference.near import reference_compare
@@ -12,7 +11,7 @@ from shardkit.errors import BuildError
 from shardkit.writers.dedup.candidates import PAIRS_BY_FIRST, PAIRS_BY_SECOND
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.shingle_store import GUESTS, OWN
-from shardkit.writers.dedup.verify import EDGES, PLANTED_EDGES_FILE, WAITING, block_bits, verify_block
+from shardkit.writers.dedup.verify import EDGES, PLANTED_EDGES, WAITING, block_bits, verify_block
 from shardkit.writers.exchange import exchange
 from shardkit.writers.execution.task import Commit
 from support.near_population import (
@@ -72,8 +71,8 @@ def verified(
         assert counts.verified == len(edges) == sum(counts.by_similarity)
         compared += counts.pairs
         planted = world.population.planted
-        to_copies = [(hi, lo) for hi, lo, _ in edges.tolist() if lo in planted]
-        assert np.load(out / PLANTED_EDGES_FILE).tolist() == sorted(to_copies)
+        to_copies = [(lo, hi) for hi, lo, _ in edges.tolist() if lo in planted]
+        assert sorted(read_run(out / PLANTED_EDGES.file, PLANTED_EDGES).tolist()) == sorted(to_copies)
         assert edges["priority"].tolist() == priorities_of(world, edges["key"]).tolist()
         for edge in edges:
             found.add((world.documents[int(edge["key"])].id, world.documents[int(edge["lo"])].id))

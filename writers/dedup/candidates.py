@@ -7,11 +7,9 @@ inputs have the lowest numbers, the pairs of a bucket are each input with all th
 
 Planted copies do not count towards a bucket's size, so the pairs of other documents are the same with and
 without them. The set of all partitions' pairs does not depend on partitions, parts, or memory; how often a
-pair occurs, in how many runs, does.
+pair occurs does.
 
-    pairs.bin    PAIR entries in runs, each sorted by (a, b) and without repetition
-    pairs.npy    int64[runs + 1]: where runs begin and end, in entries
-    pairs_first.run, pairs_second.run   the same pairs for the exchange, keyed by `a` and by `b`
+    pairs_first.run, pairs_second.run   the pairs (a, b), keyed by `a` and by `b`
 
 Memory: half of the budget for entries, in as many batches as that needs, or one bucket if that is larger; a
 quarter for a run of pairs and for the exchange's runs, a quarter for a hub.
@@ -24,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -38,14 +36,9 @@ from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt64s, int64
 __all__ = [
     "PAIRS_BY_FIRST",
     "PAIRS_BY_SECOND",
-    "PAIRS_FILE",
-    "PAIR_RUNS_FILE",
     "PairWriter",
     "find_candidates",
 ]
-
-PAIRS_FILE = "pairs.bin"
-PAIR_RUNS_FILE = "pairs.npy"
 
 _SIDE = np.dtype([("key", "<u8"), ("other", "<u8")])
 PAIRS_BY_FIRST = Table("pairs_first.run", _SIDE)  # key a, other b; a < b
@@ -198,13 +191,10 @@ class PairWriter:
 
     def __init__(self, folder: Path, documents: int, *, run_pairs: int = RUN_PAIRS) -> None:
         self.pairs = 0
-        self._folder = folder
         # Pairs of numbers below 2^32 are one word each, which numpy sorts several times as fast as two.
         self._columns = 1 if documents <= WORD_DOCUMENTS else 2
         self._pending = np.empty((self._columns, run_pairs), np.uint64)
         self._count = 0
-        self._edges = [0]
-        self._file: BinaryIO
         memory_bytes = max(1 << 18, run_pairs * _SIDE.itemsize)
         self._sides = [
             RunWriter(folder / table.file, table, memory_bytes=memory_bytes)
@@ -212,22 +202,19 @@ class PairWriter:
         ]
 
     def __enter__(self) -> Self:
-        self._file = (self._folder / PAIRS_FILE).open("wb")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._file:
-            if kind is not None:
-                return
-            self._sort()
-            if self._count:
-                self._write_run()
+        if kind is not None:
+            return
+        self._sort()
+        if self._count:
+            self._write_run()
         del self._pending
         for side in self._sides:
             side.__exit__(kind, error, trace)
-        np.save(self._folder / PAIR_RUNS_FILE, np.array(self._edges, np.int64), allow_pickle=False)
 
     def add(self, a: Numbers, b: Numbers) -> None:
         """Take pairs of numbers, a < b."""
@@ -267,11 +254,9 @@ class PairWriter:
                 pairs["a"], pairs["b"] = some[0] >> np.uint64(32), some[0] & np.uint64(0xFFFFFFFF)
             else:
                 pairs["a"], pairs["b"] = some
-            self._file.write(pairs.data)
             for side, names in zip(self._sides, (["a", "b"], ["b", "a"]), strict=True):
                 rows = np.empty(len(pairs), _SIDE)
                 rows["key"], rows["other"] = pairs[names[0]], pairs[names[1]]
                 side.write(rows)
-        self._edges.append(self._edges[-1] + self._count)
         self.pairs += self._count
         self._count = 0

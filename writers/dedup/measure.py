@@ -1,31 +1,30 @@
 """Measures near-duplicate removal: recall on planted copies, and precision on a sample of what was removed.
 
-`plant` makes copies of known similarity. A planted document is a copy of an input in which words are replaced
-by words that no corpus contains (random hexadecimal numbers), spread over the text: each replaced word takes
-`ngram` n-grams out of the set and adds as many new ones, so that copies spread evenly over similarities of
-0.5 to 1. Their similarity is then counted exactly, n-gram by n-gram, from the two texts. Originals are the
-documents with the lowest hash(seed, "planted", document id) among those with 50 to 20,000 n-grams, so neither
-splits nor their order decide anything. The folder receives
+A planted document is a copy of an input in which words are replaced by words that no corpus contains (random
+hexadecimal numbers), spread over the text: each replaced word takes `ngram` n-grams out of the set and adds
+as many new ones, so that copies spread evenly over similarities of 0.5 to 1. Their similarity is then counted
+exactly, n-gram by n-gram, from the two texts. Originals are the documents with the lowest hash("planted",
+document id) among those with 50 to 20,000 n-grams, so neither splits nor their order decide anything. Each
+split proposes its lowest ones (`Lowest`). Of the exchanged proposals only the lowest hashes are read, whose
+range follows from the number of documents (`lowest_end`), and only the texts of originals. `plant` writes
   planted.npy       PLANTED, one row a copy
   documents.arrow   the copies in the same order (DOCUMENT_SCHEMA); `source` is the original's, so that a
                     copy is compared where its original is
-Where n-grams are of characters, single characters are replaced by rare ideographs. Cost: ids are read once,
-texts only where an original may be; about 300 bytes of memory for each copy, and one batch of documents.
+Where n-grams are of characters, single characters are replaced by rare ideographs.
 
 `measure_recall` counts, for each band of similarity, the planted copies that became a candidate pair with
 their original, next to the number that the S-curve of bands and rows gives for exactly these similarities
 (`expected`) and the 95 % interval of the measured share (Wilson's, which is right for shares near 1, too).
 `measure_precision` compares the words of removed documents and of those that stay in their place again, as
-strings instead of hashes, for a sample drawn by hash of content ranks. Both are functions of the documents
-alone. Memory: the planted rows, the sample, and pieces of `PIECE_ROWS` rows of the stages' files.
+strings instead of hashes, for a sample drawn in the same way by hash of content ranks. Both are functions of
+the documents alone, and read no more of a large corpus than of a small one.
 """
 
 from __future__ import annotations
 
-import heapq
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby, pairwise
 from math import sqrt
@@ -39,42 +38,69 @@ import xxhash
 
 from shardkit.card import PairFacts, PrecisionFacts, RecallBand, RecallFacts
 from shardkit.writers.dedup.bands import probability
-from shardkit.writers.dedup.candidates import PAIR_RUNS_FILE, PAIRS_FILE
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
-from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Part, Population
+from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Population
 from shardkit.writers.dedup.removals import document_keys
-from shardkit.writers.dedup.resolve import NEAR_LOSER
 from shardkit.writers.dedup.tables import Rows
-from shardkit.writers.dedup.verify import PLANTED_EDGES_FILE
 from shardkit.writers.documents import (
     BATCH_DOCUMENTS,
     BATCH_TEXT_BYTES,
+    DOCUMENT_OPTIONS,
     DOCUMENT_SCHEMA,
     document_ids,
     keyed_hashes,
 )
-from shardkit.writers.exchange import Slice
+from shardkit.writers.exchange import Slice, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.shingles import text_units
 
 __all__ = [
     "BAND_EDGES",
+    "CHECKED",
     "NAMESPACE",
     "PLANTED",
     "PLANTED_FILE",
+    "PROPOSED",
     "TEXTS_FILE",
+    "Lowest",
     "binomial_interval",
+    "checkable",
+    "lowest_end",
     "measure_precision",
     "measure_recall",
     "ngrams",
     "plant",
+    "proposals",
     "read_rows",
 ]
 
+# Documents that could be planted, by hash: where they are in documents.arrow, and `at`, in the part.
+PROPOSED = Table(
+    "proposed.run",
+    np.dtype(
+        [
+            ("key", "<u8"),
+            ("row", "<i8"),
+            ("batch", "<i4"),
+            ("in_batch", "<i4"),
+            ("at", "<i8"),
+            ("split", "<i4"),
+        ]
+    ),
+    origin="split",
+)
+
+# Removed documents by hash, and the number of the document that each is booked on.
+CHECKED = Table(
+    "checked.run",
+    np.dtype([("key", "<u8"), ("kept", "<u8"), ("row", "<i8"), ("bytes", "<i8"), ("split", "<i4")]),
+)
+
 PLANTED = np.dtype(
     [
-        ("original_split", "<i4"),
-        ("original_row", "<i8"),  # in the split's documents.arrow
+        ("split", "<i4"),  # of the original, and its rows in documents.arrow and in the part
+        ("row", "<i8"),
+        ("at", "<i8"),
         ("shared", "<i8"),  # distinct n-grams that both have
         ("union", "<i8"),  # distinct n-grams that either has
     ]
@@ -98,13 +124,56 @@ _IDEOGRAPHS = range(0x20000, 0x2A6D0)  # CJK Extension B: letters, without case,
 _PIECES = {"words": re.compile(r"\w+"), "characters": re.compile(r"\w")}
 
 
-class _Original(NamedTuple):
-    """Ordered so that the highest hash, then the highest id, comes first: what a heap gives up first."""
+class Lowest:
+    """The rows of the lowest keys among all that are added, at most `count`."""
 
-    inverse_hash: int
-    inverse_id: int
-    split: int
-    row: int
+    def __init__(self, table: Table, count: int) -> None:
+        self._count = count
+        self._rows = np.empty(0, table.dtype)
+
+    def add(self, rows: npt.NDArray[np.void]) -> None:
+        """Take rows of the table into account."""
+        if len(self._rows) == self._count:
+            rows = rows[rows["key"] < self._rows["key"][-1]] if self._count else rows[:0]
+        both = np.concatenate([self._rows, rows])
+        self._rows = both[np.argsort(both["key"], kind="stable")[: self._count]]
+
+    @property
+    def rows(self) -> npt.NDArray[np.void]:
+        """They, by key."""
+        return self._rows
+
+
+def lowest_end(wanted: int, documents: int) -> int:
+    """The end of the keys among which the lowest `wanted` of so many hashes are, but for one time in 10^9."""
+    share = (wanted + 6 * sqrt(wanted) + 20) / max(1, documents)
+    return 1 << 64 if share >= 1 else int(share * (1 << 64))
+
+
+def proposals(
+    ids: Sequence[bytes], shingles: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+) -> npt.NDArray[np.void]:
+    """PROPOSED of those documents of a batch that are neither too short nor too long.
+
+    `rows` are in the batch, of which `row` and `at` count, too.
+    """
+    chosen = np.flatnonzero((shingles >= MIN_NGRAMS) & (shingles <= MAX_NGRAMS))
+    found = np.zeros(len(chosen), PROPOSED.dtype)
+    found["key"] = keyed_hashes([ids[row] for row in rows[chosen].tolist()], 0, "planted")
+    found["row"] = found["in_batch"] = rows[chosen]
+    found["at"] = chosen
+    return found
+
+
+def checkable(ranks: npt.NDArray[np.uint8], losers: npt.NDArray[np.void], count: int) -> npt.NDArray[np.void]:
+    """CHECKED: of removed documents, NEAR_LOSER, with their content ranks, those of the lowest hashes."""
+    rows = np.empty(len(losers), CHECKED.dtype)
+    rows["key"] = keyed_hashes([bytes(rank) for rank in ranks], 0, "checked")
+    for name in ("split", "row", "bytes", "kept"):
+        rows[name] = losers[name]
+    lowest = Lowest(CHECKED, count)
+    lowest.add(rows)
+    return lowest.rows
 
 
 def ngrams(text: str, config: MinHashConfig) -> list[str]:
@@ -116,37 +185,31 @@ def ngrams(text: str, config: MinHashConfig) -> list[str]:
 
 
 def plant(
-    documents: Sequence[Artifact],
-    excluded: Callable[[int], npt.NDArray[np.int64]],
-    config: MinHashConfig,
-    *,
-    count: int,
-    seed: int,
-    folder: Path,
+    originals: npt.NDArray[np.void], documents: Mapping[int, Artifact], config: MinHashConfig, folder: Path
 ) -> None:
-    """Write up to `count` copies of documents (one Arrow file a split) into `folder`.
-
-    `excluded(split)` gives the rows of a split that cannot be originals because they are removed already.
-    """
-    originals = _choose(documents, excluded, config, count, seed)
-    ranks = {(original.split, original.row): rank for rank, original in enumerate(originals)}
-    by_split = groupby(sorted(ranks), key=lambda place: place[0])
+    """Write copies of `originals`, rows of PROPOSED by key; `documents` are the Arrow files of splits."""
+    places = np.lexsort((originals["row"], originals["split"]))
     rows = np.empty(len(originals), PLANTED)
-    written = 0
     with _document_writer(folder / TEXTS_FILE) as write:
-        for split, places in by_split:
-            for row, batch in read_rows(documents[split], [row for _, row in places]):
-                text: str = batch.column("text")[0].as_py()
-                rank = ranks[split, row]
-                [copy_id] = document_ids(NAMESPACE, [rank])
-                before = ngrams(text, config)
-                copy = _near_copy(text, before, _target(rank), copy_id, config)
-                known, found = set(before), set(ngrams(copy, config))
-                rows[written] = (split, row, len(known & found), len(known | found))
-                write(copy_id, batch.column("source")[0].as_py(), rank, copy)
-                written += 1
+        written = 0
+        for split, ranks in groupby(places.tolist(), key=lambda rank: int(originals["split"][rank])):
+            with documents[split].open_arrow() as file:
+                reader = pa.ipc.open_file(file)
+                for number, some in groupby(ranks, key=lambda rank: int(originals["batch"][rank])):
+                    batch = reader.get_batch(number)
+                    for rank in some:
+                        original = originals[rank]
+                        at = int(original["in_batch"])
+                        text: str = batch.column("text")[at].as_py()
+                        [copy_id] = document_ids(NAMESPACE, [rank])
+                        before = ngrams(text, config)
+                        copy = _near_copy(text, before, _target(rank), copy_id, config)
+                        known, found = set(before), set(ngrams(copy, config))
+                        shared, union = len(known & found), len(known | found)
+                        rows[written] = (split, original["row"], original["at"], shared, union)
+                        write(copy_id, batch.column("source")[at].as_py(), rank, copy)
+                        written += 1
     np.save(folder / PLANTED_FILE, rows)
-    assert written == len(originals)
 
 
 def read_rows(documents: Artifact, rows: Sequence[int]) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -166,57 +229,6 @@ def read_rows(documents: Artifact, rows: Sequence[int]) -> Iterator[tuple[int, p
                     at += 1
             start = stop
         assert at == len(rows), f"{documents} has {start:,} rows, not row {rows[at]:,}"
-
-
-def _choose(
-    documents: Sequence[Artifact],
-    excluded: Callable[[int], npt.NDArray[np.int64]],
-    config: MinHashConfig,
-    count: int,
-    seed: int,
-) -> list[_Original]:
-    """The originals, lowest hash first."""
-    heap: list[_Original] = []
-    for split, texts_of_split in enumerate(documents):
-        unwanted = excluded(split)
-        with texts_of_split.open_arrow() as file, texts_of_split.open_arrow() as same:
-            reader = pa.ipc.open_file(file)
-            only_ids = pa.ipc.open_file(same, options=pa.ipc.IpcReadOptions(included_fields=[0]))
-            start = 0
-            for number in range(only_ids.num_record_batches):
-                ids: list[bytes] = only_ids.get_batch(number).column("document_id").to_pylist()
-                hashes = keyed_hashes(ids, seed, "planted")
-                allowed = ~np.isin(np.arange(start, start + len(ids)), unwanted)
-                if len(heap) == count:
-                    allowed &= hashes <= (-heap[0].inverse_hash if heap else 0)
-                order = np.flatnonzero(allowed)[np.argsort(hashes[allowed], kind="stable")]
-                found = [
-                    _Original(-int(hashes[row]), -int.from_bytes(ids[row], "big"), split, start + row)
-                    for row in order.tolist()
-                ]
-                start += len(ids)
-                if found and count:
-                    texts = reader.get_batch(number).column("text")
-                    _offer(heap, found, start - len(ids), texts, config, count)
-    return sorted(heap, reverse=True)
-
-
-def _offer(
-    heap: list[_Original],
-    found: Sequence[_Original],
-    start: int,
-    texts: pa.LargeStringArray,
-    config: MinHashConfig,
-    count: int,
-) -> None:
-    """Take in those that are low enough and long enough; lengths are looked at last: that takes longest."""
-    for original in found:
-        if len(heap) == count and original < heap[0]:
-            continue
-        text = unicodedata.normalize("NFC", texts[original.row - start].as_py())
-        pieces = len(_PIECES[config.unit].findall(text))
-        if MIN_NGRAMS <= pieces - config.ngram + 1 <= MAX_NGRAMS:
-            (heapq.heappush if len(heap) < count else heapq.heappushpop)(heap, original)
 
 
 def _target(rank: int) -> float:
@@ -258,11 +270,13 @@ def _foreign(key: bytes, number: int, config: MinHashConfig) -> str:
 @contextmanager
 def _document_writer(path: Path) -> Iterator[Callable[[bytes, int, int, str], None]]:
     """Writes (document id, source, record, text) as batches of bounded size."""
-    options = pa.ipc.IpcWriteOptions(compression="lz4")
     rows: list[tuple[bytes, int, int, str]] = []
     text_bytes = 0
 
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, DOCUMENT_SCHEMA, options=options) as out:
+    with (
+        pa.OSFile(str(path), "wb") as file,
+        pa.ipc.new_file(file, DOCUMENT_SCHEMA, options=DOCUMENT_OPTIONS) as out,
+    ):
 
         def flush() -> None:
             if rows:
@@ -287,49 +301,58 @@ def _document_writer(path: Path) -> Iterator[Callable[[bytes, int, int, str], No
 
 BAND_EDGES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
 
-PIECE_ROWS = 1 << 20  # 16 MB of pairs, 44 MB of edges
-
 TEXT_BYTES = 64 << 20  # of sampled documents, read together
 
 EXCERPTS, EXCERPT_CHARACTERS = 10, 120
 
 _NORMAL_95 = 1.959963984540054
 
-Columns = tuple[npt.NDArray[np.uint64], ...]
-
 
 def measure_recall(
     planted: npt.NDArray[np.void],
     population: Population,
-    pair_folders: Sequence[Artifact],
-    edge_folders: Sequence[Artifact],
-    bands_and_rows: tuple[int, int],
     *,
-    lost: Slice | None = None,
+    pairs: Slice,
+    edges: Slice,
+    lost: Slice,
+    bands_and_rows: tuple[int, int],
 ) -> RecallFacts:
     """Count planted pairs by band of similarity; bands without any are left out.
 
-    `planted` are PLANTED rows; `lost` are rows of LOST, documents that were taken out before candidates were
-    sought: their copies have nothing to meet and are left out.
+    `planted` are PLANTED rows; `pairs` and `edges` lead from their copies to other documents, candidates and
+    verified. `lost` are rows of LOST, documents that were taken out before candidates were sought: their
+    copies have nothing to meet and are left out.
     """
-    originals = _originals(planted, population)
-    copies = np.arange(population.planted.start, population.planted.stop, dtype=np.uint64)
+    copies = population.planted
     assert len(copies) == len(planted), "signatures of other copies"
-    compared = originals >= 0
-    if lost is not None:
-        keys = document_keys(*population.locate(np.maximum(originals, 0).astype(np.uint64)))
-        for rows, _ in lost.stream(lost.limits.read_memory_bytes):
-            compared &= ~np.isin(keys, rows["key"])
-    chosen = np.flatnonzero(compared)
-    pairs: Columns = (originals[chosen].astype(np.uint64), copies[chosen])
-    candidates, verified = np.zeros(len(chosen), np.bool_), np.zeros(len(chosen), np.bool_)
-    for folder in pair_folders:
-        candidates |= _pairs_in(folder, pairs)
-    for folder in edge_folders:
-        verified |= _edges_in(folder, pairs)
-    similarity = planted["shared"][chosen] / np.maximum(planted["union"][chosen], 1)
-    bands = _by_band(similarity, candidates, verified, *bands_and_rows)
-    return RecallFacts(bands, left_out=len(planted) - len(chosen))
+    numbers = (population.starts[planted["split"]] + planted["at"]).astype(np.uint64)
+    candidates, verified = (
+        _met(table.within(copies.start, copies.stop), numbers) for table in (pairs, edges)
+    )
+    compared = ~_are_lost(planted, lost)
+    similarity = planted["shared"] / np.maximum(planted["union"], 1)
+    columns = (similarity[compared], candidates[compared], verified[compared])
+    return RecallFacts(_by_band(*columns, *bands_and_rows), left_out=int((~compared).sum()))
+
+
+def _met(pairs: Slice, originals: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """Which copies are in a pair with their originals; `key` is the number of the copy."""
+    found = np.zeros(len(originals), np.bool_)
+    for rows, _ in pairs.stream(pairs.limits.read_memory_bytes):
+        copies = (rows["key"] - np.uint64(pairs.start)).astype(np.int64)
+        found[copies[originals[copies] == rows["other"]]] = True
+    return found
+
+
+def _are_lost(planted: npt.NDArray[np.void], lost: Slice) -> npt.NDArray[np.bool_]:
+    """Which originals are among `lost`, looked for split by split."""
+    found = np.zeros(len(planted), np.bool_)
+    for split in np.unique(planted["split"]).tolist():
+        of_split = np.flatnonzero(planted["split"] == split)
+        keys = document_keys(planted["split"][of_split], planted["at"][of_split])
+        rows, _ = lost.within(split << 32, split + 1 << 32).read()
+        found[of_split] = np.isin(keys, rows["key"])
+    return found
 
 
 def binomial_interval(successes: int, trials: int) -> tuple[float, float]:
@@ -370,75 +393,6 @@ def _by_band(
     return table
 
 
-def _originals(planted: npt.NDArray[np.void], population: Population) -> npt.NDArray[np.int64]:
-    """Numbers of the originals, -1 where a document is not compared at all."""
-    numbers = np.full(len(planted), -1, np.int64)
-    for split in np.unique(planted["original_split"]).tolist():
-        chosen = np.flatnonzero(planted["original_split"] == split)
-        at, known = _rows_of(_documents(population.parts[split]), planted["original_row"][chosen])
-        numbers[chosen[known]] = population.starts[split] + at[known]
-    return numbers
-
-
-def _documents(part: Part) -> npt.NDArray[np.void]:
-    """All rows of a part's table: a split's."""
-    documents: npt.NDArray[np.void] = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read()
-    return documents
-
-
-def _rows_of(
-    documents: npt.NDArray[np.void], rows: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Where rows of documents.arrow are in the table, and whether they are there."""
-    known = np.ascontiguousarray(documents["row"])
-    at = np.searchsorted(known, rows)
-    inside = at < len(known)
-    inside[inside] = known[at[inside]] == rows[inside]
-    return at, inside
-
-
-def _pairs_in(folder: Artifact, wanted: Columns) -> npt.NDArray[np.bool_]:
-    """Which (a, b) are in any run of a folder of candidates."""
-    edges = Rows(folder / PAIR_RUNS_FILE, "<i8").read().tolist()
-    found = np.zeros(len(wanted[0]), np.bool_)
-    entries = Rows(folder / PAIRS_FILE, PAIR, header=False)
-    for begin, end in pairwise(edges):
-        for start in range(begin, end, PIECE_ROWS):
-            found |= _contained(wanted, entries.read(start, min(start + PIECE_ROWS, end)), _pair_columns)
-    return found
-
-
-def _edges_in(folder: Artifact, wanted: Columns) -> npt.NDArray[np.bool_]:
-    """Which (original, copy) are verified edges."""
-    entries = Rows(folder / PLANTED_EDGES_FILE, PAIR)
-    return _contained(wanted, entries.read(), _pair_columns)
-
-
-def _pair_columns(pairs: npt.NDArray[np.void]) -> Columns:
-    return pairs["a"], pairs["b"]
-
-
-def _contained(
-    wanted: Columns, entries: npt.NDArray[np.void], columns: Callable[[npt.NDArray[np.void]], Columns]
-) -> npt.NDArray[np.bool_]:
-    """Which keys are among sorted entries, by bisection; a key has several columns, the first counts most."""
-    low = np.zeros(len(wanted[0]), np.int64)
-    high = np.full(len(low), len(entries), np.int64)
-    while (open_ := np.flatnonzero(low < high)).size:
-        middle = (low[open_] + high[open_]) // 2
-        below, equal = np.zeros(len(open_), np.bool_), np.ones(len(open_), np.bool_)
-        for have, want in zip(columns(entries[middle]), wanted, strict=True):
-            below |= equal & (have < want[open_])
-            equal &= have == want[open_]
-        low[open_[below]] = middle[below] + 1
-        high[open_[~below]] = middle[~below]
-    found = low < len(entries)
-    at = np.flatnonzero(found)
-    for have, want in zip(columns(entries[low[at]]), wanted, strict=True):
-        found[at] &= have == want[at]
-    return found
-
-
 class _Pair(NamedTuple):
     """A removed document and the one it is booked on, as (split, row), and their bytes together."""
 
@@ -448,22 +402,16 @@ class _Pair(NamedTuple):
 
 
 def measure_precision(
-    losers: Sequence[Artifact],
+    sample: npt.NDArray[np.void],
     population: Population,
     documents: Sequence[Artifact],
     config: NearDedupConfig,
-    *,
-    count: int,
-    seed: int,
 ) -> PrecisionFacts:
-    """Compare `count` removed documents with those that they are booked on, by words.
-
-    `losers` are files of NEAR_LOSER rows, each of one split.
+    """Compare removed documents, rows of CHECKED, with those that they are booked on, by words.
 
     Left out are those that lost to an index, whose texts are not here. Excerpts are up to ten pairs, below 1
     if possible, least alike first.
     """
-    sample = _sample(losers, population, count, seed)
     parts, rows = population.locate(sample["kept"])
     here = sample["kept"] < population.planted.start
     assert not (
@@ -471,11 +419,12 @@ def measure_precision(
     ).any()
     pairs = []
     for part in np.unique(parts[here]).tolist():
-        chosen = np.flatnonzero(here & (parts == part))
-        table = _documents(population.parts[part])[rows[chosen]]
-        for lost, kept in zip(sample[chosen], table, strict=True):
-            removed = (int(lost["split"]), int(lost["row"]))
-            pairs.append(_Pair((part, int(kept["row"])), removed, int(lost["bytes"] + kept["bytes"])))
+        with Rows(population.parts[part].folder / DOCUMENTS_FILE, DOCUMENT) as table:
+            for at in np.flatnonzero(here & (parts == part)).tolist():
+                [kept] = table.read(int(rows[at]), int(rows[at]) + 1)
+                lost = sample[at]
+                removed = (int(lost["split"]), int(lost["row"]))
+                pairs.append(_Pair((part, int(kept["row"])), removed, int(lost["bytes"] + kept["bytes"])))
     compared = [
         _compare(texts[pair.removed], texts[pair.kept], config)
         for group in _groups(sorted(pairs))
@@ -495,34 +444,6 @@ def measure_precision(
         least=min((round(least, 6) for least, verdict, *_ in compared if verdict == "similar"), default=None),
         excerpts=[PairFacts(round(s, 6), removed, kept) for s, _, removed, kept in shown[::step]],
     )
-
-
-def _sample(
-    losers: Sequence[Artifact], population: Population, count: int, seed: int
-) -> npt.NDArray[np.void]:
-    """The losers with the lowest hash(seed, "checked", content rank), lowest first."""
-    heap: list[tuple[int, bytes, int, int]] = []  # the inverse of the hash, rank, file of losers, row in it
-    for number, file in enumerate(losers if count else ()):
-        entries = Rows(file, NEAR_LOSER)
-        documents = np.empty(0, DOCUMENT)
-        for start in range(0, len(entries), PIECE_ROWS):
-            piece = entries.read(start, min(start + PIECE_ROWS, len(entries)))
-            if not start:
-                documents = _documents(population.parts[int(piece["split"][0])])
-            at, known = _rows_of(documents, piece["row"])
-            assert known.all(), f"{file}: a loser that was never compared"
-            ranks = [bytes(rank) for rank in documents["id"][at]]
-            hashes = keyed_hashes(ranks, seed, "checked")
-            for row in np.argsort(hashes, kind="stable").tolist():
-                entry = (-int(hashes[row]), ranks[row], number, start + row)
-                if len(heap) < count:
-                    heapq.heappush(heap, entry)
-                elif entry > heap[0]:
-                    heapq.heapreplace(heap, entry)
-                else:
-                    break  # the following ones have higher hashes
-    chosen = [Rows(losers[file], NEAR_LOSER).read(row, row + 1) for _, _, file, row in sorted(heap)[::-1]]
-    return np.concatenate(chosen) if chosen else np.empty(0, NEAR_LOSER)
 
 
 def _groups(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:

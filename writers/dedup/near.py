@@ -41,7 +41,15 @@ from shardkit.writers.dedup.candidates import (
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS, find_copies, partition_bounds
 from shardkit.writers.dedup.index import DedupIndex, key_runs
-from shardkit.writers.dedup.measure import PLANTED_FILE, measure_precision, measure_recall, plant
+from shardkit.writers.dedup.measure import (
+    CHECKED,
+    PLANTED_FILE,
+    PROPOSED,
+    lowest_end,
+    measure_precision,
+    measure_recall,
+    plant,
+)
 from shardkit.writers.dedup.measure import TEXTS_FILE as PLANTED_DOCUMENTS
 from shardkit.writers.dedup.population import Part, Population, SplitDocuments
 from shardkit.writers.dedup.removals import (
@@ -62,7 +70,7 @@ from shardkit.writers.dedup.signatures import (
     sign_documents,
     write_bands,
 )
-from shardkit.writers.dedup.verify import VerifiedBlock, block_bits, verify_block
+from shardkit.writers.dedup.verify import PLANTED_EDGES, VerifiedBlock, block_bits, verify_block
 from shardkit.writers.exchange import Exchanged, RunWriter, Segment, Slice, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.engine import InlineEngine, LocalEngine
@@ -80,6 +88,7 @@ __all__ = [
 ]
 
 _PLANTED_SOURCE = 1 << 30  # after all inputs
+_PROPOSED = 2000  # documents of a split for planting, or more: so that what is planted decides no signature
 
 
 @dataclass(frozen=True)
@@ -95,31 +104,39 @@ class NearStages:
 
     def signature_tasks(self) -> list[Task]:
         """One task a split."""
-        config = {"dedup.near": part_settings(self.config), "normalization": normalization_version()}
-        tasks = []
-        for split, removed in zip(self.splits, self.removals, strict=True):
-            inputs = {"documents": split.digest, "removed": removed.digest}
-            args = (split.documents, removed, self.config, self.memory_bytes)
-            tasks.append(Task("signatures", split.name, config, _sign, args, split.bytes, inputs))
-        return tasks
-
-    def planted_tasks(self) -> list[Task]:
-        """One task, if something is to be planted."""
-        measure = self.config.measure
-        if measure is None or not measure.planted:
-            return []
-        inputs = {
-            "documents": [split.digest for split in self.splits],
-            "removed": [removed.digest for removed in self.removals],
-        }
+        proposed = max(_PROPOSED, self.planted)
         config = {
             "dedup.near": part_settings(self.config),
             "normalization": normalization_version(),
-            "dedup.near.measure.planted": measure.planted,
-            "seed": self.seed,
+            "proposed": proposed,
+        }
+        tasks = []
+        for split, removed in zip(self.splits, self.removals, strict=True):
+            inputs = {"documents": split.digest, "removed": removed.digest}
+            args = (split.documents, removed, self.config, proposed, self.memory_bytes)
+            tasks.append(Task("signatures", split.name, config, _sign, args, split.bytes, inputs))
+        return tasks
+
+    @property
+    def planted(self) -> int:
+        """Copies to plant."""
+        return 0 if self.config.measure is None else self.config.measure.planted
+
+    def planted_tasks(self, run: RunTasks, signed: Sequence[Commit]) -> list[Task]:
+        """One task, if something is to be planted."""
+        if not self.planted:
+            return []
+        end = lowest_end(self.planted, sum(SignedPart.of(commit).eligible for commit in signed))
+        proposed = exchange(run, "proposed", PROPOSED, signed, readers=1, end=end, limits=self.limits)
+        lowest = proposed.slice(0, end)
+        inputs = {"documents": digest_of([split.digest for split in self.splits]), "proposed": lowest.digest}
+        config = {
+            "dedup.near": part_settings(self.config),
+            "normalization": normalization_version(),
+            "dedup.near.measure.planted": self.planted,
         }
         documents = tuple(split.documents for split in self.splits)
-        args = (documents, tuple(self.removals), self.config, measure.planted, self.seed)
+        args = (lowest, documents, self.config, self.planted)
         return [Task("planted", "planted", config, _plant, args, inputs=inputs)]
 
     def equal_tasks(
@@ -215,49 +232,42 @@ class NearStages:
             tasks.append(Task("verify", f"{start:012d}", rule, verify_block, args, weight, inputs))
         return tasks
 
-    def measure_tasks(
-        self,
-        population: Population,
-        planted: Sequence[Commit],
-        lost: Slice,
-        found: Mapping[str, Sequence[Commit]],
-    ) -> list[Task]:
-        """One task, if anything is measured. `found` holds the commits of candidates, verify and near."""
-        if self.config.measure is None:
-            return []
+    def measure_task(
+        self, population: Population, planted: Sequence[Commit], sample: Slice, met: Mapping[str, Slice]
+    ) -> Task:
+        """`sample` are rows of CHECKED; `met` has what `measure_recall` reads of the planted copies."""
         inputs = {
-            "found": {stage: contents(commits) for stage, commits in found.items()},
             "planted": contents(planted),
-            "lost": lost.digest,
-            "documents": [split.digest for split in self.splits],
+            "sample": sample.digest,
+            "met": {name: table.digest for name, table in met.items()},
+            "parts": digest_of([part.digest for part in population.parts]),
+            "documents": digest_of([split.digest for split in self.splits]),
         }
-        config = {"dedup.near": self.config.model_dump(mode="json", exclude={"against"}), "seed": self.seed}
+        config = {"dedup.near": self.config.model_dump(mode="json", exclude={"against"})}
         documents = tuple(split.documents for split in self.splits)
-        folders = {stage: tuple(commit.files for commit in commits) for stage, commits in found.items()}
-        args = (population, documents, lost, folders, self.config, self.seed)
-        return [Task("measure", "measure", config, _measure, args, inputs=inputs)]
+        args = (population, documents, sample, dict(met), self.config)
+        return Task("measure", "measure", config, _measure, args, inputs=inputs)
 
 
 def _sign(
-    folder: Path, documents: Artifact, removed: SplitRemovals, config: NearDedupConfig, memory_bytes: int
+    folder: Path,
+    documents: Artifact,
+    removed: SplitRemovals,
+    config: NearDedupConfig,
+    proposed: int,
+    memory_bytes: int,
 ) -> SignedPart:
-    return sign_documents(documents, removed.load(), config, folder, memory_bytes=memory_bytes)
+    gone = removed.load()
+    return sign_documents(documents, gone, config, folder, memory_bytes=memory_bytes, proposed=proposed)
 
 
 def _plant(
-    folder: Path,
-    documents: Sequence[Artifact],
-    removals: Sequence[SplitRemovals],
-    config: NearDedupConfig,
-    count: int,
-    seed: int,
+    folder: Path, proposed: Slice, documents: Sequence[Artifact], config: NearDedupConfig, count: int
 ) -> SignedPart:
     """Plant copies of documents that are still there, and sign these as another part."""
-
-    def removed(split: int) -> npt.NDArray[np.int64]:
-        return np.concatenate([np.zeros(0, np.int64), *removals[split].load().rows.values()])
-
-    plant(documents, removed, config.minhash, count=count, seed=seed, folder=folder)
+    originals = proposed.read()[0][:count]
+    files = {split: documents[split] for split in np.unique(originals["split"]).tolist()}
+    plant(originals, files, config.minhash, folder)
     texts = Artifact(folder / PLANTED_DOCUMENTS)
     return sign_documents(texts, Removed(), config, folder, as_source=_PLANTED_SOURCE)
 
@@ -327,26 +337,17 @@ def _measure(
     folder: Path,
     population: Population,
     documents: Sequence[Artifact],
-    lost: Slice,
-    found: Mapping[str, Sequence[Artifact]],
+    sample: Slice,
+    met: Mapping[str, Slice],
     config: NearDedupConfig,
-    seed: int,
 ) -> Measured:
     assert config.measure is not None
     recall = None
     for part in _of_kind(population, "planted"):
-        recall = measure_recall(
-            np.load((part.folder / PLANTED_FILE).local()),
-            population,
-            found["candidates"],
-            found["verify"],
-            bands_and_rows(config),
-            lost=lost,
-        )
-    checked = config.measure.checked
-    losers = [part / LOSERS_FILE for part in found["near"]]
-    precision = measure_precision(losers, population, documents, config, count=checked, seed=seed)
-    return Measured(precision, recall)
+        planted = np.load((part.folder / PLANTED_FILE).local())
+        recall = measure_recall(planted, population, **met, bands_and_rows=bands_and_rows(config))
+    checked = sample.read()[0][: config.measure.checked]
+    return Measured(measure_precision(checked, population, documents, config), recall)
 
 
 def _of_kind(population: Population, kind: str) -> list[Part]:
@@ -373,7 +374,8 @@ class NearResult:
 
 def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex] = ()) -> NearResult:
     """Run all stages. The documents of `indexes` win over all of the splits'."""
-    signed, planted = run(stages.signature_tasks(), stages.planted_tasks())
+    [signed] = run(stages.signature_tasks())
+    [planted] = run(stages.planted_tasks(run, signed))
     parts = [Part(commit.files, SignedPart.of(commit).documents, digest=commit.content) for commit in signed]
     for commit in planted:
         parts.append(Part(commit.files, SignedPart.of(commit).documents, "planted", commit.content))
@@ -387,18 +389,22 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
     lost = exchange(run, "lost", LOST, equal, readers=len(parts), end=parts_end, limits=stages.limits)
     [bands] = run(stages.band_tasks(population, lost))
     [candidates] = run(stages.candidate_tasks(run, population, digest, bands))
-    verified = _verify(run, stages, population, candidates)
+    verified, partners = _verify(run, stages, population, candidates)
     compared = [VerifiedBlock.of(commit) for commit in verified]
     edges = sum(block.verified for block in compared)
     equals = sum(EqualWords.of(commit).losers for commit in equal)
     memory_bytes, limits = stages.memory_bytes, stages.limits
+    checked = 0 if stages.config.measure is None else stages.config.measure.checked
+    sizes = {"edges": edges, "equals": equals, "checked": checked}
     decided, removals, kept = resolve(
-        run, parts, verified, equal, edges=edges, equals=equals, memory_bytes=memory_bytes, limits=limits
+        run, parts, verified, equal, **sizes, memory_bytes=memory_bytes, limits=limits
     )
     rows = [*removals, *kept]
     removed = by_split(run, "near_removed", OUTCOMES, rows, len(stages.splits), limits=limits)
-    found = {"candidates": candidates, "verify": verified, "near": removals[: len(stages.splits)]}
-    [measured] = run(stages.measure_tasks(population, planted, lost.slice(0, parts_end), found))
+    met_copies = {"pairs": partners, "lost": lost}
+    measured = _measure_removal(
+        run, stages, population, planted, verified, removals, met_copies, decided.losers
+    )
     met = [CandidateCounts.of(commit) for commit in candidates]
     counts = {
         "documents": population.count("input"),
@@ -416,15 +422,40 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
         "copies": decided.copies,
         "kept_by_index": decided.kept_by_index,
     }
-    return NearResult(
-        removals, kept, decided, removed, signed, counts, Measured.of(measured[0]) if measured else None
-    )
+    return NearResult(removals, kept, decided, removed, signed, counts, measured)
+
+
+def _measure_removal(
+    run: RunTasks,
+    stages: NearStages,
+    population: Population,
+    planted: Sequence[Commit],
+    verified: Sequence[Commit],
+    removals: Sequence[Commit],
+    met: Mapping[str, Exchanged],
+    losers: int,
+) -> Measured | None:
+    """Measure recall and precision, if the recipe says so; `met` are pairs by second document, and LOST."""
+    if stages.config.measure is None:
+        return None
+    copies = population.planted.start, population.planted.stop
+    move = partial(exchange, run, readers=1, limits=stages.limits)
+    edges = move("planted_edges", PLANTED_EDGES, verified, end=int(population.starts[-1]))
+    end = lowest_end(stages.config.measure.checked, losers)
+    sample = move("checked", CHECKED, removals, end=end).slice(0, end)
+    tables = {"pairs": met["pairs"].slice(*copies), "edges": edges.slice(*copies)}
+    tables["lost"] = met["lost"].slice(0, len(population.parts) << 32)
+    [[commit]] = run([stages.measure_task(population, planted, sample, tables)])
+    return Measured.of(commit)
 
 
 def _verify(
     run: RunTasks, stages: NearStages, population: Population, candidates: Sequence[Commit]
-) -> list[Commit]:
-    """Pairs to the parts of both documents, their sets to the blocks of pairs."""
+) -> tuple[list[Commit], Exchanged]:
+    """Pairs to the parts of both documents, their sets to the blocks of pairs.
+
+    (the verified blocks, the pairs by second document)
+    """
     end, inputs = int(population.starts[-1]), population.count("input")
     text_bytes = sum(split.bytes for split in stages.splits)
     bits = block_bits(inputs, text_bytes, stages.memory_bytes)
@@ -437,7 +468,7 @@ def _verify(
     own = move("own", OWN, shingles, readers=blocks)
     guests = move("guests", GUESTS, shingles, readers=blocks)
     [verified] = run(stages.verify_tasks(population, firsts, own, guests, bits))
-    return verified
+    return verified, seconds
 
 
 @dataclass(frozen=True)

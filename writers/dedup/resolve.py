@@ -21,6 +21,7 @@ byte a number of its range, or the removed documents of its range or part, and s
     losers.npy     NEAR_LOSER by (split, row): removed documents of an input, or planted copies
     winners.npy    WINNER_DTYPE by (split, row): kept documents of an input that represent several
     outcomes.run   OUTCOMES: both for the tasks of their splits
+    checked.run    CHECKED: some losers, which may be compared again
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.writers.dedup.measure import CHECKED, checkable
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part
 from shardkit.writers.dedup.removals import GROUP_SIZES, OUTCOMES, count_groups, document_keys, outcomes
 from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows
@@ -295,8 +297,13 @@ class Lost(PlainCounts):
     sources: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def write_lost(folder: Path, part: Part, number: int, beaten: Slice, indexed: int, memory_bytes: int) -> Lost:
-    """Write the losers of a part; `indexed` is the number of the first document of an index."""
+def write_lost(
+    folder: Path, part: Part, number: int, beaten: Slice, indexed: int, checked: int, memory_bytes: int
+) -> Lost:
+    """Write the losers of a part; `indexed` is the number of the first document of an index.
+
+    At most `checked` of them may be chosen to be compared again.
+    """
     booked = _booked(beaten, memory_bytes // 8)
     documents = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read() if len(booked) else np.empty(0, DOCUMENT)
     documents = documents[(booked["key"] - np.uint64(beaten.start)).astype(np.int64)]
@@ -314,6 +321,8 @@ def write_lost(folder: Path, part: Part, number: int, beaten: Slice, indexed: in
             decided.write(outcomes(document_keys(rows["split"], rows["row"]), bytes=rows["bytes"]))
             gains["key"], gains["copies"] = rows["kept"], rows["copies"]
             gained.write(gains)
+    with RunWriter(folder / CHECKED.file, CHECKED, memory_bytes=memory_bytes // 8) as sample:
+        sample.write(checkable(documents["id"], rows, checked if part.kind == "input" else 0))
     lost = Lost(len(rows), int(rows["bytes"].sum()), int(rows["copies"].sum(dtype=np.int64)))
     lost.kept_by_index = int((rows["kept"] >= indexed).sum())
     for source, own in _by_source(documents):
@@ -427,10 +436,14 @@ def resolve(
     *,
     edges: int,
     equals: int,
+    checked: int = 0,
     memory_bytes: int,
     limits: Limits = DEFAULT_LIMITS,
 ) -> tuple[Resolved, list[Commit], list[Commit]]:
-    """(what was decided, the commits with losers, those with winners), one each a part."""
+    """(what was decided, the commits with losers, those with winners), one each a part.
+
+    Up to `checked` losers of each part may be compared again.
+    """
     starts = np.cumsum([0, *(part.documents for part in parts)], dtype=np.int64).tolist()
     end = starts[-1]
     indexed = end - sum(part.documents for part in parts if part.kind == "index")
@@ -445,8 +458,8 @@ def resolve(
     for number, part in enumerate(parts):
         own = beaten.slice(starts[number], starts[number + 1])
         inputs = {"part": part.digest, "beaten": own.digest}
-        args = (part, number, own, indexed, memory_bytes)
-        config = {"part": number, "indexed": indexed}
+        args = (part, number, own, indexed, checked, memory_bytes)
+        config = {"part": number, "indexed": indexed, "checked": checked}
         tasks.append(Task("near_lost", f"{number:06d}", config, write_lost, args, part.documents, inputs))
     [lost] = run(tasks)
     gained = move("near-gained", GAINED, lost, readers=len(parts))

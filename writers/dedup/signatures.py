@@ -31,6 +31,7 @@ import pyarrow as pa
 from shardkit.writers.dedup.bands import BANDS, optimal_parameters
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS
+from shardkit.writers.dedup.measure import PROPOSED, Lowest, proposals
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE, Part
 from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter
@@ -225,10 +226,14 @@ def part_settings(config: NearDedupConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SignedPart(PlainCounts):
-    """`documents` of a part have signatures; `wordless` ones have no words and take no part."""
+    """`documents` of a part have signatures; `wordless` ones have no words and take no part.
+
+    `eligible` ones may be originals of planted copies.
+    """
 
     documents: int
     wordless: int
+    eligible: int = 0
 
 
 def sign_documents(
@@ -239,12 +244,15 @@ def sign_documents(
     *,
     memory_bytes: int = 64 << 20,
     as_source: int | None = None,
+    proposed: int = 0,
 ) -> SignedPart:
     """Write the part of `documents` (an Arrow file of DOCUMENT_SCHEMA) into `folder`.
 
     Of what is `removed` already there is no trace but the number of copies that others stand for. `as_source`
-    replaces the documents' own where documents of equal words are ranked.
+    replaces the documents' own where documents of equal words are ranked. At most `proposed` documents are
+    proposed for planting; `eligible` ones could be.
     """
+    lowest, eligible = Lowest(PROPOSED, proposed), 0
     losers = np.sort(np.concatenate([np.zeros(0, np.int64), *removed.rows.values()]))
     by_source = config.scope == "source"
     start = wordless = 0
@@ -262,6 +270,14 @@ def sign_documents(
             copies, here = np.ones(batch.num_rows, np.int64), removed.part(start, batch.num_rows)
             copies[here.copied] = here.copies
             described["copies"] = copies[described["row"]]
+            if proposed:
+                ids = batch.column("document_id").to_pylist()
+                found = proposals(ids, signed.shingles, described["row"])
+                found["row"] += start
+                found["at"] += table.rows
+                found["batch"] = number
+                lowest.add(found)
+                eligible += len(found)
             described["row"] += start
             start += batch.num_rows
             wordless += len(kept) - len(described)
@@ -272,7 +288,10 @@ def sign_documents(
             keys.write(rows)
             values.write(signed.values.astype("<u4", copy=False))
             table.write(described)
-    return SignedPart(table.rows, wordless)
+    if proposed:
+        with RunWriter(folder / PROPOSED.file, PROPOSED, memory_bytes=memory_bytes // 8) as run:
+            run.write(lowest.rows)
+    return SignedPart(table.rows, wordless, eligible)
 
 
 @dataclass(frozen=True, slots=True)

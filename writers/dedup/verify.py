@@ -11,7 +11,7 @@ width is a power of two, so that it stays the same while a corpus grows a little
 
     edges.run      EDGES: from the document of higher priority to the other one
     waiting.run    WAITING: the documents that an edge leads to
-    planted.npy    PAIR: the edges to planted copies, sorted
+    planted.run    PLANTED_EDGES: the edges to planted copies
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ import numpy.typing as npt
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.compare import compare_pairs
 from shardkit.writers.dedup.config import NearDedupConfig
-from shardkit.writers.dedup.population import PAIR
 from shardkit.writers.dedup.shingle_store import Sets
 from shardkit.writers.exchange import Batch, RunWriter, Slice, Table
 from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.runs import joined
 
-__all__ = ["EDGES", "PLANTED_EDGES_FILE", "WAITING", "VerifiedBlock", "block_bits", "verify_block"]
+__all__ = ["EDGES", "PLANTED_EDGES", "WAITING", "VerifiedBlock", "block_bits", "verify_block"]
 
 _MOST_BLOCK_BITS = 24
 
@@ -49,12 +48,12 @@ def block_bits(documents: int, text_bytes: int, memory_bytes: int) -> int:
     return min(_MOST_BLOCK_BITS, max(1, memory_bytes // 2 // each).bit_length() - 1)
 
 
-PLANTED_EDGES_FILE = "planted.npy"
-
 # Who wins, who loses, and population.priority of the winner.
 EDGES = Table("edges.run", np.dtype([("key", "<u8"), ("lo", "<u8"), ("priority", "<u8", (3,))]))
 
 WAITING = Table("waiting.run", np.dtype([("key", "<u8")]))
+
+PLANTED_EDGES = Table("planted.run", np.dtype([("key", "<u8"), ("other", "<u8")]))  # key: the copy
 
 _EDGE = np.dtype([("hi", "<u8"), ("lo", "<u8"), ("priority", "<u8", (3,)), ("jaccard", "<f4")])
 
@@ -80,10 +79,10 @@ def verify_block(
     """Write the edges among the pairs of a block; the three slices have its range of numbers."""
     compared, start = 0, pairs.start
     tenths = np.zeros(10, np.int64)
-    copies = [np.empty(0, PAIR)]
     with (
         RunWriter(folder / EDGES.file, EDGES, memory_bytes=memory_bytes // 8) as edges,
         RunWriter(folder / WAITING.file, WAITING, memory_bytes=memory_bytes // 16) as waiting,
+        RunWriter(folder / PLANTED_EDGES.file, PLANTED_EDGES, memory_bytes=memory_bytes // 32) as copies,
     ):
         for batch in _gathered(own, memory_bytes // 6):
             sets = Sets.of(*batch)
@@ -96,11 +95,12 @@ def verify_block(
                     waiting.write(np.unique(found["lo"]).view(WAITING.dtype))
                     tenths += np.bincount(_tenths(found["jaccard"]), minlength=10)
                     to_copies = (found["lo"] >= planted.start) & (found["lo"] < planted.stop)
-                    copies.append(found[["hi", "lo"]][to_copies].astype(PAIR))
+                    rows = np.empty(int(to_copies.sum()), PLANTED_EDGES.dtype)
+                    rows["key"], rows["other"] = found["lo"][to_copies], found["hi"][to_copies]
+                    copies.write(rows)
             start = stop
     if any(len(rows) for rows, _ in replace(pairs, start=start).stream(memory_bytes // 16)):
         raise _without_set(own)
-    np.save(folder / PLANTED_EDGES_FILE, np.sort(np.concatenate(copies)), allow_pickle=False)
     return VerifiedBlock(compared, int(tenths.sum()), tenths.tolist())
 
 
