@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -48,6 +48,7 @@ from shardkit.writers.runs import (
     Footer,
     Limits,
     Payload,
+    Rows,
     Segment,
     Table,
     joined,
@@ -57,16 +58,20 @@ from shardkit.writers.runs import (
     read_footer,
 )
 
-__all__ = ["Batch", "Exchanged", "Limits", "RunWriter", "Segment", "Slice", "Table", "exchange"]
+__all__ = ["Batch", "Exchanged", "Limits", "RunWriter", "Segment", "Slice", "StepReader", "Table", "exchange"]
 
 _KEYS = 1 << 64
+
+_SORT_BYTES = 32  # a row takes to be sorted, beside itself twice
 
 
 class RunWriter:
     """Writes one run of rows that come in any order; equal keys keep the order of writing.
 
-    Rows are collected up to a third of `memory_bytes`, sorted, and spilled next to `path`; at the end the
-    spills are merged. What fits into memory is written once. The bytes of the run do not depend on memory.
+    Rows are collected while they can be sorted in two thirds of `memory_bytes`, and spilled next to `path`;
+    at the end the spills are merged. As many spills as a merge reads become one, and as many of those one
+    again, so that a row is written once more for each factor of `fan_in`. What fits into memory is written
+    once. The bytes of the run do not depend on memory.
     """
 
     def __init__(
@@ -75,8 +80,12 @@ class RunWriter:
         self._path, self._table, self._limits = path, table, limits
         self._memory_bytes = memory_bytes
         self._pending: list[Batch] = []
-        self._pending_bytes = self._bytes = 0
-        self._spills: list[Path] = []
+        self._sorting_bytes = self._bytes = 0
+        self._levels: list[list[Path]] = [[]]  # spills, merged spills, … each in the order of writing
+        self._spills = 0
+        # A merge holds some blocks of each spill.
+        block_bytes = min(limits.block_bytes, max(1, memory_bytes // (8 * limits.fan_in)))
+        self._spill_limits = replace(limits, block_bytes=block_bytes)
 
     def __enter__(self) -> Self:
         return self
@@ -88,44 +97,60 @@ class RunWriter:
         payload = np.empty(0, np.uint8) if payload is None else payload
         assert not self._table.payload or int(rows["size"].sum()) == len(payload)
         self._pending.append((rows.view(self._table.void).copy().view(rows.dtype), payload.copy()))
-        self._pending_bytes += rows.nbytes + payload.nbytes
+        self._sorting_bytes += 2 * (rows.nbytes + payload.nbytes) + _SORT_BYTES * len(rows)
         self._bytes += rows.nbytes + payload.nbytes
-        if self._pending_bytes > self._memory_bytes // 3:
+        if self._sorting_bytes > self._memory_bytes * 2 // 3:
             self._spill()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None and not self._spills:
-            self._write_pending(self._path)
+            self._write_pending(self._path, self._limits)
         elif kind is None:
             self._spill()
-            self._merge_spills(self._path)
-        for spill in self._spills:
-            spill.unlink(missing_ok=True)
+            for level in range(len(self._levels) - 1):
+                if sum(map(len, self._levels)) > self._limits.fan_in:
+                    self._merge_level(level)
+            spills = [path for level in reversed(self._levels) for path in level]
+            self._merge(spills, self._path, self._limits)
+        for path in chain.from_iterable(self._levels):
+            path.unlink(missing_ok=True)
 
     def _spill(self) -> None:
-        if len(self._spills) == self._limits.fan_in:
-            merged = self._path.with_name(f".{self._path.name}.merged-{len(self._spills)}")
-            self._merge_spills(merged)
-            self._spills = [merged.rename(self._spills[0])]
-        path = self._path.with_name(f".{self._path.name}.{len(self._spills)}")
-        self._write_pending(path)
-        self._spills.append(path)
+        path = self._new_spill(0)
+        self._write_pending(path, self._spill_limits)
+        level = 0
+        while len(self._levels[level]) == self._limits.fan_in:
+            self._merge_level(level)
+            level += 1
 
-    def _write_pending(self, path: Path) -> None:
-        with BlockWriter(path, self._table, self._bytes, self._limits) as file:
+    def _new_spill(self, level: int) -> Path:
+        path = self._path.with_name(f".{self._path.name}.{self._spills}")
+        self._spills += 1
+        if level == len(self._levels):
+            self._levels.append([])
+        self._levels[level].append(path)
+        return path
+
+    def _merge_level(self, level: int) -> None:
+        if spills := self._levels[level]:
+            self._merge(spills, self._new_spill(level + 1), self._spill_limits)
+            self._levels[level] = []
+
+    def _write_pending(self, path: Path, limits: Limits) -> None:
+        with BlockWriter(path, self._table, self._bytes, limits) as file:
             if self._pending:
                 batch = _sorted(self._pending, self._table)
-                self._pending, self._pending_bytes = [], 0
+                self._pending, self._sorting_bytes = [], 0
                 file.write(*batch)
 
-    def _merge_spills(self, target: Path) -> None:
-        spilled = Slice.whole(self._table, [Artifact(path) for path in self._spills], self._limits)
-        with BlockWriter(target, self._table, self._bytes, self._limits) as file:
-            for rows, payload in spilled.stream(self._memory_bytes):
+    def _merge(self, spills: Sequence[Path], target: Path, limits: Limits) -> None:
+        spilled = Slice.whole(self._table, [Artifact(path) for path in spills], self._spill_limits)
+        with BlockWriter(target, self._table, self._bytes, limits) as file:
+            for rows, payload in spilled.stream(self._memory_bytes * 2 // 3):
                 file.write(rows, payload)
-        for path in self._spills:
+        for path in spills:
             path.unlink()
 
 
@@ -183,6 +208,25 @@ class Slice:
         workers = Workers(self.limits.reads_in_flight)
         cursors = [_Cursor(run, self, workers, chunk_bytes, ahead) for run in self.runs]
         yield from _merged(cursors, memory_bytes // 2, self.table)
+
+
+class StepReader:
+    """The rows of a slice, asked for in step with a pass over what their keys number; holds a batch."""
+
+    def __init__(self, piece: Slice, memory_bytes: int) -> None:
+        self._batches = piece.stream(memory_bytes)
+        self._held = np.empty(0, piece.table.dtype)
+
+    def before(self, key: int) -> Rows:
+        """The next rows, up to but excluding `key`."""
+        found = [self._held[:0].copy()]
+        while True:
+            count = int(np.searchsorted(self._held["key"], np.uint64(key)))
+            found.append(self._held[:count])
+            self._held = self._held[count:]
+            if len(self._held) or (batch := next(self._batches, None)) is None:
+                return np.concatenate(found)
+            self._held = batch[0]
 
 
 class Exchanged:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,8 @@ from shardkit.writers.dedup.exact import KEYS, find_copies, rank_copies
 from shardkit.writers.dedup.removals import SplitRemovals, SplitTable
 from shardkit.writers.exchange import Limits, RunWriter, exchange
 from shardkit.writers.execution.task import Commit
-from shardkit.writers.stages.exact import ExactDuplicates, find_exact, remove_exact
-from support.task_folders import TaskFolders, commit_folder, slice_of
+from shardkit.writers.stages.exact import ExactDuplicates, remove_exact
+from support.task_folders import TaskFolders, commit_folder
 
 Row = tuple[bytes, bytes, int, int]  # key, id, bytes, source
 Place = tuple[int, int]  # split, row
@@ -188,26 +187,3 @@ def test_the_first_source_wins_then_the_longest_text_if_so_wanted_then_the_lowes
     assert (chosen.tolist(), winners.tolist()) == ([2, 1, 3, 0], [0, 0, 0, 0])
     chosen, winners = rank_copies(rows, longest_first=True)
     assert (chosen.tolist(), winners.tolist()) == ([3, 2, 1, 0], [0, 0, 0, 0])
-
-
-def test_memory_does_not_grow_with_a_partition_even_if_all_documents_are_copies_of_one(
-    tmp_path: Path,
-) -> None:
-    memory_bytes, peaks = 2 << 20, []
-    for documents in (1 << 14, 1 << 18):
-        folder = tmp_path / str(documents)
-        folder.mkdir()
-        rows = np.zeros(documents, KEYS.dtype)
-        rows["row"] = np.arange(documents)
-        rows["id"][:, 0] = rows["row"][::-1]
-        with RunWriter(folder / KEYS.file, KEYS, memory_bytes=16 * memory_bytes) as writer:
-            writer.write(rows)
-        del rows
-        piece = slice_of(folder / KEYS.file, KEYS, Limits(block_bytes=16384))
-        tracemalloc.start()
-        counts = find_exact(folder, piece, memory_bytes)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-        assert (counts.losers, counts.largest_group) == (documents - 1, documents)
-    assert peaks[1] < 1.5 * peaks[0], peaks  # of 16 times the rows
-    assert max(peaks) < 2 * memory_bytes, peaks

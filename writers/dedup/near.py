@@ -83,6 +83,7 @@ __all__ = [
     "NearDuplicates",
     "NearResult",
     "NearStages",
+    "find_equal",
     "find_near_duplicates",
     "remove_near",
 ]
@@ -153,7 +154,7 @@ class NearStages:
             inputs = {"keys": mine.digest, "starts": starts, "first_index": str(first_index)}
             args = (mine, population.starts, first_index, self.memory_bytes)
             name = partition_name(number, partitions)
-            tasks.append(Task("equal", name, {}, _find_equal, args, mine.bytes, inputs))
+            tasks.append(Task("equal", name, {}, find_equal, args, mine.bytes, inputs))
         return tasks
 
     def band_tasks(self, population: Population, lost: Exchanged) -> list[Task]:
@@ -279,7 +280,7 @@ class EqualWords(PlainCounts):
     losers: int
 
 
-def _find_equal(
+def find_equal(
     folder: Path, keys: Slice, starts: npt.NDArray[np.int64], first_index: int, memory_bytes: int
 ) -> EqualWords:
     """`starts` are the numbers of each part's first document; parts from `first_index` on are of indexes."""

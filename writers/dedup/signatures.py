@@ -36,7 +36,7 @@ from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATUR
 from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter
 from shardkit.writers.documents import content_ranks, text_digests
-from shardkit.writers.exchange import RunWriter, Slice, Table
+from shardkit.writers.exchange import RunWriter, Slice, StepReader, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt32s, UInt64s, kernel
@@ -310,15 +310,15 @@ def write_bands(
         Rows(part.folder / DOCUMENTS_FILE, DOCUMENT),
         RowFile(part.folder / SIGNATURES_FILE),
     )
-    gone = np.unique((lost.read()[0]["key"] & np.uint64((1 << 32) - 1)).astype(np.int64))
-    written = 0
+    gone, written = StepReader(lost, memory_bytes // 8), 0
     # A chunk is held as signatures, keys, and entries twice: a quarter of the memory.
     row_bytes = 8 * config.minhash.permutations + 64 * bands
     most = max(1, min(CHUNK_ROWS, memory_bytes // 4 // row_bytes))
     with RunWriter(folder / BANDS.file, BANDS, memory_bytes=memory_bytes // 2) as run:
         for start in range(0, part.documents, most):
             stop = min(start + most, part.documents)
-            kept = start + _kept_rows(gone, start, stop - start)
+            losers = (gone.before(lost.start + stop)["key"] - np.uint64(lost.start)).astype(np.int64)
+            kept = start + _kept_rows(losers, start, stop - start)
             sources = None
             if config.scope == "source":
                 sources = described.read(start, stop)["source"][kept - start]

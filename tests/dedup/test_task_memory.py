@@ -1,0 +1,107 @@
+"""Tasks of duplicate removal hold what their memory allows, at one and at sixteen times the documents."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from shardkit.writers.dedup.config import LinesDedupConfig, MinHashConfig, NearDedupConfig
+from shardkit.writers.dedup.exact import KEYS
+from shardkit.writers.dedup.lines import LINE_KEYS, find_line_losers
+from shardkit.writers.dedup.near import find_equal
+from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE, Part
+from shardkit.writers.dedup.removals import Removed
+from shardkit.writers.dedup.signatures import LOST, sign_documents, write_bands
+from shardkit.writers.dedup.tables import RowsWriter
+from shardkit.writers.exchange import RunWriter, Slice, Table
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.runs import Limits
+from shardkit.writers.stages.exact import find_exact
+from support.documents import write_documents
+
+MEMORY = 4 << 20
+LIMITS = Limits().divided(16)
+NEAR = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
+Work = Callable[[Path], object]
+
+
+def run_of(path: Path, table: Table, rows: npt.NDArray[np.void]) -> Slice:
+    with RunWriter(path, table, memory_bytes=1 << 20, limits=LIMITS) as writer:
+        writer.write(rows)
+    return Slice.whole(table, [Artifact(path)], LIMITS)
+
+
+def keys_of(path: Path, documents: int, copies: int) -> Slice:
+    """A range of keys in which each occurs so many times, at most."""
+    rows = np.zeros(documents, KEYS.dtype)
+    rows["key"] = np.arange(documents, dtype=np.uint64) // np.uint64(copies) * np.uint64(0x9E3779B97F4A7C15)
+    rows["row"] = rows["id"][:, 0] = np.arange(documents)
+    return run_of(path, KEYS, rows)
+
+
+def bands(folder: Path, documents: int) -> Work:
+    with (
+        RowsWriter(folder / DOCUMENTS_FILE, DOCUMENT) as table,
+        RowsWriter(folder / SIGNATURES_FILE, "<u4", width=32) as values,
+    ):
+        table.write(np.zeros(documents, DOCUMENT))
+        values.write(np.random.default_rng(1).integers(0, 1 << 32, (documents, 32), dtype=np.uint32))
+    lost = run_of(folder / LOST.file, LOST, np.arange(0, documents, 3, dtype=np.uint64).view(LOST.dtype))
+    part = Part(Artifact(folder), documents)
+    return lambda made: write_bands(made, part, 0, lost.within(0, 1 << 32), NEAR, MEMORY)
+
+
+def signatures(folder: Path, documents: int) -> Work:
+    texts = [f"word{at} a b c d e" for at in range(documents)]
+    path = write_documents(folder / "documents.arrow", texts, batch_rows=256)
+    removed = Removed({"exact_duplicate": np.arange(0, documents, 50)})
+    return lambda made: sign_documents(Artifact(path), removed, NEAR, made, memory_bytes=MEMORY)
+
+
+def equal(folder: Path, documents: int, copies: int) -> Work:
+    keys, starts = keys_of(folder / KEYS.file, documents, copies), np.array([0, documents])
+    return lambda made: find_equal(made, keys, starts, 1, MEMORY)
+
+
+def exact(folder: Path, documents: int, copies: int) -> Work:
+    keys = keys_of(folder / KEYS.file, documents, copies)
+    return lambda made: find_exact(made, keys, MEMORY)
+
+
+def lines(folder: Path, documents: int, copies: int) -> Work:
+    rows = np.zeros(documents, LINE_KEYS.dtype)
+    rows["key"] = np.arange(documents, dtype=np.uint64) // np.uint64(copies) * np.uint64(0x9E3779B97F4A7C15)
+    rows["row"] = rows["id"][:, 0] = np.arange(documents)
+    keys = run_of(folder / LINE_KEYS.file, LINE_KEYS, rows)
+    return lambda made: find_line_losers(made, keys, LinesDedupConfig().keep, MEMORY)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        bands,
+        pytest.param(signatures, marks=pytest.mark.extended),
+        *(partial(make, copies=copies) for make in (equal, exact, lines) for copies in (2, 1 << 30)),
+    ],
+)
+def test_tasks_hold_no_more_at_sixteen_times_the_documents(
+    tmp_path: Path, make: Callable[[Path, int], Work]
+) -> None:
+    peaks = []
+    for documents in (10, 8000, 128_000):  # the first time, kernels are compiled
+        (made := tmp_path / str(documents) / "made").mkdir(parents=True)
+        work = make(made.parent, documents)
+        if documents > 10:
+            tracemalloc.start()
+        try:
+            work(made)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert max(peaks) < MEMORY, peaks  # of 6 to 16 MB
