@@ -199,7 +199,7 @@ class Slice:
     def stream(self, memory_bytes: int) -> Iterator[Batch]:
         """The rows in batches, in order, within about `memory_bytes`; the next ranges are read meanwhile.
 
-        All rows of a key are in one batch, unless they alone are larger than half of the memory.
+        All rows of a key are in one batch, unless they alone are larger than a quarter of the memory.
         """
         # Each run holds one chunk and a half, one is on its way, and a batch is a copy.
         share = max(1, memory_bytes // (4 * max(1, len(self.runs))))
@@ -207,7 +207,7 @@ class Slice:
         ahead = max(1, min(share // chunk_bytes, self.limits.reads_in_flight // max(1, len(self.runs))))
         workers = Workers(self.limits.reads_in_flight)
         cursors = [_Cursor(run, self, workers, chunk_bytes, ahead) for run in self.runs]
-        yield from _merged(cursors, memory_bytes // 2, self.table)
+        yield from _merged(cursors, memory_bytes // 4, self.table)
 
 
 class StepReader:
@@ -334,14 +334,15 @@ class _Cursor:
         """The last key that is held; None if no more rows are to come."""
         return int(self._held[-1].keys[-1]) if self._coming else None
 
-    def fill(self) -> bool:
-        """Hold half a chunk of rows, and two keys, if there are more to come; False at the end."""
+    def fill(self, *, two_keys: bool = True) -> bool:
+        """Hold half a chunk of rows, or a chunk of one key, if there are more to come; False at the end."""
         while True:
             while len(self._coming) < self._ahead and (coming := next(self._chunks, None)) is not None:
                 self._coming.append(coming)
             held = sum(chunk.rest_bytes for chunk in self._held)
             has_one_key = not held or self._held[0].key == self._held[-1].keys[-1]
-            is_enough = held >= self._chunk_bytes // 2 and (not has_one_key or held > 2 * self._chunk_bytes)
+            most = self._chunk_bytes if two_keys and has_one_key else self._chunk_bytes // 2
+            is_enough = held >= most
             if not self._coming or is_enough:
                 return bool(self._held)
             chunk = self._coming.popleft().result()
@@ -367,6 +368,9 @@ class _Cursor:
         keys = range(piece.start, piece.stop)
         for number, segment in enumerate(run):
             footer = self._footers.popleft().result()
+            if len(footer.blocks):
+                last = int(footer.blocks["last"][-1])
+                assert last < segment.stop, f"{segment.file}: key {last} is beyond the range of all readers"
             if number + 1 < len(run):
                 self._footers.append(self._open(run[number + 1]))
             first, stop = footer.blocks_of(keys)
@@ -397,7 +401,7 @@ def _one_key(cursors: Sequence[_Cursor], key: int, most_bytes: int, table: Table
     """The rows of a key that has more of them than a cursor holds, run by run."""
     pieces, held = list[Batch](), 0
     for cursor in cursors:
-        while cursor.fill() and (more := cursor.take(key, "right")):
+        while cursor.fill(two_keys=False) and (more := cursor.take(key, "right")):
             pieces += more
             held += sum(nbytes(piece) for piece in more)
             if held >= most_bytes:

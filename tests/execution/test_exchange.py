@@ -232,6 +232,13 @@ def test_damaged_files_are_refused(tmp_path: Path, table: Table, damage: str) ->
             exchanged.slice(0, 1 << 64).read()
 
 
+def test_keys_that_no_reader_could_ask_for_are_an_error(tmp_path: Path) -> None:
+    commits, _ = write_maps(tmp_path, PLAIN, [[[3, 10]]])
+    exchanged = exchange(Folders(tmp_path), "rows", PLAIN, commits, readers=1, end=10)
+    with pytest.raises(AssertionError, match=r"rows\.run: key 10 is beyond the range"):
+        exchanged.slice(0, 5).read()
+
+
 def test_runs_that_someone_else_made_end_in_an_error_and_not_in_a_loop(tmp_path: Path) -> None:
     path, none = tmp_path / "rows.run", np.empty(0, np.uint8)
     for keys in ([9, 1, 5], [1] * 90 + [0] * 90):

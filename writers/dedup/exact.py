@@ -98,9 +98,9 @@ def _ranked(rows: _Rows, longest_first: bool) -> tuple[npt.NDArray[np.int64], np
 
 
 def row_batches(keys: Slice, memory_bytes: int) -> Iterator[_Rows]:
-    """The rows of a partition in order, in batches that take a quarter of the memory while they are ranked.
+    """The rows of a partition in order, in batches that take an eighth of the memory while they are ranked.
 
-    A third is for what is read ahead. A batch may end anywhere, also within a key.
+    A third is for what is read ahead: large requests. A batch may end anywhere, also within a key.
     """
     most = _most_rows(memory_bytes)
     for rows, _ in keys.stream(memory_bytes // 3):
@@ -109,7 +109,7 @@ def row_batches(keys: Slice, memory_bytes: int) -> Iterator[_Rows]:
 
 
 def _most_rows(memory_bytes: int) -> int:
-    return max(1, memory_bytes // 4 // _PEAK_BYTES_PER_ROW_RANKED)
+    return max(1, memory_bytes // 8 // _PEAK_BYTES_PER_ROW_RANKED)
 
 
 def find_copies(
@@ -117,17 +117,18 @@ def find_copies(
 ) -> Iterator[Copies]:
     """The copies of a partition, some keys at a time; losers of a key in the order (split, row).
 
-    Documents of splits from `above` on win over all others, those of the lowest such split first.
+    Takes three quarters of the memory. Documents of splits from `above` on win over all others, those of the
+    lowest such split first.
     """
     carried, decided = np.empty(0, KEYS.dtype), None
-    for batch in row_batches(keys, memory_bytes // 2):
+    for batch in row_batches(keys, memory_bytes):
         rows = np.concatenate([carried, batch])
         rows = rows[rows["key"] != decided] if decided is not None else rows
         last = int(rows["key"][-1]) if len(rows) else 0
         begin = int(np.searchsorted(rows["key"], np.uint64(last)))
         carried = rows[begin:]  # the next batch may have more of this key
         yield _copies(rows[:begin], longest_first, above)
-        if len(carried) > _most_rows(memory_bytes // 2):
+        if len(carried) > _most_rows(memory_bytes):
             yield from _copies_of_one(keys.within(last, last + 1), memory_bytes, longest_first, above)
             carried, decided = carried[:0], np.uint64(last)
     yield _copies(carried, longest_first, above)
@@ -143,7 +144,7 @@ def _copies(rows: _Rows, longest_first: bool, above: int) -> Copies:
 
 
 def _copies_of_one(keys: Slice, memory_bytes: int, longest_first: bool, above: int) -> Iterator[Copies]:
-    """The copies of one key, however many."""
+    """The copies of one key, however many, while its range is being read: half as much is read ahead."""
     winners, represented = np.empty(0, KEYS.dtype), np.empty(0, np.int64)
     for batch in row_batches(keys, memory_bytes // 2):  # there are several if first halves are equal only
         rows = np.concatenate([winners, batch])
