@@ -193,8 +193,12 @@ class Files:
     digests: tuple[Bytes, ...]  # uint8[shards, bytes of the digest], for each hash
 
     @cached_property
-    def _ends(self) -> Ints:
-        return np.flatnonzero(self.names == _NEWLINE)
+    def _ends(self) -> Ints | range:
+        """Where each name's newline is: as a rule names are equally long, which needs no array."""
+        ends = np.flatnonzero(self.names == _NEWLINE)
+        width = int(ends[0]) + 1 if len(ends) else 1
+        alike = range(width - 1, len(ends) * width, width)
+        return alike if np.array_equal(ends, np.arange(alike.start, alike.stop, width)) else ends
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -211,15 +215,16 @@ class Files:
     def are_sound(self) -> bool:
         """Whether all names stay in their folder and differ, and nothing is missing."""
         names, count = self.names, len(self.sizes)
-        if not count or len(self._ends) != count or int(self._ends[-1]) != len(names) - 1:
+        ends = np.flatnonzero(names == _NEWLINE)
+        if not count or len(ends) != count or int(ends[-1]) != len(names) - 1:
             return False
         if not _IS_PLAIN[names].all() or any(len(digests) != count for digests in self.digests):
             return False
-        lengths = np.diff(self._ends, prepend=-1) - 1
+        lengths = np.diff(ends, prepend=-1) - 1
         if int(lengths.min()) < 1 or int(lengths.max()) > MAX_BASENAME_CHARS or int(self.sizes.min()) < 0:
             return False
         # No part of a path is empty or begins with a dot: each begins a name or follows a slash.
-        begins = np.concatenate([[0], self._ends[:-1] + 1, np.flatnonzero(names == _SLASH) + 1])
+        begins = np.concatenate([[0], ends[:-1] + 1, np.flatnonzero(names == _SLASH) + 1])
         if np.isin(names[begins], (_SLASH, _DOT, _NEWLINE)).any():
             return False
         if int(lengths.min()) == int(lengths.max()):  # as a rule; sorted in place of a million objects

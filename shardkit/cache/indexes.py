@@ -8,6 +8,9 @@
 The process that gets the lock first is the leader; nobody else asks the store. Processes of one node that
 start together trust what a leader fetched within `trust_seconds`; a process alone trusts nothing and fetches
 always, so a dataset that was replaced is seen. If the leader dies, the lock is free and the next one leads.
+
+index.bin is mapped: however many processes of the node read it, it lies in memory once. The leader has
+looked at all that it says; the others compare checksums.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from pathlib import Path
 
 from shardkit.cache.folder import SUBFOLDER, explain_errors, make_subfolders
 from shardkit.files import publish_bytes
-from shardkit.formats.mds.index import INDEX_NAME, TABLE_NAME, parse_index, read_table, table_bytes
+from shardkit.formats.mds.index import TABLE_NAME, parse_index, read_table, table_bytes
 from shardkit.locks import FileLock
 from shardkit.manifest import Manifest
 
@@ -47,8 +50,8 @@ class NodeIndexes:
 
     def objects(
         self, url: str, names: Sequence[str], fetch: Callable[[], Mapping[str, bytes | None]]
-    ) -> Mapping[str, bytes | None]:
-        """The objects called `names` of the dataset at `url`, None for those that are missing.
+    ) -> Mapping[str, Path | None]:
+        """The files with the objects called `names` of the dataset at `url`, None for those that are missing.
 
         `fetch` gets them from the store; it is called by one process at a time, its errors are raised here.
         """
@@ -64,21 +67,20 @@ class NodeIndexes:
                     return known
             found = fetch()
             with explain_errors(self._root):
-                self._keep(folder, found)
-            return found
+                return self._keep(folder, found)
         finally:
             lock.release()
 
-    def index(self, url: str, where: str, text: bytes) -> Manifest:
-        """The manifest in index.json of the dataset at `url`, from its index.bin if that is here."""
+    def index(self, file: Path, where: str) -> Manifest:
+        """The manifest in an index.json that `objects` gave, from the index.bin beside it, which is made."""
         with explain_errors(self._root):
-            file = self._folder(url) / INDEX_NAME
-            table = read_table(file) if file.is_file() and file.stat().st_size == len(text) else None
-            if table is not None:
+            if (table := read_table(file, is_proved=True)) is not None:
                 return Manifest("mds", table)
+            text = file.read_bytes()
             manifest = parse_index(where, text)
             if (made := table_bytes(manifest.shards, text)) is not None:
                 publish_bytes(file.with_name(TABLE_NAME), made)
+                manifest = Manifest("mds", read_table(file, is_proved=True) or manifest.shards)
             return manifest
 
     def _folder(self, url: str) -> Path:
@@ -88,20 +90,19 @@ class NodeIndexes:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def _trusted(self, folder: Path, names: Sequence[str]) -> Mapping[str, bytes | None] | None:
+    def _trusted(self, folder: Path, names: Sequence[str]) -> Mapping[str, Path | None] | None:
         """What a leader has fetched lately; None if that is not all of `names`."""
         try:
             checked = json.loads((folder / "checked").read_bytes())
             age = self._clock() - checked["seconds"]
             if not 0 <= age < self._trust_seconds or not {*names} <= {*checked["there"], *checked["missing"]}:
                 return None
-            return {
-                name: (folder / name).read_bytes() if name in checked["there"] else None for name in names
-            }
+            found = {name: folder / name if name in checked["there"] else None for name in names}
+            return found if all(file is None or file.is_file() for file in found.values()) else None
         except (FileNotFoundError, ValueError, LookupError, TypeError):
             return None
 
-    def _keep(self, folder: Path, found: Mapping[str, bytes | None]) -> None:
+    def _keep(self, folder: Path, found: Mapping[str, bytes | None]) -> Mapping[str, Path | None]:
         there = [name for name, text in found.items() if text is not None]
         for name, text in found.items():
             if text is not None:
@@ -109,3 +110,4 @@ class NodeIndexes:
         missing = [name for name in found if name not in there]
         state = {"seconds": self._clock(), "there": there, "missing": missing}
         publish_bytes(folder / "checked", json.dumps(state).encode())
+        return {name: folder / name if name in there else None for name in found}

@@ -221,27 +221,32 @@ def find_remote(
             found[name] = None if card is not None and has_index else _get(store, name, errors)
         return {CARD_NAME: card, TABLE_NAME: None} | found
 
-    if indexes is None:
-        answers: Mapping[str, bytes | None] = fetch()
-    else:
-        answers = indexes.objects(store.url, [CARD_NAME, TABLE_NAME, *names], fetch)
-    there = [(name, text) for name in [TABLE_NAME, *names] if (text := answers[name]) is not None]
-    card_text = answers[CARD_NAME]
+    answers: Mapping[str, bytes | Path | None]
+    answers = (
+        fetch() if indexes is None else indexes.objects(store.url, [CARD_NAME, TABLE_NAME, *names], fetch)
+    )
+    there = [(name, found) for name in [TABLE_NAME, *names] if (found := answers[name]) is not None]
+    card_text = None if (found := answers[CARD_NAME]) is None else _text(found)
     if not there:
         return _find_in_store(store, names, card_text, errors, is_named=index_name is not None)
     if len(there) > 1:
         raise ShardError(store.url, f"has both {' and '.join(INDEX_NAMES)}; open the one that is meant")
-    [(name, text)] = there
+    [(name, found)] = there
     where = f"{store.url}/{name}"
     card = None if card_text is None else DatasetCard.parse(f"{store.url}/{CARD_NAME}", card_text)
     if name not in (INDEX_NAME, TABLE_NAME):
-        return _listed(where, text, None, card, storage)
+        return _listed(where, _text(found), None, card, storage)
     if name == TABLE_NAME:
-        if (table := load_table(text)) is None:
+        if (table := load_table(found, is_proved=True)) is None:
             raise ShardError(where, "the copy in the cache folder is damaged; remove its `indexes` folder")
         return Found(None, Manifest("mds", table), card)
-    manifest = mds.parse_index(where, text) if indexes is None else indexes.index(store.url, where, text)
-    return Found(None, manifest, card)
+    if indexes is not None and isinstance(found, Path):
+        return Found(None, indexes.index(found, where), card)
+    return Found(None, mds.parse_index(where, _text(found)), card)
+
+
+def _text(found: bytes | Path) -> bytes:
+    return found.read_bytes() if isinstance(found, Path) else found
 
 
 def _get_index(store: Store, errors: list[StoreError]) -> dict[str, bytes | None]:

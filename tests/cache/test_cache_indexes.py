@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,8 +67,10 @@ def test_the_leaders_error_is_its_own_and_the_next_one_leads(tmp_path: Path) -> 
     node = indexes(tmp_path, [5.0])
     with pytest.raises(RuntimeError):
         node.objects("s3://b", ["index.json"], fail)
-    assert node.objects("s3://b", ["index.json"], lambda: {"index.json": b"text"}) == {"index.json": b"text"}
-    assert node.objects("s3://b", ["index.json"], fail) == {"index.json": b"text"}
+    for fetch in (lambda: {"index.json": b"text"}, fail):
+        found = node.objects("s3://b", ["index.json"], fetch)["index.json"]
+        assert found is not None
+        assert found.read_bytes() == b"text"
     assert node.objects("s3://c", ["index.json"], lambda: {"index.json": None}) == {"index.json": None}
     assert calls == [1]
 
@@ -80,14 +83,15 @@ def test_a_large_index_is_parsed_once_and_loaded_from_its_table_after_that(tmp_p
     ]
     text = mds_index_bytes(shards)
     node = indexes(tmp_path, [5.0])
-    node.objects("s3://b", ["index.json"], lambda: {"index.json": text})
-    parsed = node.index("s3://b", "s3://b/index.json", text)
+    file = node.objects("s3://b", ["index.json"], lambda: {"index.json": text})["index.json"]
+    assert file is not None
+    parsed = node.index(file, "s3://b/index.json")
     [table] = tmp_path.rglob("index.bin")
-    loaded = node.index("s3://b", "s3://b/index.json", text)
+    loaded = node.index(file, "s3://b/index.json")
     assert list(loaded.shards) == list(parsed.shards) == shards
     assert loaded.fingerprint == parsed.fingerprint
     table.write_bytes(table.read_bytes()[:-50])
-    assert node.index("s3://b", "s3://b/index.json", text).fingerprint == parsed.fingerprint
+    assert node.index(file, "s3://b/index.json").fingerprint == parsed.fingerprint
 
 
 def test_only_processes_that_share_a_machine_trust_each_other(tmp_path: Path) -> None:
@@ -96,5 +100,7 @@ def test_only_processes_that_share_a_machine_trust_each_other(tmp_path: Path) ->
         node = SharedCache(CacheOptions(folder=tmp_path / str(processes), processes=processes)).indexes()
         assert node is not None
         for text in (b"one", b"two"):
-            found = node.objects("s3://b", ["index.json"], lambda text=text: {"index.json": text})  # type: ignore[misc]
-        assert found == {"index.json": b"one" if trusted else b"two"}
+            fetch = partial(dict[str, bytes | None], {"index.json": text})
+            found = node.objects("s3://b", ["index.json"], fetch)["index.json"]
+        assert found is not None
+        assert found.read_bytes() == (b"one" if trusted else b"two")

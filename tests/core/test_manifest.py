@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -16,9 +17,16 @@ from hypothesis import strategies as st
 
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
-from shardkit.files import publish_bytes
+from shardkit.files import open_maps, publish_bytes
 from shardkit.formats import mds
-from shardkit.formats.mds.index import index_bytes, make_columns, read_index, read_table, write_index
+from shardkit.formats.mds.index import (
+    index_bytes,
+    load_table,
+    make_columns,
+    read_index,
+    read_table,
+    write_index,
+)
 from shardkit.loaders import StreamingLoader
 from shardkit.manifest import FileInfo, Manifest, ShardInfo, ShardTable, checked_basename, table_of
 
@@ -266,6 +274,25 @@ def test_a_damaged_or_hostile_one_is_passed_over(large: Path, damage: Callable[[
     found = read_table(large / "index.json")
     assert found is None or found == many(), "what is not sound must not be used"
     assert list(read_index(large).shards) == many()
+
+
+def test_a_table_of_a_file_is_a_map_of_it_which_is_compared_with_its_checksums(large: Path) -> None:
+    file = large / "index.bin"
+    before = open_maps()
+    table = load_table(file, is_proved=True)
+    assert table is not None
+    assert open_maps() == before + 1
+    arrays: list[Any] = [table.samples, table.kind, table.raw.names, table.raw.sizes, *table.raw.digests]
+    assert not any(array.flags.owndata or array.flags.writeable for array in arrays)
+    assert table == many()
+    del table, arrays
+    assert open_maps() == before
+    data = bytearray(file.read_bytes())
+    with ZipFile(file) as members:
+        begins = [member.header_offset + 200 for member in members.infolist()]
+    for begin in begins:
+        file.write_bytes(data[:begin] + bytes([data[begin] ^ 1]) + data[begin + 1 :])
+        assert load_table(file, is_proved=True) is None
 
 
 def test_a_loader_reads_a_large_dataset_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

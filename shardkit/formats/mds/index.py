@@ -21,18 +21,21 @@ from __future__ import annotations
 import gc
 import io
 import json
+import math
 import re
+import struct
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
-from zipfile import BadZipFile
+from typing import Any, NoReturn, cast
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import numpy as np
 
 from shardkit.errors import ShardError
-from shardkit.files import load_json, publish_bytes
+from shardkit.files import load_json, map_path, publish_bytes
 from shardkit.formats.compression import parse_compression
 from shardkit.formats.mds.encodings import encoding_of
 from shardkit.hashing import HASH_NAMES, hash_bytes, hash_file
@@ -75,6 +78,7 @@ MAX_SHARD_BYTES = (1 << 32) - 1  # offsets are u32
 MAX_COLUMNS = 4096
 
 _TABLE_VERSION = 1
+_NPY_HEADER_BYTES = 4096  # of an array, at most: far more than numpy writes
 _INDEX_HASH = "xxh3_128"
 _CONFIG_KEYS = {"column_encodings", "column_names", "column_sizes", "compression", "format", "hashes"}
 _KEYS = _CONFIG_KEYS | {"raw_data", "samples", "size_limit", "version", "zip_data"}
@@ -367,8 +371,8 @@ def _table_bytes(table: ShardTable, index: bytes) -> bytes:
     return buffer.getvalue()
 
 
-def read_table(index_file: Path) -> ShardTable | None:
-    """The table beside `index_file` that belongs to it; None if there is nothing sound."""
+def read_table(index_file: Path, *, is_proved: bool = False) -> ShardTable | None:
+    """The table beside `index_file` that belongs to it, as `load_table`; None if there is nothing sound."""
     file = index_file.with_name(TABLE_NAME)
     try:
         if not file.is_file():
@@ -376,34 +380,71 @@ def read_table(index_file: Path) -> ShardTable | None:
         size, digest = index_file.stat().st_size, hash_file(index_file, [_INDEX_HASH])[_INDEX_HASH]
     except (OSError, ShardError):
         return None
-    return load_table(file, (size, digest))
+    return load_table(file, (size, digest), is_proved=is_proved)
 
 
-def load_table(source: Path | bytes, index: tuple[int, str] | None = None) -> ShardTable | None:
-    """The table in index.bin; None if it is not sound, or not of the index.json of this size and xxh3_128."""
+def load_table(
+    source: Path | bytes, index: tuple[int, str] | None = None, *, is_proved: bool = False
+) -> ShardTable | None:
+    """The table in index.bin; None if it is not sound, or not of the index.json of this size and xxh3_128.
+
+    That of a file is a map of it, so processes that load it share its memory. `is_proved`: the file is as a
+    process of this machine found it sound, and is compared with its checksums only.
+    """
     file = source if isinstance(source, Path) else Path(TABLE_NAME)
     try:
-        with np.load(
-            source if isinstance(source, Path) else io.BytesIO(source), allow_pickle=False
-        ) as arrays:
-            header = load_json(arrays["header"].tobytes())
-            found = header["index_bytes"], header["index_xxh3_128"]
-            if header["version"] != _TABLE_VERSION or index not in (None, found):
-                return None
-            return _table(header, arrays, _EntryParser(file))
+        arrays = _arrays(source)
+        header = load_json(arrays["header"].tobytes())
+        found = header["index_bytes"], header["index_xxh3_128"]
+        if header["version"] != _TABLE_VERSION or index not in (None, found):
+            return None
+        return _table(header, arrays, _EntryParser(file), is_proved=is_proved)
     except (ShardError, OSError, ValueError, LookupError, TypeError, EOFError, MemoryError):
         return None
-    except (BadZipFile, NotImplementedError, RuntimeError):  # what zipfile says of features it has not
+    except (
+        BadZipFile,
+        NotImplementedError,
+        RuntimeError,
+        struct.error,
+    ):  # what zipfile says of features it has not
         return None
 
 
-def _table(header: Mapping[str, Any], arrays: Mapping[str, Any], parser: _EntryParser) -> ShardTable | None:
+def _arrays(source: Path | bytes) -> dict[str, Any]:
+    """The arrays of an uncompressed .npz where they lie, each compared with its checksum.
+
+    ValueError and what zipfile raises if it is none, or damaged. The arrays need not be aligned.
+    """
+    data = map_path(source) if isinstance(source, Path) else np.frombuffer(source, dtype=np.uint8)
+    found, npy = {}, cast(Any, np.lib.format)
+    with ZipFile(source if isinstance(source, Path) else io.BytesIO(source)) as members:
+        for member in members.infolist():
+            # The sizes of name and extra field are behind 26 bytes of the member's header, these behind 30.
+            name_size, extra_size = struct.unpack_from("<HH", data.data, member.header_offset + 26)
+            begin = member.header_offset + 30 + name_size + extra_size
+            raw = data[begin : begin + member.file_size]
+            if member.compress_type != ZIP_STORED or zlib.crc32(raw.data) != member.CRC:
+                raise ValueError(f"{member.filename} is compressed or damaged")
+            text = io.BytesIO(raw[:_NPY_HEADER_BYTES].tobytes())
+            if npy.read_magic(text) != (1, 0):
+                raise ValueError(f"{member.filename} is of an unknown version")
+            shape, is_transposed, dtype = npy.read_array_header_1_0(text)
+            if dtype.hasobject or (is_transposed and len(shape) > 1):
+                raise ValueError(f"{member.filename} holds no plain rows")
+            values = np.frombuffer(raw, dtype, math.prod(shape), text.tell())
+            found[member.filename.removesuffix(".npy")] = values.reshape(shape)
+    return found
+
+
+def _table(
+    header: Mapping[str, Any], arrays: Mapping[str, Any], parser: _EntryParser, *, is_proved: bool
+) -> ShardTable | None:
     kinds = [parser.parse(number, entry) for number, entry in enumerate(header["kinds"])]
     kind, samples = arrays["kind"], arrays["samples"]
     raw = _files(header, arrays, "raw")
     packed = _files(header, arrays, "zip") if "zip" in header["hashes"] else None
     count = len(samples)
-    sound = (
+    sound = is_proved or (
         _is_ints(kind, np.int32)
         and _is_ints(samples, np.int64)
         and len(kind) == count == len(raw)
