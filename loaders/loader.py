@@ -39,6 +39,7 @@ from shardkit.loaders.defaults import find_eos_id, may_be_padded, warn_of_small_
 from shardkit.loaders.metrics import LoaderStats, Telemetry
 from shardkit.loaders.peers import StopTogether
 from shardkit.loaders.placement import (
+    agree_on_data,
     check_place,
     find_place,
     local_processes,
@@ -111,7 +112,7 @@ class StreamingLoader:
             mixed_lengths=self.config.mixed_lengths,
             keep_stored=self.config.reads_tokens,
         )
-        self._cursor = (0, 0)
+        self._cursor, self._is_compared = (0, 0), False
         self._step_sizes: StepSizes | None = None
         if (sizes := self.config.global_batch) is not None:
             if tail != "carry":
@@ -169,6 +170,7 @@ class StreamingLoader:
         """
         self._stop()
         check_place(self._place)  # the process group may have been made since
+        self._compare_data()
         self._watch_peers()
         self._announce_limit()
         self._iteration = object()
@@ -268,9 +270,17 @@ class StreamingLoader:
             self.machine_ranks = ranks_of_machine(self._place)
         return self.machine_ranks
 
+    def _compare_data(self) -> None:
+        """Raise ShardError, once, if the ranks have opened different data."""
+        if not self._is_compared:
+            self._is_compared = True
+            datasets = self._opened.streams.once.datasets
+            agree_on_data(self._place, {dataset.location: dataset.fingerprint for dataset in datasets})
+
     def prepare_workers(self) -> None:
         """Do what DataLoader workers cannot: check the place, and learn who shares the cache folder."""
         check_place(self._place)
+        self._compare_data()
         remote = self._opened.streams.remote
         if any(shards.cache.is_shared for shards in remote):
             self.learn_machine_ranks()

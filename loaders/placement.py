@@ -14,6 +14,8 @@ need not be consecutive. Each process appends its rank to a key named after its 
 process group, counts itself, waits until all are counted (30 s at most), and reads its machine's key: four
 to six requests a process and a connection, whatever the world size. Nothing that is learned decides an order.
 
+`agree_on_data` finds ranks that opened other data at one place, by one request of each process to that store.
+
 `usage_log_role` chooses one of the replicas to write the usage log.
 """
 
@@ -25,6 +27,8 @@ import socket
 import sys
 import threading
 import weakref
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,7 +36,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex
 
-from shardkit.errors import warn_user
+from shardkit.errors import ShardError, warn_user
 from shardkit.units import whole_number
 
 if TYPE_CHECKING:
@@ -44,6 +48,7 @@ __all__ = [
     "CountingStore",
     "Place",
     "Store",
+    "agree_on_data",
     "announce",
     "await_ranks",
     "check_place",
@@ -288,6 +293,7 @@ def check_place(place: Place) -> None:
             )
 
 
+_compared: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()  # by process group
 _learned: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], tuple[int, ...]]]
 _learned = weakref.WeakKeyDictionary()  # by process group
 _learning = threading.Lock()
@@ -313,6 +319,35 @@ def ranks_of_machine(place: Place, *, wait_seconds: float = WAIT_SECONDS) -> tup
                     announce(store, place, process=int(distributed.get_rank()))
                     known[key] = await_ranks(store, place, wait_seconds=wait_seconds)
         return known[key]
+
+
+def agree_on_data(place: Place, fingerprints: Mapping[str, str]) -> None:
+    """ShardError if another rank has opened other data at these places, {path or URL: fingerprint}.
+
+    A dataset that is replaced while a job starts would give ranks different orders. Compared is the k-th
+    loader of each process over the same places. Nothing is known without the store of a process group.
+    """
+    distributed = _distributed()
+    if distributed is None or place.world_size == 1 or _is_worker():
+        return
+    where = hashlib.blake2b("\0".join(fingerprints).encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    with _learning:
+        compared = _compared.setdefault(distributed.group.WORLD, Counter())
+        key = f"{run_key()}/data/{place.world_size}/{where}/{compared[where]}"
+        compared[where] += 1
+    mine = " ".join([f"{place.rank}", *fingerprints.values()])
+    first = mine
+    with suppress(RuntimeError):  # the store is gone
+        if (store := group_store()) is not None:
+            first = store.compare_set(key, "", mine).decode()
+    rank, *others = first.split(" ")
+    for location, own, other in zip(fingerprints, fingerprints.values(), others, strict=True):
+        if own != other:
+            raise ShardError(
+                location,
+                f"rank {place.rank} has opened the dataset with fingerprint {own}, rank {rank} that with "
+                f"{other}: it was replaced while the ranks started; start them again",
+            )
 
 
 def announce(store: CountingStore, place: Place, *, process: int) -> None:
