@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from reference.belady import min_fetched_bytes
 from shardkit.cache.entry import sealed_size
+from shardkit.cache.planner import Pace
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import shard_uses
 from shardkit.tools.simulate.fetching import Link
@@ -288,3 +289,24 @@ def test_a_simulated_run_fetches_and_waits_as_the_real_one(case: Case, dataset: 
     assert abs(found.row_reads[0] - found.row_reads[1]) <= 32
     assert found.first_seconds[0] >= 0.9 * found.first_seconds[1]
     assert found.seconds[0] >= 0.9 * found.seconds[1]
+
+
+def test_caches_fill_at_a_few_times_what_the_run_uses_and_the_first_batches_do_not_wait() -> None:
+    """Summed over the nodes, second by second: what a store has to give when all of them start together."""
+    sizes = np.full(4000, 16 << 20, dtype=np.int64)
+    run = Scenario(
+        shards=Shards(sizes >> 14, sizes, 1 << 14),
+        nodes=16,
+        gpus_per_node=1,
+        batch_size=64,
+        cache_bytes=10**10,
+        steps=180,
+        step_seconds=1.0,
+        network=Network(node_bytes_per_second=2.5e9),
+    )
+    paced, free = simulate(run), simulate(replace(run, pace=Pace(factor=1000.0)))
+    peaks = [outcome.to_dict()["peak_prefill_per_byte_used"] for outcome in (paced, free)]
+    assert 0 < peaks[0] <= 5
+    assert peaks[1] > 2 * peaks[0], "it is the pace that holds it back"
+    assert paced.first_batch_seconds < 1.0
+    assert paced.waits[1:].max() == 0.0
