@@ -22,7 +22,7 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.engine import RESUME, TASK_SECONDS, Engine, LocalEngine, default_workers
 from shardkit.writers.execution.engine_ray import import_ray
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.scheduler import DEFAULT_TIMES, SharingTimes, TaskSlice
+from shardkit.writers.execution.scheduler import DEFAULT_TIMES, SharingTimes, Stragglers, TaskSlice
 from shardkit.writers.execution.scratch import default_scratch
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work
@@ -45,7 +45,8 @@ class Execution:
     With `task_slice`, several processes share a work folder, at the pace of `times`; `ray_address` names a
     running cluster (None: RAY_ADDRESS, else one is started on this machine). A task that takes longer than
     `task_seconds` is killed and runs once more (with Ray, a few times). `retry_failed`: tasks of splits that
-    an earlier build gave up (`max_failed_splits`) run again.
+    an earlier build gave up (`max_failed_splits`) run again. `speculate`: on a Ray cluster, idle workers also
+    run the last tasks of a stage if these take long (`Stragglers`).
     """
 
     workers: int | None = None
@@ -54,6 +55,7 @@ class Execution:
     ray_address: str | None = None
     task_seconds: float = TASK_SECONDS
     retry_failed: bool = False
+    speculate: bool = True
     times: SharingTimes = DEFAULT_TIMES
 
     def __post_init__(self) -> None:
@@ -106,6 +108,7 @@ def _engine(recipe: Recipe, execution: Execution) -> Engine:
             address=execution.ray_address,
             memory_bytes=recipe.memory,
             task_seconds=execution.task_seconds,
+            stragglers=Stragglers() if execution.speculate else None,
         )
     count = default_workers(recipe.memory) if execution.workers is None else execution.workers
     return LocalEngine(count, task_seconds=execution.task_seconds)

@@ -80,17 +80,17 @@ def build(
     task_slice: TaskSlice | None = None,
     task_seconds: float = TASK_SECONDS,
     retry_failed: bool = False,
+    speculate: bool = True,
     progress: bool | Callable[[StageProgress], None] = True,
     replace: bool = False,
     storage: StorageOptions | None = None,
 ) -> BuildResult:
     """Build the dataset of `recipe`, a Recipe or the path of a YAML file; skip what is finished.
 
-    `output` replaces the recipe's output.path: a folder, relative to the current one, or a URL. `storage` has
-    the options of stores, including those of inputs. `overrides` such as "pack.sequence_length=512" replace
-    other keys. `engine` to `retry_failed` say how tasks run (`Execution`) and, with the same failed splits,
-    never change a byte. A place with another dataset is refused unless `replace`. Raises RecipeError,
-    BuildError, MissingExtraError; after an interruption the same call continues.
+    `output` replaces the recipe's output.path: a folder, relative to the current one, or a URL; `overrides`
+    such as "pack.sequence_length=512" other keys. `storage` has options of stores. `engine` to `speculate`
+    say how tasks run (`Execution`) and never change a byte, if the same splits fail. A place with another
+    dataset is refused unless `replace`. RecipeError, BuildError, MissingExtraError; the same call continues.
     """
     start = time.perf_counter()
     recipe = with_overrides(recipe, overrides)
@@ -102,13 +102,13 @@ def build(
         ray_address=ray_address,
         task_seconds=task_seconds,
         retry_failed=retry_failed,
+        speculate=speculate,
     )
     work = work_of(recipe, recipe.resolve(default_work(target)), storage, execution)
     splits, cuts = _scan(recipe, work, target, storage)
     tokenizer, inputs = TokenizerFile.of(recipe), BuildInputs.of(recipe, splits, storage)
     if card := _published_card(target, inputs, tokenizer.digest, replace=replace, execution=execution):
-        if recipe.work is None and task_slice is None:
-            _remove_left(work)
+        _remove_left(recipe, work, execution)
         return _result_of_card(str(target), card, time.perf_counter() - start)
 
     check_disk(inputs, tokenizer, work, target if isinstance(target, Path) else None, execution, progress)
@@ -272,9 +272,9 @@ def _failed(card: DatasetCard | None, allowed: int) -> str | None:
     return f"made without {failed.documents:,} splits that failed" if failed.documents > allowed else None
 
 
-def _remove_left(work: Work) -> None:
+def _remove_left(recipe: Recipe, work: Work, execution: Execution) -> None:
     """Remove the default work folder if a crash came between publishing and removing it."""
-    if work.folder.is_dir():
+    if recipe.work is None and execution.task_slice is None and work.folder.is_dir():
         with suppress(BuildError), Journal(work) as journal:  # in use by another build, or not ours: it stays
             journal.remove()
 

@@ -45,25 +45,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="folder or URL, such as s3://bucket/prefix, for the dataset (default: the recipe's output.path)",
     )
     add_recipe_arguments(parser, example="pack.sequence_length=4096")
-    parser.add_argument(
-        "--task-slice",
-        type=task_slice,
-        metavar="I/N",
-        help="share the work folder with other processes that run the same build: this is process I, from 0, "
-        "of N, and runs its own part of the tasks (default: use the work folder alone)",
-    )
-    parser.add_argument(
-        "--task-seconds",
-        type=float,
-        metavar="SECONDS",
-        help="kill a task that takes longer and run it once more, then end with its name (default: 21600)",
-    )
-    parser.add_argument(
-        "--retry-failed",
-        action="store_true",
-        help="run the tasks of splits again that an earlier build gave up, as max_failed_splits allowed "
-        "(default: use what is left of those splits, nothing)",
-    )
+    _add_task_arguments(parser)
     parser.add_argument(
         "--replace",
         action="store_true",
@@ -86,6 +68,36 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.set_defaults(run=run)
 
 
+def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    """How tasks run."""
+    parser.add_argument(
+        "--task-slice",
+        type=task_slice,
+        metavar="I/N",
+        help="share the work folder with other processes that run the same build: this is process I, from 0, "
+        "of N, and runs its own part of the tasks (default: use the work folder alone)",
+    )
+    parser.add_argument(
+        "--task-seconds",
+        type=float,
+        metavar="SECONDS",
+        help="kill a task that takes longer and run it once more, then end with its name (default: 21600)",
+    )
+    parser.add_argument(
+        "--retry-failed",
+        action="store_true",
+        help="run the tasks of splits again that an earlier build gave up, as max_failed_splits allowed "
+        "(default: use what is left of those splits, nothing)",
+    )
+    parser.add_argument(
+        "--no-speculate",
+        dest="speculate",
+        action="store_false",
+        help="with --engine ray, do not run a task on a second, idle worker, too, if it takes several times "
+        "as long as others (default: do, and take the first answer)",
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Build, and print the result."""
     from shardkit.writers import build
@@ -105,6 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
         task_slice=arguments.task_slice,
         task_seconds=TASK_SECONDS if arguments.task_seconds is None else arguments.task_seconds,
         retry_failed=arguments.retry_failed,
+        speculate=arguments.speculate,
         progress=not arguments.quiet,
         replace=arguments.replace,
         storage=storage_options(arguments),

@@ -26,7 +26,7 @@ from shardkit.writers.execution import engine_ray
 from shardkit.writers.execution.engine import death_of
 from shardkit.writers.execution.engine_ray import RayEngine, check_of, run_on_node, slots_of, start_ray
 from shardkit.writers.execution.runner import Journal
-from shardkit.writers.execution.scheduler import OwnQueue
+from shardkit.writers.execution.scheduler import OwnQueue, Stragglers
 from shardkit.writers.execution.task import Commit, Fallback, Task, code_version
 from shardkit.writers.execution.work import Work
 from shardkit.writers.pipeline import build
@@ -64,6 +64,12 @@ def hang_until(folder, place, count):
 def stand_in(folder, place, count, error):
     (folder / "error.txt").write_text(error)
     return {}
+
+def straggle(folder, place):
+    (place / f"attempt-{os.getpid()}").touch()
+    if len(list(place.glob("attempt-*"))) == 1:
+        time.sleep(600)
+    return {"pid": os.getpid()}
 
 def meet(folder, place, number, others):
     (place / f"here-{number}").touch()
@@ -183,7 +189,7 @@ def test_a_node_that_does_not_fit_says_why_before_it_runs_anything(
     work: Work, change: dict[str, Any], message: str
 ) -> None:
     with check_of(work) as check:
-        answer, _ = run_on_node(replace(check, **change), b"not even a pickle")
+        answer, *_ = run_on_node(replace(check, **change), b"not even a pickle")
     commit, error, _ = pickle.loads(answer)
     assert commit is None
     with pytest.raises(BuildError, match=f"^node {socket.gethostname()} of the Ray cluster: .*{message}"):
@@ -194,7 +200,7 @@ def test_a_node_that_fits_runs_the_task_and_the_check_leaves_nothing(tasks: Modu
     planned = make_task(tasks, "square", 7)
     with check_of(work) as check:
         assert check.code == code_version()
-        answer, _ = run_on_node(check, pickle.dumps((planned, planned.digest, work)))
+        answer, *_ = run_on_node(check, pickle.dumps((planned, planned.digest, work)))
     commit, error, _ = pickle.loads(answer)
     assert error is None
     assert (commit.folder / "square.txt").read_text() == "49"
@@ -288,6 +294,26 @@ def test_a_task_that_kills_every_worker_gives_way_to_its_fallback(
     assert len(list(place.iterdir())) == 2
     assert [commit.stage for commit in commits] == ["stage", "failed"]
     assert (commits[1].folder / "error.txt").read_text() == str(death_of(poison))
+
+
+@extended
+def test_a_straggler_runs_a_second_time_on_an_idle_worker_and_the_first_attempt_is_killed(
+    tasks: ModuleType, work: Work, place: Path, connected: RayCluster
+) -> None:
+    planned = [
+        make_task(tasks, "straggle", place, weight=9),
+        *(make_task(tasks, "square", n, number=n) for n in range(5)),
+    ]
+    stragglers = Stragglers(least_seconds=0.5)
+    begin = time.monotonic()
+    with RayEngine(None, address=None, memory_bytes=MEMORY, stragglers=stragglers) as ray:
+        with pytest.warns(RuntimeWarning, match="straggle-0: has run for .* it is run a second time, too"):
+            commits = run_all(ray, planned, work)
+        assert time.monotonic() - begin < 60
+        attempts = {int(path.name.removeprefix("attempt-")) for path in place.iterdir()}
+        [killed] = attempts - {commits[0].counts["pid"]}
+        assert len(commits) == 6
+        assert ends(killed)
 
 
 @extended

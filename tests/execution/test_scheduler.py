@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from shardkit.writers.execution.scheduler import (
     OwnQueue,
     SharingTimes,
     SliceQueue,
+    Stragglers,
     TaskSlice,
 )
 from shardkit.writers.execution.task import Commit, Task
@@ -328,3 +330,16 @@ def test_a_slice_that_never_comes_is_waited_for_once_and_counted_in_when_it_come
         run_task(task, task.digest, work)
     InlineEngine().run(queue, work)
     assert absent == set()
+
+
+def test_a_straggler_takes_three_times_the_median_of_its_stage_and_a_minute() -> None:
+    stragglers = Stragglers()
+    assert stragglers.limit_seconds("pack") == math.inf  # nothing to compare with
+    for seconds in (10.0, 30.0, 500.0):
+        stragglers.finished("pack", seconds)
+        stragglers.finished("clean", seconds / 10)
+    assert stragglers.limit_seconds("pack") == 90.0
+    assert stragglers.limit_seconds("clean") == 60.0
+    for _ in range(2000):
+        stragglers.finished("pack", 100.0)  # of old tasks, nothing is left
+    assert stragglers.limit_seconds("pack") == 300.0

@@ -8,6 +8,12 @@ memory than one of a thousand, and an autoscaling cluster still sees demand. A t
 process or node is submitted again, at most `RETRIES` times, with a warning each time; Ray's own retries are
 off, because they are silent. An error of the task itself ends the run, as with local processes.
 
+At the end of a stage some workers are idle while a slow disk, a throttled network or a hanging process holds
+up the last tasks. A task that takes several times as long as others (`Stragglers`) is then submitted a second
+time; the first answer counts and the other process is killed. This is safe because a task is committed once,
+whoever runs it. Local processes share one machine, on which a second attempt would be as slow, so only this
+engine does it.
+
 Before a node runs a task, it checks that its shardkit and libraries are those of the driver, which computed
 the digests of all tasks, and that it sees the same work folder. Only then does it unpickle the task, which
 imports its code.
@@ -43,7 +49,7 @@ from shardkit.writers.execution.engine import (
     report,
     time_limit,
 )
-from shardkit.writers.execution.scheduler import TaskQueue
+from shardkit.writers.execution.scheduler import Stragglers, TaskQueue
 from shardkit.writers.execution.task import Task, code_version
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork
@@ -103,24 +109,25 @@ def check_of(work: Work, task_seconds: float = TASK_SECONDS) -> Iterator[NodeChe
                 marker.rmdir()
 
 
-def run_on_node(check: NodeCheck, pickled: bytes) -> tuple[bytes, float]:
-    """Run the (task, digest, work) in `pickled`: what `answer` gives, and seconds of compiling kernels.
+def run_on_node(check: NodeCheck, pickled: bytes) -> tuple[bytes, float, float]:
+    """Run the (task, digest, work) in `pickled`: what `answer` gives, seconds of compiling kernels, and all.
 
     Everything that a task can raise is in the answer: what Ray sees fail is Ray's or the machine's.
     """
     if problem := check.problem():
         error = BuildError(f"node {socket.gethostname()} of the Ray cluster: {problem}")
-        return pickle.dumps((None, error, "")), 0.0
+        return pickle.dumps((None, error, "")), 0.0, 0.0
     sys.path.extend(folder for folder in check.python_path if folder not in sys.path)
     os.environ.update(kernel_cache())  # before the task's imports bring Numba
     task, digest, work = pickle.loads(pickled)
     watch, seconds = _watch()
     watch.install()
     seconds.clear()
+    began = time.monotonic()
     try:
         with time_limit(check.task_seconds):
             data = answer(task, digest, work)
-        return data, sum(seconds)
+        return data, sum(seconds), time.monotonic() - began
     finally:
         give_back_memory()
 
@@ -239,13 +246,14 @@ class RayEngine(Closing):
         address: str | None,
         memory_bytes: int,
         task_seconds: float = TASK_SECONDS,
+        stragglers: Stragglers | None = None,
     ) -> None:
         import_ray()
         if workers is not None and not 1 <= workers <= MAX_WORKERS:
             raise BuildError(f"{workers} workers: between 1 and {MAX_WORKERS:,} are possible")
         self.workers = default_workers(memory_bytes) if workers is None else workers
         self._bound, self._address, self._memory_bytes = workers, address, memory_bytes
-        self._task_seconds = task_seconds
+        self._task_seconds, self._stragglers = task_seconds, stragglers
         self._is_ours = False
 
     def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
@@ -256,7 +264,7 @@ class RayEngine(Closing):
         """
         ray = self._connect()
         with check_of(work, self._task_seconds) as check:
-            run = _Run(ray, queue, work, check, self._bound, self._memory_bytes)
+            run = _Run(ray, queue, work, check, self._bound, self._memory_bytes, self._stragglers)
             run.until_exhausted(on_compile)
 
     def __enter__(self) -> Self:
@@ -285,11 +293,13 @@ class RayEngine(Closing):
 
 @dataclass(slots=True)
 class _Try:
-    """A task that was handed to Ray, or is to be."""
+    """A task that was handed to Ray, at the time `since`, or is to be. A straggler has two references."""
 
     task: Task
     losses: int = 0
     not_before: float = 0.0
+    since: float = 0.0
+    refs: set[Any] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -302,10 +312,12 @@ class _Run:
     check: NodeCheck
     bound: int | None
     memory_bytes: int
+    stragglers: Stragglers | None
     _function: Any = None
     _flying: dict[Any, _Try] = field(default_factory=dict)  # by Ray's reference
     _lost: list[_Try] = field(default_factory=list)
     _slots: int = 0
+    _full: float = 0.0  # when tasks last had to wait for a slot
     _looked: float = float("-inf")
     _moved: float = 0.0  # when something was last finished, or a node was last there
     _told_no_node: bool = False
@@ -319,15 +331,22 @@ class _Run:
             while not self.queue.exhausted:
                 self._look()
                 self._hand_in()
+                self._hand_in_stragglers()
                 if not self._flying:
                     if not self.queue.exhausted:  # others are at the rest, or a lost task has to pause
                         time.sleep(_TICK_SECONDS)
                     continue
                 for ref in self._finished():
-                    tried = self._flying.pop(ref)
+                    tried = self._flying.pop(ref, None)
+                    if tried is None:
+                        continue  # the other attempt was faster
+                    tried.refs.discard(ref)
                     answered = self._answer(ref, tried)
                     if answered is not None:
-                        pickled, compile_seconds = answered
+                        pickled, compile_seconds, seconds = answered
+                        if self.stragglers is not None:
+                            self.stragglers.finished(tried.task.stage, seconds)
+                        self._stop(tried)
                         if on_compile is not None and compile_seconds:
                             on_compile(tried.task, compile_seconds)
                         self._moved = time.monotonic()
@@ -380,6 +399,31 @@ class _Run:
             self._submit(_Try(task))
             room -= 1
 
+    def _hand_in_stragglers(self) -> None:
+        """Hand tasks that take long to Ray once more, as far as there are idle slots."""
+        now = time.monotonic()
+        idle = min(self._slots, self.bound or self._slots) - len(self._flying)
+        if idle <= 0:
+            self._full = now
+        if idle <= 0 or self.stragglers is None or self._lost:
+            return
+        stages = {tried.task.stage for tried in self._flying.values()}
+        limits = {stage: self.stragglers.limit_seconds(stage) for stage in stages}
+        for tried in list(self._flying.values()):
+            running = now - max(tried.since, self._full)  # at least
+            if idle and len(tried.refs) == 1 and running > limits[tried.task.stage]:
+                warn_user(f"task {tried.task}: has run for {running:,.0f} s; it is run a second time, too")
+                self._submit(tried)
+                idle -= 1
+
+    def _stop(self, tried: _Try) -> None:
+        """Kill what still runs of a finished task."""
+        for ref in tried.refs:
+            del self._flying[ref]
+            with suppress(Exception):  # it may have ended by itself
+                self.ray.cancel(ref, force=True)
+        tried.refs.clear()
+
     def _submit(self, tried: _Try) -> None:
         data = pickle.dumps((tried.task, tried.task.digest, self.work))
         remote = self._function.options(
@@ -390,7 +434,11 @@ class _Run:
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": ONE_THREAD},
         )
-        self._flying[remote.remote(self.check, data)] = tried
+        ref = remote.remote(self.check, data)
+        if not tried.refs:
+            tried.since = time.monotonic()
+        tried.refs.add(ref)
+        self._flying[ref] = tried
 
     def _finished(self) -> list[Any]:
         """References that are done, after a moment's wait."""
@@ -400,11 +448,11 @@ class _Run:
             ready, _ = self.ray.wait(flying, num_returns=len(flying), timeout=0, fetch_local=False)
         return list(ready)
 
-    def _answer(self, ref: Any, tried: _Try) -> tuple[bytes, float] | None:
+    def _answer(self, ref: Any, tried: _Try) -> tuple[bytes, float, float] | None:
         """What `run_on_node` gave for a task; None if it was lost."""
         exceptions = self.ray.exceptions
         try:
-            answered: tuple[bytes, float] = self.ray.get(ref, timeout=_FETCH_SECONDS)
+            answered: tuple[bytes, float, float] = self.ray.get(ref, timeout=_FETCH_SECONDS)
         except exceptions.RayTaskError as error:
             problem = f"{_first_line(error.cause)}; is shardkit, with what the recipe needs, on all nodes?"
             raise BuildError(f"task {tried.task}: {problem}") from error
@@ -417,6 +465,8 @@ class _Run:
 
     def _lose(self, tried: _Try, error: Exception) -> None:
         """Have a task run again that no answer came from; it failed if it was lost too often. BuildError."""
+        if tried.refs:
+            return  # the other attempt runs
         tried.losses += 1
         problem = f"task {tried.task}: {self._reason(error)}"
         if tried.losses > RETRIES and tried.task.fallback is not None:

@@ -22,12 +22,15 @@ that two processes run is committed once.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Protocol
 
 import xxhash
@@ -46,12 +49,14 @@ __all__ = [
     "OwnQueue",
     "SharingTimes",
     "SliceQueue",
+    "Stragglers",
     "TaskQueue",
     "TaskSlice",
     "process_name",
 ]
 
 _PREFIX = "lease/"
+_REMEMBERED_TASKS = 1000  # enough for a median, of stages of a million
 
 Done = Callable[[Commit], None]
 
@@ -292,6 +297,27 @@ class OwnQueue:
 
     def failed(self, task: Task, error: TaskFailedError) -> None:
         self._failures.add(task, error)
+
+
+@dataclass(slots=True)
+class Stragglers:
+    """Says how long a task may run before another machine runs it, too, if it has nothing else to do.
+
+    That is `factor` times the median of the tasks of its stage that finished last, and `least_seconds`.
+    """
+
+    least_seconds: float = 60.0
+    factor: float = 3.0
+    _seconds: dict[str, deque[float]] = field(default_factory=dict)  # by stage
+
+    def finished(self, stage: str, seconds: float) -> None:
+        """Note how long a task ran."""
+        self._seconds.setdefault(stage, deque(maxlen=_REMEMBERED_TASKS)).append(seconds)
+
+    def limit_seconds(self, stage: str) -> float:
+        """Infinite as long as no task of the stage has finished."""
+        seconds = self._seconds.get(stage)
+        return max(self.least_seconds, self.factor * median(seconds)) if seconds else math.inf
 
 
 @dataclass(frozen=True, slots=True)
