@@ -71,7 +71,7 @@ from shardkit.writers.dedup.signatures import (
     write_bands,
 )
 from shardkit.writers.dedup.verify import PLANTED_EDGES, VerifiedBlock, block_bits, verify_block
-from shardkit.writers.exchange import Exchanged, RunWriter, Segment, Slice, exchange
+from shardkit.writers.exchange import Exchanged, RunWriter, Segment, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.engine import InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
@@ -128,8 +128,7 @@ class NearStages:
         if not self.planted:
             return []
         end = lowest_end(self.planted, sum(SignedPart.of(commit).eligible for commit in signed))
-        proposed = exchange(run, "proposed", PROPOSED, signed, readers=1, end=end, limits=self.limits)
-        lowest = proposed.slice(0, end)
+        lowest = _lowest(run, "proposed", PROPOSED, signed, end, self.limits)
         inputs = {"documents": digest_of([split.digest for split in self.splits]), "proposed": lowest.digest}
         config = {
             "dedup.near": part_settings(self.config),
@@ -351,6 +350,14 @@ def _measure(
     return Measured(measure_precision(checked, population, documents, config), recall)
 
 
+def _lowest(
+    run: RunTasks, stage: str, table: Table, maps: Sequence[Commit], end: int, limits: Limits
+) -> Slice:
+    """For one task, the rows of keys below `end`."""
+    exchanged = exchange(run, stage, table, maps, readers=1, end=end, leave_out=True, limits=limits)
+    return exchanged.slice(0, end)
+
+
 def _of_kind(population: Population, kind: str) -> list[Part]:
     return [part for part in population.parts if part.kind == kind]
 
@@ -443,7 +450,7 @@ def _measure_removal(
     move = partial(exchange, run, readers=1, limits=stages.limits)
     edges = move("planted_edges", PLANTED_EDGES, verified, end=int(population.starts[-1]))
     end = lowest_end(stages.config.measure.checked, losers)
-    sample = move("checked", CHECKED, removals, end=end).slice(0, end)
+    sample = _lowest(run, "checked", CHECKED, removals, end, stages.limits)
     tables = {"pairs": met["pairs"].slice(*copies), "edges": edges.slice(*copies)}
     tables["lost"] = met["lost"].slice(0, len(population.parts) << 32)
     [[commit]] = run([stages.measure_task(population, planted, sample, tables)])
