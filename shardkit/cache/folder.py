@@ -13,14 +13,8 @@ to a process that died: it is removed. A process killed at any moment leaves not
 wrongly. Nothing outside of the sub-folder is ever read or removed. If someone removes the sub-folder while it
 is used, it is made again.
 
-What an entry is called, and how its bytes are proved to be its own, is `shardkit.cache.entry`.
-
-Trust. Whoever can write in a cache can put wrong data into it, so one that other users can write is refused.
-FOLDER must belong to this user or root, and only they may write there, or FOLDER's group: giving it write
-permission is how users share a cache (they also need umask 002). FOLDER may be one like /tmp, where everybody
-writes and nobody can replace what others made. The sub-folders must be real folders, not writable by
-everybody, and belong to this user or root, or to a member of the group. Folders that FOLDER lies in are not
-looked at.
+What an entry is called, and how its bytes are proved to be its own, is `shardkit.cache.entry`. Who may write
+in the folder is `shardkit.cache.subfolder`.
 
 Bytes are written rather than put into a map: a page fault costs more than the copy (measured: 0.25 against
 0.4 CPU-seconds a gigabyte, and up to 1.6 on fresh pages).
@@ -34,7 +28,6 @@ import fcntl
 import itertools
 import os
 import shutil
-import stat
 import threading
 import time
 from collections import Counter, deque
@@ -48,21 +41,13 @@ from shardkit.arrays import Bytes
 from shardkit.cache.contract import Contents, Held
 from shardkit.cache.entry import SEAL_BYTES, is_sealed, make_seal, sealed_size
 from shardkit.cache.ledger import Ledger, is_filling
-from shardkit.errors import ShardkitError
-from shardkit.files import NotRegularFileError, map_file, open_regular, who_else_writes
+from shardkit.cache.subfolder import SUBFOLDER, CacheFolderError, explain_errors, make_subfolders
+from shardkit.files import NotRegularFileError, map_file, open_regular
 from shardkit.locks import FileLock
 from shardkit.storage.threads import remake_after_fork
 
-__all__ = [
-    "SUBFOLDER",
-    "CacheFolder",
-    "CacheFolderError",
-    "FolderSlot",
-    "explain_errors",
-    "make_subfolders",
-]
+__all__ = ["CacheFolder", "FolderSlot"]
 
-SUBFOLDER = "shardkit-cache-1"
 _SUBFOLDERS = ("shards", "filling", "leases", "damaged")
 _KEPT_DAMAGED = 4
 LOCK_SECONDS = 10.0  # making room takes milliseconds: a process that holds the lock longer has been stopped
@@ -74,22 +59,8 @@ _numbers = itertools.count()  # of files being filled
 T = TypeVar("T")
 
 
-class CacheFolderError(ShardkitError):
-    """The cache folder cannot be used; the message says which and why."""
-
-
 class _DamagedError(Exception):
     """What lies there is not the entry that its name says."""
-
-
-@contextlib.contextmanager
-def explain_errors(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise an OSError of the block as a CacheFolderError that names the cache folder."""
-    try:
-        yield
-    except OSError as error:
-        problem = f"the cache folder cannot be used: {error.strerror or error}"
-        raise CacheFolderError(f"{folder}: {problem}; give another cache_dir") from error
 
 
 class CacheFolder:
@@ -114,16 +85,10 @@ class CacheFolder:
             make_subfolders(self._root.parent, _SUBFOLDERS)
             usage = shutil.disk_usage(self._root)
             self._min_free = min(_MIN_FREE_BYTES, int(usage.total * _MIN_FREE_SHARE))
-            removed = self._remove_abandoned()
-            with (
-                contextlib.suppress(OSError),
-                self._locked() as is_locked,
-            ):  # whoever needs room gets the error
-                if is_locked:
-                    self._ledger.record({}, removed)
-                    self._ledger.settle(
-                        dict.fromkeys((*_names(self._root / "shards"), *self._ledger.filling), 0)
-                    )
+            self._remove_abandoned()
+            with contextlib.suppress(OSError):  # whoever needs room gets the error
+                self._refresh()
+            self._next_refresh = 0.0  # what others have used is looked at when the first plan is made
         held = self._ledger.used_bytes
         self._capacity = max(0, usage.free - self._min_free + held) if capacity is None else capacity
 
@@ -198,24 +163,16 @@ class CacheFolder:
         return remade, (self._root.parent, self._capacity)
 
     def after_fork(self) -> None:
-        self._mutex = (
-            threading.Lock()
-        )  # before the folder's lock, so that one thread of a process waits for it
+        # Taken before the folder's lock, so that one thread of a process waits for that.
+        self._mutex = threading.Lock()
         self._ledger = Ledger(self._root)
         self._used: dict[str, float] = {}  # when entries were last used, as far as this process knows
-        self._touched: deque[str] = deque(
-            maxlen=1 << 16
-        )  # used by this process since that was last looked at
+        self._touched: deque[str] = deque(maxlen=1 << 16)  # since this process last looked at that
         self._next_refresh = 0.0
 
     def enter(self, name: str, file: Path, descriptor: int) -> None:
         """Make a filled file an entry; the end of a slot."""
-        status = os.fstat(descriptor)
-        # FileNotFoundError: someone has removed the folder; readers that have mapped the bytes keep them.
-        with contextlib.suppress(FileNotFoundError), self._locked() as is_locked:
-            file.rename(self._root / "shards" / name)
-            if is_locked:
-                self._ledger.record({name: status.st_size}, [file.name])
+        self._move(file, self._root / "shards" / name, {name: os.fstat(descriptor).st_size})
         status = os.fstat(descriptor)
         self._seen[name] = (status.st_ino, status.st_size, status.st_mtime_ns)
 
@@ -223,10 +180,7 @@ class CacheFolder:
         """Move a damaged file to damaged/, where the last few are kept for inspection."""
         self._counters["quarantined"] += 1
         folder = self._root / "damaged"
-        with contextlib.suppress(FileNotFoundError), self._locked() as is_locked:
-            file.rename(folder / f"{file.name.partition('~')[0]}~{time.time_ns()}")
-            if is_locked:
-                self._ledger.record({}, [file.name])
+        self._move(file, folder / f"{file.name.partition('~')[0]}~{time.time_ns()}")
         with contextlib.suppress(FileNotFoundError):  # someone has removed the folder
             kept = sorted(folder.iterdir(), key=lambda f: f.name.rpartition("~")[2])
             for old in kept[:-_KEPT_DAMAGED]:
@@ -234,10 +188,18 @@ class CacheFolder:
 
     def give_back(self, file: Path) -> None:
         """Remove a file that was being filled."""
+        self._move(file, None)
+
+    def _move(self, file: Path, target: Path | None, added: Mapping[str, int] | None = None) -> None:
+        """Rename a file, or remove it; the room of its name becomes that of what is `added`."""
+        # FileNotFoundError: someone has removed the folder; readers that have mapped the bytes keep them.
         with contextlib.suppress(FileNotFoundError), self._locked() as is_locked:
-            file.unlink(missing_ok=True)
+            if target is None:
+                file.unlink(missing_ok=True)
+            else:
+                file.rename(target)
             if is_locked:
-                self._ledger.record({}, [file.name])
+                self._ledger.record(added or {}, [file.name])
 
     @contextlib.contextmanager
     def _locked(self, *, wait: bool = True) -> Iterator[bool]:
@@ -382,11 +344,8 @@ class CacheFolder:
             for name, size in ledger.sizes.items()
             if name not in ledger.filling
         }
-        for file, size in ledger.filling.items():
-            name = file.partition("~")[0]
-            # An entry may be there already, or be filled twice: all of it takes room.
-            there = entries[name].bytes if name in entries else 0
-            entries[name] = Held(there + size, 0.0, filling=True)
+        for name, size in ledger.filled_bytes().items():
+            entries[name] = Held(size + ledger.sizes.get(name, 0), 0.0, filling=True)
         return entries
 
     def _remove_abandoned(self) -> list[str]:
@@ -413,10 +372,7 @@ class _Entries(Mapping[str, Held]):
     """The entries of a folder, the least recently used first, as far as known; each is read when asked."""
 
     def __init__(self, folder: Path, ledger: Ledger) -> None:
-        self._folder, self._ledger = folder, ledger
-        self._filling: Counter[str] = Counter()
-        for file, size in ledger.filling.items():
-            self._filling[file.partition("~")[0]] += size
+        self._folder, self._ledger, self._filling = folder, ledger, ledger.filled_bytes()
 
     def __getitem__(self, name: str) -> Held:
         size, ago = 0, 0.0
@@ -432,9 +388,7 @@ class _Entries(Mapping[str, Held]):
 
     def __iter__(self) -> Iterator[str]:
         sizes = self._ledger.sizes
-        first = list(
-            islice(sizes, 256)
-        )  # more are seldom asked for, and evictions change what is iterated over
+        first = list(islice(sizes, 256))  # more are seldom asked for, and evictions change `sizes`
         yield from (name for name in first if not is_filling(name))
         yielded = set(first)
         yield from (name for name in list(sizes) if name not in yielded and not is_filling(name))
@@ -506,34 +460,6 @@ def _create_locked(folder: Path, name: str) -> tuple[Path, int]:
         except BlockingIOError:
             pass  # taken for abandoned between these two calls
         os.close(descriptor)
-
-
-def make_subfolders(folder: Path, names: Iterable[str]) -> None:
-    """Make the sub-folders of a cache; CacheFolderError if others than those it is for can write there."""
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o755, exist_ok=True)  # not 0o777: umask may be 0
-    folder = folder.resolve()
-    _refuse(folder, who_else_writes(folder, group=True, sticky=True))
-    mode = folder.stat().st_mode
-    is_groups = bool(mode & stat.S_IWGRP and not mode & stat.S_IWOTH)
-    root = folder / SUBFOLDER
-    for path in (root, *(root / name for name in names)):
-        path.mkdir(mode=0o775 if is_groups else 0o755, parents=True, exist_ok=True)
-        _refuse(path, who_else_writes(path, group=True, other_owner=is_groups))
-
-
-def _refuse(folder: Path, reason: str | None) -> None:
-    if reason is not None:
-        raise CacheFolderError(
-            f"{folder}: the cache folder cannot be used: {reason}, so entries cannot be trusted; chmod or "
-            "chown it, or give another cache_dir, such as a folder of your own in it"
-        )
-
-
-def _names(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        return [entry.name for entry in entries]
 
 
 def _list(folder: Path) -> dict[str, os.stat_result]:

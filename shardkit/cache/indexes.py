@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 
-from shardkit.cache.folder import SUBFOLDER, explain_errors, make_subfolders
+from shardkit.cache.subfolder import SUBFOLDER, explain_errors, make_subfolders
 from shardkit.files import publish_bytes
 from shardkit.formats.mds.index import TABLE_NAME, parse_index, read_table, table_bytes
 from shardkit.locks import FileLock

@@ -22,6 +22,7 @@ import contextlib
 import errno
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from urllib.parse import quote, unquote_to_bytes
@@ -165,6 +166,13 @@ class Ledger:
             elif size is not None and name not in self.sizes:
                 added[name] = size
         self.record(added, removed)
+
+    def filled_bytes(self) -> Mapping[str, int]:
+        """Bytes of the files being filled, by the entry that each will be: there may be several of one."""
+        filled = Counter[str]()
+        for file, size in self.filling.items():
+            filled[file.partition("~")[0]] += size
+        return filled
 
     def assume(self, sizes: Mapping[str, int]) -> None:
         """Take a listing for what the log would say, until it can be read."""

@@ -32,7 +32,7 @@ from threading import Semaphore
 from typing import BinaryIO, TypeVar
 
 from shardkit.arrays import Bytes
-from shardkit.cache.folder import SUBFOLDER, explain_errors, make_subfolders
+from shardkit.cache.subfolder import SUBFOLDER, explain_errors, make_subfolders
 from shardkit.files import open_regular
 from shardkit.formats.tar.members import (
     Member,

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from shardkit.cache.contract import CacheOptions, open_cache
-from shardkit.cache.folder import SUBFOLDER, CacheFolder, CacheFolderError
+from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
+from shardkit.cache.subfolder import SUBFOLDER, CacheFolderError
 
 GIB = 1 << 30
 LIMIT = "sys/fs/cgroup/memory.max"

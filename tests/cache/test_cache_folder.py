@@ -20,7 +20,8 @@ import pytest
 
 from shardkit.cache import folder as module
 from shardkit.cache.entry import SEAL_BYTES, is_sealed, make_seal, sealed_size
-from shardkit.cache.folder import SUBFOLDER, CacheFolder, CacheFolderError
+from shardkit.cache.folder import CacheFolder
+from shardkit.cache.subfolder import SUBFOLDER, CacheFolderError
 from shardkit.cache.tar_scan import TarIndexes
 from shardkit.formats.tar.members import Scanned, TarIndex
 from shardkit.hashing import hash_bytes

@@ -12,8 +12,9 @@ import pytest
 
 from shardkit.cache.contract import Contents
 from shardkit.cache.entry import sealed_size
-from shardkit.cache.folder import SUBFOLDER, CacheFolder
+from shardkit.cache.folder import CacheFolder
 from shardkit.cache.ledger import Ledger
+from shardkit.cache.subfolder import SUBFOLDER
 from support.cache_entries import RAW, fill, room
 
 COST = sealed_size(RAW)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardkit.cache import tar_scan as skim
 from shardkit.cache.contract import CacheOptions
-from shardkit.cache.folder import SUBFOLDER
+from shardkit.cache.subfolder import SUBFOLDER
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats import tar
