@@ -78,6 +78,7 @@ VERSION = 2  # of the arithmetic; it is part of the state, so that a run continu
 _VERSIONS = (1, VERSION)
 _EPOCHS_KEPT = 2  # a batch may cross from one epoch into the next
 
+_MANY_STARTS, _MANY_PLACES = 1 << 15, 1 << 10  # beyond a core's second-level cache; worth sorting
 _NODES = 2048  # that are to have lanes of their own as soon as a dataset has shards enough
 _SHARDS_OF_LANE = 32  # at least: the two at its ends are fetched by two nodes
 _SHARDS_OF_LONG_LANES = 128
@@ -277,6 +278,28 @@ class EpochOrder:
     window_key: np.uint64
 
 
+def _find(starts: Ints, places: Ints, lanes: LaneNumbers | int) -> Ints:
+    """In which of the shards that begin at `starts` each place is."""
+    if isinstance(lanes, int) or len(starts) < _MANY_STARTS or len(places) < _MANY_PLACES:
+        return np.searchsorted(starts, places, side="right") - 1
+    # Lane after lane: batches are sorted by other keys, and a search that jumps about waits for memory.
+    by_lane = np.argsort(lanes.astype(np.uint16), kind="stable")
+    slots = np.empty_like(places)
+    slots[by_lane] = np.searchsorted(starts, places[by_lane], side="right") - 1
+    return slots
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """First rows and permutations of all lanes' windows from `low` to `high`, window after window."""
+
+    epoch: EpochOrder
+    low: int
+    high: int
+    firsts: Ints
+    domains: Domains
+
+
 class Order:
     """The order of all samples of shards with `shard_samples` samples each; see the module's docstring."""
 
@@ -302,6 +325,7 @@ class Order:
         self.geometry = Lanes(self._samples, spec.lanes, spec.window)
         """How an epoch is cut into lanes and windows."""
         self._epochs: dict[int, EpochOrder] = {}
+        self._known: _Windows | None = None  # replaced, never changed: threads may share an order
 
     @property
     def samples(self) -> int:
@@ -397,7 +421,7 @@ class Order:
             rows -= firsts
             moved = permute(rows.view(np.uint64), domains).view(np.int64)
             places = self.geometry.starts[lanes] + firsts + moved
-        slots = np.searchsorted(epoch.starts, places, side="right") - 1
+        slots = _find(epoch.starts, places, lanes)
         shards = slots if epoch.shards is None else epoch.shards[slots]
         rows = places - epoch.starts[slots]
         piece.epoch[which], piece.lane[which], piece.shard[which], piece.row[which] = (
@@ -425,15 +449,18 @@ class Order:
     def _windows(self, epoch: EpochOrder, lanes: LaneNumbers, windows: Ints) -> tuple[Ints, Domains]:
         """(first row, permutation) of the window of each entry."""
         low, high = int(windows.min()), int(windows.max())
-        count = self.spec.lanes * (high - low + 1)
-        if count > len(lanes):
-            return self._window_domains(epoch, lanes, windows)
-        # Consecutive positions lie in few windows: work those out once, then look up.
-        all_lanes = np.tile(np.arange(self.spec.lanes), high - low + 1)
-        all_windows = np.repeat(np.arange(low, high + 1), self.spec.lanes)
-        firsts, domains = self._window_domains(epoch, all_lanes, all_windows)
-        slots = (windows - low) * self.spec.lanes + lanes
-        return firsts[slots], domains.take(slots)
+        known = self._known
+        if known is None or known.epoch is not epoch or not known.low <= low <= high <= known.high:
+            count = self.spec.lanes * (high - low + 1)
+            if count > len(lanes):
+                return self._window_domains(epoch, lanes, windows)
+            # Consecutive positions lie in few windows, those of later calls too: work these out once.
+            all_lanes = np.tile(np.arange(self.spec.lanes), high - low + 1)
+            all_windows = np.repeat(np.arange(low, high + 1), self.spec.lanes)
+            known = _Windows(epoch, low, high, *self._window_domains(epoch, all_lanes, all_windows))
+            self._known = known
+        slots = (windows - known.low) * self.spec.lanes + lanes
+        return known.firsts[slots], known.domains.take(slots)
 
     def _window_domains(self, epoch: EpochOrder, lanes: LaneNumbers, windows: Ints) -> tuple[Ints, Domains]:
         firsts, sizes = self.geometry.bounds(lanes, windows)

@@ -528,3 +528,21 @@ def test_a_dataset_without_samples_has_no_positions() -> None:
 def test_small_sizes_are_not_summed_in_their_own_width() -> None:
     for dtype in (np.uint8, np.int16, np.uint64):
         assert Order(np.full(1000, 200, dtype=dtype), OrderSpec(1, 2, 3)).samples == 200_000
+
+
+def test_what_an_order_remembers_of_windows_and_how_it_searches_many_shards_changes_nothing() -> None:
+    sizes = np.arange(40_000) % 3
+    spec = OrderSpec(5, 256, 40)
+    order = Order(sizes, spec)
+    for position in (0, 3000, 0, 20_000, 9_000, order.samples - 3000, order.samples, 100):
+        found = order.global_batches(position, 2048, 2)
+        for start in (0, 1):
+            for low in range(0, 2048, 512):  # so few that they are searched for as they come
+                part = slice(low, low + 512)
+                plain = Order(sizes, spec).locate(order.global_batch(position + 2048 * start, 2048)[part])
+                assert np.array_equal(found.sample_id[start, part], plain.sample_id)
+                assert np.array_equal(found.shard[start, part], plain.shard)
+                assert np.array_equal(found.row[start, part], plain.row)
+    ids = order.locate((0, order.samples)).sample_id
+    assert np.array_equal(np.sort(ids), np.arange(order.samples))
+    assert np.array_equal(order.positions_of(ids, 0), np.arange(order.samples))
