@@ -201,9 +201,8 @@ class Slice:
 
         All rows of a key are in one batch, unless they alone are larger than a quarter of the memory.
         """
-        # Each run holds one chunk and a half, one is on its way, and a batch is a copy.
-        share = max(1, memory_bytes // (4 * max(1, len(self.runs))))
-        chunk_bytes = min(share, self.limits.read_bytes)
+        chunk_bytes = self.limits.chunk_bytes(memory_bytes, len(self.runs))
+        share = memory_bytes // (4 * max(1, len(self.runs)))
         ahead = max(1, min(share // chunk_bytes, self.limits.reads_in_flight // max(1, len(self.runs))))
         workers = Workers(self.limits.reads_in_flight)
         cursors = [_Cursor(run, self, workers, chunk_bytes, ahead) for run in self.runs]
@@ -290,7 +289,7 @@ def _merge_level(run: RunTasks, stage: str, exchanged: Exchanged, end: int) -> l
     tasks, groups = [], []
     for number, first in enumerate(range(0, len(exchanged.runs), limits.fan_in)):
         group = Exchanged(table, exchanged.runs[first : first + limits.fan_in], limits)
-        ranges = max(1, -(-sum(s.bytes for r in group.runs for s in r) // limits.task_bytes))
+        ranges = limits.merge_tasks(sum(s.bytes for r in group.runs for s in r))
         edges = [end * part // ranges for part in range(ranges + 1)]
         groups.append(edges)
         for part in range(ranges):

@@ -123,6 +123,17 @@ class Limits:
         """Tasks that divide so many rows of keys among them."""
         return max(1, -(-rows * dtype.itemsize // self.partition_bytes))
 
+    def chunk_bytes(self, memory_bytes: int, runs: int) -> int:
+        """Of a request, where so many runs are read within that memory.
+
+        Of each run a reader holds a chunk and a half, one is on its way, and a batch is a copy.
+        """
+        return min(max(1, memory_bytes // (4 * max(1, runs))), self.read_bytes)
+
+    def merge_tasks(self, bytes: int) -> int:
+        """Tasks that merge a group of runs of together `bytes`, each a range of keys."""
+        return max(1, -(-bytes // self.task_bytes))
+
     def merges(self, runs: int, bytes: int, readers: int) -> bool:
         """Whether so many runs of together `bytes` are too many for so many readers."""
         if runs > self.fan_in:

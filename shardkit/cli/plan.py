@@ -122,10 +122,17 @@ BUILD = (
              "bytes of a stored token; 4 is uint32, 2 uint16 (vocabularies up to 65,536)", "B", "4"),
     Quantity("--padding", "padding", parse_number, _percent, "share of padding in the output", "X", "0"),
     SHARD_BYTES,
+    Quantity("--memory", "memory", parse_bytes, _bytes,
+             "memory of a task; `memory` of the recipe", "BYTES", "2GB"),
+    Quantity("--document-bytes", "document_bytes", parse_number, lambda v: f"{float(v):,.0f}",
+             "bytes of kept text of a document; web pages 2,000 to 5,000", "B", "2600"),
+    Quantity("--split-bytes", "split_bytes", parse_number, _bytes,
+             "raw text of a compressed input file; plain files are cut into parts of 64 MiB", "B", "1e9"),
     Quantity("--price-core-hour", "core_hour", parse_number, _money,
              "dollars for a core and hour; AWS list, on demand", "$", "0.05"),
     *STORE_PRICES,
 )  # fmt: skip
+_SHOWN_STAGES = 10
 _PRICES = ("core_hour", *(price.name for price in STORE_PRICES))
 
 
@@ -353,7 +360,7 @@ def _train_notes(needs: TrainNeeds, plan: TrainPlan) -> list[str]:
 
 
 def _build(arguments: argparse.Namespace) -> _Plan:
-    from shardkit.tools.plan.build import BuildNeeds, plan_build
+    from shardkit.tools.plan.build import MANY_TASKS, BuildNeeds, plan_build
     from shardkit.tools.plan.quantities import Prices
 
     found, raw, notes = _measure(arguments)
@@ -375,6 +382,11 @@ def _build(arguments: argparse.Namespace) -> _Plan:
         needs = BuildNeeds.of_raw(Fraction(values["raw"]), needs)
     plan = plan_build(needs)
     results = _build_results(needs, plan, funnel_origin, found)
+    if plan.tasks > MANY_TASKS:
+        notes.append(
+            f"{plan.tasks:,} tasks take {format_seconds(plan.driver_seconds)} and "
+            f"{_bytes(plan.driver_bytes)} of the driver: fewer and larger input files make fewer tasks"
+        )
     return _Plan(_build_tables(needs, plan, funnel_origin), results, values, origins, notes)
 
 
@@ -441,8 +453,12 @@ def _build_tables(
         ["work folder", _bytes(plan.work_bytes), "kept text x bytes of work, and the shards"],
         ["output", _bytes(plan.output_bytes),
          f"{plan.shards:,} shards of {format_bytes(needs.shard_bytes)}"],
-        ["reads of the store", f"{plan.gets:,}", "raw input in ranges of 4 MiB; none for local disks"],
-        ["writes of the store", f"{plan.puts:,}", "shards in parts of 16 MiB"],
+        ["reads of the store", f"{plan.gets:,}", "raw input, and a work folder if it is in a store"],
+        ["writes of the store", f"{plan.puts:,}", "shards in parts of 16 MiB, and a work folder as above"],
+        ["memory of a task", _bytes(needs.memory), "each core needs that much"],
+        ["tasks", f"{plan.tasks:,}", "of all stages"],
+        ["driver", format_seconds(plan.driver_seconds),
+         f"CPU time, {_bytes(plan.driver_bytes)} of memory; with Ray on a node of its own"],
     ]  # fmt: skip
     how = {"raw input stored": f"for {days}"}
     cost = [
@@ -453,8 +469,22 @@ def _build_tables(
     return [
         (f"Funnel ({funnel_origin})", ("stage", "keeps", "text in", "text out"), funnel),
         ("Build", ("", "", "how"), build),
+        _store_table(plan),
         ("Cost", ("", "", "how"), cost),
     ]
+
+
+def _store_table(plan: BuildPlan) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
+    from shardkit.writers.requests import together
+
+    most = sorted(plan.stages, key=lambda stage: -stage.gets)[:_SHOWN_STAGES]
+    rows = [
+        [stage.stage, f"{stage.tasks:,}", f"{stage.gets:,}", f"{stage.puts:,}",
+         _bytes(stage.read_bytes), _bytes(stage.written_bytes)]
+        for stage in (*(stage for stage in plan.stages if stage in most), together(plan.stages))
+    ]  # fmt: skip
+    columns = ("stage", "tasks", "reads", "writes", "bytes read", "written")
+    return f"Work folder in a store, and the {_SHOWN_STAGES} stages that read most", columns, rows
 
 
 def _build_results(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardkit.card import DatasetCard
 from shardkit.cli import plan as plan_command
-from shardkit.errors import ShardkitError
+from shardkit.errors import RecipeError, ShardkitError
 from shardkit.order.order import default_lanes, default_window
 from shardkit.tools.plan.build import (
     BuildNeeds,
@@ -34,6 +38,15 @@ from shardkit.tools.plan.quantities import (
     parse_share,
 )
 from shardkit.tools.plan.train import TrainNeeds, plan_train
+from shardkit.writers.dedup.exact import KEYS
+from shardkit.writers.exchange import exchange
+from shardkit.writers.execution.task import Commit, Output, Task, facts_of
+from shardkit.writers.requests import Corpus, Model, stage_requests, together
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import bench_requests
+from texts import documents
 
 TOKENS = 14_800_000_000_000
 RETENTION = ["0.50", "0.40", "0.50", "0.50", "0.50", "0.40", "0.95"]
@@ -45,7 +58,8 @@ funnels = st.lists(shares, max_size=6).map(
 
 def worked_needs(**changes: Any) -> BuildNeeds:
     funnel = Funnel(tuple(Stage(str(number), Fraction(share)) for number, share in enumerate(RETENTION)))
-    return BuildNeeds(tokens=TOKENS, funnel=funnel, **changes)
+    needs: dict[str, Any] = {"tokens": TOKENS, "funnel": funnel, "memory": 16 * 10**9}
+    return BuildNeeds(**(needs | changes))
 
 
 def worked_example(**changes: Any) -> BuildPlan:
@@ -99,6 +113,7 @@ def test_a_build_plan_turned_around_gives_back_tokens_cores_and_time(
         text_bytes_per_token=per_token,
         core_bytes_per_second=Fraction(speed),
         seconds=Fraction(seconds),
+        memory=64 * 10**9,
     )
     plan = plan_build(needs)
     assert BuildNeeds.of_raw(plan.raw_bytes, needs) == needs
@@ -134,7 +149,7 @@ def test_a_run_s_rates_and_requests_agree_with_its_totals(
     assert plan.lanes == default_lanes(plan.shards)
     assert plan.window == default_window(-(-tokens // length), plan.shards, plan.lanes)
     # Every lane is read by somebody, by as many as the factor says.
-    assert sum(plan.lanes_per_node) == plan.fetch_factor * plan.lanes
+    assert max(plan.lanes, sum(plan.lanes_per_node)) == plan.fetch_factor * plan.lanes
     assert plan.prefetch_bytes == plan.fetches_in_flight * needs.shard_bytes
 
 
@@ -147,7 +162,8 @@ def test_costs_are_prices_times_what_they_are_for() -> None:
     build = worked_example(prices=prices, seconds=Fraction(15 * 86400))
     assert build.costs["writes"] == Fraction(build.puts * 4, 1000)
     assert build.costs["raw input stored"] == build.raw_bytes / 10**9 * 3 / 2
-    assert build.puts == build.shards * 6  # four parts, a beginning and an end
+    of_shards = build.shards * 6  # four parts, a beginning and an end
+    assert build.puts == of_shards + sum(stage.puts for stage in build.stages)
 
 
 @pytest.mark.parametrize(
@@ -255,3 +271,71 @@ def test_a_card_tells_bytes_a_token_and_padding() -> None:
     del card["funnel"]
     with pytest.raises(ShardkitError, match=r"here: lacks what a plan needs .* 'funnel'"):
         measured_from_card(DatasetCard(card, "here"))
+
+
+def test_60_tb_are_refused_at_2_gb_with_the_memory_that_is_enough() -> None:
+    message = r"76,505 tasks of stage candidates; at most 65,536 .* set `memory` to 2\.4 GB or more"
+    with pytest.raises(RecipeError, match=message):
+        worked_example(memory=2_000_000_000)
+    plan = worked_example(memory=2_400_000_000)
+    assert plan.tasks < 60 * 10**6
+    with pytest.raises(RecipeError, match=r"to pack .* at most 1,000,000 are possible"):
+        worked_example(tokens=TOKENS * 20, memory=2_000_000_000, document_bytes=Fraction(10**6))
+
+
+def test_requests_grow_with_the_bytes() -> None:
+    def gets_a_byte(terabytes: int) -> float:
+        needs = BuildNeeds(tokens=terabytes * 25 * 10**10, funnel=Funnel(()), memory=16 * 10**9)
+        plan = plan_build(needs)
+        return plan.gets / float(plan.kept_bytes)
+
+    assert gets_a_byte(64) < 1.2 * gets_a_byte(4)  # a level of merging more
+
+
+@pytest.mark.parametrize(
+    ("runs", "megabytes", "readers"), [(31, 9, 2), (61, 200, 900), (700, 4, 5), (70, 0, 9)]
+)
+def test_the_plan_merges_what_the_exchange_merges(runs: int, megabytes: int, readers: int) -> None:
+    corpus = Corpus(splits=runs, documents=1, text_bytes=1, tokens=1, scale=256)
+    sizes = [megabytes * 10**6 // runs + 100] * runs
+    merged: dict[str, int] = {}
+
+    def commit(task: Task, size: int) -> Commit:
+        facts = facts_of({}, {KEYS.file: Output(size, "")})
+        return Commit(task.stage, task.name, Path("work"), task.digest, facts)
+
+    def run(*groups: Sequence[Task]) -> list[list[Commit]]:
+        [group] = groups
+        merged[group[0].stage] = len(group)
+        return [[commit(task, sum(sizes) // len(group)) for task in group]]
+
+    maps = [commit(Task("map", str(number), {}, dict), size) for number, size in enumerate(sizes)]
+    exchange(run, "keys", KEYS, maps, readers=readers, limits=corpus.limits)
+    model = Model(corpus)
+    model.exchange("keys", KEYS.dtype, runs, sum(sizes) / KEYS.dtype.itemsize, readers)
+    assert {stage.stage: stage.tasks for stage in model.stages} == merged
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("splits", [31, 61])
+def test_a_plan_counts_what_a_build_asks_of_a_store(tmp_path: Path, splits: int) -> None:
+    options = Namespace(tokenizer=None, split_megabytes=256.0, scale=256, lines=False)
+    built = bench_requests.measure(tmp_path / "build", documents(None, 20.0), splits, options)
+    corpus = Corpus(
+        splits=built["splits"],
+        documents=built["documents"],
+        text_bytes=built["text_bytes"],
+        tokens=built["tokens"],
+        token_bytes=2,
+        scale=options.scale,
+    )
+    planned = together(stage_requests(corpus))
+    for planned_count, name in (
+        (planned.gets, "gets"),
+        (planned.puts, "puts"),
+        (planned.read_bytes, "bytes_read"),
+        (planned.written_bytes, "bytes_written"),
+        (planned.tasks, "tasks"),
+    ):
+        counted = sum(stage[name] for stage in built["stages"].values())
+        assert counted / 1.3 < planned_count < counted * 1.3, name

@@ -77,6 +77,7 @@ OUTSIDE_TASKS = (
     "shardkit.writers.estimate",
     "shardkit.writers.maintenance",
     "shardkit.writers.progress",
+    "shardkit.writers.requests",
     "shardkit.writers.train_classifier",
     # Modules that make a dataset of finished tasks' files: they run in every build, and reuse nothing.
     "shardkit.publish",

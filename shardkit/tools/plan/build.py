@@ -5,6 +5,8 @@
     cores      = raw text / (bytes that a core reads in a second * seconds), rounded up
     output     = tokens * token_bytes / (1 - padding)
     work       = kept text * work_bytes_per_text_byte     (documents, keys, signatures, tokens, on disk)
+    requests   = raw input in ranges + what the stages ask of a work folder in a store (requests.py)
+    driver     = tasks * (seconds, bytes) that one costs it
 
 Bytes are of UTF-8 text unless they are called stored. Speed is raw text per second and core, averaged over
 the whole build; late stages read little of the input. Retention is the share of the bytes of text that a
@@ -26,8 +28,17 @@ from shardkit.errors import ShardError, ShardkitError
 from shardkit.storage.object_file import _MOST_BYTES as RANGE_BYTES
 from shardkit.storage.s3_upload import PART_BYTES
 from shardkit.tools.plan.quantities import Prices
+from shardkit.writers.requests import Corpus, StageRequests, stage_requests, together
+
+# Measured with the real queue and commits (tests/benchmarks/bench_driver.py), and with Ray, which hands over
+# some hundred tasks a second.
+DRIVER_TASK_SECONDS = Fraction("0.0025")
+DRIVER_TASK_BYTES = 2_000
+DRIVER_BYTES = 200_000_000
+MANY_TASKS = 10_000_000  # the driver was measured with a million in a stage
 
 __all__ = [
+    "MANY_TASKS",
     "BuildNeeds",
     "BuildPlan",
     "Funnel",
@@ -105,10 +116,17 @@ class BuildNeeds:
     padding: Fraction = Fraction(0)
     """Part of the output that is padding."""
     shard_bytes: int = 1 << 26
+    memory: int = 2_000_000_000
+    """Bytes that a task may use: `memory` of the recipe."""
+    document_bytes: Fraction = Fraction(2600)
+    """Kept text of a document; that of 15T tokens of the public web is in 23 billion documents."""
+    split_bytes: Fraction = Fraction(10**9)
+    """Raw text of a split: a compressed file, or a part of a plain one (64 MiB)."""
     prices: Prices = field(default_factory=Prices)
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "text_bytes_per_token", "core_bytes_per_second", "seconds", "token_bytes"):
+        for name in ("tokens", "text_bytes_per_token", "core_bytes_per_second", "seconds", "token_bytes",
+                     "memory", "document_bytes", "split_bytes"):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {float(getattr(self, name)):g}")
         if self.shard_bytes < 1 or not 0 <= self.padding < 1 or self.stored_bytes_per_text_byte <= 0:
@@ -136,9 +154,16 @@ class BuildPlan:
     output_bytes: Fraction
     shards: int
     gets: int
-    """Reads of the raw input, in ranges."""
+    """Reads of the raw input, in ranges, and of the work folder."""
     puts: int
-    """Writes of the shards; one in parts also begins and ends an upload."""
+    """Writes of the shards, of which one in parts also begins and ends an upload, and to the work folder."""
+    stages: Sequence[StageRequests]
+    """What each stage asks of a work folder in a store."""
+    tasks: int
+    driver_seconds: Fraction
+    """CPU time of the driver."""
+    driver_bytes: int
+    """Memory of the driver."""
     costs: Mapping[str, Fraction]
     """Dollars while the build runs."""
     output_month_cost: Fraction
@@ -150,7 +175,7 @@ class BuildPlan:
 
 
 def plan_build(needs: BuildNeeds) -> BuildPlan:
-    """The arithmetic of the module's docstring."""
+    """The arithmetic of the module's docstring. RecipeError if the build cannot be made with its memory."""
     prices = needs.prices
     kept_bytes = needs.tokens * needs.text_bytes_per_token
     raw_bytes = needs.funnel.before(kept_bytes)
@@ -159,7 +184,10 @@ def plan_build(needs: BuildNeeds) -> BuildPlan:
     output_bytes = needs.tokens * needs.token_bytes / (1 - needs.padding)
     shards = ceil(output_bytes / needs.shard_bytes)
     parts = ceil(Fraction(needs.shard_bytes, PART_BYTES))
-    gets, puts = ceil(raw_stored_bytes / RANGE_BYTES), shards * (parts + 2 if parts > 1 else 1)
+    stages = stage_requests(_corpus(needs, kept_bytes, raw_bytes))
+    asked = together(stages)
+    gets = ceil(raw_stored_bytes / RANGE_BYTES) + asked.gets
+    puts = shards * (parts + 2 if parts > 1 else 1) + asked.puts
     return BuildPlan(
         kept_bytes=kept_bytes,
         raw_bytes=raw_bytes,
@@ -171,13 +199,32 @@ def plan_build(needs: BuildNeeds) -> BuildPlan:
         shards=shards,
         gets=gets,
         puts=puts,
+        stages=stages,
+        tasks=asked.tasks,
+        driver_seconds=asked.tasks * DRIVER_TASK_SECONDS,
+        driver_bytes=DRIVER_BYTES + asked.tasks * DRIVER_TASK_BYTES,
         costs={
             "cores": core_seconds / 3600 * prices.core_hour,
             "raw input stored": prices.storing(raw_stored_bytes, needs.seconds),
-            "reads": prices.reading(gets, raw_stored_bytes),
+            "reads": prices.reading(gets, raw_stored_bytes + asked.read_bytes),
             "writes": prices.writing(puts),
         },
         output_month_cost=prices.storing(output_bytes, Fraction(30 * 86400)),
+    )
+
+
+def _corpus(needs: BuildNeeds, kept_bytes: Fraction, raw_bytes: Fraction) -> Corpus:
+    """What duplicate removal begins with: stages that remove duplicates come after it."""
+    losses = [stage.retention for stage in needs.funnel.stages if "dup" in stage.name]
+    cleaned = kept_bytes / prod(losses, start=Fraction(1))
+    return Corpus(
+        splits=ceil(raw_bytes / needs.split_bytes),
+        documents=ceil(cleaned / needs.document_bytes),
+        text_bytes=ceil(cleaned),
+        tokens=needs.tokens,
+        token_bytes=ceil(needs.token_bytes),
+        memory=needs.memory,
+        shard_bytes=needs.shard_bytes,
     )
 
 
@@ -198,6 +245,7 @@ class Measured:
     """Bytes of the stored shards for each token or cell of padding."""
     padding: Fraction
     shard_bytes: int
+    document_bytes: Fraction | None = None
     core_bytes_per_second: Fraction | None = None
     work_bytes_per_text_byte: Fraction | None = None
 
@@ -220,6 +268,7 @@ def measured_from_card(card: DatasetCard) -> Measured:
             token_bytes=Fraction(card.stored_bytes, cells),
             padding=Fraction(card.padding, cells),
             shard_bytes=int(card.recipe["output"]["shard_bytes"]),
+            document_bytes=Fraction(kept, max(1, card.funnel.kept.documents)),
         )
     except (ShardError, KeyError, TypeError, ValueError) as error:
         raise ShardkitError(

@@ -133,7 +133,8 @@ def plan_train(needs: TrainNeeds) -> TrainPlan:
     parts = (rank_slice(global_batch, node, nodes) for node in range(nodes))
     lanes_per_node = tuple(len(batch_lanes.of_part(part)) for part in parts)
     most_lanes = max(lanes_per_node)
-    fetch_factor = Fraction(sum(lanes_per_node), lanes)
+    # Of batches that do not divide the lanes, `of_part` looks at some and may miss lanes: all are fetched.
+    fetch_factor = max(Fraction(1), Fraction(sum(lanes_per_node), lanes))
     fetched_per_second = bytes_per_second * most_lanes / lanes
     fetch_seconds = needs.latency_seconds + needs.shard_bytes / needs.connection_bytes_per_second
     gets = ceil(shards * needs.epochs * fetch_factor)

@@ -1,0 +1,264 @@
+"""What a build asks of the store that its work folder is in: tasks, requests and bytes, stage by stage.
+
+What an exchange merges, in how many tasks and by requests of which size, is asked of the `Limits` that the
+exchange itself uses. The rest is one line a stage in `_stages`: how many tasks it has, what a task reads and
+how many files it writes. Shares of the text and of the documents were counted on web text
+(tests/benchmarks/bench_requests.py), and a test compares the whole with a build in a store that counts.
+
+A stage reads objects from one end to the other (`_scans`), or ranges of keys of exchanged runs (`_slices`).
+A task writes its files and its commit, one object each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil, exp
+
+import numpy as np
+
+from shardkit.errors import RecipeError
+from shardkit.storage.object_file import _FIRST_BYTES, _MOST_BYTES
+from shardkit.units import format_bytes
+from shardkit.writers.dedup.bands import BANDS, MAX_PARTITIONS, PEAK_BYTES_PER_ENTRY
+from shardkit.writers.dedup.candidates import PAIRS_BY_FIRST
+from shardkit.writers.dedup.exact import KEYS
+from shardkit.writers.dedup.removals import OUTCOMES, SPLITS_PER_GROUP
+from shardkit.writers.dedup.shingle_store import OWN
+from shardkit.writers.dedup.signatures import LOST
+from shardkit.writers.dedup.verify import block_bits
+from shardkit.writers.runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits
+from shardkit.writers.stages.graph import PARTITION_TEXT_BYTES
+from shardkit.writers.stages.tokenize import PARITY_SPLITS, TOKENS, choose_partitions
+from shardkit.writers.tokenizer import PARITY_BYTES
+
+__all__ = ["Corpus", "Model", "StageRequests", "stage_requests", "together"]
+
+# Of a byte of kept text: documents as they are stored, and sets of n-grams of documents that have pairs.
+DOCUMENTS = 0.43
+SETS = 0.2
+# Of a document: bytes of its signature and keys, pairs that it is in, rounds of deciding who is removed.
+SIGNATURE_BYTES = 520
+PAIRS = 0.6
+LOSERS = 0.1
+_GUESSED_FOOTER_BYTES = 700  # with which a small run is read whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """What comes out of the filters, and how it is cut. `scale` divides all sizes, as of small data."""
+
+    splits: int
+    documents: int
+    text_bytes: int
+    tokens: int
+    token_bytes: int = 4
+    memory: int = 2_000_000_000
+    shard_bytes: int = 1 << 26
+    has_near: bool = True
+    bands: int = 14
+    scale: int = 1
+    limits: Limits = field(init=False)
+
+    def __post_init__(self) -> None:
+        limits = DEFAULT_LIMITS.within(self.memory)
+        object.__setattr__(self, "limits", limits.divided(self.scale) if self.scale > 1 else limits)
+
+    @property
+    def task_memory(self) -> int:
+        """What a task of duplicate removal may hold."""
+        return self.memory // self.scale // 5
+
+    def partitions(self) -> int:
+        """Tasks of stage `pack`. RecipeError if there are too many."""
+        memory, shard = self.memory // self.scale, self.shard_bytes // self.scale
+        needed = choose_partitions(self.text_bytes, self.documents, memory, shard_bytes=shard)
+        return max(needed, ceil(self.text_bytes / (PARTITION_TEXT_BYTES // self.scale)))
+
+    def band_partitions(self) -> int:
+        """Tasks of stage `candidates`. RecipeError if there would have to be more than are possible."""
+        needed = self.documents * self.bands * PEAK_BYTES_PER_ENTRY * 2
+        partitions = max(1, ceil(needed / self.task_memory))
+        if partitions > MAX_PARTITIONS:
+            enough = ceil(5 * needed / MAX_PARTITIONS / 10**8) * 10**8
+            raise RecipeError(
+                f"memory: near-duplicates of {self.documents:,} documents, with {format_bytes(self.memory)} "
+                f"for a task, take {partitions:,} tasks of stage candidates; at most {MAX_PARTITIONS:,} are "
+                f"possible: set `memory` to {format_bytes(enough)} or more, or build in parts and remove the "
+                f"duplicates of earlier ones with `dedup.near.against`"
+            )
+        return partitions
+
+
+@dataclass(frozen=True, slots=True)
+class StageRequests:
+    """What the tasks of a stage ask for, all together."""
+
+    stage: str
+    tasks: int
+    gets: int
+    puts: int
+    read_bytes: int
+    written_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Runs of an exchange, in `segments` files each, together of `bytes` in rows of `row_bytes`."""
+
+    count: int
+    bytes: float
+    row_bytes: float
+    segments: int = 1
+
+
+def stage_requests(corpus: Corpus) -> list[StageRequests]:
+    """All stages from cleaned documents to shards, merges of exchanges among them.
+
+    RecipeError if the build cannot be made with the memory that a task has.
+    """
+    model = Model(corpus)
+    model.add_stages()
+    return model.stages
+
+
+@dataclass(slots=True)
+class Model:
+    """Collects the stages of a build of `corpus`."""
+
+    corpus: Corpus
+    stages: list[StageRequests] = field(default_factory=list)
+
+    def add_stages(self) -> None:
+        """The stages in order; `near` ones only if the build has them."""
+        c = self.corpus
+        text = c.text_bytes * DOCUMENTS
+        readers = c.limits.partitions(c.documents, KEYS.dtype)
+        self._add("clean", c.splits, 0, 0, files=3, written=text + c.documents * KEYS.dtype.itemsize)
+        keys = self.exchange("exact", KEYS.dtype, c.splits, c.documents, readers)
+        self._add("exact", readers, *self._slices(keys, readers), files=1)
+        self._by_split("exact_removed", readers, c.documents * 0.01)
+        if c.has_near:
+            self._add_near(text, readers)
+        self._add("tokenize", c.splits, *self._scans(text, c.splits), files=1, written=self._spilled)
+        sampled = min(c.splits, PARITY_SPLITS)
+        self._add("parity", 1, 3 * sampled, PARITY_BYTES)
+        partitions = c.partitions()
+        row = TOKENS.dtype.itemsize + c.tokens * c.token_bytes / max(1, c.documents)
+        tokens = self.exchange("tokens", None, c.splits, c.documents, partitions, row)
+        shards = ceil(c.tokens * c.token_bytes / partitions / (c.shard_bytes / c.scale))
+        written = c.tokens * c.token_bytes
+        self._add("pack", partitions, *self._slices(tokens, partitions), files=shards + 1, written=written)
+        self._add("provenance", partitions, 2 * partitions, files=1)
+
+    @property
+    def _spilled(self) -> float:
+        return self.corpus.tokens * self.corpus.token_bytes + self.corpus.documents * TOKENS.dtype.itemsize
+
+    def _add_near(self, text: float, readers: int) -> None:
+        c = self.corpus
+        signatures = c.documents * SIGNATURE_BYTES
+        self._add("signatures", c.splits, *self._scans(text, c.splits), files=3, written=signatures)
+        keys = self.exchange("equal", KEYS.dtype, c.splits, c.documents, readers)
+        self._add("equal", readers, *self._slices(keys, readers), files=2)
+        lost = self.exchange("lost", LOST.dtype, readers, c.documents * LOSERS, c.splits)
+        gets, read = self._scans(signatures, c.splits)
+        more, also = self._slices(lost, c.splits)
+        entries = c.documents * c.bands
+        size = entries * BANDS.dtype.itemsize
+        self._add("bands", c.splits, gets + more, read + also, files=1, written=size)
+        candidates = c.band_partitions()
+        bands = self.exchange("bands", BANDS.dtype, c.splits, entries, candidates)
+        self._add("candidates", candidates, *self._slices(bands, candidates), files=4)
+        self._add_verified(text, candidates)
+
+    def _add_verified(self, text: float, candidates: int) -> None:
+        c = self.corpus
+        pairs, side = c.documents * PAIRS, PAIRS_BY_FIRST.dtype
+        blocks = ceil(c.documents / (1 << block_bits(c.documents, int(text), c.task_memory)))
+        firsts = self.exchange("pairs", side, candidates, pairs, max(c.splits, blocks))
+        seconds = self.exchange("partners", side, candidates, pairs, c.splits)
+        parts = [self._scans(text, c.splits), self._slices(firsts, c.splits)]
+        parts.append(self._slices(seconds, c.splits))
+        sets = c.text_bytes * SETS
+        gets, read = (sum(amounts) for amounts in zip(*parts, strict=True))
+        self._add("shingles", c.splits, gets, read, files=2, written=sets)
+        row = OWN.dtype.itemsize + sets / max(1.0, 2 * pairs)
+        own = self.exchange("own", None, c.splits, sets * 0.4 / row, blocks, row)
+        guests = self.exchange("guests", None, c.splits, sets * 0.6 / row, blocks, row)
+        read_by_block = [self._slices(runs, blocks) for runs in (firsts, own, guests)]
+        gets, read = (sum(amounts) for amounts in zip(*read_by_block, strict=True))
+        self._add("verify", blocks, gets, read, files=3)
+        self._add("near_lost", c.splits, 4 * c.splits, c.documents * 24, files=3)
+        self._add("near_kept", c.splits, 5 * c.splits, c.documents * 24, files=2)
+        self._by_split("near_removed", 2 * c.splits, c.documents * 2 * LOSERS)
+
+    def _by_split(self, stage: str, runs: int, rows: float) -> None:
+        """Tables of what was decided about each split, one file for a group of splits."""
+        groups = ceil(self.corpus.splits / SPLITS_PER_GROUP)
+        found = self.exchange(stage, OUTCOMES.dtype, runs, rows, groups)
+        self._add(stage, groups, *self._slices(found, groups), files=1)
+
+    def exchange(
+        self,
+        name: str,
+        dtype: np.dtype[np.void] | None,
+        runs: int,
+        rows: float,
+        readers: int,
+        row_bytes: float = 0.0,
+    ) -> _Runs:
+        """What readers meet, after the merges that the limits ask for."""
+        limits = self.corpus.limits
+        row_bytes = row_bytes if dtype is None else dtype.itemsize
+        found = _Runs(runs, rows * row_bytes + runs * EMPTY_BYTES, row_bytes)
+        level = 0
+        while limits.merges(found.count, int(found.bytes), readers):
+            level += 1
+            groups = ceil(found.count / limits.fan_in)
+            ranges = limits.merge_tasks(int(found.bytes / groups))
+            fan_in = found.count / groups
+            piece = _Runs(ceil(fan_in), found.bytes / groups, row_bytes, found.segments)
+            gets, read = self._slices(piece, ranges, limits.merge_memory_bytes)
+            stage = f"{name}-merge-{level}"
+            self._add(stage, groups * ranges, gets * groups, read * groups, files=1, written=found.bytes)
+            found = _Runs(groups, found.bytes, row_bytes, ranges)
+        return found
+
+    def _slices(self, runs: _Runs, readers: int, memory_bytes: int | None = None) -> tuple[float, float]:
+        """Requests and bytes of `readers` that each read a range of keys of all runs."""
+        limits = self.corpus.limits
+        memory = limits.read_memory_bytes if memory_bytes is None else memory_bytes
+        met = runs.count * readers
+        footers = met * (1 + (runs.segments - 1) / readers)
+        file_bytes = runs.bytes / runs.count / runs.segments
+        if file_bytes <= limits.block_bytes + _GUESSED_FOOTER_BYTES:
+            return footers, footers * file_bytes  # the footer's request has all of it
+        piece = runs.bytes / met
+        block = limits.block_bytes + runs.row_bytes  # is full with the row that exceeds it
+        chunk = max(limits.chunk_bytes(memory, runs.count) - block / 2, block)
+        some = 1 - exp(-piece / max(1.0, runs.row_bytes))  # of the pieces have any row
+        chunks = some * met * max(1.0, piece / chunk + 0.5)
+        footer_bytes = min(file_bytes, 65_536, 40 * (file_bytes / limits.block_bytes + 16))
+        return footers + chunks, footers * footer_bytes + some * met * (piece + block)
+
+    def _scans(self, size: float, objects: int) -> tuple[float, float]:
+        """Requests and bytes that read `objects` of together `size` from one end to the other."""
+        first, most = _FIRST_BYTES / self.corpus.scale, _MOST_BYTES / self.corpus.scale
+        left, requests = size / objects, 0.0
+        while first < most and left > 0:
+            left, first, requests = left - first, 2 * first, requests + 1
+        requests += max(0.0, left / most)
+        return (requests + 1) * objects, size  # and the end of the file, with its index
+
+    def _add(
+        self, stage: str, tasks: int, gets: float, read: float = 0, *, files: int = 0, written: float = 0
+    ) -> None:
+        puts = tasks * (files + 1)
+        self.stages.append(StageRequests(stage, tasks, ceil(gets), puts, ceil(read), ceil(written)))
+
+
+def together(stages: Sequence[StageRequests]) -> StageRequests:
+    """All of them as one."""
+    names = ("tasks", "gets", "puts", "read_bytes", "written_bytes")
+    return StageRequests("all", *(sum(getattr(stage, name) for stage in stages) for name in names))
