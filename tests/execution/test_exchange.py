@@ -269,18 +269,24 @@ def test_runs_that_someone_else_made_end_in_an_error_and_not_in_a_loop(tmp_path:
 
 def test_memory_is_bounded_whatever_is_written_and_streamed(tmp_path: Path) -> None:
     limits = Limits(fan_in=8, block_bytes=1 << 14, read_bytes=1 << 15)
-    segments = []
     rng = np.random.default_rng(1)
+
+    def write_and_stream(batches: int) -> int:
+        segments = []
+        for number in range(2):
+            path = tmp_path / str(number)
+            with RunWriter(path, FULL, memory_bytes=1 << 20, limits=limits) as writer:
+                for _ in range(batches):
+                    rows = np.zeros(100, FULL.dtype)
+                    rows["key"], rows["size"] = rng.integers(0, 1 << 60, 100), 1000
+                    writer.write(rows, np.zeros(100_000, np.uint8))
+            segments.append((Segment(Artifact(path), path.stat().st_size, "", 0, 1 << 64),))
+        both = Slice(FULL, tuple(segments), 0, 1 << 64, limits)
+        return sum(len(rows) for rows, _ in both.stream(1 << 20))
+
+    write_and_stream(8)  # compiles
     tracemalloc.start()
-    for number in range(2):
-        path = tmp_path / str(number)
-        with RunWriter(path, FULL, memory_bytes=1 << 20, limits=limits) as writer:
-            for _ in range(80):
-                rows = np.zeros(100, FULL.dtype)
-                rows["key"], rows["size"] = rng.integers(0, 1 << 60, 100), 1000
-                writer.write(rows, np.zeros(100_000, np.uint8))
-        segments.append((Segment(Artifact(path), path.stat().st_size, "", 0, 1 << 64),))
-    count = sum(len(rows) for rows, _ in Slice(FULL, tuple(segments), 0, 1 << 64, limits).stream(1 << 20))
+    count = write_and_stream(80)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 2 * 80 * 100
