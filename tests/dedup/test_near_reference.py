@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,15 +12,18 @@ import numpy as np
 import pytest
 
 from reference.near import ReferenceResult, Text, reference_near
+from shardkit.hashing import hash_file
 from shardkit.writers.dedup.config import MeasureConfig, MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.index import DedupIndex, index_settings
-from shardkit.writers.dedup.near import find_near_duplicates
-from shardkit.writers.dedup.population import DOCUMENTS_FILE
-from shardkit.writers.dedup.removals import Removed
+from shardkit.writers.dedup.near import NearStages, find_near_duplicates, remove_near
+from shardkit.writers.dedup.population import DOCUMENTS_FILE, SplitDocuments
+from shardkit.writers.dedup.removals import Removed, SplitRemovals
 from shardkit.writers.dedup.signatures import sign_documents
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.index_build import index_part, publish_index
 from support.documents import write_documents
+from support.task_folders import TaskFolders
 
 CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
 IdResult = tuple[dict[bytes, bytes], dict[bytes, int]]
@@ -119,6 +123,28 @@ def test_the_stages_remove_what_the_reference_removes(tmp_path: Path, seed: int)
     assert 10 < len(expected[0]) < 55
     assert find(tmp_path / "one", texts, config, 1, 64 << 20)[0] == expected
     assert find(tmp_path / "many", texts, config, 4, 10_000)[0] == expected
+
+
+def test_arguments_of_tasks_do_not_grow_with_the_number_of_splits(tmp_path: Path) -> None:
+    texts = make_texts(random.Random(3), 70)
+    largest: dict[str, int] = {}
+
+    class Watched(TaskFolders):
+        def _run(self, task: Task) -> Commit:
+            largest[task.stage] = max(largest.get(task.stage, 0), len(pickle.dumps(task.args)))
+            return super()._run(task)
+
+    splits = []
+    for number in range(70):
+        file = tmp_path / f"{number}.arrow"
+        write_texts(file, texts[number : number + 1], random.Random(0))
+        digest = hash_file(file, ["xxh3_128"])["xxh3_128"]
+        splits.append(SplitDocuments(f"{number:05d}", Artifact(file), digest, file.stat().st_size))
+    stages = NearStages(CONFIG, splits, [SplitRemovals()] * 70, 1 << 20, 1)
+    remove_near(Watched(tmp_path / "work"), stages)
+    assert largest.pop("parts") > 70 * 10  # one task
+    assert {"equal", "bands", "candidates", "shingles", "near_lost"} <= largest.keys()
+    assert max(largest.values()) < 64 * 256, largest  # of 64 runs the names: above that they are merged
 
 
 def test_planted_copies_change_nothing_for_other_documents(tmp_path: Path) -> None:

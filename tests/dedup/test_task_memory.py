@@ -15,7 +15,14 @@ from shardkit.writers.dedup.config import LinesDedupConfig, MinHashConfig, NearD
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.lines import LINE_KEYS, find_line_losers
 from shardkit.writers.dedup.near import find_equal
-from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE, Part
+from shardkit.writers.dedup.population import (
+    DOCUMENT,
+    DOCUMENTS_FILE,
+    SIGNATURES_FILE,
+    Part,
+    PopulationFile,
+    write_parts,
+)
 from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.signatures import LOST, sign_documents, write_bands
 from shardkit.writers.dedup.tables import RowsWriter
@@ -65,8 +72,10 @@ def signatures(folder: Path, documents: int) -> Work:
 
 
 def equal(folder: Path, documents: int, copies: int) -> Work:
-    keys, starts = keys_of(folder / KEYS.file, documents, copies), np.array([0, documents])
-    return lambda made: find_equal(made, keys, starts, 1, MEMORY)
+    keys = keys_of(folder / KEYS.file, documents, copies)
+    write_parts(folder, [("part", documents)])
+    population = PopulationFile(Artifact(folder), Artifact(folder), ())
+    return lambda made: find_equal(made, keys, population, 1, MEMORY)
 
 
 def exact(folder: Path, documents: int, copies: int) -> Work:

@@ -51,7 +51,13 @@ from shardkit.writers.dedup.measure import (
     plant,
 )
 from shardkit.writers.dedup.measure import TEXTS_FILE as PLANTED_DOCUMENTS
-from shardkit.writers.dedup.population import Part, Population, SplitDocuments
+from shardkit.writers.dedup.population import (
+    Part,
+    Population,
+    PopulationFile,
+    SplitDocuments,
+    write_parts,
+)
 from shardkit.writers.dedup.removals import (
     OUTCOMES,
     Removed,
@@ -139,8 +145,17 @@ class NearStages:
         args = (lowest, documents, self.config, self.planted)
         return [Task("planted", "planted", config, _plant, args, inputs=inputs)]
 
+    def parts_task(self, population: Population, digest: str) -> Task:
+        """The task that writes what `population_file` names; `digest` is that of all parts."""
+        parts = [(part.folder.path.name, part.documents) for part in _of_kind(population, "input")]
+        return Task("parts", "parts", {}, write_parts, (parts,), inputs={"parts": digest})
+
     def equal_tasks(
-        self, run: RunTasks, population: Population, keys: Sequence[Commit | Segment]
+        self,
+        run: RunTasks,
+        population: Population,
+        file: PopulationFile,
+        keys: Sequence[Commit | Segment],
     ) -> list[Task]:
         """One task a range of word keys; `keys` holds those of each part."""
         partitions = self.limits.partitions(int(population.starts[-1]), KEYS.dtype)
@@ -151,7 +166,7 @@ class NearStages:
         for number in range(partitions):
             mine = exchanged.slice(*partition_bounds(number, partitions))
             inputs = {"keys": mine.digest, "starts": starts, "first_index": str(first_index)}
-            args = (mine, population.starts, first_index, self.memory_bytes)
+            args = (mine, file, first_index, self.memory_bytes)
             name = partition_name(number, partitions)
             tasks.append(Task("equal", name, {}, find_equal, args, mine.bytes, inputs))
         return tasks
@@ -171,7 +186,12 @@ class NearStages:
         return tasks
 
     def candidate_tasks(
-        self, run: RunTasks, population: Population, digest: str, bands: Sequence[Commit]
+        self,
+        run: RunTasks,
+        population: Population,
+        file: PopulationFile,
+        digest: str,
+        bands: Sequence[Commit],
     ) -> list[Task]:
         """One task a range of band keys."""
         entries = int(population.starts[-1]) * bands_and_rows(self.config)[0]
@@ -182,7 +202,7 @@ class NearStages:
             mine = exchanged.slice(*partition_bounds(number, partitions))
             config = {"dedup.near.similarity": self.config.similarity}
             inputs = {"parts": digest, "bands": mine.digest}
-            args = (mine, population, self.config.similarity, self.memory_bytes)
+            args = (mine, file, self.config.similarity, self.memory_bytes)
             name = partition_name(number, partitions)
             tasks.append(Task("candidates", name, config, _find_candidates, args, mine.bytes, inputs))
         return tasks
@@ -280,9 +300,10 @@ class EqualWords(PlainCounts):
 
 
 def find_equal(
-    folder: Path, keys: Slice, starts: npt.NDArray[np.int64], first_index: int, memory_bytes: int
+    folder: Path, keys: Slice, population: PopulationFile, first_index: int, memory_bytes: int
 ) -> EqualWords:
-    """`starts` are the numbers of each part's first document; parts from `first_index` on are of indexes."""
+    """Parts from `first_index` on are of indexes."""
+    starts = population.load().starts
     losers, share = 0, memory_bytes // 8
     with (
         RunWriter(folder / LOST.file, LOST, memory_bytes=share) as lost,
@@ -315,8 +336,9 @@ def _numbers(
 
 
 def _find_candidates(
-    folder: Path, entries: Slice, population: Population, similarity: float, memory_bytes: int
+    folder: Path, entries: Slice, file: PopulationFile, similarity: float, memory_bytes: int
 ) -> CandidateCounts:
+    population = file.load()
     return find_candidates(entries, population, folder, similarity=similarity, memory_bytes=memory_bytes)
 
 
@@ -392,11 +414,15 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
         [commit.content for commit in (*signed, *planted)] + [index.digest for index in indexes]
     )
     keys = [*signed, *planted, *key_runs(run, indexes, stages.memory_bytes)]
-    [equal] = run(stages.equal_tasks(run, population, keys))
+    [[written]] = run([stages.parts_task(population, digest)])
+    others = population.parts[len(signed) :]
+    inputs = Artifact(signed[0].folder.parent, signed[0].remote) if signed else written.files
+    file = PopulationFile(written.files, inputs, others)
+    [equal] = run(stages.equal_tasks(run, population, file, keys))
     parts, parts_end = list(population.parts), len(population.parts) << 32
     lost = exchange(run, "lost", LOST, equal, readers=len(parts), end=parts_end, limits=stages.limits)
     [bands] = run(stages.band_tasks(population, lost))
-    [candidates] = run(stages.candidate_tasks(run, population, digest, bands))
+    [candidates] = run(stages.candidate_tasks(run, population, file, digest, bands))
     verified, partners = _verify(run, stages, population, candidates)
     compared = [VerifiedBlock.of(commit) for commit in verified]
     edges = sum(block.verified for block in compared)

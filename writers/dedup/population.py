@@ -12,12 +12,15 @@ lowest source, the longest text, the lowest content rank (writers/documents.py);
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from shardkit.writers.execution.artifacts import Artifact
 
@@ -25,11 +28,14 @@ __all__ = [
     "DOCUMENT",
     "DOCUMENTS_FILE",
     "PAIR",
+    "PARTS_FILE",
     "SIGNATURES_FILE",
     "Part",
     "Population",
+    "PopulationFile",
     "SplitDocuments",
     "priority",
+    "write_parts",
 ]
 
 DOCUMENTS_FILE = "documents.npy"
@@ -106,6 +112,40 @@ class Population:
         numbers = numbers.astype(np.int64)
         parts = np.searchsorted(self.starts, numbers, side="right") - 1
         return parts, numbers - self.starts[parts]
+
+
+PARTS_FILE = "parts.json"
+
+
+def write_parts(folder: Path, parts: Sequence[tuple[str, int]]) -> dict[str, int]:
+    """Write (name of the folder, documents) of the splits' parts, for `PopulationFile`."""
+    (folder / PARTS_FILE).write_bytes(orjson.dumps(parts))
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class PopulationFile:
+    """A population as an argument of tasks, of a size that does not grow with the number of splits.
+
+    `parts` is what `write_parts` wrote; `inputs` is the folder of those folders; `others` follow the splits'.
+    """
+
+    parts: Artifact
+    inputs: Artifact
+    others: tuple[Part, ...]
+
+    def load(self) -> Population:
+        """The population; a process keeps the one that it read last."""
+        global _loaded
+        key = str(self.parts)
+        if _loaded is None or _loaded[0] != key:
+            read = orjson.loads((self.parts / PARTS_FILE).read_bytes())
+            inputs = [Part(self.inputs / name, documents) for name, documents in read]
+            _loaded = key, Population((*inputs, *self.others))
+        return _loaded[1]
+
+
+_loaded: tuple[str, Population] | None = None
 
 
 def priority(documents: npt.NDArray[np.void], kind: Kind) -> npt.NDArray[np.uint64]:
