@@ -242,6 +242,24 @@ def test_large_keys_may_be_left_out(tmp_path: Path, maps: int) -> None:
     assert found == sorted([*range(maps), 0, 10, 11])
 
 
+def test_a_row_is_written_once_more_for_each_factor_of_the_fan_in_however_many_spills(tmp_path: Path) -> None:
+    limits = Limits(fan_in=2)
+    rows = rows_of(PLAIN, np.random.default_rng(1).integers(0, 1 << 40, 300).tolist())
+    before = written_bytes()
+    with RunWriter(tmp_path / "rows.run", PLAIN, memory_bytes=rows.nbytes, limits=limits) as writer:
+        for _ in range(80):  # spills: 2 ** 6 and some
+            writer.write(rows)
+    assert written_bytes() - before < 12 * 80 * rows.nbytes
+    found = Slice.whole(PLAIN, [Artifact(tmp_path / "rows.run")]).read()[0]
+    assert found["value"].tolist() == np.repeat(rows[np.argsort(rows["key"])]["value"], 80).tolist()
+
+
+def written_bytes() -> int:
+    """What this process has written to files so far."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["wchar"])
+
+
 def test_keys_that_no_reader_could_ask_for_are_an_error(tmp_path: Path) -> None:
     commits, _ = write_maps(tmp_path, PLAIN, [[[3, 10]]])
     exchanged = exchange(Folders(tmp_path), "rows", PLAIN, commits, readers=1, end=10)
