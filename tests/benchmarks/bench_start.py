@@ -10,7 +10,11 @@ would do without delays and leaders, each rank asking for its own index and for 
 from __future__ import annotations
 
 import logging
+import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from figures import benchmark_parser, give
 from support.start_model import start_job
