@@ -249,13 +249,36 @@ def explain_work(recipe: Recipe, work: Work, storage: StorageOptions | None) -> 
     stale = [
         StaleTask(key, commit)
         for key, commit in work.commits()
-        if key not in planner.keys and commit.stage not in later  # of those, what will be used is not known
+        if key not in planner.keys and _read_by(commit.stage) not in later  # of those, use is not known
     ]
     return Explanation(work.place, tuple(planner.stages), tuple(later), tuple(stale))
 
 
+# Which stage reads what is merged in stages `<exchange>-merge-1`, …, if its name is not that of the exchange.
+_READERS = {
+    "lost": "bands",
+    "bands": "candidates",
+    "pairs": "shingles",
+    "partners": "shingles",
+    "own": "verify",
+    "guests": "verify",
+    "proposed": "planted",
+    "planted_edges": "measure",
+    "checked": "measure",
+    "tokens": "pack",
+}
+
+
+def _read_by(stage: str) -> str:
+    """The stage of `stage_names` that needs it: itself, or the one that reads what it merges."""
+    exchange, merge, _ = stage.partition("-merge-")
+    if not merge:
+        return stage
+    return "near" if exchange.startswith("near-") else _READERS.get(exchange, exchange)
+
+
 def stage_names(recipe: Recipe) -> list[str]:
-    """The stages of a recipe in order."""
+    """The stages of a recipe in order, without merges, of which there are as many as the data needs."""
     dedup = recipe.dedup
     names = ["tokenizer", "clean"]
     names += ["exact", "exact_removed"] if dedup.exact is not None else []

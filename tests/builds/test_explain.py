@@ -102,6 +102,23 @@ def test_a_changed_key_is_named_at_the_first_stage_that_depends_on_it_and_no_ear
     assert result.tasks_reused >= finished
 
 
+@pytest.mark.extended
+def test_what_was_merged_is_kept_as_long_as_its_readers_are_not_known(tmp_path: Path) -> None:
+    recipe = make_corpus(tmp_path / "corpus", 40)
+    for number in range(70):  # more runs than a task reads at once
+        (recipe.parent / f"plain-x{number}.jsonl").write_text(
+            json.dumps({"text": text_of(1000 + number * 10), "number": 1})
+        )
+    make(recipe, output="out")
+    merges = {plan.stage for plan in explain(recipe).stages if "-merge-" in plan.stage}
+    assert merges == {"exact-merge-1", "tokens-merge-1"}
+    assert not explain(recipe).stale
+    stale = {task.commit.stage for task in explain(recipe, "filters=[{length: {min_words: 4}}]").stale}
+    assert stale == {"clean"}
+    stale = {task.commit.stage for task in explain(recipe, "seed=18").stale}
+    assert stale == {"tokenize"}
+
+
 def test_an_added_file_is_the_only_one_that_is_cleaned(recipe: Path) -> None:
     lines = [json.dumps({"text": text_of(n), "number": n}) for n in range(900, 920)]
     (recipe.parent / "plain-7.jsonl").write_text("\n".join(lines) + "\n")

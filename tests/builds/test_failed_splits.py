@@ -187,6 +187,7 @@ def test_a_mended_split_is_read_when_asked_for_or_without_the_setting(
         assert tree(whole.output) == tree(tmp_path / "whole-0")
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("inline_builds")
 @pytest.mark.filterwarnings("ignore:task clean/poison")
 def test_slices_share_what_stands_in_for_a_failed_split(tmp_path: Path, failing_readers: list[str]) -> None:
