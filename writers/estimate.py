@@ -7,6 +7,7 @@ the estimate as they are. A sample cannot show what depends on the whole:
 
 - duplicates meet only there. Nothing is taken off for those that are removed; of near-duplicates, `PAIRED`
   of all documents are taken to be in pairs, with `PAIR_BYTES` each, where the sample has fewer.
+- exchanges merge many runs, and a sample has few: what they write comes from `stage_requests`.
 - planted copies and the documents of an index are not in the sample: that many more documents are added.
 
 The result is high rather than low, by `MARGIN` and by what duplicate removal saves.
@@ -37,6 +38,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+import numpy as np
+
 from shardkit.errors import BuildError, warn_user
 from shardkit.progress import make_listener
 from shardkit.units import format_bytes
@@ -52,6 +55,7 @@ from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.scan import Split, scan_inputs
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import InputConfig, Recipe
+from shardkit.writers.requests import Corpus, stage_requests
 from shardkit.writers.stages.graph import PARTITION_TEXT_BYTES, BuildInputs, Outputs, run_stages
 from shardkit.writers.stages.provenance import PROVENANCE_NAME
 from shardkit.writers.stages.tokenize import Tokenized, TokenizerFile
@@ -203,7 +207,7 @@ _HASH_BYTES = 8
 
 _WORD_BYTES = 6  # of text; the shortest average of the languages that have spaces
 
-_NEAR = ("signatures", "equal", "candidates", "shingles", "verify", "near")
+_NEAR = ("signatures", "equal", "bands", "candidates", "shingles", "verify", "near")  # and near_…
 
 _BY_TOKENS = ("pack", "provenance")
 
@@ -313,6 +317,9 @@ def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made
     if near is not None:
         indexed = sum(part.documents for index in inputs.indexes for part in index.parts)
         _add_near(stages, near, documents, text, indexed)
+    for merged in stage_requests(_corpus(inputs, scales, made, documents, text)):
+        if "-merge-" in merged.stage:
+            stages[merged.stage] = merged.written_bytes
     for stage in tasks:
         stages[stage] += len(inputs.splits) * files * FILE_BYTES / MARGIN
     sizes = {stage: int(MARGIN * size) for stage, size in stages.items()}
@@ -329,6 +336,20 @@ def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made
     return StageBytes(sizes, int(MARGIN * output), int(largest), int(documents), int(text))
 
 
+def _corpus(inputs: BuildInputs, scales: _Scales, made: Outputs, documents: float, text: float) -> Corpus:
+    tokens = scales.tokens * sum(Tokenized.of(commit).tokens for commit in made.tokenized)
+    return Corpus(
+        splits=len(inputs.splits),
+        documents=max(1, int(documents)),
+        text_bytes=max(1, int(text)),
+        tokens=max(1, int(tokens)),
+        token_bytes=np.dtype(made.tokenizer["dtype"]).itemsize,
+        memory=inputs.recipe.memory,
+        shard_bytes=inputs.recipe.output.shard_bytes,
+        has_near=inputs.recipe.dedup.near is not None,
+    )
+
+
 def _add_near(
     stages: dict[str, float], config: NearDedupConfig, documents: float, text: float, indexed: int
 ) -> None:
@@ -337,14 +358,12 @@ def _add_near(
     stages["shingles"] = max(stages.get("shingles", 0.0), PAIRED * grams * _HASH_BYTES)
     stages["candidates"] = max(stages.get("candidates", 0.0), PAIRED * documents * PAIR_BYTES)
     planted = config.measure.planted if config.measure is not None else 0
-    for stage in _NEAR:
-        more = planted + (indexed if stage in ("equal", "candidates", "shingles", "verify", "near") else 0)
+    for stage in {*_NEAR, *(stage for stage in stages if stage.startswith("near_"))}:
+        more = planted + (indexed if stage != "signatures" else 0)
         stages[stage] = stages.get(stage, 0.0) * (1 + more / max(1.0, documents))
 
 
 CERTAIN = 200  # 10 for the expansion of compressed text, 12 for all that stages write of short documents
-
-_DOCUMENT_SCRATCH_BYTES = 64  # of tables that every machine fetches, and of what the one task `near` writes
 
 _STAGE = "disk check"
 
@@ -425,8 +444,7 @@ def disk_needs(
         wanted.append((work.folder, "work folder", left))
         linked = output is not None and _device(work.folder) == _device(output)
     else:
-        running = workers * estimate.largest_task
-        wanted.append((work.folder, "scratch", running + _DOCUMENT_SCRATCH_BYTES * estimate.documents))
+        wanted.append((work.folder, "scratch", workers * estimate.largest_task))
     if output is not None and not linked:
         wanted.append((output, "output", estimate.output))
     needs: dict[int, tuple[Path, dict[str, int]]] = {}
