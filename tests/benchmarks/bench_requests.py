@@ -6,7 +6,9 @@
 The whole pipeline runs in one process for each size, with its work folder in a store in memory that counts
 requests and bytes. So that megabytes stand for gigabytes, whatever has a size in bytes or rows is divided by
 `scale`: the recipe's memory (2 GB), shards (64 MiB), checked blocks, ranges of reads, sorted runs, and the
-limits of the exchange. A split is a file of `--split-megabytes` over `scale`.
+limits of the exchange. A split is a file of `--split-megabytes` over `scale`. Documents cannot be divided, so
+they are cut after 4,000 characters: a longer one would be large against what is divided. There should be
+many originals: what is repeated with mutations has more and more partners.
 
 A range counts as one request however long it is. CPU is that of the process, with the copies of the store in
 memory. An exponent is the slope of log(value) over log(text) between two neighboring sizes: 1 is linear
@@ -64,6 +66,7 @@ tokenizer: {{path: tokenizer.json, eos: "{EOS}"}}
 pack: {{sequence_length: 256}}
 output: {{path: OUT/out}}
 """
+LONGEST = 4000  # characters of a document
 MEMORY_BYTES = 2_000_000_000
 SHARD_BYTES = 64 << 20
 # Constants in bytes or rows that are divided by the scale, by module.
@@ -234,7 +237,7 @@ def main() -> None:
         "--split-megabytes", type=float, default=256, help="before scaling (default: %(default)s)"
     )
     parser.add_argument("--scale", type=int, default=256, help="default: %(default)s")
-    parser.add_argument("--megabytes", type=float, default=20, help="of original text (default: %(default)s)")
+    parser.add_argument("--megabytes", type=float, default=80, help="of original text (default: %(default)s)")
     parser.add_argument("--lines", action="store_true", help="remove duplicate lines, too")
     parser.add_argument("--work", type=Path, help="a folder for all files (default: a temporary one)")
     parser.add_argument("--one", type=Path, help="run one build (used by this benchmark itself)")
@@ -242,7 +245,8 @@ def main() -> None:
     if options.one:
         print(json.dumps(run_build(options.one, options.scale)))
         return
-    originals = documents(options.corpus, options.megabytes)
+    whole = documents(options.corpus, options.megabytes)
+    originals = [text[at : at + LONGEST] for text in whole for at in range(0, len(text), LONGEST)]
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         results = [
             measure(Path(folder) / splits, originals, int(splits), options)
