@@ -379,7 +379,7 @@ def test_a_store_that_fails_is_not_taken_for_an_absent_file(upload: Upload, key:
         (b"[" * 100_000, "cannot be read"),
         (b"\xff", "cannot be read"),
         (b"[]", "must be a JSON object"),
-        (b'{"a": "' + b"x" * MAX_CARD_BYTES + b'"}', "is larger than 16,777,216 bytes"),
+        (b'{"a": "' + b"x" * MAX_CARD_BYTES + b'"}', "is larger than 67,108,864 bytes"),
     ],
 )
 def test_a_card_that_is_none_is_named(upload: Upload, where: str, card: bytes, words: str) -> None:
