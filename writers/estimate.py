@@ -346,6 +346,7 @@ def _corpus(inputs: BuildInputs, scales: _Scales, made: Outputs, documents: floa
         token_bytes=np.dtype(made.tokenizer["dtype"]).itemsize,
         memory=inputs.recipe.memory,
         shard_bytes=inputs.recipe.output.shard_bytes,
+        has_exact=inputs.recipe.dedup.exact is not None,
         has_near=inputs.recipe.dedup.near is not None,
     )
 

@@ -55,6 +55,7 @@ class Corpus:
     token_bytes: int = 4
     memory: int = 2_000_000_000
     shard_bytes: int = 1 << 26
+    has_exact: bool = True
     has_near: bool = True
     bands: int = 14
     scale: int = 1
@@ -130,14 +131,15 @@ class Model:
     stages: list[StageRequests] = field(default_factory=list)
 
     def add_stages(self) -> None:
-        """The stages in order; `near` ones only if the build has them."""
+        """The stages in order, as far as the build has them."""
         c = self.corpus
         text = c.text_bytes * DOCUMENTS
         readers = c.limits.partitions(c.documents, KEYS.dtype)
         self._add("clean", c.splits, 0, 0, files=3, written=text + c.documents * KEYS.dtype.itemsize)
-        keys = self.exchange("exact", KEYS.dtype, c.splits, c.documents, readers)
-        self._add("exact", readers, *self._slices(keys, readers), files=1)
-        self._by_split("exact_removed", readers, c.documents * 0.01)
+        if c.has_exact:
+            keys = self.exchange("exact", KEYS.dtype, c.splits, c.documents, readers)
+            self._add("exact", readers, *self._slices(keys, readers), files=1)
+            self._by_split("exact_removed", readers, c.documents * 0.01)
         if c.has_near:
             self._add_near(text, readers)
         self._add("tokenize", c.splits, *self._scans(text, c.splits), files=1, written=self._spilled)
@@ -158,7 +160,7 @@ class Model:
     def _add_near(self, text: float, readers: int) -> None:
         c = self.corpus
         signatures = c.documents * SIGNATURE_BYTES
-        self._add("signatures", c.splits, *self._scans(text, c.splits), files=3, written=signatures)
+        self._add("signatures", c.splits, *self._scans(text, c.splits), files=4, written=signatures)
         keys = self.exchange("equal", KEYS.dtype, c.splits, c.documents, readers)
         self._add("equal", readers, *self._slices(keys, readers), files=2)
         lost = self.exchange("lost", LOST.dtype, readers, c.documents * LOSERS, c.splits)
@@ -169,7 +171,7 @@ class Model:
         self._add("bands", c.splits, gets + more, read + also, files=1, written=size)
         candidates = c.band_partitions()
         bands = self.exchange("bands", BANDS.dtype, c.splits, entries, candidates)
-        self._add("candidates", candidates, *self._slices(bands, candidates), files=4)
+        self._add("candidates", candidates, *self._slices(bands, candidates), files=2)
         self._add_verified(text, candidates)
 
     def _add_verified(self, text: float, candidates: int) -> None:

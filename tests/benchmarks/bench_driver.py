@@ -164,15 +164,15 @@ class VirtualEngine(Closing):
     own_seconds: float = 0.0
 
     def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
-        running: list[tuple[float, str, bytes]] = []
+        running: list[tuple[float, str, Task]] = []  # no answers: a worker has its own until it is done
         while not queue.exhausted:
             while len(running) < self.workers and (task := queue.take()) is not None:
                 start = time.process_time()
-                answer = pickle.dumps((commit_of(task), None, ""))
-                heapq.heappush(running, (self.now + seconds_of(task), task.name, answer))
+                heapq.heappush(running, (self.now + seconds_of(task), task.name, task))
                 self.own_seconds += time.process_time() - start
             start = time.process_time()
-            self.now, _, answer = heapq.heappop(running)
+            self.now, _, task = heapq.heappop(running)
+            answer = pickle.dumps((commit_of(task), None, ""))
             self.own_seconds += time.process_time() - start
             queue.done(pickle.loads(answer)[0])
 

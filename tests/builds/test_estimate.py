@@ -242,6 +242,25 @@ def test_an_estimate_is_between_what_a_build_takes_and_half_as_much_again(
 
 
 @pytest.mark.extended
+def test_an_estimate_has_what_exchanges_merge_though_a_sample_is_of_few_files(
+    texts_folder: Path, tmp_path: Path
+) -> None:
+    lines = (texts_folder / "plain-0.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "files").mkdir()
+    for number in range(100):
+        (tmp_path / "files" / f"{number}.jsonl").write_bytes(b"".join(lines[number * 5 : number * 5 + 5]))
+    inputs = f'inputs=[{{path: "{tmp_path}/files/*.jsonl"}}]'
+    places = [f"work={tmp_path / 'work'}", f"output.path={tmp_path / 'out'}"]
+    recipe = load_recipe(texts_folder / "recipe.yaml", [inputs, "dedup.exact={}", *places])
+    found = rehearse(*look(recipe), 1, sample_bytes=1 << 16)
+    build(recipe, workers=1, progress=False)
+    work = LocalWork(tmp_path / "work")
+    for stage in ("exact-merge-1", "tokens-merge-1"):
+        made = sum(commit.bytes for _, commit in work.commits(stage))
+        assert made <= found.stages[stage] <= 1.5 * made, stage
+
+
+@pytest.mark.extended
 def test_scratch_of_a_work_folder_in_a_store_is_enough_for_a_worker(
     texts_folder: Path, tmp_path: Path
 ) -> None:

@@ -246,6 +246,8 @@ class Measured:
     padding: Fraction
     shard_bytes: int
     document_bytes: Fraction | None = None
+    memory: int | None = None
+    """Of a task, as the recipe says."""
     core_bytes_per_second: Fraction | None = None
     work_bytes_per_text_byte: Fraction | None = None
 
@@ -269,6 +271,7 @@ def measured_from_card(card: DatasetCard) -> Measured:
             padding=Fraction(card.padding, cells),
             shard_bytes=int(card.recipe["output"]["shard_bytes"]),
             document_bytes=Fraction(kept, max(1, card.funnel.kept.documents)),
+            memory=card.recipe.get("memory"),
         )
     except (ShardError, KeyError, TypeError, ValueError) as error:
         raise ShardkitError(
