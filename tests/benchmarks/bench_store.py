@@ -107,7 +107,7 @@ def digests(scratch: Path, endpoint: str, side: str) -> dict[str, str]:
 
 def row(side: str, runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
     def median(name: str, of: list[dict[str, Any]]) -> float:
-        return statistics.median(one[name] for one in of)
+        return float(statistics.median(one[name] for one in of))
 
     more = {
         stage: statistics.median(one["stages"][stage] for one in runs)
