@@ -80,16 +80,16 @@ OUTSIDE_TASKS = (
     "shardkit.writers.requests",
     "shardkit.writers.train_classifier",
     # Modules that make a dataset of finished tasks' files: they run in every build, and reuse nothing.
-    "shardkit.publish",
     "shardkit.writers.card",
     "shardkit.writers.pipeline",
-    "shardkit.writers.publish",
     "shardkit.writers.report",
     "shardkit.writers.result",
 )
 # Second, modules that task functions use, each with the reason why it decides nothing.
 DECIDES_NO_BYTE = {
+    "shardkit.publish": "moves finished files; every build looks anew at what is there",
     "shardkit.storage": "moves objects; a task's digest holds the digest of every object that it reads",
+    "shardkit.writers.publish": "moves finished files, as above",
     "shardkit.writers.execution": "runs tasks and finds their files, whose hashes are in their commits",
 }
 # Distributions that are not installed are left out. Transports (boto3, fsspec) decide no byte, as above.

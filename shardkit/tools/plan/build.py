@@ -30,7 +30,7 @@ from shardkit.storage.s3_upload import PART_BYTES
 from shardkit.tools.plan.quantities import Prices
 from shardkit.writers.requests import Corpus, StageRequests, stage_requests, together
 
-# Measured with the real queue and commits (tests/benchmarks/bench_driver.py), and with Ray, which hands over
+# Bytes: of the real queue and commits (tests/benchmarks/bench_driver.py). Seconds: of Ray, which hands over
 # some hundred tasks a second.
 DRIVER_TASK_SECONDS = Fraction("0.0025")
 DRIVER_TASK_BYTES = 2_000
