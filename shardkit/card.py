@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 CARD_NAME = "dataset.json"
-MAX_CARD_BYTES = 64 << 20  # lists 600,000 provenance tables and annotations, with their hashes
+MAX_CARD_BYTES = 64 << 20  # lists 500,000 provenance tables and annotations
 _DUPLICATES = ("exact_duplicate", "duplicate_lines", "near_duplicate")
 _T = TypeVar("_T")
 

@@ -285,7 +285,7 @@ def stage_names(recipe: Recipe) -> list[str]:
     names += ["line_keys", "line_losers", "lines_removed", "lines"] if dedup.lines is not None else []
     if dedup.near is not None:
         measured = dedup.near.measure is not None
-        names += ["signatures", *(["planted"] if measured else []), "equal", "bands", "candidates"]
+        names += ["signatures", *(["planted"] if measured else []), "parts", "equal", "bands", "candidates"]
         names += ["shingles", "verify", "near", "near_equal", "near_lost", "near_kept", "near_removed"]
         names += ["measure"] if measured else []
     return [*names, "parity", "tokenize", "pack", "provenance"]
