@@ -26,12 +26,12 @@ from support.read_inputs import recipe
 pytest_plugins = ["support.s3_rgw"]
 pytestmark = pytest.mark.extended  # moto is the quick server; the real one is for CI
 
-DOCUMENTS = 16_000
+DOCUMENTS = 32_000
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three files of 12 MiB and more as stored: read-ahead does not hold them whole."""
+    """Three files of 24 MiB and more as stored: read-ahead does not hold them whole."""
     folder = tmp_path_factory.mktemp("data")
     numbers = random.Random(3)
     texts = [numbers.randbytes(800).hex() for _ in range(DOCUMENTS)]
