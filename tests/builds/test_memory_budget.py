@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from soak_dedup import write_documents
 
 MEMORY = 1 << 28
-LIBRARIES = 365_000_000  # RSS of a worker that has loaded all kernels, and what zstd and Arrow keep; half is shared
+LIBRARIES = 365_000_000  # RSS of a worker that has loaded all kernels, with what zstd keeps; half is shared
 TASK = MEMORY // 5  # of duplicate removal: writers/stages/duplicate_losses.py
 LARGE = {
     "tokenize",
