@@ -203,9 +203,7 @@ PAIR_BYTES = 400
 
 FILE_BYTES = 4096  # what a file takes beyond its bytes at most; of small ones there are many
 
-_HASH_BYTES = 8
-
-_WORD_BYTES = 6  # of text; the shortest average of the languages that have spaces
+_COMPRESSED = 0.5  # of text, each document by itself
 
 _NEAR = ("signatures", "equal", "bands", "candidates", "shingles", "verify", "near")  # and near_…
 
@@ -355,8 +353,7 @@ def _add_near(
     stages: dict[str, float], config: NearDedupConfig, documents: float, text: float, indexed: int
 ) -> None:
     """What near-duplicates take at least, and what planted copies and documents of an index add."""
-    grams = text / (_WORD_BYTES if config.minhash.unit == "words" else 1)
-    stages["shingles"] = max(stages.get("shingles", 0.0), PAIRED * grams * _HASH_BYTES)
+    stages["shingles"] = max(stages.get("shingles", 0.0), PAIRED * text * _COMPRESSED)
     stages["candidates"] = max(stages.get("candidates", 0.0), PAIRED * documents * PAIR_BYTES)
     planted = config.measure.planted if config.measure is not None else 0
     for stage in {*_NEAR, *(stage for stage in stages if stage.startswith("near_"))}:

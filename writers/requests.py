@@ -34,9 +34,9 @@ from shardkit.writers.tokenizer import PARITY_BYTES
 
 __all__ = ["Corpus", "Model", "StageRequests", "stage_requests", "together"]
 
-# Of a byte of kept text: documents as they are stored, and sets of n-grams of documents that have pairs.
+# Of a byte of kept text: documents as they are stored, and texts of those in pairs, once for each block.
 DOCUMENTS = 0.43
-SETS = 0.2
+TEXTS = 0.26
 # Of a document: bytes of its signature and keys, pairs that it is in, rounds of deciding who is removed.
 SIGNATURE_BYTES = 520
 PAIRS = 0.6
@@ -182,12 +182,12 @@ class Model:
         seconds = self.exchange("partners", side, candidates, pairs, c.splits)
         parts = [self._scans(text, c.splits), self._slices(firsts, c.splits)]
         parts.append(self._slices(seconds, c.splits))
-        sets = c.text_bytes * SETS
+        texts = c.text_bytes * TEXTS
         gets, read = (sum(amounts) for amounts in zip(*parts, strict=True))
-        self._add("shingles", c.splits, gets, read, files=2, written=sets)
-        row = OWN.dtype.itemsize + sets / max(1.0, 2 * pairs)
-        own = self.exchange("own", None, c.splits, sets * 0.4 / row, blocks, row)
-        guests = self.exchange("guests", None, c.splits, sets * 0.6 / row, blocks, row)
+        self._add("shingles", c.splits, gets, read, files=2, written=texts)
+        row = OWN.dtype.itemsize + texts / max(1.0, 2 * pairs)
+        own = self.exchange("own", None, c.splits, texts * 0.22 / row, blocks, row)
+        guests = self.exchange("guests", None, c.splits, texts * 0.78 / row, blocks, row)
         read_by_block = [self._slices(runs, blocks) for runs in (firsts, own, guests)]
         gets, read = (sum(amounts) for amounts in zip(*read_by_block, strict=True))
         self._add("verify", blocks, gets, read, files=3)

@@ -103,7 +103,7 @@ class Limits:
     least_segments: int = 64  # runs x readers that are never merged
     segment_bytes: int = 4 << 20  # what a request costs: so much could be read and written again instead
     block_bytes: int = 256 << 10  # unit of reading and checking, in small files
-    read_bytes: int = 8 << 20  # of one request, if memory allows
+    read_bytes: int = 16 << 20  # of one request, if memory allows
     reads_in_flight: int = 32
     merge_memory_bytes: int = 192 << 20  # of a merge task
     read_memory_bytes: int = 64 << 20  # of `Slice.read`, beside what it returns

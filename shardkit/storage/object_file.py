@@ -1,7 +1,7 @@
 """An object as a file: read-only, seekable, of one version, for libraries that need a file.
 
-Bytes come in ranges that begin at 1 MiB and double up to 8 MiB during sequential reads; from the second one
-on, the next range is fetched while the current one is read. So at most 16 MiB are held, a reader that jumps
+Bytes come in ranges that begin at 1 MiB and double up to 16 MiB during sequential reads; from the second one
+on, the next range is fetched while the current one is read. So at most 32 MiB are held, a reader that jumps
 (a Parquet footer, then columns) fetches little that it does not read, and one that pauses holds no
 connection.
 Errors are OSErrors with an errno, as of a disk: ESTALE if the object no longer has the requested version,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["open_object"]
 
 _FIRST_BYTES = 1 << 20
-_MOST_BYTES = 8 << 20
+_MOST_BYTES = 16 << 20
 _BUFFER_BYTES = 1 << 16  # small reads are served from here
 
 

@@ -5,14 +5,28 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import BuildError
-from shardkit.writers.dedup.shingle_store import SET, ShingleReader, ShingleWriter
+from shardkit.writers.dedup.config import MinHashConfig
+from shardkit.writers.dedup.shingle_store import (
+    OWN,
+    SET,
+    ShingleReader,
+    ShingleWriter,
+    distinct_sets,
+    read_sets,
+    stored_rows,
+    text_rows,
+)
 from shardkit.writers.dedup.tables import Rows, RowsWriter
+from shardkit.writers.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.kernels.shingles import shingle_batch
+from support.task_folders import slice_of
 
 Documents = dict[int, list[int]]  # number -> n-grams
 hashes = st.one_of(st.integers(0, 20), st.integers(0, (1 << 64) - 1))
@@ -132,3 +146,35 @@ def test_rows_are_read_in_slices_and_a_cut_or_foreign_file_is_refused(tmp_path: 
     path.write_bytes(b"no table")
     with pytest.raises(BuildError, match="not a table"):
         Rows(Artifact(path), SET)
+
+
+WORDS = st.sampled_from(["one", "Two", "drei", "né", "\u4e2d\u6587", "...", "\n", "a" * 300])
+TEXTS = st.lists(st.lists(WORDS, max_size=60).map(" ".join), min_size=1, max_size=30)
+
+
+@settings(max_examples=60, deadline=None)  # kernels may be compiled first
+@given(TEXTS, st.lists(st.booleans(), min_size=30, max_size=30), st.integers(1, 1 << 20), st.booleans())
+def test_texts_and_stored_sets_come_back_as_the_sets_of_the_texts(
+    tmp_path_factory: pytest.TempPathFactory,
+    texts: list[str],
+    stored: list[bool],
+    memory_bytes: int,
+    characters: bool,
+) -> None:
+    config = MinHashConfig(unit="characters" if characters else "words", ngram=3)
+    run = tmp_path_factory.mktemp("run") / OWN.file
+    expected = []
+    with RunWriter(run, OWN, memory_bytes=1 << 20) as writer:
+        for number, text in enumerate(texts):
+            array = pa.array([text], pa.large_string())
+            sets = distinct_sets(np.array([number], np.uint64), *shingle_batch(array, config))
+            expected += contents(sets)
+            rows, payload = stored_rows(sets) if stored[number] else text_rows(array)
+            rows["key"] = rows["number"] = number
+            writer.write(rows, payload)
+    found = [
+        entry for sets in read_sets(slice_of(run, OWN), config, memory_bytes) for entry in contents(sets)
+    ]
+    assert sorted(found) == expected
+    texts_alone = [entry for entry in found if not stored[entry[0]]]
+    assert texts_alone == sorted(texts_alone)

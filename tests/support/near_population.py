@@ -19,7 +19,7 @@ from shardkit.writers.dedup.population import (
     Population,
     priority,
 )
-from shardkit.writers.dedup.shingle_store import SetRuns, ShingleReader, ShingleWriter
+from shardkit.writers.dedup.shingle_store import SetRuns, ShingleReader, ShingleWriter, stored_rows
 from shardkit.writers.dedup.tables import Rows, RowsWriter
 from shardkit.writers.exchange import Exchanged
 from shardkit.writers.execution.artifacts import Artifact
@@ -157,7 +157,9 @@ def write_set_runs(
             for sets in ShingleReader([Artifact(world.shingle_folders[at])]).chunks(runs.numbers, 500):
                 described = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read()
                 rows = described[sets.numbers.astype(np.int64) - start]
-                runs.write(sets, priority(rows, part.kind))
+                stored, payload = stored_rows(sets)
+                stored["priority"] = priority(rows, part.kind)
+                runs.write(stored, payload)
         commits.append(commit_folder(place, "shingles", str(at)))
     return commits
 

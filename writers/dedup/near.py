@@ -240,6 +240,7 @@ class NearStages:
         """One task a block of documents: the first of a pair is an input's."""
         names = ("similarity", "containment", "small_shingles", "small_repetition", "small_similarity")
         rule = {f"dedup.near.{name}": getattr(self.config, name) for name in names}
+        rule |= {"dedup.near": part_settings(self.config)}
         tasks = []
         planted = population.planted.start, population.planted.stop
         for start in range(0, population.count("input"), 1 << bits):

@@ -1,14 +1,16 @@
-"""The n-grams of the documents that occur in candidate pairs: sorted sets of 64-bit hashes, on disk.
+"""The n-grams of the documents that occur in candidate pairs: sorted sets of 64-bit hashes.
 
 Pairs are verified in blocks of document numbers (`number >> block_bits`), by their first document. A task a
-part makes the sets of its documents once and writes them for the exchange, with what else is asked of them:
+part writes its documents for the exchange, with what else is asked of them:
 
-    own.run       OWN: the set of each document that is first in a pair, keyed by its number
-    guests.run    GUESTS: the set of each document that is second, once for each block that has a first
-                  document of it, keyed by the lowest of these
+    own.run       OWN: each document that is first in a pair, keyed by its number
+    guests.run    GUESTS: each document that is second, once for each block that has a first document of it,
+                  keyed by the lowest of these
 
-The task reads its own range of the pairs only. It holds a batch of texts, and of each document the blocks
-that want it.
+The texts travel, compressed, and become sets where they are compared: the sets of word n-grams are two to
+three times as large, and cost less to make again than to move. Of an index's documents only the sets are
+known, and travel as they are. The task reads its own range of the pairs only. It holds a batch of texts, and
+of each document the blocks that want it.
 
 An index of other documents stores sets in a folder, in ascending order of their numbers:
 
@@ -34,6 +36,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import zstandard
 
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.config import MinHashConfig
@@ -44,6 +47,8 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.numba_support import Int64s, UInt64s, kernel
 from shardkit.writers.kernels.shingles import shingle_batch
+from shardkit.writers.kernels.text_arrays import copy_texts, text_bytes, text_offsets
+from shardkit.writers.runs import Batch, payload_ends
 
 __all__ = [
     "GUESTS",
@@ -57,6 +62,9 @@ __all__ = [
     "ShingleSets",
     "ShingleWriter",
     "distinct_sets",
+    "read_sets",
+    "stored_rows",
+    "text_rows",
     "write_sets",
 ]
 
@@ -74,9 +82,10 @@ SET = np.dtype(
 _STORED = np.dtype(
     [
         ("key", "<u8"),
-        ("size", "<i8"),  # bytes of the stored hashes, which are the payload
+        ("size", "<i8"),  # of the payload: the compressed text, or the stored hashes
         ("number", "<u8"),
-        ("total", "<i8"),
+        ("text", "<i8"),  # bytes of UTF-8 text; -1: the payload is hashes
+        ("total", "<i8"),  # like `distinct` not known of a text
         ("distinct", "<i4"),
         ("priority", "<u8", (3,)),  # population.priority
     ]
@@ -87,6 +96,7 @@ _WANTED = np.dtype([("number", "<u8"), ("key", "<u8")])
 _FENCE_ROWS = 4096
 _GAP_HASHES = 8192  # 64 KiB read for nothing cost less than another call
 _READ_HASHES = 1 << 19  # what is held beside the sets
+_TEXT_LEVEL = 1  # of zstd
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +118,20 @@ class Sets:
 
     @classmethod
     def of(cls, rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8]) -> Self:
-        """Rows of a run and their payloads."""
+        """Rows of a run whose payloads are hashes."""
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(rows["size"] // 8, out=offsets[1:])
         return cls(rows, payload.view("<u8"), offsets)
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Self]) -> Self:
+        """All of them, in order; there is at least one."""
+        if len(pieces) == 1:
+            return pieces[0]
+        lengths = np.concatenate([np.diff(piece.offsets) for piece in pieces])
+        rows = np.concatenate([piece.rows for piece in pieces])
+        hashes = np.concatenate([piece.hashes for piece in pieces])
+        return cls(rows, hashes, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
 
 
 class ShingleWriter:
@@ -333,7 +353,7 @@ class SetRuns:
         self._runs = [
             RunWriter(folder / table.file, table, memory_bytes=memory_bytes // 4) for table in (OWN, GUESTS)
         ]
-        self.numbers: UInt64s = np.union1d(self._own, self._guests["number"])  # whose sets are wanted
+        self.numbers: UInt64s = np.union1d(self._own, self._guests["number"])  # of the wanted documents
 
     def __enter__(self) -> Self:
         return self
@@ -344,35 +364,37 @@ class SetRuns:
         for run in self._runs:
             run.__exit__(kind, error, trace)
 
-    def write(self, sets: Sets, priorities: UInt64s) -> None:
-        """The next sets of wanted documents, some or all of them, in ascending order of numbers."""
-        if not len(sets.rows):
+    def write(self, rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8]) -> None:
+        """The next wanted documents, some or all of them, by number; rows are those of OWN without keys."""
+        if not len(rows):
             return
         own, guests = self._runs
-        numbers = np.ascontiguousarray(sets.numbers)
+        numbers = np.ascontiguousarray(rows["number"])
         here = np.flatnonzero(np.isin(numbers, self._own, assume_unique=True))
-        self._write(own, sets, priorities, here, numbers[here])
+        self._write(own, rows, payload, here, numbers[here])
         begin, end = np.searchsorted(self._guests["number"], [numbers[0], numbers[-1] + np.uint64(1)])
         wanted = self._guests[begin:end]
-        self._write(guests, sets, priorities, np.searchsorted(numbers, wanted["number"]), wanted["key"])
+        self._write(guests, rows, payload, np.searchsorted(numbers, wanted["number"]), wanted["key"])
 
-    def _write(self, run: RunWriter, sets: Sets, priorities: UInt64s, places: Int64s, keys: UInt64s) -> None:
-        """The sets at `places`, of which a document may have many, a few megabytes at a time."""
-        starts, stops = sets.offsets[places], sets.offsets[places + 1]
-        ends = np.cumsum((stops - starts) * 8)
+    def _write(
+        self,
+        run: RunWriter,
+        rows: npt.NDArray[np.void],
+        payload: npt.NDArray[np.uint8],
+        places: Int64s,
+        keys: UInt64s,
+    ) -> None:
+        """The documents at `places`, of which one may be there many times, a few megabytes at a time."""
+        starts, sizes = payload_ends(rows, OWN)[places], rows["size"][places]
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         at = 0
         while at < len(places):
-            before = int(ends[at - 1]) if at else 0
-            stop = max(at + 1, int(np.searchsorted(ends, before + self._piece_bytes, "right")))
-            chosen = places[at:stop]
-            rows = np.empty(stop - at, _STORED)
-            rows["key"], rows["size"] = keys[at:stop], (stops - starts)[at:stop] * 8
-            for name in ("number", "total", "distinct"):
-                rows[name] = sets.rows[name][chosen]
-            rows["priority"] = priorities[chosen]
-            hashes = np.empty((int(ends[stop - 1]) - before) // 8, "<u8")
-            _gather(sets.hashes, starts[at:stop], stops[at:stop], 0, hashes)
-            run.write(rows, hashes.view(np.uint8))
+            stop = max(at + 1, int(np.searchsorted(ends, ends[at] + self._piece_bytes, "right")) - 1)
+            chosen = rows[places[at:stop]]
+            chosen["key"] = keys[at:stop]
+            copied = np.empty(int(ends[stop] - ends[at]), np.uint8)
+            copy_texts(payload, starts[at:stop], sizes[at:stop], copied, ends[at:stop] - ends[at])
+            run.write(chosen, copied)
             at = stop
 
 
@@ -406,7 +428,7 @@ def _lowest(seconds: UInt64s, firsts: UInt64s, block_bits: int) -> npt.NDArray[n
 
 @dataclass(frozen=True, slots=True)
 class ShingleSets(PlainCounts):
-    """Documents whose sets of n-grams were written."""
+    """Documents whose texts or sets of n-grams were written."""
 
     documents: int
 
@@ -426,23 +448,25 @@ def write_sets(
     with SetRuns(folder, firsts, seconds, block_bits=block_bits, memory_bytes=memory_bytes) as runs:
         if not len(runs.numbers):
             return ShingleSets(0)
-        rows = (runs.numbers - first).astype(np.int64)
-        described = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read()[rows]
+        in_part = (runs.numbers - first).astype(np.int64)
+        described = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read()[in_part]
         if part.kind == "index":
-            found = _stored_sets(part, rows)
+            found = _stored_sets(part, in_part)
         else:
-            found = _text_sets(documents, rows, described["row"], minhash)
+            found = _texts(documents, described["row"])
         at = 0
-        for sets in found:
-            sets.rows["number"] += first
-            runs.write(sets, priority(described[at : at + len(sets.rows)], part.kind))
-            at += len(sets.rows)
-        assert at == len(rows), f"{documents}: {len(rows) - at:,} documents without a set"
+        for rows, payload in found:
+            here = slice(at, at + len(rows))
+            rows["number"] = runs.numbers[here]
+            rows["priority"] = priority(described[here], part.kind)
+            runs.write(rows, payload)
+            at += len(rows)
+        assert at == len(in_part), f"{documents}: {len(in_part) - at:,} documents are missing"
     return ShingleSets(len(runs.numbers))
 
 
-def _text_sets(documents: Artifact, rows: Int64s, in_file: Int64s, minhash: MinHashConfig) -> Iterator[Sets]:
-    """The sets of the part's `rows`, which are rows `in_file` of the file of documents."""
+def _texts(documents: Artifact, in_file: Int64s) -> Iterator[Batch]:
+    """The texts in the rows `in_file` of the file of documents."""
     start = 0
     with documents.open_arrow() as file:
         reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=[4]))
@@ -450,11 +474,68 @@ def _text_sets(documents: Artifact, rows: Int64s, in_file: Int64s, minhash: MinH
             texts = reader.get_batch(number).column(0)
             begin, end = np.searchsorted(in_file, [start, start + len(texts)])
             if begin < end:
-                chosen = texts.take(pa.array(in_file[begin:end] - start))
-                yield distinct_sets(rows[begin:end].astype(np.uint64), *shingle_batch(chosen, minhash))
+                yield text_rows(texts.take(pa.array(in_file[begin:end] - start)))
             start += len(texts)
 
 
-def _stored_sets(part: Part, rows: Int64s) -> Iterator[Sets]:
-    """The same of an index, as it stores them."""
-    return ShingleReader([part.folder]).chunks(rows.astype(np.uint64), _READ_HASHES * 8)
+def _stored_sets(part: Part, in_part: Int64s) -> Iterator[Batch]:
+    """The sets of an index's documents, as it stores them."""
+    for sets in ShingleReader([part.folder]).chunks(in_part.astype(np.uint64), _READ_HASHES * 8):
+        yield stored_rows(sets)
+
+
+def text_rows(texts: pa.LargeStringArray) -> Batch:
+    """Rows of OWN and GUESTS whose payloads are these texts; they lack keys, numbers and priorities."""
+    compress = zstandard.ZstdCompressor(level=_TEXT_LEVEL).compress
+    data, edges = text_bytes(texts).data, text_offsets(texts)
+    pieces = [compress(data[start:stop]) for start, stop in pairwise(edges.tolist())]
+    rows = np.zeros(len(pieces), _STORED)
+    rows["text"], rows["size"] = np.diff(edges), [len(piece) for piece in pieces]
+    return rows, np.frombuffer(b"".join(pieces), np.uint8)
+
+
+def stored_rows(sets: Sets) -> Batch:
+    """Rows of OWN and GUESTS whose payloads are these sets; they lack keys and priorities."""
+    rows = np.zeros(len(sets.rows), _STORED)
+    for name in ("number", "total", "distinct"):
+        rows[name] = sets.rows[name]
+    rows["size"], rows["text"] = np.diff(sets.offsets) * 8, -1
+    return rows, sets.hashes.astype("<u8", copy=False).view(np.uint8)
+
+
+def read_sets(source: Slice, config: MinHashConfig, memory_bytes: int) -> Iterator[Sets]:
+    """The sets of the documents of a run, within about `memory_bytes`, or of one document.
+
+    Those of documents of indexes do not keep their places among the others.
+    """
+    text_bytes = memory_bytes // 32  # n-grams of characters, 8 bytes each, are held twice
+    for rows, payload in source.stream(memory_bytes // 2):
+        ends, texts = payload_ends(rows, source.table), np.cumsum(np.maximum(rows["text"], 0))
+        begin = 0
+        while begin < len(rows):
+            before = int(texts[begin - 1]) if begin else 0
+            stop = max(begin + 1, int(np.searchsorted(texts, before + text_bytes, "right")))
+            yield from _decoded(rows[begin:stop], payload[ends[begin] : ends[stop]], config)
+            begin = stop
+
+
+def _decoded(
+    rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8], config: MinHashConfig
+) -> Iterator[Sets]:
+    is_text = rows["text"] >= 0
+    if not is_text.any():
+        yield Sets.of(rows, payload)
+        return
+    ends = payload_ends(rows, OWN)
+    texts = rows[is_text]
+    decompress, data = zstandard.ZstdDecompressor().decompress, payload.data
+    spans = [(ends[at], ends[at + 1]) for at in np.flatnonzero(is_text).tolist()]
+    pieces = [decompress(data[start:stop]) for start, stop in spans]
+    edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(texts["text"])])
+    array = pa.LargeStringArray.from_buffers(len(texts), pa.py_buffer(edges), pa.py_buffer(b"".join(pieces)))
+    sets = distinct_sets(np.ascontiguousarray(texts["number"]), *shingle_batch(array, config))
+    texts["total"], texts["distinct"] = sets.rows["total"], sets.rows["distinct"]
+    yield Sets(texts, sets.hashes, sets.offsets)
+    if not is_text.all():
+        is_stored = np.repeat(~is_text, rows["size"])
+        yield Sets.of(rows[~is_text], payload[is_stored])

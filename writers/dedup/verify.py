@@ -1,11 +1,11 @@
 """Candidate pairs become edges: those that verify, with who wins.
 
 Pairs are verified in blocks, ranges of document numbers that the first document of a pair lies in. A task
-reads three ranges through the exchange: the pairs of its block, the sets of their first documents (`own`),
-and the sets of their second ones (`guests`), which come with what resolving needs to know of the documents.
-So no task opens the files of other parts, whatever the number of parts.
+reads three ranges through the exchange: the pairs of its block, their first documents (`own`), and their
+second ones (`guests`), which come with what resolving needs to know of them. So no task opens the files of
+other parts, whatever the number of parts.
 
-It works in turns: as many own sets as a sixth of the memory holds, with as many of their pairs as a
+It works in turns: as many own sets as an eighth of the memory holds, with as many of their pairs as a
 sixteenth holds; the guests of the turn pass by once. Blocks are as large as usually take one turn, and their
 width is a power of two, so that it stays the same while a corpus grows a little. Neither decides an edge.
 
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.compare import compare_pairs
 from shardkit.writers.dedup.config import NearDedupConfig
-from shardkit.writers.dedup.shingle_store import Sets
+from shardkit.writers.dedup.shingle_store import Sets, read_sets
 from shardkit.writers.exchange import Batch, RunWriter, Slice, Table
 from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.runs import joined
@@ -39,13 +39,13 @@ _U64 = npt.NDArray[np.uint64]
 
 
 def block_bits(documents: int, text_bytes: int, memory_bytes: int) -> int:
-    """Blocks are of 2**block_bits numbers: the most whose texts take up to half of the memory, on average.
+    """Blocks are of 2**block_bits numbers: the most whose texts take up to a quarter of the memory.
 
-    Sets of word n-grams take about as many bytes as the texts, and few documents have pairs. Where they take
-    more than a sixth of the memory, a task works in turns.
+    Sets of word n-grams take about as many bytes as the texts, and less than half of the documents are first
+    in a pair. Where they take more than an eighth of the memory, a task works in turns.
     """
     each = max(1, text_bytes // max(1, documents))
-    return min(_MOST_BLOCK_BITS, max(1, memory_bytes // 2 // each).bit_length() - 1)
+    return min(_MOST_BLOCK_BITS, max(1, memory_bytes // 4 // each).bit_length() - 1)
 
 
 # Who wins, who loses, and population.priority of the winner.
@@ -84,8 +84,7 @@ def verify_block(
         RunWriter(folder / WAITING.file, WAITING, memory_bytes=memory_bytes // 16) as waiting,
         RunWriter(folder / PLANTED_EDGES.file, PLANTED_EDGES, memory_bytes=memory_bytes // 32) as copies,
     ):
-        for batch in _gathered(own, memory_bytes // 6):
-            sets = Sets.of(*batch)
+        for sets in _gathered_sets(read_sets(own, config.minhash, memory_bytes // 6), memory_bytes // 8):
             stop = int(sets.numbers[-1]) + 1
             for some in _unique_pairs(replace(pairs, start=start, stop=stop), memory_bytes // 16):
                 compared += len(some)
@@ -106,6 +105,20 @@ def verify_block(
 
 def _tenths(jaccard: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     return np.minimum((jaccard.astype(np.float64) * 10 + 1e-6).astype(np.int64), 9)
+
+
+def _gathered_sets(found: Iterator[Sets], most_bytes: int) -> Iterator[Sets]:
+    """The sets in order, in batches of so many bytes, or of one batch of `found`."""
+    pieces, held = list[Sets](), 0
+    for sets in found:
+        size = sets.rows.nbytes + sets.hashes.nbytes
+        if pieces and held + size > most_bytes:
+            yield Sets.joined(pieces)
+            pieces, held = [], 0
+        pieces.append(sets)
+        held += size
+    if pieces:
+        yield Sets.joined(pieces)
 
 
 def _gathered(source: Slice, memory_bytes: int) -> Iterator[Batch]:
@@ -145,14 +158,15 @@ def _unique_pairs(pairs: Slice, memory_bytes: int) -> Iterator[npt.NDArray[np.vo
 def _edges(
     pairs: npt.NDArray[np.void], own: Sets, guests: Slice, config: NearDedupConfig, memory_bytes: int
 ) -> Iterator[npt.NDArray[np.void]]:
-    """The pairs that verify; their second documents' sets pass by."""
+    """The pairs that verify; their second documents pass by."""
     seconds, firsts = np.ascontiguousarray(pairs["other"]), np.ascontiguousarray(pairs["key"])
     numbers = np.ascontiguousarray(own.numbers)
     places = np.searchsorted(numbers, firsts)
     if (numbers[np.minimum(places, len(numbers) - 1)] != firsts).any():
         raise _without_set(guests)
     compared = 0
-    for rows, payload in guests.stream(memory_bytes):
+    for others in read_sets(guests, config.minhash, memory_bytes):
+        rows = others.rows
         begins, ends = (np.searchsorted(seconds, rows["number"], side) for side in ("left", "right"))
         counts = ends - begins
         met = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - begins, counts)
@@ -160,7 +174,6 @@ def _edges(
         if not len(met):
             continue
         first, second = places[met], np.repeat(np.arange(len(rows)), counts)
-        others = Sets.of(rows, payload)
         result = compare_pairs(own, others, first, second, config)
         kept = np.flatnonzero(result.verified)
         winners, losers = own.rows[first[kept]], rows[second[kept]]
