@@ -8,7 +8,8 @@ requests and bytes. So that megabytes stand for gigabytes, whatever has a size i
 `scale`: the recipe's memory (2 GB), shards (64 MiB), checked blocks, ranges of reads, sorted runs, and the
 limits of the exchange. A split is a file of `--split-megabytes` over `scale`. Documents cannot be divided, so
 they are cut after 4,000 characters: a longer one would be large against what is divided. There should be
-many originals: what is repeated with mutations has more and more partners.
+many originals: what is repeated with mutations has more and more partners. Footers of runs, which stay below
+64 KiB whatever the size of a run, cannot be divided either: their bytes are divided before they are counted.
 
 A range counts as one request however long it is. CPU is that of the process, with the copies of the store in
 memory. An exponent is the slope of log(value) over log(text) between two neighboring sizes: 1 is linear
@@ -51,7 +52,7 @@ from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.inputs import scan
 from shardkit.writers.recipe import Recipe, load_recipe
-from shardkit.writers.runs import DEFAULT_LIMITS
+from shardkit.writers.runs import DEFAULT_LIMITS, Footer, Limits, Segment, Table, read_footer
 from shardkit.writers.stages.graph import BuildInputs, run_stages
 from shardkit.writers.stages.tokenize import TokenizerFile
 from support.stores import WrappedStore
@@ -82,6 +83,9 @@ SCALED = {
     "shardkit.writers.dedup.tables": ("CHUNK_ROWS", "_READ_BYTES", "_GAP_BYTES", "_PIECE_BYTES"),
     "shardkit.writers.dedup.lines": ("CHUNK_ROWS", "_KEYS_MEMORY_BYTES"),
 }
+
+
+FOOTERS = threading.local()  # `scale` while this thread reads a footer
 
 
 class Usage:
@@ -119,7 +123,7 @@ class CountingStore(WrappedStore):
         with self._lock:
             usage = self._stages[self._current[0]]
             usage.gets += 1
-            usage.bytes_read += size
+            usage.bytes_read += size // getattr(FOOTERS, "scale", 1)
         return body
 
 
@@ -140,6 +144,15 @@ def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:
                 divided = max(1, getattr(module, constant) // scale)
                 stack.enter_context(patch.object(module, constant, divided))
         recipe = scaled(load_recipe(recipe_path), scale)
+
+        def read_scaled_footer(segment: Segment, table: Table, limits: Limits) -> Footer:
+            FOOTERS.scale = scale
+            try:
+                return read_footer(segment, table, limits)
+            finally:
+                FOOTERS.scale = 1
+
+        stack.enter_context(patch("shardkit.writers.exchange.read_footer", read_scaled_footer))
         around = lambda store: CountingStore(store, stages, current)  # noqa: E731
         scratch = recipe_path.parent / "scratch"
         work = StoreWork(f"memory://requests-{os.getpid()}/work", scratch, around=around)

@@ -1,15 +1,30 @@
-"""In no stage a worker takes more than `memory` and its libraries, whatever the size of the corpus."""
+"""In no stage a worker takes more than `memory` and its libraries, and none takes more for more documents."""
 
 from __future__ import annotations
 
+import json
+import random
 import shutil
 import sys
+import tracemalloc
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zstandard
 
+from shardkit.progress import make_listener
 from shardkit.writers import build
+from shardkit.writers.execution.engine import InlineEngine
+from shardkit.writers.execution.runner import Journal, Runner
+from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work import Work, run_task
+from shardkit.writers.inputs.scan import scan_inputs
+from shardkit.writers.recipe import load_recipe
+from shardkit.writers.runs import DEFAULT_LIMITS
+from shardkit.writers.stages.graph import BuildInputs, run_stages
+from shardkit.writers.stages.tokenize import TokenizerFile
 from support.rss_meter import RssMeter
 from support.small_build import make_corpus
 
@@ -66,3 +81,73 @@ def test_no_stage_holds_more_than_memory_and_libraries(tmp_path: Path) -> None:
     assert min(meter.stages[stage].rss for stage in ("clean", "lines", "tokenize")) > 64 << 20  # it measures
     bounds = {stage: LIBRARIES + (MEMORY if stage in LARGE else TASK) for stage in meter.stages}
     assert {stage: peak for stage, peak in meter.stages.items() if peak.rss > bounds[stage]} == {}
+
+
+SMALL_MEMORY = 4 << 20
+SPLIT_DOCUMENTS = 200
+FIXED = 900_000  # what has the same size in every task: buffers, tables of kernels
+SMALL_RECIPE = """\
+inputs: [{path: "part-*.jsonl", source: plain}]
+filters: [{length: {min_words: 3}}]
+dedup: {exact: {}, lines: {}, near: {measure: {planted: 50, checked: 50}}, max_removed_fraction: 1}
+tokenizer: {path: tokenizer.json, eos: "<|endoftext|>"}
+pack: {sequence_length: 64}
+output: {path: out, shard_bytes: 64KiB}
+"""
+
+
+def write_splits(folder: Path, splits: int) -> Path:
+    """Each second document is nearly the one before it in the split before; a few are the same in all."""
+    recipe = make_corpus(folder, 20, SMALL_RECIPE)
+    for split in range(splits):
+        lines = []
+        for number in range(SPLIT_DOCUMENTS):
+            is_like = number % 2 == 1 and split
+            words = words_of(split - 1, number - 1) if is_like else words_of(split, number)
+            text = " ".join([*words, *(["end"] if is_like else [])])
+            lines.append(json.dumps({"text": text + "\na line of all of them"}) + "\n")
+        (folder / f"part-{split:05d}.jsonl").write_text("".join(lines))
+    return recipe
+
+
+def words_of(split: int, number: int) -> list[str]:
+    drawn = random.Random(number if number < 10 else f"{split} {number}")
+    return [f"w{drawn.randrange(99_991)}" for _ in range(60)]
+
+
+def peaks_of(folder: Path, splits: int) -> dict[str, int]:
+    """Bytes that a task of each stage had allocated at most, above what was there before it."""
+    recipe = load_recipe(write_splits(folder, splits)).model_copy(update={"memory": SMALL_MEMORY})
+    peaks: dict[str, int] = defaultdict(int)
+
+    def counted(task: Task, digest: str, work: Work) -> Commit:
+        tracemalloc.start()
+        try:
+            return run_task(task, digest, work)
+        finally:
+            peaks[task.stage] = max(peaks[task.stage], tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+
+    limits = replace(DEFAULT_LIMITS.within(SMALL_MEMORY).divided(256), fan_in=8, least_segments=8)
+    inputs = replace(BuildInputs.of(recipe, scan_inputs(recipe)), limits=limits)
+    with (
+        Journal(folder / "work") as journal,
+        InlineEngine(counted) as engine,
+        make_listener(False) as listener,
+    ):
+        run_stages(inputs, TokenizerFile.of(recipe), Runner(journal, engine, listener).run)
+    return dict(peaks)
+
+
+@pytest.mark.extended
+def test_tasks_of_no_stage_hold_more_of_sixteen_times_the_documents(tmp_path: Path) -> None:
+    """NumPy's arrays are counted, Arrow's are not: those are batches of bounded size."""
+    peaks_of(tmp_path / "first", 12)  # merges, too, so that their kernels are compiled
+    some, more = peaks_of(tmp_path / "some", 5), peaks_of(tmp_path / "more", 80)
+    assert {"candidates", "shingles", "verify", "near", "near_lost", "planted", "measure"} <= some.keys()
+    assert {"equal-merge-2", "guests-merge-2", "tokens-merge-2"} <= more.keys()
+    merges = {stage for stage in more if "-merge-" in stage}
+    whole = {"pack", "provenance", *merges}  # may hold all of the memory, the others a fifth
+    bounds = {stage: FIXED + (SMALL_MEMORY if stage in whole else SMALL_MEMORY // 5) for stage in more}
+    bounds |= {"tokenizer": 8 << 20, "parity": 16 << 20}  # a tokenizer, and a sample of texts
+    assert {stage: (peak, bounds[stage]) for stage, peak in more.items() if peak > bounds[stage]} == {}
