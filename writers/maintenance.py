@@ -27,6 +27,7 @@ from shardkit.writers.executors import Execution, place_files, work_of
 from shardkit.writers.inputs import scan
 from shardkit.writers.pipeline import default_work, destination_of, with_overrides
 from shardkit.writers.recipe import Recipe
+from shardkit.writers.stages.clean import SIDE_FILES
 from shardkit.writers.stages.graph import BuildInputs, run_stages
 from shardkit.writers.stages.tokenize import TokenizerFile
 
@@ -272,6 +273,8 @@ _READERS = {
 def _read_by(stage: str) -> str:
     """The stage of `stage_names` that needs it: itself, or the one that reads what it merges."""
     exchange, merge, _ = stage.partition("-merge-")
+    if exchange == SIDE_FILES:
+        return "provenance"  # they are joined after it
     if not merge:
         return stage
     return "near" if exchange.startswith("near-") else _READERS.get(exchange, exchange)

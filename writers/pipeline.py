@@ -1,7 +1,8 @@
 """`build`: a recipe to a published dataset.
 
     recipe -> destination, work folder, engine -> splits -> already published? -> enough disk space?
-    -> the stages (stages/graph.py): clean, exact, lines, near, tokenize, pack, provenance
+    -> the stages (stages/graph.py): clean, exact, lines, near, tokenize, pack,
+       provenance, side files
     -> check that the counts add up -> publish: shards, provenance, report, card, and the index last
 
 The same inputs and recipe give the same bytes with any engine, and a build that was killed continues where it
@@ -48,7 +49,6 @@ from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger
 from shardkit.writers.progress import StageProgress, say
 from shardkit.writers.publish import (
     ANNOTATIONS_FOLDER,
-    QUARANTINE_NAME,
     REPORT_NAME,
     RemoteOutput,
     Watch,
@@ -60,7 +60,6 @@ from shardkit.writers.publish import (
 from shardkit.writers.recipe import Recipe, apply_override, load_recipe, recipe_from_mapping
 from shardkit.writers.report import render_report
 from shardkit.writers.result import BuildResult, StageClock, StageTime
-from shardkit.writers.stages.clean import QUARANTINE_FILE
 from shardkit.writers.stages.graph import BuildInputs, Outputs, run_stages
 from shardkit.writers.stages.tokenize import Tokenized, TokenizerFile
 
@@ -335,7 +334,7 @@ def _count(inputs: BuildInputs, outputs: Outputs) -> Funnel:
 class _Dataset:
     """What is published: `links` are files of the work folder by their names in the dataset.
 
-    `tables` are the commits of the Parquet files among them, with that one output each.
+    `tables` are the commits of those among them that are no shards, with that one output each.
     """
 
     manifest: Manifest
@@ -352,14 +351,14 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> _Dataset
     """Number the shards, and make index, report and card; BuildError if there is no sample."""
     recipe, survivors = inputs.recipe, outputs.survivors
     check_unchanged({split.input for split in inputs.splits})
-    cleaned = survivors.cleaned
     folders = [commit.files for commit in outputs.packed]
     shards = global_shards(zip(folders, [part.shards for part in outputs.parts], strict=True))
     manifest = Manifest("mds" if recipe.output.format == "mds" else "tar", [shard for _, shard in shards])
     if not manifest.samples:
         raise BuildError("no document has any token: there is nothing to write")
     links = {shard.stored.basename: file for file, shard in shards}
-    tables = _tables(recipe, outputs.provenance, cleaned)
+    tables = _tables(recipe, outputs.provenance, survivors.cleaned)
+    tables |= {name: commit for commit in outputs.side_files for name in commit.outputs}
     files: dict[str, Any] = {}
     for name, commit in tables.items():
         [(file, table)] = commit.outputs.items()
@@ -377,11 +376,6 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> _Dataset
         filter_files=inputs.filter_files,
     )
     texts = {REPORT_NAME: render_report(card)}
-    if quarantine := _joined(cleaned, QUARANTINE_FILE):
-        texts[QUARANTINE_NAME] = quarantine
-    side_files = {name for commit in cleaned for name in commit.outputs if name.endswith(".jsonl")}
-    for name in sorted(side_files - {QUARANTINE_FILE}):  # reports of filters beyond the page
-        texts[name] = _joined(cleaned, name)
     files |= {name: describe_file(text) for name, text in texts.items()}
     texts[CARD_NAME] = DatasetCard({**card.data, "files": files}).to_bytes()
     return _Dataset(manifest, links, tables, texts)
@@ -433,11 +427,6 @@ def _result(
         tasks_reused=runner.tasks_reused,
         stages=stages,
     )
-
-
-def _joined(commits: Sequence[Commit], name: str) -> bytes:
-    """One output of all tasks, joined; empty ones are not read, to save requests to a store."""
-    return b"".join((commit.files / name).read_bytes() for commit in commits if commit.outputs[name].bytes)
 
 
 def _tables(recipe: Recipe, provenance: Sequence[Commit], cleaned: Sequence[Commit]) -> dict[str, Commit]:

@@ -61,7 +61,6 @@ from shardkit.writers.progress import StageProgress
 
 __all__ = [
     "ANNOTATIONS_FOLDER",
-    "QUARANTINE_NAME",
     "REPORT_NAME",
     "PublishedDataset",
     "RemoteOutput",
@@ -73,7 +72,6 @@ __all__ = [
 ]
 
 REPORT_NAME = "report.html"
-QUARANTINE_NAME = "quarantine.jsonl"
 ANNOTATIONS_FOLDER = "annotations"
 _THREADS = 8
 _TASK_THREADS = 4  # each may hold 64 MiB

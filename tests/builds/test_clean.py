@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from shardkit.writers.documents import DOCUMENT_SCHEMA
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.recipe import Recipe, recipe_from_mapping
-from shardkit.writers.stages.clean import clean_split
-from support.task_folders import read_run
+from shardkit.writers.stages.clean import clean_split, join_side_files
+from support.task_folders import TaskFolders, commit_folder, read_run
 
 
 def recipe(folder: Path, data: bytes, **changes: Any) -> Recipe:
@@ -132,3 +133,34 @@ def test_too_many_unreadable_records_stop_the_build(tmp_path: Path) -> None:
 def test_an_empty_file_is_an_empty_result(tmp_path: Path) -> None:
     table, keys, ledger = clean(tmp_path, b"")
     assert (table.num_rows, len(keys), ledger) == (0, 0, Ledger())
+
+
+def test_side_files_are_joined_in_the_order_of_splits_by_tasks_of_64_files(tmp_path: Path) -> None:
+    lines = defaultdict[str, list[bytes]](list)
+    commits = []
+    for split in range(64 * 64 + 1):
+        (folder := tmp_path / "clean" / f"{split:05d}").mkdir(parents=True)
+        texts = {
+            "quarantine.jsonl": b"" if split % 3 else b'{"split": %d}\n' % split,
+            "report.jsonl": b"%d\n" % split * 2,
+            "silent.jsonl": b"",
+        }
+        for name, text in texts.items():
+            (folder / name).write_bytes(text)
+            lines[name].append(text)
+        commits.append(commit_folder(folder, "clean", str(split)))
+    run = TaskFolders(tmp_path)
+    joined = {name: commit for commit in join_side_files(run, commits) for name in commit.outputs}
+    assert {name: (commit.files / name).read_bytes() for name, commit in joined.items()} == {
+        name: b"".join(texts) for name, texts in lines.items()
+    }
+    stages = Counter(task.partition("/")[0] for task in run.ran)
+    assert stages == {"side_files": 22 + 65 + 1, "side_files-merge-1": 1 + 2, "side_files-merge-2": 1}
+
+
+def test_a_corpus_without_unreadable_records_has_no_quarantine(tmp_path: Path) -> None:
+    (folder := tmp_path / "clean").mkdir()
+    (folder / "quarantine.jsonl").write_bytes(b"")
+    run = TaskFolders(tmp_path)
+    assert join_side_files(run, [commit_folder(folder, "clean", "0")]) == []
+    assert run.ran == []

@@ -22,7 +22,6 @@ from shardkit.writers import BuildResult, build
 from shardkit.writers.execution.scheduler import TaskSlice
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.maintenance import explain_build
-from shardkit.writers.publish import QUARANTINE_NAME
 from shardkit.writers.stages import clean
 from support.small_build import make_corpus, tree
 
@@ -115,7 +114,7 @@ def test_a_split_that_kills_its_worker_twice_is_quarantined_and_not_tried_again(
     size = (recipe.parent / "poison-0.jsonl.gz").stat().st_size
     assert made.funnel.quarantined == {"failed_split": Count(1, size)}
     made.funnel.check("the build")
-    [entry] = map(json.loads, (made.output / QUARANTINE_NAME).read_text().splitlines())
+    [entry] = map(json.loads, (made.output / "quarantine.jsonl").read_text().splitlines())
     assert (entry["file"], entry["reason"]) == ("poison-0.jsonl.gz", "failed_split")
     assert entry["error"].startswith(f"bytes 0 to {size:,} were not read: task clean/poison-0.jsonl.gz-")
     assert "in every attempt its process died or ran past --task-seconds" in entry["error"]

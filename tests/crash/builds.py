@@ -35,7 +35,7 @@ __all__ = ["POINT_NAME", "STAGES", "Cell", "Crashes", "Outcome"]
 STAGES = (
     *("tokenizer", "clean", "exact", "line_keys", "line_losers", "lines", "signatures", "planted", "parts"),
     *("equal", "bands", "candidates", "shingles", "verify", "near", "measure", "parity", "tokenize", "pack"),
-    "provenance",
+    *("provenance", "side_files"),
 )
 RECIPE = """\
 inputs:
@@ -47,6 +47,7 @@ dedup:
 tokenizer: {path: tokenizer.json, eos: "<|endoftext|>"}
 pack: {sequence_length: 64}
 output: {path: out, shard_bytes: 2KiB}
+max_bad_fraction: 0.1
 """
 SLICES = 2
 POINT_NAME = "point.json"
@@ -67,7 +68,7 @@ def make_recipe(folder: Path) -> Path:
                 texts.append(" ".join(words[:-2]))
             if number % 5 == 0:
                 texts.append(texts[-1])
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts) + "not JSON\n"
         (folder / f"first-{file}.jsonl").write_text(lines)
     return recipe
 

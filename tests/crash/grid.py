@@ -20,7 +20,7 @@ SIGNALS: dict[str, Action] = {
     "Ctrl-C": "interrupt_builder",
 }
 # The stage that reads what a stage wrote: the build is killed before it, so that it would read the damage.
-READERS = dict(pairwise(STAGES)) | {"signatures": "equal", "provenance": "publish"}
+READERS = dict(pairwise(STAGES)) | {"signatures": "equal", "provenance": "publish", "side_files": "publish"}
 WRITES_NOTHING = ("tokenizer", "measure", "parity")  # except their records
 
 

@@ -12,11 +12,14 @@ Memory is one batch, one record and a run of keys, for a split of any size.
 A split whose task fails in every attempt, by an error, by ending its process or by taking too long, ends the
 build unless `max_failed_splits` allows it. Then a task of stage FAILED_SPLITS stands in for it: it reads no
 record, and books the whole split as quarantined.
+
+What is published as one file, the quarantine above all, is joined by tasks of stage SIDE_FILES.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
@@ -41,7 +44,7 @@ from shardkit.writers.documents import (
 )
 from shardkit.writers.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, Fallback, Task
+from shardkit.writers.execution.task import Commit, Fallback, RunTasks, Task
 from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.funnel import FilterCounts
 from shardkit.writers.inputs.fields import NamedFields
@@ -64,10 +67,12 @@ __all__ = [
     "DOCUMENTS_FILE",
     "FAILED_SPLITS",
     "QUARANTINE_FILE",
+    "SIDE_FILES",
     "Cleaned",
     "clean_split",
     "exact_keys",
     "filter_files",
+    "join_side_files",
     "split_name",
     "tasks",
 ]
@@ -76,6 +81,9 @@ DOCUMENTS_FILE = "documents.arrow"
 QUARANTINE_FILE = "quarantine.jsonl"
 
 FAILED_SPLITS = "failed_splits"
+SIDE_FILES = "side_files"
+
+_JOINED_AT_ONCE = 64
 
 _KEYS_MEMORY_BYTES = 48 << 20  # to sort keys in; a third is a run
 
@@ -136,6 +144,48 @@ def tasks(
         name = split_name(split)
         made.append(Task("clean", name, config, clean_split, args, split.bytes, inputs, fallback))
     return made
+
+
+def join_side_files(run: RunTasks, cleaned: Sequence[Commit]) -> list[Commit]:
+    """The quarantine, if any, and what filters report in lines, each joined over all splits, in their order.
+
+    A commit has one file, by its name in the dataset. Files are joined by 64, and these again, down to one.
+    """
+    names = sorted({name for commit in cleaned for name in commit.outputs if name.endswith(".jsonl")})
+    made = {name: [commit for commit in cleaned if commit.outputs[name].bytes] for name in names}
+    open_names = [name for name in names if made[name] or name != QUARANTINE_FILE]
+    level = 0
+    while open_names:
+        stage = f"{SIDE_FILES}-merge-{level}" if level else SIDE_FILES
+        tasks, of_names = [], []
+        for name in open_names:
+            for at in range(0, max(1, len(made[name])), _JOINED_AT_ONCE):
+                tasks.append(
+                    _join_task(stage, name, at // _JOINED_AT_ONCE, made[name][at:][:_JOINED_AT_ONCE])
+                )
+                of_names.append(name)
+        [commits] = run(tasks)
+        for name in open_names:
+            made[name] = [commit for commit, whose in zip(commits, of_names, strict=True) if whose == name]
+        open_names = [name for name in open_names if len(made[name]) > 1]
+        level += 1
+    return [commit for name in names for commit in made[name]]
+
+
+def _join_task(stage: str, name: str, number: int, commits: Sequence[Commit]) -> Task:
+    outputs = [commit.outputs[name] for commit in commits]
+    args = name, [commit.files / name for commit in commits]
+    inputs = {"files": [output.xxh3_128 for output in outputs]}
+    size = sum(output.bytes for output in outputs)
+    return Task(stage, f"{Path(name).stem}-{number:05d}", {"name": name}, _join, args, size, inputs)
+
+
+def _join(folder: Path, name: str, files: Sequence[Artifact]) -> dict[str, int]:
+    with (folder / name).open("wb") as joined:
+        for file in files:
+            with file.open() as part:
+                shutil.copyfileobj(part, joined, 1 << 20)
+    return {}
 
 
 def split_name(split: Split) -> str:

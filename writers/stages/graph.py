@@ -1,6 +1,6 @@
 """The stages of a build in order: the input of each, and its result.
 
-    clean -> exact -> lines -> near -> tokenize -> pack -> provenance
+    clean -> exact -> lines -> near -> tokenize -> pack -> provenance -> side files
 
 A stage is a list of tasks. `run` returns their commits: a runner skips finished tasks and has an engine run
 the others; to explain a build or to estimate its disk space, `run` only looks up finished tasks. The tasks of
@@ -162,6 +162,7 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, concurrent: Sequence[T
 class Outputs:
     """The counts of each split and partition, and the commits whose files are published.
 
+    `side_files` have one file each, which has its name in the dataset.
     `tokenizer` is the card's entry.
     """
 
@@ -170,6 +171,7 @@ class Outputs:
     packed: Sequence[Commit]
     parts: Sequence[Packed]
     provenance: Sequence[Commit]
+    side_files: Sequence[Commit]
     tokenizer: Mapping[str, Any]
 
 
@@ -186,6 +188,7 @@ def run_stages(inputs: BuildInputs, tokenizer: TokenizerFile, run: RunTasks) -> 
     [packed] = run(pack.tasks(recipe, tokens, partitions, eos_id=facts.eos_id, dtype=facts.dtype))
     parts = [Packed.of(commit) for commit in packed]
     [numbered] = run(provenance.tasks(packed, [len(part.shards) for part in parts]))
+    side_files = clean.join_side_files(run, survivors.cleaned)
     entry = {
         "file": tokenizer.file.path.name,
         "digest": tokenizer.digest,
@@ -195,7 +198,7 @@ def run_stages(inputs: BuildInputs, tokenizer: TokenizerFile, run: RunTasks) -> 
         "dtype": facts.dtype,
         "engine": engine,
     }
-    return Outputs(survivors, spilled, packed, parts, numbered, entry)
+    return Outputs(survivors, spilled, packed, parts, numbered, side_files, entry)
 
 
 def _check_cleaned(
