@@ -5,27 +5,41 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
+from typing import Any, TypeVar, cast
 
 import pytest
 
 from shardkit.cli.main import main
 from shardkit.errors import BuildError
 from shardkit.publish import upload
-from shardkit.publish.contents import MARKER_NAME
+from shardkit.publish.contents import MARKER_NAME, content_hash
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.s3 import S3Store
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, Store
 from shardkit.writers import BuildResult, build
 from shardkit.writers import publish as module
+from shardkit.writers.execution.artifacts import Artifact, RemoteFiles
+from shardkit.writers.publish import REPORT_NAME, RemoteOutput, Uploaded, publish, upload_files
 from support.killing_server import run_and_kill
 from support.s3_moto import s3_server
 from support.small_build import make_corpus
-from support.small_dataset import files_of, make_dataset
-from support.stores import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects
+from support.small_dataset import Built, files_of, make_dataset
+from support.stores import (
+    PulledPlugError,
+    WatchedStore,
+    WrappedStore,
+    check_reader,
+    fresh_memory,
+    objects,
+)
+from support.task_folders import TaskFolders
 
+T = TypeVar("T")
 pytestmark = pytest.mark.usefixtures("inline_builds")
 
 
@@ -269,3 +283,67 @@ def test_the_command_builds_to_a_url(
     assert main([*command, "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["up_to_date"] is True
     assert objects(memory) == local
+
+
+class _WorkInStore:
+    """Files of a work folder in a store, as artifacts see it; `read` counts bytes by who asked for them."""
+
+    def __init__(self, folder: Path, roles: list[str]) -> None:
+        self._folder, self._roles = folder, roles
+        self.read = Counter[str]()
+        self._lock = Lock()
+
+    def borrow(self, path: Path) -> Path:
+        source = self._folder / path.name
+        with self._lock:
+            self.read[self._roles[-1]] += source.stat().st_size
+        copy = self._folder / f"{path.name}.borrowed"
+        shutil.copyfile(source, copy)
+        return copy
+
+    def content_of(self, path: Path) -> str:
+        return content_hash((self._folder / path.name).read_bytes())
+
+
+@pytest.mark.parametrize("shards", [50, 500])
+def test_the_driver_asks_a_store_for_as_little_whatever_the_number_of_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int
+) -> None:
+    """Beside pages of listings: it puts marker, card and index, and reads no shard."""
+    built = Built(tmp_path / "made", "mds", shards, 0, {REPORT_NAME: b"report"})
+    memory, roles, lock = fresh_memory(), ["driver"], Lock()
+    asked: dict[str, Counter[str]] = defaultdict(Counter)
+
+    class Counting(WrappedStore):
+        def request(self, operation: str, key: str, action: Callable[[], T]) -> T:
+            with lock:
+                asked[roles[-1]][operation] += 1
+            return action()
+
+    @contextmanager
+    def transfer_store(*_: object) -> Iterator[Store]:
+        yield Counting(memory)
+
+    def sent_by_task(*args: Any) -> Uploaded:
+        roles.append("task")
+        try:
+            return upload_files(*args)
+        finally:
+            roles.pop()
+
+    monkeypatch.setattr(module, "transfer_store", transfer_store)
+    monkeypatch.setattr(module, "upload_files", sent_by_task)
+    work = _WorkInStore(tmp_path / "made", roles)
+    links = {
+        name: Artifact(tmp_path / "gone" / file.path.name, cast(RemoteFiles, work))
+        for name, file in built.links.items()
+    }
+    output, run = RemoteOutput(memory.url), TaskFolders(tmp_path)
+    publish(output, built.manifest, links, built.texts, replace=False, run=run)
+    assert len(objects(memory)) == shards + 3
+    driver, tasks = asked["driver"], asked["task"]
+    assert driver["list"] == 2
+    assert sum(driver.values()) < 25, driver
+    assert work.read["driver"] == 0
+    assert tasks == {"head": shards + 1, "put": shards + 1}
+    assert work.read["task"] == sum(shard.stored.bytes for shard in built.manifest.shards) + len(b"report")
