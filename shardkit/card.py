@@ -9,7 +9,8 @@ version does not know stay in `data`. What a card says is read in two ways:
     checked   `tokens`, `funnel`, `inputs` and all else that builds write: by pydantic, at the first read;
               ShardError names the key that is wrong, and a damaged section harms only its readers
 
-The bytes of a build's card are JSON with sorted keys: the same facts are the same bytes.
+The bytes of a build's card are JSON with sorted keys: the same facts are the same bytes. It lists the files
+beside the shards; where these are more than MOST_LISTED, files.json lists them, and the card only that one.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
+from shardkit.hashing import hash_bytes
 from shardkit.manifest import FileInfo, checked_basename
 
 __all__ = [
     "CARD_NAME",
+    "FILES_NAME",
     "MAX_CARD_BYTES",
+    "MAX_FILES_BYTES",
     "Bin",
     "Count",
     "CounterFacts",
@@ -54,10 +58,14 @@ __all__ = [
     "SourceLoss",
     "StageLoss",
     "TokenizerFacts",
+    "listed_files",
 ]
 
 CARD_NAME = "dataset.json"
-MAX_CARD_BYTES = 64 << 20  # lists 500,000 provenance tables and annotations
+FILES_NAME = "files.json"
+MAX_CARD_BYTES = 64 << 20  # of those that older versions made for 500,000 files
+MAX_FILES_BYTES = 1 << 30  # eight million files
+MOST_LISTED = 1000
 _DUPLICATES = ("exact_duplicate", "duplicate_lines", "near_duplicate")
 _T = TypeVar("_T")
 
@@ -443,6 +451,25 @@ class DatasetCard:
         ]
 
     @property
+    def files_table(self) -> FileInfo | None:
+        """files.json, if the card leaves the list of its files to it."""
+        return self.file(FILES_NAME) if FILES_NAME in self.file_names else None
+
+    def with_files(self, table: bytes) -> DatasetCard:
+        """The card with the files that its files.json lists; ShardError if that is not the one it states."""
+        stated = self.files_table
+        where = f"{self.where.removesuffix(CARD_NAME)}{FILES_NAME}"
+        if stated is None or (stated.bytes, stated.hashes) != (len(table), hash_bytes(table, stated.hashes)):
+            raise ShardError(where, "is damaged, or of another dataset: its hash is not the one in the card")
+        try:
+            listed = json.loads(table)
+        except (ValueError, RecursionError) as error:
+            raise ShardError(where, f"cannot be read: {error}") from error
+        if not isinstance(listed, dict) or not listed.keys().isdisjoint(self.file_names):
+            raise ShardError(where, "must map names that the card does not have to sizes and hashes")
+        return DatasetCard({**self.data, "files": {**self.data["files"], **listed}}, self.where)
+
+    @property
     def file_names(self) -> list[str]:
         """The files beside the shards: provenance, report, quarantine."""
         files = self.data.get("files", {})
@@ -497,6 +524,14 @@ class DatasetCard:
             if lost != Count():
                 steps.append(FunnelStep(kind, label, lost.documents, lost.bytes, left.documents, left.bytes))
         return [*steps, FunnelStep("kept", "kept", 0, 0, funnel.kept.documents, funnel.kept.bytes)]
+
+
+def listed_files(files: Mapping[str, Mapping[str, Any]]) -> tuple[Mapping[str, Any], bytes | None]:
+    """(`files` of a card for {name: size and hashes}, files.json or None if the card has them all)."""
+    if len(files) <= MOST_LISTED:
+        return files, None
+    table = json.dumps(files, sort_keys=True, ensure_ascii=False, indent=0).encode() + b"\n"
+    return {FILES_NAME: {"bytes": len(table), **hash_bytes(table, ["xxh3_128"])}}, table
 
 
 def _mapping(stated: object) -> Mapping[str, Any]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import shardkit
-from shardkit.card import CARD_NAME, DatasetCard, Histogram
+from shardkit.card import CARD_NAME, FILES_NAME, DatasetCard, Histogram, listed_files
 from shardkit.errors import BuildError, RecipeError, ShardError
 from shardkit.formats.provenance import provenance_name
 from shardkit.hashing import digest_of
@@ -377,7 +377,9 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> _Dataset
     )
     texts = {REPORT_NAME: render_report(card)}
     files |= {name: describe_file(text) for name, text in texts.items()}
-    texts[CARD_NAME] = DatasetCard({**card.data, "files": files}).to_bytes()
+    listed, of_many = listed_files(files)
+    texts |= {} if of_many is None else {FILES_NAME: of_many}
+    texts[CARD_NAME] = DatasetCard({**card.data, "files": listed}).to_bytes()
     return _Dataset(manifest, links, tables, texts)
 
 

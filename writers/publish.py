@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import count
 from pathlib import Path
 
-from shardkit.card import CARD_NAME
+from shardkit.card import CARD_NAME, FILES_NAME
 from shardkit.errors import BuildError, ShardError, ShardkitError
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.progress import Listener, TransferListener, TransferProgress
@@ -249,7 +249,10 @@ def publish(
     tables = index_files(manifest)
     [index_name] = tables.keys() & {*INDEX_NAMES}
     index = tables.pop(index_name)
-    contents = make_contents(str(output), index_name, index, texts[CARD_NAME], *tables.values())
+    listed = texts.get(FILES_NAME)
+    contents = make_contents(
+        str(output), index_name, index, texts[CARD_NAME], *tables.values(), listed=listed
+    )
     data: dict[str, Artifact | bytes] = {**links, **texts, **tables}
     assert contents.names == data.keys()
     files = LocalFiles(data)

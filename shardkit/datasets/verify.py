@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.cache.download import check_hashes, unpack
-from shardkit.card import CARD_NAME, DatasetCard
+from shardkit.card import CARD_NAME, FILES_NAME, DatasetCard
 from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
@@ -195,10 +195,14 @@ def _check_card(dataset: Dataset, card: DatasetCard) -> Iterator[Problem]:
 
 def _check_files(dataset: Dataset, card: DatasetCard, *, quick: bool) -> Iterator[Problem]:
     """The files beside the shards that the card names: provenance, report, quarantine."""
+    where = CARD_NAME
     try:
+        if card.files_table is not None:
+            where = FILES_NAME
+            card = card.with_files(dataset.store.get(FILES_NAME))
         names = card.file_names
-    except ShardError as error:
-        yield Problem(CARD_NAME, error.problem)
+    except (ShardError, StoreError) as error:
+        yield Problem(where, error.problem)
         return
     for name in names:
         try:

@@ -1,4 +1,4 @@
-"""What belongs to a dataset: its index, the shards in it, its card, and the files that the card names.
+"""What belongs to a dataset: its index, the shards in it, its card, and the files that the card lists.
 
 Read from any store, a folder being one, and checked before anything is moved: names stay inside of the
 dataset, no file is named twice, the card is of the same dataset, and every file is there with the size that
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardkit.card import CARD_NAME, MAX_CARD_BYTES, DatasetCard
+from shardkit.card import CARD_NAME, FILES_NAME, MAX_CARD_BYTES, MAX_FILES_BYTES, DatasetCard
 from shardkit.datasets.locate import INDEX_NAMES
 from shardkit.errors import ShardError
 from shardkit.formats.mds.index import TABLE_NAME
@@ -55,9 +55,10 @@ _QUICKEST = ("xxh3_128", "xxh128", "xxh3_64", "xxh64", "xxh32", "blake2b", "sha1
 
 @dataclass(frozen=True)
 class Contents:
-    """A dataset's files in the order in which they are put: shards, what the card names, the card, index.bin.
+    """A dataset's files in the order in which they are put: shards, what the card lists, the card, index.bin.
 
-    The index is not among `files`: it comes after all of them.
+    `card` has the files that files.json lists for it, `card_bytes` are as they lie there. The index is not
+    among `files`: it comes after all of them.
     """
 
     where: str
@@ -146,7 +147,9 @@ def find_contents(store: Store, *, strict: bool = True) -> list[Contents]:
         if index is None:
             continue
         try:
-            found.append(make_contents(store.url, name, index, _read(store, CARD_NAME)))
+            card = _read(store, CARD_NAME)
+            listed = _read(store, FILES_NAME) if card is not None and FILES_NAME.encode() in card else None
+            found.append(make_contents(store.url, name, index, card, listed=listed))
         except ShardError:
             if strict:
                 raise
@@ -172,9 +175,15 @@ def index_files(manifest: Manifest) -> dict[str, bytes]:
 
 
 def make_contents(
-    where: str, index_name: str, index: bytes, card: bytes | None, table: bytes | None = None
+    where: str,
+    index_name: str,
+    index: bytes,
+    card: bytes | None,
+    table: bytes | None = None,
+    *,
+    listed: bytes | None = None,
 ) -> Contents:
-    """A dataset from the bytes of its index, card and index.bin.
+    """A dataset from the bytes of its index, card, index.bin, and `listed`, its files.json.
 
     ShardError if they are not sound or do not agree.
     """
@@ -187,6 +196,10 @@ def make_contents(
     if card is not None:
         facts = DatasetCard.parse(f"{where}/{CARD_NAME}", card)
         facts.check_fingerprint(manifest.fingerprint)
+        if facts.files_table is not None:
+            if listed is None:
+                raise ShardError(f"{where}/{FILES_NAME}", "is missing: it lists files of the dataset")
+            facts = facts.with_files(listed)
         files += [facts.file(name) for name in facts.file_names]
         files.append(FileInfo(CARD_NAME, len(card), {CONTENT_HASH: content_hash(card)}))
     if len(files) > MAX_FILES:
@@ -249,7 +262,7 @@ def _read(store: Store, name: str) -> bytes | None:
 
     try:
         info = store.head(name)
-        limit = MAX_CARD_BYTES if name == CARD_NAME else MAX_INDEX_BYTES
+        limit = {CARD_NAME: MAX_CARD_BYTES, FILES_NAME: MAX_FILES_BYTES}.get(name, MAX_INDEX_BYTES)
         if info.bytes > limit:
             raise ShardError(f"{store.url}/{name}", f"{info.bytes:,} bytes; at most {limit:,} are read")
         kept = info.metadata.get(METADATA_NAME)

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.card import Count, DatasetCard, Histogram, TokenizerFacts
+from shardkit.card import FILES_NAME, MOST_LISTED, Count, DatasetCard, Histogram, TokenizerFacts, listed_files
 from shardkit.errors import ShardError
+from shardkit.hashing import hash_bytes
 
 FUNNEL: dict[str, Any] = {
     "read": {"documents": 10, "bytes": 100},
@@ -120,3 +121,38 @@ def test_bins_hold_what_they_say_and_parts_add_up(values: list[int], cut: int) -
 def test_bins_are_between_powers_of_two(value: int, label: str) -> None:
     [one] = Histogram.of(np.array([value])).bins()
     assert one.label == label
+
+
+@pytest.mark.parametrize("count", [0, MOST_LISTED, MOST_LISTED + 1, 200_000])
+def test_a_card_of_many_files_leaves_their_list_to_another_file(count: int) -> None:
+    names = [f"provenance/part-{number:05d}.parquet" for number in range(count)]
+    files = {name: {"bytes": 10, "xxh3_128": f"{number:032x}"} for number, name in enumerate(names)}
+    listed, table = listed_files(files)
+    card = DatasetCard({**CARD, "files": listed})
+    assert len(card.to_bytes()) < 200 * MOST_LISTED
+    if count <= MOST_LISTED:
+        assert (listed, table, card.files_table) == (files, None, None)
+        return
+    assert table is not None
+    assert card.file_names == [FILES_NAME]
+    whole = card.with_files(table)
+    assert sorted(whole.file_names) == sorted([FILES_NAME, *names])
+    assert whole.file(names[-1]).hashes == {"xxh3_128": f"{count - 1:032x}"}
+    assert DatasetCard.parse("x", card.to_bytes()).with_files(table) == whole
+    for wrong in (table[:-2] + b"x\n", table + b" ", b""):
+        with pytest.raises(ShardError, match=r"files\.json: is damaged, or of another dataset"):
+            card.with_files(wrong)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (b"{", "cannot be read"),
+        (b"[]", "must map names"),
+        (b'{"files.json": {}}', "must map names that the card does not have"),
+    ],
+)
+def test_a_list_of_files_that_cannot_be_one_is_told(table: bytes, message: str) -> None:
+    stated = {"bytes": len(table), **hash_bytes(table, ["xxh3_128"])}
+    with pytest.raises(ShardError, match=message):
+        DatasetCard({"files": {FILES_NAME: stated}}, "a/dataset.json").with_files(table)

@@ -14,7 +14,9 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
+from shardkit import card
 from shardkit.cli.main import main
+from shardkit.datasets.verify import verify
 from shardkit.errors import BuildError
 from shardkit.publish import upload
 from shardkit.publish.contents import MARKER_NAME, content_hash
@@ -78,6 +80,23 @@ def test_every_object_equals_the_local_file(corpus: Path, tmp_path: Path, change
     assert result.to_dict()["output"] == memory.url
     with pytest.raises(BuildError, match="is no folder of this machine"):
         assert result.output
+
+
+def test_a_build_of_many_files_lists_them_beside_its_card(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(card, "MOST_LISTED", 1)
+    changes = [f"work={tmp_path / 'work'}", "annotate=true"]
+    output, memory = tmp_path / "out", fresh_memory()
+    build(corpus, output=output, overrides=changes, workers=1, progress=False)
+    files = json.loads((output / "files.json").read_bytes())
+    assert {"annotations/part-00000.parquet", "provenance/part-00000.parquet", "report.html"} <= files.keys()
+    assert list(json.loads((output / "dataset.json").read_bytes())["files"]) == ["files.json"]
+    assert verify(output).ok
+    assert build(corpus, output=output, overrides=changes, workers=1, progress=False).up_to_date
+    build(corpus, output=memory.url, overrides=changes, workers=1, progress=False)
+    assert objects(memory) == files_of(output)
+    assert build(corpus, output=memory.url, overrides=changes, workers=1, progress=False).up_to_date
 
 
 def test_a_finished_build_is_up_to_date_at_once_and_writes_nothing(

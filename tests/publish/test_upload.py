@@ -14,16 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit import open_dataset
+from shardkit.card import FILES_NAME, MOST_LISTED
 from shardkit.datasets.verify import verify
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
 from shardkit.hashing import hash_bytes
-from shardkit.publish import TransferError, TransferProgress, TransferReport, upload
+from shardkit.publish import TransferError, TransferProgress, TransferReport, download, upload
 from shardkit.publish.contents import MARKER_NAME
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import ObjectInfo, Store, StoreError
+from shardkit.writers.publish import RemoteOutput
 from support.small_build import tree
-from support.small_dataset import files_of, make_dataset
+from support.small_dataset import Built, files_of, make_dataset
 from support.stores import FaultRule, FaultyStore, WatchedStore, fresh_memory, objects
 
 
@@ -387,3 +389,41 @@ def test_an_empty_folder_holds_no_dataset(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="there is no such folder"):
         send(tmp_path / "nowhere", fresh_memory())
+
+
+def test_files_that_the_card_leaves_to_a_list_are_part_of_the_dataset(tmp_path: Path) -> None:
+    numbers = range(MOST_LISTED + 1)
+    sides = {f"provenance/part-{number:05d}.parquet": b"table %d" % number for number in numbers}
+    Built(tmp_path / "made", "mds", 2, 0, sides).publish(source := tmp_path / "source")
+    whole = files_of(source)
+    assert len(whole) == len(sides) + 5
+    assert verify(source).ok
+    memory = fresh_memory()
+    assert len(upload(source, memory, progress=False).sent) == len(sides) + 4  # and the index
+    assert objects(memory) == whole
+    assert upload(source, memory, progress=False).up_to_date
+    memory.delete("provenance/part-00007.parquet")
+    assert upload(source, memory, progress=False).sent == ("provenance/part-00007.parquet",)
+    download(memory, tmp_path / "back", progress=False)
+    assert files_of(tmp_path / "back") == whole
+
+    (source / "provenance/part-00007.parquet").write_bytes(b"table x")
+    assert [problem.file for problem in verify(source).problems] == ["provenance/part-00007.parquet"]
+    (source / FILES_NAME).write_bytes(b"{}")
+    [damage] = verify(source).problems
+    assert damage.file == FILES_NAME
+    assert damage.problem.startswith("is damaged, or of another dataset")
+    with pytest.raises(ShardError, match=r"files\.json: is damaged, or of another dataset"):
+        upload(source, fresh_memory(), progress=False)
+    (source / FILES_NAME).unlink()
+    with pytest.raises(ShardError, match=r"files\.json: is missing: it lists files of the dataset"):
+        upload(source, fresh_memory(), progress=False)
+    other = Built(tmp_path / "other", "mds", 2, 100, {"report.html": b""})
+    other.publish(RemoteOutput(memory.url), replace=True)
+    assert set(objects(memory)) == {
+        "index.json",
+        "dataset.json",
+        "report.html",
+        "shard.00000.mds",
+        "shard.00001.mds",
+    }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardkit.card import CARD_NAME, DatasetCard
+from shardkit.card import CARD_NAME, FILES_NAME, DatasetCard, listed_files
 from shardkit.formats import mds, tar
 from shardkit.manifest import Manifest
 from shardkit.writers.card import describe_file
@@ -52,12 +52,14 @@ class Built:
         for number, (name, data) in enumerate(sides.items()):
             (work / f"side-{number}").write_bytes(data)
             self.links[name] = Artifact(work / f"side-{number}")
+        listed, table = listed_files({name: describe_file(data) for name, data in sides.items()})
         card = {
             "fingerprint": self.manifest.fingerprint,
             "samples": self.manifest.samples,
-            "files": {name: describe_file(data) for name, data in sides.items()},
+            "files": listed,
         }
         self.texts = {CARD_NAME: DatasetCard(card).to_bytes()}
+        self.texts |= {} if table is None else {FILES_NAME: table}
 
     def publish(self, output: Path | RemoteOutput, *, replace: bool = False) -> None:
         publish(output, self.manifest, self.links, self.texts, replace=replace)
