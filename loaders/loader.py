@@ -45,6 +45,7 @@ from shardkit.loaders.placement import (
     local_processes,
     process_place,
     ranks_of_machine,
+    replicas_on_machine,
     usage_log_role,
 )
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor, StepSizes
@@ -262,7 +263,9 @@ class StreamingLoader:
             sharers = len(self.learn_machine_ranks()) if cache.is_shared else 1
             pace = Pace.of_rank(self.rank, sharers=sharers)
             requests.append(PlanRequest([shards for shards, _ in parts], *uses, pace))
-        streams.run.start(requests, self.position)
+        ranks = self.machine_ranks
+        replicas = 1 if ranks is None else replicas_on_machine(self._place, ranks)
+        streams.run.start(requests, self.position, replicas=replicas)
 
     def learn_machine_ranks(self) -> tuple[int, ...]:
         """Learn, once, which data-parallel ranks share this machine and the cache folder on it."""

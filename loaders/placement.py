@@ -58,6 +58,7 @@ __all__ = [
     "process_place",
     "ranks_of_machine",
     "rendezvous_store",
+    "replicas_on_machine",
     "run_key",
     "usage_log_role",
 ]
@@ -269,6 +270,16 @@ def first_rows(processes: int, nodes: int) -> int:
     if nodes * NODE_REQUESTS <= PREFIX_REQUESTS_PER_SECOND:
         return SINGLE_ROWS
     return max(1, (NODE_REQUESTS - INDEX_REQUESTS) // 2 // processes)
+
+
+def replicas_on_machine(place: Place, ranks: tuple[int, ...]) -> int:
+    """Processes of this machine that get the same batches, this one among them, as far as is known.
+
+    `ranks`: the data-parallel ranks that share the machine.
+    """
+    processes = process_place()
+    everywhere = 1 if processes is None else processes[1] // place.world_size
+    return max(1, min(everywhere, local_processes(place) // len(ranks)))
 
 
 def check_place(place: Place) -> None:

@@ -51,8 +51,11 @@ class Slot(Protocol):
     def write(self, at: int, piece: memoryview) -> None:
         """Fill some of it; threads may fill different parts at once."""
 
-    def commit(self) -> None:
-        """Make it an entry, whole and durable; `data` is not to be written any more."""
+    def commit(self, *, durable: bool = True) -> None:
+        """Make it an entry, whole and durable; `data` is not to be written any more.
+
+        Not `durable`: a loss of power may damage it, which its next reader notices.
+        """
 
     def discard(self, *, damaged: bool = False) -> None:
         """Give the room back; what is `damaged` is kept aside for inspection, if there is a place for it."""
@@ -95,6 +98,9 @@ class Cache(Protocol):
 
     def lease(self, name: str, timeout_seconds: float = 0.0) -> Lease | None:
         """The lease on an entry; None if another process or thread has it for all of `timeout_seconds`."""
+
+    def remove(self, name: str) -> None:
+        """Remove an entry, if it is there."""
 
     def counters(self) -> dict[str, int]:
         """evictions, evicted_bytes, quarantined."""

@@ -67,6 +67,8 @@ class FetchLimits:
     read_bytes: int = READ_BYTES
     single_rows: int = 32
     """Rows that a reader may have fetched one by one after each start, by two small requests each."""
+    peer_seconds: float = 5.0
+    """A process that is reading a row for its replicas, too, is not waited for longer than this."""
 
 
 class FetchTimeoutError(ShardkitError, TimeoutError):

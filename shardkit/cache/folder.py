@@ -7,11 +7,11 @@
                             ledger               what takes how much room (`shardkit.cache.ledger`)
                             lock                 flocked while room is made or given back
 
-An entry appears by rename, after its bytes are synced. Readers map it and check its seal at their first use
-of that file; a map stays readable after the entry is evicted. A file in filling/ whose flock is free belongs
-to a process that died: it is removed. A process killed at any moment leaves nothing that would be trusted
-wrongly. Nothing outside of the sub-folder is ever read or removed. If someone removes the sub-folder while it
-is used, it is made again.
+An entry appears by rename, a shard's after its bytes are synced. Readers map it and check its seal at their
+first use of that file; a map stays readable after the entry is evicted. A file in filling/ whose flock is
+free belongs to a process that died: it is removed. A process killed at any moment leaves nothing that would
+be trusted wrongly. Nothing outside of the sub-folder is ever read or removed. If someone removes the
+sub-folder while it is used, it is made again.
 
 What an entry is called, and how its bytes are proved to be its own, is `shardkit.cache.entry`. Who may write
 in the folder is `shardkit.cache.subfolder`.
@@ -148,6 +148,11 @@ class CacheFolder:
         lock = FileLock(self._root / "leases" / name)
         with explain_errors(self._root.parent):
             return lock if self._remade(lambda: lock.acquire(timeout_seconds)) else None
+
+    def remove(self, name: str) -> None:
+        self._seen.pop(name, None)
+        with explain_errors(self._root.parent):
+            self._move(self._root / "shards" / name, None)
 
     def counters(self) -> dict[str, int]:
         return {key: self._counters[key] for key in ("evictions", "evicted_bytes", "quarantined")}
@@ -423,10 +428,11 @@ class FolderSlot:
         if written != len(piece):  # only where a disk is full, which it cannot be: the room is there
             raise OSError(errno.EIO, f"{written:,} of {len(piece):,} bytes were written")
 
-    def commit(self) -> None:
+    def commit(self, *, durable: bool = True) -> None:
         try:
             os.pwrite(self._descriptor, make_seal(self.data, self._name), self._size - SEAL_BYTES)
-            os.fsync(self._descriptor)
+            if durable:
+                os.fsync(self._descriptor)
             self._cache.enter(self._name, self.file, self._descriptor)
         except OSError as error:
             self._end(keep=False)

@@ -80,6 +80,12 @@ class CacheMemory:
             lock = self._leased.setdefault(name, threading.Lock())
         return lock if lock.acquire(timeout=timeout_seconds) else None
 
+    def remove(self, name: str) -> None:
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is not None and not entry.filling:
+                del self._entries[name]
+
     def counters(self) -> dict[str, int]:
         return {key: self._counters[key] for key in ("evictions", "evicted_bytes", "quarantined")}
 
@@ -135,7 +141,7 @@ class MemorySlot:
     def write(self, at: int, piece: memoryview) -> None:
         self._entry.data.data[at : at + len(piece)] = piece
 
-    def commit(self) -> None:
+    def commit(self, *, durable: bool = True) -> None:
         self._cache.finish(self._name, self._entry, keep=True)
 
     def discard(self, *, damaged: bool = False) -> None:

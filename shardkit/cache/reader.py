@@ -8,6 +8,7 @@ evicted first, whichever stream it belongs to. A plan ends when its run is close
 A run begins with an empty cache and a loop that waits. Until `FetchLimits.single_rows` rows have been read,
 shards that are needed and not cached are not waited for: their rows are fetched one by one, in parallel,
 before or while the whole shards stream in. After that, reads wait for whole shards, which come by deadline.
+Replicas on one machine read each of these rows once between them, so they may read as many more.
 Shards for which the cache has no room among the others in use are always read by rows: fetched whole, they
 would be dropped and fetched again each time.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -27,7 +29,7 @@ import numpy.typing as npt
 from shardkit.cache.belady import Fetch, Future, Uses
 from shardkit.cache.contract import Cache, Contents
 from shardkit.cache.entry import EntryNames
-from shardkit.cache.fetcher import Fetcher
+from shardkit.cache.fetcher import Fetcher, FetchLimits
 from shardkit.cache.planner import Pace, Planner
 from shardkit.cache.rows import FetchedRows
 from shardkit.cache.shards import CachedShards
@@ -186,15 +188,21 @@ class CacheRun:
         self.readers = tuple(readers)
         self._requests: tuple[Sequence[PlanRequest], int] | None = None  # fetching ahead has not begun
         self._plans: list[FetchPlan] = []
+        self._replicas = 1
         self._rows_left = self._single_rows
 
     @property
     def _single_rows(self) -> int:
-        return max((reader.shards.fetcher.limits.single_rows for reader in self.readers), default=0)
+        own = max((reader.shards.fetcher.limits.single_rows for reader in self.readers), default=0)
+        return max(own, min(own * self._replicas, FetchLimits().single_rows))
 
-    def start(self, requests: Sequence[PlanRequest], position: int) -> None:
-        """Begin a run at `position`, with a plan for each cache; they begin after its first rows."""
+    def start(self, requests: Sequence[PlanRequest], position: int, *, replicas: int = 1) -> None:
+        """Begin a run at `position`, with a plan for each cache; they begin after its first rows.
+
+        `replicas`: processes with this cache that read the same, this one among them.
+        """
         self.close()
+        self._replicas = replicas
         self._rows_left, self._requests = self._single_rows, (requests, position)
         for reader in self.readers:
             reader.is_open = True
@@ -257,11 +265,16 @@ class CacheRun:
         if _count(wanted) > FIRST_ROWS:
             self.fetch_ahead()
         began = time.monotonic()
-        sent = [(reader, reader.shards.rows.begin(rows)) for reader, rows in wanted.items() if rows]
-        found = {
-            reader: reader.shards.rows.finish(requests, began + reader.timeout_seconds)
-            for reader, requests in sent
-        }
+        with ExitStack() as stack:
+            sent = {
+                reader: stack.enter_context(reader.shards.rows.begin(rows, shared=self._replicas > 1))
+                for reader, rows in wanted.items()
+                if rows
+            }
+            found = {
+                reader: reader.shards.rows.finish(requests, began + reader.timeout_seconds)
+                for reader, requests in sent.items()
+            }
         self.fetch_ahead()
         return found
 

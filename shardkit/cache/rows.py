@@ -3,21 +3,33 @@
 Only where a row's place follows from the index: raw MDS shards whose columns all have a fixed size, and tars
 as shardkit writes them. No hash covers a part of an object, so each row is read twice, by two requests that
 must agree, and is compared again when its shard has come and been proved: a difference stops the run.
+
+Replicas (tensor, pipeline and context parallel peers) need the same rows at the same time. Those of one
+machine read each row once: whoever gets the lease on a row reads it and leaves it in the cache folder as a
+small entry (`NodeRows`); the others take it from there. Nobody waits longer than `FetchLimits.peer_seconds`
+for another process: then it reads the row itself. The entry is removed when its writer has the whole shard.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.arrays import Bytes
+from shardkit.cache.contract import Cache, Lease
 from shardkit.cache.fetcher import FetchTimeoutError, arrival
+from shardkit.cache.subfolder import CacheFolderError
 from shardkit.errors import ShardError
 from shardkit.formats.tar.members import BLOCK, padded
 from shardkit.formats.tar.values import make_npy_header
@@ -27,7 +39,7 @@ from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError
 from shardkit.storage.threads import Workers
 
-__all__ = ["FetchedRows", "RowLayout", "RowReader", "RowRequests", "row_layout"]
+__all__ = ["FetchedRows", "NodeRows", "RowLayout", "RowReader", "RowRequests", "row_layout"]
 
 MAX_ROW_BYTES = 4 << 20
 MAX_UNPROVED = 4096  # rows kept for a later comparison
@@ -58,13 +70,82 @@ class FetchedRows:
     data: Bytes
 
 
-@dataclass(frozen=True, slots=True)
+Place = tuple[int, int]
+"""A shard and a row of it."""
+
+
+@dataclass(slots=True)
 class RowRequests:
-    """Rows that were asked for: the places (shard, row), each read twice by `reads`."""
+    """Rows that were asked for. Leaving the context gives back the leases on those that have not come."""
 
     wanted: Mapping[int, npt.NDArray[np.int64]]
-    places: list[tuple[int, int]]
-    reads: list[Future[bytes]]
+    found: dict[Place, bytes] = field(default_factory=dict)
+    """As they lie in their shards."""
+    reads: dict[Place, list[Future[bytes]]] = field(default_factory=dict)
+    """Of each row that is read here, two."""
+    leases: dict[Place, Lease] = field(default_factory=dict)
+
+    @property
+    def places(self) -> list[Place]:
+        return [(number, row) for number, rows in self.wanted.items() for row in rows.tolist()]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let other processes read what has not come."""
+        while self.leases:
+            self.leases.popitem()[1].release()
+
+
+class NodeRows:
+    """Rows as small entries of a cache folder, each with the version of its object.
+
+    They take no room from shards: where the cache is full, rows are not shared.
+    """
+
+    def __init__(self, cache: Cache, entry: Callable[[int], str]) -> None:
+        """`entry`: the name of a shard's entry."""
+        self._cache, self._entry = cache, entry
+        self._written: dict[int, list[str]] = {}
+
+    def lease(self, place: Place, wait_seconds: float) -> Lease | None:
+        """The right to read a row; None if another process has it for all of `wait_seconds`."""
+        # Not by the entry's name, whose lease a cache takes to set a damaged entry aside.
+        return self._cache.lease(f"read-{self._name(place)}", max(0.0, wait_seconds))
+
+    def find(self, place: Place, size: int) -> tuple[bytes, str] | None:
+        """(the row's `size` bytes, the version of its object) if a process has left them."""
+        data = self._cache.find(self._name(place))
+        if data is None or len(data) < size:
+            return None
+        return data[:size].tobytes(), data[size:].tobytes().decode(errors="replace")
+
+    def put(self, place: Place, row: bytes, version: str) -> None:
+        """Leave a row for others, if there is room."""
+        name, content = self._name(place), row + version.encode(errors="replace")
+        # A folder that cannot be written is reported with the next shard; the row is there all the same.
+        with contextlib.suppress(CacheFolderError):
+            slot = self._cache.reserve(name, len(content), lambda contents: ())
+            if slot is not None:
+                self._written.setdefault(place[0], []).append(name)
+                slot.write(0, memoryview(content))
+                slot.commit(durable=False)
+
+    def remove(self, number: int | None = None) -> None:
+        """Remove the rows of a shard (None: of all) that this process has left."""
+        for shard in list(self._written) if number is None else [number]:
+            for name in self._written.pop(shard, []):
+                self._cache.remove(name)
+
+    def _name(self, place: Place) -> str:
+        origin = f"{self._entry(place[0])}\0{place[1]}"
+        return f"row-{hashlib.blake2b(origin.encode(), digest_size=16).hexdigest()}"
 
 
 def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
@@ -95,13 +176,19 @@ class RowReader:
         workers: Workers,
         free_disk_bytes: Callable[[], int | None] = lambda: None,
         *,
+        node: NodeRows | None = None,
+        peer_seconds: float = 5.0,
         max_unproved: int = MAX_UNPROVED,
     ) -> None:
-        """`workers` make the requests, also of other datasets; `free_disk_bytes` is for error messages."""
+        """`workers` make the requests, also of other datasets; `free_disk_bytes` is for error messages.
+
+        `node`: the rows of processes that share the cache; `peer_seconds`: the longest wait for one of them.
+        """
         self._store = store.urgent
         self._free_disk_bytes = free_disk_bytes
         self._manifest = manifest
         self._workers = workers
+        self._node, self._peer_seconds = node, peer_seconds
         self._unproved: dict[int, list[FetchedRows]] = {}
         self._max_unproved = max_unproved
         self._versions: dict[int, str] = {}  # of the objects that rows were read from
@@ -119,22 +206,38 @@ class RowReader:
         FetchTimeoutError; ObjectChangedError if an object is another one than at its first row.
         """
         deadline = time.monotonic() + timeout_seconds
-        return self.finish(self.begin(wanted), deadline)
+        with self.begin(wanted) as requests:
+            return self.finish(requests, deadline)
 
-    def begin(self, wanted: Mapping[int, npt.NDArray[np.int64]]) -> RowRequests:
-        """Send the requests for these rows; `finish` waits for them. So several datasets share one wait."""
-        places = [(number, int(row)) for number, rows in wanted.items() for row in rows]
-        reads = [self._workers.submit(partial(self._get, *place)) for place in places for _ in range(2)]
-        return RowRequests(wanted, places, reads)
+    def begin(self, wanted: Mapping[int, npt.NDArray[np.int64]], *, shared: bool = False) -> RowRequests:
+        """Send the requests for these rows; `finish` waits for them. So several datasets share one wait.
+
+        `shared`: with processes of this machine that need the same rows. Those that one of them is reading
+        are left to `finish`.
+        """
+        requests = RowRequests(wanted)
+        try:
+            for place in requests.places:
+                if not shared or self._node is None or self._claim(requests, place, self._node, 0.0):
+                    self._send(requests, place)
+        except BaseException:
+            requests.release()
+            raise
+        return requests
 
     def finish(self, requests: RowRequests, deadline: float) -> dict[int, FetchedRows]:
         """The rows that were asked for, by shard; what is not there by the deadline is given up."""
+        self._collect(requests, deadline)
         places = requests.places
-        read = self._wait([place for place in places for _ in range(2)], requests.reads, deadline)
-        found = {
-            place: self._columns(place, self._agreed(place, [read[2 * i], read[2 * i + 1]], deadline))
-            for i, place in enumerate(places)
-        }
+        if (awaited := [place for place in places if place not in requests.found]) and self._node is not None:
+            patience = min(deadline, time.monotonic() + self._peer_seconds)
+            for place in awaited:
+                self._claim(requests, place, self._node, patience - time.monotonic())
+            for place in awaited:
+                if place not in requests.found:
+                    self._send(requests, place)
+            self._collect(requests, deadline)
+        found = {place: self._columns(place, requests.found[place]) for place in places}
         self.count += len(places)
         fetched = {}
         for number, rows in requests.wanted.items():
@@ -142,6 +245,37 @@ class RowReader:
             fetched[number] = FetchedRows(rows, data.reshape(len(rows), -1))
             self._remember(number, fetched[number])
         return fetched
+
+    def _claim(self, requests: RowRequests, place: Place, node: NodeRows, wait_seconds: float) -> bool:
+        """Take the lease on a row within that time, or find the row; whether it has to be read here."""
+        lease = node.lease(place, wait_seconds)
+        if lease is None:
+            return False
+        requests.leases[place] = lease
+        layout = self.layout(place[0])
+        assert layout is not None
+        left = node.find(place, layout.size)
+        # Of another version than rows before it: the store says whether the object was replaced.
+        if left is None or self._versions.setdefault(place[0], left[1]) != left[1]:
+            return True
+        requests.found[place] = left[0]
+        requests.leases.pop(place).release()
+        return False
+
+    def _send(self, requests: RowRequests, place: Place) -> None:
+        requests.reads[place] = [self._workers.submit(partial(self._get, *place)) for _ in range(2)]
+
+    def _collect(self, requests: RowRequests, deadline: float) -> None:
+        """Wait for the rows that are read here, and leave those that are leased for the others."""
+        reads, requests.reads = requests.reads, {}
+        read = self._wait([place for place in reads for _ in range(2)], [*chain(*reads.values())], deadline)
+        for i, place in enumerate(reads):
+            row = requests.found[place] = self._agreed(place, [read[2 * i], read[2 * i + 1]], deadline)
+            if (lease := requests.leases.get(place)) is not None and self._node is not None:
+                self._columns(place, row)  # nobody gets what is no row
+                self._node.put(place, row, self._versions[place[0]])
+                del requests.leases[place]
+                lease.release()
 
     def _remember(self, number: int, fetched: FetchedRows) -> None:
         """Keep rows to prove them later, but not forever: whole shards may never come."""
@@ -161,6 +295,8 @@ class RowReader:
 
     def prove(self, number: int, raw: Bytes) -> None:
         """Compare what was read of a shard with its proved bytes; ShardError if a row was wrong."""
+        if self._node is not None:
+            self._node.remove(number)
         for fetched in self._unproved.pop(number, []):
             layout = self.layout(number)
             assert layout is not None
@@ -170,9 +306,12 @@ class RowReader:
                     problem = f"row {row:,} was damaged identically in two ranged reads, and was delivered"
                     raise ShardError(self._where(number), f"{problem}; go back to the last checkpoint")
 
-    def _wait(
-        self, places: list[tuple[int, int]], reads: list[Future[bytes]], deadline: float
-    ) -> list[bytes]:
+    def close(self) -> None:
+        """Remove the rows that were left for other processes."""
+        if self._node is not None:
+            self._node.remove()
+
+    def _wait(self, places: list[Place], reads: list[Future[bytes]], deadline: float) -> list[bytes]:
         """What `reads` of the rows at `places` give; what is not there by the deadline is given up."""
         done, late = wait(reads, max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
         for read in late:
@@ -202,7 +341,7 @@ class RowReader:
             raise ObjectChangedError(self._where(number), "was replaced while rows of it were read")
         return data
 
-    def _agreed(self, place: tuple[int, int], seen: list[bytes], deadline: float) -> bytes:
+    def _agreed(self, place: Place, seen: list[bytes], deadline: float) -> bytes:
         """What two reads of a row have in common; `seen` are the first two."""
         while seen[-1] not in seen[:-1]:
             if len(seen) > _READS:
@@ -211,7 +350,7 @@ class RowReader:
             seen += self._wait([place], [self._workers.submit(partial(self._get, *place))], deadline)
         return seen[-1]
 
-    def _columns(self, place: tuple[int, int], data: bytes) -> bytes:
+    def _columns(self, place: Place, data: bytes) -> bytes:
         """The columns' part of a row, if it is one."""
         number, row = place
         layout = self.layout(number)

@@ -22,7 +22,7 @@ from shardkit.cache.contract import Cache, CacheOptions, open_cache
 from shardkit.cache.entry import EntryPart, entry_name, name_digests, sealed_size
 from shardkit.cache.fetcher import Fetcher, FetchLimits, FetchTimeoutError
 from shardkit.cache.indexes import TRUST_SECONDS, NodeIndexes
-from shardkit.cache.rows import RowReader
+from shardkit.cache.rows import NodeRows, RowReader
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StorageOptions
@@ -80,7 +80,14 @@ class CachedShards:
         self.timeout_seconds = DEFAULT_TIMEOUT_SECONDS
         self._manifest = manifest
         self._objects = dict(objects or {})  # size and version of those that the index says little of
-        self.rows = RowReader(store, manifest, fetcher.row_workers, cache.free_disk_bytes)
+        self.rows = RowReader(
+            store,
+            manifest,
+            fetcher.row_workers,
+            cache.free_disk_bytes,
+            node=NodeRows(cache, self.entry) if cache.is_shared else None,
+            peer_seconds=fetcher.limits.peer_seconds,
+        )
         self.counts: Counter[str] = Counter()
         self.unkept: Exception | None = None
         """Why the cache could not keep what was delivered; raised by the next `load`."""
@@ -185,8 +192,9 @@ class CachedShards:
         return bool(name) and self.cache.touch(name)
 
     def close(self) -> None:
-        """Stop fetching, for all readers. What is cached stays; the shards may be used again."""
+        """Stop fetching, for all readers. Shards that are cached stay and may be used again."""
         self.fetcher.close(self)
+        self.rows.close()
 
     def counters(self) -> dict[str, float]:
         """What the cache did, by this process."""

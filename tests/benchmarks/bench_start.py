@@ -1,10 +1,11 @@
 """The start of a job at one prefix of a store: virtual time, the real retry and gate code.
 
-    python tests/benchmarks/bench_start.py [--nodes 256 2048] [--ranks 8] [--rate 5500] [--json]
+    python tests/benchmarks/bench_start.py [--nodes 256 2048] [--ranks 8] [--replicas 1 8] [--rate 5500]
 
 `tests/support/start_model.py` says what is modeled. "spread" is what the loader does. "at once" is what it
 would do without delays and leaders, each rank asking for its own index and for 32 rows; it is left out above
-256 nodes, where it takes minutes.
+256 nodes, where it takes minutes. "replicas" are ranks of a node that read the same, as with TP 8; "rows" is
+how many each rank has before whole shards are waited for.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from figures import benchmark_parser, give
 from support.start_model import start_job
 
 
-def measure(nodes: int, ranks: int, rate: float, *, spread: bool) -> dict[str, object]:
+def measure(nodes: int, ranks: int, replicas: int, rate: float, *, spread: bool) -> dict[str, object]:
     began = time.perf_counter()
-    start = start_job(nodes, ranks, rate, spread=spread)
+    start = start_job(nodes, ranks, rate, replicas=replicas, spread=spread)
     seconds = sorted(start.first_row_seconds)
     return {
         "start": "spread" if spread else "at once",
         "nodes": nodes,
         "ranks": nodes * ranks,
+        "replicas": replicas,
+        "rows": start.rows,
         "failures": len(start.failures),
         "median_seconds": seconds[len(seconds) // 2],
         "last_seconds": seconds[-1],
@@ -42,6 +45,8 @@ HEADS = {
     "start": ("start", ""),
     "nodes": ("nodes", ","),
     "ranks": ("ranks", ","),
+    "replicas": ("replicas", ""),
+    "rows": ("rows", ""),
     "failures": ("failures", ","),
     "median_seconds": ("median s", ".1f"),
     "last_seconds": ("last row s", ".1f"),
@@ -56,15 +61,23 @@ def main() -> None:
     parser = benchmark_parser(__doc__, compares=True)
     parser.add_argument("--nodes", type=int, nargs="+", default=[256, 2048])
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rate", type=float, default=5500.0)
     arguments = parser.parse_args()
     logging.disable()  # of each process that is refused for long
     cases = [
-        (nodes, spread) for nodes in arguments.nodes for spread in (False, True) if spread or nodes <= 256
+        (nodes, replicas, spread)
+        for nodes in arguments.nodes
+        for spread in (False, True)
+        for replicas in (arguments.replicas if spread else [1])
+        if spread or nodes <= 256
     ]
     give(
         arguments,
-        [measure(nodes, arguments.ranks, arguments.rate, spread=spread) for nodes, spread in cases],
+        [
+            measure(nodes, arguments.ranks, replicas, arguments.rate, spread=spread)
+            for nodes, replicas, spread in cases
+        ],
         HEADS,
     )
 

@@ -152,6 +152,18 @@ def test_the_least_recently_used_entry_looks_the_oldest(kind: Kind) -> None:
     assert cache.contents().keys() == {"a", "c", "d"}
 
 
+def test_a_removed_entry_gives_its_room_back_and_its_bytes_stay_readable(kind: Kind) -> None:
+    cache = kind.room_for(2)
+    fill(cache, "a")
+    data = check(cache, "a")
+    for _ in range(2):
+        cache.remove("a")
+        assert not cache.has("a")
+        assert used(cache) == 0
+    np.testing.assert_array_equal(data, content("a"))
+    cache.remove("unknown")
+
+
 @pytest.mark.parametrize("damaged", [False, True], ids=["sound", "damaged"])
 def test_discarded_room_is_free_again(kind: Kind, damaged: bool) -> None:
     cache = kind.room_for(1)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shardkit.cache.fetcher import FetchLimits
+from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.planner import PLANNED, Planner
 from shardkit.cache.reader import FIRST_ROWS, CacheReader, FetchPlan
+from shardkit.cache.rows import NodeRows
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.producer import LoaderTimeoutError
 from shardkit.order.order import Order, OrderSpec
@@ -25,6 +29,7 @@ from support.remote_harness import (
     SOON_SECONDS,
     Remote,
     make_remote_kind,
+    put_folder,
     wait_until,
 )
 
@@ -106,6 +111,117 @@ def test_each_start_has_its_own_first_rows(opened: Open) -> None:
         store.let_through()
     assert got == [list(range(first, first + 4)) for first in (0, 4, 8, 12)]
     assert row_reads(remote) == 16
+
+
+REPLICAS = 8
+
+
+@pytest.fixture
+def replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Remote]]]:
+    """The processes of a node that read the same, with one store, which notes what all of them ask for."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, f"{REPLICAS}")
+    monkeypatch.setenv("RANK", "0")
+    made: list[Remote] = []
+    stores: list[NotedStore] = []
+
+    def of(store: NotedStore, kind: str = "mds", capacity: int = 1 << 24, **limits: Any) -> list[Remote]:
+        put_folder(make_remote_kind(tmp_path / kind, kind, samples=SAMPLES, shards=SHARDS), store)
+        for _ in range(REPLICAS):
+            cache = CacheFolder(tmp_path / "cache", capacity)
+            made.append(
+                Remote.open(store, cache, connections=8, limits=FetchLimits(join_seconds=0.01, **limits))
+            )
+        store.reads.clear()
+        stores.append(store)
+        return made
+
+    yield of
+    for store in stores:
+        store.let_through()
+    for remote in made:
+        remote.dataset.close()
+
+
+def shared_rows(remote: Remote) -> int:
+    return sum(name.startswith("row-") for name in remote.shards.cache.contents())
+
+
+def first_batches(remotes: list[Remote], batches: int) -> list[list[int]]:
+    """The samples that each replica gets first, all of them at the same time."""
+    with ThreadPoolExecutor(len(remotes)) as pool, ExitStack() as stack:
+        loaders = [stack.enter_context(loader_of(remote)) for remote in remotes]
+        return list(pool.map(lambda loader: ids(loader, batches), loaders))
+
+
+@pytest.mark.parametrize("kind", ["mds", "tar"])
+def test_replicas_on_a_node_read_each_row_once_between_them(
+    replicas: Callable[..., list[Remote]], kind: str
+) -> None:
+    store = NotedStore(holds=whole)
+    remotes = replicas(store, kind, single_rows=2)
+    assert first_batches(remotes, 2) == [list(range(8))] * REPLICAS
+    assert sum(map(row, store.reads)) == 2 * 8, "and as many more rows"
+    assert sum(map(row_reads, remotes)) == 8 * REPLICAS
+    assert shared_rows(remotes[0]) == 0, "they end with the loaders that wrote them"
+
+
+def test_shared_rows_leave_the_cache_when_their_shards_have_come(
+    replicas: Callable[..., list[Remote]],
+) -> None:
+    store = NotedStore(holds=whole)
+    first, second, *_ = replicas(store)
+    with loader_of(first) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert shared_rows(second) == 4
+        store.let_through()
+        got = [i for batch in islice(batches, SAMPLES // 4 - 1) for i in batch["sample_id"].tolist()]
+        assert got == list(range(4, SAMPLES - 1))
+        assert shared_rows(second) == 0
+
+
+@pytest.mark.parametrize("problem", ["a peer that is stopped", "a damaged entry", "no room"])
+def test_a_replica_that_gets_no_row_from_another_reads_it_itself(
+    replicas: Callable[..., list[Remote]], tmp_path: Path, problem: str
+) -> None:
+    store = NotedStore(holds=whole)
+    capacity = 40 if problem == "no room" else 1 << 24
+    first, second, *_ = replicas(store, capacity=capacity, peer_seconds=0.2)
+    with loader_of(first) as loader, ExitStack() as stack:
+        next(iter(loader))
+        entries = list((tmp_path / "cache").rglob("row-*"))
+        assert len(entries) == (0 if problem == "no room" else 4)
+        for file in entries:
+            if problem == "a damaged entry":
+                file.write_bytes(file.read_bytes()[::-1])
+            else:
+                first.shards.cache.remove(file.name)
+                stack.callback(leased(second.shards.cache, f"read-{file.name}").release)
+        store.reads.clear()
+        began = time.monotonic()
+        assert first_batches([second], 1) == [[0, 1, 2, 3]]
+        assert sum(map(row, store.reads)) == 8
+        assert (time.monotonic() - began > 0.2) == (problem == "a peer that is stopped")
+
+
+def test_a_row_of_another_version_than_those_before_is_asked_for_again(
+    replicas: Callable[..., list[Remote]],
+) -> None:
+    store = NotedStore(holds=whole)
+    first, second, *_ = replicas(store)
+    rows = {0: np.array([0])}
+    second.shards.rows.read(rows)
+    version = "of other data"
+    node = NodeRows(first.shards.cache, first.shards.entry)
+    layout = first.shards.rows.layout(0)
+    assert layout is not None
+    node.put((0, 0), b"x" * layout.size, version)
+    assert node.find((0, 0), layout.size) == (b"x" * layout.size, version)
+    with second.shards.rows.begin(rows, shared=True) as requests:
+        found = second.shards.rows.finish(requests, time.monotonic() + SOON_SECONDS)
+    assert found[0].data.tobytes() != b"x" * found[0].data.size
+    assert sum(map(row, store.reads)) == 4
 
 
 def test_few_rows_go_before_all_whole_shards(opened: Open) -> None:

@@ -2,9 +2,10 @@
 
 The store answers `requests_per_second` of the prefix and refuses the rest with 503 after `REFUSED_SECONDS`. A
 node waits its `start_delay`; its leader gets card and index; then each of its ranks reads its first rows,
-twice each, as many as `first_rows` allows. A rank's requests follow one another, although in truth they are
-side by side: the model is slower than the loader, and asks for as much. Each process has a gate and a retry
-policy of its own, as in truth; hedging is off, because answers come in a constant time.
+twice each, as many as `first_rows` allows; replicas on a node read theirs once between them. A rank's
+requests follow one another, although in truth they are side by side: the model is slower than the loader, and
+asks for as much. Each process has a gate and a retry policy of its own, as in truth; hedging is off, because
+answers come in a constant time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from shardkit.loaders.placement import INDEX_REQUESTS, first_rows, start_delay
+from shardkit.loaders.placement import INDEX_REQUESTS, SINGLE_ROWS, first_rows, start_delay
 from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.retry import Call, RetryPolicy, Upstream
 from shardkit.storage.store import StoreError, ThrottledError
@@ -32,6 +33,7 @@ class Start:
     requests: list[int] = field(default_factory=list)  # of each node, those refused included
     answered: list[int] = field(default_factory=list)  # of each node
     busiest_second: int = 0
+    rows: int = 0  # that each rank has
 
 
 class Prefix:
@@ -61,18 +63,21 @@ def start_job(
     requests_per_second: float,
     *,
     job_nodes: int | None = None,
+    replicas: int = 1,
     spread: bool = True,
     seed: int = 1,
 ) -> Start:
     """`nodes` of a job of `job_nodes`, with so many ranks each, which have a share of the prefix.
 
-    `spread`: as the loader does it; else every node begins at once and each rank for itself.
+    `replicas`: ranks of a node that read the same. `spread`: as the loader does it; else every node begins at
+    once and each rank for itself.
     """
     job_nodes = job_nodes or nodes
     time, found, chance = VirtualTime(), Start(), random.Random(seed)
     prefix = Prefix(time, requests_per_second)
     policy = RetryPolicy(clock=time.clock, sleep=time.sleep, jitter=chance.random, hedge=False)
-    rows = first_rows(ranks, job_nodes) if spread else 32
+    rows = min(SINGLE_ROWS, first_rows(ranks, job_nodes) * replicas) if spread else SINGLE_ROWS
+    found.rows = rows
     found.requests, found.answered = [0] * nodes, [0] * nodes
 
     def reads(node: int, count: int) -> None:
@@ -92,24 +97,25 @@ def start_job(
             finally:
                 call.leave()
 
-    def rank(node: int, count: int) -> None:
+    def group(node: int, count: int, size: int) -> None:
+        """So many ranks that read together."""
         try:
             reads(node, count)
-            found.first_row_seconds.append(time.now)
+            found.first_row_seconds += [time.now] * size
         except StoreError as error:
-            found.failures.append(str(error))
+            found.failures += [str(error)] * size
 
     def leader(node: int) -> None:
         reads(node, INDEX_REQUESTS)
-        for _ in range(ranks):
-            time.spawn(0.0, lambda: rank(node, 2 * rows))
+        for _ in range(ranks // replicas):
+            time.spawn(0.0, lambda: group(node, 2 * rows, replicas))
 
     for node in range(nodes):
         if spread:
             time.spawn(start_delay(f"node-{node}", job_nodes), lambda node=node: leader(node))  # type: ignore[misc]
         else:
             for _ in range(ranks):
-                time.spawn(0.0, lambda node=node: rank(node, INDEX_REQUESTS + 2 * rows))  # type: ignore[misc]
+                time.spawn(0.0, lambda node=node: group(node, INDEX_REQUESTS + 2 * rows, 1))  # type: ignore[misc]
     time.run()
     found.busiest_second = max(prefix.by_second.values())
     return found
