@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +20,12 @@ from crash.victims import share_quickly
 from shardkit.card import Count
 from shardkit.errors import BuildError
 from shardkit.writers import BuildResult, build
+from shardkit.writers.execution import engine_ray
 from shardkit.writers.execution.scheduler import TaskSlice
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.maintenance import explain_build
 from shardkit.writers.stages import clean
+from support.ray_cluster import RayCluster
 from support.small_build import make_corpus, tree
 
 # What workers do as they read records of a file named poison-…, as a bug in a parser written in C may.
@@ -145,6 +148,50 @@ def test_hanging_and_dying_give_the_same_bytes_with_any_number_of_workers(
     assert time.monotonic() - begin < 120
     assert attempts(place) == 4
     assert tree(hung.output) == published
+
+
+@pytest.mark.extended
+def test_ray_loses_a_worker_and_a_node_and_gives_up_the_split_that_processes_here_give_up(
+    tmp_path: Path, poison: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    recipe = make_poisoned(tmp_path / "corpus")
+    near = recipe.read_text().replace("dedup: {exact: {}}", "dedup: {exact: {}, near: {}}")
+    recipe.write_text(near + "memory: 512MB\n")
+    poison("die")
+    with pytest.warns(RuntimeWarning, match="the build goes on without it"):
+        expected = make(recipe, ONE, workers=1)
+    expected_bytes = tree(expected.output)
+    monkeypatch.setattr(engine_ray, "FIRST_PAUSE_SECONDS", 0.1)
+
+    def kill(stage: str, act: Callable[[], None], node: int) -> threading.Thread:
+        def watch() -> None:
+            deadline = time.monotonic() + 120
+            while not cluster.running(node, f"{stage}/") and time.monotonic() < deadline:
+                time.sleep(0.005)
+            act()
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        return thread
+
+    def kill_workers() -> None:
+        for pid in cluster.running(1, "tokenize/"):
+            os.kill(pid, signal.SIGKILL)
+
+    with RayCluster(nodes=2) as cluster:
+        threads = [kill("clean", lambda: cluster.kill(0), 0), kill("tokenize", kill_workers, 1)]
+        on_ray = {"engine": "ray", "ray_address": cluster.address, "output": tmp_path / "by-ray"}
+        with pytest.warns(RuntimeWarning) as told:
+            made = make(recipe, ONE, "work=ray-work", **on_ray)
+        for thread in threads:
+            thread.join()
+    texts = [str(warning.message) for warning in told]
+    assert any(text.startswith("task clean/") and "its node died" in text for text in texts)
+    assert any(text.startswith("task tokenize/") and "its process died" in text for text in texts)
+    assert texts.count(next(text for text in texts if text.endswith("max_failed_splits allows)"))) == 1
+    assert made.funnel.quarantined == expected.funnel.quarantined
+    assert tree(made.output) == expected_bytes
 
 
 @pytest.mark.usefixtures("inline_builds")
