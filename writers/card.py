@@ -38,6 +38,8 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
             "output": {"path"},
         },
     )
+    if recipe.output.prefixes is None:
+        del content["output"]["prefixes"]  # as in the recipes of older versions
     content["filters"] = [{name: config.model_dump(mode="json")} for name, config in recipe.filter_chain()]
     return content
 

@@ -352,7 +352,8 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> _Dataset
     recipe, survivors = inputs.recipe, outputs.survivors
     check_unchanged({split.input for split in inputs.splits})
     folders = [commit.files for commit in outputs.packed]
-    shards = global_shards(zip(folders, [part.shards for part in outputs.parts], strict=True))
+    parts = zip(folders, [part.shards for part in outputs.parts], strict=True)
+    shards = global_shards(parts, prefixes=recipe.output.prefixes)
     manifest = Manifest("mds" if recipe.output.format == "mds" else "tar", [shard for _, shard in shards])
     if not manifest.samples:
         raise BuildError("no document has any token: there is nothing to write")

@@ -145,19 +145,28 @@ def finish_published(output: Path | RemoteOutput, contents: Contents) -> None:
         raise BuildError(f"output {error}") from error
 
 
-def global_shards(parts: Iterable[tuple[Artifact, Sequence[ShardInfo]]]) -> list[tuple[Artifact, ShardInfo]]:
-    """(file in the work folder, shard under its name in the dataset) of all parts' shards, in order."""
+def global_shards(
+    parts: Iterable[tuple[Artifact, Sequence[ShardInfo]]], *, prefixes: int | None = None
+) -> list[tuple[Artifact, ShardInfo]]:
+    """(file in the work folder, shard under its name in the dataset) of all parts' shards, in order.
+
+    With `prefixes`, neighbors lie in different ones of so many folders.
+    """
     numbers = count()
     return [
-        (folder / s.stored.basename, _numbered(s, next(numbers))) for folder, shards in parts for s in shards
+        (folder / s.stored.basename, _numbered(s, next(numbers), prefixes))
+        for folder, shards in parts
+        for s in shards
     ]
 
 
-def _numbered(shard: ShardInfo, number: int) -> ShardInfo:
+def _numbered(shard: ShardInfo, number: int, prefixes: int | None) -> ShardInfo:
+    folder = "" if prefixes is None else f"{number % prefixes:0{len(f'{prefixes - 1:x}')}x}/"
+
     def name(old: str) -> str:
         # part-00002.00017.mds.zstd -> shard.00051.mds.zstd, part-00002.00017.tar -> shard-00051.tar
         ending = old.split(".", 2)[2]
-        return f"shard-{number:05d}.{ending}" if ending == "tar" else f"shard.{number:05d}.{ending}"
+        return f"{folder}shard{'-' if ending == 'tar' else '.'}{number:05d}.{ending}"
 
     zipped = None if shard.zip is None else replace(shard.zip, basename=name(shard.zip.basename))
     return replace(shard, raw=replace(shard.raw, basename=name(shard.raw.basename)), zip=zipped)

@@ -213,6 +213,15 @@ class OutputConfig(StrictModel):
         max_length=8,
         description="Hashes of every shard that the index records.",
     )
+    prefixes: Annotated[int, Field(ge=2, le=4096)] | None = Field(
+        default=None,
+        description="Deal shards to so many folders, for stores that limit the requests to each prefix.",
+    )
+
+    @property
+    def of_shards(self) -> dict[str, Any]:
+        """What decides the bytes of shards, as plain data."""
+        return self.model_dump(mode="json", exclude={"path", "prefixes"})
 
     @model_validator(mode="after")
     def _tar_is_plain(self) -> Self:

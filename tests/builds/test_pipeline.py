@@ -16,10 +16,13 @@ import tokenizers
 from shardkit import open_dataset
 from shardkit.datasets.verify import verify
 from shardkit.errors import BuildError, RecipeError
+from shardkit.publish import download, upload
 from shardkit.writers import BuildResult, build, load_recipe
 from shardkit.writers.ledger import Count
 from shardkit.writers.progress import StageProgress
+from support.peers import read_with_streaming
 from support.small_build import EOS, make_corpus, text_of, tree
+from support.stores import fresh_memory
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 
@@ -96,6 +99,7 @@ def test_the_recipe_object_builds_what_its_file_builds(made: BuildResult, corpus
 
 CHANGES: list[tuple[str, set[str]]] = [
     ("pack.sequence_length=32", {"pack", "provenance"}),
+    ("output.prefixes=16", set()),
     ("dedup.exact=null", {"tokenize", "pack", "provenance"}),
     ("inputs[0].source=renamed", set()),
     (
@@ -130,6 +134,39 @@ def test_a_changed_key_redoes_what_depends_on_it(
     assert set(stages_run(reports)) == expected
     assert result.tasks_reused == result.tasks - sum(stages_run(reports).values())
     assert verify(result.output).ok
+
+
+@pytest.mark.parametrize("format", ["mds", "wds"])
+def test_shards_in_many_folders_are_the_same_dataset_under_other_names(
+    corpus: Path, tmp_path: Path, format: str
+) -> None:
+    plain, dealt = (
+        build(
+            corpus,
+            output=tmp_path / str(prefixes),
+            overrides=[f"output.format={format}", f"output.prefixes={prefixes}", "output.shard_bytes=2KiB"],
+            workers=1,
+            progress=False,
+        ).output
+        for prefixes in ("null", 17)
+    )
+    with open_dataset(plain) as one, open_dataset(dealt) as other:
+        names = [info.stored.basename for info in one.manifest.shards]
+        assert len(names) > 17
+        assert [info.stored.basename for info in other.manifest.shards] == [
+            f"{number % 17:02x}/{name}" for number, name in enumerate(names)
+        ]
+        for name, info in zip(names, other.manifest.shards, strict=True):
+            assert (dealt / info.stored.basename).read_bytes() == (plain / name).read_bytes()
+        column = "tokens" if format == "mds" else "tokens.npy"
+        rows = [np.asarray(sample[column]).tolist() for sample in one]
+    assert verify(dealt).ok
+    memory = fresh_memory()
+    upload(dealt, memory, progress=False)
+    download(memory, tmp_path / "back", progress=False)
+    assert tree(tmp_path / "back") == tree(dealt)
+    if format == "mds":
+        assert [sample["tokens"].tolist() for sample in read_with_streaming(dealt)] == rows
 
 
 def test_other_numbers_of_workers_reuse_everything(kept: BuildResult, corpus: Path, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_documented_defaults_hold() -> None:
         "shard_bytes": 1 << 26,
         "compression": None,
         "hashes": ("xxh64",),
+        "prefixes": None,
     }
     assert (recipe.work, recipe.seed, recipe.memory, recipe.max_bad_fraction) == (None, 17, 2 * 10**9, 0)
     assert recipe.dedup.exact is None

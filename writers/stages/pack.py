@@ -96,7 +96,7 @@ def tasks(recipe: Recipe, tokens: Exchanged, partitions: int, *, eos_id: int, dt
     """One task a partition of the exchanged runs of stage `tokenize`."""
     shared = {
         "pack": recipe.pack.model_dump(mode="json"),
-        "output": recipe.output.model_dump(mode="json", exclude={"path"}),
+        "output": recipe.output.of_shards,
         "seed": recipe.seed,
         "eos_id": eos_id,
         "dtype": dtype,
