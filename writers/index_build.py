@@ -69,7 +69,7 @@ from shardkit.writers.executors import EngineName, Execution, open_runner, place
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.scan import describe_inputs
 from shardkit.writers.kernels.shingles import shingle_batch
-from shardkit.writers.kernels.text_arrays import text_offsets
+from shardkit.writers.kernels.text_arrays import text_pieces
 from shardkit.writers.kernels.words import normalization_version
 from shardkit.writers.pipeline import refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress
@@ -392,19 +392,10 @@ def _texts(
             at += len(rows)
             stay = rows[_stays(rows, removed)] - start
             start += len(texts)
-            yield from _pieces(texts.take(pa.array(stay)))
+            texts = texts.take(pa.array(stay))
+            for first, stop in text_pieces(texts, _PIECE_BYTES):
+                yield texts.slice(first, stop - first)
     assert at == len(table), part
-
-
-def _pieces(texts: pa.LargeStringArray) -> Iterator[pa.LargeStringArray]:
-    """The texts in slices of at most `_PIECE_BYTES`, or one text."""
-    offsets = text_offsets(texts)
-    begin = 0
-    while begin < len(texts):
-        end = int(np.searchsorted(offsets, offsets[begin] + _PIECE_BYTES, "right")) - 1
-        end = max(end, begin + 1)
-        yield texts.slice(begin, end - begin)
-        begin = end
 
 
 def _stays(rows: npt.NDArray[np.int64], removed: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

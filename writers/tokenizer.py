@@ -37,7 +37,7 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
 from shardkit.writers.kernels.simd import load_8_bytes
-from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
+from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets, text_pieces
 from shardkit.writers.kernels.utf8 import ASSIGNED, CODE_POINTS, next_character
 
 __all__ = [
@@ -125,7 +125,8 @@ class Encoder:
         if array.type != pa.large_string():
             array = array.cast(pa.large_string())
         joined, counts, row = [np.zeros(0, self.dtype)], [np.zeros(0, np.int64)], 0
-        for piece in _pieces(array):
+        for first, stop in text_pieces(array, ENCODE_BYTES):
+            piece = array.slice(first, stop - first)
             ids, lengths = self._encode_piece(piece)
             self._check(ids, lengths, row)
             joined.append(ids.astype(self.dtype, copy=False))
@@ -419,19 +420,6 @@ def _probes(path: Path) -> list[str]:
     contents = [str(t["content"]) for t in config.get("added_tokens") or () if t.get("content")][:64]
     spelled = [text for content in contents for text in (content, f"a{content}b", f" {content}\n{content}")]
     return [*_PROBES, *spelled]
-
-
-def _pieces(array: pa.Array) -> Iterator[pa.Array]:
-    """Slices of up to `ENCODE_BYTES` of text each (one document may be larger)."""
-    if not len(array):
-        return
-    offsets = text_offsets(array)
-    start = 0
-    while start < len(array):
-        stop = int(np.searchsorted(offsets, offsets[start] + ENCODE_BYTES, side="right")) - 1
-        stop = min(max(stop, start + 1), len(array))
-        yield array.slice(start, stop - start)
-        start = stop
 
 
 def _read_tokenizer(path: Path) -> bytes:

@@ -202,6 +202,6 @@ def test_a_line_of_every_document_costs_partitions_one_row_a_chunk(tmp_path: Pat
     write_split(tmp_path / "documents.arrow", documents, batch_rows=100)
     config = LinesDedupConfig(min_characters=5)
     file = Artifact(tmp_path / "documents.arrow")
-    for chunk_rows, chunks in ((1 << 19, 1), (100, 10)):
-        counts = write_line_keys(tmp_path, file, config, NOTHING, chunk_rows=chunk_rows)
+    for memory_bytes, chunks in ((1 << 20, 1), (32_000, 10)):
+        counts = write_line_keys(tmp_path, file, config, NOTHING, memory_bytes)
         assert counts == LineKeys(lines=1000, compared=1000, keys=500 + chunks)

@@ -13,7 +13,7 @@ import pytest
 
 from shardkit.writers.dedup.config import LinesDedupConfig, MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS
-from shardkit.writers.dedup.lines import LINE_KEYS, find_line_losers
+from shardkit.writers.dedup.lines import LINE_KEYS, find_line_losers, write_line_keys
 from shardkit.writers.dedup.near import find_equal
 from shardkit.writers.dedup.population import (
     DOCUMENT,
@@ -23,7 +23,7 @@ from shardkit.writers.dedup.population import (
     PopulationFile,
     write_parts,
 )
-from shardkit.writers.dedup.removals import Removed
+from shardkit.writers.dedup.removals import NOTHING, Removed
 from shardkit.writers.dedup.signatures import LOST, sign_documents, write_bands
 from shardkit.writers.dedup.tables import RowsWriter
 from shardkit.writers.exchange import RunWriter, Slice, Table
@@ -83,6 +83,13 @@ def exact(folder: Path, documents: int, copies: int) -> Work:
     return lambda made: find_exact(made, keys, MEMORY)
 
 
+def line_keys(folder: Path, documents: int) -> Work:
+    texts = [f"first line of document {at}\na line that all of them have" for at in range(documents)]
+    path = write_documents(folder / "documents.arrow", texts, batch_rows=4096)
+    config = LinesDedupConfig(min_characters=20)
+    return lambda made: write_line_keys(made, Artifact(path), config, NOTHING, MEMORY)
+
+
 def lines(folder: Path, documents: int, copies: int) -> Work:
     rows = np.zeros(documents, LINE_KEYS.dtype)
     rows["key"] = np.arange(documents, dtype=np.uint64) // np.uint64(copies) * np.uint64(0x9E3779B97F4A7C15)
@@ -95,6 +102,7 @@ def lines(folder: Path, documents: int, copies: int) -> Work:
     "make",
     [
         bands,
+        pytest.param(line_keys, marks=pytest.mark.extended),
         pytest.param(signatures, marks=pytest.mark.extended),
         *(partial(make, copies=copies) for make in (equal, exact, lines) for copies in (2, 1 << 30)),
     ],

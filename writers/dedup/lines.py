@@ -20,8 +20,9 @@ that any two of n different lines share their 128-bit hash, so that one is cut i
    Its ledger: read = kept + dropped["exact_duplicate"] + dropped["duplicate_lines"]; the latter counts all
    bytes that were cut, and the documents of which nothing is left.
 
-Memory is a batch of documents and a chunk (90 MB), or a part of a partition: of the line that it ends with,
-the documents that keep it so far are carried on. Keys take 48 bytes a line on disk.
+Memory: a batch of documents and a share of the budget. Step 1 holds a chunk of lines (with less memory there
+are more chunks, so more keys, and the same lines are cut), step 2 a part of a partition: of the line that it
+ends with, the documents that keep it so far are carried on. Keys take 48 bytes a line on disk.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from shardkit.writers.exchange import Limits, RunWriter, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, partition_name
 from shardkit.writers.kernels.line_units import cut_units, find_units
-from shardkit.writers.kernels.text_arrays import text_offsets
+from shardkit.writers.kernels.text_arrays import text_offsets, text_pieces
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.runs import DEFAULT_LIMITS
 
@@ -67,7 +68,11 @@ __all__ = [
     "write_line_keys",
 ]
 
-CHUNK_ROWS = 1 << 19  # in which a split's own lines are compared
+CHUNK_ROWS = 1 << 19  # at most, in which a split's own lines are compared
+
+_PEAK_BYTES_PER_ROW = 160  # of a chunk where all lines are repeated, measured
+
+_PEAK_BYTES_PER_UNIT = 100  # while units are found and become rows
 
 LINE_KEYS = Table(
     "line_keys.run",
@@ -91,7 +96,7 @@ CUT_LINE = np.dtype([("row", "<u4"), ("unit", "<u4")])  # what a split's tasks r
 
 _OWN_LOSERS_FILE = "line_losers.bin"
 
-_KEYS_MEMORY_BYTES = 64 << 20  # to sort keys in; a third is a run
+_KEYS_MEMORY_BYTES = 64 << 20  # at most, to sort keys in; a third is a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,31 +113,33 @@ def write_line_keys(
     documents: Artifact,
     config: LinesDedupConfig,
     exact: SplitTable,
-    *,
-    chunk_rows: int = CHUNK_ROWS,
+    memory_bytes: int,
 ) -> LineKeys:
     """Step 1, a task a split: the keys of all lines of the documents that `exact` dedup left."""
     outcomes = SplitRows(OUTCOME, exact.pieces(OUTCOME))
     lines = compared = start = 0
-    with _KeyWriter(folder, config.keep, chunk_rows) as writer, documents.open_arrow() as file:
+    piece_bytes = memory_bytes // 8 // _PEAK_BYTES_PER_UNIT * (config.min_characters + 1)
+    with _KeyWriter(folder, config.keep, memory_bytes) as writer, documents.open_arrow() as file:
         reader = pa.ipc.open_file(file)
         for number in range(reader.num_record_batches):
-            batch = reader.get_batch(number)
-            wanted = np.ones(batch.num_rows, np.bool_)
-            wanted[_lost_rows(outcomes.before(start + batch.num_rows)) - start] = False
-            texts = batch.column("text")
-            units = find_units(texts, wanted, config)
-            ranks = content_ranks(text_digests(texts), batch.column("document_id")).view(">u8")
-            rows = np.empty(len(units.unit), LINE_KEYS.dtype)
-            rows["key"], rows["low"], rows["unit"] = units.high, units.low, units.unit
-            rows["row"] = units.document + start
-            rows["id"] = ranks[units.document]
-            rows["source"] = batch.column("source").to_numpy()[units.document]
-            rows["split"] = -1  # its number, once the exchange reads it
-            writer.write(rows)
-            lines += units.found
-            compared += len(rows)
-            start += batch.num_rows
+            whole = reader.get_batch(number)
+            for first, stop in text_pieces(whole.column("text"), piece_bytes):
+                batch = whole.slice(first, stop - first)
+                wanted = np.ones(batch.num_rows, np.bool_)
+                wanted[_lost_rows(outcomes.before(start + batch.num_rows)) - start] = False
+                texts = batch.column("text")
+                units = find_units(texts, wanted, config)
+                ranks = content_ranks(text_digests(texts), batch.column("document_id")).view(">u8")
+                rows = np.empty(len(units.unit), LINE_KEYS.dtype)
+                rows["key"], rows["low"], rows["unit"] = units.high, units.low, units.unit
+                rows["row"] = units.document + start
+                rows["id"] = ranks[units.document]
+                rows["source"] = batch.column("source").to_numpy()[units.document]
+                rows["split"] = -1  # its number, once the exchange reads it
+                writer.write(rows)
+                lines += units.found
+                compared += len(rows)
+                start += batch.num_rows
     return LineKeys(lines, compared, writer.keys)
 
 
@@ -172,25 +179,26 @@ def find_line_losers(folder: Path, keys: Slice, keep: int, memory_bytes: int) ->
 class _KeyWriter:
     """Writes the two files of step 1; `keys` is the number of keys."""
 
-    def __init__(self, folder: Path, keep: int, chunk_rows: int) -> None:
+    def __init__(self, folder: Path, keep: int, memory_bytes: int) -> None:
         self.keys = 0
-        self._keep, self._chunk_rows = keep, chunk_rows
-        self._pending: list[npt.NDArray[np.void]] = []
+        self._keep = keep
+        chunk_rows = min(CHUNK_ROWS, max(1, memory_bytes // 2 // _PEAK_BYTES_PER_ROW))
+        self._chunk = np.empty(chunk_rows, LINE_KEYS.dtype)
         self._count = 0
-        self._table = RunWriter(folder / LINE_KEYS.file, LINE_KEYS, memory_bytes=_KEYS_MEMORY_BYTES)
+        sort_bytes = min(_KEYS_MEMORY_BYTES, memory_bytes // 4)
+        self._table = RunWriter(folder / LINE_KEYS.file, LINE_KEYS, memory_bytes=sort_bytes)
         self._losers = (folder / _OWN_LOSERS_FILE).open("wb")
 
     def write(self, rows: npt.NDArray[np.void]) -> None:
-        while self._count + len(rows) >= self._chunk_rows:
-            part, rows = np.split(rows, [self._chunk_rows - self._count])
-            self._pending.append(part)
-            self._write_chunk()
-        self._pending.append(rows)
-        self._count += len(rows)
+        while len(rows):
+            some, rows = np.split(rows, [len(self._chunk) - self._count])
+            self._chunk[self._count : self._count + len(some)] = some
+            self._count += len(some)
+            if self._count == len(self._chunk):
+                self._write_chunk()
 
     def _write_chunk(self) -> None:
-        rows = np.concatenate([np.empty(0, LINE_KEYS.dtype), *self._pending])
-        self._pending, self._count = [], 0
+        rows, self._count = self._chunk[: self._count], 0
         is_lost = np.zeros(len(rows), np.bool_)
         is_lost[_lost(rows, self._keep)] = True
         losers = np.empty(int(is_lost.sum()), CUT_LINE)
@@ -358,7 +366,7 @@ def remove_lines(
     limits: Limits = DEFAULT_LIMITS,
 ) -> list[Commit]:
     """Run all steps: a commit for each split. `exact` are the outcomes of each split in exact dedup."""
-    [keys] = run(_key_tasks(splits, exact, config))
+    [keys] = run(_key_tasks(splits, exact, config, memory_bytes))
     partitions = limits.partitions(sum(LineKeys.of(commit).keys for commit in keys), LINE_KEYS.dtype)
     exchanged = exchange(run, "line_keys", LINE_KEYS, keys, readers=partitions, limits=limits)
     tasks = []
@@ -381,12 +389,15 @@ def remaining(cut: Commit) -> SplitTable:
 
 
 def _key_tasks(
-    splits: Sequence[SplitDocuments], exact: Sequence[SplitTable], config: LinesDedupConfig
+    splits: Sequence[SplitDocuments],
+    exact: Sequence[SplitTable],
+    config: LinesDedupConfig,
+    memory_bytes: int,
 ) -> list[Task]:
     settings = {"dedup.lines": config.model_dump(mode="json")}
     tasks = []
     for split, own in zip(splits, exact, strict=True):
-        args = (split.documents, config, own)
+        args = (split.documents, config, own, memory_bytes)
         inputs = {"documents": split.digest, "exact": own.digest}
         tasks.append(Task("line_keys", split.name, settings, write_line_keys, args, split.bytes, inputs))
     return tasks

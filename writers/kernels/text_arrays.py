@@ -5,7 +5,7 @@ All arrays are large_string without nulls. `text_offsets` and `text_bytes` are v
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, kernel
 
-__all__ = ["copy_texts", "replace_texts", "text_bytes", "text_offsets"]
+__all__ = ["copy_texts", "replace_texts", "text_bytes", "text_offsets", "text_pieces"]
 
 
 def text_offsets(texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
@@ -28,6 +28,17 @@ def text_bytes(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
     """uint8[m]: the array's UTF-8 buffer; never empty, so that kernels may take its address."""
     data = texts.buffers()[2]
     return np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(1, np.uint8)
+
+
+def text_pieces(texts: pa.LargeStringArray, most_bytes: int) -> Iterator[tuple[int, int]]:
+    """(first, stop) of texts that follow each other, of at most `most_bytes` together, or one text."""
+    offsets = text_offsets(texts)
+    first = 0
+    while first < len(texts):
+        stop = int(np.searchsorted(offsets, offsets[first] + most_bytes, "right")) - 1
+        stop = max(stop, first + 1)
+        yield first, stop
+        first = stop
 
 
 def replace_texts(texts: pa.LargeStringArray, replacements: Mapping[int, str]) -> pa.LargeStringArray:
