@@ -55,7 +55,7 @@ from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.scan import Split, scan_inputs
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import InputConfig, Recipe
-from shardkit.writers.requests import Corpus, stage_requests
+from shardkit.writers.requests import LINES, Corpus, stage_requests
 from shardkit.writers.stages.graph import PARTITION_TEXT_BYTES, BuildInputs, Outputs, run_stages
 from shardkit.writers.stages.provenance import PROVENANCE_NAME
 from shardkit.writers.stages.tokenize import Tokenized, TokenizerFile
@@ -346,6 +346,7 @@ def _corpus(inputs: BuildInputs, scales: _Scales, made: Outputs, documents: floa
         shard_bytes=inputs.recipe.output.shard_bytes,
         has_exact=inputs.recipe.dedup.exact is not None,
         has_near=inputs.recipe.dedup.near is not None,
+        lines=0 if inputs.recipe.dedup.lines is None else int(text * LINES),
     )
 
 

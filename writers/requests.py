@@ -6,7 +6,8 @@ how many files it writes. Shares of the text and of the documents were counted o
 (tests/benchmarks/bench_requests.py), and a test compares the whole with a build in a store that counts.
 
 A stage reads objects from one end to the other (`_scans`), or ranges of keys of exchanged runs (`_slices`).
-A task writes its files and its commit, one object each.
+A task writes its files and its commit, one object each. The shards of an output in a store are sent by tasks,
+in parts if they are large; what the driver sends (index, card, report) is not in it.
 """
 
 from __future__ import annotations
@@ -19,20 +20,26 @@ import numpy as np
 
 from shardkit.errors import RecipeError
 from shardkit.storage.object_file import _FIRST_BYTES, _MOST_BYTES
+from shardkit.storage.s3_upload import PART_BYTES
 from shardkit.units import format_bytes
 from shardkit.writers.dedup.bands import BANDS, MAX_PARTITIONS, PEAK_BYTES_PER_ENTRY
 from shardkit.writers.dedup.candidates import PAIRS_BY_FIRST
 from shardkit.writers.dedup.exact import KEYS
+from shardkit.writers.dedup.lines import LINE_KEYS, LINE_LOSERS
+from shardkit.writers.dedup.measure import PROPOSED
+from shardkit.writers.dedup.near import _PROPOSED
 from shardkit.writers.dedup.removals import OUTCOMES, SPLITS_PER_GROUP
 from shardkit.writers.dedup.shingle_store import OWN
 from shardkit.writers.dedup.signatures import LOST
 from shardkit.writers.dedup.verify import block_bits
+from shardkit.writers.documents import BATCH_TEXT_BYTES
+from shardkit.writers.publish import _TASK_BYTES, _TASK_FILES
 from shardkit.writers.runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits
 from shardkit.writers.stages.graph import PARTITION_TEXT_BYTES
 from shardkit.writers.stages.tokenize import PARITY_SPLITS, TOKENS, choose_partitions
 from shardkit.writers.tokenizer import PARITY_BYTES
 
-__all__ = ["Corpus", "Model", "StageRequests", "stage_requests", "together"]
+__all__ = ["LINES", "Corpus", "Model", "StageRequests", "stage_requests", "together"]
 
 # Of a byte of kept text: documents as they are stored, and texts of those in pairs, once for each block.
 DOCUMENTS = 0.43
@@ -41,6 +48,9 @@ TEXTS = 0.26
 SIGNATURE_BYTES = 520
 PAIRS = 0.6
 LOSERS = 0.1
+# Of a byte of kept text: lines that are long enough to be compared. Of those: what other documents have.
+LINES = 1 / 120
+CUT_LINES = 0.25
 _GUESSED_FOOTER_BYTES = 700  # with which a small run is read whole
 
 
@@ -57,6 +67,13 @@ class Corpus:
     shard_bytes: int = 1 << 26
     has_exact: bool = True
     has_near: bool = True
+    lines: int = 0
+    """Lines that are compared; 0: none are removed."""
+    planted: int = 0
+    checked: int = 0
+    """Copies that measure near-duplicate removal, and removed documents that are compared again."""
+    is_sent: bool = False
+    """Whether the output is in a store, too."""
     bands: int = 14
     scale: int = 1
     limits: Limits = field(init=False)
@@ -139,7 +156,9 @@ class Model:
         if c.has_exact:
             keys = self.exchange("exact", KEYS.dtype, c.splits, c.documents, readers)
             self._add("exact", readers, *self._slices(keys, readers), files=1)
-            self._by_split("exact_removed", readers, c.documents * 0.01)
+            self._by_split("exact_removed", OUTCOMES.dtype, readers, c.documents * 0.01)
+        if c.lines:
+            self._add_lines(text)
         if c.has_near:
             self._add_near(text, readers)
         self._add("tokenize", c.splits, *self._scans(text, c.splits), files=1, written=self._spilled)
@@ -152,6 +171,8 @@ class Model:
         written = c.tokens * c.token_bytes
         self._add("pack", partitions, *self._slices(tokens, partitions), files=shards + 1, written=written)
         self._add("provenance", partitions, 2 * partitions, files=1)
+        if c.is_sent:
+            self._add_upload(partitions * shards, partitions, written)
 
     @property
     def _spilled(self) -> float:
@@ -160,7 +181,10 @@ class Model:
     def _add_near(self, text: float, readers: int) -> None:
         c = self.corpus
         signatures = c.documents * SIGNATURE_BYTES
-        self._add("signatures", c.splits, *self._scans(text, c.splits), files=4, written=signatures)
+        files = 5 if c.planted else 4
+        self._add("signatures", c.splits, *self._scans(text, c.splits), files=files, written=signatures)
+        if c.planted:
+            self._add_planted(text)
         keys = self.exchange("equal", KEYS.dtype, c.splits, c.documents, readers)
         self._add("equal", readers, *self._slices(keys, readers), files=2)
         lost = self.exchange("lost", LOST.dtype, readers, c.documents * LOSERS, c.splits)
@@ -173,6 +197,8 @@ class Model:
         bands = self.exchange("bands", BANDS.dtype, c.splits, entries, candidates)
         self._add("candidates", candidates, *self._slices(bands, candidates), files=2)
         self._add_verified(text, candidates)
+        if c.checked or c.planted:
+            self._add_measured(text, lost)
 
     def _add_verified(self, text: float, candidates: int) -> None:
         c = self.corpus
@@ -193,12 +219,58 @@ class Model:
         self._add("verify", blocks, gets, read, files=3)
         self._add("near_lost", c.splits, 4 * c.splits, c.documents * 24, files=3)
         self._add("near_kept", c.splits, 5 * c.splits, c.documents * 24, files=2)
-        self._by_split("near_removed", 2 * c.splits, c.documents * 2 * LOSERS)
+        self._by_split("near_removed", OUTCOMES.dtype, 2 * c.splits, c.documents * 2 * LOSERS)
 
-    def _by_split(self, stage: str, runs: int, rows: float) -> None:
+    def _add_lines(self, text: float) -> None:
+        c = self.corpus
+        size = c.lines * LINE_KEYS.dtype.itemsize
+        self._add("line_keys", c.splits, *self._scans(text, c.splits), files=2, written=size)
+        readers = c.limits.partitions(c.lines, LINE_KEYS.dtype)
+        keys = self.exchange("line_keys", LINE_KEYS.dtype, c.splits, c.lines, readers)
+        cut = c.lines * CUT_LINES
+        written = cut * LINE_LOSERS.dtype.itemsize
+        self._add("line_losers", readers, *self._slices(keys, readers), files=1, written=written)
+        self._by_split("lines_removed", LINE_LOSERS.dtype, readers, cut)
+        gets, read = self._scans(text, c.splits)
+        self._add("lines", c.splits, gets + 2 * c.splits, read + written, files=3, written=text)
+
+    def _add_planted(self, text: float) -> None:
+        """One task, which reads the batches of documents that originals are in."""
+        c = self.corpus
+        proposals = min(c.documents, c.splits * max(_PROPOSED, c.planted))
+        proposed = self.exchange("proposed", PROPOSED.dtype, c.splits, proposals, 1)
+        gets, read = self._some(text, c.planted)
+        written = c.planted * (SIGNATURE_BYTES + text / c.documents)
+        self._add("planted", 1, gets + proposed.count, read, files=5, written=written)
+
+    def _add_measured(self, text: float, lost: _Runs) -> None:
+        """One task, which reads both documents of each sampled pair and looks originals up among `lost`."""
+        c = self.corpus
+        gets, read = self._some(text, 2 * min(c.checked, int(c.documents * LOSERS)))
+        self._add("measure", 1, gets + min(c.splits, c.planted) * lost.count, read)
+
+    def _some(self, text: float, documents: int) -> tuple[float, float]:
+        """Requests and bytes that read so many documents, each with its batch and what is read ahead."""
+        c = self.corpus
+        batches = max(c.splits, c.text_bytes / (BATCH_TEXT_BYTES / c.scale))
+        touched = 1 - exp(-documents / batches)
+        gets, read = self._scans(text, c.splits)
+        return 2 * c.splits + touched * gets, min(1.0, 1.5 * touched) * read
+
+    def _add_upload(self, shards: int, partitions: int, size: float) -> None:
+        """Tasks that look whether a file is there, read it, and send it in one request or in parts."""
+        c = self.corpus
+        tasks = ceil(max((shards + partitions) / _TASK_FILES, size / (_TASK_BYTES / c.scale)))
+        parts = ceil(c.shard_bytes / PART_BYTES)
+        puts = shards * (parts + 2 if parts > 1 else 1) + partitions
+        files = shards + partitions
+        gets, read = self._scans(size, files)
+        self._add("upload", tasks, files + gets, read, written=size, sent=puts)
+
+    def _by_split(self, stage: str, dtype: np.dtype[np.void], runs: int, rows: float) -> None:
         """Tables of what was decided about each split, one file for a group of splits."""
         groups = ceil(self.corpus.splits / SPLITS_PER_GROUP)
-        found = self.exchange(stage, OUTCOMES.dtype, runs, rows, groups)
+        found = self.exchange(stage, dtype, runs, rows, groups)
         self._add(stage, groups, *self._slices(found, groups), files=1)
 
     def exchange(
@@ -254,9 +326,18 @@ class Model:
         return (requests + 1) * objects, size  # and the end of the file, with its index
 
     def _add(
-        self, stage: str, tasks: int, gets: float, read: float = 0, *, files: int = 0, written: float = 0
+        self,
+        stage: str,
+        tasks: int,
+        gets: float,
+        read: float = 0,
+        *,
+        files: int = 0,
+        written: float = 0,
+        sent: int = 0,
     ) -> None:
-        puts = tasks * (files + 1)
+        """`files`: that each task writes; `sent`: requests that write somewhere else."""
+        puts = tasks * (files + 1) + sent
         self.stages.append(StageRequests(stage, tasks, ceil(gets), puts, ceil(read), ceil(written)))
 
 

@@ -58,6 +58,10 @@ def _show_days(seconds: Any) -> str:
     return f"{float(seconds / 86400):g} days"
 
 
+def _parts(text: str) -> frozenset[str]:
+    return frozenset() if text == "none" else frozenset(map(str.strip, text.split(",")))
+
+
 def _number(value: Any) -> str:
     return f"{float(value):.3g}"
 
@@ -128,6 +132,9 @@ BUILD = (
              "bytes of kept text of a document; web pages 2,000 to 5,000", "B", "2600"),
     Quantity("--split-bytes", "split_bytes", parse_number, _bytes,
              "raw text of a compressed input file; plain files are cut into parts of 64 MiB", "B", "1e9"),
+    Quantity("--dedup", "dedup", _parts, lambda parts: ",".join(sorted(parts)) or "none",
+             "duplicate removal, of exact, lines, near and measure (of near), or none; `dedup` of the recipe",
+             "PARTS", "exact,near"),
     Quantity("--price-core-hour", "core_hour", parse_number, _money,
              "dollars for a core and hour; AWS list, on demand", "$", "0.05"),
     *STORE_PRICES,
@@ -278,6 +285,8 @@ def _plain(value: Any) -> Any:
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
+    if isinstance(value, frozenset):
+        return sorted(value)
     return value
 
 
@@ -484,7 +493,7 @@ def _store_table(plan: BuildPlan) -> tuple[str, Sequence[str], Sequence[Sequence
         for stage in (*(stage for stage in plan.stages if stage in most), together(plan.stages))
     ]  # fmt: skip
     columns = ("stage", "tasks", "reads", "writes", "bytes read", "written")
-    return f"Work folder in a store, and the {_SHOWN_STAGES} stages that read most", columns, rows
+    return f"Work and output in a store, and the {_SHOWN_STAGES} stages that read most", columns, rows
 
 
 def _build_results(

@@ -1,7 +1,7 @@
 """What a build asks of a store as its corpus grows: requests, bytes and CPU of each stage, with exponents.
 
     python tests/benchmarks/bench_requests.py [--splits 31,61,122,243] [--scale 256] [--split-megabytes 256]
-                                              [--lines] [--corpus FOLDER] [--tokenizer FILE] [--json]
+                                              [--lines] [--measure] [--corpus FOLDER] [--tokenizer FILE]
 
 The whole pipeline runs in one process for each size, with its work folder in a store in memory that counts
 requests and bytes. So that megabytes stand for gigabytes, whatever has a size in bytes or rows is divided by
@@ -45,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from figures import benchmark_parser
 from shardkit.progress import make_listener
 from shardkit.storage.store import Body, Store
+from shardkit.writers.dedup.lines import LineKeys
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.task import Commit, Task
@@ -62,7 +63,7 @@ T = TypeVar("T")
 RECIPE = f"""\
 inputs: [{{path: "TEXTS/*.jsonl", source: texts}}]
 filters: [{{length: {{min_words: 20}}}}]
-dedup: {{exact: {{}}, LINESnear: {{measure: null}}, max_removed_fraction: 1}}
+dedup: {{exact: {{}}, LINESnear: {{measure: MEASURE}}, max_removed_fraction: 1}}
 tokenizer: {{path: tokenizer.json, eos: "{EOS}"}}
 pack: {{sequence_length: 256}}
 output: {{path: OUT/out}}
@@ -182,8 +183,10 @@ def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:
             outputs = run_stages(inputs, TokenizerFile.of(recipe), runner.run)
             whole = time.process_time() - began
             stages["driver"].cpu_seconds = whole - sum(usage.cpu_seconds for usage in stages.values())
+            lines = 0
             for _, commit in journal.work.commits():
                 stages[commit.stage].bytes_written += commit.bytes
+                lines += LineKeys.of(commit).keys if commit.stage == "line_keys" else 0
         kept = outputs.survivors.kept
         return {
             "splits": len(splits),
@@ -191,6 +194,7 @@ def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:
             "documents": kept.documents,
             "partitions": len(outputs.packed),
             "tokens": sum(part.tokens for part in outputs.parts),
+            "lines": lines,
             "stages": {name: usage.to_dict() for name, usage in stages.items()},
         }
 
@@ -204,7 +208,8 @@ def measure(folder: Path, originals: list[str], splits: int, options: Namespace)
     write_corpus(folder / "TEXTS", originals, 1 + int(splits * file_bytes / held), file_bytes=file_bytes)
     for surplus in sorted((folder / "TEXTS").iterdir())[splits:]:
         surplus.unlink()
-    (folder / "recipe.yaml").write_text(RECIPE.replace("LINES", "lines: {}, " if options.lines else ""))
+    recipe = RECIPE.replace("LINES", "lines: {}, " if options.lines else "")
+    (folder / "recipe.yaml").write_text(recipe.replace("MEASURE", "{}" if options.measure else "null"))
     command = [sys.executable, __file__, "--one", str(folder / "recipe.yaml"), "--scale", str(options.scale)]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
     return dict(json.loads(printed))
@@ -252,6 +257,7 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=256, help="default: %(default)s")
     parser.add_argument("--megabytes", type=float, default=80, help="of original text (default: %(default)s)")
     parser.add_argument("--lines", action="store_true", help="remove duplicate lines, too")
+    parser.add_argument("--measure", action="store_true", help="measure near-duplicate removal, too")
     parser.add_argument("--work", type=Path, help="a folder for all files (default: a temporary one)")
     parser.add_argument("--one", type=Path, help="run one build (used by this benchmark itself)")
     options = parser.parse_args()

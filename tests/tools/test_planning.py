@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from shardkit.card import DatasetCard
 from shardkit.cli import plan as plan_command
 from shardkit.errors import RecipeError, ShardkitError
+from shardkit.manifest import FileInfo
 from shardkit.order.order import default_lanes, default_window
 from shardkit.tools.plan.build import (
     BuildNeeds,
@@ -38,6 +39,7 @@ from shardkit.tools.plan.quantities import (
     parse_share,
 )
 from shardkit.tools.plan.train import TrainNeeds, plan_train
+from shardkit.writers import publish
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.exchange import exchange
 from shardkit.writers.execution.task import Commit, Output, Task, facts_of
@@ -162,8 +164,34 @@ def test_costs_are_prices_times_what_they_are_for() -> None:
     build = worked_example(prices=prices, seconds=Fraction(15 * 86400))
     assert build.costs["writes"] == Fraction(build.puts * 4, 1000)
     assert build.costs["raw input stored"] == build.raw_bytes / 10**9 * 3 / 2
-    of_shards = build.shards * 6  # four parts, a beginning and an end
-    assert build.puts == of_shards + sum(stage.puts for stage in build.stages)
+    assert build.puts == sum(stage.puts for stage in build.stages)
+
+
+def test_a_plan_has_the_stages_that_the_recipe_asks_for() -> None:
+    def stages(*dedup: str) -> set[str]:
+        plan = worked_example(dedup=frozenset(dedup))
+        return {stage.stage for stage in plan.stages if "-merge-" not in stage.stage}
+
+    always = {"clean", "tokenize", "parity", "pack", "provenance", "upload"}
+    assert stages() == always
+    assert stages("exact") == always | {"exact", "exact_removed"}
+    assert stages("lines") == always | {"line_keys", "line_losers", "lines_removed", "lines"}
+    assert stages("near", "measure") - stages("near") == {"planted", "measure"}
+    with pytest.raises(ValueError, match="no part 'fuzzy': exact, lines, near, measure"):
+        worked_example(dedup=frozenset({"fuzzy"}))
+
+
+def test_a_plan_sends_the_shards_in_the_tasks_that_publication_makes() -> None:
+    plan = plan_build(BuildNeeds(tokens=10**10, funnel=Funnel(())))
+    partitions = next(stage.tasks for stage in plan.stages if stage.stage == "provenance")
+    upload = next(stage for stage in plan.stages if stage.stage == "upload")
+    shards = [FileInfo(f"{number}", 1 << 26, {}) for number in range(plan.shards)]
+    others = [FileInfo(f"provenance/{number}", 1 << 20, {}) for number in range(partitions)]
+    tasks = sum(1 for _ in publish._groups([*shards, *others]))
+    assert tasks / 1.3 < upload.tasks < tasks * 1.3
+    parts = 6  # of a shard: four, a beginning and an end
+    assert 1 <= upload.puts / (parts * plan.shards + partitions + tasks) < 1.3
+    assert 1 <= upload.read_bytes / plan.output_bytes < 1.01
 
 
 @pytest.mark.parametrize(
@@ -263,10 +291,15 @@ def test_a_card_tells_bytes_a_token_and_padding() -> None:
         "padding": 25,
         "stored_bytes": 210,
         "inputs": [{"source": "a", "files": 1, "bytes": 400, "digest": "d", "funnel": LEDGER}],
-        "recipe": {"filters": [{"length": {}}], "output": {"shard_bytes": 64}},
+        "recipe": {
+            "filters": [{"length": {}}],
+            "output": {"shard_bytes": 64},
+            "dedup": {"exact": {}, "lines": None, "near": {"measure": {"planted": 9}}},
+        },
     }
     found = measured_from_card(DatasetCard(card))
     assert (found.text_bytes_per_token, found.padding) == (Fraction(4), Fraction(1, 4))
+    assert found.dedup == frozenset({"exact", "near", "measure"})
     assert (found.token_bytes, found.stored_bytes_per_text_byte) == (Fraction("2.1"), Fraction("0.4"))
     del card["funnel"]
     with pytest.raises(ShardkitError, match=r"here: lacks what a plan needs .* 'funnel'"):
@@ -317,9 +350,10 @@ def test_the_plan_merges_what_the_exchange_merges(runs: int, megabytes: int, rea
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("splits", [31, 61])
-def test_a_plan_counts_what_a_build_asks_of_a_store(tmp_path: Path, splits: int) -> None:
-    options = Namespace(tokenizer=None, split_megabytes=256.0, scale=256, lines=False)
+@pytest.mark.parametrize(("splits", "more"), [(31, False), (31, True), (61, True), (122, True)])
+def test_a_plan_counts_what_a_build_asks_of_a_store(tmp_path: Path, splits: int, more: bool) -> None:
+    """`more`: with removal of lines, and near-duplicate removal measured."""
+    options = Namespace(tokenizer=None, split_megabytes=256.0, scale=256, lines=more, measure=more)
     built = bench_requests.measure(tmp_path / "build", documents(None, 20.0), splits, options)
     corpus = Corpus(
         splits=built["splits"],
@@ -328,8 +362,18 @@ def test_a_plan_counts_what_a_build_asks_of_a_store(tmp_path: Path, splits: int)
         tokens=built["tokens"],
         token_bytes=2,
         scale=options.scale,
+        lines=built["lines"],
+        planted=2000 if more else 0,
+        checked=500 if more else 0,
     )
-    planned = together(stage_requests(corpus))
+    stages = {stage.stage: stage for stage in stage_requests(corpus)}
+    for stage in ("line_keys", "line_losers", "lines", "planted"):
+        assert (stage in stages) == (stage in built["stages"]) == more
+        if more:
+            assert stages[stage].tasks == built["stages"][stage]["tasks"]
+            counted = built["stages"][stage]["bytes_read"]
+            assert counted / 1.3 < stages[stage].read_bytes < counted * 1.3, stage
+    planned = together([*stages.values()])
     for planned_count, name in (
         (planned.gets, "gets"),
         (planned.puts, "puts"),

@@ -86,6 +86,7 @@ from shardkit.writers.kernels.words import normalization_version
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 
 __all__ = [
+    "PROPOSED_BY_SPLIT",
     "NearDuplicates",
     "NearResult",
     "NearStages",
@@ -95,7 +96,7 @@ __all__ = [
 ]
 
 _PLANTED_SOURCE = 1 << 30  # after all inputs
-_PROPOSED = 2000  # documents of a split for planting, or more: so that what is planted decides no signature
+PROPOSED_BY_SPLIT = 2000  # documents of a split for planting, or more: so that what is planted decides no signature
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class NearStages:
 
     def signature_tasks(self) -> list[Task]:
         """One task a split."""
-        proposed = max(_PROPOSED, self.planted)
+        proposed = max(PROPOSED_BY_SPLIT, self.planted)
         config = {
             "dedup.near": part_settings(self.config),
             "normalization": normalization_version(),

@@ -22,13 +22,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil, prod
+from typing import Any
 
 from shardkit.card import DatasetCard
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.storage.object_file import _MOST_BYTES as RANGE_BYTES
-from shardkit.storage.s3_upload import PART_BYTES
 from shardkit.tools.plan.quantities import Prices
-from shardkit.writers.requests import Corpus, StageRequests, stage_requests, together
+from shardkit.writers.dedup.config import MeasureConfig
+from shardkit.writers.requests import LINES, Corpus, StageRequests, stage_requests, together
 
 # Bytes: of the real queue and commits (tests/benchmarks/bench_driver.py). Seconds: of Ray, which hands over
 # some hundred tasks a second.
@@ -36,8 +37,10 @@ DRIVER_TASK_SECONDS = Fraction("0.0025")
 DRIVER_TASK_BYTES = 2_000
 DRIVER_BYTES = 200_000_000
 MANY_TASKS = 10_000_000  # the driver was measured with a million in a stage
+DEDUP_PARTS = ("exact", "lines", "near", "measure")
 
 __all__ = [
+    "DEDUP_PARTS",
     "MANY_TASKS",
     "BuildNeeds",
     "BuildPlan",
@@ -122,6 +125,8 @@ class BuildNeeds:
     """Kept text of a document; that of 15T tokens of the public web is in 23 billion documents."""
     split_bytes: Fraction = Fraction(10**9)
     """Raw text of a split: a compressed file, or a part of a plain one (64 MiB)."""
+    dedup: frozenset[str] = frozenset({"exact", "near"})
+    """Parts of duplicate removal, of `DEDUP_PARTS`."""
     prices: Prices = field(default_factory=Prices)
 
     def __post_init__(self) -> None:
@@ -129,6 +134,8 @@ class BuildNeeds:
                      "memory", "document_bytes", "split_bytes"):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {float(getattr(self, name)):g}")
+        if unknown := self.dedup - {*DEDUP_PARTS}:
+            raise ValueError(f"duplicate removal has no part {min(unknown)!r}: {', '.join(DEDUP_PARTS)}")
         if self.shard_bytes < 1 or not 0 <= self.padding < 1 or self.stored_bytes_per_text_byte <= 0:
             raise ValueError("shard_bytes and stored_bytes_per_text_byte must be above 0, padding below 1")
 
@@ -156,9 +163,9 @@ class BuildPlan:
     gets: int
     """Reads of the raw input, in ranges, and of the work folder."""
     puts: int
-    """Writes of the shards, of which one in parts also begins and ends an upload, and to the work folder."""
+    """Writes to the work folder, and of the shards: one in parts also begins and ends an upload."""
     stages: Sequence[StageRequests]
-    """What each stage asks of a work folder in a store."""
+    """What each stage asks of a work folder in a store, and stage `upload` of the output."""
     tasks: int
     driver_seconds: Fraction
     """CPU time of the driver."""
@@ -183,11 +190,9 @@ def plan_build(needs: BuildNeeds) -> BuildPlan:
     core_seconds = raw_bytes / needs.core_bytes_per_second
     output_bytes = needs.tokens * needs.token_bytes / (1 - needs.padding)
     shards = ceil(output_bytes / needs.shard_bytes)
-    parts = ceil(Fraction(needs.shard_bytes, PART_BYTES))
     stages = stage_requests(_corpus(needs, kept_bytes, raw_bytes))
     asked = together(stages)
     gets = ceil(raw_stored_bytes / RANGE_BYTES) + asked.gets
-    puts = shards * (parts + 2 if parts > 1 else 1) + asked.puts
     return BuildPlan(
         kept_bytes=kept_bytes,
         raw_bytes=raw_bytes,
@@ -198,7 +203,7 @@ def plan_build(needs: BuildNeeds) -> BuildPlan:
         output_bytes=output_bytes,
         shards=shards,
         gets=gets,
-        puts=puts,
+        puts=asked.puts,
         stages=stages,
         tasks=asked.tasks,
         driver_seconds=asked.tasks * DRIVER_TASK_SECONDS,
@@ -207,7 +212,7 @@ def plan_build(needs: BuildNeeds) -> BuildPlan:
             "cores": core_seconds / 3600 * prices.core_hour,
             "raw input stored": prices.storing(raw_stored_bytes, needs.seconds),
             "reads": prices.reading(gets, raw_stored_bytes + asked.read_bytes),
-            "writes": prices.writing(puts),
+            "writes": prices.writing(asked.puts),
         },
         output_month_cost=prices.storing(output_bytes, Fraction(30 * 86400)),
     )
@@ -217,6 +222,7 @@ def _corpus(needs: BuildNeeds, kept_bytes: Fraction, raw_bytes: Fraction) -> Cor
     """What duplicate removal begins with: stages that remove duplicates come after it."""
     losses = [stage.retention for stage in needs.funnel.stages if "dup" in stage.name]
     cleaned = kept_bytes / prod(losses, start=Fraction(1))
+    measure = MeasureConfig() if "measure" in needs.dedup else MeasureConfig(planted=0, checked=0)
     return Corpus(
         splits=ceil(raw_bytes / needs.split_bytes),
         documents=ceil(cleaned / needs.document_bytes),
@@ -225,6 +231,12 @@ def _corpus(needs: BuildNeeds, kept_bytes: Fraction, raw_bytes: Fraction) -> Cor
         token_bytes=ceil(needs.token_bytes),
         memory=needs.memory,
         shard_bytes=needs.shard_bytes,
+        has_exact="exact" in needs.dedup,
+        has_near="near" in needs.dedup,
+        lines=ceil(cleaned * LINES) if "lines" in needs.dedup else 0,
+        planted=measure.planted,
+        checked=measure.checked,
+        is_sent=True,
     )
 
 
@@ -248,6 +260,8 @@ class Measured:
     document_bytes: Fraction | None = None
     memory: int | None = None
     """Of a task, as the recipe says."""
+    dedup: frozenset[str] | None = None
+    """Parts of duplicate removal, as the recipe says."""
     core_bytes_per_second: Fraction | None = None
     work_bytes_per_text_byte: Fraction | None = None
 
@@ -272,11 +286,20 @@ def measured_from_card(card: DatasetCard) -> Measured:
             shard_bytes=int(card.recipe["output"]["shard_bytes"]),
             document_bytes=Fraction(kept, max(1, card.funnel.kept.documents)),
             memory=card.recipe.get("memory"),
+            dedup=_dedup_parts(card.recipe.get("dedup") or {}),
         )
     except (ShardError, KeyError, TypeError, ValueError) as error:
         raise ShardkitError(
             f"{card.where}: lacks what a plan needs ({error!r}); only cards of `shardkit build` have it"
         ) from error
+
+
+def _dedup_parts(dedup: Mapping[str, Any]) -> frozenset[str]:
+    """Those of a recipe."""
+    found = {name for name in ("exact", "lines", "near") if dedup.get(name) is not None}
+    if "near" in found and dedup["near"].get("measure") is not None:
+        found.add("measure")
+    return frozenset(found)
 
 
 def funnel_of(card: DatasetCard) -> Funnel:
