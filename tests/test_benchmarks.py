@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,9 +69,27 @@ def test_a_loader_that_is_not_installed_is_left_out_with_the_reason(tmp_path: Pa
     assert [row["side"] for row in json.loads(done.stdout)] == ["gather", "shardkit"]
 
 
+def driven(count: int, *, slow: float = 0.0, hanging: float = 0.0, speculate: bool = True) -> dict[str, Any]:
+    """Figures of a driver with 2,000 workers."""
+    options = Namespace(workers=2000, slow=slow, hanging=hanging)
+    return bench_driver.measured(count, options, speculate=speculate)
+
+
+@pytest.mark.extended
+def test_stragglers_and_hanging_workers_cost_a_stage_minutes_not_hours() -> None:
+    usual, without, speculating = (
+        driven(20_000, slow=0.005 * some, hanging=0.001 * some, speculate=speculate)
+        for some, speculate in ((0, True), (1, False), (1, True))
+    )
+    assert without["hours"] > 6, "as long as a hanging task may take"
+    assert speculating["hours"] < usual["hours"] + 0.35
+    assert speculating["more_attempts"] < 100, "of those that hang or are slow at the end"
+    assert speculating["requests"] <= 0.05
+
+
 @pytest.mark.extended
 def test_a_driver_costs_as_much_a_task_with_ten_times_as_many() -> None:
-    few, many = (bench_driver.measured(count, 2000) for count in (5_000, 50_000))
+    few, many = (driven(count) for count in (5_000, 50_000))
     assert many["cpu_us"] <= 1.5 * few["cpu_us"], "on an idle machine 1.1"
     assert max(many["requests"], many["restart_requests"]) <= 0.05
     assert (many["peak_mb"] - few["peak_mb"]) * 1e6 / 45_000 <= 2200, "bytes a task, with the task itself"

@@ -1,19 +1,25 @@
-"""The driver of a build with many tasks, on a virtual clock: 16,000 workers that take no time here.
+"""The driver of a build with many tasks on Ray, on a virtual clock: 16,000 workers that take no time here.
 
     python tests/benchmarks/bench_driver.py [--tasks 10000 100000 1000000] [--workers 16000] [--json]
+                                            [--slow 0.005] [--hanging 0.001]
 
 Real: tasks with their digests, `Runner`, its queue, `Journal` with the lease and the segments, `StoreWork`
-with its retries, commits that arrive pickled as from a worker. Each size is a process of its own: it runs one
-stage of that many tasks, then starts again and finds all of them finished.
+with its retries, the loop of the Ray engine with its second tries of stragglers, tasks and commits that are
+pickled on their way. Each size is a process of its own: it runs one stage of that many tasks, with `--slow`
+or `--hanging` also without second tries, then starts again and finds all of them finished.
 
-Assumed: a task takes a minute (lognormal, by its name), writes three files and counts what `clean` does; a
-worker commits by itself; the store answers at once, has lists of 1,000 keys a request, and is not asked for
-anything by anybody else. Not in it: what Ray does to hand a task over. CPU is that of the driver's process
-without the simulation's own; memory is the peak of the process, which holds the workers' bookkeeping too.
+Assumed: a task takes a minute (lognormal, by its name), writes three files and counts what `clean` does. An
+attempt takes ten times as long with probability `--slow`, and with probability `--hanging` it is killed after
+`TASK_SECONDS` (6 hours): that is chance of the machine, not of the task. A worker commits by itself; the
+store answers at once, has lists of 1,000 keys a request, and is not asked for anything by anybody else. The
+virtual clock goes on while the driver computes. Not in it: what Ray itself does to hand a task over. CPU is
+that of the driver's process without the simulation's own; memory is the peak of the process, which holds the
+workers' bookkeeping too.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import json
 import pickle
@@ -21,7 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+import warnings
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,27 +40,31 @@ from figures import Heads, benchmark_parser, give, peak_rss_bytes
 from shardkit.files import Closing
 from shardkit.progress import make_listener
 from shardkit.storage.local import LocalBody, LocalStore
-from shardkit.storage.store import BaseStore, ObjectInfo
-from shardkit.writers.execution.engine import OnCompile
+from shardkit.storage.store import BaseStore, ObjectInfo, Store
+from shardkit.writers.execution.engine import TASK_SECONDS, OnCompile
+from shardkit.writers.execution.engine_ray import EngineRun, NodeCheck
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.scheduler import TaskQueue
+from shardkit.writers.execution.scheduler import Stragglers, TaskQueue
 from shardkit.writers.execution.task import Commit, Output, Task, facts_of
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.progress import StageProgress
 
 MEAN_SECONDS = 60.0
+MEMORY = 2_000_000_000  # of a task
 FILES = ("documents.arrow", "keys.run", "quarantine.jsonl")
 PAGE = 1000  # keys that a store lists in a request
 CONFIG = {"filters": [["length", {"min_words": 50}]] * 8, "text": "text", "fields": ["text", "id", "url"]}
 HEADS: Heads = {
     "tasks": ("tasks", ",d"),
+    "speculates": ("second tries", ""),
     "cpu_us": ("CPU us a task", ",.0f"),
     "requests": ("requests a task", ",.4f"),
     "peak_mb": ("peak MB", ",.0f"),
     "restart_s": ("restart CPU s", ",.1f"),
     "restart_requests": ("its requests a task", ",.4f"),
     "hours": ("virtual hours", ",.2f"),
+    "more_attempts": ("attempts more", ",d"),
 }
 
 
@@ -62,12 +73,14 @@ class Figures:
     """What a driver cost."""
 
     tasks: int
+    speculates: str
     cpu_us: float
     requests: float
     peak_mb: float
     restart_s: float
     restart_requests: float
     hours: float
+    more_attempts: int
 
 
 def make_tasks(count: int) -> list[Task]:
@@ -155,26 +168,171 @@ class SimulatedStore(BaseStore):
         self.below.delete(key)
 
 
+@dataclass(frozen=True)
+class _Instead:
+    """Gives a store for any other; a worker, which has none of it, would get its own."""
+
+    store: Store
+
+    def __call__(self, below: Store) -> Store:
+        return self.store
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return str, ()
+
+
+class VirtualRay:
+    """What the engine uses of Ray, for `workers` CPUs and the tasks of one stage.
+
+    `now` is its time, `own_seconds` the CPU that simulating took.
+    """
+
+    class exceptions:  # noqa: N801 - as Ray calls its module
+        RayError = type("RayError", (Exception,), {})
+        RayTaskError = type("RayTaskError", (RayError,), {})
+        TaskCancelledError = type("TaskCancelledError", (RayError,), {})
+        OutOfMemoryError = type("OutOfMemoryError", (RayError,), {})
+        NodeDiedError = type("NodeDiedError", (RayError,), {})
+        LocalRayletDiedError = type("LocalRayletDiedError", (RayError,), {})
+        WorkerCrashedError = type("WorkerCrashedError", (RayError,), {})
+
+    def __init__(self, workers: int, chances: Chances) -> None:
+        self.now = self.own_seconds = 0.0
+        self.attempts = 0
+        self.workers, self._chances = workers, chances
+        self._tasks: dict[str, Task] = {}
+        self._attempt_of: Counter[str] = Counter()
+        self._name_of: dict[int, str] = {}  # of what neither ended nor was canceled
+        self._waiting: deque[int] = deque()
+        self._running: dict[int, float] = {}  # since when
+        self._ends: list[tuple[float, int, bool]] = []  # (time, reference, whether it is killed)
+        self._ready: dict[int, tuple[float, bool]] = {}  # (seconds that it took, whether it was killed)
+        self._seen = time.process_time()
+
+    def expect(self, tasks: Sequence[Task]) -> None:
+        """Tasks that will be handed in."""
+        self._tasks |= {str(task): task for task in tasks}
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": {"CPU": self.workers, "memory": self.workers * MEMORY}}]
+
+    def remote(self, function: object) -> _Remote:
+        return _Remote(self)
+
+    def submit(self, name: str) -> int:
+        began = time.process_time()
+        self.attempts += 1
+        reference = self.attempts
+        self._name_of[reference] = name
+        self._waiting.append(reference)
+        self._start()
+        self.own_seconds += time.process_time() - began
+        return reference
+
+    def wait(
+        self, references: Sequence[int], *, num_returns: int, timeout: float, fetch_local: bool
+    ) -> tuple[list[int], list[int]]:
+        began = time.process_time()
+        self.now += began - self._seen  # the driver was at work
+        last = self.now + timeout
+        self._end_until(self.now)
+        while len(self._ready) < num_returns and self._ends and self._ends[0][0] <= last:
+            self._end_until(self._ends[0][0])
+        if len(self._ready) < num_returns:
+            self._end_until(last)
+        found = list(self._ready)
+        self._seen = time.process_time()
+        self.own_seconds += self._seen - began
+        return found, []
+
+    def get(self, reference: int, *, timeout: float) -> tuple[bytes, float, float]:
+        began = time.process_time()
+        try:
+            seconds, is_killed = self._ready.pop(reference)
+            name = self._name_of.pop(reference)
+            if is_killed:
+                raise self.exceptions.WorkerCrashedError("killed")
+            return pickle.dumps((commit_of(self._tasks[name]), None, "")), 0.0, seconds
+        finally:
+            self.own_seconds += time.process_time() - began
+
+    def cancel(self, reference: int, *, force: bool) -> None:
+        del self._name_of[reference]
+        self._ready.pop(reference, None)
+        self._running.pop(reference, None)
+        self._start()
+
+    def _start(self) -> None:
+        while self._waiting and len(self._running) < self.workers:
+            reference = self._waiting.popleft()
+            if (name := self._name_of.get(reference)) is None:
+                continue
+            self._attempt_of[name] += 1
+            seconds, is_killed = self._chances.seconds(self._tasks[name], self._attempt_of[name])
+            self._running[reference] = self.now
+            heapq.heappush(self._ends, (self.now + seconds, reference, is_killed))
+
+    def _end_until(self, when: float) -> None:
+        while self._ends and self._ends[0][0] <= when:
+            self.now, reference, is_killed = heapq.heappop(self._ends)
+            if (since := self._running.pop(reference, None)) is not None:
+                self._ready[reference] = self.now - since, is_killed
+                self._start()
+        self.now = max(self.now, when)
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """A remote function with its options."""
+
+    ray: VirtualRay
+    name: str = ""
+
+    def options(self, *, name: str, **others: object) -> _Remote:
+        return replace(self, name=name)
+
+    def remote(self, check: object, data: bytes) -> int:
+        return self.ray.submit(self.name)
+
+
+@dataclass(frozen=True)
+class Chances:
+    """Shares of attempts that take ten times as long, and that hang."""
+
+    slow: float = 0.0
+    hanging: float = 0.0
+
+    def seconds(self, task: Task, attempt: int) -> tuple[float, bool]:
+        """(what an attempt takes, whether it is killed then)."""
+        drawn = xxhash.xxh3_64_intdigest(f"{task.name}/{attempt}") / (1 << 64)
+        if drawn < self.hanging:
+            return TASK_SECONDS, True
+        return seconds_of(task) * (10 if drawn < self.hanging + self.slow else 1), False
+
+
 @dataclass
 class VirtualEngine(Closing):
-    """Runs tasks on a clock of its own: `now` is its time, `own_seconds` the CPU that simulating took."""
+    """The Ray engine's loop on a virtual cluster."""
 
-    workers: int
-    now: float = 0.0
-    own_seconds: float = 0.0
+    ray: VirtualRay
+    stragglers: Stragglers | None = None
+
+    @property
+    def workers(self) -> int:
+        return self.ray.workers
 
     def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
-        running: list[tuple[float, str, Task]] = []  # no answers: a worker has its own until it is done
-        while not queue.exhausted:
-            while len(running) < self.workers and (task := queue.take()) is not None:
-                start = time.process_time()
-                heapq.heappush(running, (self.now + seconds_of(task), task.name, task))
-                self.own_seconds += time.process_time() - start
-            start = time.process_time()
-            self.now, _, task = heapq.heappop(running)
-            answer = pickle.dumps((commit_of(task), None, ""))
-            self.own_seconds += time.process_time() - start
-            queue.done(pickle.loads(answer)[0])
+        check = NodeCheck("", (), "", TASK_SECONDS, None)
+        run = EngineRun(
+            self.ray, queue, work, check, None, MEMORY, self.stragglers, self.ray.clock, self.ray.sleep
+        )
+        run.until_exhausted(on_compile)
 
     def close(self) -> None:
         """Nothing to close."""
@@ -185,15 +343,16 @@ def seconds_of(task: Task) -> float:
     return float(MEAN_SECONDS * 2.0 ** ((xxhash.xxh3_64_intdigest(task.name) % 401) / 100 - 2))
 
 
-def drive(count: int, workers: int, scratch: Path) -> Figures:
+def drive(count: int, workers: int, chances: Chances, *, speculate: bool, scratch: Path) -> Figures:
     """Run a stage of so many tasks, then start again."""
     start = time.process_time()
     tasks = make_tasks(count)
     store = SimulatedStore(scratch / "store")
-    work = StoreWork("memory://bench-driver", scratch / "scratch", around=lambda below: store)
-    engine = VirtualEngine(workers)
-    commits = run_once(tasks, work, engine)
-    cpu = time.process_time() - start - engine.own_seconds
+    work = StoreWork("memory://bench-driver", scratch / "scratch", around=_Instead(store))
+    ray = VirtualRay(workers, chances)
+    ray.expect(tasks)
+    commits = run_once(tasks, work, VirtualEngine(ray, Stragglers() if speculate else None))
+    cpu = time.process_time() - start - ray.own_seconds
     requests = sum(store.requests.values())
     peak = peak_rss_bytes()
     del commits
@@ -203,17 +362,19 @@ def drive(count: int, workers: int, scratch: Path) -> Figures:
     tasks = [replace(task) for task in tasks]  # without their digests
     simulation = simulation_seconds(store)
     start = time.process_time()
-    again = run_once(tasks, work, VirtualEngine(workers))
+    again = run_once(tasks, work, VirtualEngine(VirtualRay(workers, chances)))
     restart = time.process_time() - start - simulation
     assert all(commit.reused for commit in again)
     return Figures(
         count,
+        "yes" if speculate else "no",
         cpu / count * 1e6,
         requests / count,
         peak / 1e6,
         restart,
         sum(store.requests.values()) / count,
-        engine.now / 3600,
+        ray.now / 3600,
+        ray.attempts - count,
     )
 
 
@@ -236,9 +397,11 @@ def run_once(tasks: Sequence[Task], work: StoreWork, engine: VirtualEngine) -> l
         return commits
 
 
-def measured(count: int, workers: int) -> dict[str, Any]:
+def measured(count: int, options: argparse.Namespace, *, speculate: bool) -> dict[str, Any]:
     """`drive` in a process of its own."""
-    command = [sys.executable, __file__, "--one", str(count), "--workers", str(workers)]
+    command = [sys.executable, __file__, "--one", str(count), "--workers", str(options.workers)]
+    command += ["--slow", str(options.slow), "--hanging", str(options.hanging)]
+    command += [] if speculate else ["--no-speculate"]
     answer = subprocess.run(command, check=True, capture_output=True, text=True)
     figures: dict[str, Any] = json.loads(answer.stdout)
     return figures
@@ -248,13 +411,28 @@ def main() -> None:
     parser = benchmark_parser(__doc__, compares=True)
     parser.add_argument("--tasks", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--workers", type=int, default=16_000)
+    parser.add_argument(
+        "--slow", type=float, default=0.0, help="share of attempts that take ten times as long"
+    )
+    parser.add_argument("--hanging", type=float, default=0.0, help="share of attempts that hang")
+    parser.add_argument("--no-speculate", action="store_true", help="run no task a second time")
     parser.add_argument("--one", type=int, help="run one size in this process and print its figures")
-    arguments = parser.parse_args()
-    if arguments.one is not None:
+    options = parser.parse_args()
+    if options.one is not None:
+        warnings.simplefilter("ignore", RuntimeWarning)  # of each straggler
+        chances = Chances(options.slow, options.hanging)
         with tempfile.TemporaryDirectory() as scratch:
-            print(json.dumps(asdict(drive(arguments.one, arguments.workers, Path(scratch)))))
+            speculate = not options.no_speculate
+            figures = drive(options.one, options.workers, chances, speculate=speculate, scratch=Path(scratch))
+        print(json.dumps(asdict(figures)))
         return
-    give(arguments, [measured(count, arguments.workers) for count in arguments.tasks], HEADS)
+    ways = (False, True) if (options.slow or options.hanging) and not options.no_speculate else (True,)
+    ways = (False,) if options.no_speculate else ways
+    give(
+        options,
+        [measured(count, options, speculate=way) for count in options.tasks for way in ways],
+        HEADS,
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -57,6 +57,7 @@ from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cach
 
 __all__ = [
     "RETRIES",
+    "EngineRun",
     "NodeCheck",
     "RayEngine",
     "check_of",
@@ -223,6 +224,8 @@ LOOK_SECONDS = 5.0  # how often nodes are counted
 
 _TICK_SECONDS = 1.0
 
+_ANSWERED_SHARE = 1000  # a thousandth of what is in flight is waited for: every wait looks at all of it
+
 _FETCH_SECONDS = 60.0
 
 _CANCEL_SECONDS = 10.0
@@ -264,7 +267,7 @@ class RayEngine(Closing):
         """
         ray = self._connect()
         with check_of(work, self._task_seconds) as check:
-            run = _Run(ray, queue, work, check, self._bound, self._memory_bytes, self._stragglers)
+            run = EngineRun(ray, queue, work, check, self._bound, self._memory_bytes, self._stragglers)
             run.until_exhausted(on_compile)
 
     def __enter__(self) -> Self:
@@ -303,7 +306,7 @@ class _Try:
 
 
 @dataclass(slots=True)
-class _Run:
+class EngineRun:
     """One call of `RayEngine.run`."""
 
     ray: Any
@@ -312,13 +315,16 @@ class _Run:
     check: NodeCheck
     bound: int | None
     memory_bytes: int
-    stragglers: Stragglers | None
+    stragglers: Stragglers | None = None
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
     _function: Any = None
     _flying: dict[Any, _Try] = field(default_factory=dict)  # by Ray's reference
     _lost: list[_Try] = field(default_factory=list)
     _slots: int = 0
     _full: float = 0.0  # when tasks last had to wait for a slot
     _looked: float = float("-inf")
+    _searched: float = float("-inf")  # for stragglers
     _moved: float = 0.0  # when something was last finished, or a node was last there
     _told_no_node: bool = False
 
@@ -327,14 +333,14 @@ class _Run:
 
     def until_exhausted(self, on_compile: OnCompile | None) -> None:
         try:
-            self._moved = time.monotonic()
+            self._moved = self.clock()
             while not self.queue.exhausted:
                 self._look()
                 self._hand_in()
                 self._hand_in_stragglers()
                 if not self._flying:
                     if not self.queue.exhausted:  # others are at the rest, or a lost task has to pause
-                        time.sleep(_TICK_SECONDS)
+                        self.sleep(_TICK_SECONDS)
                     continue
                 for ref in self._finished():
                     tried = self._flying.pop(ref, None)
@@ -349,7 +355,7 @@ class _Run:
                         self._stop(tried)
                         if on_compile is not None and compile_seconds:
                             on_compile(tried.task, compile_seconds)
-                        self._moved = time.monotonic()
+                        self._moved = self.clock()
                         report(self.queue, tried.task, *pickle.loads(pickled))
         except (self.ray.exceptions.RayError, ConnectionError) as error:
             self._cancel()
@@ -362,7 +368,7 @@ class _Run:
 
     def _look(self) -> None:
         """Count what fits, every few seconds: nodes come and go. BuildError if there is nothing for long."""
-        now = time.monotonic()
+        now = self.clock()
         if now - self._looked < LOOK_SECONDS:
             return
         self._looked = now
@@ -390,7 +396,7 @@ class _Run:
     def _hand_in(self) -> None:
         """Hand tasks to Ray as long as there is room: lost ones first."""
         room = (self.bound or max(2 * self._slots, _FIRST_TASKS)) - len(self._flying)
-        now = time.monotonic()
+        now = self.clock()
         for tried in [tried for tried in self._lost if tried.not_before <= now][: max(room, 0)]:
             self._lost.remove(tried)
             self._submit(tried)
@@ -401,12 +407,13 @@ class _Run:
 
     def _hand_in_stragglers(self) -> None:
         """Hand tasks that take long to Ray once more, as far as there are idle slots."""
-        now = time.monotonic()
+        now = self.clock()
         idle = min(self._slots, self.bound or self._slots) - len(self._flying)
         if idle <= 0:
             self._full = now
-        if idle <= 0 or self.stragglers is None or self._lost:
+        if idle <= 0 or self.stragglers is None or self._lost or now - self._searched < _TICK_SECONDS:
             return
+        self._searched = now  # not each time that a task ends: there are as many in flight as workers
         stages = {tried.task.stage for tried in self._flying.values()}
         limits = {stage: self.stragglers.limit_seconds(stage) for stage in stages}
         for tried in list(self._flying.values()):
@@ -436,14 +443,15 @@ class _Run:
         )
         ref = remote.remote(self.check, data)
         if not tried.refs:
-            tried.since = time.monotonic()
+            tried.since = self.clock()
         tried.refs.add(ref)
         self._flying[ref] = tried
 
     def _finished(self) -> list[Any]:
         """References that are done, after a moment's wait."""
         flying = list(self._flying)
-        ready, _ = self.ray.wait(flying, num_returns=1, timeout=_TICK_SECONDS, fetch_local=False)
+        some = 1 + len(flying) // _ANSWERED_SHARE
+        ready, _ = self.ray.wait(flying, num_returns=some, timeout=_TICK_SECONDS, fetch_local=False)
         if ready:
             ready, _ = self.ray.wait(flying, num_returns=len(flying), timeout=0, fetch_local=False)
         return list(ready)
@@ -478,7 +486,7 @@ class _Run:
                 f"{problem}, {tried.losses} times by now; if nodes run out of memory, make the recipe's "
                 f"`memory` larger, so that fewer tasks run side by side; {RESUME}"
             ) from error
-        tried.not_before = time.monotonic() + FIRST_PAUSE_SECONDS * 2 ** (tried.losses - 1)
+        tried.not_before = self.clock() + FIRST_PAUSE_SECONDS * 2 ** (tried.losses - 1)
         self._lost.append(tried)
         warn_user(f"{problem}; it runs again (retry {tried.losses} of {RETRIES})")
 
