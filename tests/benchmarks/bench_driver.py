@@ -323,9 +323,8 @@ class VirtualEngine(Closing):
     ray: VirtualRay
     stragglers: Stragglers | None = None
 
-    @property
-    def workers(self) -> int:
-        return self.ray.workers
+    def __post_init__(self) -> None:
+        self.workers = self.ray.workers
 
     def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
         check = NodeCheck("", (), "", TASK_SECONDS, None)
