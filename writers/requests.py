@@ -27,7 +27,7 @@ from shardkit.writers.dedup.candidates import PAIRS_BY_FIRST
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.lines import LINE_KEYS, LINE_LOSERS
 from shardkit.writers.dedup.measure import PROPOSED
-from shardkit.writers.dedup.near import _PROPOSED
+from shardkit.writers.dedup.near import PROPOSED_BY_SPLIT
 from shardkit.writers.dedup.removals import OUTCOMES, SPLITS_PER_GROUP
 from shardkit.writers.dedup.shingle_store import OWN
 from shardkit.writers.dedup.signatures import LOST
@@ -237,7 +237,7 @@ class Model:
     def _add_planted(self, text: float) -> None:
         """One task, which reads the batches of documents that originals are in."""
         c = self.corpus
-        proposals = min(c.documents, c.splits * max(_PROPOSED, c.planted))
+        proposals = min(c.documents, c.splits * max(PROPOSED_BY_SPLIT, c.planted))
         proposed = self.exchange("proposed", PROPOSED.dtype, c.splits, proposals, 1)
         gets, read = self._some(text, c.planted)
         written = c.planted * (SIGNATURE_BYTES + text / c.documents)
