@@ -96,7 +96,7 @@ __all__ = [
 ]
 
 _PLANTED_SOURCE = 1 << 30  # after all inputs
-PROPOSED_BY_SPLIT = 2000  # documents of a split for planting, or more: so that what is planted decides no signature
+PROPOSED_BY_SPLIT = 2000  # documents to plant, or more: so that what is planted decides no signature
 
 
 @dataclass(frozen=True)
