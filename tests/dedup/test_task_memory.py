@@ -13,6 +13,7 @@ import pytest
 
 from shardkit.writers.dedup.config import LinesDedupConfig, MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS
+from shardkit.writers.dedup.hubs import HubLimits, HubSearch
 from shardkit.writers.dedup.lines import LINE_KEYS, find_line_losers, write_line_keys
 from shardkit.writers.dedup.near import find_equal
 from shardkit.writers.dedup.population import (
@@ -20,6 +21,7 @@ from shardkit.writers.dedup.population import (
     DOCUMENTS_FILE,
     SIGNATURES_FILE,
     Part,
+    Population,
     PopulationFile,
     write_parts,
 )
@@ -122,3 +124,35 @@ def test_tasks_hold_no_more_at_sixteen_times_the_documents(
         finally:
             tracemalloc.stop()
     assert max(peaks) < MEMORY, peaks  # of 6 to 16 MB
+
+
+def hub_peak(folder: Path, parts: int, documents: int) -> int:
+    """Bytes that the search of a hub holds at most, of so many documents in so many parts."""
+    rng, found = np.random.default_rng(1), []
+    for number in range(parts):
+        part = Artifact(folder / str(number))
+        part.path.mkdir(parents=True)
+        with (
+            RowsWriter(part.path / DOCUMENTS_FILE, DOCUMENT) as table,
+            RowsWriter(part.path / SIGNATURES_FILE, "<u4", width=32) as values,
+        ):
+            rows = np.zeros(documents // parts, DOCUMENT)
+            rows["id"] = rng.integers(0, 256, (len(rows), 16))
+            table.write(rows)
+            values.write(rng.integers(0, 1 << 32, (len(rows), 32), dtype=np.uint32))
+        found.append(Part(part, len(rows)))
+    population, numbers = Population(tuple(found)), np.arange(documents, dtype=np.uint64)
+    tracemalloc.start()
+    try:
+        hubs = HubSearch(population, 0.8, limits=HubLimits(64), memory_bytes=MEMORY)
+        assert not sum(len(a) for a, _ in hubs.pairs(numbers))
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.extended
+def test_a_hub_holds_no_more_if_its_documents_are_in_many_parts(tmp_path: Path) -> None:
+    hub_peak(tmp_path / "first", 2, 200)  # kernels are compiled
+    few, many = hub_peak(tmp_path / "few", 4, 4000), hub_peak(tmp_path / "many", 800, 4000)
+    assert many < few + 200_000, (few, many)  # of files alone 2 MB, if each took what a RowFile does

@@ -45,13 +45,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.writers.dedup.bands import argsort_keys
 from shardkit.writers.dedup.population import DOCUMENTS_FILE, SIGNATURES_FILE, Kind, Population, priority
-from shardkit.writers.dedup.tables import RowFile
+from shardkit.writers.dedup.tables import RowFile, read_header
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt64s, int64, kernel
 
 __all__ = [
@@ -276,7 +278,9 @@ def scan_groups(
     return at
 
 
-_CHUNK_DOCUMENTS = 1 << 14
+_CHUNK_DOCUMENTS = 1 << 14  # at most, whose signatures are read together
+
+_BYTES_PER_VALUE = 10  # while a signature is read and becomes a print, measured
 
 _OUT_PAIRS = 1 << 16
 
@@ -333,7 +337,8 @@ class HubSearch:
         self._similarity = similarity
         self._limits = limits
         self._memory_bytes = memory_bytes
-        self._files: dict[tuple[int, str], RowFile] = {}
+        parts = len(population.parts)
+        self._headers = {name: _Headers(parts) for name in (DOCUMENTS_FILE, SIGNATURES_FILE)}
 
     def pairs(self, numbers: Numbers) -> Iterator[Pairs]:
         """Arrays (a, b), a < b, of the pairs among these documents (ascending numbers); some occur again."""
@@ -386,9 +391,29 @@ class HubSearch:
                 yield int(parts[start]), rows[start:stop], slice(start, stop)
 
     def _file(self, part: int, name: str) -> RowFile:
-        if (part, name) not in self._files:
-            self._files[part, name] = RowFile(self._population.parts[part].folder / name)
-        return self._files[part, name]
+        population = self._population
+        rows = int(population.starts[part + 1] - population.starts[part])
+        return self._headers[name].open(population.parts[part].folder / name, part, rows)
+
+
+class _Headers:
+    """The headers of one file of all parts that were read: a byte a part, as they differ in rows only."""
+
+    def __init__(self, parts: int) -> None:
+        self._kind_of = np.zeros(parts, np.uint8)  # 1 is the first of `_kinds`
+        self._kinds: list[tuple[int, tuple[int, ...], np.dtype[Any]]] = []
+
+    def open(self, table: Artifact, part: int, rows: int) -> RowFile:
+        if kind := int(self._kind_of[part]):
+            begin, row_shape, dtype = self._kinds[kind - 1]
+            return RowFile(table, (begin, (rows, *row_shape), dtype))
+        begin, shape, dtype = header = read_header(table)
+        assert shape[0] == rows, (table, shape, rows)
+        found = begin, shape[1:], dtype
+        if found not in self._kinds:
+            self._kinds.append(found)
+        self._kind_of[part] = self._kinds.index(found) + 1
+        return RowFile(table, header)
 
 
 class _Hub:
@@ -411,6 +436,8 @@ class _Hub:
         self._limits = limits
         self._permutations = search.permutations(numbers[0])
         self.rows = sub_rows(similarity, self._permutations)
+        most = memory_bytes // 4 // (_BYTES_PER_VALUE * self._permutations)
+        self._chunk_documents = min(_CHUNK_DOCUMENTS, max(256, most))
         floor, similar, cover = (np.uint64(least) for least in thresholds(similarity, self._permutations))
         never = np.uint64((1 << 64) - 1)
         every = limits.documents + 1  # no limit reached
@@ -431,8 +458,8 @@ class _Hub:
             prints = np.empty((len(numbers), words), np.uint64)
             ranks = np.empty(len(numbers), np.int64)
             ranks[order] = np.arange(len(numbers))
-            for start in range(0, len(numbers), _CHUNK_DOCUMENTS):
-                chunk = slice(start, start + _CHUNK_DOCUMENTS)
+            for start in range(0, len(numbers), self._chunk_documents):
+                chunk = slice(start, start + self._chunk_documents)
                 prints[ranks[chunk]] = search.prints(numbers[chunk])
             self._prints = prints
 
@@ -451,7 +478,7 @@ class _Hub:
             real = np.add.reduceat(kinds != PLANTED, edges[:-1], dtype=np.int64)
             useful = (inputs > 0) & (sizes > 1)
             every = useful & (real <= min(self._limits.sub_documents, self._limits.documents))
-            at_once = every & (sizes <= _CHUNK_DOCUMENTS)
+            at_once = every & (sizes <= self._chunk_documents)
             yield from self._groups(sorted_members[np.repeat(at_once, sizes)], sizes[at_once])
             for group in np.flatnonzero(useful & ~at_once).tolist():
                 bucket = sorted_members[edges[group] : edges[group + 1]]
@@ -466,8 +493,8 @@ class _Hub:
         members = members[self._kinds[members] != PLANTED]
         first = self._rows(members[:1]).view(np.uint8)
         same = np.ones(first.shape[1], np.bool_)
-        for start in range(0, len(members), _CHUNK_DOCUMENTS):
-            same &= (self._rows(members[start : start + _CHUNK_DOCUMENTS]).view(np.uint8) == first).all(
+        for start in range(0, len(members), self._chunk_documents):
+            same &= (self._rows(members[start : start + self._chunk_documents]).view(np.uint8) == first).all(
                 axis=0
             )
             if not same[: self._permutations].any():
@@ -481,20 +508,20 @@ class _Hub:
     def _keys(self, members: Ranks, first: int, rows: int) -> npt.NDArray[np.uint64]:
         """uint64[n]: FNV-1a of the bytes first to first + rows of each print."""
         keys = np.full(len(members), 0xCBF29CE484222325, np.uint64)
-        for start in range(0, len(members), _CHUNK_DOCUMENTS):
-            values = self._rows(members[start : start + _CHUNK_DOCUMENTS]).view(np.uint8)
-            chunk = keys[start : start + _CHUNK_DOCUMENTS]
+        for start in range(0, len(members), self._chunk_documents):
+            values = self._rows(members[start : start + self._chunk_documents]).view(np.uint8)
+            chunk = keys[start : start + self._chunk_documents]
             for column in range(first, first + rows):
                 chunk ^= values[:, column]
                 chunk *= np.uint64(0x100000001B3)
         return keys
 
     def _groups(self, members: Ranks, sizes: Ranks) -> Iterator[Pairs]:
-        """All pairs within groups: members one group after the other, none over `_CHUNK_DOCUMENTS`."""
+        """All pairs within groups: members one group after the other, none over a chunk."""
         edges = np.concatenate([[0], np.cumsum(sizes)])
         begin = 0
         while begin < len(sizes):
-            end = int(np.searchsorted(edges, edges[begin] + _CHUNK_DOCUMENTS, side="right")) - 1
+            end = int(np.searchsorted(edges, edges[begin] + self._chunk_documents, side="right")) - 1
             ranks = members[edges[begin] : edges[end]]
             mine, prints, kinds = edges[begin : end + 1] - edges[begin], self._rows(ranks), self._kinds[ranks]
             state = np.zeros(3, np.int64)
@@ -508,8 +535,8 @@ class _Hub:
     def _scan(self, members: Ranks, settings: Settings, left: list[Ranks]) -> Iterator[Pairs]:
         """Pairs of one bucket by `scan`; `left` gets the members that were to be leaders and could not."""
         leaders = 0
-        for start in range(0, len(members), _CHUNK_DOCUMENTS):
-            ranks = members[start : start + _CHUNK_DOCUMENTS]
+        for start in range(0, len(members), self._chunk_documents):
+            ranks = members[start : start + self._chunk_documents]
             kinds, prints, bounded = self._kinds[ranks], self._rows(ranks), np.zeros(len(ranks), np.uint8)
             row = 0
             while row < len(ranks):

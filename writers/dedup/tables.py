@@ -169,11 +169,16 @@ _PIECE_BYTES = 1 << 20
 
 
 class RowFile:
-    """A .npy file of rows in C order. Holds no open file between calls."""
+    """A .npy file of rows in C order. Holds no open file between calls.
 
-    def __init__(self, table: Artifact) -> None:
+    `header` is what `read_header` found before.
+    """
+
+    def __init__(
+        self, table: Artifact, header: tuple[int, tuple[int, ...], np.dtype[Any]] | None = None
+    ) -> None:
         self._artifact = table
-        self._start, shape, self.dtype = read_header(table)
+        self._start, shape, self.dtype = read_header(table) if header is None else header
         self.rows: int = shape[0]
         self.row_shape: tuple[int, ...] = shape[1:]
         self._row_bytes = int(np.prod(self.row_shape, dtype=np.int64)) * self.dtype.itemsize
