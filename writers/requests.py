@@ -18,11 +18,10 @@ from math import ceil, exp
 
 import numpy as np
 
-from shardkit.errors import RecipeError
 from shardkit.storage.object_file import _FIRST_BYTES, _MOST_BYTES
 from shardkit.storage.s3_upload import PART_BYTES
-from shardkit.units import format_bytes
-from shardkit.writers.dedup.bands import BANDS, MAX_PARTITIONS, PEAK_BYTES_PER_ENTRY
+from shardkit.writers.dedup.bands import BANDS
+from shardkit.writers.dedup.bands import partitions_for as band_partitions
 from shardkit.writers.dedup.candidates import PAIRS_BY_FIRST
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.lines import LINE_KEYS, LINE_LOSERS
@@ -95,17 +94,7 @@ class Corpus:
 
     def band_partitions(self) -> int:
         """Tasks of stage `candidates`. RecipeError if there would have to be more than are possible."""
-        needed = self.documents * self.bands * PEAK_BYTES_PER_ENTRY * 2
-        partitions = max(1, ceil(needed / self.task_memory))
-        if partitions > MAX_PARTITIONS:
-            enough = ceil(5 * needed / MAX_PARTITIONS / 10**8) * 10**8
-            raise RecipeError(
-                f"memory: near-duplicates of {self.documents:,} documents, with {format_bytes(self.memory)} "
-                f"for a task, take {partitions:,} tasks of stage candidates; at most {MAX_PARTITIONS:,} are "
-                f"possible: set `memory` to {format_bytes(enough)} or more, or build in parts and remove the "
-                f"duplicates of earlier ones with `dedup.near.against`"
-            )
-        return partitions
+        return band_partitions(self.documents * self.bands, self.task_memory)
 
 
 @dataclass(frozen=True, slots=True)

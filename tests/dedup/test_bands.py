@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from shardkit.errors import RecipeError
 from shardkit.writers.dedup.bands import BANDS, argsort_keys, partitions_for
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE, Part
@@ -62,4 +63,6 @@ def test_keys_are_sorted_as_numpy_sorts_them(spread: int) -> None:
 def test_partitions_are_few_enough_to_count_and_small_enough_for_the_memory() -> None:
     assert partitions_for(0, 1 << 30) == 1
     assert partitions_for(70_000_000, 256 << 20) == 26
-    assert partitions_for(1 << 60, 1) == 1 << 16
+    with pytest.raises(RecipeError, match=r"at most 65,536 are possible: set `memory` to 7\.4 GB or more"):
+        partitions_for(10**12, 256 << 20)
+    assert partitions_for(10**12, 7_400_000_000 // 5) == 64_865

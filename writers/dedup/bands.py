@@ -18,6 +18,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.errors import RecipeError
+from shardkit.units import format_bytes
 from shardkit.writers.exchange import Table
 from shardkit.writers.kernels.numba_support import UInt32s, UInt64s, int64, kernel
 
@@ -75,8 +77,21 @@ def _radix_sort(
 
 
 def partitions_for(entries: int, memory_bytes: int) -> int:
-    """Partitions of this many entries of all parts that keep one within half of a memory budget."""
-    return min(max(1, -(-entries * PEAK_BYTES_PER_ENTRY * 2 // memory_bytes)), MAX_PARTITIONS)
+    """Partitions of this many entries of all parts that keep one within half of a memory budget.
+
+    RecipeError if there would be too many; the budget is a fifth of the recipe's memory.
+    """
+    needed = entries * PEAK_BYTES_PER_ENTRY * 2
+    partitions = max(1, -(-needed // memory_bytes))
+    if partitions > MAX_PARTITIONS:
+        enough = -(-5 * needed // MAX_PARTITIONS // 10**8) * 10**8
+        raise RecipeError(
+            f"memory: near-duplicates of {entries:,} band keys, with {format_bytes(5 * memory_bytes)} for a "
+            f"task, take {partitions:,} tasks of stage candidates; at most {MAX_PARTITIONS:,} are possible: "
+            f"set `memory` to {format_bytes(enough)} or more (finished tasks stay), or build in parts and "
+            f"remove the duplicates of earlier ones with `dedup.near.against`"
+        )
+    return partitions
 
 
 Floats = npt.NDArray[np.float64]
