@@ -358,7 +358,8 @@ def test_a_slice_in_a_store_takes_one_request_a_small_file_and_two_of_a_large_on
     assert len(exchanged.slice(0, 1 << 64).read()[0]) == sum(sizes)
     whole = sum(commit.outputs[PLAIN.file].bytes for commit in commits)
     assert whole <= sum(Counted.ranges) <= whole + 4096
-    assert len(Counted.ranges) <= 3 + -(-2 * count * PLAIN.dtype.itemsize // DEFAULT_LIMITS.read_bytes)
+    request_bytes = DEFAULT_LIMITS.chunk_bytes(DEFAULT_LIMITS.read_memory_bytes, len(sizes))
+    assert len(Counted.ranges) <= 3 + -(-count * PLAIN.dtype.itemsize // request_bytes)
     Counted.ranges.clear()
     part = exchanged.slice(100_000, 100_010)
     assert part.read()[0]["key"].tolist() == [*range(100_000, 100_010)]
@@ -389,7 +390,7 @@ def test_a_byte_flipped_on_the_way_is_read_again_and_one_flipped_in_the_store_re
 
 def test_divided_limits_treat_small_data_as_limits_treat_large(tmp_path: Path) -> None:
     small = DEFAULT_LIMITS.divided(256)
-    assert (small.block_bytes, small.read_bytes, small.task_bytes) == (1 << 10, 1 << 15, 1 << 22)
+    assert (small.block_bytes, small.read_bytes, small.task_bytes) == (1 << 10, 1 << 16, 1 << 22)
     assert (small.fan_in, small.reads_in_flight) == (DEFAULT_LIMITS.fan_in, DEFAULT_LIMITS.reads_in_flight)
     for runs, size, readers in ((65, 1 << 40, 1), (64, 1 << 30, 5), (64, 1 << 30, 100), (2, 1 << 20, 500)):
         assert small.merges(runs, size // 256, readers) == DEFAULT_LIMITS.merges(runs, size, readers)
