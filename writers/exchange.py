@@ -350,7 +350,7 @@ class _Cursor:
             chunk = self._coming.popleft().result()
             if len(chunk.keys):
                 if chunk.key < self._last or (chunk.keys[1:] < chunk.keys[:-1]).any():
-                    raise BuildError(f"{self._file}: its keys are not in order; make it again")
+                    raise BuildError(f"{self._file}: its keys are not in order; {self._file.remedy}")
                 self._held.append(chunk)
                 self._last = int(chunk.keys[-1])
 

@@ -57,8 +57,8 @@ from shardkit.writers.dedup.shingle_store import (
     write_sets,
 )
 from shardkit.writers.dedup.signatures import sign_documents
-from shardkit.writers.dedup.tables import RowsWriter
-from shardkit.writers.exchange import exchange
+from shardkit.writers.dedup.tables import RowFile, RowsWriter
+from shardkit.writers.exchange import Slice, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.index_build import index_part, publish_index
 from shardkit.writers.kernels.shingles import shingle_batch
@@ -309,6 +309,20 @@ def test_damage_is_named(index: DedupIndex, tmp_path: Path) -> None:
         open_index(folder_of(index))
     with pytest.raises(BuildError, match=r"cannot be read: No such file .*shardkit dedup-index"):
         open_index(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [("keys.run", lambda file: Slice.whole(KEYS, [file]).read()), ("signatures.npy", RowFile)],
+)
+def test_damage_that_is_met_while_an_index_is_used_does_not_ask_for_the_work_folder(
+    index: DedupIndex, name: str, read: Callable[[Artifact], object]
+) -> None:
+    file = index.parts[1].folder / name
+    data = file.read_bytes()
+    file.path.write_bytes(data[:8] + bytes([data[8] ^ 1]) + data[9:])
+    with pytest.raises(BuildError, match=rf"part-00001/{name}: .*; make the index again$"):
+        read(file)
 
 
 def test_another_index_is_replaced_only_on_request_and_whole(tmp_path: Path) -> None:

@@ -119,6 +119,8 @@ MIN_SKETCH, MAX_SKETCH = 64, 1 << 20  # fewer estimate within 0.05 only; more ar
 
 _THREADS = 8
 
+_REMEDY = "make the index again"
+
 _PROBE = "Ämter, straße: the 2nd ΟΔΟΣ of 12 — and e\u0301tudes in 漢字."
 
 Count = Annotated[int, Field(ge=0)]
@@ -169,7 +171,7 @@ class DedupIndex:
 
     def _folder(self, part: _Part) -> Artifact:
         if isinstance(self.location, Path):
-            return Artifact(self.location / part.folder)
+            return Artifact(self.location / part.folder, remedy=_REMEDY)
         sizes = tuple(sorted((name, file.bytes) for name, file in part.files.items()))
         url = f"{self.location}/{part.folder}"
         return Artifact(Path(url), _StoredPart(url, sizes, part.files[BLOCKS_FILE].xxh3_128, self.storage))
@@ -389,7 +391,7 @@ def _check_sizes(path: Path, part: _Part) -> None:
 
 def _check_rows(path: Path, part: _Part, settings: Mapping[str, Any]) -> None:
     """Every table has as many rows as the part has documents: numbers are places in them, and in bitmaps."""
-    folder = Artifact(path / part.folder)
+    folder = Artifact(path / part.folder, remedy=_REMEDY)
     tables = {DOCUMENTS_FILE: DOCUMENT, SETS_FILE: SET}
     found = {name: len(Rows(folder / name, dtype)) for name, dtype in tables.items()}
     signatures = RowFile(folder / SIGNATURES_FILE)

@@ -125,13 +125,13 @@ class Rows:
         assert self._file is not None
         self._file.seek(offset)
         if read_into(self._file, rows.view(np.uint8).data) != rows.nbytes:
-            raise BuildError(f"{self.artifact}: shorter than it says; remove the work folder and build again")
+            raise BuildError(f"{self.artifact}: shorter than it says; {self.artifact.remedy}")
 
     def _read_header(self) -> tuple[int, int]:
         begin, shape, dtype = read_header(self.artifact)
         if dtype != self.dtype or len(shape) != 1:
             raise BuildError(
-                f"{self.artifact}: rows of {dtype}, expected {self.dtype}; remove the work folder"
+                f"{self.artifact}: rows of {dtype}, expected {self.dtype}; {self.artifact.remedy}"
             )
         return begin, shape[0]
 
@@ -149,17 +149,15 @@ def read_header(table: Artifact) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
         except (
             Exception
         ) as error:  # NumPy's parser lets errors of Python's own through: TokenError, SyntaxError
-            raise BuildError(f"{table}: not a table: {error}; remove the work folder") from None
+            raise BuildError(f"{table}: not a table: {error}; {table.remedy}") from None
         begin = file.tell()
         size = file.seek(0, io.SEEK_END)
     shape: tuple[int, ...] = header[0]
     dtype: np.dtype[Any] = header[2]
     if (header[1] and len(shape) > 1) or not shape or min(shape) < 0:
-        raise BuildError(f"{table}: not a table: shape {shape}; remove the work folder")
+        raise BuildError(f"{table}: not a table: shape {shape}; {table.remedy}")
     if begin + math.prod(shape) * dtype.itemsize != size:
-        raise BuildError(
-            f"{table}: {size:,} bytes, but its header states {shape} of {dtype}; remove the work folder"
-        )
+        raise BuildError(f"{table}: {size:,} bytes, but its header states {shape} of {dtype}; {table.remedy}")
     return begin, shape, dtype
 
 
@@ -207,6 +205,6 @@ class RowFile:
             table = np.empty((count, self._row_bytes), np.uint8)
             file.seek(self._start + first * self._row_bytes)
             if read_into(file, table.reshape(-1).data) != table.nbytes:
-                raise BuildError(f"{self._artifact}: ends early; remove the work folder and build again")
+                raise BuildError(f"{self._artifact}: ends early; {self._artifact.remedy}")
             found[at:stop] = table[rows[at:stop] - first]
             at = stop

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -42,14 +42,16 @@ class RemoteFiles(Protocol):
 class Artifact:
     """A file of a finished task, or its folder of files: `folder / name` is one of them.
 
-    With `remote`, the file is read from there unless it was fetched to `path` before.
+    With `remote`, the file is read from there unless it was fetched to `path` before. `remedy` is what errors
+    advise where the file is damaged.
     """
 
     path: Path
     remote: RemoteFiles | None = None
+    remedy: str = field(default="remove the work folder and build again", compare=False)
 
     def __truediv__(self, name: str) -> Artifact:
-        return Artifact(self.path / name, self.remote)
+        return Artifact(self.path / name, self.remote, self.remedy)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -95,8 +97,7 @@ class Artifact:
             count = read_into(file, data.data)
         if count < len(data) or not is_right(data):
             raise BuildError(
-                f"{self}: bytes {start:,} to {stop:,} are missing or differ from their hash; remove the work "
-                f"folder and build again"
+                f"{self}: bytes {start:,} to {stop:,} are missing or differ from their hash; {self.remedy}"
             )
         return data
 
