@@ -176,11 +176,11 @@ def test_shared_rows_leave_the_cache_when_their_shards_have_come(
         next(batches)
         assert shared_rows(second) == 4
         store.let_through()
+        deadline = time.monotonic() + 30
+        while not all(map(first.shards.is_there, range(SHARDS))) and time.monotonic() < deadline:
+            time.sleep(0.01)
         got = [i for batch in islice(batches, SAMPLES // 4 - 1) for i in batch["sample_id"].tolist()]
         assert got == list(range(4, SAMPLES - 1))
-        deadline = time.monotonic() + 30  # they go with the proof of the last shard, in another thread
-        while shared_rows(second) and time.monotonic() < deadline:
-            time.sleep(0.01)
         assert shared_rows(second) == 0
 
 
