@@ -20,9 +20,10 @@ that may quarantine any part, CSV and WARC files end in the middle of a record.
 `check_disk` subtracts what finished tasks of this build hold already. A work folder only grows until the
 build is done. An output on the same file system is made of hard links to it and takes nothing; on another
 one, or if the work folder is in a store, it is a copy. Each machine of a build with its work in a store needs
-scratch for the running tasks of its workers. An input of which `CERTAIN` times the size fits everywhere is
-not rehearsed, so builds that are small for their disk begin at once. `check_disk: false` in a recipe leaves
-the check out.
+scratch for the running tasks of its workers. A build of which `most_bytes` fits everywhere is not rehearsed,
+so one that is small for its disk begins at once: a rehearsal takes seconds, whatever the input. That bound
+knows of plain JSON lines how long the first records are, and takes the worst of all else. `check_disk: false`
+in a recipe leaves the check out.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ __all__ = [
     "disk_needs",
     "existing_folder",
     "finished_stages",
+    "most_bytes",
     "put_pieces",
     "rehearse",
 ]
@@ -364,6 +366,12 @@ def _add_near(
 
 CERTAIN = 200  # 10 for the expansion of compressed text, 12 for all that stages write of short documents
 
+_PLAIN = 20  # of JSON lines, beside what they write for each record however short it is
+
+_RECORD_BYTES = 4096
+
+_LOOKED_BYTES = 512 << 10  # of each source, for the length of records
+
 _STAGE = "disk check"
 
 
@@ -387,6 +395,25 @@ class DiskNeed:
         return sum(self.parts.values())
 
 
+def most_bytes(splits: Sequence[Split]) -> int:
+    """More than a build of these splits writes to any disk, told in milliseconds."""
+    most = 0
+    for source in sorted({split.source for split in splits}):
+        mine = [split for split in splits if split.source == source]
+        plain = [split for split in mine if split.format == "jsonl" and split.compression is None]
+        size = sum(split.bytes for split in plain)
+        most += CERTAIN * (sum(split.bytes for split in mine) - size)
+        if looked := choose_pieces(plain, _LOOKED_BYTES):
+            records, held = 0, 0
+            for piece in looked:
+                with open_input(piece.split.input) as file:
+                    data = file.read(min(piece.bytes, _LOOKED_BYTES))
+                records, held = records + data.count(b"\n") + 1, held + len(data)
+            of_records = 2 * records * _RECORD_BYTES // max(1, held)  # later ones may be half as long
+            most += min(CERTAIN, _PLAIN + of_records) * size
+    return most
+
+
 def check_disk(
     inputs: BuildInputs,
     tokenizer: TokenizerFile,
@@ -403,13 +430,16 @@ def check_disk(
         return []
     stored = sum(split.bytes for split in inputs.splits)
     places = [work.folder, *([output] if output is not None else [])]
-    if CERTAIN * stored <= min(_free_bytes(place) for place in places):
+    free = min(_free_bytes(place) for place in places)
+    if CERTAIN * stored <= free:
         return []
     workers = default_workers(inputs.recipe.memory) if execution.workers is None else execution.workers
     start = time.perf_counter()
     with make_listener(progress) as listener:
-        listener(StageProgress(_STAGE, 0, 1, 0, 0, 0, 0.0))
         try:
+            if most_bytes(inputs.splits) <= free:
+                return []
+            listener(StageProgress(_STAGE, 0, 1, 0, 0, 0, 0.0))
             estimate = rehearse(inputs, tokenizer, min(workers, default_workers(inputs.recipe.memory)))
         except BuildError as error:
             warn_user(f"whether the build fits on its disks is not known: {error}")

@@ -37,6 +37,7 @@ from shardkit.writers.estimate import (
     copy_start,
     disk_needs,
     finished_stages,
+    most_bytes,
     rehearse,
 )
 from shardkit.writers.execution.work_local import LocalWork
@@ -170,6 +171,31 @@ def test_an_input_that_fits_many_times_over_is_not_measured(
     monkeypatch.setattr(estimate, "rehearse", lambda *_: pytest.fail("measured"))
     set_free(CERTAIN * stored)
     assert check_disk(*read, LocalWork(tmp_path / "work"), tmp_path / "out", Execution()) == []
+
+
+@pytest.mark.parametrize("words", [pytest.param(1, marks=pytest.mark.extended), 400])
+def test_what_a_build_of_json_lines_writes_is_bounded_without_a_rehearsal(
+    tmp_path: Path, set_free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, words: int
+) -> None:
+    """All that can be written of records that are short, or have many lines that all others have."""
+    recipe = make_corpus(tmp_path / "corpus", 20)
+    some = random.Random(words)
+    lines = [f"the line number {number} of all that are" for number in range(500)]
+    with (recipe.parent / "plain-0.jsonl").open("w") as file:
+        for number in range(6000 // words + 100):
+            text = f"{number % 900}" if words == 1 else "\n".join(some.choices(lines, k=words // 7))
+            file.write(json.dumps({"text": text}) + "\n")
+    settings = ["filters=[]", "dedup={exact: {}, lines: {}, near: {measure: {planted: 50}}}"]
+    settings += ["dedup.max_removed_fraction=1", 'inputs=[{path: "plain-*.jsonl"}]']
+    made = look(load_recipe(recipe, settings))
+    most, stored = most_bytes(made[0].splits), sum(split.bytes for split in made[0].splits)
+    set_free(2 * most)
+    monkeypatch.setattr(estimate, "rehearse", lambda *_: pytest.fail("measured"))
+    build(recipe, overrides=[*settings, "work=work"], output=tmp_path / "out", progress=False)
+    written = sum(file.stat().st_size for file in (recipe.parent / "work").rglob("*") if file.is_file())
+    assert written < most
+    if words > 1:
+        assert most < 40 * stored, "a fifth of what is taken of a compressed file"
 
 
 def test_a_sample_that_tells_nothing_stops_no_build(tmp_path: Path, set_free: Callable[[int], None]) -> None:
