@@ -200,7 +200,7 @@ class VirtualRay:
         self.now = self.own_seconds = 0.0
         self.attempts = 0
         self.workers, self._chances = workers, chances
-        self._tasks: dict[str, Task] = {}
+        self._tasks: Sequence[Task] = ()
         self._attempt_of: Counter[str] = Counter()
         self._name_of: dict[int, str] = {}  # of what neither ended nor was canceled
         self._waiting: deque[int] = deque()
@@ -210,8 +210,11 @@ class VirtualRay:
         self._seen = time.process_time()
 
     def expect(self, tasks: Sequence[Task]) -> None:
-        """Tasks that will be handed in."""
-        self._tasks |= {str(task): task for task in tasks}
+        """Tasks that will be handed in, as `make_tasks` gives them."""
+        self._tasks = tasks
+
+    def _task(self, name: str) -> Task:
+        return self._tasks[int(name.rpartition("-")[2].removesuffix(".jsonl"))]
 
     def clock(self) -> float:
         return self.now
@@ -258,7 +261,8 @@ class VirtualRay:
             name = self._name_of.pop(reference)
             if is_killed:
                 raise self.exceptions.WorkerCrashedError("killed")
-            return pickle.dumps((commit_of(self._tasks[name]), None, "")), 0.0, seconds
+            del self._attempt_of[name]
+            return pickle.dumps((commit_of(self._task(name)), None, "")), 0.0, seconds
         finally:
             self.own_seconds += time.process_time() - began
 
@@ -274,7 +278,7 @@ class VirtualRay:
             if (name := self._name_of.get(reference)) is None:
                 continue
             self._attempt_of[name] += 1
-            seconds, is_killed = self._chances.seconds(self._tasks[name], self._attempt_of[name])
+            seconds, is_killed = self._chances.seconds(self._task(name), self._attempt_of[name])
             self._running[reference] = self.now
             heapq.heappush(self._ends, (self.now + seconds, reference, is_killed))
 
