@@ -33,7 +33,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -398,8 +398,10 @@ class DiskNeed:
 def most_bytes(splits: Sequence[Split]) -> int:
     """More than a build of these splits writes to any disk, told in milliseconds."""
     most = 0
-    for source in sorted({split.source for split in splits}):
-        mine = [split for split in splits if split.source == source]
+    by_source = defaultdict[int, list[Split]](list)
+    for split in splits:
+        by_source[split.source].append(split)
+    for mine in by_source.values():
         plain = [split for split in mine if split.format == "jsonl" and split.compression is None]
         size = sum(split.bytes for split in plain)
         most += CERTAIN * (sum(split.bytes for split in mine) - size)
