@@ -33,7 +33,7 @@ __all__ = ["POINT_NAME", "STAGES", "Cell", "Crashes", "Outcome"]
 
 # In the order of the build; tests/execution/test_crash_matrix.py checks that these are all.
 STAGES = (
-    *("tokenizer", "clean", "exact", "line_keys", "line_losers", "lines", "signatures", "planted", "parts"),
+    *("tokenizer", "clean", "exact", "line_keys", "line_losers", "lines", "signatures", "parts", "planted"),
     *("equal", "bands", "candidates", "shingles", "verify", "near", "measure", "parity", "tokenize", "pack"),
     *("provenance", "side_files"),
 )

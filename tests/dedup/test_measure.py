@@ -170,7 +170,7 @@ def check(tmp_path: Path, pairs: Sequence[tuple[str, str]], **config: Any) -> Pr
     parts = (make_part(tmp_path / "0", range(len(names))), make_part(tmp_path / "1", range(len(pairs))))
     population = Population((*parts, make_part(tmp_path / "index", range(3), "index")))
     rows = [(1, number, names.index(kept)) for number, (_, kept) in enumerate(pairs)]
-    documents = [Artifact(first), Artifact(second)]
+    documents = {0: Artifact(first), 1: Artifact(second)}
     return measure_precision(sample_of(parts[1], rows, 100), population, documents, NearDedupConfig(**config))
 
 
@@ -215,7 +215,9 @@ def test_a_sample_depends_on_ids_and_leaves_out_what_lost_to_an_index(
     population = Population((part, make_part(tmp_path / "index", range(10), "index")))
     losers = [(0, row, 60 + row if row < 10 else 0) for row in range(1, 60)]
     results = [
-        measure_precision(sample_of(part, some, count), population, [Artifact(documents)], NearDedupConfig())
+        measure_precision(
+            sample_of(part, some, count), population, {0: Artifact(documents)}, NearDedupConfig()
+        )
         for some, count in [(losers, 59), (losers, 1000), (losers, 20), (losers[::-1], 20), (losers, 0)]
     ]
     assert results[0] == results[1]

@@ -140,10 +140,11 @@ def test_arguments_of_tasks_do_not_grow_with_the_number_of_splits(tmp_path: Path
         write_texts(file, texts[number : number + 1], random.Random(0))
         digest = hash_file(file, ["xxh3_128"])["xxh3_128"]
         splits.append(SplitDocuments(f"{number:05d}", Artifact(file), digest, file.stat().st_size))
-    stages = NearStages(CONFIG, splits, [SplitRemovals()] * 70, 1 << 20, 1)
+    config = CONFIG.model_copy(update={"measure": MeasureConfig(planted=40, checked=5)})
+    stages = NearStages(config, splits, [SplitRemovals()] * 70, 1 << 20, 1)
     remove_near(Watched(tmp_path / "work"), stages)
     assert largest.pop("parts") > 70 * 10  # one task
-    assert {"equal", "bands", "candidates", "shingles", "near_lost"} <= largest.keys()
+    assert {"equal", "candidates", "shingles", "near_lost", "planted", "measure"} <= largest.keys()
     assert max(largest.values()) < 64 * 256, largest  # of 64 runs the names: above that they are merged
 
 

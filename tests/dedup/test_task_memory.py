@@ -75,8 +75,8 @@ def signatures(folder: Path, documents: int) -> Work:
 
 def equal(folder: Path, documents: int, copies: int) -> Work:
     keys = keys_of(folder / KEYS.file, documents, copies)
-    write_parts(folder, [("part", documents)])
-    population = PopulationFile(Artifact(folder), Artifact(folder), ())
+    write_parts(folder, [("part", documents, "")])
+    population = PopulationFile(Artifact(folder), Artifact(folder), Artifact(folder))
     return lambda made: find_equal(made, keys, population, 1, MEMORY)
 
 

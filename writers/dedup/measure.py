@@ -404,7 +404,7 @@ class _Pair(NamedTuple):
 def measure_precision(
     sample: npt.NDArray[np.void],
     population: Population,
-    documents: Sequence[Artifact],
+    documents: Mapping[int, Artifact],
     config: NearDedupConfig,
 ) -> PrecisionFacts:
     """Compare removed documents, rows of CHECKED, with those that they are booked on, by words.
@@ -460,7 +460,7 @@ def _groups(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
         yield group
 
 
-def _texts(documents: Sequence[Artifact], pairs: Sequence[_Pair]) -> dict[tuple[int, int], str]:
+def _texts(documents: Mapping[int, Artifact], pairs: Sequence[_Pair]) -> dict[tuple[int, int], str]:
     """The texts of both sides by (split, row)."""
     places = sorted({place for pair in pairs for place in (pair.kept, pair.removed)})
     texts = {}

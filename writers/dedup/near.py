@@ -17,8 +17,9 @@ and says what they depend on:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -130,7 +131,7 @@ class NearStages:
         """Copies to plant."""
         return 0 if self.config.measure is None else self.config.measure.planted
 
-    def planted_tasks(self, run: RunTasks, signed: Sequence[Commit]) -> list[Task]:
+    def planted_tasks(self, run: RunTasks, signed: Sequence[Commit], file: PopulationFile) -> list[Task]:
         """One task, if something is to be planted."""
         if not self.planted:
             return []
@@ -142,14 +143,22 @@ class NearStages:
             "normalization": normalization_version(),
             "dedup.near.measure.planted": self.planted,
         }
-        documents = tuple(split.documents for split in self.splits)
-        args = (lowest, documents, self.config, self.planted)
+        args = (lowest, file, self.config, self.planted)
         return [Task("planted", "planted", config, _plant, args, inputs=inputs)]
 
-    def parts_task(self, population: Population, digest: str) -> Task:
-        """The task that writes what `population_file` names; `digest` is that of all parts."""
-        parts = [(part.folder.path.name, part.documents) for part in _of_kind(population, "input")]
-        return Task("parts", "parts", {}, write_parts, (parts,), inputs={"parts": digest})
+    def splits_file(self, run: RunTasks, signed: Sequence[Commit]) -> PopulationFile:
+        """Write where the splits' parts and documents are, by a task of its own."""
+        folders = [split.documents.path.parent for split in self.splits]
+        texts = Path(os.path.commonpath(folders)) if folders else Path()
+        parts = []
+        for split, commit in zip(self.splits, signed, strict=True):
+            name = split.documents.path.relative_to(texts).as_posix()
+            parts.append((commit.files.path.name, SignedPart.of(commit).documents, name))
+        task = Task("parts", "parts", {}, write_parts, (parts,), inputs={"parts": digest_of(parts)})
+        [[written]] = run([task])
+        inputs = Artifact(signed[0].folder.parent, signed[0].remote) if signed else written.files
+        remote = self.splits[0].documents.remote if self.splits else None
+        return PopulationFile(written.files, inputs, Artifact(texts, remote))
 
     def equal_tasks(
         self,
@@ -255,7 +264,12 @@ class NearStages:
         return tasks
 
     def measure_task(
-        self, population: Population, planted: Sequence[Commit], sample: Slice, met: Mapping[str, Slice]
+        self,
+        population: Population,
+        file: PopulationFile,
+        planted: Sequence[Commit],
+        sample: Slice,
+        met: Mapping[str, Slice],
     ) -> Task:
         """`sample` are rows of CHECKED; `met` has what `measure_recall` reads of the planted copies."""
         inputs = {
@@ -266,8 +280,7 @@ class NearStages:
             "documents": digest_of([split.digest for split in self.splits]),
         }
         config = {"dedup.near": self.config.model_dump(mode="json", exclude={"against"})}
-        documents = tuple(split.documents for split in self.splits)
-        args = (population, documents, sample, dict(met), self.config)
+        args = (file, sample, dict(met), self.config)
         return Task("measure", "measure", config, _measure, args, inputs=inputs)
 
 
@@ -284,12 +297,11 @@ def _sign(
 
 
 def _plant(
-    folder: Path, proposed: Slice, documents: Sequence[Artifact], config: NearDedupConfig, count: int
+    folder: Path, proposed: Slice, file: PopulationFile, config: NearDedupConfig, count: int
 ) -> SignedPart:
     """Plant copies of documents that are still there, and sign these as another part."""
     originals = proposed.read()[0][:count]
-    files = {split: documents[split] for split in np.unique(originals["split"]).tolist()}
-    plant(originals, files, config.minhash, folder)
+    plant(originals, file.documents(originals["split"]), config.minhash, folder)
     texts = Artifact(folder / PLANTED_DOCUMENTS)
     return sign_documents(texts, Removed(), config, folder, as_source=_PLANTED_SOURCE)
 
@@ -359,18 +371,19 @@ class Measured(PlainCounts):
 
 def _measure(
     folder: Path,
-    population: Population,
-    documents: Sequence[Artifact],
+    file: PopulationFile,
     sample: Slice,
     met: Mapping[str, Slice],
     config: NearDedupConfig,
 ) -> Measured:
     assert config.measure is not None
-    recall = None
+    population, recall = file.load(), None
     for part in _of_kind(population, "planted"):
         planted = np.load((part.folder / PLANTED_FILE).local())
         recall = measure_recall(planted, population, **met, bands_and_rows=bands_and_rows(config))
     checked = sample.read()[0][: config.measure.checked]
+    winners = population.locate(checked["kept"][checked["kept"] < population.planted.start])[0]
+    documents = file.documents(np.concatenate([checked["split"], winners]))
     return Measured(measure_precision(checked, population, documents, config), recall)
 
 
@@ -407,7 +420,8 @@ class NearResult:
 def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex] = ()) -> NearResult:
     """Run all stages. The documents of `indexes` win over all of the splits'."""
     [signed] = run(stages.signature_tasks())
-    [planted] = run(stages.planted_tasks(run, signed))
+    file = stages.splits_file(run, signed)
+    [planted] = run(stages.planted_tasks(run, signed, file))
     parts = [Part(commit.files, SignedPart.of(commit).documents, digest=commit.content) for commit in signed]
     for commit in planted:
         parts.append(Part(commit.files, SignedPart.of(commit).documents, "planted", commit.content))
@@ -416,10 +430,7 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
         [commit.content for commit in (*signed, *planted)] + [index.digest for index in indexes]
     )
     keys = [*signed, *planted, *key_runs(run, indexes, stages.memory_bytes)]
-    [[written]] = run([stages.parts_task(population, digest)])
-    others = population.parts[len(signed) :]
-    inputs = Artifact(signed[0].folder.parent, signed[0].remote) if signed else written.files
-    file = PopulationFile(written.files, inputs, others)
+    file = replace(file, others=population.parts[len(signed) :])
     [equal] = run(stages.equal_tasks(run, population, file, keys))
     parts, parts_end = list(population.parts), len(population.parts) << 32
     lost = exchange(run, "lost", LOST, equal, readers=len(parts), end=parts_end, limits=stages.limits)
@@ -439,7 +450,7 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
     removed = by_split(run, "near_removed", OUTCOMES, rows, len(stages.splits), limits=limits)
     met_copies = {"pairs": partners, "lost": lost}
     measured = _measure_removal(
-        run, stages, population, planted, verified, removals, met_copies, decided.losers
+        run, stages, population, file, planted, verified, removals, met_copies, decided.losers
     )
     met = [CandidateCounts.of(commit) for commit in candidates]
     counts = {
@@ -465,6 +476,7 @@ def _measure_removal(
     run: RunTasks,
     stages: NearStages,
     population: Population,
+    file: PopulationFile,
     planted: Sequence[Commit],
     verified: Sequence[Commit],
     removals: Sequence[Commit],
@@ -481,7 +493,7 @@ def _measure_removal(
     sample = _lowest(run, "checked", CHECKED, removals, end, stages.limits)
     tables = {"pairs": met["pairs"].slice(*copies), "edges": edges.slice(*copies)}
     tables["lost"] = met["lost"].slice(0, len(population.parts) << 32)
-    [[commit]] = run([stages.measure_task(population, planted, sample, tables)])
+    [[commit]] = run([stages.measure_task(population, file, planted, sample, tables)])
     return Measured.of(commit)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -117,8 +117,8 @@ class Population:
 PARTS_FILE = "parts.json"
 
 
-def write_parts(folder: Path, parts: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """Write (name of the folder, documents) of the splits' parts, for `PopulationFile`."""
+def write_parts(folder: Path, parts: Sequence[tuple[str, int, str]]) -> dict[str, int]:
+    """Write (name of the folder, documents, name of the texts) of the splits' parts, for `PopulationFile`."""
     (folder / PARTS_FILE).write_bytes(orjson.dumps(parts))
     return {}
 
@@ -127,25 +127,35 @@ def write_parts(folder: Path, parts: Sequence[tuple[str, int]]) -> dict[str, int
 class PopulationFile:
     """A population as an argument of tasks, of a size that does not grow with the number of splits.
 
-    `parts` is what `write_parts` wrote; `inputs` is the folder of those folders; `others` follow the splits'.
+    `parts` is what `write_parts` wrote; `inputs` is the folder of those folders, `texts` that of the splits'
+    documents; `others` are the parts that follow the splits'.
     """
 
     parts: Artifact
     inputs: Artifact
-    others: tuple[Part, ...]
+    texts: Artifact
+    others: tuple[Part, ...] = ()
 
     def load(self) -> Population:
         """The population; a process keeps the one that it read last."""
         global _loaded
-        key = str(self.parts)
+        key = str(self.parts), self.others
         if _loaded is None or _loaded[0] != key:
-            read = orjson.loads((self.parts / PARTS_FILE).read_bytes())
-            inputs = [Part(self.inputs / name, documents) for name, documents in read]
+            inputs = [Part(self.inputs / name, documents) for name, documents, _ in self._read()]
             _loaded = key, Population((*inputs, *self.others))
         return _loaded[1]
 
+    def documents(self, splits: npt.NDArray[np.integer[Any]]) -> dict[int, Artifact]:
+        """The Arrow files of these splits."""
+        names = self._read()
+        return {split: self.texts / names[split][2] for split in np.unique(splits).tolist()}
 
-_loaded: tuple[str, Population] | None = None
+    def _read(self) -> list[tuple[str, int, str]]:
+        read: list[tuple[str, int, str]] = orjson.loads((self.parts / PARTS_FILE).read_bytes())
+        return read
+
+
+_loaded: tuple[tuple[str, tuple[Part, ...]], Population] | None = None
 
 
 def priority(documents: npt.NDArray[np.void], kind: Kind) -> npt.NDArray[np.uint64]:
