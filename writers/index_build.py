@@ -54,7 +54,6 @@ from shardkit.writers.dedup.index import (
     index_settings,
     open_index,
 )
-from shardkit.writers.dedup.near import NearResult
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE
 from shardkit.writers.dedup.removals import SplitRemovals, SplitTable
 from shardkit.writers.dedup.shingle_store import ShingleReader, ShingleWriter
@@ -76,7 +75,7 @@ from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.stages.clean import DOCUMENTS_FILE as TEXTS_FILE
 from shardkit.writers.stages.duplicate_losses import NEAR
-from shardkit.writers.stages.graph import BuildInputs, Survivors, find_survivors
+from shardkit.writers.stages.graph import BuildInputs, Survivors, find_survivors, task_memory
 
 __all__ = [
     "DedupIndexResult",
@@ -84,6 +83,7 @@ __all__ = [
     "StoreTarget",
     "build_dedup_index",
     "index_part",
+    "index_tasks",
     "publish_index",
     "publish_to_store",
 ]
@@ -143,7 +143,7 @@ def build_dedup_index(
         survivors = find_survivors(replace_field(inputs, filter_folder=folder), runner.run)
         assert survivors.near is not None
         stored = target if isinstance(target, StoreTarget) else None
-        tasks = _index_tasks(survivors.documents, survivors.near, config, sketch, stored)
+        tasks = index_tasks(survivors, config, sketch, task_memory(recipe), stored)
         [made] = runner.run(list(tasks.values()))
         facts = {
             "recipe_digest": digest_of(recipe_content(recipe)),
@@ -219,16 +219,18 @@ def _publish(
     return publish_index(folders, target, facts, settings, sketch=sketch, replace=replace)
 
 
-def _index_tasks(
-    documents: Sequence[Commit],
-    near: NearResult,
+def index_tasks(
+    survivors: Survivors,
     config: NearDedupConfig,
     sketch: int,
-    target: StoreTarget | None,
+    memory_bytes: int,
+    target: StoreTarget | None = None,
 ) -> dict[str, Task]:
     """One task a split, by the name of its part if that is put into the store `target`."""
     tasks: dict[str, Task] = {}
-    for split, part, removed in zip(documents, near.parts, near.removed, strict=True):
+    near = survivors.near
+    assert near is not None, "check_indexable"
+    for split, part, removed in zip(survivors.documents, near.parts, near.removed, strict=True):
         inputs = {
             "documents": split.outputs[TEXTS_FILE].xxh3_128,
             "part": part.content,
@@ -242,7 +244,7 @@ def _index_tasks(
         if target is not None:
             settings["target"] = target.url
         name = f"part-{digest_of([split.name, settings, inputs, code_version()])}"
-        args = (split.files / TEXTS_FILE, part.files, removed, config, sketch, name, target)
+        args = (split.files / TEXTS_FILE, part.files, removed, config, sketch, memory_bytes, name, target)
         weight = split.outputs[TEXTS_FILE].bytes
         tasks[name] = Task("index", split.name, settings, _index, args, weight, inputs)
     return tasks
@@ -255,11 +257,12 @@ def _index(
     removed: SplitTable,
     config: NearDedupConfig,
     sketch: int,
+    memory_bytes: int,
     name: str,
     target: StoreTarget | None,
 ) -> IndexPart:
     rows = SplitRemovals({NEAR: removed}).load().rows[NEAR]
-    made = index_part(documents, part, rows, config, sketch, folder)
+    made = index_part(documents, part, rows, config, sketch, folder, memory_bytes=memory_bytes)
     if target is not None:
         target.put(name, folder, _PART_FILES)
     return made
@@ -275,9 +278,11 @@ def _removed(survivors: Survivors) -> dict[str, int]:
     return removed
 
 
-_KEYS_MEMORY_BYTES = 32 << 20  # in which keys are read, and as much in which they are written
+_KEYS_MEMORY_BYTES = 32 << 20  # at most, in which keys are read, and as much in which they are written
 
-_PIECE_BYTES = 4 << 20  # of text whose n-grams are held at once: 32 MiB at most
+_PIECE_BYTES = 4 << 20  # at most, of text whose n-grams are held at once
+
+_NGRAM_BYTES = 24  # that n-grams take at most for a byte of text, while their set is made
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +308,8 @@ def index_part(
     config: NearDedupConfig,
     sketch: int,
     folder: Path,
+    *,
+    memory_bytes: int = 512 << 20,
 ) -> IndexPart:
     """Write the part of an index that a split gives into `folder`.
 
@@ -312,8 +319,10 @@ def index_part(
     """
     assert config.scope == "global", "check_indexable"
     removed = np.sort(removed)
-    count, text_bytes = _filter_tables(part, removed, config, folder)
-    sketches = _write_sketches(documents, part, removed, config.minhash, sketch, folder)
+    count, text_bytes = _filter_tables(part, removed, config, folder, memory_bytes)
+    piece_bytes = max(1, min(_PIECE_BYTES, memory_bytes // 2 // _NGRAM_BYTES))
+    texts = _texts(documents, part, removed, piece_bytes)
+    sketches = _write_sketches(texts, config.minhash, sketch, folder)
     outputs = {name: hash_output(folder / name, with_blocks=True) for name in INDEX_PART_FILES}
     blocks = {name: {"xxh3_128": one.xxh3_128, "blocks": one.blocks} for name, one in outputs.items()}
     (folder / BLOCKS_FILE).write_text(json.dumps(blocks, indent=1, sort_keys=True) + "\n")
@@ -324,17 +333,19 @@ def index_part(
 
 
 def _filter_tables(
-    part: Artifact, removed: npt.NDArray[np.int64], config: NearDedupConfig, folder: Path
+    part: Artifact, removed: npt.NDArray[np.int64], config: NearDedupConfig, folder: Path, memory_bytes: int
 ) -> tuple[int, int]:
     """Write all files of a part but the sets; (documents, bytes of their texts)."""
+    row_bytes = 3 * (DOCUMENT.itemsize + 4 * config.minhash.permutations)
+    most = max(1, min(CHUNK_ROWS, memory_bytes // 2 // row_bytes))
     table, values = Rows(part / DOCUMENTS_FILE, DOCUMENT), RowFile(part / SIGNATURES_FILE)
     text_bytes, gone = 0, [np.zeros(0, np.int64)]
     with ExitStack() as stack:
         to_table = stack.enter_context(RowsWriter(folder / DOCUMENTS_FILE, DOCUMENT))
         width = config.minhash.permutations
         to_values = stack.enter_context(RowsWriter(folder / SIGNATURES_FILE, "<u4", width=width))
-        for start in range(0, len(table), CHUNK_ROWS):
-            described = table.read(start, min(start + CHUNK_ROWS, len(table)))
+        for start in range(0, len(table), most):
+            described = table.read(start, min(start + most, len(table)))
             stays = _stays(described["row"], removed)
             gone.append(start + np.flatnonzero(~stays))
             described = described[stays]
@@ -343,34 +354,30 @@ def _filter_tables(
             to_table.write(described)
             text_bytes += int(described["bytes"].sum())
     assert len(table) == values.rows, part
-    _filter_keys(part / KEYS.file, np.concatenate(gone), folder / KEYS.file)
+    keys_bytes = min(_KEYS_MEMORY_BYTES, memory_bytes // 4)
+    _filter_keys(part / KEYS.file, np.concatenate(gone), folder / KEYS.file, keys_bytes)
     return to_table.rows, text_bytes
 
 
-def _filter_keys(keys: Artifact, gone: npt.NDArray[np.int64], path: Path) -> None:
+def _filter_keys(keys: Artifact, gone: npt.NDArray[np.int64], path: Path, memory_bytes: int) -> None:
     """Write the run of word keys without these rows of the part; the others are numbered anew."""
-    with RunWriter(path, KEYS, memory_bytes=_KEYS_MEMORY_BYTES) as writer:
-        for rows, _ in Slice.whole(KEYS, [keys]).stream(_KEYS_MEMORY_BYTES):
+    with RunWriter(path, KEYS, memory_bytes=memory_bytes) as writer:
+        for rows, _ in Slice.whole(KEYS, [keys]).stream(memory_bytes):
             rows = rows[_stays(rows["row"], gone)]
             rows["row"] -= np.searchsorted(gone, rows["row"]).astype(np.uint32)
             writer.write(rows)
 
 
 def _write_sketches(
-    documents: Artifact,
-    part: Artifact,
-    removed: npt.NDArray[np.int64],
-    config: MinHashConfig,
-    sketch: int,
-    folder: Path,
+    texts: Iterable[pa.LargeStringArray], config: MinHashConfig, sketch: int, folder: Path
 ) -> int:
     """Write the sets of n-grams; returns how many are not whole."""
     number = sketches = 0
     with ShingleWriter(folder, smallest=sketch or None) as sets:
-        for texts in _texts(documents, part, removed):
-            numbers = np.arange(number, number + len(texts), dtype=np.uint64)
-            sets.write(numbers, *shingle_batch(texts, config))
-            number += len(texts)
+        for some in texts:
+            numbers = np.arange(number, number + len(some), dtype=np.uint64)
+            sets.write(numbers, *shingle_batch(some, config))
+            number += len(some)
     if sketch:
         for rows in ShingleReader([Artifact(folder)]).tables():
             sketches += int((rows["stored"] < rows["distinct"]).sum())
@@ -378,9 +385,9 @@ def _write_sketches(
 
 
 def _texts(
-    documents: Artifact, part: Artifact, removed: npt.NDArray[np.int64]
+    documents: Artifact, part: Artifact, removed: npt.NDArray[np.int64], most_bytes: int
 ) -> Iterator[pa.LargeStringArray]:
-    """The texts of the part's documents that stay, in order, some megabytes at a time."""
+    """The texts of the part's documents that stay, in order, at most so many bytes at a time, or one."""
     table = Rows(part / DOCUMENTS_FILE, DOCUMENT)
     start = at = 0
     with documents.open_arrow() as file:
@@ -393,7 +400,7 @@ def _texts(
             stay = rows[_stays(rows, removed)] - start
             start += len(texts)
             texts = texts.take(pa.array(stay))
-            for first, stop in text_pieces(texts, _PIECE_BYTES):
+            for first, stop in text_pieces(texts, most_bytes):
                 yield texts.slice(first, stop - first)
     assert at == len(table), part
 

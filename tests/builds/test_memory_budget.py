@@ -20,10 +20,11 @@ from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work, run_task
+from shardkit.writers.index_build import IndexPart, index_tasks, publish_index
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe import load_recipe
 from shardkit.writers.runs import DEFAULT_LIMITS
-from shardkit.writers.stages.graph import BuildInputs, run_stages
+from shardkit.writers.stages.graph import BuildInputs, find_survivors, run_stages, task_memory
 from shardkit.writers.stages.tokenize import TokenizerFile
 from support.rss_meter import RssMeter
 from support.small_build import make_corpus
@@ -115,36 +116,50 @@ def words_of(split: int, number: int) -> list[str]:
     return [f"w{drawn.randrange(99_991)}" for _ in range(60)]
 
 
-def peaks_of(folder: Path, splits: int) -> dict[str, int]:
-    """Bytes that a task of each stage had allocated at most, above what was there before it."""
+def peaks_of(folder: Path, splits: int, *, is_traced: bool = True) -> dict[str, int]:
+    """Bytes that a task of each stage had allocated at most, above what was there before it.
+
+    Of an index of the documents, and of a build of these documents, changed, against it.
+    """
     recipe = load_recipe(write_splits(folder, splits)).model_copy(update={"memory": SMALL_MEMORY})
+    assert recipe.dedup.near is not None
+    limits = replace(DEFAULT_LIMITS.within(SMALL_MEMORY).divided(256), fan_in=8, least_segments=8)
     peaks: dict[str, int] = defaultdict(int)
 
     def counted(task: Task, digest: str, work: Work) -> Commit:
-        tracemalloc.start()
+        if is_traced:
+            tracemalloc.start()
         try:
             return run_task(task, digest, work)
         finally:
             peaks[task.stage] = max(peaks[task.stage], tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
 
-    limits = replace(DEFAULT_LIMITS.within(SMALL_MEMORY).divided(256), fan_in=8, least_segments=8)
-    inputs = replace(BuildInputs.of(recipe, scan_inputs(recipe)), limits=limits)
     with (
         Journal(folder / "work") as journal,
         InlineEngine(counted) as engine,
         make_listener(False) as listener,
     ):
-        run_stages(inputs, TokenizerFile.of(recipe), Runner(journal, engine, listener).run)
+        runner = Runner(journal, engine, listener)
+        inputs = replace(BuildInputs.of(recipe, scan_inputs(recipe)), limits=limits)
+        tasks = index_tasks(find_survivors(inputs, runner.run), recipe.dedup.near, 64, task_memory(recipe))
+        [made] = runner.run(list(tasks.values()))
+        parts = [(commit.folder, IndexPart.of(commit)) for commit in made]
+        index = publish_index(parts, folder / "index", {}, parts[0][1].settings, sketch=64)
+        for number, path in enumerate(sorted(folder.glob("part-*.jsonl"))):  # a word of 9, or of 90
+            path.write_text(path.read_text().replace(*[(" w1", " x1"), (" w11", " x11")][number % 2]))
+        inputs = replace(BuildInputs.of(recipe, scan_inputs(recipe)), limits=limits, indexes=[index])
+        run_stages(inputs, TokenizerFile.of(recipe), runner.run)
     return dict(peaks)
 
 
 @pytest.mark.extended
 def test_tasks_of_no_stage_hold_more_of_sixteen_times_the_documents(tmp_path: Path) -> None:
     """NumPy's arrays are counted, Arrow's are not: those are batches of bounded size."""
-    peaks_of(tmp_path / "first", 12)  # merges, too, so that their kernels are compiled
+    peaks_of(tmp_path / "first", 12, is_traced=False)  # merges, too, so that their kernels are compiled
     some, more = peaks_of(tmp_path / "some", 5), peaks_of(tmp_path / "more", 80)
     assert {"candidates", "shingles", "verify", "near", "near_lost", "planted", "measure"} <= some.keys()
+    assert {"line_keys", "lines", "index"} <= some.keys()
     assert {"equal-merge-2", "guests-merge-2", "tokens-merge-2"} <= more.keys()
     merges = {stage for stage in more if "-merge-" in stage}
     whole = {"pack", "provenance", *merges}  # may hold all of the memory, the others a fifth

@@ -147,11 +147,6 @@ def index(original: DedupIndex, tmp_path: Path) -> DedupIndex:
     return open_index(tmp_path / "index")
 
 
-def in_small_pieces(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(index_build, "CHUNK_ROWS", 5)
-    patch.setattr(index_build, "_PIECE_BYTES", 500)
-
-
 def contents(sets: Sets) -> list[tuple[list[int], int, int]]:
     return [
         (sets.hashes[begin:end].tolist(), int(row["distinct"]), int(row["total"]))
@@ -168,17 +163,16 @@ def direct_sets(folder: Path, texts: Sequence[str], sketch: int | None) -> list[
     return contents(ShingleReader([Artifact(folder)]).read(np.arange(len(texts), dtype=np.uint64)))
 
 
-@pytest.mark.parametrize("pieces", ["whole", "small"])
+@pytest.mark.parametrize("memory_bytes", [1 << 29, 10_000])
 @pytest.mark.parametrize("sketch", [64, 0])
 def test_an_index_part_is_the_part_of_the_documents_that_stayed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: str, sketch: int
+    tmp_path: Path, memory_bytes: int, sketch: int
 ) -> None:
-    if pieces == "small":
-        in_small_pieces(monkeypatch)
     documents, part = signed(tmp_path / "all", TEXTS)
     made = tmp_path / "made"
     made.mkdir()
-    counts = index_part(Artifact(documents), Artifact(part), NEAR, CONFIG, sketch, made)
+    files = Artifact(documents), Artifact(part)
+    counts = index_part(*files, NEAR, CONFIG, sketch, made, memory_bytes=memory_bytes)
     assert (counts.documents, counts.removed) == (len(STAYED), len(NEAR))
     assert counts.bytes == sum(len(TEXTS[record]) for record in STAYED)
     alone = tmp_path / "alone"
