@@ -47,7 +47,7 @@ PAIRS_BY_SECOND = Table("pairs_second.run", _SIDE)  # key b, other a
 RUN_PAIRS = 1 << 22
 WORD_DOCUMENTS = 1 << 32
 _PEAK_BYTES_PER_PAIR = 64  # while a run is sorted and written, measured where numbers exceed 32 bits
-_CHUNK = 1 << 16
+_CHUNK = 1 << 14  # pairs that are made, and written, at a time
 
 Numbers = npt.NDArray[np.uint64]
 
