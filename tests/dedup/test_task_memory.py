@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from shardkit.writers.dedup.population import (
     DOCUMENT,
     DOCUMENTS_FILE,
     SIGNATURES_FILE,
+    Kind,
     Part,
     Population,
     PopulationFile,
@@ -38,6 +40,7 @@ MEMORY = 4 << 20
 LIMITS = Limits().divided(16)
 NEAR = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
 Work = Callable[[Path], object]
+KINDS: tuple[Kind, ...] = ("input", "planted", "index")
 
 
 def run_of(path: Path, table: Table, rows: npt.NDArray[np.void]) -> Slice:
@@ -156,3 +159,31 @@ def test_a_hub_holds_no_more_if_its_documents_are_in_many_parts(tmp_path: Path) 
     hub_peak(tmp_path / "first", 2, 200)  # kernels are compiled
     few, many = hub_peak(tmp_path / "few", 4, 4000), hub_peak(tmp_path / "many", 800, 4000)
     assert many < few + 200_000, (few, many)  # of files alone 2 MB, if each took what a RowFile does
+
+
+def test_a_process_holds_a_few_bytes_of_each_part_of_a_population(tmp_path: Path) -> None:
+    splits, rng = 100_000, np.random.default_rng(1)
+    listed = [(f"part-é-{n:07d}", int(rng.integers(0, 9)), f"texts/{n}.arrow") for n in range(splits)]
+    write_parts(tmp_path, listed)
+    inputs, texts = Artifact(tmp_path / "signatures"), Artifact(tmp_path / "clean")
+    planted = Part(Artifact(tmp_path / "planted"), 5, "planted")
+    others = (planted, Part(Artifact(tmp_path / "index"), 7, "index"))
+    file = PopulationFile(Artifact(tmp_path), inputs, texts, others)
+    assert len(pickle.dumps(file)) < 2000
+    tracemalloc.start()
+    try:
+        loaded = file.load()
+        assert file.load() is loaded
+        ends = int(loaded.starts[-1]), loaded.planted, loaded.indexed
+        held = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert held < 40 * splits
+    whole = Population((*(Part(inputs / name, count) for name, count, _ in listed), *others))
+    assert ends == (int(whole.starts[-1]), whole.planted, whole.indexed)
+    assert np.array_equal(loaded.starts, whole.starts)
+    assert [loaded.count(kind) for kind in KINDS] == [whole.count(kind) for kind in KINDS]
+    assert [loaded.parts_of(kind) for kind in KINDS] == [whole.parts_of(kind) for kind in KINDS]
+    chosen = [0, 77_777, splits - 1, splits, splits + 1]
+    assert [loaded.parts[number] for number in chosen] == [whole.parts[number] for number in chosen]
+    assert file.documents(np.array([3, 3, 99_999])) == {n: texts / f"texts/{n}.arrow" for n in (3, 99_999)}

@@ -53,6 +53,7 @@ from shardkit.writers.dedup.measure import (
 )
 from shardkit.writers.dedup.measure import TEXTS_FILE as PLANTED_DOCUMENTS
 from shardkit.writers.dedup.population import (
+    Kind,
     Part,
     Population,
     PopulationFile,
@@ -395,8 +396,8 @@ def _lowest(
     return exchanged.slice(0, end)
 
 
-def _of_kind(population: Population, kind: str) -> list[Part]:
-    return [part for part in population.parts if part.kind == kind]
+def _of_kind(population: Population, kind: Kind) -> list[Part]:
+    return [population.parts[number] for number in population.parts_of(kind)]
 
 
 @dataclass(frozen=True)
@@ -430,7 +431,7 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
         [commit.content for commit in (*signed, *planted)] + [index.digest for index in indexes]
     )
     keys = [*signed, *planted, *key_runs(run, indexes, stages.memory_bytes)]
-    file = replace(file, others=population.parts[len(signed) :])
+    file = replace(file, others=tuple(population.parts[len(signed) :]))
     [equal] = run(stages.equal_tasks(run, population, file, keys))
     parts, parts_end = list(population.parts), len(population.parts) << 32
     lost = exchange(run, "lost", LOST, equal, readers=len(parts), end=parts_end, limits=stages.limits)

@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from shardkit.writers.execution.artifacts import Artifact
 
@@ -30,6 +29,7 @@ __all__ = [
     "PAIR",
     "PARTS_FILE",
     "SIGNATURES_FILE",
+    "Kind",
     "Part",
     "Population",
     "PopulationFile",
@@ -80,32 +80,48 @@ class Part:
 class Population:
     """All parts in order: inputs (one a split, in the order of splits), then planted copies, then indexes."""
 
-    parts: tuple[Part, ...]
-
-    def __post_init__(self) -> None:
-        kinds = [part.kind for part in self.parts]
-        assert kinds == sorted(kinds, key=("input", "planted", "index").index), kinds
+    parts: Sequence[Part]
 
     @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
         """int64[parts + 1]: the number of each part's first document; the last is the number of documents."""
-        return np.cumsum([0, *(part.documents for part in self.parts)], dtype=np.int64)
+        stored = self.parts.documents if isinstance(self.parts, _StoredParts) else None
+        documents = [part.documents for part in self.parts] if stored is None else stored
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(documents, dtype=np.int64)])
 
-    def count(self, *kinds: Kind) -> int:
-        """Documents of these kinds."""
-        return sum(part.documents for part in self.parts if part.kind in kinds)
+    @cached_property
+    def _stops(self) -> dict[Kind, int]:
+        """Where the parts of each kind end."""
+        others = self.parts.others if isinstance(self.parts, _StoredParts) else self.parts
+        inputs = len(self.parts) - len(others)
+        kinds: list[Kind] = [part.kind for part in others]
+        assert kinds == sorted(kinds, key=("input", "planted", "index").index), kinds
+        inputs += kinds.count("input")
+        return {"input": inputs, "planted": inputs + kinds.count("planted"), "index": len(self.parts)}
+
+    def numbers(self, kind: Kind) -> range:
+        """The numbers of the documents of a kind."""
+        parts = self.parts_of(kind)
+        return range(int(self.starts[parts.start]), int(self.starts[parts.stop]))
+
+    def count(self, kind: Kind) -> int:
+        """Documents of a kind."""
+        return len(self.numbers(kind))
+
+    def parts_of(self, kind: Kind) -> range:
+        """The parts of a kind."""
+        before = {"input": 0, "planted": self._stops["input"], "index": self._stops["planted"]}
+        return range(before[kind], self._stops[kind])
 
     @property
     def planted(self) -> range:
         """The numbers of planted copies."""
-        first = self.count("input")
-        return range(first, first + self.count("planted"))
+        return self.numbers("planted")
 
     @property
     def indexed(self) -> range:
         """The numbers of the documents of indexes."""
-        first = self.count("input", "planted")
-        return range(first, first + self.count("index"))
+        return self.numbers("index")
 
     def locate(self, numbers: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(part, row in the part) of each number."""
@@ -114,13 +130,48 @@ class Population:
         return parts, numbers - self.starts[parts]
 
 
-PARTS_FILE = "parts.json"
+PARTS_FILE = "parts.npy"
 
 
 def write_parts(folder: Path, parts: Sequence[tuple[str, int, str]]) -> dict[str, int]:
     """Write (name of the folder, documents, name of the texts) of the splits' parts, for `PopulationFile`."""
-    (folder / PARTS_FILE).write_bytes(orjson.dumps(parts))
+    folders = [folder.encode() for folder, _, _ in parts]
+    texts = [text.encode() for _, _, text in parts]
+    widths = [max([1, *map(len, names)]) for names in (folders, texts)]
+    table = np.empty(
+        len(parts), [("folder", f"S{widths[0]}"), ("texts", f"S{widths[1]}"), ("documents", "<i8")]
+    )
+    table["folder"], table["texts"] = folders, texts
+    table["documents"] = [documents for _, documents, _ in parts]
+    np.save(folder / PARTS_FILE, table)
     return {}
+
+
+class _StoredParts(Sequence[Part]):
+    """Parts of splits in a mapped table, of which the processes of a machine hold one copy, and others."""
+
+    def __init__(self, table: npt.NDArray[np.void], folder: Artifact, others: tuple[Part, ...]) -> None:
+        self._table, self._folder, self.others = table, folder, others
+
+    @property
+    def documents(self) -> npt.NDArray[np.int64]:
+        """int64[parts]."""
+        return np.concatenate([self._table["documents"], np.array([p.documents for p in self.others], "<i8")])
+
+    def __len__(self) -> int:
+        return len(self._table) + len(self.others)
+
+    @overload
+    def __getitem__(self, number: int) -> Part: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Part]: ...
+    def __getitem__(self, number: int | slice) -> Part | Sequence[Part]:
+        if isinstance(number, slice):
+            return [self[n] for n in range(*number.indices(len(self)))]
+        if number >= len(self._table):
+            return self.others[number - len(self._table)]
+        row = self._table[number]
+        return Part(self._folder / row["folder"].decode(), int(row["documents"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,18 +192,17 @@ class PopulationFile:
         global _loaded
         key = str(self.parts), self.others
         if _loaded is None or _loaded[0] != key:
-            inputs = [Part(self.inputs / name, documents) for name, documents, _ in self._read()]
-            _loaded = key, Population((*inputs, *self.others))
+            _loaded = key, Population(_StoredParts(self._table(), self.inputs, self.others))
         return _loaded[1]
 
     def documents(self, splits: npt.NDArray[np.integer[Any]]) -> dict[int, Artifact]:
         """The Arrow files of these splits."""
-        names = self._read()
-        return {split: self.texts / names[split][2] for split in np.unique(splits).tolist()}
+        table = self._table()
+        return {split: self.texts / table["texts"][split].decode() for split in np.unique(splits).tolist()}
 
-    def _read(self) -> list[tuple[str, int, str]]:
-        read: list[tuple[str, int, str]] = orjson.loads((self.parts / PARTS_FILE).read_bytes())
-        return read
+    def _table(self) -> npt.NDArray[np.void]:
+        table: npt.NDArray[np.void] = np.load((self.parts / PARTS_FILE).local(), mmap_mode="r")
+        return table
 
 
 _loaded: tuple[tuple[str, tuple[Part, ...]], Population] | None = None
