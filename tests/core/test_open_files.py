@@ -84,18 +84,22 @@ def read(urls: list[Path] | list[str], **options: object) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.parametrize(("kind", "shards"), [("mds", 5024), ("tar", 1536)])
+@pytest.mark.parametrize(
+    ("kind", "shards"), [("mds", 5024), pytest.param("tar", 1536, marks=pytest.mark.extended)]
+)
 def test_far_more_shards_than_descriptors_are_read_and_unmapped_by_close(
     tmp_path: Path, kind: str, shards: int
 ) -> None:
     assert read([make(tmp_path / "data", kind, shards)]) == [str(shards * ROWS), "True", "0"]
 
 
+@pytest.mark.extended
 def test_a_mixture_of_many_datasets_is_read_with_few_descriptors(tmp_path: Path) -> None:
     urls = [make(tmp_path / f"stream{number}", "mds", 256) for number in range(20)]
     assert read(urls) == [str(20 * 256 * ROWS), "True", "0"]
 
 
+@pytest.mark.extended
 def test_shards_of_a_cache_folder_hold_no_descriptors(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).integers(0, 9999, (512, ROWS, 8)).astype(np.uint16)
     infos = [mds.write_rows_shard(tmp_path, f"shard-{n:05d}.mds", some) for n, some in enumerate(rows)]

@@ -518,6 +518,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_records(tmp_path_factory.mktemp("dump") / "dump.arrow", TEXTS, file="new.jsonl")
 
 
+@pytest.mark.extended
 def test_no_field_of_an_index_can_harm_the_process(original: DedupIndex, dump: Path, tmp_path: Path) -> None:
     made = 0
     for name, table in TABLES.items():

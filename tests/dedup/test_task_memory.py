@@ -162,7 +162,7 @@ def test_a_hub_holds_no_more_if_its_documents_are_in_many_parts(tmp_path: Path) 
 
 
 def test_a_process_holds_a_few_bytes_of_each_part_of_a_population(tmp_path: Path) -> None:
-    splits, rng = 100_000, np.random.default_rng(1)
+    splits, rng = 20_000, np.random.default_rng(1)
     listed = [(f"part-é-{n:07d}", int(rng.integers(0, 9)), f"texts/{n}.arrow") for n in range(splits)]
     write_parts(tmp_path, listed)
     inputs, texts = Artifact(tmp_path / "signatures"), Artifact(tmp_path / "clean")
@@ -178,12 +178,12 @@ def test_a_process_holds_a_few_bytes_of_each_part_of_a_population(tmp_path: Path
         held = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert held < 40 * splits
+    assert held < 50 * splits
     whole = Population((*(Part(inputs / name, count) for name, count, _ in listed), *others))
     assert ends == (int(whole.starts[-1]), whole.planted, whole.indexed)
     assert np.array_equal(loaded.starts, whole.starts)
     assert [loaded.count(kind) for kind in KINDS] == [whole.count(kind) for kind in KINDS]
     assert [loaded.parts_of(kind) for kind in KINDS] == [whole.parts_of(kind) for kind in KINDS]
-    chosen = [0, 77_777, splits - 1, splits, splits + 1]
+    chosen = [0, 7_777, splits - 1, splits, splits + 1]
     assert [loaded.parts[number] for number in chosen] == [whole.parts[number] for number in chosen]
-    assert file.documents(np.array([3, 3, 99_999])) == {n: texts / f"texts/{n}.arrow" for n in (3, 99_999)}
+    assert file.documents(np.array([3, 3, 19_999])) == {n: texts / f"texts/{n}.arrow" for n in (3, 19_999)}

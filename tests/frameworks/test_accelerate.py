@@ -187,6 +187,7 @@ def test_the_hugging_face_trainer_resumes_exactly_or_says_how(tmp_path: Path) ->
             assert sought == whole[9:], name
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_two_ranks_get_their_own_batches_or_an_error(tmp_path: Path) -> None:
     path = make_dataset(tmp_path / "data", "mds", samples=SAMPLES)

@@ -142,7 +142,7 @@ def test_what_is_free_on_a_machine_changes_nothing_but_a_warning(
     assert set(seen.values()) == {1}
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mixed", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_seed_and_data_are_the_order_for_any_batch_ranks_and_cache(
     url: str, tmp_path: Path, mixed: bool
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.storage import connect
+from shardkit.storage import connect, threads
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.resilient import ResilientStore
@@ -209,8 +209,9 @@ def wait_until(condition: Callable[[], bool], problem: str = "") -> None:
 
 
 @pytest.fixture
-def hanging() -> Iterator[Callable[..., FaultyStore]]:
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FaultyStore]]:
     """Makes stores whose requests after the first `skip` answer when released: at the end at the latest."""
+    monkeypatch.setattr(threads, "_IDLE_SECONDS", 0.2)
     before = set(threading.enumerate())
     stores: list[FaultyStore] = []
 
