@@ -367,7 +367,7 @@ def test_drivers_of_a_bucket_follow_each_other_though_one_is_killed_and_one_slee
     monkeypatch.setenv("AWS_ENDPOINT_URL", rgw_proxy.endpoint_url)
     rgw_proxy.set_rules(
         Rule(fault="status", status=503, probability=0.05),
-        Rule(fault="corrupt", method="GET", path="/data/", after_bytes=20, probability=0.1),
+        Rule(fault="corrupt", method="GET", path="/data/", after_bytes=20, probability=0.3),
     )
     places = {"work": f"{rgw_bucket.url}/work", "output.path": f"{rgw_bucket.url}/out"}
     one, two, three = (command(**places, scratch=f"scratch-{number}") for number in range(3))
@@ -384,7 +384,8 @@ def test_drivers_of_a_bucket_follow_each_other_though_one_is_killed_and_one_slee
     assert {info.key: output.get(info.key) for info in output.list()} == local
     asleep.go_on()
     ended = asleep.wait()
-    assert (ended.status, "another driver has taken over" in ended.errors) == (1, True), ended
+    # It may have been put to sleep while it renewed its lease: nobody else is there when that arrives.
+    assert ended.status == 0 or "another driver has taken over" in ended.errors, ended
     assert {info.key: output.get(info.key) for info in output.list()} == local
 
 
