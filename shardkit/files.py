@@ -81,7 +81,8 @@ def fsync_path(path: Path) -> None:
 
 def publish_bytes(path: Path, data: bytes) -> None:
     """Write `data` to `path` so that it is there whole or not at all, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    # Slices of a build may write the same file at once, from hosts whose process numbers are equal.
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
     with temporary.open("wb") as file:
         file.write(data)
         file.flush()

@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -317,4 +318,12 @@ def test_publishing_replaces_a_file_whole_and_leaves_nothing_behind(tmp_path: Pa
     publish_bytes(tmp_path / "index.json", b"one")
     publish_bytes(tmp_path / "index.json", b"two")
     assert (tmp_path / "index.json").read_bytes() == b"two"
+    assert [p.name for p in tmp_path.iterdir()] == ["index.json"]
+
+
+def test_several_may_publish_a_file_at_once(tmp_path: Path) -> None:
+    texts = [bytes([number]) * 100_000 for number in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda text: publish_bytes(tmp_path / "index.json", text), texts))
+    assert (tmp_path / "index.json").read_bytes() in texts
     assert [p.name for p in tmp_path.iterdir()] == ["index.json"]
