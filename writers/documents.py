@@ -5,21 +5,24 @@ kernels run over one UTF-8 buffer and memory is bounded whatever the corpus. A d
 128-bit hash of (file name relative to the recipe, record number); everything random about a document is
 keyed by it, so that no result depends on which worker read it. Which of two alike documents stays follows
 from their texts (`content_ranks`): renaming, splitting or sorting the input files keeps the same texts.
+
+Strings of documents cross splits as the payloads of rows: `pack_strings` and `unpack_strings`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from shardkit.writers.kernels.text_arrays import text_offsets
+from shardkit.writers.kernels.text_arrays import copy_texts, text_bytes, text_offsets
 
 __all__ = [
     "BATCH_DOCUMENTS",
@@ -29,7 +32,9 @@ __all__ = [
     "content_ranks",
     "document_ids",
     "keyed_hashes",
+    "pack_strings",
     "text_digests",
+    "unpack_strings",
 ]
 
 BATCH_DOCUMENTS = 4096
@@ -87,3 +92,54 @@ def content_ranks(
     """
     ids = np.frombuffer(b"".join(document_ids.to_pylist()), np.uint8).reshape(-1, 16)
     return np.concatenate([digests[:, :8], ids[:, :8]], axis=1)
+
+
+def pack_strings(
+    documents: pa.RecordBatch | pa.Table,
+    names: Sequence[str],
+    rows: npt.NDArray[np.void],
+    *,
+    first: tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]] | None = None,
+    align: int = 1,
+) -> npt.NDArray[np.uint8]:
+    """The payload of `rows`, one a document: its strings `names`, one after the other.
+
+    Sets the fields of these names to their bytes (-1: null) and `size` to all of them, a multiple of `align`.
+    `first` are bytes that go before: those of all documents, and how many each has.
+    """
+    pieces = [] if first is None else [first]
+    for name in names:
+        column = documents.column(name)
+        column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+        texts = column.fill_null("").cast(pa.large_string())
+        sizes = np.diff(text_offsets(texts))
+        rows[name] = np.where(column.is_valid().to_numpy(zero_copy_only=False), sizes, -1)
+        pieces.append((text_bytes(texts)[text_offsets(texts)[0] :], sizes))
+    rows["size"] = -(-sum(sizes for _, sizes in pieces) // align) * align
+    ends = np.cumsum(rows["size"])
+    payload, places = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8), ends - rows["size"]
+    for source, sizes in pieces:
+        copy_texts(source, np.cumsum(sizes) - sizes, sizes, payload, places)
+        places = places + sizes
+    return payload
+
+
+def unpack_strings(
+    rows: npt.NDArray[np.void],
+    payload: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.int64],
+    names: Sequence[str],
+) -> dict[str, pa.Array]:
+    """The strings that `pack_strings` put at `starts` of a payload, by name."""
+    columns: dict[str, Any] = {}
+    places = starts
+    for name in names:
+        sizes = np.maximum(rows[name], 0).astype(np.int64)
+        ends = np.cumsum(sizes)
+        texts = np.empty(int(sizes.sum()), np.uint8)
+        copy_texts(payload, places, sizes, texts, ends - sizes)
+        offsets, valid = np.append(0, ends), np.packbits(rows[name] >= 0, bitorder="little")
+        buffers = [pa.py_buffer(valid), pa.py_buffer(offsets), pa.py_buffer(texts)]
+        columns[name] = pa.Array.from_buffers(pa.large_string(), len(rows), buffers).cast(pa.string())
+        places = places + sizes
+    return columns

@@ -291,7 +291,7 @@ def stage_names(recipe: Recipe) -> list[str]:
         names += ["signatures", *(["planted"] if measured else []), "parts", "equal", "bands", "candidates"]
         names += ["shingles", "verify", "near", "near_equal", "near_lost", "near_kept", "near_removed"]
         names += ["measure"] if measured else []
-    return [*names, "parity", "tokenize", "pack", "provenance"]
+    return [*names, "parity", "tokenize", "pack", "provenance", "duplicates"]
 
 
 @dataclass(frozen=True)

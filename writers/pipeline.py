@@ -25,6 +25,7 @@ import shardkit
 from shardkit.card import CARD_NAME, FILES_NAME, DatasetCard, Histogram, listed_files
 from shardkit.errors import BuildError, RecipeError, ShardError
 from shardkit.formats.provenance import provenance_name
+from shardkit.formats.removed import DROPPED_FOLDER, DUPLICATES_FOLDER, part_name
 from shardkit.hashing import digest_of
 from shardkit.manifest import Manifest
 from shardkit.progress import Listener, make_listener
@@ -58,9 +59,10 @@ from shardkit.writers.publish import (
     publish,
 )
 from shardkit.writers.recipe import Recipe, apply_override, load_recipe, recipe_from_mapping
+from shardkit.writers.removed import DROPPED_FILE
 from shardkit.writers.report import render_report
 from shardkit.writers.result import BuildResult, StageClock, StageTime
-from shardkit.writers.stages.graph import BuildInputs, Outputs, run_stages
+from shardkit.writers.stages.graph import BuildInputs, Outputs, Survivors, run_stages
 from shardkit.writers.stages.tokenize import Tokenized, TokenizerFile
 
 __all__ = ["build", "default_work", "destination_of", "refuse_own_files", "with_overrides"]
@@ -358,7 +360,7 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> _Dataset
     if not manifest.samples:
         raise BuildError("no document has any token: there is nothing to write")
     links = {shard.stored.basename: file for file, shard in shards}
-    tables = _tables(recipe, outputs.provenance, survivors.cleaned)
+    tables = _tables(recipe, outputs, survivors)
     tables |= {name: commit for commit in outputs.side_files for name in commit.outputs}
     files: dict[str, Any] = {}
     for name, commit in tables.items():
@@ -432,11 +434,15 @@ def _result(
     )
 
 
-def _tables(recipe: Recipe, provenance: Sequence[Commit], cleaned: Sequence[Commit]) -> dict[str, Commit]:
+def _tables(recipe: Recipe, outputs: Outputs, survivors: Survivors) -> dict[str, Commit]:
     """The Parquet files beside the shards, by name in the dataset: commits with that one output each."""
-    tables = {provenance_name(n): commit for n, commit in enumerate(provenance)}
-    if recipe.annotate:
-        for n, commit in enumerate(cleaned):
-            facts = facts_of({}, {ANNOTATIONS_FILE: commit.outputs[ANNOTATIONS_FILE]})
-            tables[f"{ANNOTATIONS_FOLDER}/part-{n:05d}.parquet"] = dataclass_replace(commit, facts=facts)
+    tables = {provenance_name(n): commit for n, commit in enumerate(outputs.provenance)}
+    tables |= {part_name(DUPLICATES_FOLDER, n): commit for n, commit in enumerate(outputs.duplicates)}
+    of_splits = {ANNOTATIONS_FOLDER: (ANNOTATIONS_FILE, survivors.cleaned)} if recipe.annotate else {}
+    pairs = zip(survivors.cleaned, survivors.counts, strict=True)
+    of_splits[DROPPED_FOLDER] = DROPPED_FILE, [commit for commit, counts in pairs if counts.filters.dropped]
+    for folder, (name, commits) in of_splits.items():
+        for n, commit in enumerate(commits):
+            facts = facts_of({}, {name: commit.outputs[name]})
+            tables[part_name(folder, n)] = dataclass_replace(commit, facts=facts)
     return tables

@@ -60,7 +60,8 @@ def to_run(explanation: Explanation) -> dict[str, tuple[int, list[str]]]:
 def test_before_the_first_build_everything_is_new(tmp_path: Path) -> None:
     found = explain(make_corpus(tmp_path / "corpus", documents=120))
     assert to_run(found) == {"tokenizer": (1, [NEW]), "clean": (4, [NEW])}
-    assert list(found.later) == ["exact", "exact_removed", "parity", "tokenize", "pack", "provenance"]
+    stages = ["exact", "exact_removed", "parity", "tokenize", "pack", "provenance", "duplicates"]
+    assert list(found.later) == stages
     assert not found.stale
 
 
@@ -176,7 +177,7 @@ def test_cleaning_waits_for_nobody_and_harms_no_build(recipe: Path) -> None:
 
 def test_everything_may_be_removed_but_not_a_foreign_folder(recipe: Path) -> None:
     report = clean_work(recipe, overrides=WORK, everything=True)
-    assert len(report.removed) == 14
+    assert len(report.removed) == 15
     assert not (recipe.parent / "work").exists()
     assert clean_work(recipe, overrides=WORK, everything=True).removed == ()
     (recipe.parent / "foreign").mkdir()

@@ -100,11 +100,11 @@ def test_the_recipe_object_builds_what_its_file_builds(made: BuildResult, corpus
 CHANGES: list[tuple[str, set[str]]] = [
     ("pack.sequence_length=32", {"pack", "provenance"}),
     ("output.prefixes=16", set()),
-    ("dedup.exact=null", {"tokenize", "pack", "provenance"}),
+    ("dedup.exact=null", {"tokenize", "pack", "provenance", "duplicates"}),
     ("inputs[0].source=renamed", set()),
     (
         "filters=[{length: {min_words: 2}}]",
-        {"clean", "exact", "exact_removed", "parity", "tokenize", "pack", "provenance"},
+        {"clean", "exact", "exact_removed", "parity", "tokenize", "pack", "provenance", "duplicates"},
     ),
 ]
 

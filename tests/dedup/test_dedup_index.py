@@ -99,8 +99,9 @@ def signed(
     documents = write_records(folder / "documents.arrow", texts)
     part = folder / "part"
     part.mkdir()
-    rows = [np.array(list(column), np.int64) for column in (copied.keys(), copied.values())]
-    sign_documents(Artifact(documents), Removed({"exact_duplicate": np.array([1, 2])}, *rows), config, part)
+    rows, copies = (np.array(list(column), np.int64) for column in (copied.keys(), copied.values()))
+    removed = Removed({"exact_duplicate": np.array([1, 2])}, rows, copies)
+    sign_documents(Artifact(documents), removed, config, part)
     return documents, part
 
 

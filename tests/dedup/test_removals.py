@@ -39,7 +39,10 @@ def decide(folder: Path, decisions: list[Decision]) -> Commit:
     folder.mkdir(parents=True)
     split, row, size, copies = np.array(decisions, np.int64).reshape(-1, 4).T
     with RunWriter(folder / OUTCOMES.file, OUTCOMES, memory_bytes=1 << 20) as writer:
-        writer.write(outcomes(document_keys(split, row), bytes=size, copies=copies))
+        kept = np.where(copies[:, None] == 0, np.stack([row + 1, row + 2], axis=1), 0)
+        similarity = np.where(copies == 0, 0.5, 0)
+        keys = document_keys(split, row)
+        writer.write(outcomes(keys, bytes=size, copies=copies, kept=kept, similarity=similarity))
     return commit_folder(folder, "decide", folder.name)
 
 
@@ -50,7 +53,7 @@ def divide(folder: Path, decisions: list[list[Decision]], splits: int) -> list[S
 
 def write_table(path: Path, rows: list[tuple[int, int]]) -> SplitTable:
     """A table of (row, copies) of one split, behind rows of another one."""
-    table = np.array([(9, 9), *rows], OUTCOME)
+    table = np.array([(row, copies, 0, 0, 1) for row, copies in [(9, 9), *rows]], OUTCOME)
     table.tofile(path)
     return SplitTable(Artifact(path), 1, len(rows), xxhash.xxh3_128_hexdigest(table[1:].data))
 
@@ -73,7 +76,10 @@ def test_each_split_receives_its_rows_whoever_decided_them(
     assert len(tables) == splits
     for split, table in enumerate(tables):
         own = sorted((row, copies, size) for number, row, size, copies in decisions if number == split)
-        assert table.read(OUTCOME).tolist() == [(row, copies) for row, copies, _ in own]
+        assert table.read(OUTCOME).tolist() == [
+            (row, copies, 0, 0, 0.0) if copies else (row, copies, row + 1, row + 2, 0.5)
+            for row, copies, _ in own
+        ]
         lost = [size for _, copies, size in own if not copies]
         assert table.lost == Count(len(lost), sum(lost))
         assert (table.digest == "") == (not own)
@@ -134,7 +140,7 @@ def test_the_latest_stage_counts_the_copies(tmp_path: Path) -> None:
 def test_damaged_rows_are_refused(tmp_path: Path) -> None:
     table = write_table(tmp_path / "exact", [(0, 2), (2, 0)])
     (tmp_path / "exact").write_bytes((tmp_path / "exact").read_bytes()[:-1] + b"\1")
-    with pytest.raises(BuildError, match="exact: bytes 8 to 24 are missing or differ from their hash"):
+    with pytest.raises(BuildError, match="exact: bytes 28 to 84 are missing or differ from their hash"):
         table.read(OUTCOME)
 
 
@@ -143,11 +149,12 @@ def test_rows_of_several_tables_come_in_step_with_a_pass_over_the_documents(
     tmp_path: Path, chunk_rows: int
 ) -> None:
     rows = [(row, unit) for row in range(40) for unit in range(row % 4)]
+    row_type = np.dtype([("row", "<u4"), ("unit", "<u4")])
     for at in range(3):
-        np.array(rows[at::3], OUTCOME).tofile(tmp_path / str(at))
-    tables = [Rows(Artifact(tmp_path / str(at)), OUTCOME, header=False) for at in range(3)]
+        np.array(rows[at::3], row_type).tofile(tmp_path / str(at))
+    tables = [Rows(Artifact(tmp_path / str(at)), row_type, header=False) for at in range(3)]
     pieces = [(table, 0, len(table)) for table in tables]
-    found = SplitRows(OUTCOME, pieces, then=["copies"], chunk_rows=chunk_rows)
+    found = SplitRows(row_type, pieces, then=["unit"], chunk_rows=chunk_rows)
     steps = [found.before(stop).tolist() for stop in (1, 1, 13, 40, 50)]
     assert [row for step in steps for row in step] == rows
     assert max(row for row, _ in steps[2]) < 13

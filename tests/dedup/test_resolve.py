@@ -7,6 +7,7 @@ from dataclasses import asdict
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -57,11 +58,21 @@ def write_rows(folder: Path, tables: dict[Table, npt.NDArray[np.void]], name: st
     return commit_folder(folder, "made", name)
 
 
-def write_edges(
-    folder: Path, rows: Sequence[tuple[int, int, tuple[int, ...]]], rng: random.Random, tasks: int
-) -> list[Commit]:
-    """Commits of verify tasks that hold (winner, loser, priority of the winner)."""
-    members: list[list[tuple[int, int, tuple[int, ...]]]] = [[] for _ in range(tasks)]
+Edge = tuple[int, int, tuple[int, ...], float]
+
+
+def likeness(winner: bytes, loser: bytes) -> float:
+    """A similarity that says which edge it is of."""
+    return float(np.float32(crc32(winner + loser) / 2**32))
+
+
+def halves(rank: bytes) -> tuple[int, int]:
+    return int.from_bytes(rank[:8]), int.from_bytes(rank[8:])
+
+
+def write_edges(folder: Path, rows: Sequence[Edge], rng: random.Random, tasks: int) -> list[Commit]:
+    """Commits of verify tasks that hold (winner, loser, priority of the winner, similarity)."""
+    members: list[list[Edge]] = [[] for _ in range(tasks)]
     for row in rows:
         rng.choice(members).append(row)
     commits = []
@@ -72,22 +83,24 @@ def write_edges(
     return commits
 
 
-def numbered_edges(world: World, edges: set[IdPair]) -> list[tuple[int, int, tuple[int, ...]]]:
+def numbered_edges(world: World, edges: set[IdPair]) -> list[Edge]:
     number_of = {document.id: number for number, document in enumerate(world.documents)}
     priorities = priorities_of(world, np.arange(len(world.documents), dtype=np.uint64)).tolist()
-    pairs = [(number_of[hi], number_of[lo]) for hi, lo in sorted(edges)]
-    return [(hi, lo, tuple(priorities[hi])) for hi, lo in pairs]
+    return [
+        (number_of[hi], number_of[lo], tuple(priorities[number_of[hi]]), likeness(hi, lo))
+        for hi, lo in sorted(edges)
+    ]
 
 
 def write_equal(folder: Path, world: World, equal: dict[bytes, bytes], rng: random.Random) -> list[Commit]:
     """{loser: winner} in commits of two tasks."""
     number_of = {document.id: number for number, document in enumerate(world.documents)}
-    halves: list[list[tuple[int, int]]] = [[], []]
+    members: list[list[tuple[int, int, tuple[int, int]]]] = [[], []]
     for loser, winner in equal.items():
-        rng.choice(halves).append((number_of[winner], number_of[loser]))
+        rng.choice(members).append((number_of[winner], number_of[loser], halves(winner)))
     return [
         write_rows(folder / str(at), {EQUALS: np.array(own, EQUALS.dtype)}, str(at))
-        for at, own in enumerate(halves)
+        for at, own in enumerate(members)
     ]
 
 
@@ -148,10 +161,15 @@ def check(
         copies[hi] += copies.pop(lo)
     winners = np.concatenate([np.load(commit.folder / WINNERS_FILE) for commit in kept])
     inputs = world.population.count("input")
-    outcomes = [(split << 32 | row, 0, copies) for split, row, copies in winners.tolist()]
+    outcomes = [(split << 32 | row, 0, copies, 0, 0, 0.0) for split, row, copies in winners.tolist()]
     for number, part in enumerate(world.population.parts):
-        rows = np.load(lost[number].folder / LOSERS_FILE) if part.kind == "input" else []
-        outcomes += [(number << 32 | int(row["row"]), int(row["bytes"]), 0) for row in rows]
+        for row in np.load(lost[number].folder / LOSERS_FILE) if part.kind == "input" else []:
+            id, place = place_of(world, number, int(row["row"])).id, number << 32 | int(row["row"])
+            winner, beaten = expected[id], equal.get(id, id)  # who equals a loser is beaten as that one is
+            similarity = 1.0 if winner == beaten else likeness(winner, beaten)
+            text, half = halves(winner)
+            text = text ^ (1 << 64) - 1 if kinds[winner] == "index" else text
+            outcomes.append((place, int(row["bytes"]), 0, text, half, similarity))
     written = [read_run(commit.folder / OUTCOMES.file, OUTCOMES).tolist() for commit in (*lost, *kept)]
     assert sorted(row for rows in written for row in rows) == sorted(outcomes)
     assert inputs == 0 or winners.tolist() == sorted(winners.tolist())
@@ -253,12 +271,12 @@ def test_rounds_decide_what_one_pass_by_priority_decides(
     priorities = {number: (0, at // 2, bytes([at])) for at, number in enumerate(order)}
     keys = {number: (0, at // 2, at) for at, number in enumerate(order)}
     folder = tmp_path_factory.mktemp("rounds")
-    verified = write_edges(folder / "edges", [(hi, lo, keys[hi]) for hi, lo in pairs], rng, 3)
+    verified = write_edges(folder / "edges", [(hi, lo, keys[hi], 0.9) for hi, lo in pairs], rng, 3)
     run = TaskFolders(folder)
     commits = decided_edges(run, verified, documents, memory_bytes)
     rows = np.concatenate([read_run(commit.folder / BEATEN.file, BEATEN) for commit in commits])
     best: dict[int, tuple[tuple[int, ...], int]] = {}
-    for key, kept, priority in rows.tolist():
+    for key, kept, priority, _ in rows.tolist():
         best[key] = min(best.get(key, ((9,), 0)), (tuple(priority), kept))
     assert {key: kept for key, (_, kept) in best.items()} == reference_resolve(priorities, pairs)
     rounds = {task.split("/")[0] for task in run.ran if task.startswith("near-round-")}

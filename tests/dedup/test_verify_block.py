@@ -4,6 +4,7 @@ import random
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from reference.near import reference_compare
@@ -27,7 +28,7 @@ from support.near_population import (
 )
 from support.task_folders import TaskFolders, read_run
 
-Edge = tuple[bytes, bytes]  # ids of who wins and who loses
+Edge = tuple[bytes, bytes, float]  # winner, loser, similarity  # ids of who wins and who loses
 
 
 def brute_force(world: World, pairs: set[Pair], config: NearDedupConfig, smallest: int | None) -> set[Edge]:
@@ -40,7 +41,7 @@ def brute_force(world: World, pairs: set[Pair], config: NearDedupConfig, smalles
         documents = sorted((world.documents[number] for number in pair), key=lambda d: d.priority)
         found = reference_compare(stored(documents[0]), stored(documents[1]), config)
         if found:
-            edges.add((documents[0].id, documents[1].id))
+            edges.add((documents[0].id, documents[1].id, float(np.float32(float(found[0])))))
     return edges
 
 
@@ -71,11 +72,12 @@ def verified(
         assert counts.verified == len(edges) == sum(counts.by_similarity)
         compared += counts.pairs
         planted = world.population.planted
-        to_copies = [(lo, hi) for hi, lo, _ in edges.tolist() if lo in planted]
+        to_copies = [(lo, hi) for hi, lo, *_ in edges.tolist() if lo in planted]
         assert sorted(read_run(out / PLANTED_EDGES.file, PLANTED_EDGES).tolist()) == sorted(to_copies)
         assert edges["priority"].tolist() == priorities_of(world, edges["key"]).tolist()
         for edge in edges:
-            found.add((world.documents[int(edge["key"])].id, world.documents[int(edge["lo"])].id))
+            winner, loser = (world.documents[int(edge[side])].id for side in ("key", "lo"))
+            found.add((winner, loser, float(edge["jaccard"])))
     return found, compared, len(blocks)
 
 

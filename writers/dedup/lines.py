@@ -17,6 +17,7 @@ that any two of n different lines share their 128-bit hash, so that one is cut i
                         to skip) and without documents that have only white space left
        rows.npy         int64[n]: the row that each document had before
        outcomes.bin     removals.OUTCOME: documents that exact duplicates lost to, with new rows
+       duplicates.run   what is gone, and what stays for it (duplicates.py)
    Its ledger: read = kept + dropped["exact_duplicate"] + dropped["duplicate_lines"]; the latter counts all
    bytes that were cut, and the documents of which nothing is left.
 
@@ -37,6 +38,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.writers.dedup.config import LinesDedupConfig
+from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.exact import partition_bounds, repeated, row_batches
 from shardkit.writers.dedup.population import SplitDocuments
 from shardkit.writers.dedup.removals import OUTCOME, SplitRows, SplitTable, by_split, document_keys
@@ -270,8 +272,10 @@ def cut_lines(
     keys_folder: Artifact,
     line_losers: SplitTable,
     exact: SplitTable,
+    memory_bytes: int,
+    limits: Limits,
 ) -> CutLines:
-    """Step 3, a task a split: write the three files.
+    """Step 3, a task a split: write the four files.
 
     `keys_folder` is the split's own of step 1, `line_losers` its rows (CUT_LINE) of step 2, `exact` its
     outcomes of exact dedup.
@@ -281,18 +285,26 @@ def cut_lines(
     outcomes = SplitRows(OUTCOME, exact.pieces(OUTCOME))
     ledger = Ledger()
     lines = changed = start = 0
-    with _Writer(folder) as writer, documents.open_arrow() as file:
+    with (
+        _Writer(folder) as writer,
+        TwinsFile(folder, memory_bytes=memory_bytes // 4, limits=limits) as twins,
+        documents.open_arrow() as file,
+    ):
         reader = pa.ipc.open_file(file)
         for number in range(reader.num_record_batches):
-            batch = reader.get_batch(number)
-            end = start + batch.num_rows
+            whole = reader.get_batch(number)
+            end = start + whole.num_rows
             mine = cuts.before(end)
             cut_rows = mine["row"].astype(np.int64) - start
             decided = outcomes.before(end)
-            kept = np.ones(batch.num_rows, np.bool_)
-            kept[_lost_rows(decided) - start] = False
-            batch, kept = _cut_batch(batch, cut_rows, mine["unit"], kept, config, ledger)
-            writer.write(batch, np.flatnonzero(kept) + start, decided[decided["copies"] > 0])
+            lost, winners = decided[decided["copies"] == 0], decided[decided["copies"] > 0]
+            kept = np.ones(whole.num_rows, np.bool_)
+            kept[_lost_rows(lost) - start] = False
+            twins.remove(whole, "exact_duplicate", np.flatnonzero(~kept), lost)
+            twins.keep(whole, winners["row"].astype(np.int64) - start)
+            batch, left = _cut_batch(whole, cut_rows, mine["unit"], kept, config, ledger)
+            twins.remove(whole, "duplicate_lines", np.flatnonzero(kept & ~left))
+            writer.write(batch, np.flatnonzero(left) + start, winners)
             lines += len(mine)
             changed += len(np.unique(cut_rows))
             start = end
@@ -377,7 +389,7 @@ def remove_lines(
         tasks.append(Task("line_losers", name, settings, find_line_losers, args, piece.bytes, inputs))
     [decided] = run(tasks)
     losers = by_split(run, "lines_removed", LINE_LOSERS, decided, len(splits), limits=limits)
-    [cut] = run(_cut_tasks(splits, keys, losers, exact, config))
+    [cut] = run(_cut_tasks(splits, keys, losers, exact, config, memory_bytes, limits))
     return cut
 
 
@@ -409,6 +421,8 @@ def _cut_tasks(
     losers: Sequence[SplitTable],
     exact: Sequence[SplitTable],
     config: LinesDedupConfig,
+    memory_bytes: int,
+    limits: Limits,
 ) -> list[Task]:
     settings = {"dedup.lines": config.model_dump(mode="json")}
     tasks = []
@@ -419,6 +433,6 @@ def _cut_tasks(
             "losers": lost.digest,
             "exact": outcomes.digest,
         }
-        args = (split.documents, config, own.files, lost, outcomes)
+        args = (split.documents, config, own.files, lost, outcomes, memory_bytes, limits)
         tasks.append(Task("lines", split.name, settings, cut_lines, args, split.bytes, inputs))
     return tasks

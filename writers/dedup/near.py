@@ -329,6 +329,7 @@ def find_equal(
             rows = np.empty(len(found.lost), EQUALS.dtype)
             rows["key"] = _numbers(found.kept, starts, first_index)
             rows["loser"] = _numbers(found.lost, starts, first_index)
+            rows["rank"] = found.kept["id"]
             equals.write(rows)
             lost.write(document_keys(found.lost["split"], found.lost["row"]).view(LOST.dtype))
             losers += len(rows)

@@ -57,11 +57,18 @@ OUTCOMES = Table(
             ("key", "<u8"),  # document_keys
             ("bytes", "<i8"),  # of a removed document's text; 0 for others
             ("copies", "<i4"),  # documents that this one represents, itself included; 0: it is removed
+            # The halves of the content rank of the document that a removed one duplicates; 0 for others. The
+            # first one is inverted where that is a document of an index.
+            ("kept_text", "<u8"),
+            ("kept_id", "<u8"),
+            ("similarity", "<f4"),  # of the two
         ]
     ),
 )
 
-OUTCOME = np.dtype([("row", "<u4"), ("copies", "<i4")])  # what a split's tasks read of it
+# What a split's tasks read of it. No field depends on the numbers of splits, so that neither does the digest.
+_SHARED = ("copies", "kept_text", "kept_id", "similarity")
+OUTCOME = np.dtype([("row", "<u4"), *((name, OUTCOMES.dtype[name]) for name in _SHARED)])
 
 SPLITS_PER_GROUP = 64
 
@@ -83,11 +90,21 @@ def document_keys(split: npt.ArrayLike, row: npt.ArrayLike) -> npt.NDArray[np.ui
 
 
 def outcomes(
-    keys: npt.NDArray[np.uint64], *, bytes: npt.ArrayLike = 0, copies: npt.ArrayLike = 0
+    keys: npt.NDArray[np.uint64],
+    *,
+    bytes: npt.ArrayLike = 0,
+    copies: npt.ArrayLike = 0,
+    kept: npt.ArrayLike = 0,
+    similarity: npt.ArrayLike = 0,
 ) -> npt.NDArray[np.void]:
-    """Rows of OUTCOMES: removed documents with their `bytes`, or others with their `copies`."""
+    """Rows of OUTCOMES: removed documents with their `bytes`, or others with their `copies`.
+
+    `kept`, uint64[n, 2], are the content ranks of those that removed ones duplicate.
+    """
     rows = np.empty(len(keys), OUTCOMES.dtype)
     rows["key"], rows["bytes"], rows["copies"] = keys, bytes, np.minimum(copies, _MOST_COPIES)
+    ranks = np.broadcast_to(np.asarray(kept, np.uint64), (len(keys), 2))
+    rows["kept_text"], rows["kept_id"], rows["similarity"] = ranks[:, 0], ranks[:, 1], similarity
     return rows
 
 
@@ -216,12 +233,13 @@ class Removed:
 
     `rows` are int64 row numbers, ascending, by the reason for dropping them; no row has two reasons. `copied`
     and `copies`, int64 each, are the rows that represent more documents than themselves, ascending, and how
-    many.
+    many. `outcomes` has a row of OUTCOME for each of `rows`, by reason.
     """
 
     rows: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
     copied: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     copies: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    outcomes: Mapping[str, npt.NDArray[np.void]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for rows in (*self.rows.values(), self.copied):
@@ -232,7 +250,8 @@ class Removed:
         here = {reason: _between(rows, start, count) for reason, rows in self.rows.items()}
         rows = {reason: self.rows[reason][part] - start for reason, part in here.items()}
         copied = _between(self.copied, start, count)
-        return Removed(rows, self.copied[copied] - start, self.copies[copied])
+        outcomes = {reason: found[here[reason]] for reason, found in self.outcomes.items()}
+        return Removed(rows, self.copied[copied] - start, self.copies[copied], outcomes)
 
 
 def _between(ascending: npt.NDArray[np.int64], start: int, count: int) -> slice:
@@ -261,17 +280,20 @@ class SplitRemovals:
     def load(self) -> Removed:
         """Read all tables."""
         rows: dict[str, npt.NDArray[np.int64]] = {}
+        outcomes: dict[str, npt.NDArray[np.void]] = {}
         others = [np.empty(0, OUTCOME)]
         for reason, table in self.tables.items():
             found = table.read(OUTCOME)
             lost = found["copies"] == 0
-            rows[reason] = found["row"][lost].astype(np.int64)
+            outcomes[reason] = found[lost]
+            rows[reason] = outcomes[reason]["row"].astype(np.int64)
             others.append(found[~lost])
         kept = np.concatenate(others)
         kept = kept[np.argsort(kept["row"], kind="stable")]
         latest = np.append(kept["row"][1:] != kept["row"][:-1], True)[: len(kept)]
         kept = kept[latest]
-        return Removed(rows, kept["row"].astype(np.int64), kept["copies"].astype(np.int64))
+        copied, copies = (kept[name].astype(np.int64) for name in ("row", "copies"))
+        return Removed(rows, copied, copies, outcomes)
 
 
 Piece = tuple[Rows, int, int]  # rows [begin, end) of a table

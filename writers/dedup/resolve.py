@@ -83,10 +83,14 @@ NEAR_LOSER = np.dtype(
 
 WINNER_DTYPE = np.dtype([("split", "<i4"), ("row", "<i8"), ("copies", "<i4")])  # copies: itself included
 
-# A document, one that stays and verifies against it, and the priority of that.
-BEATEN = Table("beaten.run", np.dtype([("key", "<u8"), ("kept", "<u8"), ("priority", "<u8", (3,))]))
+# A document, one that stays and verifies against it, the priority of that, and how alike they are.
+BEATEN = Table(
+    "beaten.run",
+    np.dtype([("key", "<u8"), ("kept", "<u8"), ("priority", "<u8", (3,)), ("jaccard", "<f4")]),
+)
 
-EQUALS = Table("equals.run", np.dtype([("key", "<u8"), ("loser", "<u8")]))  # key: who has the same words
+# key: who has the same words, of this content rank
+EQUALS = Table("equals.run", np.dtype([("key", "<u8"), ("loser", "<u8"), ("rank", "<u8", (2,))]))
 
 GAINED = Table("gained.run", np.dtype([("key", "<u8"), ("copies", "<i8")]))
 
@@ -187,7 +191,8 @@ def decide_round(folder: Path, edges: Slice, waiting: Slice, beaten: Slice, memo
 
 def _beaten(edges: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     rows = np.empty(len(edges), BEATEN.dtype)
-    rows["key"], rows["kept"], rows["priority"] = edges["lo"], edges["key"], edges["priority"]
+    rows["key"], rows["kept"] = edges["lo"], edges["key"]
+    rows["priority"], rows["jaccard"] = edges["priority"], edges["jaccard"]
     return rows
 
 
@@ -268,16 +273,18 @@ def equal_tasks(
 
 def follow_equal(folder: Path, equals: Slice, beaten: Slice, memory_bytes: int) -> Decided:
     """Book every document that equals another on whom that one is booked on, or on it."""
-    booked = _booked(beaten, memory_bytes // 8)
-    keys = np.append(booked["key"], np.uint64(0xFFFFFFFFFFFFFFFF))
-    kept = np.append(booked["kept"], np.uint64(0))
+    booked = np.append(_booked(beaten, memory_bytes // 8), np.zeros(1, BEATEN.dtype))
+    booked["key"][-1] = 0xFFFFFFFFFFFFFFFF
     count = 0
     with RunWriter(folder / BEATEN.file, BEATEN, memory_bytes=memory_bytes // 8) as writer:
         for rows, _ in equals.stream(memory_bytes // 8):
-            at = np.searchsorted(keys, rows["key"])
+            found = booked[np.searchsorted(booked["key"], rows["key"])]
+            is_kept = found["key"] != rows["key"]
             turned = np.zeros(len(rows), BEATEN.dtype)
             turned["key"] = rows["loser"]
-            turned["kept"] = np.where(keys[at] == rows["key"], kept[at], rows["key"])
+            turned["kept"] = np.where(is_kept, rows["key"], found["kept"])
+            turned["priority"][:, 1:] = np.where(is_kept[:, None], rows["rank"], found["priority"][:, 1:])
+            turned["jaccard"] = np.where(is_kept, 1.0, found["jaccard"])
             writer.write(turned)
             count += len(rows)
     return Decided(count)
@@ -318,7 +325,11 @@ def write_lost(
         RunWriter(folder / GAINED.file, GAINED, memory_bytes=memory_bytes // 8) as gained,
     ):
         if part.kind == "input":
-            decided.write(outcomes(document_keys(rows["split"], rows["row"]), bytes=rows["bytes"]))
+            keys = document_keys(rows["split"], rows["row"])
+            ranks = booked["priority"][:, 1:].copy()
+            is_indexed = rows["kept"] >= indexed  # which may be one of the inputs, in an earlier build
+            ranks[is_indexed, 0] = ~ranks[is_indexed, 0]
+            decided.write(outcomes(keys, bytes=rows["bytes"], kept=ranks, similarity=booked["jaccard"]))
             gains["key"], gains["copies"] = rows["kept"], rows["copies"]
             gained.write(gains)
     with RunWriter(folder / CHECKED.file, CHECKED, memory_bytes=memory_bytes // 8) as sample:

@@ -48,14 +48,15 @@ def block_bits(documents: int, text_bytes: int, memory_bytes: int) -> int:
     return min(_MOST_BLOCK_BITS, max(1, memory_bytes // 4 // each).bit_length() - 1)
 
 
-# Who wins, who loses, and population.priority of the winner.
-EDGES = Table("edges.run", np.dtype([("key", "<u8"), ("lo", "<u8"), ("priority", "<u8", (3,))]))
+# Who wins, who loses, population.priority of the winner, and how alike the two are.
+EDGES = Table(
+    "edges.run",
+    np.dtype([("key", "<u8"), ("lo", "<u8"), ("priority", "<u8", (3,)), ("jaccard", "<f4")]),
+)
 
 WAITING = Table("waiting.run", np.dtype([("key", "<u8")]))
 
 PLANTED_EDGES = Table("planted.run", np.dtype([("key", "<u8"), ("other", "<u8")]))  # key: the copy
-
-_EDGE = np.dtype([("hi", "<u8"), ("lo", "<u8"), ("priority", "<u8", (3,)), ("jaccard", "<f4")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +91,12 @@ def verify_block(
                 compared += len(some)
                 theirs = replace(guests, stop=int(some["key"].max(initial=start)) + 1)
                 for found in _edges(some, sets, theirs, config, memory_bytes // 6):
-                    edges.write(found[["hi", "lo", "priority"]].astype(EDGES.dtype))
+                    edges.write(found)
                     waiting.write(np.unique(found["lo"]).view(WAITING.dtype))
                     tenths += np.bincount(_tenths(found["jaccard"]), minlength=10)
                     to_copies = (found["lo"] >= planted.start) & (found["lo"] < planted.stop)
                     rows = np.empty(int(to_copies.sum()), PLANTED_EDGES.dtype)
-                    rows["key"], rows["other"] = found["lo"][to_copies], found["hi"][to_copies]
+                    rows["key"], rows["other"] = found["lo"][to_copies], found["key"][to_copies]
                     copies.write(rows)
             start = stop
     if any(len(rows) for rows, _ in replace(pairs, start=start).stream(memory_bytes // 16)):
@@ -177,7 +178,7 @@ def _edges(
         result = compare_pairs(own, others, first, second, config)
         kept = np.flatnonzero(result.verified)
         winners, losers = own.rows[first[kept]], rows[second[kept]]
-        edges = np.empty(len(kept), _EDGE)
+        edges = np.empty(len(kept), EDGES.dtype)
         _direct(edges, winners["number"], winners["priority"], losers["number"], losers["priority"])
         edges["jaccard"] = result.jaccard[kept]
         yield edges
@@ -200,5 +201,5 @@ def _direct(edges: npt.NDArray[np.void], a: _U64, a_priority: _U64, b: _U64, b_p
         wins |= open_ & (a_priority[:, column] < b_priority[:, column])
         open_ &= a_priority[:, column] == b_priority[:, column]
     assert not open_.any(), "two documents of one content rank"
-    edges["hi"], edges["lo"] = np.where(wins, a, b), np.where(wins, b, a)
+    edges["key"], edges["lo"] = np.where(wins, a, b), np.where(wins, b, a)
     edges["priority"] = np.where(wins[:, None], a_priority, b_priority)

@@ -68,12 +68,14 @@ class Rule:
     """The result of one rule for a batch of n documents.
 
     `fails` is bool[n], or None if the rule is switched off. `values` [n] are the numbers or labels that were
-    compared. Both are meaningful only where `batch.wanted` is true.
+    compared. Both are meaningful only where `batch.wanted` is true. `bound` is the limit that numbers were
+    compared with, if there is one.
     """
 
     name: str
     fails: npt.NDArray[np.bool_] | None
     values: npt.NDArray[Any] | None = None
+    bound: float | None = None
 
 
 @runtime_checkable
@@ -138,12 +140,12 @@ def ratio(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> npt.NDArray[np.flo
 
 def below(name: str, values: npt.NDArray[Any], least: float | None) -> Rule:
     """The rule that values reach `least`; None: switched off."""
-    return Rule(name, None if least is None else values < least, values)
+    return Rule(name, None if least is None else values < least, values, least)
 
 
 def above(name: str, values: npt.NDArray[Any], most: float | None) -> Rule:
     """The rule that values do not exceed `most`; None: switched off."""
-    return Rule(name, None if most is None else values > most, values)
+    return Rule(name, None if most is None else values > most, values, most)
 
 
 def first_failing(rules: Sequence[Rule], count: int) -> npt.NDArray[np.int64]:

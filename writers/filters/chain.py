@@ -33,7 +33,7 @@ from shardkit.writers.filters.gopher import GopherQualityFilter
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.ledger import Count
 
-__all__ = ["EXCERPTS", "SAMPLE", "Excerpt", "FilterChain", "Filtered"]
+__all__ = ["EXCERPTS", "SAMPLE", "Dropped", "Excerpt", "FilterChain", "Filtered"]
 
 SAMPLE = 100  # one in this many documents is judged by every rule independently
 EXCERPTS = 3  # dropped documents for each rule whose beginning is reported
@@ -50,12 +50,27 @@ class Excerpt:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Documents (DOCUMENT_SCHEMA) that one rule dropped, as it judged them.
+
+    `hashes`, uint64[n], choose a sample; `values` [n] and `bound` are those of the rule.
+    """
+
+    rule: str
+    documents: pa.RecordBatch
+    hashes: npt.NDArray[np.uint64]
+    values: npt.NDArray[Any] | None
+    bound: float | None
+
+
 @dataclass
 class Filtered:
     """The result for a batch: the kept documents, edited, and counts by "<filter>/<name>".
 
-    `dropped` counts documents and bytes by rule, `cut` bytes by edit, `counts` further statistics of editors.
-    `alone` counts, over `sampled` documents, those that fail each rule, whichever others they fail.
+    `removed` are the documents that each rule dropped, `dropped` their counts by rule, `cut` bytes by edit,
+    `counts` further statistics of editors. `alone` counts, over `sampled` documents, those that fail each
+    rule, whichever others they fail.
     `excerpts` has up to EXCERPTS of the documents that each rule dropped. `annotations`, if requested, has
     the value of every rule for every document of the batch (before dropping), and under "dropped" the reason
     it was dropped; `failed` has bool[n], which documents fail each rule. `side_rows` has rows for files next
@@ -64,6 +79,7 @@ class Filtered:
     """
 
     kept: pa.RecordBatch
+    removed: list[Dropped] = field(default_factory=list)
     dropped: dict[str, Count] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -156,7 +172,7 @@ class FilterChain:
             for number in np.unique(found[found > 0]).tolist():
                 chosen = np.flatnonzero(found == number)
                 codes[chosen] = first + number
-                _drop(result, self.reasons[first + number - 1], batch, chosen, hashes)
+                _drop(result, self.reasons[first + number - 1], rules[number - 1], batch, chosen, hashes)
             first += len(step.work.reasons)
             if step.name == self._language:
                 [result.languages] = [rule.values for rule in rules if rule.name == "label"]
@@ -207,14 +223,18 @@ def _book(
 def _drop(
     result: Filtered,
     reason: str,
+    rule: Rule,
     batch: TextBatch,
     chosen: npt.NDArray[np.int64],
     hashes: npt.NDArray[np.uint64],
 ) -> None:
-    """Count dropped documents with their current size, and keep excerpts of some of them."""
+    """Keep and count dropped documents with their current size, and excerpts of some of them."""
     before = result.dropped.get(reason, Count())
     result.dropped[reason] = before + Count(len(chosen), int(batch.sizes[chosen].sum()))
     documents = batch.documents
+    values = None if rule.values is None else rule.values[chosen]
+    removed = documents.take(pa.array(chosen))
+    result.removed.append(Dropped(reason, removed, hashes[chosen], values, rule.bound))
     files, records = documents.column("file"), documents.column("record")
     shown = [
         Excerpt(int(hashes[row]), files[row].as_py(), records[row].as_py(), _beginning(batch, row))

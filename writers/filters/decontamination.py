@@ -127,7 +127,12 @@ class DecontaminationFilter:
             self._rows += _rows(batch, number, overlaps)
         drops = self._config.action == "drop"
         return [
-            Rule("overlap", counts >= self._config.min_matches if drops else None, counts),
+            Rule(
+                "overlap",
+                counts >= self._config.min_matches if drops else None,
+                counts,
+                self._config.min_matches,
+            ),
             Rule("item", None, first),
         ]
 

@@ -185,7 +185,8 @@ class ClassifierFilter:
         scores = self._scorer.scores(batch.data, batch.offsets, batch.wanted, config.characters)
         score = scores[:, self._label].astype(np.float64)
         has_label = score >= config.threshold
-        return [Rule("score", ~has_label if config.action == "keep" else has_label, score)]
+        fails = ~has_label if config.action == "keep" else has_label
+        return [Rule("score", fails, score, config.threshold)]
 
 
 @lru_cache(maxsize=4)

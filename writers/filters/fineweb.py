@@ -49,7 +49,7 @@ class FinewebQualityFilter(FilterSettings):
         repeated = ratio(lines.repeated_characters, words.characters - words.newlines)
         return [
             Rule("empty", lines.lines == 0, lines.lines),
-            Rule("line_punct_ratio", unpunctuated, terminal),
+            Rule("line_punct_ratio", unpunctuated, terminal, self.line_punct_thr),
             above("short_line_ratio", short, self.short_line_thr),
             above("char_dup_ratio", repeated, self.char_duplicates_ratio),
             above("list_ratio", ratio(words.newlines, words.words), self.new_line_ratio),

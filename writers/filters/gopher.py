@@ -91,8 +91,8 @@ class GopherQualityFilter(FilterSettings):
         return [
             below("gopher_short_doc", plain, self.min_doc_words or None),
             above("gopher_long_doc", plain, self.max_doc_words or None),
-            Rule("gopher_below_avg_threshold", measured & (mean < low) if low else None, mean),
-            Rule("gopher_above_avg_threshold", measured & (mean > high) if high else None, mean),
+            Rule("gopher_below_avg_threshold", measured & (mean < low) if low else None, mean, low),
+            Rule("gopher_above_avg_threshold", measured & (mean > high) if high else None, mean, high),
             above("gopher_too_many_hashes", ratio(counts.hashes, words), symbols),
             above("gopher_too_many_ellipsis", ratio(counts.ellipses, words), symbols),
             above(

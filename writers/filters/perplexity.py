@@ -92,7 +92,7 @@ class PerplexityFilter:
             values[number] = self._perplexity(batch.texts[number].as_py())
         low = self._config.min_perplexity
         return [
-            Rule("too_low", None if low is None else (values < low) & (values > 0), values),
+            Rule("too_low", None if low is None else (values < low) & (values > 0), values, low),
             above("too_high", values, self._config.max_perplexity),
         ]
 
@@ -158,7 +158,7 @@ class UnigramLogProbFilter:
         hashes, offsets = shingle_batch(texts, Ngrams(1))
         values = np.zeros(len(batch), np.float64)
         values[rows] = mean_values(hashes, offsets, *self._table, math.log(_UNKNOWN))
-        return [Rule("unigram_log_prob", ~(values > self._threshold), values)]
+        return [Rule("unigram_log_prob", ~(values > self._threshold), values, self._threshold)]
 
 
 @lru_cache(maxsize=2)

@@ -6,6 +6,7 @@ The folder of a task receives
   keys.run          KEYS, one row for each kept document: what exact dedup needs
   quarantine.jsonl  unreadable records; often empty
   languages.npy     with a language filter: the language of each kept document (languages.py)
+  dropped.parquet  with filters: the documents that they drop, and why (removed.py)
   annotations.parquet  with `annotate`: the value of every filter for every document (annotations.py)
 Memory is one batch, one record and a run of keys, for a split of any size.
 
@@ -62,6 +63,7 @@ from shardkit.writers.ledger import (
     check_bad_fraction,
 )
 from shardkit.writers.recipe import Recipe
+from shardkit.writers.removed import DROPPED_FILE, DroppedFile
 
 __all__ = [
     "DOCUMENTS_FILE",
@@ -248,6 +250,7 @@ def _clean(
     with (
         Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=allowed) as quarantine,
         RunWriter(folder / KEYS.file, KEYS, memory_bytes=_KEYS_MEMORY_BYTES) as keys,
+        DroppedFile(folder / DROPPED_FILE) if recipe.filters else nullcontext() as dropped,
         AnnotationFile(folder / ANNOTATIONS_FILE) if recipe.annotate else nullcontext() as annotations,
         LanguageFile(folder / LANGUAGES_FILE) if chain.has_languages else nullcontext() as languages,
         ExitStack() as stack,
@@ -262,6 +265,9 @@ def _clean(
             counts.add(filtered)
             for name, rows in filtered.side_rows.items():
                 sides[name].writelines(orjson.dumps(row) + b"\n" for row in rows)
+            if dropped is not None:
+                for one in filtered.removed:
+                    dropped.write(one)
             if annotations is not None:
                 annotations.write(batch, filtered)
             if kept.num_rows:

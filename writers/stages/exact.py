@@ -74,7 +74,8 @@ def find_exact(folder: Path, keys: Slice, memory_bytes: int) -> ExactDuplicates:
     with RunWriter(file, OUTCOMES, memory_bytes=memory_bytes // 4, limits=limits) as writer:
         for found in find_copies(keys, memory_bytes):
             lost, kept, copies = found.lost, found.winners, found.represented
-            writer.write(outcomes(document_keys(lost["split"], lost["row"]), bytes=lost["bytes"]))
+            places = document_keys(lost["split"], lost["row"])
+            writer.write(outcomes(places, bytes=lost["bytes"], kept=found.kept["id"], similarity=1))
             writer.write(outcomes(document_keys(kept["split"], kept["row"]), copies=copies))
             losers, size = losers + len(lost), size + int(lost["bytes"].sum())
             groups += count_groups(copies)

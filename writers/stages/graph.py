@@ -1,6 +1,6 @@
 """The stages of a build in order: the input of each, and its result.
 
-    clean -> exact -> lines -> near -> tokenize -> pack -> provenance -> side files
+    clean -> exact -> lines -> near -> tokenize -> pack -> provenance -> duplicates -> side files
 
 A stage is a list of tasks. `run` returns their commits: a runner skips finished tasks and has an engine run
 the others; to explain a build or to estimate its disk space, `run` only looks up finished tasks. The tasks of
@@ -20,6 +20,7 @@ from shardkit.errors import BuildError, RecipeError, warn_user
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.writers.dedup import lines
+from shardkit.writers.dedup.duplicates import join_duplicates
 from shardkit.writers.dedup.index import DedupIndex, open_index
 from shardkit.writers.dedup.near import NearResult, NearStages, remove_near
 from shardkit.writers.dedup.population import SplitDocuments
@@ -162,7 +163,7 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, concurrent: Sequence[T
 class Outputs:
     """The counts of each split and partition, and the commits whose files are published.
 
-    `side_files` have one file each, which has its name in the dataset.
+    `side_files` have one file each, which has its name in the dataset; `duplicates` have DUPLICATES_FILE.
     `tokenizer` is the card's entry.
     """
 
@@ -171,6 +172,7 @@ class Outputs:
     packed: Sequence[Commit]
     parts: Sequence[Packed]
     provenance: Sequence[Commit]
+    duplicates: Sequence[Commit]
     side_files: Sequence[Commit]
     tokenizer: Mapping[str, Any]
 
@@ -188,6 +190,10 @@ def run_stages(inputs: BuildInputs, tokenizer: TokenizerFile, run: RunTasks) -> 
     [packed] = run(pack.tasks(recipe, tokens, partitions, eos_id=facts.eos_id, dtype=facts.dtype))
     parts = [Packed.of(commit) for commit in packed]
     [numbered] = run(provenance.tasks(packed, [len(part.shards) for part in parts]))
+    lost = survivors.kept.documents - sum(commit.ledger().kept.documents for commit in spilled)
+    cut = survivors.documents if recipe.dedup.lines is not None else ()
+    memory_bytes = task_memory(recipe)
+    duplicates = join_duplicates(run, [*cut, *spilled], lost, memory_bytes, limits=inputs.limits)
     side_files = clean.join_side_files(run, survivors.cleaned)
     entry = {
         "file": tokenizer.file.path.name,
@@ -198,7 +204,7 @@ def run_stages(inputs: BuildInputs, tokenizer: TokenizerFile, run: RunTasks) -> 
         "dtype": facts.dtype,
         "engine": engine,
     }
-    return Outputs(survivors, spilled, packed, parts, numbered, side_files, entry)
+    return Outputs(survivors, spilled, packed, parts, numbered, duplicates, side_files, entry)
 
 
 def _check_cleaned(

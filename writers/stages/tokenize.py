@@ -7,7 +7,8 @@ compares that engine with the reference on a sample of the documents; its result
 A document's position in the training order, and the partition that packs it, come from its hash(seed,
 document id) alone, so neither depends on the task that read it. A split writes one run of the exchange: a row
 for each document (TOKENS), keyed by that hash, whose payload is its token ids, ended by the eos id, and its
-strings. A partition is a range of hashes. `document_rows` and `documents_of` translate.
+strings. A partition is a range of hashes. `document_rows` and `documents_of` translate. Documents that were
+removed as duplicates, and those that stay for them, go into a run of their own (dedup/duplicates.py).
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ import pyarrow as pa
 from shardkit.card import Histogram
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.hashing import digest_of
+from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.lines import ROWS_FILE
 from shardkit.writers.dedup.removals import Removed, SplitRemovals
-from shardkit.writers.documents import keyed_hashes
+from shardkit.writers.documents import keyed_hashes, pack_strings, unpack_strings
 from shardkit.writers.exchange import RunWriter, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, PlainCounts, Task
 from shardkit.writers.inputs.scan import Split
-from shardkit.writers.kernels.text_arrays import copy_texts, text_bytes, text_offsets
+from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageLabels
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.recipe import Recipe
@@ -344,6 +346,7 @@ def tokenize_split(
     with (
         documents.open_arrow(mapped=True) as source,
         RunWriter(folder / TOKENS.file, TOKENS, memory_bytes=memory_bytes, limits=limits) as run,
+        TwinsFile(folder, memory_bytes=memory_bytes // 16, limits=limits) as twins,
     ):
         reader = pa.ipc.open_file(source)
         start = 0
@@ -353,7 +356,7 @@ def tokenize_split(
                 batch = counts.beside(batch, start)
             part = removed.part(start, batch.num_rows)
             start += batch.num_rows
-            kept, copies, ids, tokens = _tokenize_batch(batch, part, encoder, ledger)
+            kept, copies, ids, tokens = _tokenize_batch(batch, part, encoder, ledger, twins)
             if kept.num_rows:
                 hashes = keyed_hashes(kept.column("document_id").to_pylist(), seed, "shuffle")
                 rows, payload = document_rows(
@@ -378,6 +381,7 @@ def _tokenize_batch(
     removed: Removed,
     encoder: Encoder,
     ledger: Ledger,
+    twins: TwinsFile,
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.int32], Tokens, npt.NDArray[np.int64]]:
     """Encode one batch and book it; returns the encoded documents, their copies, ids and numbers of ids."""
     sizes = np.diff(text_offsets(batch.column("text")))
@@ -388,7 +392,9 @@ def _tokenize_batch(
     for reason, losers in removed.rows.items():
         if len(losers):
             ledger.drop(reason, len(losers), int(sizes[losers].sum()))
+            twins.remove(batch, reason, losers, removed.outcomes.get(reason))
             keep[losers] = False
+    twins.keep(batch, removed.copied)
     if not keep.all():
         batch, sizes, copies = batch.filter(pa.array(keep)), sizes[keep], copies[keep]
     try:
@@ -398,6 +404,7 @@ def _tokenize_batch(
         raise BuildError(f"{file}: record {record.as_py():,}: {error}") from error
     if (empty := lengths == 0).any():
         ledger.drop("empty", int(empty.sum()), int(sizes[empty].sum()))
+        twins.remove(batch, "empty", np.flatnonzero(empty))
         batch, copies = batch.filter(pa.array(~empty)), copies[~empty]
         sizes, lengths = sizes[~empty], lengths[~empty]
     ledger.kept += Count(batch.num_rows, int(sizes.sum()))
@@ -427,20 +434,8 @@ def document_rows(
         b"".join(documents.column("document_id").to_pylist()), np.uint8
     ).reshape(-1, 16)
     rows["source"], rows["record"] = (documents.column(name).to_numpy() for name in ("source", "record"))
-    pieces = [(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).view(np.uint8), lengths * width)]
-    for name in _STRINGS:
-        column = documents.column(name)
-        texts = column.fill_null("").cast(pa.large_string())
-        sizes = np.diff(text_offsets(texts))
-        rows[name] = np.where(column.is_valid().to_numpy(zero_copy_only=False), sizes, -1)
-        pieces.append((text_bytes(texts)[text_offsets(texts)[0] :], sizes))
-    rows["size"] = -(-sum(sizes for _, sizes in pieces) // width) * width  # so that all tokens are aligned
-    ends = np.cumsum(rows["size"])
-    payload, places = np.zeros(int(ends[-1]), np.uint8), ends - rows["size"]
-    for source, sizes in pieces:
-        copy_texts(source, np.cumsum(sizes) - sizes, sizes, payload, places)
-        places = places + sizes
-    return rows, payload
+    ids = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).view(np.uint8), lengths * width
+    return rows, pack_strings(documents, _STRINGS, rows, first=ids, align=width)
 
 
 def documents_of(
@@ -455,14 +450,5 @@ def documents_of(
         ),
         **{name: pa.array(rows[name]) for name in ("tokens", "copies", "source", "record")},
     }
-    places = starts + rows["tokens"] * width
-    for name in _STRINGS:
-        sizes = np.maximum(rows[name], 0).astype(np.int64)
-        ends = np.cumsum(sizes)
-        texts = np.empty(int(sizes.sum()), np.uint8)
-        copy_texts(payload, places, sizes, texts, ends - sizes)
-        offsets, valid = np.append(0, ends), np.packbits(rows[name] >= 0, bitorder="little")
-        buffers = [pa.py_buffer(valid), pa.py_buffer(offsets), pa.py_buffer(texts)]
-        columns[name] = pa.Array.from_buffers(pa.large_string(), len(rows), buffers).cast(pa.string())
-        places = places + sizes
+    columns |= unpack_strings(rows, payload, starts + rows["tokens"] * width, _STRINGS)
     return pa.table(columns, schema=SPILL_SCHEMA)

@@ -1,0 +1,235 @@
+"""Removed duplicates are remembered, with the document that stays for each: the files of `duplicates/`.
+
+`shardkit.formats.removed` has the format. A duplicate and the document that stays may lie in splits far
+apart. So whoever drops documents of a split after filtering (cutting lines, tokenizing) writes one run of the
+exchange (TWINS): a row for each document that goes, and one for each that stays for others, both keyed by the
+content rank of the one that stays. `join_duplicates` reads them by ranges of keys, in which the two meet;
+what stays comes first. Memory does not grow with a split, nor with a group of duplicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shardkit.formats.removed import DUPLICATES_SCHEMA
+from shardkit.writers.dedup.exact import partition_bounds
+from shardkit.writers.documents import content_ranks, pack_strings, text_digests, unpack_strings
+from shardkit.writers.exchange import Limits, RunWriter, Slice, Table, exchange
+from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, partition_name
+from shardkit.writers.removed import OF_DOCUMENT, Lowest, RemovedFile, beginnings, described, without_text
+from shardkit.writers.runs import DEFAULT_LIMITS, payload_ends
+
+__all__ = ["DUPLICATES_FILE", "TWINS", "Duplicates", "TwinsFile", "join_duplicates", "write_duplicates"]
+
+DUPLICATES_FILE = "duplicates.parquet"
+
+DUPLICATES_OF_FILE = 1_000_000
+
+_TEXTS_OF_SPLIT = 64  # of removed duplicates, and of documents that stay for others
+
+_TEXTS_OF_GROUP = 4  # of removed duplicates of one document, in a batch
+
+_LAST = np.iinfo(np.uint64).max
+
+_U64 = npt.NDArray[np.uint64]
+
+_REASONS = ("exact_duplicate", "near_duplicate", "duplicate_lines", "empty")
+_LEFT_NOTHING = 2  # from here on, they have no document that stays for them
+
+_STRINGS = ("file", "id", "url", "text")
+
+TWINS = Table(
+    "duplicates.run",
+    np.dtype(
+        [
+            ("key", "<u8"),  # second half of the content rank of what stays; its last bit is 1 for what goes
+            ("size", "<i8"),
+            ("rank", "<u8"),  # the first half
+            ("document_id", "u1", (16,)),
+            ("record", "<i8"),
+            ("bytes", "<i8"),
+            ("similarity", "<f4"),
+            ("source", "<i4"),
+            ("reason", "<i4"),  # its place in _REASONS; -1: this one stays
+            *((name, "<i4") for name in _STRINGS),  # bytes of each in the payload; -1: null
+        ]
+    ),
+    payload=True,
+)
+
+_SAME = ("key", "rank", "record", "bytes", "similarity", "source", "reason")
+
+
+class TwinsFile:
+    """Writes the run of one split."""
+
+    def __init__(self, folder: Path, *, memory_bytes: int, limits: Limits = DEFAULT_LIMITS) -> None:
+        self._run = RunWriter(folder / TWINS.file, TWINS, memory_bytes=memory_bytes, limits=limits)
+        self._samples = {goes: Lowest("score", _TEXTS_OF_SPLIT) for goes in (False, True)}
+
+    def remove(
+        self,
+        batch: pa.RecordBatch,
+        reason: str,
+        rows: npt.NDArray[np.int64],
+        outcomes: npt.NDArray[np.void] | None = None,
+    ) -> None:
+        """Add documents of a batch (DOCUMENT_SCHEMA) that go.
+
+        `outcomes` (removals.OUTCOME) say which documents stay for them; None: nothing is left of them.
+        """
+        if not len(rows):
+            return
+        documents = batch.take(pa.array(rows))
+        if outcomes is None:
+            ranks, ids = _ranks(documents)
+            similarity = np.full(len(rows), np.nan, np.float32)
+        else:
+            ranks, ids, similarity = (outcomes[name] for name in ("kept_text", "kept_id", "similarity"))
+        self._write(documents, ids | np.uint64(1), ranks, similarity, _REASONS.index(reason))
+
+    def keep(self, batch: pa.RecordBatch, rows: npt.NDArray[np.int64]) -> None:
+        """Add documents of a batch that stay for others."""
+        if len(rows):
+            documents = batch.take(pa.array(rows))
+            ranks, ids = _ranks(documents)
+            self._write(documents, ids & ~np.uint64(1), ranks, np.ones(len(rows), np.float32), -1)
+
+    def _write(
+        self,
+        documents: pa.RecordBatch,
+        keys: _U64,
+        ranks: _U64,
+        similarity: npt.NDArray[np.float32],
+        reason: int,
+    ) -> None:
+        scores = _scores(keys)
+        lowest = np.sort(np.argsort(scores, kind="stable")[:_TEXTS_OF_SPLIT])
+        columns = {
+            "text": beginnings(documents, lowest),
+            "key": pa.array(keys),
+            "rank": pa.array(ranks),
+            "similarity": pa.array(similarity),
+            "reason": pa.array(np.full(len(keys), reason, np.int32)),
+            "score": pa.array(scores),
+        }
+        rows = pa.table(described(documents) | columns)
+        self._put(without_text(self._samples[reason >= 0].exchange(rows)))
+
+    def _put(self, table: pa.Table) -> None:
+        rows = np.zeros(table.num_rows, TWINS.dtype)
+        for name in _SAME:
+            rows[name] = table.column(name).to_numpy()
+        ids = b"".join(table.column("document_id").to_pylist())
+        rows["document_id"] = np.frombuffer(ids, np.uint8).reshape(-1, 16)
+        self._run.write(rows, pack_strings(table, _STRINGS, rows))
+
+    def __enter__(self) -> Self:
+        self._run.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            for sample in self._samples.values():
+                if sample.held is not None:
+                    self._put(sample.held)
+        self._run.__exit__(kind, error, trace)
+
+
+def _ranks(documents: pa.RecordBatch) -> tuple[_U64, _U64]:
+    """The halves of the content ranks, as numbers that sort as they do."""
+    ranks = content_ranks(text_digests(documents.column("text")), documents.column("document_id"))
+    halves = ranks.view(">u8").astype(np.uint64)
+    return halves[:, 0], halves[:, 1]
+
+
+def _scores(keys: _U64) -> _U64:
+    """Keys without their last bit; the last of all for those of one key that are too many."""
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    number = np.arange(len(keys)) - np.searchsorted(ordered, ordered)
+    scores = np.empty(len(keys), np.uint64)
+    scores[order] = np.where(number < _TEXTS_OF_GROUP, ordered >> np.uint64(1), _LAST)
+    return scores
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicates(PlainCounts):
+    """Removed documents in a file."""
+
+    documents: int
+
+
+def join_duplicates(
+    run: RunTasks,
+    written: Sequence[Commit],
+    documents: int,
+    memory_bytes: int,
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+) -> list[Commit]:
+    """The files of `duplicates/`, in order; `written` are all tasks with TWINS, of so many documents."""
+    files = max(1, -(-documents // DUPLICATES_OF_FILE))
+    exchanged = exchange(run, "duplicates", TWINS, written, readers=files, limits=limits)
+    tasks = []
+    for number in range(files):
+        start, stop = (bound & ~1 for bound in partition_bounds(number, files))
+        piece = exchanged.slice(start, stop)
+        name, inputs = partition_name(number, files), {"twins": piece.digest}
+        args = (piece, memory_bytes)
+        tasks.append(Task("duplicates", name, {}, write_duplicates, args, piece.bytes, inputs))
+    [commits] = run(tasks)
+    return [commit for commit in commits if Duplicates.of(commit).documents]
+
+
+def write_duplicates(folder: Path, twins: Slice, memory_bytes: int) -> Duplicates:
+    """Write the removed documents of one range of keys beside those that stay."""
+    documents = 0
+    kept = _unpacked(np.empty(0, TWINS.dtype), np.empty(0, np.uint8))
+    with RemovedFile(folder / DUPLICATES_FILE, DUPLICATES_SCHEMA) as file:
+        for rows, payload in twins.stream(memory_bytes // 2):
+            found, kept = _beside(pa.concat_tables([kept, _unpacked(rows, payload)]))
+            documents += found.num_rows
+            file.write(found)
+    return Duplicates(documents)
+
+
+def _unpacked(rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8]) -> pa.Table:
+    """Rows of TWINS with their strings."""
+    starts = payload_ends(rows, TWINS)[:-1]
+    columns = {name: pa.array(np.ascontiguousarray(rows[name])) for name in _SAME}
+    ids = np.ascontiguousarray(rows["document_id"]).tobytes()
+    columns["document_id"] = pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(16), len(rows), [None, pa.py_buffer(ids)]
+    )
+    return pa.table(columns | unpack_strings(rows, payload, starts, _STRINGS))
+
+
+def _beside(table: pa.Table) -> tuple[pa.Table, pa.Table]:
+    """(rows of DUPLICATES_SCHEMA, the documents that stay of the last key, which may have more to come)."""
+    keys, ranks, reasons = (table.column(name).to_numpy() for name in ("key", "rank", "reason"))
+    order = np.lexsort((reasons >= 0, ranks, keys >> np.uint64(1)))
+    table = table.take(pa.array(order))
+    keys, ranks, reasons = keys[order] >> np.uint64(1), ranks[order], reasons[order]
+    goes = reasons >= 0
+    stays = np.maximum.accumulate(np.where(goes, -1, np.arange(len(goes))))
+    known = (stays >= 0) & (keys == keys[stays]) & (ranks == ranks[stays]) & (reasons < _LEFT_NOTHING)
+    kept = table.take(pa.array(stays[goes], mask=~known[goes]))
+    removed = table.filter(pa.array(goes))
+    columns = {name: removed.column(name) for name in (*OF_DOCUMENT, "bytes", "text")}
+    columns |= {f"kept_{name}": kept.column(name) for name in (*OF_DOCUMENT, "text")}
+    columns["reason"] = pa.array(_REASONS).take(pa.array(reasons[goes]))
+    columns["similarity"] = pa.array(removed.column("similarity").to_numpy(), from_pandas=True)
+    last = ~goes & (keys == keys[-1:])
+    last[1:] &= goes[:-1] | (keys[1:] != keys[:-1]) | (ranks[1:] != ranks[:-1])  # one of each text
+    return pa.table(columns), table.filter(pa.array(last))

@@ -1,0 +1,166 @@
+"""Documents that filters drop are remembered: the files of `dropped/`, and what those of `duplicates/` share.
+
+`shardkit.formats.removed` has the formats. A split's file is written while the split is cleaned, and is
+published as it is. Texts are those of the lowest hashes of a split, and of the values nearest to the bound,
+which are known only at its end: `Lowest` holds these rows back. Memory does not grow with a split.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from shardkit.formats.removed import DROPPED_SCHEMA, TEXT_CHARACTERS
+from shardkit.writers.filters.chain import Dropped
+from shardkit.writers.kernels.text_arrays import text_offsets
+
+__all__ = [
+    "DROPPED_FILE",
+    "OF_DOCUMENT",
+    "DroppedFile",
+    "Lowest",
+    "RemovedFile",
+    "beginnings",
+    "described",
+    "without_text",
+]
+
+DROPPED_FILE = "dropped.parquet"
+
+ROW_GROUP_DOCUMENTS = 1 << 15
+
+OF_DOCUMENT = ("document_id", "source", "file", "record", "id", "url")
+
+_TEXTS_OF_RULE = 16  # of each split, by hash; and as many that are nearest to the bound
+
+
+class Lowest:
+    """Holds back the `count` rows with the lowest values of a column."""
+
+    def __init__(self, column: str, count: int) -> None:
+        self._column, self._count = column, count
+        self.held: pa.Table | None = None
+
+    def exchange(self, rows: pa.Table) -> pa.Table:
+        """The rows, and those held before, that are not among the lowest now."""
+        rows = rows if self.held is None else pa.concat_tables([self.held, rows])
+        order = np.argsort(rows.column(self._column).to_numpy(), kind="stable")
+        is_held = np.zeros(len(order), np.bool_)
+        is_held[order[: self._count]] = True
+        self.held = rows.filter(pa.array(is_held)).combine_chunks()
+        return rows.filter(pa.array(~is_held))
+
+
+class RemovedFile:
+    """A table of one of the formats, in row groups of one size however its rows come."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self._schema = schema
+        dictionaries = [name for name in schema.names if name in ("source", "file", "rule", "reason")]
+        self._file = pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=dictionaries)
+        self._pending: list[pa.Table] = []
+        self._rows = 0
+
+    def write(self, rows: pa.Table) -> None:
+        self._pending.append(rows.select(self._schema.names).cast(self._schema))
+        self._rows += rows.num_rows
+        if self._rows >= ROW_GROUP_DOCUMENTS:
+            whole = self._rows - self._rows % ROW_GROUP_DOCUMENTS
+            table = pa.concat_tables(self._pending)
+            self._file.write_table(table.slice(0, whole), row_group_size=ROW_GROUP_DOCUMENTS)
+            self._pending, self._rows = [table.slice(whole)], self._rows - whole
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._rows:
+            self._file.write_table(pa.concat_tables(self._pending), row_group_size=ROW_GROUP_DOCUMENTS)
+        self._file.close()
+
+
+class DroppedFile:
+    """Writes what filters drop from one split."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = RemovedFile(path, DROPPED_SCHEMA)
+        self._samples: dict[str, tuple[Lowest, Lowest]] = {}
+
+    def write(self, dropped: Dropped) -> None:
+        """Add what one rule dropped from a batch."""
+        rows = _dropped_rows(dropped)
+        if dropped.rule not in self._samples:
+            self._samples[dropped.rule] = Lowest("hash", _TEXTS_OF_RULE), Lowest("distance", _TEXTS_OF_RULE)
+        for sample in self._samples[dropped.rule]:
+            rows = sample.exchange(rows)
+        self._file.write(without_text(rows))
+
+    def __enter__(self) -> Self:
+        self._file.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            for rule in sorted(self._samples):
+                for sample in self._samples[rule]:
+                    assert sample.held is not None
+                    self._file.write(sample.held)
+        self._file.__exit__(kind, error, trace)
+
+
+def _dropped_rows(dropped: Dropped) -> pa.Table:
+    """Rows of DROPPED_SCHEMA, with their `hash` and the `distance` of their value to the bound.
+
+    Those that may be among the lowest of a batch have their text.
+    """
+    documents, values = dropped.documents, dropped.values
+    count = documents.num_rows
+    numbers, labels = np.full(count, np.nan), pa.nulls(count, pa.string())
+    if values is not None and values.dtype.kind in "OUS":
+        labels = pa.array(values, pa.string())
+    elif values is not None:
+        numbers = values.astype(np.float64)
+    bound = np.nan if dropped.bound is None else dropped.bound
+    distance = np.abs(numbers - bound)
+    lowest = np.argsort(dropped.hashes)[:_TEXTS_OF_RULE]
+    nearest = np.argsort(distance, kind="stable")[: 2 * _TEXTS_OF_RULE]  # some of them are held by hash
+    judged = {
+        "rule": pa.array([dropped.rule] * count),
+        "value": pa.array(numbers, from_pandas=True),
+        "label": labels,
+        "bound": pa.array(np.full(count, bound), from_pandas=True),
+        "text": beginnings(documents, np.union1d(lowest, nearest)),
+        "hash": pa.array(dropped.hashes),
+        "distance": pa.array(distance),
+    }
+    return pa.table(described(documents) | judged)
+
+
+def described(documents: pa.RecordBatch) -> dict[str, pa.Array]:
+    """The first columns of both tables."""
+    columns = {name: documents.column(name) for name in OF_DOCUMENT}
+    return columns | {"bytes": pa.array(np.diff(text_offsets(documents.column("text"))))}
+
+
+def beginnings(documents: pa.RecordBatch, rows: npt.NDArray[np.int64]) -> pa.Array:
+    """The beginnings of the texts of some documents, null for the others."""
+    texts = documents.column("text").take(pa.array(rows))
+    short = pc.utf8_slice_codeunits(texts, 0, TEXT_CHARACTERS).cast(pa.string())
+    places, wanted = np.zeros(documents.num_rows, np.int64), np.zeros(documents.num_rows, np.bool_)
+    places[rows], wanted[rows] = np.arange(len(rows)), True
+    return short.take(pa.array(places, mask=~wanted))
+
+
+def without_text(rows: pa.Table) -> pa.Table:
+    return rows.set_column(rows.schema.get_field_index("text"), "text", pa.nulls(rows.num_rows, pa.string()))
