@@ -128,6 +128,12 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     )
     search.add_argument("--text", action="store_true", help="export the whole text, too (default: no)")
     search.add_argument(
+        "--no-duplicates",
+        action="store_true",
+        help="for documents that were removed as duplicates, do not find those that stay for them, which "
+        "have their text (default: find them)",
+    )
+    search.add_argument(
         "--exclude",
         type=Path,
         metavar="FILE",
@@ -273,4 +279,5 @@ def _search(arguments: argparse.Namespace, tracer: Tracer, traced: Run | None) -
         files=arguments.file,
     )
     options = {name: getattr(arguments, name) for name in ("limit", "export", "text", "exclude")}
+    options["follow"] = not arguments.no_duplicates
     return trace_search(tracer, selection, traced, arguments.epochs, **options)

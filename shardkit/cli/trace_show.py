@@ -75,12 +75,19 @@ def _show_search(answer: Mapping[str, Any]) -> None:
         f"{_many(answer['tokens'], 'token')}, of {_many(answer['rows'], 'row')}",
         style="bold",
     )
+    if answer["duplicates"]:
+        console.print(
+            f"{_many(answer['duplicates'], 'document')} that you searched for had been removed as "
+            "duplicates; the documents that stay for them are included"
+        )
     by_document: dict[str, list[Mapping[str, Any]]] = {}
     for piece in answer["shown"]:
         by_document.setdefault(piece["document_id"], []).append(piece)
     for pieces in by_document.values():
         for line in _identity(pieces[0]):
             console.print(line)
+        if pieces[0]["stays_for_duplicate"]:
+            console.print("  stays for a removed duplicate", style="dim")
         for piece in sorted(pieces, key=lambda piece: piece["document_tokens"]):
             console.print(f"  {_place(piece)}, tokens {_span(piece['tokens'])}: {_part(piece)}")
             for line in _seen(piece.get("runs")):
@@ -92,8 +99,7 @@ def _show_search(answer: Mapping[str, Any]) -> None:
         _show_exclusions(report)
     if unmatched := answer["unmatched"]:
         stderr_console().print(
-            f"{len(unmatched):,} not found; if one was removed as a duplicate, its text may be here under "
-            "another URL:"
+            f"{len(unmatched):,} not found (`shardkit why` says what became of a document):"
         )
         for one in unmatched[:_UNMATCHED_SHOWN]:
             stderr_console().print(f"  {one}")

@@ -22,6 +22,7 @@ import pyarrow as pa
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardkitError
 from shardkit.progress import counting
+from shardkit.tools.trace.duplicates import NOTHING_FOLLOWED, Duplicates
 from shardkit.tools.trace.outputs import Exporter, Ranges, document_ids, measure, write_exclusions
 from shardkit.tools.trace.run import Run
 from shardkit.tools.trace.search import Selection
@@ -206,9 +207,12 @@ def trace_search(
     export: Path | None = None,
     text: bool = False,
     exclude: Path | None = None,
+    follow: bool = True,
 ) -> dict[str, Any]:
     """The pieces that `selection` wants: totals, the first `limit` (0: all) of them, and their deliveries.
 
+    For documents that were removed as duplicates, those of the documents that stay for them; not without
+    `follow`, nor where all of a source or a file is wanted.
     `export`: a file for all pieces, with their whole text if `text`. `exclude`: a file for the list of their
     rows. ShardkitError if nothing is found.
     """
@@ -216,6 +220,9 @@ def trace_search(
     if text and tracer.decoder is None:
         raise ShardkitError(f"--text: {tracer.how_to_see_text()}")
     found, shown = _Totals(), list[Piece]()
+    follow = follow and bool(selection.documents or selection.urls or selection.ids)
+    followed = Duplicates(dataset).follow(selection) if follow else NOTHING_FOLLOWED
+    selection = selection.with_always(followed.stays)
     with ExitStack() as stack:
         exporter = None
         if export is not None:
@@ -230,19 +237,23 @@ def trace_search(
                 exporter.write(some)
         if not found.pieces:
             raise ShardkitError(
-                f"{dataset.location}: none of the documents is in this dataset; the text of one that was "
-                "removed as a duplicate is here under the id and URL of the kept copy"
+                f"{dataset.location}: none of the documents is in this dataset; `shardkit why` says what "
+                "became of a document"
             )
     answers = tracer.pieces(shown)
+    stays = {one.hex() for one in followed.stays}
+    for answer in answers:
+        answer["stays_for_duplicate"] = answer["document_id"] in stays
     if run is not None:
         for answer in answers:
             answer["runs"] = _deliveries(run, dataset, answer["row"], epochs)
-    unmatched = selection.unmatched(found.ids())
+    unmatched = selection.unmatched(np.union1d(found.ids(), followed.asked))
     return {
         "pieces": found.pieces,
         "rows": found.rows.exclusions().count,
         "documents": len(found.ids()),
         "copies": found.copies(),
+        "duplicates": len(followed.asked),
         "tokens": found.tokens,
         "shown": answers,
         "unmatched": unmatched,

@@ -1,7 +1,7 @@
-"""Which pieces of documents a search wants: by document id or URL, limited to some sources and files.
+"""Which documents a search wants: by document id, user id or URL, limited to sources, files and records.
 
-A piece is wanted if it has one of the ids or one of the URLs (any piece if neither is given), and is of one
-of the sources and of one of the files, if those are given. `UrlPatterns` are
+A document is wanted if it has one of the ids or one of the URLs (any document if none is given), and is of
+one of the sources, files and records, if those are given; or if it is one of `always`. `UrlPatterns` are
 
     https://example.org/page    this exact URL
     https://example.org/blog/*  all URLs with this prefix
@@ -201,30 +201,53 @@ def _flags(mask: pa.Array) -> _Mask:
 
 
 class Selection:
-    """What to look for. `sources`: numbers of recipe inputs. `files`: names, ends of names, or patterns."""
+    """What to look for. `sources`: numbers of recipe inputs. `files`: names, ends of names, or patterns.
+
+    `ids` are the user's own. `always` are document ids.
+    """
 
     def __init__(
         self,
         *,
         documents: Collection[bytes] = (),
         urls: UrlPatterns | None = None,
+        ids: Collection[str] = (),
         sources: Collection[int] = (),
         files: Collection[str] = (),
+        records: Collection[int] = (),
+        always: Collection[bytes] = (),
     ) -> None:
-        self.documents, self.urls = frozenset(documents), urls
-        self.sources, self.files = tuple(sources), tuple(files)
-        self._ids = pa.array(sorted(self.documents), pa.binary(16))
+        self.documents, self.urls, self.ids = frozenset(documents), urls, frozenset(ids)
+        self.sources, self.files, self.records = tuple(sources), tuple(files), frozenset(records)
+        self.always = frozenset(always)
+        self._document_ids = pa.array(sorted(self.documents), pa.binary(16))
+        self._ids, self._always = pa.array(sorted(ids), pa.string()), pa.array(sorted(always), pa.binary(16))
         self._sources = pa.array(sorted(sources), pa.int32())
+        self._records = pa.array(sorted(records), pa.int64())
         self._files: dict[str, bool] = {}
+
+    def with_always(self, documents: Collection[bytes]) -> Selection:
+        """The same, and these documents whatever the limits. Patterns that match count for both."""
+        return Selection(
+            documents=self.documents,
+            urls=self.urls,
+            ids=self.ids,
+            sources=self.sources,
+            files=self.files,
+            records=self.records,
+            always=documents,
+        )
 
     @property
     def columns(self) -> list[str]:
         """The columns that `match` needs."""
         wanted = {
-            "document_id": bool(self.documents),
+            "document_id": bool(self.documents or self.always),
             "url": self.urls is not None,
+            "id": bool(self.ids),
             "source": bool(self.sources),
             "file": bool(self.files),
+            "record": bool(self.records),
         }
         return [name for name, is_wanted in wanted.items() if is_wanted]
 
@@ -232,18 +255,25 @@ class Selection:
         """bool[n]: which lines of a provenance table (with at least `columns`) are wanted."""
         which: list[_Mask] = []
         if self.documents:
-            which.append(_flags(pc.is_in(_column(table, "document_id"), value_set=self._ids)))
+            which.append(_flags(pc.is_in(_column(table, "document_id"), value_set=self._document_ids)))
         if self.urls is not None:
             which.append(self.urls.match(_column(table, "url")))
+        if self.ids:
+            which.append(_flags(pc.is_in(_column(table, "id"), value_set=self._ids)))
         limits = [reduce(or_, which)] if which else []
         if self.sources:
             limits.append(_flags(pc.is_in(_column(table, "source"), value_set=self._sources)))
         if self.files:
             limits.append(self._of_files(_column(table, "file")))
-        return reduce(and_, limits) if limits else np.ones(table.num_rows, np.bool_)
+        if self.records:
+            limits.append(_flags(pc.is_in(_column(table, "record"), value_set=self._records)))
+        wanted = reduce(and_, limits) if limits else np.ones(table.num_rows, np.bool_)
+        if self.always:
+            wanted |= _flags(pc.is_in(_column(table, "document_id"), value_set=self._always))
+        return wanted
 
     def unmatched(self, found: npt.NDArray[np.bytes_]) -> list[str]:
-        """Ids that are not among those `found` (S16, sorted), and patterns that have matched nothing."""
+        """Document ids that are not among those `found` (S16, sorted), and patterns that matched nothing."""
         asked = sorted(self.documents)
         there = np.isin(np.frombuffer(b"".join(asked), "S16"), found).tolist()
         missing = [one.hex() for one, is_there in zip(asked, there, strict=True) if not is_there]
@@ -251,13 +281,15 @@ class Selection:
 
     def may_be_in(self, hashes: HashRange | None) -> bool:
         """Whether a table whose documents have shuffle hashes in this range may hold what is wanted."""
-        if self.urls is not None or not self.documents or hashes is None:
+        if self.urls is not None or self.ids or not self.documents or hashes is None:
             return True
-        found = keyed_hashes(self.documents, hashes.seed, "shuffle")
+        found = keyed_hashes(self.documents | self.always, hashes.seed, "shuffle")
         return bool(((hashes.first <= found) & (found <= hashes.last)).any())
 
     def may_be_within(self, limits: Mapping[str, tuple[Any, Any]]) -> bool:
         """Whether lines whose columns have these (least, greatest) values may be wanted."""
+        if self.always:
+            return True
         if self.sources and "source" in limits:
             low, high = limits["source"]
             if not any(low <= one <= high for one in self.sources):

@@ -8,18 +8,14 @@ within each file and from file to file (`shardkit.writers.stages.provenance` wri
     documents -> rows   all files are scanned, the columns that decide first; files and row groups that
                         cannot hold a document are skipped
 
-Row groups have 65,536 lines: a few of them are held at a time, whatever the size of the tables. Threads read
-ahead in parallel, and results keep the order of the rows.
+Row groups have 65,536 lines: a few of them are held at a time, whatever the size of the tables (folder.py).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +28,8 @@ from shardkit.formats.provenance import (
     PROVENANCE_FOLDER,
     PROVENANCE_SCHEMA,
     HashRange,
-    column_limits,
-    is_provenance_name,
 )
-from shardkit.storage.object_file import open_object
+from shardkit.tools.trace.folder import ParquetFolder, group_limits
 from shardkit.tools.trace.search import Selection
 
 __all__ = ["COLUMNS", "NoProvenanceError", "Piece", "ProvenanceTable", "pieces_of"]
@@ -47,15 +41,7 @@ COLUMNS = tuple(PROVENANCE_SCHEMA.names)
 
 _PLACE = ["shard", "row"]
 
-_THREADS = 4  # reading takes one core or waits for a store; a scan of four files holds about 100 MB
-
-_UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
-
 _Ints = npt.NDArray[np.int64]
-
-_Item = TypeVar("_Item")
-
-_Result = TypeVar("_Result")
 
 
 class NoProvenanceError(ShardkitError):
@@ -90,7 +76,6 @@ class Piece:
 class _Part:
     """One file and what its footer says; arrays have an entry for each row group that has lines."""
 
-    name: str
     footer: pq.FileMetaData
     hashes: HashRange | None
     groups: tuple[int, ...]
@@ -104,26 +89,18 @@ class ProvenanceTable:
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
         self._starts = dataset.manifest.shard_starts
-        self._where = f"{dataset.location}/{PROVENANCE_FOLDER}"
-        self._objects = {
-            info.key: info
-            for info in dataset.store.list(PROVENANCE_FOLDER + "/")
-            if is_provenance_name(info.key)
-        }
-        if not self._objects:
+        self._folder = ParquetFolder(dataset, PROVENANCE_FOLDER, COLUMNS)
+        if not self._folder.names:
             raise NoProvenanceError(
                 f"{dataset.location}: has no provenance tables, so documents are not known: only datasets "
                 f"built by shardkit have {PROVENANCE_FOLDER}/*.parquet beside their shards"
             )
-        if dataset.card is not None:
-            dataset.card.check_fingerprint(dataset.fingerprint)
-        self._names = sorted(self._objects)
         self._parts: dict[int, _Part] = {}
         self._lock = Lock()
 
     def lines(self) -> int:
         """Pieces in all tables; reads all footers."""
-        parts = self._run(self._part, iter(range(len(self._names))))
+        parts = self._folder.run(self._part, iter(range(len(self._folder.names))))
         return sum(part.footer.num_rows for part in parts)
 
     def of_rows(self, sample_ids: npt.ArrayLike, columns: Sequence[str] = COLUMNS) -> pa.Table:
@@ -134,7 +111,7 @@ class ProvenanceTable:
         rows = np.unique(np.asarray(sample_ids, dtype=np.int64))
         if len(rows) and not 0 <= rows[0] <= rows[-1] < self._starts[-1]:
             raise IndexError(f"rows are 0 to {self._starts[-1] - 1:,}, not {rows[0]:,} to {rows[-1]:,}")
-        found = self._run(lambda job: self._lines_of(*job, rows, columns), self._groups_with(rows))
+        found = self._folder.run(lambda job: self._lines_of(*job, rows, columns), self._groups_with(rows))
         empty = _SCHEMA.empty_table().select(["sample_id", *columns])
         return pa.concat_tables([empty, *(table for table in found if table.num_rows)])
 
@@ -148,11 +125,11 @@ class ProvenanceTable:
         self.lines()  # reads all footers, several at a time
         jobs = (
             (number, group)
-            for number in range(len(self._names))
+            for number in range(len(self._folder.names))
             if selection.may_be_in(self._part(number).hashes)
             for group in self._part(number).groups
         )
-        for lines, table in self._run(lambda job: self._selected(*job, selection), jobs):
+        for lines, table in self._folder.run(lambda job: self._selected(*job, selection), jobs):
             advance(lines)
             if table.num_rows:
                 yield table
@@ -162,7 +139,7 @@ class ProvenanceTable:
         at = 0
         while at < len(rows):
             end = at + 1
-            for number in range(self._file_of(int(rows[at])), len(self._names)):
+            for number in range(self._file_of(int(rows[at])), len(self._folder.names)):
                 part = self._part(number)
                 firsts = np.searchsorted(rows, part.first_rows, side="left")
                 lasts = np.searchsorted(rows, part.last_rows, side="right")
@@ -174,7 +151,7 @@ class ProvenanceTable:
 
     def _file_of(self, row: int) -> int:
         """The first file that may hold lines of a row: its last line is not before that row."""
-        low, high = 0, len(self._names) - 1
+        low, high = 0, len(self._folder.names) - 1
         while low < high:
             middle = (low + high) // 2
             known = next((n for n in range(middle, high) if len(self._part(n).groups)), None)
@@ -194,13 +171,10 @@ class ProvenanceTable:
         return part
 
     def _read_footer(self, number: int) -> _Part:
-        name = self._names[number]
-        with self._open(name) as file:
-            footer, schema = file.metadata, file.schema_arrow
-        if missing := [column for column in COLUMNS if column not in schema.names]:
-            raise ShardError(f"{self._dataset.location}/{name}", f"has no column {missing[0]!r}")
+        name = self._folder.names[number]
+        footer, schema = self._folder.footer(number)
         groups = [group for group in range(footer.num_row_groups) if footer.row_group(group).num_rows]
-        limits = [_limits(footer.row_group(group), footer.schema) for group in groups]
+        limits = [group_limits(footer.row_group(group), footer.schema) for group in groups]
         last = len(self._starts) - 2
         firsts, lasts = [], []
         for each in limits:
@@ -212,11 +186,11 @@ class ProvenanceTable:
             firsts.append(int(self._starts[low]) + (first if alone else 0))
             lasts.append(int(self._starts[low]) + end if alone else int(self._starts[high + 1]) - 1)
         rows = (np.array(firsts, np.int64), np.array(lasts, np.int64))
-        return _Part(name, footer, HashRange.from_metadata(schema.metadata or {}), tuple(groups), *rows)
+        return _Part(footer, HashRange.from_metadata(schema.metadata or {}), tuple(groups), *rows)
 
     def _lines_of(self, number: int, group: int, rows: _Ints, columns: Sequence[str]) -> pa.Table:
         """The lines of a row group that are of these sorted rows."""
-        with self._open(self._names[number], self._part(number).footer) as file:
+        with self._folder.open(number) as file:
             places = file.read_row_group(group, columns=_PLACE, use_threads=False)
             ids = self._sample_ids(places)
             at = np.searchsorted(rows, ids).clip(max=len(rows) - 1)
@@ -227,9 +201,9 @@ class ProvenanceTable:
         part = self._part(number)
         row_group = part.footer.row_group(group)
         rows = row_group.num_rows
-        if not selection.may_be_within(_limits(row_group, part.footer.schema)):
+        if not selection.may_be_within(group_limits(row_group, part.footer.schema)):
             return rows, _SCHEMA.empty_table()
-        with self._open(part.name, part.footer) as file:
+        with self._folder.open(number) as file:
             columns = selection.columns
             mask = np.ones(rows, np.bool_)
             if columns:
@@ -247,52 +221,12 @@ class ProvenanceTable:
             if (ids < self._starts[shards + 1]).all():
                 return ids
         problem = "names a row that its shard does not have: it is damaged or belongs to another dataset"
-        raise ShardError(self._where, problem)
-
-    def _open(self, name: str, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
-        where = f"{self._dataset.location}/{name}"
-        try:
-            if self._dataset.shards is None:
-                return pq.ParquetFile(self._dataset.path / name, metadata=footer, memory_map=True)
-            return pq.ParquetFile(open_object(self._dataset.store, self._objects[name]), metadata=footer)
-        except _UNREADABLE as error:
-            raise ShardError(where, f"cannot be read: {error}") from error
-
-    def _run(self, work: Callable[[_Item], _Result], items: Iterator[_Item]) -> Iterator[_Result]:
-        """The results of `work`, in order; threads work a little ahead."""
-        waiting: deque[Future[_Result]] = deque()
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkit-trace") as pool:
-            try:
-                for item in items:
-                    waiting.append(pool.submit(work, item))
-                    if len(waiting) > 2 * _THREADS:
-                        yield self._answer(waiting.popleft())
-                while waiting:
-                    yield self._answer(waiting.popleft())
-            finally:
-                for future in waiting:
-                    future.cancel()
-
-    def _answer(self, future: Future[_Result]) -> _Result:
-        try:
-            return future.result()
-        except _UNREADABLE as error:
-            raise ShardError(self._where, f"cannot be read: {error}; run shardkit verify") from error
+        raise ShardError(self._folder.where, problem)
 
 
 def pieces_of(table: pa.Table) -> list[Piece]:
     """The lines of a table that `ProvenanceTable` returned."""
     return [Piece(**line) for line in table.to_pylist()]
-
-
-def _limits(group: pq.RowGroupMetaData, schema: pq.ParquetSchema) -> dict[str, tuple[Any, Any]]:
-    """(least, greatest) value of the columns of a row group that state them."""
-    found = {}
-    for index in range(group.num_columns):
-        limits = column_limits(group, schema, index)
-        if limits is not None:
-            found[schema.column(index).path] = limits
-    return found
 
 
 def _with_columns(

@@ -1,0 +1,197 @@
+"""What became of documents: kept, dropped by a filter, removed as a duplicate, or unreadable.
+
+A build accounts for every record of its inputs: `provenance/` has the documents that are in the dataset,
+`dropped/` and `duplicates/` those that are not (`shardkit.formats.removed`), `quarantine.jsonl` what could
+not be read. `find_fates` looks in all of them; `find_dropped` lists documents that a rule dropped.
+"""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+import json
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shardkit.datasets.dataset import Dataset
+from shardkit.errors import ShardkitError
+from shardkit.formats.removed import DROPPED_FOLDER, DROPPED_SCHEMA
+from shardkit.publish.contents import head_if_any
+from shardkit.tools.trace.answers import Tracer
+from shardkit.tools.trace.duplicates import Duplicates
+from shardkit.tools.trace.folder import ParquetFolder
+from shardkit.tools.trace.outputs import document_ids
+from shardkit.tools.trace.search import Selection
+from shardkit.tools.trace.table import Piece, pieces_of
+
+__all__ = ["find_dropped", "find_fates"]
+
+_ANNOTATIONS_FOLDER = "annotations"
+_OF_DOCUMENT = ("document_id", "source", "file", "record", "bytes", "dropped", "failed")
+_QUARANTINE = "quarantine.jsonl"
+
+
+def find_fates(tracer: Tracer, selection: Selection, *, limit: int = 20) -> dict[str, Any]:
+    """What became of the documents that `selection` wants: how many, and the first `limit` of each outcome.
+
+    `limit` 0: all. Facts are numbers, text and null. ShardkitError if no table has any of them.
+    """
+    dataset = tracer.dataset
+    dropped = ParquetFolder(dataset, DROPPED_FOLDER, DROPPED_SCHEMA.names)
+    duplicates = Duplicates(dataset)
+    fates = {
+        "kept": _kept(tracer, selection, limit),
+        "dropped": _lines(tracer, dropped, selection, limit),
+        "duplicate": _lines(tracer, duplicates.folder, selection, limit),
+        "unreadable": _unreadable(dataset, selection, limit),
+    }
+    counts = {name: count for name, (count, _) in fates.items()}
+    if not any(counts.values()):
+        hint = "look at the spelling, or search by --file and --record"
+        if not dropped.names and not duplicates.folder.names:
+            hint = "it has no tables of what was removed: build it again to have them"
+        raise ShardkitError(f"{dataset.location}: no such document is known; {hint}")
+    _add_survivors(tracer, duplicates, fates["duplicate"][1])
+    shown = [{"outcome": name, **facts} for name, (_, found) in fates.items() for facts in found]
+    _add_values(dataset, shown)
+    unmatched = [] if selection.urls is None else selection.urls.unmatched
+    return {"counts": counts, "documents": shown, "unmatched": unmatched, "no_text": tracer.no_text}
+
+
+def _kept(tracer: Tracer, selection: Selection, limit: int) -> tuple[int, list[dict[str, Any]]]:
+    """Documents of the dataset, with their rows."""
+    if tracer.table is None:
+        return 0, []
+    ids = [np.empty(0, "S16")]
+    pieces: dict[bytes, list[Piece]] = {}
+    for table in tracer.table.search(selection):
+        ids.append(np.unique(document_ids(table)))
+        for document in table.column("document_id").to_pylist():
+            if len(pieces) < (limit or len(pieces) + 1):
+                pieces.setdefault(document, [])
+        shown = pc.is_in(table.column("document_id"), value_set=pa.array(pieces, pa.binary(16)))
+        for piece in pieces_of(table.filter(shown)):
+            pieces[piece.document_id].append(piece)
+    return len(np.unique(np.concatenate(ids))), [_with_rows(tracer, found) for found in pieces.values()]
+
+
+def _with_rows(tracer: Tracer, pieces: list[Piece]) -> dict[str, Any]:
+    [facts] = tracer.pieces([min(pieces, key=lambda piece: piece.document_start)])
+    rows = sorted({piece.sample_id for piece in pieces})
+    names = ("document_id", "source", "file", "record", "id", "url", "copies", "text")
+    return {name: facts[name] for name in names} | {"rows": rows}
+
+
+def _lines(
+    tracer: Tracer, folder: ParquetFolder, selection: Selection, limit: int
+) -> tuple[int, list[dict[str, Any]]]:
+    """Lines of a table of removed documents."""
+    count, shown = 0, list[dict[str, Any]]()
+    for table in folder.search(selection) if folder.names else ():
+        count += table.num_rows
+        some = table.slice(0, limit - len(shown)) if limit else table
+        shown += [_plain(tracer, line) for line in some.to_pylist()]
+    return count, shown
+
+
+def _plain(tracer: Tracer, line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line with ids in hex and sources by label."""
+    plain = dict(line)
+    for name, value in line.items():
+        if name.endswith("document_id"):
+            plain[name] = None if value is None else value.hex()
+        elif name.endswith("source") and value is not None:
+            plain[name] = tracer.labels[value] if value < len(tracer.labels) else str(value)
+    return plain
+
+
+def _unreadable(dataset: Dataset, selection: Selection, limit: int) -> tuple[int, list[dict[str, Any]]]:
+    """Records of the quarantine; they are known by file and record only."""
+    if not selection.files or head_if_any(dataset.store, _QUARANTINE) is None:
+        return 0, []
+    lines = [json.loads(line) for line in dataset.store.get(_QUARANTINE).splitlines()]
+    files, records = (pa.array([line[name] for line in lines]) for name in ("file", "record"))
+    table = pa.table({"file": files, "record": records})
+    wanted = Selection(files=selection.files, records=selection.records).match(table)
+    found = [line for line, is_wanted in zip(lines, wanted.tolist(), strict=True) if is_wanted]
+    return len(found), found[: limit or None]
+
+
+def _add_survivors(tracer: Tracer, duplicates: Duplicates, shown: list[dict[str, Any]]) -> None:
+    """Add what stays in the end, with its rows: the text of the removed document is there."""
+    if not shown:
+        return
+    ids = [bytes.fromhex(facts["document_id"]) for facts in shown]
+    followed = duplicates.follow(Selection(documents=ids))
+    ends = {document: chain[-1] for document in ids if (chain := followed.chain(document))}
+    kept: dict[bytes, dict[str, Any]] = {}
+    if ends and tracer.table is not None:
+        _, found = _kept(tracer, Selection(documents=list(ends.values())), len(ends))
+        kept = {bytes.fromhex(facts["document_id"]): facts for facts in found}
+    for document, facts in zip(ids, shown, strict=True):
+        facts["stays"] = kept.get(ends.get(document, b""))
+
+
+def _add_values(dataset: Dataset, shown: list[dict[str, Any]]) -> None:
+    """Add the value of every rule, if the dataset has annotations."""
+    folder = ParquetFolder(dataset, _ANNOTATIONS_FOLDER, _OF_DOCUMENT[:4])
+    ids = [bytes.fromhex(facts["document_id"]) for facts in shown if "document_id" in facts]
+    values: dict[str, dict[str, Any]] = {}
+    if folder.names and ids:
+        for table in folder.search(Selection(documents=ids)):
+            for line in table.to_pylist():
+                rules = {name: value for name, value in line.items() if name not in _OF_DOCUMENT}
+                values[line["document_id"].hex()] = {"failed": line["failed"], "values": rules}
+    for facts in shown:
+        facts |= values.get(facts.get("document_id", ""), {"failed": None, "values": None})
+
+
+def find_dropped(
+    tracer: Tracer, rule: str | None = None, *, limit: int = 20, nearest: bool = False
+) -> dict[str, Any]:
+    """The first `limit` documents that a rule dropped, those with a text first; `nearest`: to its bound.
+
+    Without a rule, only what each dropped. ShardkitError for a rule that dropped nothing.
+    """
+    dataset = tracer.dataset
+    folder = ParquetFolder(dataset, DROPPED_FOLDER, DROPPED_SCHEMA.names)
+    dropped = {} if dataset.card is None else dataset.card.funnel.dropped
+    rules = {name: count.documents for name, count in dropped.items() if "/" in name and count.documents}
+    if rule is None:
+        return {"rules": rules, "rule": None, "documents": []}
+    if rule not in rules:
+        whole = [name for name in rules if name.endswith(f"/{rule}")]
+        near = whole or difflib.get_close_matches(rule, rules, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(rules) or 'none'}"
+        raise ShardkitError(f"{dataset.location}: no rule {rule!r} dropped anything; {hint}")
+    if not folder.names:
+        raise ShardkitError(
+            f"{dataset.location}: has no {DROPPED_FOLDER}/*.parquet: build it again to have them"
+        )
+    best = heapq.nsmallest(limit or rules[rule], _ranked(folder, rule, nearest))
+    return {"rules": rules, "rule": rule, "documents": [_plain(tracer, line) for _, _, line in best]}
+
+
+def _ranked(folder: ParquetFolder, rule: str, nearest: bool) -> Iterable[tuple[float, int, dict[str, Any]]]:
+    """(rank, number, line) of a rule's documents, those of one row group at a time."""
+    number = 0
+    for file, group in folder.groups():
+        with folder.open(file) as opened:
+            names = opened.read_row_group(group, columns=["rule"]).column("rule")
+            mask = pc.equal(names, rule)
+            if not pc.any(mask).as_py():
+                continue
+            table = opened.read_row_group(group).filter(mask)
+        ranks = np.where(table.column("text").is_valid().to_numpy(), 0.0, 1.0)
+        if nearest:
+            distance = pc.abs(pc.subtract(table.column("value"), table.column("bound")))
+            ranks = pc.fill_null(distance, np.inf).to_numpy()
+        order = np.argsort(ranks, kind="stable")
+        for at in islice(order.tolist(), table.num_rows):
+            yield float(ranks[at]), number + at, table.slice(at, 1).to_pylist()[0]
+        number += table.num_rows

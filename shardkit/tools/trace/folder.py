@@ -1,0 +1,150 @@
+"""The Parquet tables in one folder of a dataset, local or remote: opened, scanned and read ahead in order.
+
+Threads read row groups in parallel, and results keep the order of files and row groups. A few row groups are
+held at a time, whatever the size of the tables.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shardkit.datasets.dataset import Dataset
+from shardkit.errors import ShardError
+from shardkit.formats.provenance import column_limits, is_provenance_name
+from shardkit.storage.object_file import open_object
+from shardkit.tools.trace.search import Selection
+
+__all__ = ["ParquetFolder", "group_limits"]
+
+_THREADS = 4  # reading takes one core or waits for a store; a scan of four files holds about 100 MB
+
+_UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
+
+_Item = TypeVar("_Item")
+
+_Result = TypeVar("_Result")
+
+
+class ParquetFolder:
+    """The tables in `folder`, sorted by name; there may be none. Threads may share it."""
+
+    def __init__(self, dataset: Dataset, folder: str, columns: Sequence[str]) -> None:
+        self.where = f"{dataset.location}/{folder}"
+        self._dataset, self._columns = dataset, columns
+        self._objects = {
+            info.key: info for info in dataset.store.list(folder + "/") if is_provenance_name(info.key)
+        }
+        if self._objects and dataset.card is not None:
+            dataset.card.check_fingerprint(dataset.fingerprint)
+        self.names = sorted(self._objects)
+        self._footers: dict[int, tuple[pq.FileMetaData, pa.Schema]] = {}
+        self._lock = Lock()
+
+    def lines(self) -> int:
+        """Lines of all tables; reads all footers, several at a time."""
+        return sum(footer.num_rows for footer, _ in self.run(self.footer, iter(range(len(self.names)))))
+
+    def footer(self, number: int) -> tuple[pq.FileMetaData, pa.Schema]:
+        """What the footer of a file says, and its columns; ShardError if one is missing."""
+        with self._lock:
+            found = self._footers.get(number)
+        if found is None:
+            with self._open(number, None) as file:
+                found = file.metadata, file.schema_arrow
+            if missing := [column for column in self._columns if column not in found[1].names]:
+                raise ShardError(
+                    f"{self._dataset.location}/{self.names[number]}", f"has no column {missing[0]!r}"
+                )
+            with self._lock:
+                self._footers[number] = found
+        return found
+
+    def groups(self) -> Iterator[tuple[int, int]]:
+        """(file, row group) of all that have lines."""
+        for number in range(len(self.names)):
+            footer, _ = self.footer(number)
+            groups = range(footer.num_row_groups)
+            yield from ((number, group) for group in groups if footer.row_group(group).num_rows)
+
+    def open(self, number: int) -> pq.ParquetFile:
+        """A file, to read row groups of."""
+        return self._open(number, self.footer(number)[0])
+
+    def search(
+        self,
+        selection: Selection,
+        columns: Sequence[str] | None = None,
+        advance: Callable[[int], None] = lambda lines: None,
+    ) -> Iterator[pa.Table]:
+        """The lines that a selection wants, in order: these columns, or all.
+
+        `advance` is called with the number of further lines that were looked at.
+        """
+
+        def select(job: tuple[int, int]) -> tuple[int, pa.Table | None]:
+            number, group = job
+            footer, _ = self.footer(number)
+            row_group = footer.row_group(group)
+            if not selection.may_be_within(group_limits(row_group, footer.schema)):
+                return row_group.num_rows, None
+            with self.open(number) as file:
+                wanted = file.read_row_group(group, columns=selection.columns, use_threads=False)
+                mask = selection.match(wanted)
+                if not mask.any():
+                    return row_group.num_rows, None
+                table = file.read_row_group(group, columns=columns and list(columns), use_threads=False)
+            table = table.filter(pa.array(mask))
+            table.validate(full=True)  # Parquet does not look whether strings are UTF-8
+            return row_group.num_rows, table
+
+        for lines, table in self.run(select, self.groups()):
+            advance(lines)
+            if table is not None:
+                yield table
+
+    def run(self, work: Callable[[_Item], _Result], items: Iterator[_Item]) -> Iterator[_Result]:
+        """The results of `work`, in order; threads work a little ahead."""
+        waiting: deque[Future[_Result]] = deque()
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkit-trace") as pool:
+            try:
+                for item in items:
+                    waiting.append(pool.submit(work, item))
+                    if len(waiting) > 2 * _THREADS:
+                        yield self._answer(waiting.popleft())
+                while waiting:
+                    yield self._answer(waiting.popleft())
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    def _open(self, number: int, footer: pq.FileMetaData | None) -> pq.ParquetFile:
+        name = self.names[number]
+        try:
+            if self._dataset.shards is None:
+                return pq.ParquetFile(self._dataset.path / name, metadata=footer, memory_map=True)
+            return pq.ParquetFile(open_object(self._dataset.store, self._objects[name]), metadata=footer)
+        except _UNREADABLE as error:
+            raise ShardError(f"{self._dataset.location}/{name}", f"cannot be read: {error}") from error
+
+    def _answer(self, future: Future[_Result]) -> _Result:
+        try:
+            return future.result()
+        except _UNREADABLE as error:
+            raise ShardError(self.where, f"cannot be read: {error}; run shardkit verify") from error
+
+
+def group_limits(group: pq.RowGroupMetaData, schema: pq.ParquetSchema) -> Mapping[str, tuple[Any, Any]]:
+    """(least, greatest) value of the columns of a row group that state them."""
+    found = {}
+    for index in range(group.num_columns):
+        limits = column_limits(group, schema, index)
+        if limits is not None:
+            found[schema.column(index).path] = limits
+    return found
