@@ -211,15 +211,13 @@ def trace_search(
 ) -> dict[str, Any]:
     """The pieces that `selection` wants: totals, the first `limit` (0: all) of them, and their deliveries.
 
-    For documents that were removed as duplicates, those of the documents that stay for them; not without
-    `follow`, nor where all of a source or a file is wanted.
-    `export`: a file for all pieces, with their whole text if `text`. `exclude`: a file for the list of their
-    rows. ShardkitError if nothing is found.
+    For removed duplicates, those of the documents that stay for them; not without `follow`, nor where all of
+    a source or a file is wanted. `export`: a file for all pieces, with their whole text if `text`. `exclude`:
+    a file for the list of their rows. ShardkitError if nothing is found.
     """
-    dataset, table = tracer.dataset, tracer.known()
+    dataset, table, found, shown = tracer.dataset, tracer.known(), _Totals(), list[Piece]()
     if text and tracer.decoder is None:
         raise ShardkitError(f"--text: {tracer.how_to_see_text()}")
-    found, shown = _Totals(), list[Piece]()
     follow = follow and bool(selection.documents or selection.urls or selection.ids)
     followed = Duplicates(dataset).follow(selection) if follow else NOTHING_FOLLOWED
     selection = selection.with_always(followed.stays)
@@ -240,12 +238,10 @@ def trace_search(
                 f"{dataset.location}: none of the documents is in this dataset; `shardkit why` says what "
                 "became of a document"
             )
-    answers = tracer.pieces(shown)
-    stays = {one.hex() for one in followed.stays}
+    answers, stays = tracer.pieces(shown), {one.hex() for one in followed.stays}
     for answer in answers:
         answer["stays_for_duplicate"] = answer["document_id"] in stays
-    if run is not None:
-        for answer in answers:
+        if run is not None:
             answer["runs"] = _deliveries(run, dataset, answer["row"], epochs)
     unmatched = selection.unmatched(np.union1d(found.ids(), followed.asked))
     return {
