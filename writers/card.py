@@ -40,6 +40,9 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
     )
     if recipe.output.prefixes is None:
         del content["output"]["prefixes"]  # as in the recipes of older versions
+    for entry in content["inputs"]:
+        if not entry["exclude"]:
+            del entry["exclude"]
     content["filters"] = [{name: config.model_dump(mode="json")} for name, config in recipe.filter_chain()]
     return content
 

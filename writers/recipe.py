@@ -11,9 +11,7 @@ override, and `1e-3` is a number.
 
 from __future__ import annotations
 
-import difflib
 import re
-import typing
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -21,7 +19,6 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     Field,
     PrivateAttr,
@@ -36,8 +33,9 @@ from shardkit.storage.url import is_remote
 from shardkit.units import parse_bytes
 from shardkit.writers.dedup.config import DedupConfig
 from shardkit.writers.filters.base import FilterSettings
-from shardkit.writers.filters.config import FilterEntry
-from shardkit.writers.settings import FieldName, Ratio, StrictModel
+from shardkit.writers.filters.config import FilterEntry, entry_named
+from shardkit.writers.recipe_problems import describe_problems
+from shardkit.writers.settings import FieldName, Listed, Ratio, Shorthand, StrictModel
 
 __all__ = [
     "InputConfig",
@@ -84,6 +82,14 @@ def _known_hash(name: str) -> str:
     return name
 
 
+def _known_compression(name: str) -> str:
+    if not re.fullmatch(r"(br|bz2|gz|snappy|zstd)(:-?\d{1,2})?", name):
+        raise ValueError(
+            f"unknown compression {name!r}; write zstd, zstd:7 (with a level), gz, bz2, br or snappy"
+        )
+    return name
+
+
 def _size(value: object) -> int:
     if not isinstance(value, int | str):
         raise ValueError(f"not a size: {value!r} (bytes, or text such as 64MiB)")
@@ -109,6 +115,12 @@ class InputConfig(StrictModel):
         description="File, folder or glob of these (** crosses folders), from the recipe's folder, or a URL "
         "of these."
     )
+    exclude: Listed[FieldName] = Field(
+        default=(),
+        description="Globs of files to leave out, written as the path is; one without a slash is the name of "
+        "files or folders anywhere below.",
+        examples=["MANIFEST.json", ["*.md", "data/drafts/**"]],
+    )
     base: Source | None = Field(
         default=None,
         description="Folder (or URL, of a remote input) that file names are relative to, so that documents "
@@ -126,9 +138,8 @@ class InputConfig(StrictModel):
         default=None,
         description='Field with the URL; null: "url" where a record has it.',
     )
-    metadata: tuple[FieldName, ...] = Field(
+    metadata: Listed[FieldName] = Field(
         default=(),
-        strict=False,
         description="Other fields to keep in the provenance table, as one JSON object.",
     )
     source: FieldName | None = Field(
@@ -147,8 +158,8 @@ class InputConfig(StrictModel):
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = Field(
         default=None, description="CSV: between fields; null: a tab for names with .tsv, else a comma."
     )
-    columns: tuple[FieldName, ...] = Field(
-        default=(), strict=False, description="CSV: names of the columns; (): the first row has them."
+    columns: Listed[FieldName] = Field(
+        default=(), description="CSV: names of the columns; (): the first row has them."
     )
     lines: bool = Field(
         default=False, description="Text files: each line is a document (default: each file is one)."
@@ -163,7 +174,7 @@ class InputConfig(StrictModel):
 
     def as_sample(self, path: str) -> InputConfig:
         """This input for a sample of its files, at `path`."""
-        copy = self.model_copy(update={"path": path, "base": None})
+        copy = self.model_copy(update={"path": path, "exclude": (), "base": None})
         copy._is_sample = True
         return copy
 
@@ -178,7 +189,11 @@ class TokenizerConfig(StrictModel):
     """The tokenizer that turns documents into token ids."""
 
     path: LocalPath = Field(description="A Hugging Face tokenizer.json, relative to the recipe's folder.")
-    eos: str = Field(min_length=1, description="The special token that ends every document.")
+    eos: str = Field(
+        min_length=1,
+        description="The special token that ends every document.",
+        examples=["<|endoftext|>", "</s>"],
+    )
 
 
 class PackConfig(StrictModel):
@@ -203,13 +218,12 @@ class OutputConfig(StrictModel):
     shard_bytes: Annotated[Size, Field(ge=1 << 10, lt=1 << 32)] = Field(
         default=1 << 26, description="Target size of a shard before compression, bytes (or 64MiB)."
     )
-    compression: Annotated[str, Field(pattern=r"^(br|bz2|gz|snappy|zstd)(:-?\d{1,2})?$")] | None = Field(
+    compression: Annotated[str, AfterValidator(_known_compression)] | None = Field(
         default=None,
         description="MDS only: zstd, zstd:7, gz, bz2, br, snappy; null: none, the fastest to load.",
     )
-    hashes: tuple[Annotated[str, AfterValidator(_known_hash)], ...] = Field(
+    hashes: Listed[Annotated[str, AfterValidator(_known_hash)]] = Field(
         default=("xxh64",),
-        strict=False,
         max_length=8,
         description="Hashes of every shard that the index records.",
     )
@@ -233,28 +247,38 @@ class OutputConfig(StrictModel):
 class Recipe(StrictModel):
     """A whole build. `folder` is where relative paths start; it is not part of the recipe's content."""
 
-    inputs: tuple[InputConfig, ...] = Field(
-        strict=False,
+    inputs: Listed[Annotated[InputConfig, Shorthand(text="path")]] = Field(
         min_length=1,
         max_length=4096,
         description="Sources; earlier ones win over later duplicates.",
+        examples=["data/*.jsonl", [{"path": "data/*.jsonl", "text": "text"}]],
     )
-    filters: tuple[FilterEntry, ...] = Field(
+    filters: Listed[Annotated[FilterEntry, Shorthand(text=entry_named)]] = Field(
         default=(),
-        strict=False,
         max_length=64,
         description="Applied in order; the first rule that fails drops a document.",
+        examples=[["gopher_quality", {"length": {"min_words": 50}}]],
     )
     annotate: bool = Field(
         default=False,
         description="Keep what every filter thought of every document in annotations/*.parquet.",
     )
     dedup: Annotated[DedupConfig, BeforeValidator(lambda given: {} if given is None else given)] = Field(
-        default=DedupConfig(), description="Which repeated documents are removed; null: none."
+        default=DedupConfig(),
+        description="Which repeated documents are removed; null: none.",
+        examples=[{"exact": True, "near": 0.8}],
     )
-    tokenizer: TokenizerConfig = Field(description="The tokenizer.")
-    pack: PackConfig = Field(default=PackConfig(), description="How documents become sequences.")
-    output: OutputConfig = Field(description="Where the dataset goes.")
+    tokenizer: Annotated[TokenizerConfig, Shorthand(text="path")] = Field(
+        description="The tokenizer.", examples=[{"path": "tokenizer.json", "eos": "<|endoftext|>"}]
+    )
+    pack: PackConfig = Field(
+        default=PackConfig(),
+        description="How documents become sequences.",
+        examples=[{"sequence_length": 2048}],
+    )
+    output: Annotated[OutputConfig, Shorthand(text="path")] = Field(
+        description="Where the dataset goes.", examples=["out"]
+    )
     work: Place | None = Field(
         default=None,
         description="Folder or URL for intermediate files, which machines may share; null: removed after "
@@ -345,7 +369,6 @@ def recipe_schema() -> dict[str, Any]:
 
 
 _MAX_RECIPE_BYTES = 1 << 20  # a recipe is written by people; anything larger is some other file
-_MODEL = re.compile(r"valid dictionary or instance of \w+")
 _KEY_PART = re.compile(r"([^.\[\]=]+)|\[(\d+)\]")
 
 
@@ -436,67 +459,10 @@ def _with_value(data: Any, parts: list[str | int], value: object, override: str)
     return data | {part: _with_value(data.get(part), rest, value, override)}
 
 
-def describe_problems(name: str, error: ValidationError, model: type[BaseModel]) -> str:
-    """All problems of one validation, a line each: key path, what is wrong, what was found."""
-    lines = []
-    problems = error.errors(include_url=False)
-    within = {p["loc"][:-1] for p in problems} | {p["loc"][:1] for p in problems if len(p["loc"]) > 1}
-    for problem in problems:
-        location, kind = problem["loc"], problem["type"]
-        if kind == "too_short" and location in within:
-            continue  # pydantic counts only the items without problems
-        path = _key_path(location)
-        if kind == "extra_forbidden":
-            lines.append(f"{path}: unknown key{_suggestion(model, location)}")
-        elif kind == "missing":
-            lines.append(f"{path}: required, but missing")
-        elif kind == "value_error":
-            lines.append(f"{path}: {problem['ctx']['error']}")
-        else:
-            lines.append(f"{path}: {_plain(problem['msg'])}, got {_shown(problem['input'])}")
-    count = f"{len(lines)} problems" if len(lines) > 1 else "1 problem"
-    return f"{name}: {count}\n" + "\n".join(f"  {line}" for line in lines)
-
-
-def _key_path(location: tuple[int | str, ...]) -> str:
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return path.removeprefix(".") or "(top level)"
-
-
-def _suggestion(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    owner: type[BaseModel] | None = model
-    for part in location[:-1]:
-        if owner is not None and isinstance(part, str):
-            field = owner.model_fields.get(part)
-            owner = _model_in(field.annotation) if field else None
-    if owner is None:
-        return ""
-    known = sorted(owner.model_fields)
-    close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(known) or 'none'}"
-
-
-def _model_in(annotation: object) -> type[BaseModel] | None:
-    """The model inside X, X | None or tuple[X, ...]."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((m for a in typing.get_args(annotation) if (m := _model_in(a)) is not None), None)
-
-
 def _yaml_problem(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     what = getattr(error, "problem", None) or (str(error).splitlines() or ["not YAML"])[0]
     return f"line {mark.line + 1}, column {mark.column + 1}: {what}" if mark else what
-
-
-def _plain(message: str) -> str:
-    message = _MODEL.sub("mapping", message.removeprefix("Input ")).replace("valid tuple", "list")
-    return message[:1].lower() + message[1:]
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}…"
 
 
 def _kind(value: object) -> str:

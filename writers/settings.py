@@ -1,12 +1,21 @@
-"""What every section of a recipe is made of: a strict model and the constrained types that sections share."""
+"""What every section of a recipe is made of: a strict model, and types and shorthands that sections share.
+
+A shorthand is another way to write a value. It is replaced by the long form before the value is checked, so
+both forms make equal recipes, with equal digests. The JSON Schema for editors has both.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import core_schema
 
-__all__ = ["FieldName", "Ratio", "StrictModel"]
+__all__ = ["FieldName", "Listed", "Ratio", "Shorthand", "StrictModel"]
+
+T = TypeVar("T")
 
 FieldName = Annotated[str, Field(min_length=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
@@ -16,3 +25,52 @@ class StrictModel(BaseModel):
     """A frozen section of a recipe: unknown keys are errors and values are never converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class _OneOrMany:
+    """A list of one item may be written as that item."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        def listed(value: object) -> object:
+            return value if value is None or isinstance(value, list | tuple) else [value]
+
+        items: Any = handler(source)
+        return core_schema.no_info_before_validator_function(listed, items | {"strict": False})
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> Any:
+        many = handler(schema)
+        return {"anyOf": [many["items"], many]}
+
+
+Listed = Annotated[tuple[T, ...], _OneOrMany()]
+"""A list; of one item also without brackets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shorthand:
+    """Other ways to write a section, in an `Annotated` type.
+
+    `switch`: true stands for the section with its defaults, false for null. `number` and `text` name the key
+    that a bare number or text is the value of; a function of the text makes the section.
+    """
+
+    switch: bool = False
+    number: str | None = None
+    text: str | Callable[[str], Mapping[str, object]] | None = None
+
+    def _long_form(self, value: object) -> object:
+        match value:
+            case bool() if self.switch:
+                return {} if value else None
+            case int() | float() if self.number is not None and not isinstance(value, bool):
+                return {self.number: float(value)}
+            case str() if self.text is not None:
+                return {self.text: value} if isinstance(self.text, str) else self.text(value)
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return core_schema.no_info_before_validator_function(self._long_form, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> Any:
+        forms = {"boolean": self.switch, "number": self.number, "string": self.text}
+        return {"anyOf": [{"type": [kind for kind, form in forms.items() if form]}, handler(schema)]}

@@ -11,6 +11,7 @@ import pytest
 
 from shardkit.errors import RecipeError
 from shardkit.hashing import digest_of
+from shardkit.writers.card import recipe_content
 from shardkit.writers.dedup.config import DedupConfig, ExactDedupConfig
 from shardkit.writers.filters.config import FilterEntry
 from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping, recipe_schema
@@ -75,9 +76,51 @@ def test_documented_defaults_hold() -> None:
 
 
 def test_messages_name_what_yaml_has_and_no_class_of_ours() -> None:
-    assert "inputs: should be a list, got 5" in problems(inputs=5)
-    assert "filters[0]: should be a mapping, got 'length'" in problems(filters=["length"])
-    assert "dedup: should be a mapping, got 3" in problems(dedup=3)
+    assert "inputs[0]: should be 'data/*.jsonl' or {path: data/*.jsonl, text: text}, got 5" in problems(
+        inputs=5
+    )
+    assert "dedup: should be a mapping, such as {exact: true, near: 0.8}, got 3" in problems(dedup=3)
+    assert "dedup.near: should be 0.8 or {similarity: 0.8}, got 'often'" in problems(dedup={"near": "often"})
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ({"filters": "gopher_quality"}, {"filters": [{"gopher_quality": {}}]}),
+        ({"filters": ["gopher", "pii"]}, {"filters": [{"profile": "gopher"}, {"pii": {}}]}),
+        ({"filters": {"length": {"min_words": 5}}}, {"filters": [{"length": {"min_words": 5}}]}),
+        ({"filters": [{"pii": True}]}, {"filters": [{"pii": {}}]}),
+        (
+            {"filters": [{"python": {"file": "mine.py", "function": "keep"}}]},
+            {"filters": [{"python": {"file": "mine.py", "function": "mine:keep"}}]},
+        ),
+        ({"filters": {"language": {"languages": "en"}}}, {"filters": [{"language": {"languages": ["en"]}}]}),
+        ({"dedup": {"exact": True, "near": 0.7}}, {"dedup": {"exact": {}, "near": {"similarity": 0.7}}}),
+        ({"dedup": {"near": 1}}, {"dedup": {"near": {"similarity": 1.0}}}),
+        (
+            {"dedup": {"exact": False, "lines": True, "near": {"measure": True}}},
+            {"dedup": {"exact": None, "lines": {}, "near": {"measure": {}}}},
+        ),
+        ({"inputs": "a.jsonl"}, {"inputs": [{"path": "a.jsonl"}]}),
+        ({"inputs": {"path": "a", "metadata": "b"}}, {"inputs": [{"path": "a", "metadata": ["b"]}]}),
+        ({"output": "out"}, {"output": {"path": "out"}}),
+    ],
+)
+def test_a_shorthand_makes_the_recipe_of_the_long_form(
+    short: dict[str, object], long: dict[str, object]
+) -> None:
+    brief, full = (recipe_from_mapping(SMALLEST | changes, folder=Path()) for changes in (short, long))
+    assert brief == full
+    assert digest_of(recipe_content(brief)) == digest_of(recipe_content(full))
+
+
+def test_files_left_out_are_part_of_what_the_recipe_says_and_recipes_without_them_are_as_before() -> None:
+    plain = recipe_from_mapping(SMALLEST, folder=Path())
+    changed = recipe_from_mapping(
+        SMALLEST | {"inputs": [{"path": "data/*.jsonl", "exclude": "a*"}]}, folder=Path()
+    )
+    assert "exclude" not in recipe_content(plain)["inputs"][0]
+    assert recipe_content(changed)["inputs"][0]["exclude"] == ["a*"]
 
 
 def test_no_duplicate_removal_may_be_written_as_null(tmp_path: Path) -> None:
@@ -105,7 +148,10 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
     message = str(caught.value)
     assert message.startswith(f"{tmp_path / 'recipe.yaml'}: 5 problems\n")
     assert "  inputs[0].txt: unknown key; did you mean 'text'?" in message
-    assert "  filters[1].length.min_words: should be a valid integer, got '50'" in message
+    assert (
+        "  filters[1].length.min_words: should be a whole number without quotes: write 50, got '50'"
+        in message
+    )
     assert "  filters[2].gopher_quality.min_words: unknown key; did you mean 'min_doc_words'?" in message
     assert "  tokenizer.eos: required, but missing" in message
     assert "  tokenizer.eso: unknown key; did you mean 'eos'?" in message
@@ -114,10 +160,29 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"filters": [{}]}, "filters[0]: an entry holds exactly one filter, this one has none"),
+        ({"filters": [{}]}, "filters[0]: each entry of the list is one filter, this one has none"),
         ({"filters": [{"length": {}, "profile": "minimal"}]}, "this one has length, profile"),
         ({"filters": [{"profile": "finewebb"}]}, "filters[0].profile: should be 'c4', 'dolma'"),
-        ({"filters": ["length"]}, "filters[0]: should be a mapping"),
+        ({"filters": ["lenght"]}, "filters[0]: there is no filter 'lenght'; did you mean 'length'?"),
+        ({"filters": ["zzz"]}, "filters[0]: there is no filter 'zzz'; known: length, ratios, "),
+        (
+            {"filters": [{"length": {"min_words": 9, "max_words": 8}}]},
+            "filters[0].length: min_words 9 is more than max_words 8: no document can pass both",
+        ),
+        (
+            {"filters": [{"perplexity": {"model": "m", "min_perplexity": 2.5, "max_perplexity": 2}}]},
+            "min_perplexity 2.5 is more than max_perplexity 2.0",
+        ),
+        (
+            {"filters": [{"python": {"function": "keep"}}]},
+            "filters[0].python.function: write module:function, such as my_filters:keep, got 'keep'",
+        ),
+        (
+            {"filters": [{"language": {"threshold": "high"}}]},
+            "threshold: should be a number, got 'high'; or should be a mapping of keys to values, got 'high'",
+        ),
+        ({"max_bad_fraction": "5%"}, "max_bad_fraction: should be a number: write 0.05 for 5%, got '5%'"),
+        ({"tokenizer": "tokenizer.json"}, "tokenizer.eos: required, but missing, such as '<|endoftext|>'"),
         ({"inputs": []}, "inputs: "),
         ({"inputs": [{"path": "file:///x"}]}, "inputs[0].path: write a local path without file://"),
         ({"inputs": [{"path": "s3://"}]}, "inputs[0].path: 's3://' is no URL"),
@@ -132,14 +197,14 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
         ({"output": {"path": "s3://"}}, "output.path: 's3://' is no URL"),
         ({"output": {"path": "file:///out"}}, "output.path: write a local path without file://"),
         ({"scratch": "s3://bucket/work"}, "scratch: a local path is needed here"),
-        ({"dedup": {"near": {"similarity": 0}}}, "dedup.near.similarity: should be greater than 0"),
+        ({"dedup": {"near": {"similarity": 0}}}, "dedup.near.similarity: should be more than 0"),
         ({"dedup": {"near": {"bands": 7}}}, "dedup.near: bands and rows are set together"),
         ({"dedup": {"near": {"bands": 20, "rows": 6}}}, "20 bands x 6 rows need 120 permutations"),
         ({"dedup": {"near": {"scope": "source", "against": ["x"]}}}, "use scope: global"),
         ({"output": {"path": "o", "shard_bytes": "3x"}}, "output.shard_bytes: not a size: '3x'"),
         (
             {"output": {"path": "o", "shard_bytes": "4GiB"}},
-            "output.shard_bytes: should be less than 4294967296",
+            "output.shard_bytes: should be less than 4,294,967,296 (4,096 MiB)",
         ),
         ({"output": {"path": "o", "hashes": ["xxh9"]}}, "output.hashes[0]: unknown hash 'xxh9'"),
         ({"output": {"path": "o", "compression": "rar"}}, "output.compression: "),

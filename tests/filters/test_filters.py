@@ -169,7 +169,7 @@ def test_a_filter_names_the_files_it_reads_and_the_one_that_is_missing(
         ("language", {"threshold": {}}, "at least 1"),
         ("language", {"threshold": 1.5}, "less than or equal to 1"),
         ("language", {"characters": 0}, "greater than or equal to 1"),
-        ("perplexity", {"model": "x", "min_perplexity": 3, "max_perplexity": 2}, "nothing would stay"),
+        ("perplexity", {"model": "x", "min_perplexity": 3, "max_perplexity": 2}, "no document can pass"),
         ("url_lists", {}, "url_lists needs a file"),
         ("decontamination", {"evaluations": [{"path": "a"}, {"path": "a"}]}, "same name"),
         ("python", {"function": "a:b", "reasons": ["one", "one"]}, "a reason is listed twice: one, one"),

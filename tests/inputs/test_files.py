@@ -24,7 +24,7 @@ from shardkit.storage.s3 import S3Store
 from shardkit.storage.store import StorageOptions
 from shardkit.writers import BuildResult, build
 from shardkit.writers.inputs import scan
-from shardkit.writers.inputs.files import expand_path, expand_url, key_matches
+from shardkit.writers.inputs.files import expand_path, expand_url, find_files, key_matches
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.inputs.scan import UNCOUNTED, scan_inputs
 from shardkit.writers.ledger import Ledger, Quarantine
@@ -90,6 +90,38 @@ def test_a_glob_reads_the_folders_that_it_matches_and_no_folder_markers() -> Non
     assert not key_matches("a/*", "a/b/_c/d")
     assert not key_matches("a/*", "a/b/")
     assert not key_matches("a/**", "a/b/")
+
+
+@pytest.mark.parametrize(
+    ("path", "exclude", "left"),
+    [
+        ("data", ["MANIFEST.json"], ["data/a.jsonl", "data/b/c.jsonl", "data/b/d.txt"]),
+        ("data", ["*.json*"], ["data/b/d.txt"]),
+        ("data", ["b"], ["data/MANIFEST.json", "data/a.jsonl"]),
+        ("data/**", ["data/*.jsonl"], ["data/MANIFEST.json", "data/b/c.jsonl", "data/b/d.txt"]),
+        ("data/*", ["data/b/**", "MANIFEST.*"], ["data/a.jsonl"]),
+        ("data/*", ["data"], ["data/MANIFEST.json", "data/a.jsonl", "data/b/c.jsonl", "data/b/d.txt"]),
+    ],
+)
+def test_excluded_files_are_not_found_in_a_folder_or_in_a_bucket(
+    path: str, exclude: list[str], left: list[str], store: MemoryStore, tmp_path: Path
+) -> None:
+    for name in ("data/a.jsonl", "data/b/c.jsonl", "data/b/d.txt", "data/MANIFEST.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+        store.put(name, b"x")
+    local = recipe(tmp_path, {"path": path, "exclude": exclude})
+    assert list(find_files(local, local.inputs[0], "inputs[0].path")) == left
+    urls = [f"{store.url}/{pattern}" if "/" in pattern else pattern for pattern in exclude]
+    remote = recipe(tmp_path, {"path": f"{store.url}/{path}", "base": store.url, "exclude": urls})
+    assert list(find_files(remote, remote.inputs[0], "inputs[0].path")) == left
+
+
+def test_an_input_of_which_nothing_is_left_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}")
+    made = recipe(tmp_path, {"path": "*.jsonl", "exclude": "a*"})
+    with pytest.raises(RecipeError, match="matches 1 files, and exclude leaves none"):
+        find_files(made, made.inputs[0], "inputs[0].path")
 
 
 def test_documents_have_the_ids_of_local_ones_where_base_says_what_to_leave_out(

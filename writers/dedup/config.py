@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from shardkit.writers.settings import Ratio, StrictModel
+from shardkit.writers.settings import Listed, Ratio, Shorthand, StrictModel
 
 __all__ = [
     "DedupConfig",
@@ -93,14 +93,13 @@ class NearDedupConfig(StrictModel):
     small_similarity: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.95, description="the least similarity if either document is such a one."
     )
-    against: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+    against: Listed[Annotated[str, Field(min_length=1)]] = Field(
         default=(),
-        strict=False,
         max_length=256,
         description="Indexes of `shardkit dedup-index` whose documents win over all inputs.",
     )
-    measure: MeasureConfig | None = Field(
-        default=None, description="{}: plant near-duplicates and report what share was found; null: do not."
+    measure: Annotated[MeasureConfig | None, Shorthand(switch=True)] = Field(
+        default=None, description="true: plant near-duplicates and report what share was found; null: do not."
     )
 
     @model_validator(mode="before")
@@ -108,7 +107,7 @@ class NearDedupConfig(StrictModel):
     def _defaults(cls, data: Any) -> Any:
         """Bands and rows go together: one of them alone cannot be null."""
         if isinstance(data, dict) and ("bands" in data) != ("rows" in data):
-            raise ValueError("bands and rows are set together, or neither")
+            raise ValueError("bands and rows are set together, such as bands: 14 with rows: 8")
         return data
 
     @model_validator(mode="after")
@@ -131,14 +130,16 @@ class NearDedupConfig(StrictModel):
 class DedupConfig(StrictModel):
     """Removal of repeated documents."""
 
-    exact: ExactDedupConfig | None = Field(
-        default=None, description="{}: remove equal texts; null: keep them."
+    exact: Annotated[ExactDedupConfig | None, Shorthand(switch=True)] = Field(
+        default=None, description="true: remove equal texts; null: keep them.", examples=[True]
     )
-    lines: LinesDedupConfig | None = Field(
-        default=None, description="{}: cut repeated lines out of documents; null: do not."
+    lines: Annotated[LinesDedupConfig | None, Shorthand(switch=True)] = Field(
+        default=None, description="true: cut repeated lines out of documents; null: do not.", examples=[True]
     )
-    near: NearDedupConfig | None = Field(
-        default=None, description="{}: remove near-duplicates; null: keep them."
+    near: Annotated[NearDedupConfig | None, Shorthand(switch=True, number="similarity")] = Field(
+        default=None,
+        description="true, or the similarity: remove near-duplicates; null: keep them.",
+        examples=[0.8, {"similarity": 0.8}],
     )
     max_removed_fraction: Ratio = Field(
         default=0.9,

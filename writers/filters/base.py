@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import model_validator
 
 from shardkit.errors import RecipeError
 from shardkit.writers.settings import StrictModel
@@ -52,6 +53,17 @@ _Loaded = TypeVar("_Loaded")
 
 class FilterSettings(StrictModel):
     """The settings of one filter."""
+
+    @model_validator(mode="after")
+    def _some_value_passes(self) -> Self:
+        for name in type(self).model_fields:
+            other = name.replace("min_", "max_", 1)
+            if not name.startswith("min_") or other not in type(self).model_fields:
+                continue
+            least, most = getattr(self, name), getattr(self, other)
+            if least is not None and most is not None and least > most:
+                raise ValueError(f"{name} {least:,} is more than {other} {most:,}: no document can pass both")
+        return self
 
     def build(self, folder: Path) -> Filter | Editor:
         """Load what the filter needs. `folder` is the base of the relative paths in the settings."""

@@ -11,6 +11,7 @@ therefore not kept; the same documents stay, and only the reported reason may di
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -38,7 +39,7 @@ from shardkit.writers.filters.user import PythonConfig
 from shardkit.writers.filters.word_lists import BadWordsConfig, StopWordsConfig
 from shardkit.writers.settings import StrictModel
 
-__all__ = ["PROFILES", "FilterEntry"]
+__all__ = ["PROFILES", "FilterEntry", "entry_named"]
 
 _Entry = Mapping[str, Mapping[str, Any]]
 
@@ -103,10 +104,10 @@ class FilterEntry(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, data: Any) -> Any:
-        """`- gopher_quality:` means its defaults."""
+        """`- gopher_quality:` and `- gopher_quality: true` mean its defaults."""
         if isinstance(data, dict):
             return {
-                k: {} if v is None and k in cls.model_fields and k != "profile" else v
+                k: {} if (v is None or v is True) and k in cls.model_fields and k != "profile" else v
                 for k, v in data.items()
             }
         return data
@@ -116,8 +117,8 @@ class FilterEntry(StrictModel):
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
-                f"an entry holds exactly one filter, this one has {', '.join(given) or 'none'}; "
-                f"one of {', '.join(type(self).model_fields)}"
+                f"each entry of the list is one filter, this one has {', '.join(given) or 'none'}; write "
+                "each as an entry of its own, such as [{length: {min_words: 50}}, gopher_quality]"
             )
         return self
 
@@ -132,3 +133,15 @@ class FilterEntry(StrictModel):
             return tuple(step for entry in entries for step in entry.filters())
         named = ((name, getattr(self, name)) for name in type(self).model_fields)
         return tuple((name, config) for name, config in named if config is not None)
+
+
+def entry_named(name: str) -> dict[str, object]:
+    """The entry for a bare name: a filter with its defaults, or a profile. ValueError if there is none."""
+    if name in PROFILES:
+        return {"profile": name}
+    known = [*FilterEntry.model_fields, *PROFILES]
+    if name not in FilterEntry.model_fields or name == "profile":
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+        raise ValueError(f"there is no filter {name!r}; {hint}")
+    return {name: {}}

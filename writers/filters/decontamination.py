@@ -30,7 +30,7 @@ from pydantic import Field, model_validator
 from shardkit.errors import RecipeError
 from shardkit.files import load_json
 from shardkit.writers.filters.base import FilterSettings, Rule, file_version
-from shardkit.writers.settings import FieldName, StrictModel
+from shardkit.writers.settings import FieldName, Listed, StrictModel
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -55,17 +55,15 @@ class EvaluationConfig(StrictModel):
 
     path: FieldName = Field(description="JSONL, or text with one item per line; plain or .gz.")
     name: str | None = Field(default=None, description="Name in reports; null: the name of the file.")
-    fields: tuple[FieldName, ...] = Field(
-        default=("text",), strict=False, min_length=1, description="JSONL: fields whose texts make an item."
+    fields: Listed[FieldName] = Field(
+        default=("text",), min_length=1, description="JSONL: fields whose texts make an item."
     )
 
 
 class DecontaminationConfig(FilterSettings):
     """Evaluation sets that documents must not contain, and what counts as an overlap."""
 
-    evaluations: tuple[EvaluationConfig, ...] = Field(
-        strict=False, min_length=1, description="Files of evaluation items."
-    )
+    evaluations: Listed[EvaluationConfig] = Field(min_length=1, description="Files of evaluation items.")
     ngram: int = Field(default=13, ge=1, le=64, description="Consecutive words that make an overlap.")
     min_item_words: int = Field(
         default=8, ge=1, description="Shorter items are ignored; those up to ngram are found as a whole."

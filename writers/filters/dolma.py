@@ -23,7 +23,7 @@ from pydantic import Field
 
 from shardkit.writers.filters.base import FilterSettings, Rule, above, below, ratio
 from shardkit.writers.filters.gopher import NgramBound
-from shardkit.writers.settings import FieldName, Ratio
+from shardkit.writers.settings import FieldName, Listed, Ratio
 
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
@@ -59,9 +59,8 @@ class DolmaQualityFilter(FilterSettings):
     min_required_word_count: int | None = Field(
         default=2, ge=0, description="Fewest occurrences of required words."
     )
-    required_words: tuple[FieldName, ...] = Field(
+    required_words: Listed[FieldName] = Field(
         default=("the", "be", "to", "of", "and", "that", "have", "with"),
-        strict=False,
         max_length=64,
         description="The required words, compared exactly.",
     )

@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.hashing import hash_file
 from shardkit.writers.filters.base import FilterSettings, Rule, file_version
-from shardkit.writers.settings import FieldName, Ratio
+from shardkit.writers.settings import FieldName, Listed, Ratio
 
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
@@ -58,9 +58,7 @@ LANGUAGES = frozenset(_CODES.split())
 class LanguageConfig(FilterSettings):
     """Languages to keep, and how certain fastText's lid.176 must be of them."""
 
-    languages: tuple[str, ...] | None = Field(
-        default=None, strict=False, description="Codes such as en; null: all 176."
-    )
+    languages: Listed[str] | None = Field(default=None, description="Codes such as en; null: all 176.")
     threshold: Ratio | Annotated[dict[str, Ratio], Field(min_length=1)] = Field(
         default=0.65, description="Keep documents whose score is above it: one number, or one per language."
     )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 
 from shardkit.writers.filters.base import FilterSettings, Rule, above, below, ratio
-from shardkit.writers.settings import FieldName, Ratio
+from shardkit.writers.settings import FieldName, Listed, Ratio
 
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
@@ -72,9 +72,8 @@ class GopherQualityFilter(FilterSettings):
         default=0.8, description="Least part of words with a letter (datatrove's name; it is a minimum)."
     )
     min_stop_words: int | None = Field(default=2, ge=0, description="Fewest distinct stop words.")
-    stop_words: tuple[FieldName, ...] = Field(
+    stop_words: Listed[FieldName] = Field(
         default=("the", "be", "to", "of", "and", "that", "have", "with"),
-        strict=False,
         max_length=64,
         description="The stop words, compared exactly.",
     )

@@ -21,11 +21,11 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from shardkit.errors import MissingExtraError, RecipeError
 from shardkit.writers.filters.base import FilterSettings, Rule, above, file_version
@@ -55,13 +55,6 @@ class PerplexityConfig(FilterSettings):
     )
     min_perplexity: float | None = Field(default=None, ge=0, description="Least perplexity.")
     max_perplexity: float | None = Field(default=None, ge=0, description="Greatest perplexity.")
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        low, high = self.min_perplexity, self.max_perplexity
-        if low is not None and high is not None and low > high:
-            raise ValueError(f"min_perplexity {low} is above max_perplexity {high}, so nothing would stay")
-        return self
 
     def build(self, folder: Path) -> PerplexityFilter:
         """See FilterSettings.build."""

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from shardkit.writers.filters.base import Edit, FilterSettings, above
-from shardkit.writers.settings import FieldName
+from shardkit.writers.settings import FieldName, Listed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -52,13 +52,12 @@ class PiiEditor(FilterSettings):
     emails: bool = Field(default=True, description="Redact e-mail addresses.")
     ip_addresses: bool = Field(default=True, description="Redact public IPv4 and IPv6 addresses.")
     phones: bool = Field(default=True, description="Redact phone numbers, international or North American.")
-    email_replacement: tuple[FieldName, ...] = Field(
+    email_replacement: Listed[FieldName] = Field(
         default=("email@example.com", "firstname.lastname@example.org"),
-        strict=False,
         min_length=1,
         description="Replacements of e-mail addresses; the default is datatrove's.",
     )
-    ip_replacement: tuple[FieldName, ...] = Field(
+    ip_replacement: Listed[FieldName] = Field(
         default=(
             "22.214.171.124",
             "126.96.36.199",
@@ -67,12 +66,11 @@ class PiiEditor(FilterSettings):
             "220.127.116.11",
             "18.104.22.168",
         ),
-        strict=False,
         min_length=1,
         description="Replacements of IP addresses; the default is datatrove's.",
     )
-    phone_replacement: tuple[FieldName, ...] = Field(
-        default=("<PHONE>",), strict=False, min_length=1, description="Replacements of phone numbers."
+    phone_replacement: Listed[FieldName] = Field(
+        default=("<PHONE>",), min_length=1, description="Replacements of phone numbers."
     )
     max_matches: int | None = Field(
         default=None, ge=0, description="Drop documents with more matches (dolma: 5); null: no rule."

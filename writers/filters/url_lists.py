@@ -23,7 +23,7 @@ import xxhash
 from pydantic import Field, model_validator
 
 from shardkit.writers.filters.base import FilterSettings, Rule, load_list
-from shardkit.writers.settings import FieldName
+from shardkit.writers.settings import FieldName, Listed
 
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
@@ -31,26 +31,20 @@ if TYPE_CHECKING:
 __all__ = ["UrlListsConfig", "UrlListsFilter", "plain_url", "url_host"]
 
 _WORDS = re.compile(r"[^a-z0-9]+")
-_Files = tuple[FieldName, ...]
+_Files = Listed[FieldName]
 
 
 class UrlListsConfig(FilterSettings):
     """Files with one entry per line, and how many soft words are too many."""
 
-    domains: _Files = Field(
-        default=(), strict=False, description="Files of hosts to drop, with their subdomains."
-    )
-    hosts: _Files = Field(
-        default=(), strict=False, description="Files of hosts to drop, without their subdomains."
-    )
-    urls: _Files = Field(default=(), strict=False, description="Files of URLs to drop.")
-    banned_words: _Files = Field(default=(), strict=False, description="Files of words that no URL may have.")
-    soft_banned_words: _Files = Field(
-        default=(), strict=False, description="Files of words of which a URL may have few."
-    )
+    domains: _Files = Field(default=(), description="Files of hosts to drop, with their subdomains.")
+    hosts: _Files = Field(default=(), description="Files of hosts to drop, without their subdomains.")
+    urls: _Files = Field(default=(), description="Files of URLs to drop.")
+    banned_words: _Files = Field(default=(), description="Files of words that no URL may have.")
+    soft_banned_words: _Files = Field(default=(), description="Files of words of which a URL may have few.")
     soft_word_threshold: int = Field(default=2, ge=1, description="Distinct soft words that drop a document.")
     banned_subwords: _Files = Field(
-        default=(), strict=False, description="Files of substrings of URLs without punctuation."
+        default=(), description="Files of substrings of URLs without punctuation."
     )
 
     @model_validator(mode="after")

@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, JsonValue, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers.filters.base import FilterSettings, Rule
-from shardkit.writers.settings import FieldName
+from shardkit.writers.settings import FieldName, Listed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,20 +34,42 @@ if TYPE_CHECKING:
 __all__ = ["PythonConfig", "PythonFilter"]
 
 
+def _function_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", name):
+        raise ValueError(f"write module:function, such as my_filters:{_identifier(name)}, got {name!r}")
+    return name
+
+
+def _identifier(name: str) -> str:
+    last = re.split(r"\W+", name)[-1]
+    return last if last.isidentifier() else "keep"
+
+
 class PythonConfig(FilterSettings):
     """A function that judges Arrow batches, and its arguments."""
 
-    function: str = Field(
-        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$",
+    function: Annotated[str, AfterValidator(_function_name)] = Field(
         description="package.module:function; with file, the module is a name for messages.",
+        examples=["my_filters:keep"],
     )
     file: FieldName | None = Field(
         default=None, description="Python file that defines it, instead of an installed module."
     )
     parameters: dict[str, JsonValue] = Field(default={}, description="Keyword arguments of the function.")
-    reasons: tuple[FieldName, ...] = Field(
-        default=(), strict=False, description="The reasons it may return; none: it returns what to keep."
+    reasons: Listed[FieldName] = Field(
+        default=(), description="The reasons it may return; none: it returns what to keep."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_after_the_file(cls, data: Any) -> Any:
+        """With a file, `function: keep` is enough; the file's name is the module's."""
+        if isinstance(data, dict):
+            function, file = data.get("function"), data.get("file")
+            if isinstance(function, str) and isinstance(file, str) and function.isidentifier():
+                module = Path(file).stem
+                return data | {"function": f"{module if module.isidentifier() else 'filter'}:{function}"}
+        return data
 
     @model_validator(mode="after")
     def _distinct(self) -> Self:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from shardkit.writers.filters.base import FilterSettings, Rule, below, load_list, ratio
-from shardkit.writers.settings import FieldName, Ratio
+from shardkit.writers.settings import FieldName, Listed, Ratio
 
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
@@ -28,9 +28,7 @@ __all__ = ["BadWordsConfig", "BadWordsFilter", "StopWordsConfig", "StopWordsFilt
 class BadWordsConfig(FilterSettings):
     """A list of words and phrases that documents should not have, such as LDNOOBW's."""
 
-    lists: tuple[FieldName, ...] = Field(
-        strict=False, min_length=1, description="Files with one word or phrase per line."
-    )
+    lists: Listed[FieldName] = Field(min_length=1, description="Files with one word or phrase per line.")
     separated: bool = Field(
         default=True, description="Only as whole words; false for scripts without spaces."
     )

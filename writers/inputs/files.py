@@ -118,7 +118,9 @@ def check_unchanged(files: Iterable[InputFile]) -> None:
 
 def _find_local(recipe: Recipe, config: InputConfig, key: str) -> dict[str, InputFile]:
     files = {}
-    for path in expand_path(recipe.folder, config.path):
+    found_paths = expand_path(recipe.folder, config.path)
+    paths = [path for path in found_paths if not _is_excluded(config, str(path), recipe.folder)]
+    for path in paths:
         try:
             found = path.stat()
         except OSError as error:
@@ -128,7 +130,8 @@ def _find_local(recipe: Recipe, config: InputConfig, key: str) -> dict[str, Inpu
         name = _name_of(path, recipe, config, key)
         files[name] = InputFile(name, str(path), found.st_size, found.st_mtime_ns)
     if not files:
-        raise RecipeError(f"{key}: {config.path} matches no file (looked in {recipe.folder})")
+        left = f"{len(found_paths):,} files, and exclude leaves none" if found_paths else "no file"
+        raise RecipeError(f"{key}: {config.path} matches {left} (looked in {recipe.folder})")
     return files
 
 
@@ -137,13 +140,35 @@ def _find_remote(config: InputConfig, key: str, storage: StorageOptions | None) 
         found = expand_url(config.path, storage)
     except StoreError as error:
         raise RecipeError(f"{key}: {error}") from error
-    if not found:
-        raise RecipeError(f"{key}: {config.path} matches no object")
     files = {}
     for url, info in found.items():
+        if _is_excluded(config, url):
+            continue
         name = _name_of_url(url, config.base, key)
         files[name] = InputFile(name, url, info.bytes, info.version, storage)
+    if not files:
+        left = f"{len(found):,} objects, and exclude leaves none" if found else "no object"
+        raise RecipeError(f"{key}: {config.path} matches {left}")
     return files
+
+
+def _is_excluded(config: InputConfig, place: str, folder: Path | None = None) -> bool:
+    """Whether a file is left out: a URL, or an absolute path if `folder` is where local patterns start."""
+
+    def whole(pattern: str) -> str:
+        return pattern if folder is None else normpath(folder / pattern)
+
+    above = whole(config.path)
+    if not place.startswith(f"{above.rstrip('/')}/"):
+        above = _fixed_part(above).rpartition("/")[0]
+    names = place.removeprefix(above).strip("/").split("/")
+    for pattern in config.exclude:
+        if "/" in pattern:
+            if key_matches(whole(pattern), place):
+                return True
+        elif any(fnmatchcase(name, pattern) for name in names):
+            return True
+    return False
 
 
 def _name_of(path: Path, recipe: Recipe, config: InputConfig, key: str) -> str:

@@ -138,7 +138,7 @@ def tasks(
         place = asdict(split) | {"file": split.file}
         del place["index"], place["input"]
         fields = recipe.inputs[split.source].model_dump(
-            mode="json", exclude={"path", "base", "source", "format"}
+            mode="json", exclude={"path", "exclude", "base", "source", "format"}
         )
         config = shared | {"split": place, "inputs": fields}
         args = (split, recipe, folder)
