@@ -40,6 +40,8 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
     )
     if recipe.output.prefixes is None:
         del content["output"]["prefixes"]  # as in the recipes of older versions
+    if recipe.limit is None:
+        del content["limit"]
     for entry in content["inputs"]:
         if not entry["exclude"]:
             del entry["exclude"]

@@ -290,6 +290,11 @@ class Recipe(StrictModel):
         description="Where `work` is a URL: folder of each machine for what its tasks write; null: below the "
         "system's temporary folder.",
     )
+    limit: Annotated[int, Field(ge=1, le=1 << 40)] | None = Field(
+        default=None,
+        description="For a trial: read at most this many records of each input, from splits spread "
+        "evenly over it; null: all.",
+    )
     seed: int = Field(default=17, ge=0, lt=1 << 63, description="Seed of the shuffles.")
     memory: Annotated[Size, Field(ge=1 << 28)] = Field(
         default=2_000_000_000, description="Memory that one worker may use, bytes (or 2GB)."
@@ -329,6 +334,11 @@ class Recipe(StrictModel):
         copy = self.model_copy()
         copy._folder = folder.absolute()
         return copy
+
+    def as_trial(self, limit: int) -> Recipe:
+        """The same recipe for at most `limit` records of each input, with an output of its own."""
+        output = self.output.model_copy(update={"path": f"{self.output.path}-limit-{limit}"})
+        return self.model_copy(update={"limit": limit, "output": output})
 
     @property
     def sources(self) -> tuple[str, ...]:

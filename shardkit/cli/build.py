@@ -11,6 +11,7 @@ from shardkit.cli.common import (
     add_json_argument,
     add_recipe_arguments,
     add_storage_arguments,
+    count,
     print_columns,
     print_json,
     stderr_console,
@@ -21,7 +22,7 @@ from shardkit.errors import BuildError
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardkit.writers import BuildResult
+    from shardkit.writers import BuildResult, Recipe
     from shardkit.writers.execution.scheduler import TaskSlice
     from shardkit.writers.maintenance import Explanation
 
@@ -43,6 +44,13 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--output",
         metavar="PLACE",
         help="folder or URL, such as s3://bucket/prefix, for the dataset (default: the recipe's output.path)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=count,
+        metavar="N",
+        help="build a trial from at most N records of each input, spread evenly over its files, in an output "
+        "folder of its own, named as the recipe's with -limit-N (default: build everything)",
     )
     add_recipe_arguments(parser, example="pack.sequence_length=4096")
     _add_task_arguments(parser)
@@ -100,18 +108,22 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Build, and print the result."""
+    from shardkit.writers.recipe import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)  # refused before anything heavy is imported
+    if arguments.limit is not None:
+        recipe = recipe.as_trial(arguments.limit)
+    if arguments.explain:
+        return _explain(recipe, arguments)
+    if arguments.timings is not None and not arguments.timings.absolute().parent.is_dir():
+        raise BuildError(f"--timings {arguments.timings}: its folder does not exist; make it first")
     from shardkit.writers import build
     from shardkit.writers.execution.engine import TASK_SECONDS
 
-    if arguments.explain:
-        return _explain(arguments)
-    if arguments.timings is not None and not arguments.timings.absolute().parent.is_dir():
-        raise BuildError(f"--timings {arguments.timings}: its folder does not exist; make it first")
     result = build(
-        arguments.recipe,
+        recipe,
         output=arguments.output,
         workers=arguments.workers,
-        overrides=arguments.overrides,
         engine=arguments.engine,
         ray_address=arguments.ray_address,
         task_slice=arguments.task_slice,
@@ -160,13 +172,12 @@ def _write_timings(path: Path, result: BuildResult) -> None:
         ) from error
 
 
-def _explain(arguments: argparse.Namespace) -> int:
+def _explain(recipe: Recipe, arguments: argparse.Namespace) -> int:
     from shardkit.writers.maintenance import explain_build
 
     explanation = explain_build(
-        arguments.recipe,
+        recipe,
         output=arguments.output,
-        overrides=arguments.overrides,
         storage=storage_options(arguments),
     )
     if arguments.json:

@@ -132,6 +132,8 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _card_lines(card: DatasetCard) -> list[tuple[str, str]]:
     """What the card says in one line each; whatever an older one lacks is left out."""
     lines = []
+    if limit := card.data.get("recipe", {}).get("limit"):
+        lines.append(("trial", f"at most {limit:,} records of each input, not the whole of them"))
     if card.has("tokens", "padding"):
         share = 100 * card.padding / max(1, card.tokens + card.padding)
         lines.append(("tokens", f"{card.tokens:,}, and {card.padding:,} of padding ({share:.3f} %)"))

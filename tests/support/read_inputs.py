@@ -37,10 +37,11 @@ def read(
     split_bytes: int = 1 << 26,
     allowed: float = 1.0,
     limit: int = 1 << 26,
+    records: int | None = None,
     **config: Any,
 ) -> tuple[pa.Table, list[Bad], Ledger]:
-    """All documents of one input file, its quarantine and its checked ledger."""
-    made = recipe(folder, {"path": name, **config})
+    """All documents of one input file, or its first `records`, its quarantine and its checked ledger."""
+    made = recipe(folder, {"path": name, **config}, limit=records)
     ledger = Ledger()
     batches: list[pa.RecordBatch] = []
     bad: list[Bad] = []

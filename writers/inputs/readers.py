@@ -24,7 +24,7 @@ from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.read_columnar import read_arrow, read_parquet
 from shardkit.writers.inputs.read_csv import read_csv
-from shardkit.writers.inputs.records import Lines, RecordSink, SuspectDataError
+from shardkit.writers.inputs.records import LimitReachedError, Lines, RecordSink, SuspectDataError
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import Ledger, Quarantine
 from shardkit.writers.recipe import InputConfig
@@ -60,6 +60,8 @@ def read_split(
         for _ in _reader(split, config)(sink, config):
             if sink.full:
                 yield from sink.flush()
+    except LimitReachedError:
+        pass
     except ContainerError as damage:
         unfinished = sink.position - (sink.offset or 0)
         sink.damaged(damage.problem, bytes=unfinished + damage.rest_bytes)

@@ -28,7 +28,7 @@ from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.ledger import BadRecord, Count, Ledger, Quarantine, snippet_of
 from shardkit.writers.recipe import InputConfig
 
-__all__ = ["Line", "Lines", "RecordSink", "SuspectDataError"]
+__all__ = ["LimitReachedError", "Line", "Lines", "RecordSink", "SuspectDataError"]
 
 _HEAD_BYTES = 256
 Line = tuple[int, int, bytes, bool]
@@ -46,6 +46,10 @@ class SuspectDataError(Exception):
         super().__init__(problem)
         self.problem, self.sound_bytes = problem, sound_bytes
         self.lost_bytes, self.records = lost_bytes, records
+
+
+class LimitReachedError(Exception):
+    """As many records as a trial wants of a split have been read."""
 
 
 class RecordSink:
@@ -80,24 +84,29 @@ class RecordSink:
         self._bytes = 0
         self._rows: list[tuple[int, str, str | None, str | None, str | None]] = []
 
+    def _begin_record(self) -> None:
+        if self.records == self.split.limit:
+            raise LimitReachedError
+        self.records += 1
+
     def add(self, text: str, fields: Mapping[str, object], *, bytes: int, markup: bool = True) -> None:
         """Take a document; `bytes` is its size as read, which decides when a batch is full.
 
         Where the recipe says `extract`, text that is `markup` becomes the main text of the page.
         """
+        self._begin_record()
         self._named.look(fields)
         if self.columns is not None:
             self._named.check_columns(self.split, self.columns)
         if markup and self._extract is not None:
             main, size = self._extract(text), len(text.encode())
             if not main:
-                self.drop("html/unreadable" if main is None else "html/no_text", bytes=size)
+                self._drop("html/unreadable" if main is None else "html/no_text", bytes=size)
                 return
             text = main
             self._ledger.read += Count(0, size - len(text.encode()))
             self._ledger.drop("html/markup", 0, size - len(text.encode()))
         config = self._config
-        self.records += 1
         self._bytes += bytes
         id, url = (_field_text(field_at(fields, path)) for path in self.carried[:2])
         metadata = None
@@ -108,7 +117,10 @@ class RecordSink:
 
     def drop(self, reason: str, *, bytes: int) -> None:
         """Book a sound record that holds no document: no page, an error page, no text."""
-        self.records += 1
+        self._begin_record()
+        self._drop(reason, bytes=bytes)
+
+    def _drop(self, reason: str, *, bytes: int) -> None:
         self._ledger.read += Count(1, bytes)
         self._ledger.drop(reason, 1, bytes)
 
@@ -119,7 +131,7 @@ class RecordSink:
 
     def bad(self, reason: str, error: str, *, head: bytes = b"", bytes: int | None = None) -> None:
         """Book one unreadable record of `bytes` bytes, `head` being the first of them or all."""
-        self.records += 1
+        self._begin_record()
         self._book(1, len(head) if bytes is None else bytes, reason, error, snippet_of(head))
 
     def damaged(self, error: str, *, bytes: int, records: int = 1) -> None:

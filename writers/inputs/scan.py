@@ -21,7 +21,7 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
@@ -55,6 +55,8 @@ SPLIT_BYTES = 1 << 26
 _READ_BYTES = 1 << 20
 _NEWLINE_BYTES = 1 << 16  # a line or a few
 UNCOUNTED = -1  # `Split.first_record` that a stage has to find out
+_TRIAL_SPLITS = 8  # of each input, where `limit` is set: a few places are more alike to the whole than one
+_TRIAL_RECORD_BYTES = 4096  # as large as records are taken to be, to have enough splits for them
 _THREADS = 8  # that read footers: of a remote file it is waiting only
 _FORMATS = {
     ".jsonl": "jsonl",
@@ -94,6 +96,7 @@ class Split:
     end: int
     first_record: int  # line or row number of the first record, or UNCOUNTED
     bytes: int  # stored bytes of this split
+    limit: int | None = None  # read so many of its records at most
 
     @property
     def file(self) -> str:
@@ -189,7 +192,25 @@ def scan_inputs(
     with ThreadPoolExecutor(_THREADS) as pool:
         cut = zip(found, pool.map(cuts, found), strict=True)
         places = [(*entry, *place) for entry, made in cut for place in made]
-    return [Split(index, *place) for index, place in enumerate(places)]
+    splits = [Split(index, *place) for index, place in enumerate(places)]
+    return splits if recipe.limit is None else _limited(splits, recipe.limit)
+
+
+def _limited(splits: Sequence[Split], limit: int) -> list[Split]:
+    """Splits spread evenly over each input, with at most `limit` records to read in all of them."""
+    chosen: list[Split] = []
+    for source in sorted({split.source for split in splits}):
+        # Those whose first record takes no counting of others, so that ids are those of the whole build.
+        of_source = [split for split in splits if split.source == source and split.first_record != UNCOUNTED]
+        bytes_each = max(1, sum(split.bytes for split in of_source) // len(of_source))
+        wanted = max(_TRIAL_SPLITS, limit * _TRIAL_RECORD_BYTES // bytes_each)
+        number = min(wanted, len(of_source), limit)
+        each, more = divmod(limit, number)
+        chosen += [
+            replace(of_source[at * len(of_source) // number], limit=each + (at < more))
+            for at in range(number)
+        ]
+    return [replace(split, index=index) for index, split in enumerate(chosen)]
 
 
 def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | None]:

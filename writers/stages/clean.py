@@ -137,6 +137,8 @@ def tasks(
     for split in splits:
         place = asdict(split) | {"file": split.file}
         del place["index"], place["input"]
+        if split.limit is None:
+            del place["limit"]
         fields = recipe.inputs[split.source].model_dump(
             mode="json", exclude={"path", "exclude", "base", "source", "format"}
         )
