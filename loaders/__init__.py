@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from shardkit.errors import naming_extras
 
-if TYPE_CHECKING:
-    from shardkit.loaders.balanced import balanced_streams as balanced_streams
-    from shardkit.loaders.balanced import weighted_streams as weighted_streams
-    from shardkit.loaders.config import Stream as Stream
-    from shardkit.loaders.loader import StreamingLoader as StreamingLoader
-    from shardkit.loaders.peers import watch as watch
-
 __all__ = ["Stream", "StreamingLoader", "balanced_streams", "watch", "weighted_streams"]
 
+_MODULES = {
+    "Stream": "config",
+    "StreamingLoader": "loader",
+    "balanced_streams": "balanced",
+    "watch": "peers",
+    "weighted_streams": "balanced",
+}
 
-def __getattr__(name: str) -> object:
-    # Lazy, so that the planning modules can be used without importing torch.
-    with naming_extras(f"{__name__}.{name}"):
-        if name == "StreamingLoader":
-            from shardkit.loaders.loader import StreamingLoader
+if TYPE_CHECKING:
+    from shardkit.loaders.balanced import balanced_streams, weighted_streams
+    from shardkit.loaders.config import Stream
+    from shardkit.loaders.loader import StreamingLoader
+    from shardkit.loaders.peers import watch
+else:
 
-            return StreamingLoader
-        if name == "Stream":
-            from shardkit.loaders.config import Stream
+    def __getattr__(name: str) -> object:
+        # Lazy, so that the planning modules can be used without importing torch.
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        with naming_extras(f"{__name__}.{name}"):
+            return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
-            return Stream
-        if name == "watch":
-            from shardkit.loaders.peers import watch
 
-            return watch
-        if name in ("balanced_streams", "weighted_streams"):
-            from shardkit.loaders import balanced
-
-            return getattr(balanced, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return __all__

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardError
-from shardkit.formats.mds.encodings import encoding_of
+from shardkit.formats.mds.encodings import constant_layout
 from shardkit.loaders.gather import FixedColumn, FixedRows
 from shardkit.loaders.streams import Columns, ReadRows, Streams
 from shardkit.manifest import Column
@@ -216,7 +216,7 @@ def _token_column(dataset: Dataset) -> str | None:
 
 def _layout(dataset: Dataset, name: str) -> tuple[np.dtype[np.generic], tuple[int, ...]] | None:
     column = next((column for column in _columns(dataset) if column.name == name), None)
-    return None if column is None else _constant_layout(column)
+    return None if column is None else constant_layout(column.encoding)
 
 
 def _batch_names(dataset: Dataset, columns: Sequence[str] | None) -> dict[str, str]:
@@ -245,7 +245,7 @@ def _fixed_columns(
     fixed = {}
     for key, name in names.items():
         column = by_name.get(name)
-        layout = None if column is None or column.size is None else _constant_layout(column)
+        layout = None if column is None or column.size is None else constant_layout(column.encoding)
         if column is None or layout is None:
             return None
         dtype, shape = layout
@@ -285,15 +285,6 @@ def output_dtype(requested: TokenDtype, stored: np.dtype[np.generic]) -> np.dtyp
     return wanted
 
 
-def _constant_layout(column: Column) -> tuple[np.dtype[np.generic], tuple[int, ...]] | None:
-    """(type, shape) of every value of a column of equal numbers or arrays; None for any other column."""
-    try:
-        encoding = encoding_of(column.encoding)
-    except ValueError:
-        return None  # an extension that only tars know
-    return None if encoding.dtype is None else (encoding.dtype, encoding.shape)
-
-
 class DecodedSamples:
     """Reads the wanted columns of any dataset."""
 
@@ -311,7 +302,9 @@ class DecodedSamples:
         self._delivered = dict(delivered)
         by_name = {column.name: column for column in _columns(dataset)}
         layouts = {
-            name: _constant_layout(by_name[column]) for name, column in names.items() if column in by_name
+            name: constant_layout(by_name[column].encoding)
+            for name, column in names.items()
+            if column in by_name
         }
         self._stacked = {name: layout[0] for name, layout in layouts.items() if layout is not None}
 

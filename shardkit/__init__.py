@@ -1,21 +1,81 @@
-"""shardkit: raw text to deterministic pretraining shards, and those shards to GPUs, exactly once."""
+"""shardkit: raw text to deterministic pretraining shards, and those shards to GPUs, exactly once.
+
+    import shardkit as sk
+
+    result = sk.build("recipe.yaml")                  # or a dict of the same keys, or a Recipe
+    ds = sk.open("out")                               # or a URL: any MDS or WebDataset
+    ds[17], ds[3:9], ds.sample(5).to_pandas()         # rows
+    ds.text(17), ds.documents(17)                     # what the tokens of a row say, and where they are from
+    ds.trace(url="example.org/*")                     # where a document or site is in the dataset
+    for batch in sk.StreamingLoader(ds, batch_size=8):
+        ...
+
+Building needs `pip install 'shardkit[write]'`, tensors need torch. Every name is imported when it is first
+used, so `import shardkit` costs milliseconds.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-__all__ = ["__version__", "open_dataset"]
+from shardkit.errors import naming_extras
+
+__all__ = [
+    "BuildResult",
+    "Dataset",
+    "Recipe",
+    "Stream",
+    "StreamingLoader",
+    "__version__",
+    "build",
+    "convert",
+    "download",
+    "load_recipe",
+    "open",
+    "open_dataset",
+    "trace",
+    "upload",
+    "verify",
+]
 
 __version__ = "0.1.0"
 
+_PLACES = {  # module and name of each
+    "BuildResult": ("shardkit.writers.result", "BuildResult"),
+    "Dataset": ("shardkit.datasets.dataset", "Dataset"),
+    "Recipe": ("shardkit.writers.recipe", "Recipe"),
+    "Stream": ("shardkit.loaders.config", "Stream"),
+    "StreamingLoader": ("shardkit.loaders.loader", "StreamingLoader"),
+    "build": ("shardkit.writers.pipeline", "build"),
+    "convert": ("shardkit.tools.convert", "convert"),
+    "download": ("shardkit.publish", "download"),
+    "load_recipe": ("shardkit.writers.recipe", "load_recipe"),
+    "open": ("shardkit.datasets.dataset", "open_dataset"),
+    "open_dataset": ("shardkit.datasets.dataset", "open_dataset"),
+    "trace": ("shardkit.tools.trace.documents", "trace"),
+    "upload": ("shardkit.publish", "upload"),
+    "verify": ("shardkit.datasets.verify", "verify"),
+}
+
 if TYPE_CHECKING:
-    from shardkit.datasets.dataset import open_dataset
+    from shardkit.datasets.dataset import Dataset, open_dataset
+    from shardkit.datasets.dataset import open_dataset as open
+    from shardkit.datasets.verify import verify
+    from shardkit.loaders import Stream, StreamingLoader
+    from shardkit.publish import download, upload
+    from shardkit.tools.convert import convert
+    from shardkit.tools.trace.documents import trace
+    from shardkit.writers import BuildResult, Recipe, build, load_recipe
 else:
 
     def __getattr__(name: str) -> object:
-        # Late, so that `import shardkit` costs nothing: not even NumPy is loaded.
-        if name == "open_dataset":
-            from shardkit.datasets.dataset import open_dataset
+        if name not in _PLACES:
+            raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
+        module, attribute = _PLACES[name]
+        with naming_extras(f"shardkit.{name}"):
+            return getattr(import_module(module), attribute)
 
-            return open_dataset
-        raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return __all__

@@ -59,8 +59,8 @@ _EXTRAS = {
     "webdataset": ("webdataset", "webdataset"),
 }
 
-# Trainers that shardkit.loaders.integrations adapts to, which no extra brings: their users have them.
-_TRAINERS = {
+# What no extra brings, because its users have it: trainers of shardkit.loaders.integrations, and pandas.
+_WITHOUT_EXTRA = {
     "accelerate": "accelerate",
     "composer": "mosaicml",
     "datasets": "datasets",
@@ -70,6 +70,7 @@ _TRAINERS = {
     "maxtext": "git+https://github.com/AI-Hypercomputer/maxtext",
     "megatron": "megatron-core",
     "olmo_core": "ai2-olmo-core",
+    "pandas": "pandas",
     "torchtitan": "torchtitan",
     "transformers": "transformers",
     "tyro": "torchtitan",
@@ -154,8 +155,8 @@ def naming_extras(purpose: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package in _TRAINERS:
-            raise MissingExtraError(_TRAINERS[package], None, purpose) from error
+        if package in _WITHOUT_EXTRA:
+            raise MissingExtraError(_WITHOUT_EXTRA[package], None, purpose) from error
         if package not in _EXTRAS:
             raise
         raise MissingExtraError(*_EXTRAS[package], purpose) from error

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from shardkit.errors import naming_extras
 
 __all__ = ["BuildResult", "DedupIndexResult", "Recipe", "build", "build_dedup_index", "load_recipe"]
+
+_MODULES = {
+    "BuildResult": "result",
+    "DedupIndexResult": "index_build",
+    "Recipe": "recipe",
+    "build": "pipeline",
+    "build_dedup_index": "index_build",
+    "load_recipe": "recipe",
+}
 
 if TYPE_CHECKING:
     from shardkit.writers.index_build import DedupIndexResult, build_dedup_index
@@ -16,22 +26,12 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        # Late, so that a module of this package costs only what it imports itself.
-        with naming_extras(f"shardkit.writers.{name}"):
-            if name == "build":
-                from shardkit.writers.pipeline import build
+        # Lazy, so that a module of this package costs only what it imports itself.
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        with naming_extras(f"{__name__}.{name}"):
+            return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
-                return build
-            if name in ("DedupIndexResult", "build_dedup_index"):
-                from shardkit.writers import index_build
 
-                return getattr(index_build, name)
-            if name == "BuildResult":
-                from shardkit.writers.result import BuildResult
-
-                return BuildResult
-            if name in ("Recipe", "load_recipe"):
-                from shardkit.writers import recipe
-
-                return getattr(recipe, name)
-        raise AttributeError(f"module 'shardkit.writers' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return __all__

@@ -13,11 +13,13 @@ the disk, much faster than building).
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
+from os import fspath
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,7 @@ PUBLISH_WAIT_SECONDS = 24 * 3600.0  # for a suspended driver that holds the lock
 
 
 def build(
-    recipe: Recipe | str | Path,
+    recipe: Recipe | Mapping[str, object] | str | Path,
     *,
     output: str | Path | None = None,
     workers: int | None = None,
@@ -86,8 +88,9 @@ def build(
     replace: bool = False,
     storage: StorageOptions | None = None,
 ) -> BuildResult:
-    """Build the dataset of `recipe`, a Recipe or the path of a YAML file; skip what is finished.
+    """Build the dataset of `recipe`: the path of a YAML file, a dict of the same keys, or a Recipe.
 
+    What is finished is skipped. Relative paths in a dict start from the current folder.
     `output` replaces the recipe's output.path: a folder, relative to the current one, or a URL; `overrides`
     such as "pack.sequence_length=512" other keys. `storage` has options of stores. `engine` to `speculate`
     say how tasks run (`Execution`) and never change a byte, if the same splits fail. A place with another
@@ -149,16 +152,19 @@ def _leave(recipe: Recipe, runner: Runner, *, say_so: bool) -> None:
         say(f"{place} is kept, because others may use it; delete it when all of them have ended")
 
 
-def with_overrides(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
-    """The recipe, or the one in a YAML file, with some keys replaced."""
-    if not isinstance(recipe, Recipe):
+def with_overrides(recipe: Recipe | Mapping[str, object] | str | Path, overrides: Sequence[str]) -> Recipe:
+    """The recipe, the one that a dict spells, or the one in a YAML file, with some keys replaced."""
+    if isinstance(recipe, (str, Path)):
         return load_recipe(recipe, list(overrides))
-    if not overrides:
+    if isinstance(recipe, Recipe) and not overrides:
         return recipe
-    data: Any = recipe.model_dump(mode="json")
+    if isinstance(recipe, Recipe):
+        data, folder = recipe.model_dump(mode="json"), recipe.folder
+    else:  # of Python's types, those that YAML has, and paths
+        data, folder = json.loads(json.dumps(dict(recipe), default=fspath)), Path.cwd()
     for override in overrides:
         data = apply_override(data, override)
-    return recipe_from_mapping(data, folder=recipe.folder)
+    return recipe_from_mapping(data, folder=folder)
 
 
 def destination_of(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import add_storage_arguments, print_json, stdout_console, storage_options
 from shardkit.errors import ShardError
+from shardkit.facts import printable
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from shardkit.card import DatasetCard, FunnelCounts, Histogram, InputFacts, LanguageCounts
     from shardkit.storage.store import StorageOptions
 
-__all__ = ["add_parser", "bar", "card_tables", "describe", "printable", "run", "sparkline"]
+__all__ = ["add_parser", "bar", "card_tables", "describe", "run", "sparkline"]
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -172,11 +173,6 @@ def sparkline(counts: Sequence[int], *, blocks: bool) -> str:
     """One character a count, the most of them the highest; a space where there is none."""
     levels, most = _LEVELS if blocks else _ASCII_LEVELS, max(counts, default=0)
     return "".join(levels[(len(levels) * n - 1) // most] if n else " " for n in counts)
-
-
-def printable(text: str) -> str:
-    """Text of a card without what would command a terminal, or turn the direction of a line."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
 def card_tables(card: DatasetCard, *, blocks: bool) -> list[Table]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 import os
+import random
 import weakref
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence, Set
@@ -22,7 +23,7 @@ from itertools import accumulate
 from os import PathLike
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Protocol, SupportsIndex, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,9 @@ from shardkit.arrays import Bytes
 from shardkit.cache.contract import CacheOptions
 from shardkit.card import DatasetCard
 from shardkit.datasets.locate import Found, LocalFiles, locate
+from shardkit.datasets.rows import RowChoice, Rows, is_single
 from shardkit.errors import ShardError, warn_user
+from shardkit.facts import Facts, facts_html, facts_text, listed
 from shardkit.files import Closing, open_maps
 from shardkit.formats.stored import load_raw
 from shardkit.formats.tar.values import checked_decode
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from shardkit.cache.shards import CachedShards, SharedCache
     from shardkit.cache.tar_scan import TarIndexes
     from shardkit.formats.tar.members import Scanned, TarIndex
+    from shardkit.tools.trace.documents import Document, Question, Trace
 
 __all__ = ["Dataset", "ReadOptions", "ShardReader", "open_dataset"]
 
@@ -134,8 +138,17 @@ class Dataset(Closing):
     def __len__(self) -> int:
         return self.manifest.samples
 
-    def __getitem__(self, index: SupportsIndex) -> dict[str, object]:
-        """Sample `index` as {column: value}; negative numbers count from the end."""
+    @overload
+    def __getitem__(self, index: RowChoice) -> Rows: ...  # type: ignore[overload-overlap]  # arrays
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> dict[str, object]: ...
+    def __getitem__(self, index: SupportsIndex | RowChoice) -> dict[str, object] | Rows:
+        """Sample `index` as {column: value}; `Rows` for a slice or a list of numbers.
+
+        Negative numbers count from the end.
+        """
+        if not is_single(index):
+            return Rows(self, range(len(self)))[index]
         number = operator.index(index)
         if not -len(self) <= number < len(self):
             raise IndexError(f"{self.location}: sample {number} of {len(self)}")
@@ -149,6 +162,43 @@ class Dataset(Closing):
             shard = self.shard(number)
             for row in range(len(shard)):
                 yield shard.sample(row)
+
+    def sample(self, count: int, *, seed: int = 0) -> Rows:
+        """`count` rows drawn without repetition, ascending, the same ones for a seed; all rows if fewer."""
+        drawn = random.Random(seed).sample(range(len(self)), min(count, len(self)))
+        return Rows(self, np.array(sorted(drawn), np.int64))
+
+    # The tool for these questions may use every layer: it is imported when it is asked, never before.
+
+    def text(self, row: SupportsIndex, *, tokenizer: str | PathLike[str] | None = None) -> str:
+        """The text of a row: its tokens decoded, padding left out, or its column `text` if it has no tokens.
+
+        `tokenizer`: the tokenizer.json; default: the one that the card names, if it is still there.
+        """
+        from shardkit.tools.trace.documents import text_of
+
+        return text_of(self, row, tokenizer=tokenizer)
+
+    def documents(
+        self, row: SupportsIndex, *, tokenizer: str | PathLike[str] | None = None
+    ) -> list[Document]:
+        """The documents in a row: which tokens are theirs, where they are from, and their text.
+
+        Text is None without a tokenizer, which is found as in `text`. ShardkitError for a dataset without
+        provenance: only those that shardkit has built have it.
+        """
+        from shardkit.tools.trace.documents import documents_of
+
+        return documents_of(self, row, tokenizer=tokenizer)
+
+    def trace(self, **question: Unpack[Question]) -> Trace:
+        """Find documents by `url=`, `document=`, `source=` or `file=`, or those of a `row=` or a `step=`.
+
+        See `shardkit.trace`.
+        """
+        from shardkit.tools.trace.documents import trace
+
+        return trace(self, **question)
 
     def shard(self, number: int, reader: CacheReader | None = None) -> ShardReader:
         """Shard `number` of the manifest, open; a remote one is loaded as `reader` does. Thread-safe."""
@@ -250,6 +300,35 @@ class Dataset(Closing):
         self._forget()
         if self.shards is not None:
             self.shards.close()
+
+    def _facts(self) -> Facts:
+        """What the index and the card say; reads no shard."""
+        manifest, card = self.manifest, self.card
+        shards = f"{manifest.format}, {len(manifest.shards):,} shards"
+        is_stated = manifest.format == "mds" or all(info.columns for info in manifest.shards)
+        length = self.sequence_length if is_stated else None
+        facts = [("format", shards), ("rows", f"{len(self):,}")]
+        if length is not None:
+            assert self.token_dtype is not None
+            facts.append(("sequence", f"{length:,} tokens of {self.token_dtype.name}"))
+            tokens, padding = len(self) * length, None if card is None else card.data.get("padding")
+            if isinstance(padding, int) and 0 < padding < tokens:
+                facts.append(("tokens", f"{tokens - padding:,}, and {padding:,} of padding"))
+            else:
+                facts.append(("tokens", f"{tokens:,}"))
+        if is_stated and len(self.columns) > (length is not None):
+            facts.append(("columns", listed([f"{c.name} ({c.encoding})" for c in self.columns])))
+        if card is not None and (file := card.tokenizer.file) is not None:
+            facts.append(("tokenizer", f"{file}, eos {card.tokenizer.eos}"))
+        if card is not None and card.source_labels:
+            facts.append(("sources", listed(list(dict.fromkeys(card.source_labels)))))
+        return [*facts, ("fingerprint", self.fingerprint)]
+
+    def __repr__(self) -> str:
+        return facts_text(f"Dataset {self.location}", self._facts())
+
+    def _repr_html_(self) -> str:
+        return facts_html(f"Dataset {self.location}", self._facts())
 
     def __getstate__(self) -> dict[str, object]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_open")}

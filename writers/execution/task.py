@@ -74,6 +74,7 @@ OUTSIDE_TASKS = (
     # Modules that start, estimate, show and explain builds.
     "shardkit.__main__",
     "shardkit.cli",
+    "shardkit.facts",
     "shardkit.writers.estimate",
     "shardkit.writers.maintenance",
     "shardkit.writers.progress",

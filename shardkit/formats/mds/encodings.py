@@ -35,7 +35,15 @@ import numpy.typing as npt
 from shardkit.files import load_json
 from shardkit.formats.mds import images
 
-__all__ = ["ARRAY_DTYPES", "ArrayLayout", "Encoding", "encode_value", "encoding_of", "parse_array_layout"]
+__all__ = [
+    "ARRAY_DTYPES",
+    "ArrayLayout",
+    "Encoding",
+    "constant_layout",
+    "encode_value",
+    "encoding_of",
+    "parse_array_layout",
+]
 
 # The byte that stands for a dtype.
 ARRAY_DTYPES = {
@@ -174,6 +182,15 @@ def encoding_of(name: str) -> Encoding:
         known = ", ".join(sorted([*_ENCODINGS, "ndarray[:dtype[:shape]]"]))
         raise ValueError(f"unknown encoding {str(name)[:80]!r}; known: {known}")
     return _ENCODINGS[kind]
+
+
+def constant_layout(name: str) -> tuple[np.dtype[np.generic], tuple[int, ...]] | None:
+    """(type, shape) of every value of an encoding of equal numbers or arrays; None for any other."""
+    try:
+        encoding = encoding_of(name)
+    except ValueError:
+        return None  # an extension that only tars know
+    return None if encoding.dtype is None else (encoding.dtype, encoding.shape)
 
 
 def encode_value(encoding: Encoding, value: object) -> bytes:

@@ -1,0 +1,46 @@
+"""What an object is, for people: aligned lines for a terminal, a table for a notebook.
+
+Names and texts come from files that anybody may have made: markup is escaped, and characters that would
+command a terminal or turn the direction of a line are replaced.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+__all__ = ["Facts", "facts_html", "facts_text", "listed", "printable"]
+
+Facts = Sequence[tuple[str, str]]
+
+_MOST_LISTED = 8
+
+
+def facts_text(title: str, facts: Facts) -> str:
+    """The title, and a line for each (name, value)."""
+    width = max((len(name) for name, _ in facts), default=0)
+    return "\n".join([printable(title), *(f"  {name:<{width}}  {printable(value)}" for name, value in facts)])
+
+
+def facts_html(title: str, facts: Facts) -> str:
+    """The same as a table."""
+    left = "style='text-align:left'"
+    rows = "".join(
+        f"<tr><th {left}>{_escaped(name)}</th><td {left}>{_escaped(value)}</td></tr>" for name, value in facts
+    )
+    return f"<table><caption {left}>{_escaped(title)}</caption>{rows}</table>"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names separated by commas; of many the first and a count."""
+    rest = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {rest:,} more" if rest > 0 else "")
+
+
+def printable(text: str) -> str:
+    """Text without what would command a terminal, or turn the direction of a line."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
+def _escaped(text: str) -> str:
+    return html.escape(printable(text))

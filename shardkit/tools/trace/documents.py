@@ -1,0 +1,324 @@
+"""Questions to a dataset in Python: the text and the documents of a row, and where documents are.
+
+    text_of, documents_of    what `Dataset.text` and `Dataset.documents` return
+    trace                    `shardkit.trace` and `Dataset.trace`: what the command `shardkit trace` is asked
+
+Documents come with their whole text where a tokenizer is known. The tokenizer of an open dataset is read
+once. Its provenance tables are opened for each question, and only the parts that answer it are read.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, SupportsIndex, TypedDict, Unpack
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from shardkit.datasets.dataset import Dataset, open_dataset
+from shardkit.errors import ShardError, ShardkitError, naming_extras
+from shardkit.facts import Facts, facts_html, facts_text, printable
+from shardkit.loaders.state import LoaderState
+from shardkit.order.exclusions import Exclusions
+from shardkit.storage.store import StorageOptions
+from shardkit.tools.trace.text import Decoder, Row, find_tokenizer, read_rows
+
+with naming_extras("tracing documents"):
+    from shardkit.tools.trace.answers import Tracer, source_numbers, trace_rows, trace_search, trace_step
+    from shardkit.tools.trace.run import Run, read_state
+    from shardkit.tools.trace.search import Selection, UrlPatterns, parse_document_id
+
+__all__ = ["Document", "Question", "Trace", "documents_of", "text_of", "trace"]
+
+_EXCERPT = 60  # characters of a text in a repr
+_SHOWN = 10  # documents in a repr
+_TEXT_COLUMNS = ("text", "txt")  # of rows without tokens; in tars the ending is the name
+
+_KINDS = {  # of questions, by the keyword that asks
+    "row": "row",
+    "step": "step",
+    "url": "search",
+    "document": "search",
+    "source": "search",
+    "file": "search",
+}
+
+_Words = str | Sequence[str]
+_Path = str | os.PathLike[str]
+
+_decoders: WeakKeyDictionary[Dataset, Decoder] = WeakKeyDictionary()  # of those asked for text so far
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Document:
+    """A document in a row, or the piece of it that is there: tokens `start` to `end` of row `row`.
+
+    `text`: of these tokens; None if no tokenizer is known. `source`: the recipe's label of the input.
+    `record`: number in `file`, from 0. `metadata`: JSON. `document_start`: tokens of the document before
+    these. `copies`: 1 and the duplicates that were removed in favor of it. `steps`: those of the run asked
+    about that deliver the row; None if no run, or no batch size, is known.
+    """
+
+    row: int
+    start: int
+    end: int
+    text: str | None
+    source: str
+    file: str
+    record: int
+    id: str | None
+    url: str | None
+    metadata: str | None
+    document_id: str
+    document_start: int
+    copies: int
+    steps: tuple[int, ...] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the document in this row."""
+        return self.end - self.start
+
+    @classmethod
+    def of(cls, row: int, facts: Mapping[str, Any], steps: tuple[int, ...] | None = None) -> Self:
+        """A piece in an answer of `shardkit.tools.trace.answers`."""
+        names = ("text", "source", "file", "record", "id", "url", "metadata", "document_id", "copies")
+        start, end = facts["tokens"]
+        stated = {name: facts[name] for name in names}
+        return cls(row, start, end, **stated, document_start=facts["document_tokens"][0], steps=steps)
+
+    def line(self) -> str:
+        """Where it is from and how it begins, on one line."""
+        parts = [f"{self.tokens:,} tokens", self.source, f"{self.file} record {self.record:,}"]
+        if self.url is not None:
+            parts.append(self.url)
+        if self.text is not None:
+            text = " ".join(self.text[: 4 * _EXCERPT].split())
+            parts.append(f"{text[:_EXCERPT]}…" if len(self.text) > _EXCERPT else text)
+        return printable(", ".join(parts))
+
+    def __repr__(self) -> str:
+        return f"<Document in row {self.row:,}: {self.line()}>"
+
+
+class Question(TypedDict, total=False):
+    """The keyword arguments of `trace`."""
+
+    row: SupportsIndex
+    step: int
+    url: _Words
+    document: _Words
+    source: _Words
+    file: _Words
+    limit: int
+    exclude: _Path | None
+    export: _Path | None
+    state: Mapping[str, object] | _Path | None
+    batch_size: int | None
+    world_size: int
+    streams: Sequence[Dataset]
+    without: Sequence[Exclusions]
+    tokenizer: _Path | None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Trace:
+    """An answer of `trace`: the first documents found, and totals of all.
+
+    `facts` are the whole answer as plain data, as `shardkit trace --json` prints it.
+    """
+
+    question: str
+    documents: list[Document]
+    facts: Mapping[str, Any]
+
+    def _facts(self) -> Facts:
+        lines = []
+        if "pieces" in self.facts:  # a search, which counts what it does not list
+            found = {name: f"{self.facts[name]:,}" for name in ("documents", "rows", "tokens")}
+            lines += [*found.items()]
+        if (excluded := self.facts.get("exclusions")) is not None:
+            lines.append(("exclusion list", excluded["file"]))
+        lines += [(f"row {each.row:,}", each.line()) for each in self.documents[:_SHOWN]]
+        if rest := self.documents[_SHOWN:]:
+            lines.append(("", f"and {len(rest):,} more"))
+        return lines
+
+    def __repr__(self) -> str:
+        return facts_text(self.question, self._facts())
+
+    def _repr_html_(self) -> str:
+        return facts_html(self.question, self._facts())
+
+
+def text_of(dataset: Dataset, row: SupportsIndex, *, tokenizer: _Path | None = None) -> str:
+    """See `Dataset.text`; ShardkitError without a tokenizer, ShardError for a dataset without text."""
+    number = _row(dataset, row)
+    if dataset.token_column is None:
+        sample = dataset[number]
+        for name in _TEXT_COLUMNS:
+            if isinstance(text := sample.get(name), str):
+                return text
+        problem = f"has neither tokens nor a text column ({' or '.join(_TEXT_COLUMNS)})"
+        raise ShardError(dataset.location, f"{problem}; its columns: {', '.join(sample)}")
+    decoder = _decoder(dataset, tokenizer)
+    if decoder is None:
+        raise ShardkitError(_no_tokenizer(dataset))
+    [(_, tokens)] = read_rows(dataset, [number])
+    if decoder.eos_id is not None:
+        is_text = np.flatnonzero(tokens != decoder.eos_id)
+        tokens = tokens[: is_text[-1] + 1] if len(is_text) else tokens[:0]
+    return decoder.text(tokens)
+
+
+def documents_of(dataset: Dataset, row: SupportsIndex, *, tokenizer: _Path | None = None) -> list[Document]:
+    """See `Dataset.documents`."""
+    tracer = _tracer(dataset, tokenizer)
+    tracer.known()  # NoProvenanceError says why there is none
+    [answer] = tracer.rows([_row(dataset, row)])
+    return [Document.of(answer["row"], facts) for facts in answer["documents"]]
+
+
+def trace(
+    dataset: Dataset | _Path, *, storage: StorageOptions | None = None, **question: Unpack[Question]
+) -> Trace:
+    """Find documents in a dataset, and the training steps that see them. One question at a time:
+
+        url, document, source, file    the documents with these URLs or patterns ("example.org/*"), ids in
+                                       hex, labels of inputs, or raw files; a list means any of them
+        row                            the documents in a row
+        step                           the documents in a step of a run
+
+    `limit` (default: 20; 0: all) bounds what is listed, not the totals. `exclude` writes the rows found as a
+    list for `Stream(exclude=...)`, `export` all documents found to a .parquet, .jsonl or .csv file. A run is
+    known from the `state` of its loader, a mapping or a file, with `batch_size` and `world_size`; a mixture
+    needs its other `streams`, a run that left rows out the lists that it ran `without`. `tokenizer` is as in
+    `Dataset.text`, `storage` as in `open_dataset`. ShardkitError if nothing is found.
+    """
+    with ExitStack() as stack:
+        if not isinstance(dataset, Dataset):
+            dataset = stack.enter_context(open_dataset(dataset, storage=storage))
+        kind, limit = _kind(question), question.get("limit", 20)
+        tracer, run = _tracer(dataset, question.get("tokenizer")), _run(dataset, question)
+        if kind == "search":
+            answer = _search(tracer, run, question, limit)
+        elif kind == "row":
+            tracer.known()  # NoProvenanceError says why there is none
+            answer = trace_rows(tracer, [_row(dataset, question["row"])], run)
+        elif run is None:
+            raise TypeError("which documents a step has depends on the run: give state and batch_size")
+        else:
+            answer = trace_step(tracer, run, question["step"], limit=limit)
+        asked = [f"{name}={value!r}" for name, value in question.items() if name in _KINDS]
+        return Trace(f"{dataset.location}: {', '.join(asked)}", list(_documents(answer)), answer)
+
+
+def _kind(question: Question) -> str:
+    """The kind of question; TypeError unless it is exactly one."""
+    if unknown := question.keys() - Question.__annotations__.keys():
+        known = ", ".join(Question.__annotations__)
+        raise TypeError(f"trace() got an unexpected keyword argument {min(unknown)!r}; known: {known}")
+    kinds = sorted({_KINDS[name] for name in question if name in _KINDS})
+    if len(kinds) != 1:
+        which = f"{' and '.join(kinds)} are different questions" if kinds else "there is no question"
+        raise TypeError(f"{which}: give one of {', '.join(_KINDS)}")
+    return kinds[0]
+
+
+def _run(dataset: Dataset, question: Question) -> Run | None:
+    """The run that is asked about, if one is."""
+    if (state := question.get("state")) is None:
+        return None
+    return Run.from_state(
+        LoaderState.from_dict(state) if isinstance(state, Mapping) else read_state(Path(state)),
+        [dataset, *question.get("streams", ())],
+        question.get("without", ()),
+        batch_size=question.get("batch_size"),
+        world_size=question.get("world_size", 1),
+    )
+
+
+def _search(tracer: Tracer, run: Run | None, question: Question, limit: int) -> dict[str, Any]:
+    urls = _words(question.get("url", ()))
+    selection = Selection(
+        documents=[parse_document_id(text) for text in _words(question.get("document", ()))],
+        urls=UrlPatterns(urls) if urls else None,
+        sources=source_numbers(tracer.dataset, _words(question.get("source", ()))),
+        files=_words(question.get("file", ())),
+    )
+    export, exclude = question.get("export"), question.get("exclude")
+    has_text = export is not None and tracer.decoder is not None
+    return trace_search(
+        tracer,
+        selection,
+        run,
+        limit=limit,
+        export=None if export is None else Path(export),
+        text=has_text,
+        exclude=None if exclude is None else Path(exclude),
+    )
+
+
+def _documents(answer: Mapping[str, Any]) -> Iterator[Document]:
+    """The documents that an answer lists."""
+    for facts in answer.get("shown", ()):
+        yield Document.of(facts["row"], facts, _steps(facts.get("runs")))
+    for row in answer["rows"] if "shown" not in answer else ():
+        steps = (answer["step"],) if "step" in answer else _steps(row["runs"])
+        for facts in row["documents"] or ():
+            yield Document.of(row["row"], facts, steps)
+
+
+def _steps(runs: Sequence[Mapping[str, Any]] | None) -> tuple[int, ...] | None:
+    """The steps that deliver a row; None if they are not known."""
+    seen = [each for stream in runs or () for each in stream["seen"]]
+    steps = {each["step"] for each in seen if not each["is_dropped"]}
+    return None if runs is None or None in steps else tuple(sorted(steps))
+
+
+def _words(given: _Words) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
+
+
+def _row(dataset: Dataset, row: SupportsIndex) -> int:
+    """A row's number from 0; negative ones count from the end."""
+    number = operator.index(row)
+    if not -len(dataset) <= number < len(dataset):
+        raise IndexError(f"{dataset.location}: row {number:,} of {len(dataset):,}")
+    return number % len(dataset)
+
+
+class _WholeText(Decoder):
+    """Decodes all of a document where others show how it begins."""
+
+    def excerpt(self, tokens: Row, characters: int) -> str:
+        return self.text(tokens)
+
+
+def _decoder(dataset: Dataset, tokenizer: _Path | None) -> Decoder | None:
+    """The decoder of a dataset, kept for the next question; None if its tokenizer is not found."""
+    known = _decoders.get(dataset)
+    if known is not None and (tokenizer is None or known.path == Path(tokenizer)):
+        return known
+    path = find_tokenizer(dataset) if tokenizer is None else Path(tokenizer)
+    if path is not None:
+        _decoders[dataset] = _WholeText(path, dataset.card)
+    return None if path is None else _decoders[dataset]
+
+
+def _tracer(dataset: Dataset, tokenizer: _Path | None) -> Tracer:
+    return Tracer(dataset, None if dataset.token_column is None else _decoder(dataset, tokenizer))
+
+
+def _no_tokenizer(dataset: Dataset) -> str:
+    stated = None if dataset.card is None else dataset.card.tokenizer
+    if stated is None or stated.file is None:
+        made_with = "does not state the tokenizer it was made with"
+    else:
+        made_with = f"{stated.file} (digest {stated.digest}), its tokenizer, is not where the recipe named it"
+    return f"{dataset.location}: {made_with}: give tokenizer= with the path of its tokenizer.json"
