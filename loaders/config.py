@@ -40,7 +40,11 @@ _DOCUMENT_OPTIONS = ("position_ids", "document_ids", "cu_seqlens", "doc_lens", "
 BUSY_SECONDS = 200e-6  # a loop that comes back sooner does nothing but read: there is no work to overlap with
 
 
-@dataclass(frozen=True, slots=True)
+# What MosaicML Streaming calls the fields of a stream, where the names differ.
+_MOSAICML_NAMES = {"proportion": "weight", "remote": "path", "local": "path"}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Stream:
     """A dataset and its share of a mixture.
 
@@ -61,6 +65,20 @@ class Stream:
     exclude: ExcludedRows = None
     """Rows that are never delivered: numbers, (first, end) ranges or a file of them (`Exclusions.read`)."""
 
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *values: object, **named: object) -> Stream:
+            """Refuse unknown names here, before the generated __init__ does it without a suggestion."""
+            _refuse_unknown("Stream()", named, cls.__slots__, _MOSAICML_NAMES)
+            return object.__new__(cls)
+
+    def __repr__(self) -> str:
+        """The path, and what is not the default."""
+        path = self.path if isinstance(self.path, (str, os.PathLike)) else self.path.location
+        changed = [f for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        values = [f"{field.name}={getattr(self, field.name)!r}" for field in changed]
+        return f"Stream({', '.join([repr(os.fspath(path)), *values])})"
+
     def __post_init__(self) -> None:
         _to_plain_int(self, "weight", "choose")
         is_number = isinstance(self.weight, (Rational, float)) and not isinstance(self.weight, bool)
@@ -75,6 +93,18 @@ class Stream:
         """Most samples that may be delivered of a dataset of `samples`; None: any number."""
         limits = [] if self.repeat is None else [math.floor(self.repeat * samples)]
         return min([*limits, *([] if self.choose is None else [self.choose])], default=None)
+
+
+def _refuse_unknown(
+    function: str, given: Iterable[str], known: Sequence[str], renamed: Mapping[str, str] | None = None
+) -> None:
+    """TypeError for a keyword that is not known, with the one that is meant or a list of all."""
+    for name in given:
+        if name not in known:
+            meant = [(renamed or {}).get(name), *difflib.get_close_matches(name, known, 1)]
+            near = next(filter(None, meant), None)
+            hint = f"known: {', '.join(known)}" if near is None else f"did you mean {near}?"
+            raise TypeError(f"{function} got an unexpected keyword argument {name!r}; {hint}")
 
 
 def _to_plain_int(settings: Stream | LoaderConfig, *names: str) -> None:
@@ -268,12 +298,7 @@ class LoaderConfig:
     @classmethod
     def of(cls, options: LoaderOptions) -> LoaderConfig:
         """Fill in defaults; TypeError with a suggestion for an unknown name."""
-        known = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"known options: {', '.join(known)}"
-                raise TypeError(f"StreamingLoader() got an unexpected keyword argument {name!r}; {hint}")
+        _refuse_unknown("StreamingLoader()", options, [field.name for field in fields(cls)])
         return cls(**options)
 
     def _check_layout(self) -> None:

@@ -131,7 +131,7 @@ def build(
         runner.seconds["publish"] = time.perf_counter() - begin
         stages_run = clock.times(runner.seconds)
         _leave(recipe, runner, say_so=progress is True)
-    return _result(str(target), dataset.manifest, funnel, runner, time.perf_counter() - start, stages_run)
+    return _result(str(target), dataset, funnel, runner, time.perf_counter() - start, stages_run)
 
 
 def _run_stages(inputs: BuildInputs, tokenizer: TokenizerFile, runner: Runner) -> Outputs:
@@ -298,6 +298,7 @@ def _result_of_card(location: str, card: DatasetCard, seconds: float) -> BuildRe
         tasks=0,
         tasks_reused=0,
         up_to_date=True,
+        steps=tuple(card.funnel_steps()),
     )
 
 
@@ -416,12 +417,13 @@ def _publish(
 
 def _result(
     location: str,
-    manifest: Manifest,
+    dataset: _Dataset,
     funnel: Funnel,
     runner: Runner,
     total_seconds: float,
     stages: tuple[StageTime, ...],
 ) -> BuildResult:
+    manifest = dataset.manifest
     return BuildResult(
         location,
         fingerprint=manifest.fingerprint,
@@ -437,6 +439,7 @@ def _result(
         tasks=runner.tasks,
         tasks_reused=runner.tasks_reused,
         stages=stages,
+        steps=tuple(DatasetCard.parse(CARD_NAME, dataset.card).funnel_steps()),
     )
 
 

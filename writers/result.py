@@ -6,20 +6,29 @@ build, so its card and report hold no times, which belong to one run on one mach
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from shardkit.card import FunnelStep
+from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import BuildError
+from shardkit.facts import Facts, facts_html, facts_text
 from shardkit.progress import Listener
+from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
+from shardkit.units import format_bytes
 from shardkit.writers.ledger import Ledger
 from shardkit.writers.progress import StageProgress
+from shardkit.writers.publish import REPORT_NAME
 
 __all__ = ["BuildResult", "StageClock", "StageTime"]
+
+_MOST_LOSSES = 4  # steps that lost most documents, listed one by one
 
 
 @dataclass(frozen=True)
@@ -97,11 +106,13 @@ class StageClock:
         return tuple(sorted(found, key=lambda one: (one.start, one.stage)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BuildResult:
     """What a build made. Times are this run's and stages overlap; `tasks_reused` were done before it.
 
     `stages` are when each began and what it read, in the order in which they began; none if `up_to_date`.
+    `steps` are the funnel in the order of the pipeline; of those that lose documents, the rules of one filter
+    are one step.
     """
 
     location: str
@@ -120,6 +131,11 @@ class BuildResult:
     tasks_reused: int
     up_to_date: bool = False
     stages: tuple[StageTime, ...] = ()
+    steps: tuple[FunnelStep, ...] = ()
+
+    def open(self, *, storage: StorageOptions | None = None) -> Dataset:
+        """Open the dataset; `storage` as in `open_dataset`."""
+        return open_dataset(self.location, storage=storage)
 
     @property
     def output(self) -> Path:
@@ -147,8 +163,39 @@ class BuildResult:
                 "funnel": self.funnel.to_dict(),
                 "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
                 "stages": [stage.to_dict() for stage in self.stages],
+                "steps": [asdict(step) for step in self.steps],
                 "total_seconds": round(self.total_seconds, 3),
                 "text_bytes_per_second": round(self.text_bytes_per_second),
                 "tokens_per_second": round(self.tokens_per_second),
             }
         )
+
+    def _facts(self) -> Facts:
+        """The funnel, what came out of it, where it is and what to do next."""
+        losses = [step for step in self.steps if step.lost_documents]
+        shown = {id(s) for s in sorted(losses, key=lambda s: -s.lost_documents)[:_MOST_LOSSES]}
+        read, kept = self.funnel.read, self.funnel.kept
+        facts = [("read", f"{read.documents:,} documents, {format_bytes(read.bytes)} of text")]
+        facts += [(s.label, f"-{s.lost_documents:,}") for s in losses if id(s) in shown]
+        if others := [step.lost_documents for step in losses if id(step) not in shown]:
+            facts.append((f"{len(others)} other steps", f"-{sum(others):,}"))
+        share = 100 * self.padding / max(1, self.tokens + self.padding)
+        took = f"{self.total_seconds:.1f} s"
+        if self.tasks_reused:
+            took += f", {self.tasks_reused:,} of {self.tasks:,} tasks reused"
+        return [
+            *facts,
+            ("kept", f"{kept.documents:,} documents, {format_bytes(kept.bytes)} of text"),
+            ("rows", f"{self.samples:,}, each of {self.sequence_length:,} tokens"),
+            ("shards", f"{self.shards:,}, {self.format}"),
+            ("tokens", f"{self.tokens:,}, and {share:.2f}% padding"),
+            ("time", "up to date: nothing to do" if self.up_to_date else took),
+            ("report", f"{self.location}/{REPORT_NAME}"),
+            ("next", f"result.open(), or: shardkit info {shlex.quote(self.location)}"),
+        ]
+
+    def __repr__(self) -> str:
+        return facts_text(f"Dataset {self.location}", self._facts())
+
+    def _repr_html_(self) -> str:
+        return facts_html(f"Dataset {self.location}", self._facts())

@@ -304,13 +304,13 @@ class Dataset(Closing):
     def _facts(self) -> Facts:
         """What the index and the card say; reads no shard."""
         manifest, card = self.manifest, self.card
-        shards = f"{manifest.format}, {len(manifest.shards):,} shards"
+        shards = f"{len(manifest.shards):,}, {manifest.format}"
         is_stated = manifest.format == "mds" or all(info.columns for info in manifest.shards)
         length = self.sequence_length if is_stated else None
-        facts = [("format", shards), ("rows", f"{len(self):,}")]
+        facts = [("shards", shards), ("rows", f"{len(self):,}")]
         if length is not None:
             assert self.token_dtype is not None
-            facts.append(("sequence", f"{length:,} tokens of {self.token_dtype.name}"))
+            facts[-1] = ("rows", f"{len(self):,}, each of {length:,} tokens ({self.token_dtype.name})")
             tokens, padding = len(self) * length, None if card is None else card.data.get("padding")
             if isinstance(padding, int) and 0 < padding < tokens:
                 facts.append(("tokens", f"{tokens - padding:,}, and {padding:,} of padding"))

@@ -36,7 +36,7 @@ def test_a_built_dataset_says_what_it_is(built: Path) -> None:
         tokens = dataset.card.tokens if dataset.card is not None else 0
     for fact in (
         str(built),
-        "64 tokens of uint16",
+        "each of 64 tokens (uint16)",
         f"{tokens:,}",
         "tokenizer.json",
         EOS,
@@ -52,8 +52,8 @@ def test_any_dataset_says_what_it_is_and_opens_no_shard_for_it(tmp_path: Path, k
     for file in (tmp_path / "data").glob("*.mds*"):
         file.unlink()
     assert f"Dataset {tmp_path / 'data'}\n" in repr(dataset)
-    assert "rows         23\n" in repr(dataset)
-    assert "8 tokens of uint16" in repr(dataset)
+    assert "rows         23, each" in repr(dataset)
+    assert "each of 8 tokens (uint16)" in repr(dataset)
     assert ("varied (ndarray:int32)" in repr(dataset)) == (kind == "columns")
 
 
