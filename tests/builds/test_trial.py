@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -48,7 +49,7 @@ def test_a_trial_reads_the_first_records_of_each_input_and_is_built_beside_the_w
 def test_no_format_gives_more_records_than_the_limit(kind: str, tmp_path: Path) -> None:
     texts = [f"text {number}" for number in range(3000)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    config: dict[str, object] = {}
+    config: dict[str, Any] = {}
     if kind == "jsonl":
         (tmp_path / "a.jsonl").write_text(lines)
     elif kind == "gzip":

@@ -253,7 +253,7 @@ def test_decompressed_shards_are_bounded_in_bytes(tmp_path: Path, monkeypatch: p
 def test_threads_share_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset_module, "MAX_OPEN_SHARDS", 1)
     dataset = shardkit.open_dataset(write_tars(tmp_path))
-    numbers = np.random.default_rng(0).integers(0, len(ROWS), 600).tolist()
+    numbers: list[int] = np.random.default_rng(0).integers(0, len(ROWS), 600).tolist()
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda n: tokens(dataset[n]), numbers))
     np.testing.assert_array_equal(found, ROWS[numbers])
