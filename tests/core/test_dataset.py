@@ -255,7 +255,7 @@ def test_threads_share_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     dataset = shardkit.open_dataset(write_tars(tmp_path))
     numbers: list[int] = np.random.default_rng(0).integers(0, len(ROWS), 600).tolist()
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda n: tokens(dataset[n]), numbers))
+        found = list(pool.map(lambda n: tokens(dataset[int(n)]), numbers))
     np.testing.assert_array_equal(found, ROWS[numbers])
 
 
