@@ -34,8 +34,9 @@ from shardkit.loaders.block_mask import BLOCK_MASK_FIELDS, DEFAULT_BLOCK, block_
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.streams import Columns
+from shardkit.order.token_mask import TokenMask
 
-__all__ = ["IGNORED_LABEL", "Batch", "BatchMaker", "Segments", "find_segments"]
+__all__ = ["IGNORED_LABEL", "Batch", "BatchMaker", "Segments", "TokenColumn", "find_segments"]
 
 Batch = dict[str, Any]
 IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss ignores it by default
@@ -122,13 +123,16 @@ class Segments:
         the label of a document's first token would be predicted from the end of another document. This
         includes the first token of a row, which follows another row when a batch is flattened.
         """
-        flat = labels.reshape(-1)
         for places in (self.padding, self.starts) if mask_starts else (self.padding,):
-            row, column = np.divmod(places, self.shape[1])
-            has_label = column >= shift
-            flat[(row * labels.shape[1] + column - shift)[has_label]] = IGNORED_LABEL
+            self.ignore(labels, places, shift=shift)
         if self.is_padding_row is not None:
             labels[self.is_padding_row] = IGNORED_LABEL
+
+    def ignore(self, labels: npt.NDArray[np.int64], places: _Ints, *, shift: int) -> None:
+        """Set the labels that are the tokens at `places` in the flattened rows to -100."""
+        row, column = np.divmod(places, self.shape[1])
+        has_label = column >= shift
+        labels.reshape(-1)[(row * labels.shape[1] + column - shift)[has_label]] = IGNORED_LABEL
 
     def position_ids(self, out: npt.NDArray[np.int64]) -> None:
         """Write each token's distance from the start of its document to `out` (rows, length)."""
@@ -187,6 +191,21 @@ class Segments:
         return [lengths[low:high] for low, high in pairwise(self.first_of_rows().tolist())]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenColumn:
+    """The column of tokens; `key` None: there is none.
+
+    `dtype`: to deliver them in; None: as they are. `may_be_padded`: rows may hold padding. `mask`: tokens
+    whose labels are -100.
+    """
+
+    key: str | None
+    eos_id: int | None = None
+    dtype: np.dtype[np.generic] | None = None
+    may_be_padded: bool = True
+    mask: TokenMask | None = None
+
+
 class BatchMaker:
     """Makes batches of `batch_size` from columns of many samples."""
 
@@ -195,32 +214,27 @@ class BatchMaker:
         batch_size: int,
         config: LoaderConfig,
         columns: Sequence[str],
-        token_key: str | None,
-        eos_id: int | None,
+        tokens: TokenColumn,
         *,
-        token_dtype: np.dtype[np.generic] | None = None,
-        may_be_padded: bool = True,
         return_ids: bool = False,
         mark_padding: bool = False,
         split_ids: SplitIds | None = None,
     ) -> None:
-        """`token_dtype`: to deliver tokens in; None: as they are. `may_be_padded`: rows may hold padding;
-        `mark_padding`: whole rows may be padding.
+        """`mark_padding`: whole rows may be padding.
 
         ValueError for names of fields that are unknown or would come twice.
         """
         self.batch_size = batch_size
         self.config = config
-        self.token_key = token_key
-        self.token_dtype = token_dtype
-        self.eos_id = eos_id
+        self.tokens = tokens
         self.return_ids = return_ids
         self.mark_padding = mark_padding
         self.split_ids = split_ids
         self._memory = OutputMemory()
         self._names = _field_names(list(columns), self._added_fields(), dict(config.rename or {}))
-        masks_padding = mark_padding or (may_be_padded and eos_id is not None and config.bos_id is None)
-        self._masks_labels = config.labels is True or config.masks_document_starts or masks_padding
+        has_padding = tokens.may_be_padded and tokens.eos_id is not None and config.bos_id is None
+        masks_tokens = mark_padding or has_padding or tokens.mask is not None
+        self._masks_labels = config.labels is True or config.masks_document_starts or masks_tokens
         self._describes_documents = bool(config.document_options)
         self._only_columns = not (return_ids or mark_padding or config.reads_tokens)
         self._tensor: Callable[[_Array], object] = _unchanged
@@ -240,7 +254,7 @@ class BatchMaker:
         padding = sample_ids < 0 if self.mark_padding else None
         if padding is not None and padding.any():
             columns = {name: self._filled(name, values, padding) for name, values in columns.items()}
-        token_fields, of_batches = self._token_fields(columns, padding)
+        token_fields, of_batches = self._token_fields(columns, padding, sample_ids)
         of_rows = columns | token_fields | self._sample_fields(sample_ids, padding)
         parts: dict[str, list[Any]] = {}
         size = 0
@@ -264,24 +278,30 @@ class BatchMaker:
         fields += ["stream_id"] if self.return_ids and self.split_ids is not None else []
         return fields + (["is_padding"] if self.mark_padding else [])
 
-    def _token_fields(self, columns: Columns, padding: _Bools | None) -> tuple[Columns, dict[str, list[Any]]]:
+    def _token_fields(
+        self, columns: Columns, padding: _Bools | None, sample_ids: _Ints
+    ) -> tuple[Columns, dict[str, list[Any]]]:
         """The tokens and what follows from them: (fields of rows, fields of batches)."""
         if not self.config.reads_tokens:
             return {}, {}
-        assert self.token_key is not None
-        tokens = columns[self.token_key]
+        column = self.tokens
+        assert column.key is not None
+        tokens = columns[column.key]
         assert isinstance(tokens, np.ndarray)
         segments: Segments | None = None
         if self._describes_documents or self._masks_labels:
-            segments = find_segments(tokens, self.eos_id, padding, bos_id=self.config.bos_id)
+            segments = find_segments(tokens, column.eos_id, padding, bos_id=self.config.bos_id)
         rows: Columns = {}
-        rows[self.token_key], labels = self._tokens_and_labels(tokens)
+        rows[column.key], labels = self._tokens_and_labels(tokens)
         if labels is not None:
             rows["labels"] = labels
             if self._masks_labels:
                 assert segments is not None
                 shift = int(self.config.labels == "shifted")
                 segments.mask(labels, shift=shift, mask_starts=self.config.masks_document_starts)
+                if column.mask is not None:
+                    places = column.mask.places(sample_ids, tokens.shape[1])
+                    segments.ignore(labels, places, shift=shift)
         if segments is None or not self._describes_documents:
             return rows, {}
         if self.config.labels == "shifted" and not self.config.keep_length:
@@ -291,7 +311,7 @@ class BatchMaker:
 
     def _tokens_and_labels(self, stored: _Array) -> tuple[_Array, npt.NDArray[np.int64] | None]:
         """Both in the types to deliver, labels without any -100 for padding or document starts."""
-        config, dtype = self.config, self.token_dtype or stored.dtype
+        config, dtype = self.config, self.tokens.dtype or stored.dtype
         shift, keep = int(config.labels == "shifted"), config.keep_length or config.labels != "shifted"
         rows, length = stored.shape
         if shift and dtype == np.int64 and not (keep or self._masks_labels or config.flat):
@@ -363,14 +383,14 @@ class BatchMaker:
         if isinstance(values, list):
             real = iter(values)
             return [None if padded else next(real) for padded in padding.tolist()]
-        fill = self.eos_id if name == self.token_key and self.eos_id is not None else 0
+        fill = self.tokens.eos_id if name == self.tokens.key and self.tokens.eos_id is not None else 0
         filled = np.full((len(padding), *values.shape[1:]), fill, dtype=values.dtype)
         filled[~padding] = values
         return filled
 
     def _tensors(self, field: str, values: _Array, count: int) -> list[Any]:
         # One tensor per batch, so that saving or sending a batch does not drag its neighbours along.
-        if self.config.flat and (field == self.token_key or field in _FLAT_FIELDS):
+        if self.config.flat and (field == self.tokens.key or field in _FLAT_FIELDS):
             return list(map(self._tensor, values.reshape(count, -1)))
         return list(map(self._tensor, values.reshape(count, -1, *values.shape[1:])))
 

@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from shardkit.order.exclusions import Exclusions
     from shardkit.order.order import Shuffle
     from shardkit.order.run_settings import Tail
+    from shardkit.order.token_mask import TokenMask
 
 __all__ = ["BUSY_SECONDS", "LoaderConfig", "LoaderOptions", "RunOptions", "Stream", "Weights"]
 
 ExcludedRows: TypeAlias = "Exclusions | Iterable[int | tuple[int, int]] | str | os.PathLike[str] | None"
+MaskedTokens: TypeAlias = "TokenMask | Iterable[tuple[int, int, int]] | str | os.PathLike[str] | None"
 Weights: TypeAlias = "Sequence[float | Fraction] | Mapping[str, float | Fraction]"
 """Of all streams in their order, or by name; streams that are not named get 0."""
 
@@ -64,6 +66,8 @@ class Stream:
     """Most samples to deliver."""
     exclude: ExcludedRows = None
     """Rows that are never delivered: numbers, (first, end) ranges or a file of them (`Exclusions.read`)."""
+    mask: MaskedTokens = None
+    """Tokens whose labels are -100: (row, first, end) spans or a file of them (`TokenMask.read`)."""
 
     if not TYPE_CHECKING:
 

@@ -33,7 +33,7 @@ from shardkit.cache.reader import PlanRequest
 from shardkit.cache.shards import CachedShards
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
-from shardkit.loaders.batch import Batch, BatchMaker
+from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, Weights
 from shardkit.loaders.defaults import find_eos_id, may_be_padded, warn_of_small_cache
 from shardkit.loaders.metrics import LoaderStats, Telemetry
@@ -125,10 +125,13 @@ class StreamingLoader:
             batch_size=self.batch_size,
             config=self.config,
             columns=self._source.columns,
-            token_key=self._source.token_key,
-            token_dtype=self._source.token_dtype,
-            eos_id=find_eos_id(streams.once, self.config, self._source.token_key),
-            may_be_padded=may_be_padded(streams.once, self.config),
+            tokens=TokenColumn(
+                self._source.token_key,
+                find_eos_id(streams.once, self.config, self._source.token_key),
+                self._source.token_dtype,
+                may_be_padded(streams.once, self.config),
+                self._opened.token_mask,
+            ),
             return_ids=return_ids,
             mark_padding=tail == "pad",
             split_ids=streams.split_ids if len(streams) > 1 else None,

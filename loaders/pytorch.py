@@ -50,7 +50,7 @@ with naming_extras("shardkit.loaders.pytorch"):
     from torch.utils.data import Dataset as TorchDataset
 
 
-from shardkit.loaders.batch import Batch, BatchMaker
+from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn
 from shardkit.loaders.config import LoaderConfig, LoaderOptions
 from shardkit.loaders.defaults import find_eos_id, may_be_padded
 from shardkit.loaders.peers import StopTogether
@@ -168,10 +168,12 @@ class MapDataset(TorchDataset[Sample]):
             batch_size=1,  # so that each sample has its own memory
             config=self._config,
             columns=source.columns,
-            token_key=source.token_key,
-            token_dtype=source.token_dtype,
-            eos_id=find_eos_id(streams, self._config, source.token_key),
-            may_be_padded=may_be_padded(streams, self._config),
+            tokens=TokenColumn(
+                source.token_key,
+                find_eos_id(streams, self._config, source.token_key),
+                source.token_dtype,
+                may_be_padded(streams, self._config),
+            ),
             return_ids=self._return_ids,
         )
         return source, maker

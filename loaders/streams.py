@@ -32,7 +32,7 @@ from shardkit.cache.fetcher import FetchLimits
 from shardkit.cache.reader import CacheReader, CacheRun
 from shardkit.cache.shards import CachedShards, SharedCache
 from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
-from shardkit.loaders.config import ExcludedRows, LoaderConfig, Stream, Weights
+from shardkit.loaders.config import ExcludedRows, LoaderConfig, MaskedTokens, Stream, Weights
 from shardkit.loaders.defaults import shuffle_sizes
 from shardkit.loaders.placement import Place, first_rows, node_count, start_delay
 from shardkit.manifest import ShardInfo
@@ -40,6 +40,7 @@ from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Schedule
 from shardkit.order.order import OrderSpec, Shuffle
 from shardkit.order.run_settings import RunSettings, StreamSettings, Tail
+from shardkit.order.token_mask import TokenMask
 from shardkit.storage import StorageOptions, is_remote
 
 __all__ = ["Columns", "Opened", "ReadRows", "Streams", "named_weights", "open_streams"]
@@ -165,6 +166,10 @@ class Streams:
         """The number of a stream's first shard."""
         return self._first_shards[stream]
 
+    def first_sample(self, stream: int) -> int:
+        """The number of a stream's first sample."""
+        return int(self._first_samples[stream])
+
     def split_ids(
         self, sample_ids: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -218,6 +223,12 @@ class Opened:
     streams: Streams
     specs: tuple[Stream, ...]
     exclusions: tuple[Exclusions | None, ...]
+    masks: tuple[TokenMask | None, ...]
+
+    @property
+    def token_mask(self) -> TokenMask | None:
+        """The masked tokens of all streams, whose samples are numbered through."""
+        return TokenMask.joined(self.masks, [self.streams.first_sample(n) for n in range(len(self.streams))])
 
     @property
     def kept(self) -> list[int]:
@@ -319,7 +330,8 @@ def open_streams(
         _require_hashes(datasets)
     exclusions = [_exclusions(spec.exclude, found) for spec, found in zip(specs, datasets, strict=True)]
     streams = Streams(datasets, _names(specs, datasets), timeout_seconds=config.timeout_seconds)
-    return Opened(streams, specs, tuple(exclusions))
+    masks = [_token_mask(spec.mask, found, config) for spec, found in zip(specs, datasets, strict=True)]
+    return Opened(streams, specs, tuple(exclusions), tuple(masks))
 
 
 def _require_hashes(datasets: Sequence[Dataset]) -> None:
@@ -363,6 +375,26 @@ def _exclusions(excluded: ExcludedRows, dataset: Dataset) -> Exclusions | None:
         )
     excluded.kept_of_shards(dataset.manifest.shard_samples)  # ValueError for rows that are not there
     return excluded if excluded.count else None
+
+
+def _token_mask(mask: MaskedTokens, dataset: Dataset, config: LoaderConfig) -> TokenMask | None:
+    if mask is None:
+        return None
+    if not config.labels:
+        raise ValueError("mask= sets labels to -100: give labels=True or labels='shifted', too")
+    if isinstance(mask, (str, os.PathLike)):
+        mask = TokenMask.read(Path(mask))
+    elif not isinstance(mask, TokenMask):
+        mask = TokenMask(mask)
+    if mask.fingerprint not in (None, dataset.fingerprint):
+        raise ValueError(
+            f"the mask is of the dataset with fingerprint {mask.fingerprint}, and {dataset.location} is "
+            f"{dataset.fingerprint}: its rows have other numbers"
+        )
+    if dataset.sequence_length is None:
+        raise ValueError(f"{dataset.location}: has no rows of tokens of one length, so mask= is not possible")
+    mask.check(len(dataset), dataset.sequence_length)
+    return mask
 
 
 def _names(specs: Sequence[Stream], datasets: Sequence[Dataset]) -> list[str]:

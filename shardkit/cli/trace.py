@@ -139,6 +139,13 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write their rows as a list for Stream(exclude=FILE) (default: none)",
     )
+    search.add_argument(
+        "--mask",
+        type=Path,
+        metavar="FILE",
+        help="write the spans of their tokens as a list for Stream(mask=FILE), which sets their labels to "
+        "-100; the other documents in the rows stay (default: none)",
+    )
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -217,7 +224,7 @@ def _kind(arguments: argparse.Namespace) -> str:
     if len(found) != 1:
         which = "there is no question" if not found else f"{' and '.join(found)} are different questions"
         arguments.misuse(f"{which}: give --row, --step, --position, or what to search for (--url, …)")
-    for name in ("export", "exclude", "text"):
+    for name in ("export", "exclude", "mask", "text"):
         if getattr(arguments, name) and found != ["search"]:
             arguments.misuse(f"--{name} belongs to a search: give --url, --document, --source or --file")
     if found[0] in ("step", "position") and arguments.batch_size is None:
@@ -278,6 +285,6 @@ def _search(arguments: argparse.Namespace, tracer: Tracer, traced: Run | None) -
         sources=source_numbers(tracer.dataset, arguments.source),
         files=arguments.file,
     )
-    options = {name: getattr(arguments, name) for name in ("limit", "export", "text", "exclude")}
+    options = {name: getattr(arguments, name) for name in ("limit", "export", "text", "exclude", "mask")}
     options["follow"] = not arguments.no_duplicates
     return trace_search(tracer, selection, traced, arguments.epochs, **options)

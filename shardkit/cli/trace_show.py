@@ -97,6 +97,10 @@ def _show_search(answer: Mapping[str, Any]) -> None:
         console.print(f"{export['file']}: {_many(export['lines'], 'piece')}")
     if report := answer["exclusions"]:
         _show_exclusions(report)
+    if masked := answer["mask"]:
+        console.print(
+            f"{masked['file']}: {_many(masked['tokens'], 'token')} of {_many(masked['rows'], 'row')} masked"
+        )
     if unmatched := answer["unmatched"]:
         stderr_console().print(
             f"{len(unmatched):,} not found (`shardkit why` says what became of a document):"

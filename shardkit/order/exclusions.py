@@ -24,11 +24,11 @@ import numpy.typing as npt
 from shardkit.arrays import Ints
 from shardkit.order.order import MAX_SAMPLES
 
-__all__ = ["Exclusions"]
+__all__ = ["FINGERPRINT_LINE", "Exclusions"]
 
 _LINE = re.compile(r"([0-9]+)(?:\s*:\s*([0-9]+))?")
 
-_FINGERPRINT = re.compile(r"#\s*fingerprint:\s*([0-9a-f]{32})\s*")
+FINGERPRINT_LINE = re.compile(r"#\s*fingerprint:\s*([0-9a-f]{32})\s*")
 
 _AnyInts = npt.NDArray[np.integer[Any]]
 
@@ -68,7 +68,7 @@ class Exclusions:
             for number, line in enumerate(file, 1):
                 text = line.partition("#")[0].strip()
                 if not text:
-                    stated = _FINGERPRINT.fullmatch(line.strip())
+                    stated = FINGERPRINT_LINE.fullmatch(line.strip())
                     fingerprint = stated[1] if stated else fingerprint
                     continue
                 try:

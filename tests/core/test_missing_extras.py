@@ -72,6 +72,7 @@ COMMANDS: list[tuple[str, tuple[str, str] | None]] = [
     ("dedup-index {recipe} {new}", ("", "write")),
     ("demo --output {new}", ("", "write")),
     ("download s3://bucket/a {new}", ("boto3", "s3")),
+    ("dropped {dataset}", ("pyarrow", "write")),
     ("download gs://bucket/a {new}", ("fsspec", "fsspec")),
     ("info {dataset}", None),
     ("info s3://bucket/a", ("boto3", "s3")),
@@ -82,6 +83,7 @@ COMMANDS: list[tuple[str, tuple[str, str] | None]] = [
     ("train-classifier {labelled} --output {new}.bin", ("", "write")),
     ("upload {dataset} s3://bucket/a", ("boto3", "s3")),
     ("verify {dataset}", None),
+    ("why {dataset} --url https://a.org", ("pyarrow", "write")),
 ]
 
 
@@ -173,7 +175,7 @@ def test_a_module_that_no_extra_has_is_not_explained_away() -> None:
 def test_each_extra_is_known_to_pyproject_and_each_optional_import_to_the_table() -> None:
     for distribution, extra in errors._EXTRAS.values():
         assert distribution.lower() in in_extra(extra), f"{distribution} is not in {extra}"
-    core = {"numpy", "zstandard", "xxhash", "pydantic", "yaml", "rich"}
+    core = {"numpy", "zstandard", "xxhash", "pydantic", "pydantic_core", "yaml", "rich"}
     known = core | {"shardkit", "_typeshed"} | set(sys.stdlib_module_names)
     known |= errors._EXTRAS.keys() | errors._WITHOUT_EXTRA.keys()
     for folder in ("shardkit", "writers", "loaders"):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.loaders.batch import BatchMaker, find_segments
+from shardkit.loaders.batch import BatchMaker, TokenColumn, find_segments
 from shardkit.loaders.config import LoaderConfig
 
 EOS = 0
@@ -70,7 +70,7 @@ def test_documents_are_found_as_a_plain_reading_finds_them(table: list[list[int]
 
 def test_the_example_of_the_module_is_right() -> None:
     def batch_of(**options: Any) -> dict[str, Any]:
-        maker = BatchMaker(1, LoaderConfig(**options), ["tokens"], "tokens", EOS)
+        maker = BatchMaker(1, LoaderConfig(**options), ["tokens"], TokenColumn("tokens", EOS))
         ((batch,), _) = maker.make({"tokens": np.array([[5, 6, 0, 7, 0, 0, 0]])}, np.arange(1))
         return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in batch.items()}
 
@@ -91,7 +91,7 @@ def make(config: LoaderConfig, ids: list[int], *, mark_padding: bool = False) ->
     tokens = np.array([[i, EOS, EOS, 3] for i in ids if i >= 0], dtype=np.int64).reshape(-1, 4)
     words: list[object] = [f"word {i}" for i in ids if i >= 0]
     maker = BatchMaker(
-        2, config, ["tokens", "words"], "tokens", EOS, return_ids=True, mark_padding=mark_padding
+        2, config, ["tokens", "words"], TokenColumn("tokens", EOS), return_ids=True, mark_padding=mark_padding
     )
     return maker.make({"tokens": tokens, "words": words}, np.array(ids, dtype=np.int64))[0]
 
@@ -146,7 +146,7 @@ def test_a_model_that_sees_document_bounds_is_scored_inside_of_documents_only(
     length = max(len(first), len(second))
     rows = np.array([row + [EOS] * (length - len(row)) for row in (first, second)])
     config = LoaderConfig(labels=True, **{bounds: True})  # type: ignore[arg-type]
-    maker = BatchMaker(2, config, ["tokens"], "tokens", EOS)
+    maker = BatchMaker(2, config, ["tokens"], TokenColumn("tokens", EOS))
     ((batch,), _) = maker.make({"tokens": rows}, np.arange(2))
     tokens, labels = batch["tokens"].flatten().tolist(), batch["labels"].flatten().tolist()
     # The rows of a flattened batch follow one another, as with cu_seqlens: no row predicts the next one.
@@ -195,4 +195,4 @@ def test_a_batch_of_nothing_but_padding_has_the_same_keys(ids: list[int]) -> Non
 )
 def test_an_option_never_replaces_a_column_of_the_same_name(name: str, config: LoaderConfig) -> None:
     with pytest.raises(ValueError, match=f"a column '{name}', which an option of the loader would replace"):
-        BatchMaker(2, config, ["tokens", name], "tokens", EOS, return_ids=True)
+        BatchMaker(2, config, ["tokens", name], TokenColumn("tokens", EOS), return_ids=True)

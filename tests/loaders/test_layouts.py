@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ from shardkit.cli.main import main
 from shardkit.formats import mds
 from shardkit.formats.usage_log import scan
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.loaders.batch import BatchMaker
+from shardkit.loaders.batch import BatchMaker, TokenColumn
 from shardkit.loaders.block_mask import block_mask_of
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.cuda import CudaPrefetcher
 from shardkit.loaders.pytorch import MapDataset, StreamingDataLoader, StreamingDataset
+from shardkit.order.token_mask import TokenMask
 from support.loader_data import EOS, make_dataset, token_rows, write_card
 
 SAMPLES = 53
@@ -66,12 +67,16 @@ def documents_of(row: list[int], eos_id: int | None, bos_id: int | None) -> list
 
 
 def plain_batch(
-    rows: list[list[int]], padded: list[bool], config: LoaderConfig, eos_id: int | None
+    rows: list[list[int]],
+    padded: list[bool],
+    config: LoaderConfig,
+    eos_id: int | None,
+    masks: Sequence[Container[int]] = (),
 ) -> dict[str, Any]:
-    """The batch of these rows as nested lists, token by token."""
+    """The batch of these rows as nested lists, token by token; `masks`: those of each that are no targets."""
     every: dict[str, Any] = {}
     bounds = [0]
-    for row, is_padding_row in zip(rows, padded, strict=True):
+    for row, is_padding_row, extra in zip(rows, padded, masks or [()] * len(rows), strict=True):
         whole = documents_of(row, eos_id, config.bos_id)
         if is_padding_row:
             whole = [(0, len(row), True)]
@@ -82,7 +87,7 @@ def plain_batch(
             masked |= starts
         if config.flat and config.labels is True:
             masked.add(0)
-        targets = [-100 if i in masked else token for i, token in enumerate(row)]
+        targets = [-100 if i in masked or i in extra else token for i, token in enumerate(row)]
         length = len(row)
         if config.labels == "shifted":
             targets = targets[1:] + ([-100] if config.keep_length else [])
@@ -137,6 +142,10 @@ def layouts(draw: st.DrawFn) -> tuple[LoaderConfig, int | None]:
     return LoaderConfig(labels=labels, **options), EOS if ids == "eos" else None
 
 
+def masked_in(mask: TokenMask, row: int) -> list[int]:
+    return [token for at, first, end in mask.to_list() if at == row for token in range(first, end)]
+
+
 @given(st.data(), layouts(), st.integers(1, 3), st.integers(1, 3), st.integers(2, 9), st.booleans())
 def test_every_layout_is_that_of_a_plain_reading(
     data: st.DataObject,
@@ -155,12 +164,18 @@ def test_every_layout_is_that_of_a_plain_reading(
     for number in np.flatnonzero(ids < 0):
         rows[number] = [EOS if eos_id is not None else 0] * length
     real = np.array([row for row, padding in zip(rows, padded, strict=True) if not padding], dtype)
-    maker = BatchMaker(size, config, ["tokens"], "tokens", eos_id, mark_padding=pads)
+    spans = st.tuples(st.integers(0, len(rows) + 2), st.integers(0, length - 1), st.integers(1, length))
+    drawn = data.draw(st.lists(spans, max_size=4)) if config.labels else []
+    mask = TokenMask((row, first, min(length, first + many)) for row, first, many in drawn)
+    masks = [[] if padding else masked_in(mask, row) for row, padding in enumerate(padded)]
+    column = TokenColumn("tokens", eos_id, mask=mask if drawn else None)
+    maker = BatchMaker(size, config, ["tokens"], column, mark_padding=pads)
     batches, _ = maker.make({"tokens": real.reshape(-1, length)}, ids)
     assert len(batches) == count
     for number, batch in enumerate(batches):
         part = slice(number * size, (number + 1) * size)
-        expected = plain_batch(rows[part], padded[part], config, eos_id) | {"is_padding": padded[part]}
+        expected = plain_batch(rows[part], padded[part], config, eos_id, masks[part])
+        expected["is_padding"] = padded[part]
         assert {name: plain(value) for name, value in batch.items()} == {
             name: expected[name] for name in batch
         }
@@ -442,7 +457,7 @@ def masked_batches(draw: st.DrawFn) -> tuple[dict[str, Any], LoaderConfig, list[
         labels=draw(st.sampled_from([False, True])) and "shifted",
         document_ids=True,
     )
-    maker = BatchMaker(size, config, ["tokens"], "tokens", EOS, mark_padding=True)
+    maker = BatchMaker(size, config, ["tokens"], TokenColumn("tokens", EOS), mark_padding=True)
     ((batch,), _) = maker.make({"tokens": real.reshape(-1, length)}, ids)
     return batch, config, rows, padded
 

@@ -21,9 +21,10 @@ import pyarrow as pa
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardkitError
+from shardkit.order.token_mask import TokenMask
 from shardkit.progress import counting
 from shardkit.tools.trace.duplicates import NOTHING_FOLLOWED, Duplicates
-from shardkit.tools.trace.outputs import Exporter, Ranges, document_ids, measure, write_exclusions
+from shardkit.tools.trace.outputs import Exporter, Ranges, document_ids, measure, write_exclusions, write_mask
 from shardkit.tools.trace.run import Run
 from shardkit.tools.trace.search import Selection
 from shardkit.tools.trace.table import NoProvenanceError, Piece, ProvenanceTable, pieces_of
@@ -197,6 +198,9 @@ def trace_step(
     }
 
 
+_NOT_HERE = "none of the documents is in this dataset; `shardkit why` says what became of a document"
+
+
 def trace_search(
     tracer: Tracer,
     selection: Selection,
@@ -207,15 +211,17 @@ def trace_search(
     export: Path | None = None,
     text: bool = False,
     exclude: Path | None = None,
+    mask: Path | None = None,
     follow: bool = True,
 ) -> dict[str, Any]:
     """The pieces that `selection` wants: totals, the first `limit` (0: all) of them, and their deliveries.
 
     For removed duplicates, those of the documents that stay for them; not without `follow`, nor where all of
     a source or a file is wanted. `export`: a file for all pieces, with their whole text if `text`. `exclude`:
-    a file for the list of their rows. ShardkitError if nothing is found.
+    a file for the list of their rows. `mask`: a file for the spans of their tokens. ShardkitError if nothing
+    is found.
     """
-    dataset, table, found, shown = tracer.dataset, tracer.known(), _Totals(), list[Piece]()
+    dataset, table, found, shown = tracer.dataset, tracer.known(), _Totals(mask is not None), list[Piece]()
     if text and tracer.decoder is None:
         raise ShardkitError(f"--text: {tracer.how_to_see_text()}")
     follow = follow and bool(selection.documents or selection.urls or selection.ids)
@@ -234,10 +240,7 @@ def trace_search(
             if exporter is not None:
                 exporter.write(some)
         if not found.pieces:
-            raise ShardkitError(
-                f"{dataset.location}: none of the documents is in this dataset; `shardkit why` says what "
-                "became of a document"
-            )
+            raise ShardkitError(f"{dataset.location}: {_NOT_HERE}")
     answers, stays = tracer.pieces(shown), {one.hex() for one in followed.stays}
     for answer in answers:
         answer["stays_for_duplicate"] = answer["document_id"] in stays
@@ -255,14 +258,16 @@ def trace_search(
         "unmatched": unmatched,
         "export": None if exporter is None else {"file": str(export), "lines": exporter.lines},
         "exclusions": None if exclude is None else _exclude(exclude, tracer, found, len(unmatched)),
+        "mask": None if mask is None else _mask(mask, dataset, found),
         "no_text": tracer.no_text,
     }
 
 
 class _Totals:
-    """Totals of a search; takes 20 bytes per document."""
+    """Totals of a search; takes 20 bytes a document, and 24 a piece if spans are wanted."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_spans: bool) -> None:
+        self._has_spans, self.spans = has_spans, [np.empty((0, 3), np.int64)]
         self.pieces = self.tokens = 0
         self.rows = Ranges()
         self._ids: list[npt.NDArray[np.bytes_]] = []
@@ -274,6 +279,9 @@ class _Totals:
             (table.column("token_end").to_numpy() - table.column("token_start").to_numpy()).sum()
         )
         self.rows.add(table.column("sample_id").to_numpy())
+        if self._has_spans:
+            names = ("sample_id", "token_start", "token_end")
+            self.spans.append(np.stack([table.column(name).to_numpy() for name in names], axis=1))
         self._ids.append(document_ids(table))
         self._copies.append(table.column("copies").to_numpy())
         if len(self._ids) > 64:
@@ -293,6 +301,12 @@ class _Totals:
         ids, first = np.unique(np.concatenate([np.empty(0, "S16"), *self._ids]), return_index=True)
         copies = np.concatenate([np.empty(0, np.int32), *self._copies])[first]
         self._ids, self._copies = [ids], [copies]
+
+
+def _mask(path: Path, dataset: Dataset, found: _Totals) -> dict[str, Any]:
+    mask = TokenMask(np.concatenate(found.spans))
+    write_mask(path, dataset, mask, len(found.ids()))
+    return {"file": str(path), "rows": mask.rows, "tokens": mask.tokens}
 
 
 def _exclude(path: Path, tracer: Tracer, found: _Totals, unmatched: int) -> dict[str, Any]:

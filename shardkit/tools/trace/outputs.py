@@ -33,9 +33,10 @@ from shardkit.errors import ShardkitError
 from shardkit.files import publish_bytes
 from shardkit.formats.provenance import PROVENANCE_SCHEMA
 from shardkit.order.exclusions import Exclusions
+from shardkit.order.token_mask import TokenMask
 from shardkit.tools.trace.table import ProvenanceTable
 
-__all__ = ["ENDINGS", "Exporter", "Ranges", "RemovalReport", "measure", "write_exclusions"]
+__all__ = ["ENDINGS", "Exporter", "Ranges", "RemovalReport", "measure", "write_exclusions", "write_mask"]
 
 _Ints = npt.NDArray[np.int64]
 
@@ -151,6 +152,20 @@ def write_exclusions(
         f"# fingerprint: {dataset.fingerprint}",
     ]
     lines += [f"{begin}" if end == begin + 1 else f"{begin}:{end}" for begin, end in excluded.to_list()]
+    _write_lines(path, lines)
+
+
+def write_mask(path: str | os.PathLike[str], dataset: Dataset, mask: TokenMask, documents: int) -> None:
+    """Write the spans for `TokenMask.read` and `Stream(mask=…)`, bound to this dataset; ShardkitError."""
+    lines = [
+        f"# tokens that are no targets: {mask.tokens:,} of {documents:,} documents, in {mask.rows:,} rows of "
+        f"{dataset.location}",
+        f"# fingerprint: {dataset.fingerprint}",
+    ]
+    _write_lines(path, [*lines, *(f"{row} {begin}:{end}" for row, begin, end in mask.to_list())])
+
+
+def _write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
     try:
         publish_bytes(Path(path), "".join(" ".join(line.split()) + "\n" for line in lines).encode())
     except OSError as error:
