@@ -30,6 +30,7 @@ from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import Recipe
+from shardkit.writers.tokenizer_file import find_tokenizer
 
 __all__ = ["EngineName", "Execution", "open_runner", "place_files", "place_of", "work_of"]
 
@@ -132,6 +133,8 @@ def place_files(
     if one lies outside of the recipe's folder ("../…").
     """
     tokenizer = recipe.resolve(recipe.tokenizer.path)
+    if tokenizer_digest is not None:
+        tokenizer = find_tokenizer(recipe.folder, recipe.tokenizer.path)
     if not isinstance(journal.work, StoreWork):
         return None, Artifact(tokenizer)
     inside = {name: digest for name, digest in filter_files.items() if _is_inside(name)}

@@ -188,7 +188,10 @@ class InputConfig(StrictModel):
 class TokenizerConfig(StrictModel):
     """The tokenizer that turns documents into token ids."""
 
-    path: LocalPath = Field(description="A Hugging Face tokenizer.json, relative to the recipe's folder.")
+    path: LocalPath = Field(
+        description="A Hugging Face tokenizer.json, relative to the recipe's folder; a folder that has one; "
+        "or the name of a model whose tokenizer is in the Hugging Face cache of this machine, such as gpt2."
+    )
     eos: str = Field(
         min_length=1,
         description="The special token that ends every document.",

@@ -44,6 +44,7 @@ __all__ = [
     "KeptCuts",
     "Split",
     "describe_inputs",
+    "guess_format",
     "hash_split",
     "hash_splits",
     "scan_inputs",
@@ -213,14 +214,24 @@ def _limited(splits: Sequence[Split], limit: int) -> list[Split]:
     return [replace(split, index=index) for index, split in enumerate(chosen)]
 
 
-def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | None]:
+def guess_format(name: str) -> tuple[str, str | None] | None:
+    """(format, compression) of a file by its name; None if it is no format that can be read."""
+    compression, extension = _endings(name)
+    format = _FORMATS.get(extension)
+    return None if format is None or (format in _SEEKING and compression) else (format, compression)
+
+
+def _endings(name: str) -> tuple[str | None, str]:
+    """(compression, the suffix before that of the compression)."""
     path = PurePosixPath(name)
-    extension = path.suffix.lower()
-    compression = COMPRESSIONS.get(extension)
-    if extension in _OTHER_COMPRESSIONS:
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    return compression, PurePosixPath(path.stem if compression else path).suffix.lower()
+
+
+def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | None]:
+    compression, extension = _endings(name)
+    if extension in _OTHER_COMPRESSIONS and compression is None:
         raise RecipeError(f"{key}: {name}: {extension} files cannot be read; use {' '.join(COMPRESSIONS)}")
-    if compression is not None:
-        extension = PurePosixPath(path.stem).suffix.lower()
     format = config.format or _FORMATS.get(extension)
     if format is None:
         known = " ".join(sorted(_FORMATS))

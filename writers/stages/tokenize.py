@@ -52,6 +52,7 @@ from shardkit.writers.tokenizer import (
     tokenizer_digest,
     unlike_characters,
 )
+from shardkit.writers.tokenizer_file import find_tokenizer
 
 __all__ = [
     "SPILL_SCHEMA",
@@ -184,7 +185,7 @@ class TokenizerFile:
     @classmethod
     def of(cls, recipe: Recipe) -> TokenizerFile:
         """The recipe's tokenizer, on this machine."""
-        path = recipe.resolve(recipe.tokenizer.path)
+        path = find_tokenizer(recipe.folder, recipe.tokenizer.path)
         return cls(Artifact(path), tokenizer_digest(path), recipe.tokenizer.eos)
 
 

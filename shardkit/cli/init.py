@@ -1,0 +1,134 @@
+"""`shardkit init`: write a recipe for data that is already there."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardkit.cli.common import (
+    add_json_argument,
+    add_storage_arguments,
+    print_columns,
+    print_json,
+    stdout_console,
+    storage_options,
+)
+from shardkit.errors import RecipeError
+from shardkit.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardkit.writers.draft import Draft
+
+__all__ = ["add_parser", "run"]
+
+_DEFAULT_TOKENIZER, _DEFAULT_EOS = "gpt2", "<|endoftext|>"
+_SHOWN = 5
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "init",
+        help="write a commented recipe for files of text",
+        description="Look at files (formats, sizes, the first records) and write a commented recipe that "
+        "builds a dataset from them. The fields of text, id and URL are found by their contents.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("data", metavar="DATA", nargs="+", help="file, folder, glob or URL of text")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("recipe.yaml"),
+        metavar="FILE",
+        help="the recipe to write; a file that exists is never overwritten (default: recipe.yaml)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        help="tokenizer.json, a folder that has one, or the name of a model on the Hugging Face Hub "
+        "(default: a tokenizer.json next to the recipe or the data, else gpt2)",
+    )
+    add_json_argument(parser)
+    add_storage_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the recipe, and print what was found."""
+    output: Path = arguments.output
+    if output.exists():
+        raise RecipeError(f"{output} exists; remove it, or name another file with --output")
+    from shardkit.writers.draft import draft_recipe
+
+    folder = output.absolute().parent
+    tokenizer, eos, missing = _tokenizer(arguments, folder)
+    draft = draft_recipe(
+        arguments.data, folder, tokenizer=tokenizer, eos=eos, storage=storage_options(arguments)
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with output.open("x", encoding="utf-8") as file:
+            file.write(draft.text)
+    except OSError as error:
+        raise RecipeError(f"{output} cannot be written: {error.strerror or error}") from error
+    if arguments.json:
+        inputs = [
+            {"path": entry.path, "files": entry.files, "bytes": entry.bytes, "exclude": list(entry.exclude)}
+            for entry in draft.inputs
+        ]
+        print_json({"recipe": str(output), "inputs": inputs, "left_out": dict(draft.left_out)})
+    else:
+        _show(draft, output, missing)
+    return 0
+
+
+def _tokenizer(arguments: argparse.Namespace, folder: Path) -> tuple[str, str, str | None]:
+    """(path in the recipe, token that ends documents, why the tokenizer cannot be used yet)."""
+    from shardkit.writers.tokenizer_file import end_token, find_tokenizer
+
+    given = arguments.tokenizer
+    if given is None:
+        near = [
+            folder,
+            *(Path(place) if Path(place).is_dir() else Path(place).parent for place in arguments.data),
+        ]
+        found = [place / "tokenizer.json" for place in near if (place / "tokenizer.json").is_file()]
+        given = str(found[0]) if found else _DEFAULT_TOKENIZER
+    try:
+        file = find_tokenizer(Path.cwd(), given)
+    except RecipeError as error:
+        if arguments.tokenizer is not None:
+            raise
+        return given, _DEFAULT_EOS, str(error)
+    path = given
+    if Path(given).exists():
+        absolute = Path(given).absolute()
+        path = str(absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute)
+    return path, end_token(file) or _DEFAULT_EOS, None
+
+
+def _show(draft: Draft, output: Path, missing: str | None) -> None:
+    console = stdout_console()
+    rows = [
+        (
+            entry.path,
+            f"{entry.files:,}",
+            format_bytes(entry.bytes),
+            " ".join(entry.endings),
+            entry.fields.text if entry.fields.beginning else "",
+            entry.fields.beginning,
+        )
+        for entry in draft.inputs
+    ]
+    print_columns(
+        "", ("input", "files", "size", "formats", "text field", "first text"), rows, left=(0, 3, 4, 5)
+    )
+    for name, why in list(draft.left_out.items())[:_SHOWN]:
+        console.print(f"left out: {name}: {why}")
+    if len(draft.left_out) > _SHOWN:
+        console.print(f"left out: {len(draft.left_out) - _SHOWN:,} more files")
+    if missing is not None:
+        console.print(f"needed before the build: {missing.removeprefix('tokenizer.path: ')}")
+    console.print(f"\n{output} is written; read it, then try it on a few records of each input:")
+    console.print(f"  shardkit build {output} --limit 1000")

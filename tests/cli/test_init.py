@@ -1,0 +1,133 @@
+"""`shardkit init` looks at data and writes a recipe that builds it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from shardkit.cli.main import main
+from shardkit.writers import load_recipe
+from support.small_build import make_corpus, text_of
+
+pytestmark = pytest.mark.usefixtures("inline_builds")
+
+
+def write_lines(path: Path, records: list[Mapping[str, object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(record) + "\n" for record in records).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+
+
+def record(number: int) -> dict[str, object]:
+    return {
+        "doc_id": f"d{number}",
+        "lang": "en",
+        "link": f"https://a.example/{number}",
+        "title": f"title {number}",
+        "body": f"{text_of(number)} and it goes on for a while, so that there are enough words to stay",
+    }
+
+
+def test_the_recipe_that_init_writes_builds_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_corpus(tmp_path / "old")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old/tokenizer.json").rename(tmp_path / "tokenizer.json")
+    write_lines(tmp_path / "data/a/one.jsonl", [record(n) for n in range(30)])
+    write_lines(tmp_path / "data/two.jsonl.gz", [record(n) for n in range(30, 60)])
+    pq.write_table(
+        pa.table({"text": [text_of(n) * 9 for n in range(60, 90)]}), tmp_path / "data/three.parquet"
+    )
+    (tmp_path / "data/MANIFEST.json").write_text(json.dumps({"files": 3}, indent=2))
+    (tmp_path / "data/README.md").write_text("# Data")
+    assert main(["init", "data"]) == 0
+    shown = capsys.readouterr().out
+    assert "left out: data/MANIFEST.json: its first line is not a JSON object" in shown
+    assert "shardkit build recipe.yaml --limit 1000" in shown
+    recipe = load_recipe("recipe.yaml")
+    lines, table = recipe.inputs
+    assert (lines.path, lines.text, lines.id, lines.url) == ("data", "body", "doc_id", "link")
+    assert lines.exclude == ("*.json", "*.md", "*.parquet")
+    assert (table.text, table.id, table.url) == ("text", None, None)
+    assert set(table.exclude) == {"*.json", "*.md", "*.jsonl", "*.jsonl.gz"}
+    assert recipe.tokenizer.eos == "<|endoftext|>"
+    assert main(["build", "recipe.yaml", "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["funnel"]["read"]["documents"] == 90
+
+
+def test_a_recipe_that_exists_is_never_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines(tmp_path / "a.jsonl", [record(1)])
+    (tmp_path / "mine.yaml").write_text("mine")
+    assert main(["init", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "mine.yaml")]) == 2
+    assert "mine.yaml exists; remove it, or name another file" in capsys.readouterr().err
+    assert (tmp_path / "mine.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("records", "text", "id", "url"),
+    [
+        ([{"text": "short", "content": "x" * 500}], "content", None, None),
+        ([{"text": "long enough " * 9, "summary": "y" * 200}], "text", None, None),
+        ([{"page": {"body": "some words " * 5, "uri": "http://a/b"}}], "page.body", None, "page.uri"),
+        ([{"text": "a b", "url": "not one", "link": "https://a/"}], "text", None, None),
+        ([{"text": "a b", "uuid": n % 2} for n in range(4)], "text", None, None),
+        ([{"text": "a b", "sha256": f"{n:064}", "n": n} for n in range(4)], "text", "sha256", None),
+        ([{"text": "a b", "link": None}, {"text": "c d", "link": "https://a"}], "text", None, "link"),
+    ],
+)
+def test_fields_are_found_by_their_contents(
+    records: list[Mapping[str, object]], text: str, id: str | None, url: str | None, tmp_path: Path
+) -> None:
+    write_lines(tmp_path / "a.jsonl", records)
+    assert main(["init", str(tmp_path), "--output", str(tmp_path / "recipe.yaml"), "--json"]) == 0
+    [found] = load_recipe(tmp_path / "recipe.yaml").inputs
+    assert (found.text, found.id, found.url) == (text, id, url)
+
+
+def test_texts_and_names_of_others_cannot_break_the_recipe(tmp_path: Path) -> None:
+    hostile = "a\u2028b\x85c\nfilters: [x] \x1b[2J #\"' {"
+    write_lines(tmp_path / "da ta: #1" / "a.jsonl", [{hostile: hostile * 9, "x: y\n- z": 3, "id: #": "v"}])
+    assert main(["init", str(tmp_path / "da ta: #1"), "--output", str(tmp_path / "recipe.yaml")]) == 0
+    text = (tmp_path / "recipe.yaml").read_text()
+    assert "\x1b" not in text
+    assert load_recipe(tmp_path / "recipe.yaml").inputs[0].text == hostile
+    assert set(yaml.safe_load(text)) == {"inputs", "filters", "dedup", "tokenizer", "pack", "output"}
+
+
+def test_files_that_a_shell_listed_are_one_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "abc":
+        write_lines(tmp_path / f"data/{name}.jsonl", [record(1)])
+    assert main(["init", "data/a.jsonl", "data/b.jsonl", "data/c.jsonl", "--output", "all.yaml"]) == 0
+    assert main(["init", "data/a.jsonl", "data/b.jsonl", "--output", "some.yaml"]) == 0
+    assert [entry.path for entry in load_recipe("all.yaml").inputs] == ["data/*.jsonl"]
+    assert [entry.path for entry in load_recipe("some.yaml").inputs] == ["data/a.jsonl", "data/b.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.pdf", "%PDF", "a.pdf: not a format that can be read, judged by its name"),
+        ("a.json", '[{"text": "x"}]', "a.json: its first line is not a JSON object"),
+        ("a.jsonl", '{"n": 1}\n', "have no field of text"),
+    ],
+)
+def test_data_without_documents_is_refused(
+    name: str, content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert main(["init", str(tmp_path), "--output", str(tmp_path / "recipe.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert "no file holds documents" in error
+    assert message in error
+    assert not (tmp_path / "recipe.yaml").exists()
