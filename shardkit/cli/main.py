@@ -13,12 +13,15 @@ stdout, everything else to stderr. Exit status: 0 done, 1 failed, 2 misuse (bad 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
+import re
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import shardkit
 from shardkit.cli.common import escaped
@@ -36,9 +39,34 @@ CONTINUING = ("build", "dedup-index", "download", "upload")
 FAILED, MISUSE, INTERRUPTED = 1, 2, 130
 
 
-def make_parser() -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Misuse is one line that says what may have been meant, without the usage of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with a message."""
+        mistyped = re.match(r"argument VERB: invalid choice: '?([^' ]*)'? ", message)
+        if mistyped:
+            message = f"there is no verb {mistyped[1]!r}{_suggestion(mistyped[1], VERBS)}"
+        self.exit(MISUSE, escaped(f"{self.prog}: error: {message}; see `{self.prog} --help`\n"))
+
+    def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
+        """Exit because of words that no option or argument takes."""
+        options = re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help())
+        word = next((word for word in words if word.startswith("-")), words[0])
+        if not word.startswith("-"):
+            self.error(f"{word!r} is one argument too many")
+        name = word.partition("=")[0]
+        self.error(f"there is no option {name}{_suggestion(name, options)}")
+
+
+def _suggestion(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def make_parser() -> Parser:
     """The parser with all verbs."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="shardkit",
         description="Build deterministic pretraining shards and stream them to GPUs with exact resume.",
         epilog="Exit status: 0 done, 1 failed, 2 misuse, 130 interrupted. See `shardkit VERB --help`.",
@@ -49,6 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
     for module in dict.fromkeys(VERBS.values()):
         importlib.import_module(f"shardkit.cli.{module}").add_parser(verbs)
     for verb in verbs.choices.values():
+        verb.set_defaults(parser=verb)
         verb.add_argument(
             "--debug", action="store_true", help="show the traceback of an error (default: one line)"
         )
@@ -57,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return its exit status."""
-    arguments = make_parser().parse_args(argv)
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
     shown = warnings.showwarning
     warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
     try:
@@ -76,6 +105,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _explain(error)
     finally:  # a Python program that calls `main` shows warnings its own way
         warnings.showwarning = shown
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser()
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(MISUSE)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        arguments.parser.refuse_unknown(unknown)
+    return arguments
 
 
 def _explain(error: Exception) -> int:

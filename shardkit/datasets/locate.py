@@ -156,7 +156,8 @@ def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
     if not path.exists() or is_tar_name(path.name):
         return _find_tars([str(path)], storage)
     if path.suffix != ".json":
-        raise ShardError(path, "is neither a folder, an index (.json) nor a tar")
+        problem = "is neither a folder, an index (.json) nor a tar; is it text? `shardkit init` makes a recipe for it"
+        raise ShardError(path, problem)
     return _read_description(path, storage)
 
 

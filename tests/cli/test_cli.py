@@ -111,7 +111,7 @@ def test_errors_are_one_message_without_a_traceback(
 SIMULATE = ["simulate", "--samples", "4000", "--shards", "50", "--sample-bytes", "1KB", "--steps", "8"]
 PLAN_TRAIN = ["plan", "train", "--tokens", "14.8e12", "--days", "54"]
 USAGE = [
-    [], ["nothing"], ["build"], ["build", "r", "--workers", "0"], ["build", "r", "--workers", "two"],
+    ["nothing"], ["build"], ["build", "r", "--workers", "0"], ["build", "r", "--workers", "two"],
     ["upload", "a"], ["upload", "a", "b", "--threads", "257"], ["download", "a", "b", "--threads", "0"],
     ["build", "r", "--engine", "spark"], ["build", "r", "--work"], ["verify"], ["info", "a", "b"],
     ["dedup-index"], ["dedup-index", "r"], ["dedup-index", "r", "i", "--show", "i"],
@@ -123,7 +123,21 @@ USAGE = [
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        *((arguments, "usage: shardkit") for arguments in USAGE),
+        *((arguments, "; see `shardkit") for arguments in USAGE),
+        ([], "usage: shardkit"),
+        (["biuld", "r"], "shardkit: error: there is no verb 'biuld'; did you mean build?; see"),
+        (["zzz"], "shardkit: error: there is no verb 'zzz'; see `shardkit --help`"),
+        (["build", "r", "--outptu", "x"], "shardkit build: error: there is no option --outptu; did you mean"),
+        (["build", "r", "--worker=2"], "there is no option --worker; did you mean --workers?"),
+        (
+            ["plan", "train", "--gpu", "8", *PLAN_TRAIN[2:], "--gpus", "8"],
+            "no option --gpu; did you mean --gpus",
+        ),
+        (["build", "r", "--zzz"], "there is no option --zzz; see `shardkit build --help`"),
+        (
+            ["info", "a", "b"],
+            "shardkit info: error: 'b' is one argument too many; see `shardkit info --help`",
+        ),
         (["plan"], "KIND"),
         (["plan", "train", "--tokens", "1", "--days", "1"], "--gpus"),
         ([*PLAN_TRAIN, "--gpus", "2047"], "2,047 GPUs do not fill nodes of 8"),
