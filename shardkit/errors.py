@@ -59,8 +59,9 @@ _EXTRAS = {
     "webdataset": ("webdataset", "webdataset"),
 }
 
-# What no extra brings, because its users have it: trainers of shardkit.loaders.integrations, and pandas.
+# What no extra brings, because its users have it: trainers of shardkit.loaders.integrations, Jupyter, pandas.
 _WITHOUT_EXTRA = {
+    "IPython": "ipython",
     "accelerate": "accelerate",
     "composer": "mosaicml",
     "datasets": "datasets",

@@ -1,4 +1,4 @@
-"""Progress of long operations on stderr: bars on a terminal, occasional lines in a log file.
+"""Progress of long operations: bars on a terminal, a table in a notebook, occasional lines in a log file.
 
 An operation reports plain data after each piece of work; a listener decides what to show. Nothing here can
 change or stop the operation, and rich is imported only when a bar is drawn.
@@ -6,6 +6,7 @@ change or stop the operation, and rich is imported only when a bar is drawn.
 
 from __future__ import annotations
 
+import html
 import os
 import sys
 import threading
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 LINE_SECONDS = 5.0  # a log file gets a line this often at most, but for events
+TABLE_SECONDS = 0.3  # between updates of a notebook's table: each is a message to the browser
 QUIET_SECONDS = 2.0  # shorter reads are not worth a line
 
 
@@ -73,11 +75,16 @@ def make_listener(progress: bool) -> Listener[Report]: ...
 @overload
 def make_listener(progress: bool | Callable[[R], None]) -> Listener[R]: ...
 def make_listener(progress: bool | Callable[[R], None]) -> Listener[R] | Listener[Report]:
-    """False: nothing. True: bars if stderr is a terminal, else lines. A callable gets each report."""
+    """False: nothing. True: a notebook's table, or bars if stderr is a terminal, else lines.
+
+    A callable gets each report.
+    """
     if callable(progress):
         return _Calls(progress)
     if not progress:
         return _Calls[Report](lambda report: None)
+    if _in_notebook():
+        return _Table()
     return _Bars() if sys.stderr.isatty() else _Calls(Lines())
 
 
@@ -140,6 +147,51 @@ class _Bars:
 
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
+
+
+def _in_notebook() -> bool:
+    """Whether this is a kernel of Jupyter, which shows what its cells display."""
+    module = sys.modules.get("IPython")
+    return module is not None and hasattr(module.get_ipython(), "kernel")
+
+
+class _Table:
+    """One line for each name, in an output of a notebook's cell that is updated in place."""
+
+    def __init__(self) -> None:
+        from IPython.display import DisplayHandle
+
+        self._output = DisplayHandle()
+        self._reports: dict[str, Report] = {}
+        self._is_shown = False
+        self._next = time.monotonic() + TABLE_SECONDS  # what ends sooner needs no table
+
+    def __call__(self, report: Report, /) -> None:
+        self._reports[report.name] = report
+        if time.monotonic() < self._next:
+            return
+        show = self._output.update if self._is_shown else self._output.display
+        show(self._bundle(), raw=True)
+        self._is_shown, self._next = True, time.monotonic() + TABLE_SECONDS
+
+    def _bundle(self) -> dict[str, str]:
+        """The table as a page shows it, and as plain text."""
+        left = "style='text-align:left'"
+        rows = "".join(
+            f"<tr><td {left}>{html.escape(one.name)}</td>"
+            f"<td><progress value='{one.done}' max='{one.total or max(1, one.done)}'></progress></td>"
+            f"<td {left}>{html.escape(one.text())}</td></tr>"
+            for one in self._reports.values()
+        )
+        lines = [f"{one.name}: {one.text()}" for one in self._reports.values()]
+        return {"text/html": f"<table>{rows}</table>", "text/plain": "\n".join(lines)}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_shown:
+            self._output.update(self._bundle(), raw=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,7 @@ def test_a_url_a_row_and_a_step_lead_to_the_same_documents(built: Path) -> None:
     for step in document.steps:
         seen = dataset.trace(step=step, limit=0, **run)  # type: ignore[arg-type]
         assert row in {each.row for each in seen.documents}
+    assert {document.document_id for document in dataset.trace(id="n17").documents} == {document.document_id}
     everything = sk.trace(str(built), source=["plain", "tables", "zipped"])
     assert (len(everything.documents), everything.facts["rows"]) == (20, len(dataset))
     assert "and 10 more" in repr(everything)

@@ -43,6 +43,7 @@ _KINDS = {  # of questions, by the keyword that asks
     "row": "row",
     "step": "step",
     "url": "search",
+    "id": "search",
     "document": "search",
     "source": "search",
     "file": "search",
@@ -112,6 +113,7 @@ class Question(TypedDict, total=False):
     row: SupportsIndex
     step: int
     url: _Words
+    id: _Words
     document: _Words
     source: _Words
     file: _Words
@@ -140,8 +142,8 @@ class Trace:
     def _facts(self) -> Facts:
         lines = []
         if "pieces" in self.facts:  # a search, which counts what it does not list
-            found = {name: f"{self.facts[name]:,}" for name in ("documents", "rows", "tokens")}
-            lines += [*found.items()]
+            totals = ("documents", "rows", "tokens", "duplicates")
+            lines += [(name, f"{self.facts[name]:,}") for name in totals if self.facts[name]]
         if (excluded := self.facts.get("exclusions")) is not None:
             lines.append(("exclusion list", excluded["file"]))
         lines += [(f"row {each.row:,}", each.line()) for each in self.documents[:_SHOWN]]
@@ -189,16 +191,18 @@ def trace(
 ) -> Trace:
     """Find documents in a dataset, and the training steps that see them. One question at a time:
 
-        url, document, source, file    the documents with these URLs or patterns ("example.org/*"), ids in
-                                       hex, labels of inputs, or raw files; a list means any of them
-        row                            the documents in a row
-        step                           the documents in a step of a run
+        url, id, document, source, file    documents with these URLs or patterns ("example.org/*"), ids of
+                                           your own or of shardkit (hex), labels of inputs, or raw files; for
+                                           a removed duplicate, the one that stays
+        row                                the documents in a row
+        step                               the documents in a step of a run
 
-    `limit` (default: 20; 0: all) bounds what is listed, not the totals. `exclude` writes the rows found as a
-    list for `Stream(exclude=...)`, `export` all documents found to a .parquet, .jsonl or .csv file. A run is
-    known from the `state` of its loader, a mapping or a file, with `batch_size` and `world_size`; a mixture
-    needs its other `streams`, a run that left rows out the lists that it ran `without`. `tokenizer` is as in
-    `Dataset.text`, `storage` as in `open_dataset`. ShardkitError if nothing is found.
+    Several values are a list. `limit` (default: 20; 0: all) bounds what is listed, not the totals. `exclude`
+    writes the rows found as a list for `Stream(exclude=...)`, `export` all documents found to a .parquet,
+    .jsonl or .csv file. A run is known from the `state` of its loader, a mapping or a file, with `batch_size`
+    and `world_size`; a mixture needs its other `streams`, a run that left rows out the lists that it ran
+    `without`. `tokenizer` is as in `Dataset.text`, `storage` as in `open_dataset`. ShardkitError if nothing
+    is found.
     """
     with ExitStack() as stack:
         if not isinstance(dataset, Dataset):
@@ -248,6 +252,7 @@ def _search(tracer: Tracer, run: Run | None, question: Question, limit: int) -> 
     selection = Selection(
         documents=[parse_document_id(text) for text in _words(question.get("document", ()))],
         urls=UrlPatterns(urls) if urls else None,
+        ids=_words(question.get("id", ())),
         sources=source_numbers(tracer.dataset, _words(question.get("source", ()))),
         files=_words(question.get("file", ())),
     )
