@@ -27,6 +27,7 @@ __all__ = [
     "PART_SUFFIX",
     "Closing",
     "NotRegularFileError",
+    "allocate",
     "fsync_path",
     "link_or_copy",
     "load_json",
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 PART_SUFFIX = ".shardkit-part"
+_ZEROS = bytes(1 << 20)
 
 
 class Closing:
@@ -207,6 +209,15 @@ def map_file(descriptor: int, size: int, *, writable: bool = False) -> Bytes:
     if not size:
         return np.empty(0, dtype=np.uint8)
     return np.asarray(_Map(descriptor, size, writable))
+
+
+def allocate(descriptor: int, size: int) -> None:
+    """Give an empty file room for `size` bytes on the disk; OSError if it is full."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+        return
+    for start in range(0, size, len(_ZEROS)):  # macOS has no call for it
+        os.pwrite(descriptor, _ZEROS[: size - start], start)
 
 
 def open_maps() -> int:

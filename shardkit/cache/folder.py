@@ -42,7 +42,7 @@ from shardkit.cache.contract import Contents, Held
 from shardkit.cache.entry import SEAL_BYTES, is_sealed, make_seal, sealed_size
 from shardkit.cache.ledger import Ledger, is_filling
 from shardkit.cache.subfolder import SUBFOLDER, CacheFolderError, explain_errors, make_subfolders
-from shardkit.files import NotRegularFileError, map_file, open_regular
+from shardkit.files import NotRegularFileError, allocate, map_file, open_regular
 from shardkit.locks import FileLock
 from shardkit.storage.threads import remake_after_fork
 
@@ -411,7 +411,7 @@ class FolderSlot:
         self._entry: Bytes | None = None
         self.file, self._descriptor = _create_locked(folder, name)
         try:
-            os.posix_fallocate(self._descriptor, 0, size)  # a full disk is an error here, not a SIGBUS later
+            allocate(self._descriptor, size)  # a full disk is an error here, not a SIGBUS later
         except BaseException:
             self.file.unlink(missing_ok=True)
             os.close(self._descriptor)

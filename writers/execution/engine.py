@@ -278,7 +278,8 @@ def death_of(task: Task) -> TaskFailedError:
 
 def default_workers(memory_bytes: int) -> int:
     """One per core that this process may use, as long as each can have `memory_bytes`."""
-    cores = len(os.sched_getaffinity(0))
+    has_affinity = hasattr(os, "sched_getaffinity")  # macOS has not
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(cores, DEFAULT_MAX_WORKERS, pages * 4 // 5 // max(1, memory_bytes)))
 
