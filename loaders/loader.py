@@ -121,26 +121,31 @@ class StreamingLoader:
             self._step_sizes = StepSizes.of(sizes)
         self._arrange(self._opened.settings(self.config, seed=seed, shuffle=shuffle, tail=tail))
         self._warn_of_small_caches(is_starting=False)
-        self._maker = BatchMaker(
-            batch_size=self.batch_size,
-            config=self.config,
-            columns=self._source.columns,
-            tokens=TokenColumn(
-                self._source.token_key,
-                find_eos_id(streams.once, self.config, self._source.token_key),
-                self._source.token_dtype,
-                may_be_padded(streams.once, self.config),
-                self._opened.token_mask,
-            ),
-            return_ids=return_ids,
-            mark_padding=tail == "pad",
-            split_ids=streams.split_ids if len(streams) > 1 else None,
-        )
+        self._maker = self._batch_maker(return_ids=return_ids, mark_padding=tail == "pad")
         self._telemetry = Telemetry(self.batch_size, shards=streams.remote)
         self._metrics: MetricsFile | None = None
         if (file := self.config.metrics_file) is not None:
             self._metrics = MetricsFile(file, self._telemetry, labels={"rank": self.rank})
         self.usage = self._open_usage_log(streams)
+
+    def _batch_maker(self, *, return_ids: bool, mark_padding: bool) -> BatchMaker:
+        streams, key = self._opened.streams, self._source.token_key
+        column = TokenColumn(
+            key,
+            find_eos_id(streams.once, self.config, key),
+            self._source.token_dtype,
+            may_be_padded(streams.once, self.config),
+            self._opened.token_mask,
+        )
+        return BatchMaker(
+            batch_size=self.batch_size,
+            config=self.config,
+            columns=self._source.columns,
+            tokens=column,
+            return_ids=return_ids,
+            mark_padding=mark_padding,
+            split_ids=streams.split_ids if len(streams) > 1 else None,
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         if (workers := _dataloader_workers()) > 1:
