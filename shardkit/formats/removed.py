@@ -1,10 +1,11 @@
 """The formats of `dropped/*.parquet` and `duplicates/*.parquet`: documents that are not in the dataset.
 
 Together with `provenance/*.parquet` (documents that are) and `quarantine.jsonl` (records that could not be
-read) they account for every record of the inputs. `dropped` has what filters dropped, a file for each split
-that lost something. `duplicates` has what was removed after that, sorted by the document that stays, so that
-its duplicates lie together. A document that stays for an exact duplicate may itself be removed as a
-near-duplicate: follow `kept_document_id` until it is in no line as `document_id`.
+read) they account for every document of the inputs; records without one, such as redirects in a WARC, are
+only counted. `dropped` has what filters dropped, a file for each split that lost something. `duplicates` has
+what was removed after that, sorted by the document that stays, so that its duplicates lie together. A
+document that stays for an exact duplicate may itself be removed as a near-duplicate: follow
+`kept_document_id` until it is in no line as `document_id`.
 
 Texts are the beginnings of a bounded sample of documents, as they were when they were removed; null for the
 others, which are found in the raw files by `file` and `record`.

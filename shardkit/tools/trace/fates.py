@@ -1,6 +1,6 @@
 """What became of documents: kept, dropped by a filter, removed as a duplicate, or unreadable.
 
-A build accounts for every record of its inputs: `provenance/` has the documents that are in the dataset,
+A build accounts for every document of its inputs: `provenance/` has the documents that are in the dataset,
 `dropped/` and `duplicates/` those that are not (`shardkit.formats.removed`), `quarantine.jsonl` what could
 not be read. `find_fates` looks in all of them; `find_dropped` lists documents that a rule dropped.
 """
