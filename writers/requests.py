@@ -23,6 +23,7 @@ from shardkit.storage.s3_upload import PART_BYTES
 from shardkit.writers.dedup.bands import BANDS
 from shardkit.writers.dedup.bands import partitions_for as band_partitions
 from shardkit.writers.dedup.candidates import PAIRS_BY_FIRST
+from shardkit.writers.dedup.duplicates import DUPLICATES_OF_FILE
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.lines import LINE_KEYS, LINE_LOSERS
 from shardkit.writers.dedup.measure import PROPOSED
@@ -47,6 +48,7 @@ TEXTS = 0.26
 SIGNATURE_BYTES = 520
 PAIRS = 0.6
 LOSERS = 0.1
+TWIN_BYTES = 250  # a removed document, or one that stays for it, on their way to each other
 # Of a byte of kept text: lines that are long enough to be compared. Of those: what other documents have.
 LINES = 1 / 120
 CUT_LINES = 0.25
@@ -150,7 +152,7 @@ class Model:
             self._add_lines(text)
         if c.has_near:
             self._add_near(text, readers)
-        self._add("tokenize", c.splits, *self._scans(text, c.splits), files=1, written=self._spilled)
+        self._add("tokenize", c.splits, *self._scans(text, c.splits), files=2, written=self._spilled)
         sampled = min(c.splits, PARITY_SPLITS)
         self._add("parity", 1, 3 * sampled, PARITY_BYTES)
         partitions = c.partitions()
@@ -160,6 +162,10 @@ class Model:
         written = c.tokens * c.token_bytes
         self._add("pack", partitions, *self._slices(tokens, partitions), files=shards + 1, written=written)
         self._add("provenance", partitions, 2 * partitions, files=1)
+        removed = c.documents * LOSERS * (c.has_exact or c.has_near)
+        files = max(1, ceil(removed / DUPLICATES_OF_FILE))
+        twins = self.exchange("duplicates", None, c.splits, 2 * removed, files, TWIN_BYTES)
+        self._add("duplicates", files, *self._slices(twins, files), files=1, written=removed * TWIN_BYTES)
         if c.is_sent:
             self._add_upload(partitions * shards, partitions, written)
 

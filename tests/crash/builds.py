@@ -35,7 +35,7 @@ __all__ = ["POINT_NAME", "STAGES", "Cell", "Crashes", "Outcome"]
 STAGES = (
     *("tokenizer", "clean", "exact", "line_keys", "line_losers", "lines", "signatures", "parts", "planted"),
     *("equal", "bands", "candidates", "shingles", "verify", "near", "measure", "parity", "tokenize", "pack"),
-    *("provenance", "side_files"),
+    *("provenance", "duplicates", "side_files"),
 )
 RECIPE = """\
 inputs:

@@ -172,7 +172,7 @@ def test_a_plan_has_the_stages_that_the_recipe_asks_for() -> None:
         plan = worked_example(dedup=frozenset(dedup))
         return {stage.stage for stage in plan.stages if "-merge-" not in stage.stage}
 
-    always = {"clean", "tokenize", "parity", "pack", "provenance", "upload"}
+    always = {"clean", "tokenize", "parity", "pack", "provenance", "duplicates", "upload"}
     assert stages() == always
     assert stages("exact") == always | {"exact", "exact_removed"}
     assert stages("lines") == always | {"line_keys", "line_losers", "lines_removed", "lines"}
