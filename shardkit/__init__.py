@@ -39,7 +39,7 @@ __all__ = [
     "verify",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PLACES = {  # module and name of each
     "BuildResult": ("shardkit.writers.result", "BuildResult"),

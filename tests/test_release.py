@@ -1,0 +1,75 @@
+"""What a release says of itself is true: versions, supported Pythons, commands, links and names."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import yaml
+
+import shardkit as sk
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def block(file: str, language: str) -> str:
+    """The first code block of a document in a language."""
+    found = re.search(rf"^```{language}\n(.*?)^```$", (ROOT / file).read_text(), re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def test_every_file_that_states_the_version_states_this_one() -> None:
+    assert PROJECT["version"] == sk.__version__
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == sk.__version__
+
+
+def test_every_python_that_is_declared_is_tested_and_no_other() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    tested = {str(version) for version in jobs["python"]["strategy"]["matrix"]["python-version"]}
+    [setup] = [step["with"] for step in jobs["release"]["steps"] if "setup-python" in step.get("uses", "")]
+    tested.add(setup["python-version"])
+    declared = {line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)}
+    assert declared == tested
+    assert PROJECT["requires-python"] == f">={min(tested, key=lambda v: int(v.partition('.')[2]))}"
+    assert {"run": "bash .ci/run"} in jobs["release"]["steps"]
+    paths = " ".join(step.get("run", "") for step in jobs["macos"]["steps"])
+    assert all((ROOT / path).exists() for path in re.findall(r"tests/\S+", paths))
+
+
+def test_ci_runs_what_the_documents_tell_people_to_type() -> None:
+    run = (ROOT / ".ci/run").read_text()
+    [function] = re.findall(r"^first_block\(\) .*$", run, re.MULTILINE)
+    for file in ("README.md", "CONTRIBUTING.md"):
+        command = ["bash", "-c", f"{function}\nfirst_block {file}"]
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert found == block(file, "bash")
+        assert f"first_block {file} >" in run
+    assert "-m pytest" in block("CONTRIBUTING.md", "bash")
+
+
+def test_all_installs_everything_but_what_it_must_not() -> None:
+    extras: dict[str, list[str]] = PROJECT["optional-dependencies"]
+    [everything] = extras["all"]
+    listed = set(everything.removeprefix("shardkit[").removesuffix("]").split(","))
+    # loader: only names others; ray: for clusters; perplexity: is compiled for minutes; docs: for the site
+    assert extras.keys() - listed - {"all", "dev", "docs"} == {"loader", "ray", "perplexity"}
+
+
+def test_what_agents_are_told_exists() -> None:
+    text = (ROOT / "llms.txt").read_text()
+    assert all((ROOT / link).exists() for link in re.findall(r"\]\(([^)]+)\)", text))
+    used = {
+        (node.value.id, node.attr)
+        for node in ast.walk(ast.parse(block("llms.txt", "python")))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    kinds = {"sk": sk, "ds": sk.Dataset, "loader": sk.StreamingLoader}
+    assert {name for name, _ in used} == kinds.keys()
+    assert all(hasattr(kinds[name], attribute) for name, attribute in used)
+    for extra in re.findall(r"shardkit\[(\w+)\]", text):
+        assert extra in PROJECT["optional-dependencies"]
