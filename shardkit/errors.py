@@ -38,6 +38,7 @@ _EXTRAS = {
     "floret": ("floret", "classifier"),
     "fsspec": ("fsspec", "fsspec"),
     "gigatoken": ("gigatoken", "write"),
+    "huggingface_hub": ("tokenizers", "write"),  # which brings it
     "isal": ("isal", "fast"),
     "kenlm": ("kenlm", "perplexity"),
     "lightning": ("lightning", "lightning"),

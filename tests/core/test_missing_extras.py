@@ -75,6 +75,7 @@ COMMANDS: list[tuple[str, tuple[str, str] | None]] = [
     ("dropped {dataset}", ("pyarrow", "write")),
     ("download gs://bucket/a {new}", ("fsspec", "fsspec")),
     ("info {dataset}", None),
+    ("init {labelled} --output {new}.yaml", ("", "write")),
     ("info s3://bucket/a", ("boto3", "s3")),
     ("plan build {recipe}", ("", "write")),
     ("plan train --tokens 10M --days 1 --gpus 8", None),
