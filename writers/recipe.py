@@ -29,7 +29,6 @@ from pydantic import (
 
 from shardkit.errors import RecipeError
 from shardkit.hashing import HASH_NAMES
-from shardkit.storage.url import is_remote
 from shardkit.units import parse_bytes
 from shardkit.writers.dedup.config import DedupConfig
 from shardkit.writers.filters.base import FilterSettings
@@ -73,7 +72,12 @@ def _url_or_path(path: str) -> str:
 def _place(path: str) -> str:
     """A local path, or the URL of a bucket and prefix."""
     path = _url_or_path(path)
-    return path.rstrip("/") if is_remote(path) else path
+    return path.rstrip("/") if _is_url(path) else path
+
+
+def _is_url(path: str) -> bool:
+    """Of a path that `_url_or_path` let pass: no file:// is among them."""
+    return "://" in path
 
 
 def _known_hash(name: str) -> str:
@@ -180,7 +184,7 @@ class InputConfig(StrictModel):
 
     @model_validator(mode="after")
     def _base_is_above_the_path(self) -> Self:
-        if self.base is not None and is_remote(self.path) != is_remote(self.base):
+        if self.base is not None and _is_url(self.path) != _is_url(self.base):
             raise ValueError("base is a folder above the path, or a URL above the path's if that is a URL")
         return self
 

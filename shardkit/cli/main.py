@@ -64,8 +64,8 @@ def _suggestion(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def make_parser() -> Parser:
-    """The parser with all verbs."""
+def make_parser(verb: str | None = None) -> Parser:
+    """The parser with all verbs, or, to start sooner, with one."""
     parser = Parser(
         prog="shardkit",
         description="Build deterministic pretraining shards and stream them to GPUs with exact resume.",
@@ -74,11 +74,11 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"shardkit {shardkit.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for module in dict.fromkeys(VERBS.values()):
+    for module in dict.fromkeys(VERBS.values() if verb is None else [VERBS[verb]]):
         importlib.import_module(f"shardkit.cli.{module}").add_parser(verbs)
-    for verb in verbs.choices.values():
-        verb.set_defaults(parser=verb)
-        verb.add_argument(
+    for verb_parser in verbs.choices.values():
+        verb_parser.set_defaults(parser=verb_parser)
+        verb_parser.add_argument(
             "--debug", action="store_true", help="show the traceback of an error (default: one line)"
         )
     return parser
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = make_parser()
+    parser = make_parser(argv[0] if argv and argv[0] in VERBS else None)
     if not argv:
         parser.print_help(sys.stderr)
         parser.exit(MISUSE)

@@ -156,8 +156,9 @@ def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
     if not path.exists() or is_tar_name(path.name):
         return _find_tars([str(path)], storage)
     if path.suffix != ".json":
-        problem = "is neither a folder, an index (.json) nor a tar"
-        raise ShardError(path, f"{problem}; is it text? `shardkit init` makes a recipe for it")
+        raise ShardError(
+            path, "is neither a folder, an index (.json) nor a tar; for text, write a recipe: shardkit init"
+        )
     return _read_description(path, storage)
 
 

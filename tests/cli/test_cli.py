@@ -236,6 +236,19 @@ def test_help_and_version_import_nothing_heavy() -> None:
         make_parser().parse_args(["--version"])
 
 
+def test_a_mistake_in_a_recipe_is_found_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("inputs: [a.jsonl]\nfilters: [gofer]\n")
+    heavy = ["torch", "pyarrow", "numba", "tokenizers", "gigatoken", "rich", "shardkit.storage"]
+    code = (
+        "import sys; from shardkit.cli.main import main\n"
+        f"status = main(['build', {str(tmp_path / 'recipe.yaml')!r}])\n"
+        f"print(status, [name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "2 []\n", done.stdout + done.stderr
+    assert "filters[0]: there is no filter 'gofer'; did you mean 'gopher'?" in done.stderr
+
+
 def test_the_installed_command_is_the_module() -> None:
     command = Path(sys.executable).with_name("shardkit")
     if not os.access(command, os.X_OK):
