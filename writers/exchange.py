@@ -188,13 +188,11 @@ class Slice:
 
     def read(self) -> Batch:
         """All rows in order, and their payloads in that order; holds them once, and some megabytes."""
-        rows, payload = np.empty(0, self.table.void), np.empty(0, np.uint8)
+        rows, payload = bytearray(), bytearray()  # which grow in place; arrays of NumPy 2.5 are copied
         for more, texts in self.stream(self.limits.read_memory_bytes):
-            for array, part in ((rows, more.view(self.table.void)), (payload, texts)):
-                filled = len(array)
-                array.resize(filled + len(part), refcheck=False)  # moves pages, does not copy
-                array[filled:] = part
-        return rows.view(self.table.dtype), payload
+            rows += more.view(np.uint8).data
+            payload += texts.data
+        return np.frombuffer(rows, self.table.dtype), np.frombuffer(payload, np.uint8)
 
     def stream(self, memory_bytes: int) -> Iterator[Batch]:
         """The rows in batches, in order, within about `memory_bytes`; the next ranges are read meanwhile.
