@@ -23,8 +23,11 @@ from shardkit.errors import naming_extras
 
 __all__ = [
     "BuildResult",
+    "CutOptions",
     "Dataset",
+    "OutputOptions",
     "Recipe",
+    "StorageOptions",
     "Stream",
     "StreamingLoader",
     "__version__",
@@ -43,8 +46,11 @@ __version__ = "0.2.0"
 
 _PLACES = {  # module and name of each
     "BuildResult": ("shardkit.writers.result", "BuildResult"),
+    "CutOptions": ("shardkit.tools.convert", "CutOptions"),
     "Dataset": ("shardkit.datasets.dataset", "Dataset"),
+    "OutputOptions": ("shardkit.tools.convert", "OutputOptions"),
     "Recipe": ("shardkit.writers.recipe", "Recipe"),
+    "StorageOptions": ("shardkit.storage.store", "StorageOptions"),
     "Stream": ("shardkit.loaders.config", "Stream"),
     "StreamingLoader": ("shardkit.loaders.loader", "StreamingLoader"),
     "build": ("shardkit.writers.pipeline", "build"),
@@ -64,7 +70,8 @@ if TYPE_CHECKING:
     from shardkit.datasets.verify import verify
     from shardkit.loaders import Stream, StreamingLoader
     from shardkit.publish import download, upload
-    from shardkit.tools.convert import convert
+    from shardkit.storage.store import StorageOptions
+    from shardkit.tools.convert import CutOptions, OutputOptions, convert
     from shardkit.tools.trace.documents import trace
     from shardkit.writers import BuildResult, Recipe, build, load_recipe
 else:

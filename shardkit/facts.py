@@ -1,4 +1,4 @@
-"""What an object is, for people: aligned lines for a terminal, a table for a notebook.
+"""What an object is, for people: `Described` objects print aligned lines, and a table in a notebook.
 
 Names and texts come from files that anybody may have made: markup is escaped, and characters that would
 command a terminal or turn the direction of a line are replaced.
@@ -9,26 +9,36 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-__all__ = ["Facts", "facts_html", "facts_text", "listed", "printable"]
+__all__ = ["Described", "Facts", "listed", "printable"]
 
 Facts = Sequence[tuple[str, str]]
 
 _MOST_LISTED = 8
 
 
-def facts_text(title: str, facts: Facts) -> str:
-    """The title, and a line for each (name, value)."""
-    width = max((len(name) for name, _ in facts), default=0)
-    return "\n".join([printable(title), *(f"  {name:<{width}}  {printable(value)}" for name, value in facts)])
+class Described:
+    """Prints itself as a title and facts."""
 
+    __slots__ = ()
 
-def facts_html(title: str, facts: Facts) -> str:
-    """The same as a table."""
-    left = "style='text-align:left'"
-    rows = "".join(
-        f"<tr><th {left}>{_escaped(name)}</th><td {left}>{_escaped(value)}</td></tr>" for name, value in facts
-    )
-    return f"<table><caption {left}>{_escaped(title)}</caption>{rows}</table>"
+    def describe(self) -> tuple[str, Facts]:
+        """What it is, and (name, value) of what to know of it."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        title, facts = self.describe()
+        width = max((len(name) for name, _ in facts), default=0)
+        lines = [f"  {name:<{width}}  {printable(value)}" for name, value in facts]
+        return "\n".join([printable(title), *lines])
+
+    def _repr_html_(self) -> str:
+        title, facts = self.describe()
+        left = "style='text-align:left'"
+        rows = "".join(
+            f"<tr><th {left}>{_escaped(name)}</th><td {left}>{_escaped(value)}</td></tr>"
+            for name, value in facts
+        )
+        return f"<table><caption {left}>{_escaped(title)}</caption>{rows}</table>"
 
 
 def listed(names: Sequence[str]) -> str:

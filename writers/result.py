@@ -17,7 +17,7 @@ from typing import Any, Self
 from shardkit.card import FunnelStep
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import BuildError
-from shardkit.facts import Facts, facts_html, facts_text
+from shardkit.facts import Described, Facts
 from shardkit.progress import Listener
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
@@ -107,7 +107,7 @@ class StageClock:
 
 
 @dataclass(frozen=True, repr=False)
-class BuildResult:
+class BuildResult(Described):
     """What a build made. Times are this run's and stages overlap; `tasks_reused` were done before it.
 
     `stages` are when each began and what it read, in the order in which they began; none if `up_to_date`.
@@ -170,7 +170,7 @@ class BuildResult:
             }
         )
 
-    def _facts(self) -> Facts:
+    def describe(self) -> tuple[str, Facts]:
         """The funnel, what came out of it, where it is and what to do next."""
         losses = [step for step in self.steps if step.lost_documents]
         shown = {id(s) for s in sorted(losses, key=lambda s: -s.lost_documents)[:_MOST_LOSSES]}
@@ -183,7 +183,7 @@ class BuildResult:
         took = f"{self.total_seconds:.1f} s"
         if self.tasks_reused:
             took += f", {self.tasks_reused:,} of {self.tasks:,} tasks reused"
-        return [
+        return f"Dataset {self.location}", [
             *facts,
             ("kept", f"{kept.documents:,} documents, {format_bytes(kept.bytes)} of text"),
             ("rows", f"{self.samples:,}, each of {self.sequence_length:,} tokens"),
@@ -193,9 +193,3 @@ class BuildResult:
             ("report", f"{self.location}/{REPORT_NAME}"),
             ("next", f"result.open(), or: shardkit info {shlex.quote(self.location)}"),
         ]
-
-    def __repr__(self) -> str:
-        return facts_text(f"Dataset {self.location}", self._facts())
-
-    def _repr_html_(self) -> str:
-        return facts_html(f"Dataset {self.location}", self._facts())

@@ -34,7 +34,7 @@ from shardkit.card import DatasetCard
 from shardkit.datasets.locate import Found, LocalFiles, locate
 from shardkit.datasets.rows import RowChoice, Rows, is_single
 from shardkit.errors import ShardError, warn_user
-from shardkit.facts import Facts, facts_html, facts_text, listed
+from shardkit.facts import Described, Facts, listed
 from shardkit.files import Closing, open_maps
 from shardkit.formats.stored import load_raw
 from shardkit.formats.tar.values import checked_decode
@@ -85,7 +85,7 @@ class ReadOptions:
     decode: bool | str = True
 
 
-class Dataset(Closing):
+class Dataset(Closing, Described):
     """The samples of a dataset, by number, in the order of its manifest."""
 
     def __init__(
@@ -301,7 +301,7 @@ class Dataset(Closing):
         if self.shards is not None:
             self.shards.close()
 
-    def _facts(self) -> Facts:
+    def describe(self) -> tuple[str, Facts]:
         """What the index and the card say; reads no shard."""
         manifest, card = self.manifest, self.card
         shards = f"{len(manifest.shards):,}, {manifest.format}"
@@ -322,13 +322,7 @@ class Dataset(Closing):
             facts.append(("tokenizer", f"{file}, eos {card.tokenizer.eos}"))
         if card is not None and card.source_labels:
             facts.append(("sources", listed(list(dict.fromkeys(card.source_labels)))))
-        return [*facts, ("fingerprint", self.fingerprint)]
-
-    def __repr__(self) -> str:
-        return facts_text(f"Dataset {self.location}", self._facts())
-
-    def _repr_html_(self) -> str:
-        return facts_html(f"Dataset {self.location}", self._facts())
+        return f"Dataset {self.location}", [*facts, ("fingerprint", self.fingerprint)]
 
     def __getstate__(self) -> dict[str, object]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_open")}

@@ -18,14 +18,17 @@ from shardkit.cache.download import check_hashes, unpack
 from shardkit.card import CARD_NAME, FILES_NAME, DatasetCard
 from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
 from shardkit.errors import ShardError
+from shardkit.facts import Described, Facts
 from shardkit.formats import mds, tar
 from shardkit.hashing import HASH_NAMES
 from shardkit.manifest import UNKNOWN, ShardInfo
 from shardkit.storage.store import StorageOptions, StoreError, hash_object, read_object
+from shardkit.units import format_bytes
 
 __all__ = ["Problem", "VerifyReport", "verify"]
 
 MAX_THREADS = 32
+_SHOWN = 8  # problems that a report prints
 MAX_LISTED = 1000  # problems that a report holds; a dataset that is all wrong needs no longer list
 
 
@@ -37,8 +40,8 @@ class Problem:
     problem: str
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyReport(Described):
     """What was checked and what was found. `hashed` counts the shards whose hashes were compared."""
 
     path: str
@@ -60,6 +63,18 @@ class VerifyReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return asdict(self) | {"ok": self.ok}
+
+    def describe(self) -> tuple[str, Facts]:
+        """The verdict, the first problems, and what was compared."""
+        problems = [("", f"{found.file}: {found.problem}") for found in self.problems[:_SHOWN]]
+        compared = "" if self.quick else f"hashes of {self.hashed:,} shards, "
+        return f"Dataset {self.path}", [
+            ("verdict", "intact" if self.ok else f"{self.problem_count:,} problems"),
+            *problems,
+            ("checked", f"{compared}sizes and structure of {format_bytes(self.bytes)}"),
+            ("rows", f"{self.samples:,}, in {self.shards:,} shards"),
+            ("fingerprint", str(self.fingerprint)),
+        ]
 
 
 def verify(

@@ -19,6 +19,7 @@ from typing import Any
 
 from shardkit.card import CARD_NAME
 from shardkit.errors import ShardError
+from shardkit.facts import Described, Facts
 from shardkit.files import link_or_copy, publish_bytes
 from shardkit.formats.mds.index import TABLE_NAME, table_bytes
 from shardkit.hashing import hash_file
@@ -54,8 +55,8 @@ _SPARE_BYTES = 64 << 20  # of the disk, for the index and for others
 _LIST_HASHES = ("xxh64",)
 
 
-@dataclass(frozen=True, slots=True)
-class TransferReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class TransferReport(Described):
     """What was done; with `dry_run`, what would be.
 
     `sent` files were written to the target, `skipped` ones were there. `deleted` names what an earlier
@@ -88,6 +89,21 @@ class TransferReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return asdict(self) | {"up_to_date": self.up_to_date, "seconds": round(self.seconds, 3)}
+
+    def describe(self) -> tuple[str, Facts]:
+        """What is where, and what was moved for it."""
+        moved = f"{len(self.sent):,} files, {format_bytes(self.sent_bytes)}"
+        facts = [
+            ("from", self.source),
+            ("files", f"{self.files:,}, {format_bytes(self.bytes)}"),
+            ("to write" if self.dry_run else "written", "nothing" if self.up_to_date else moved),
+            ("there before", f"{self.skipped:,} files, {format_bytes(self.skipped_bytes)}"),
+        ]
+        if self.deleted:
+            facts.append(("to delete" if self.dry_run else "deleted", f"{len(self.deleted):,} files"))
+        if self.verified:
+            facts.append(("verified", "every file was read back and has the right hash"))
+        return f"Dataset {self.target}", [*facts, ("fingerprint", self.fingerprint)]
 
 
 def upload(

@@ -28,6 +28,7 @@ import shardkit
 from shardkit.card import CARD_NAME
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
+from shardkit.facts import Described, Facts, listed
 from shardkit.files import move_durably, publish_bytes
 from shardkit.formats.mds.encodings import encoding_of
 from shardkit.formats.mds.index import TABLE_NAME
@@ -61,6 +62,7 @@ from shardkit.tools.convert.write import (
     TarSampleWriter,
     content_hasher,
 )
+from shardkit.units import format_bytes
 
 __all__ = ["STAGING_NAME", "ConvertResult", "convert"]
 
@@ -71,8 +73,8 @@ _REPORT_BYTES = 1 << 22  # of the source between two progress reports
 _THREADS = 8  # that publish files
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class ConvertResult(Described):
     """A finished conversion; `counts` is empty unless tokens were read."""
 
     source: str
@@ -95,6 +97,21 @@ class ConvertResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return asdict(self) | {"seconds": round(self.seconds, 3)}
+
+    def describe(self) -> tuple[str, Facts]:
+        """What was made of what."""
+        facts = [
+            ("from", f"{self.source} ({self.source_format})"),
+            ("shards", f"{self.shards:,}, {self.format}, {format_bytes(self.stored_bytes)}"),
+            ("rows", f"{self.rows:,}"),
+            ("columns", listed([f"{name} ({encoding})" for name, encoding in self.columns.items()])),
+        ]
+        facts += [(name.replace("_", " "), f"{count:,}") for name, count in self.counts.items()]
+        if self.left_out:
+            facts.append(("left out", listed(list(self.left_out))))
+        if self.verified:
+            facts.append(("verified", "read back and equal to the source"))
+        return f"Dataset {self.target}", [*facts, ("fingerprint", self.fingerprint)]
 
 
 @dataclass(slots=True)

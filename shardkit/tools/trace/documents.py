@@ -22,7 +22,7 @@ import numpy as np
 
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError, ShardkitError, naming_extras
-from shardkit.facts import Facts, facts_html, facts_text, printable
+from shardkit.facts import Described, Facts, printable
 from shardkit.loaders.state import LoaderState
 from shardkit.order.exclusions import Exclusions
 from shardkit.storage.store import StorageOptions
@@ -129,7 +129,7 @@ class Question(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Trace:
+class Trace(Described):
     """An answer of `trace`: the first documents found, and totals of all.
 
     `facts` are the whole answer as plain data, as `shardkit trace --json` prints it.
@@ -139,7 +139,8 @@ class Trace:
     documents: list[Document]
     facts: Mapping[str, Any]
 
-    def _facts(self) -> Facts:
+    def describe(self) -> tuple[str, Facts]:
+        """Totals, and the first documents."""
         lines = []
         if "pieces" in self.facts:  # a search, which counts what it does not list
             totals = ("documents", "rows", "tokens", "duplicates")
@@ -149,13 +150,7 @@ class Trace:
         lines += [(f"row {each.row:,}", each.line()) for each in self.documents[:_SHOWN]]
         if rest := self.documents[_SHOWN:]:
             lines.append(("", f"and {len(rest):,} more"))
-        return lines
-
-    def __repr__(self) -> str:
-        return facts_text(self.question, self._facts())
-
-    def _repr_html_(self) -> str:
-        return facts_html(self.question, self._facts())
+        return self.question, lines
 
 
 def text_of(dataset: Dataset, row: SupportsIndex, *, tokenizer: _Path | None = None) -> str:
