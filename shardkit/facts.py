@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-__all__ = ["Described", "Facts", "listed", "printable"]
+__all__ = ["Described", "Facts", "counted", "listed", "printable"]
 
 Facts = Sequence[tuple[str, str]]
 
@@ -39,6 +39,11 @@ class Described:
             for name, value in facts
         )
         return f"<table><caption {left}>{_escaped(title)}</caption>{rows}</table>"
+
+
+def counted(count: int, noun: str) -> str:
+    """ "1 shard", "1,234 shards"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError, naming_extras
+from shardkit.facts import counted
 from shardkit.formats.mds.encodings import constant_layout
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class Rows:
     def __repr__(self) -> str:
         shown = ", ".join(f"{number:,}" for number in self.numbers[:_SHOWN])
         more = ", …" if len(self) > _SHOWN else ""
-        return f"<{len(self):,} rows of {self.dataset.location}: {shown}{more}>"
+        return f"<{counted(len(self), 'row')} of {self.dataset.location}: {shown}{more}>"
 
 
 def is_single(index: object) -> TypeGuard[SupportsIndex]:

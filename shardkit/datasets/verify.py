@@ -18,7 +18,7 @@ from shardkit.cache.download import check_hashes, unpack
 from shardkit.card import CARD_NAME, FILES_NAME, DatasetCard
 from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
 from shardkit.errors import ShardError
-from shardkit.facts import Described, Facts
+from shardkit.facts import Described, Facts, counted
 from shardkit.formats import mds, tar
 from shardkit.hashing import HASH_NAMES
 from shardkit.manifest import UNKNOWN, ShardInfo
@@ -67,12 +67,12 @@ class VerifyReport(Described):
     def describe(self) -> tuple[str, Facts]:
         """The verdict, the first problems, and what was compared."""
         problems = [("", f"{found.file}: {found.problem}") for found in self.problems[:_SHOWN]]
-        compared = "" if self.quick else f"hashes of {self.hashed:,} shards, "
+        compared = "" if self.quick else f"hashes of {counted(self.hashed, 'shard')}, "
         return f"Dataset {self.path}", [
-            ("verdict", "intact" if self.ok else f"{self.problem_count:,} problems"),
+            ("verdict", "intact" if self.ok else counted(self.problem_count, "problem")),
             *problems,
             ("checked", f"{compared}sizes and structure of {format_bytes(self.bytes)}"),
-            ("rows", f"{self.samples:,}, in {self.shards:,} shards"),
+            ("rows", f"{self.samples:,}, in {counted(self.shards, 'shard')}"),
             ("fingerprint", str(self.fingerprint)),
         ]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from shardkit.card import CARD_NAME
 from shardkit.errors import ShardError
-from shardkit.facts import Described, Facts
+from shardkit.facts import Described, Facts, counted
 from shardkit.files import link_or_copy, publish_bytes
 from shardkit.formats.mds.index import TABLE_NAME, table_bytes
 from shardkit.hashing import hash_file
@@ -92,15 +92,15 @@ class TransferReport(Described):
 
     def describe(self) -> tuple[str, Facts]:
         """What is where, and what was moved for it."""
-        moved = f"{len(self.sent):,} files, {format_bytes(self.sent_bytes)}"
+        moved = f"{counted(len(self.sent), 'file')}, {format_bytes(self.sent_bytes)}"
         facts = [
             ("from", self.source),
             ("files", f"{self.files:,}, {format_bytes(self.bytes)}"),
             ("to write" if self.dry_run else "written", "nothing" if self.up_to_date else moved),
-            ("there before", f"{self.skipped:,} files, {format_bytes(self.skipped_bytes)}"),
+            ("there before", f"{counted(self.skipped, 'file')}, {format_bytes(self.skipped_bytes)}"),
         ]
         if self.deleted:
-            facts.append(("to delete" if self.dry_run else "deleted", f"{len(self.deleted):,} files"))
+            facts.append(("to delete" if self.dry_run else "deleted", counted(len(self.deleted), "file")))
         if self.verified:
             facts.append(("verified", "every file was read back and has the right hash"))
         return f"Dataset {self.target}", [*facts, ("fingerprint", self.fingerprint)]

@@ -88,7 +88,9 @@ def test_the_documents_of_all_rows_are_the_texts_that_were_kept(built: Path) -> 
             assert (piece.file, piece.record) == (f"plain-{number // 20}.jsonl", number % 20)
     assert set(whole.values()) == {text_of(number) for number in range(80) if number % 10 != 9}
     assert sum(piece.tokens for piece in pieces) == dataset.card.tokens  # type: ignore[union-attr]
-    assert pieces[0].file in repr(pieces[0])
+    for piece in pieces:
+        assert f"row {piece.row}: {piece.tokens} token" in repr(piece)
+        assert (piece.url or f"{piece.file} record {piece.record}") in repr(piece)
 
 
 def test_a_url_a_row_and_a_step_lead_to_the_same_documents(built: Path) -> None:

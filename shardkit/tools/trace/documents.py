@@ -22,7 +22,7 @@ import numpy as np
 
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError, ShardkitError, naming_extras
-from shardkit.facts import Described, Facts, printable
+from shardkit.facts import Described, Facts, counted, printable
 from shardkit.loaders.state import LoaderState
 from shardkit.order.exclusions import Exclusions
 from shardkit.storage.store import StorageOptions
@@ -95,9 +95,11 @@ class Document:
 
     def line(self) -> str:
         """Where it is from and how it begins, on one line."""
-        parts = [f"{self.tokens:,} tokens", self.source, f"{self.file} record {self.record:,}"]
-        if self.url is not None:
-            parts.append(self.url)
+        place = f"{self.file} record {self.record:,}" if self.url is None else self.url
+        parts = [counted(self.tokens, "token"), self.source, place]
+        if self.steps:
+            steps = ", ".join(f"{step:,}" for step in self.steps[:_SHOWN])
+            parts.append(f"step {steps}")
         if self.text is not None:
             text = " ".join(self.text[: 4 * _EXCERPT].split())
             parts.append(f"{text[:_EXCERPT]}…" if len(self.text) > _EXCERPT else text)
