@@ -86,7 +86,11 @@ class ReadOptions:
 
 
 class Dataset(Closing, Described):
-    """The samples of a dataset, by number, in the order of its manifest."""
+    """The samples of a dataset, by number, in the order of its manifest.
+
+    `dataset[17]` is one as {column: value}; `dataset[3:9]`, `dataset[[1, 5]]` and `dataset[:]` are `Rows`,
+    which NumPy, PyTorch, Arrow and pandas take as columns.
+    """
 
     def __init__(
         self,
@@ -152,10 +156,13 @@ class Dataset(Closing, Described):
         number = operator.index(index)
         if not -len(self) <= number < len(self):
             raise IndexError(f"{self.location}: sample {number} of {len(self)}")
-        number %= len(self)
+        return self.row(number % len(self))
+
+    def row(self, number: int, columns: Container[str] | None = None) -> dict[str, object]:
+        """Sample `number`, from 0; `columns`: decode these only."""
         starts = self.manifest.shard_starts
         shard = int(np.searchsorted(starts, number, side="right")) - 1
-        return self.shard(shard).sample(number - int(starts[shard]))
+        return self.shard(shard).sample(number - int(starts[shard]), columns)
 
     def __iter__(self) -> Iterator[dict[str, object]]:
         for number in range(len(self.manifest.shards)):

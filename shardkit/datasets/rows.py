@@ -119,20 +119,20 @@ class Rows:
         return places % count
 
     def _columns(self, columns: Sequence[str] | None) -> dict[str, npt.NDArray[np.generic] | list[object]]:
-        """The values of each column, in the order of the rows."""
-        samples: list[dict[str, object]] = list(self)
+        """The values of each column, in the order of the rows; `columns` None: all."""
+        wanted = None if columns is None else frozenset(columns)
+        samples = [self.dataset.row(int(number), wanted) for number in self.numbers]
         known = {column.name: column for column in self.dataset.columns}
-        names = list(dict.fromkeys([*known, *(name for sample in samples for name in sample)]))
-        if columns is not None:
-            if unknown := [name for name in columns if name not in names]:
-                problem = f"has no column {unknown[0]!r}; it has {', '.join(names)}"
-                raise ShardError(self.dataset.location, problem)
-            names = list(columns)
+        there = dict.fromkeys([*known, *(name for sample in samples for name in sample)])
+        names = list(there if columns is None else columns)
+        if unknown := [name for name in names if name not in there]:
+            problem = f"has no column {unknown[0]!r}; it has {', '.join(there)}"
+            raise ShardError(self.dataset.location, problem)
         found: dict[str, npt.NDArray[np.generic] | list[object]] = {}
         for name in names:
             values = [sample.get(name) for sample in samples]
-            is_constant = name in known and constant_layout(known[name].encoding) is not None
-            found[name] = _stacked(values) if is_constant else values
+            layout = constant_layout(known[name].encoding) if name in known else None
+            found[name] = values if layout is None else _stacked(values, *layout)
         return found
 
     def __repr__(self) -> str:
@@ -146,12 +146,14 @@ def is_single(index: object) -> TypeGuard[SupportsIndex]:
     return not isinstance(index, slice) and not np.ndim(cast(npt.ArrayLike, index))
 
 
-def _stacked(values: list[object]) -> npt.NDArray[np.generic] | list[object]:
-    """One array, unless a value is missing or has another shape than the index states."""
+def _stacked(
+    values: list[object], dtype: np.dtype[np.generic], shape: tuple[int, ...]
+) -> npt.NDArray[np.generic] | list[object]:
+    """One array, unless a value is missing or is not as the index states."""
     arrays = [np.asarray(value) for value in values]
-    if not arrays or any(a.dtype.kind in "OSU" or a.shape != arrays[0].shape for a in arrays):
+    if any(array.dtype.kind in "OSU" or array.shape != shape for array in arrays):
         return values
-    stacked: npt.NDArray[np.generic] = np.stack(arrays)
+    stacked: npt.NDArray[np.generic] = np.stack(arrays) if arrays else np.empty((0, *shape), dtype)
     return stacked
 
 

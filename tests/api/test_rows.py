@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 import shardkit as sk
 from shardkit.datasets.rows import Rows
 from shardkit.errors import MissingExtraError, ShardError
+from shardkit.formats import mds
 from support.loader_data import COLUMNS, KINDS, columns_sample, make_dataset, token_rows
 
 SAMPLES = 23
@@ -106,6 +108,26 @@ def test_what_is_no_choice_of_rows_and_what_is_no_column_is_refused(datasets: di
             dataset[outside]
     with pytest.raises(ShardError, match="has no column 'tokns'; it has image, label"):
         dataset[:2].to_numpy(["tokns"])
+
+
+def test_columns_that_are_not_wanted_are_not_decoded(tmp_path: Path) -> None:
+    with mds.MdsWriter(tmp_path / "data", columns={"image": "jpeg", "number": "int32"}) as writer:
+        for number in range(3):
+            writer.write_encoded({"image": b"no image", "number": np.int32(number).tobytes()})
+    rows = sk.open(tmp_path / "data")[:]
+    assert rows.to_numpy(["number"])["number"].tolist() == [0, 1, 2]
+    with pytest.raises(ShardError, match="image"):
+        rows.to_numpy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows_are_arrays_without_rows(datasets: dict[str, sk.Dataset], kind: str) -> None:
+    dataset = datasets[kind]
+    assert dataset.token_column is not None
+    found = dataset[5:5].to_numpy()[dataset.token_column]
+    assert found.shape == (0, TOKENS.shape[1])
+    assert found.dtype == np.uint16
+    assert dataset[[]].to_arrow().num_rows == 0
 
 
 def test_a_sample_is_the_same_for_a_seed_and_never_repeats_a_row(datasets: dict[str, sk.Dataset]) -> None:

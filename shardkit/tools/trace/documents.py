@@ -28,7 +28,7 @@ from shardkit.order.exclusions import Exclusions
 from shardkit.storage.store import StorageOptions
 from shardkit.tools.trace.text import Decoder, Row, find_tokenizer, read_rows
 
-with naming_extras("tracing documents"):
+with naming_extras("reading text and provenance"):
     from shardkit.tools.trace.answers import Tracer, source_numbers, trace_rows, trace_search, trace_step
     from shardkit.tools.trace.run import Run, read_state
     from shardkit.tools.trace.search import Selection, UrlPatterns, parse_document_id
