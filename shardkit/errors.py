@@ -40,6 +40,7 @@ _EXTRAS = {
     "gigatoken": ("gigatoken", "write"),
     "huggingface_hub": ("tokenizers", "write"),  # which brings it
     "isal": ("isal", "fast"),
+    "jinja2": ("Jinja2", "view"),
     "kenlm": ("kenlm", "perplexity"),
     "lightning": ("lightning", "lightning"),
     "llvmlite": ("numba", "write"),
@@ -52,10 +53,12 @@ _EXTRAS = {
     "ray": ("ray", "ray"),
     "resiliparse": ("resiliparse", "html"),
     "snappy": ("python-snappy", "formats"),
+    "starlette": ("starlette", "view"),
     "tokenizers": ("tokenizers", "write"),
     "torch": ("torch", "torch"),
     "trafilatura": ("trafilatura", "html"),
     "urllib3": ("boto3", "s3"),
+    "uvicorn": ("uvicorn", "view"),
     "warcio": ("warcio", "warc"),
     "webdataset": ("webdataset", "webdataset"),
 }

@@ -33,7 +33,8 @@ VERBS = {
     "audit": "audit", "bench": "bench", "build": "build", "clean": "clean", "convert": "convert",
     "dedup-index": "dedup_index", "demo": "demo", "download": "transfer", "dropped": "why", "info": "info",
     "init": "init", "plan": "plan", "simulate": "simulate", "trace": "trace",
-    "train-classifier": "train_classifier", "upload": "transfer", "verify": "verify", "why": "why",
+    "train-classifier": "train_classifier", "upload": "transfer", "verify": "verify", "view": "view",
+    "why": "why",
 }  # fmt: skip
 CONTINUING = ("build", "dedup-index", "download", "upload")
 FAILED, MISUSE, INTERRUPTED = 1, 2, 130

@@ -84,6 +84,7 @@ COMMANDS: list[tuple[str, tuple[str, str] | None]] = [
     ("train-classifier {labelled} --output {new}.bin", ("", "write")),
     ("upload {dataset} s3://bucket/a", ("boto3", "s3")),
     ("verify {dataset}", None),
+    ("view {dataset}", ("uvicorn", "view")),
     ("why {dataset} --url https://a.org", ("pyarrow", "write")),
 ]
 

@@ -7,7 +7,7 @@ held at a time, whatever the size of the tables.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import Any, TypeVar
@@ -109,8 +109,8 @@ class ParquetFolder:
             if table is not None:
                 yield table
 
-    def run(self, work: Callable[[_Item], _Result], items: Iterator[_Item]) -> Iterator[_Result]:
-        """The results of `work`, in order; threads work a little ahead."""
+    def run(self, work: Callable[[_Item], _Result], items: Iterator[_Item]) -> Generator[_Result, None, None]:
+        """The results of `work`, in order; threads work a little ahead. Close it to stop them."""
         waiting: deque[Future[_Result]] = deque()
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkit-trace") as pool:
             try:

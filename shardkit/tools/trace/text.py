@@ -57,6 +57,18 @@ class Decoder:
             ids = ids[:-1]
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
+    def piece(self, before: int | None, ids: list[int]) -> str:
+        """The text of tokens where they stand, after the token `before` (None: at the start of a row)."""
+        if before is None:
+            return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        start = self._tokenizer.decode([before], skip_special_tokens=False)
+        return str(self._tokenizer.decode([before, *ids], skip_special_tokens=False))[len(start) :]
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
     def excerpt(self, tokens: Row, characters: int) -> str:
         """The beginning of the text of tokens in one line, at most so many characters long."""
         most = characters * _TOKENS_A_CHARACTER

@@ -1,0 +1,127 @@
+"""`shardkit view`: a dataset as web pages on this machine, or exported as a static site."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import threading
+import webbrowser
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardkit.cli.common import (
+    add_json_argument,
+    add_storage_arguments,
+    print_json,
+    stdout_console,
+    storage_options,
+    whole,
+)
+
+if TYPE_CHECKING:
+    from shardkit.tools.explore.explored import Explored
+
+__all__ = ["add_parser", "run"]
+
+_LARGEST_PORT = 65_535
+_BROWSER_SECONDS = 0.5  # after the server has started
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "view",
+        help="explore a dataset in the browser: the funnel, dropped documents, duplicates, rows, steps",
+        description="Explore a dataset in the browser: what each step of the build dropped, with the "
+        "documents near the bounds of its rules; clusters of duplicates; rows as the model sees them; the "
+        "rows of a training step; search by URL, id or text. Read-only; reachable from this machine only.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", metavar="PATH", help="folder, index file, tar, pattern or URL of a dataset")
+    parser.add_argument(
+        "--compare", metavar="PATH", help="another build, to see what changes from PATH to it (default: none)"
+    )
+    parser.add_argument(
+        "--port",
+        type=whole(0, _LARGEST_PORT),
+        default=0,
+        metavar="N",
+        help="port of the server on 127.0.0.1 (default: 0, a free one)",
+    )
+    parser.add_argument(
+        "--no-browser", action="store_true", help="do not open a browser (default: open the first page)"
+    )
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="DIR",
+        help="write a static site to DIR, which must be empty or not exist: the funnel, and a sample of all "
+        "else (default: serve)",
+    )
+    parser.add_argument(
+        "--state",
+        type=Path,
+        metavar="FILE",
+        help="state of a loader as JSON, or a checkpoint of torch that contains one: the run whose steps are "
+        "shown (default: a run with default settings)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="tokenizer.json to decode text with (default: the file that the card names, if it exists)",
+    )
+    add_json_argument(parser)
+    add_storage_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until interrupted, or export."""
+    importlib.import_module("uvicorn")  # first: its extra brings all that the pages need
+    from shardkit.tools.explore.export import export_site
+    from shardkit.tools.explore.server import bind, serve
+    from shardkit.tools.explore.site import Site
+    from shardkit.tools.trace.run import read_state
+
+    state = None if arguments.state is None else read_state(arguments.state)
+    with ExitStack() as opened:
+        explored = _open(arguments, arguments.path, opened)
+        other = None if arguments.compare is None else _open(arguments, arguments.compare, opened)
+        site = Site(explored, other, state)
+        if arguments.export is not None:
+            pages = export_site(site, arguments.export)
+            front = str(arguments.export / "index.html")
+            _tell(arguments, {"file": front, "pages": pages}, f"{front}: the first of {pages:,} pages")
+            return 0
+        with bind(arguments.port) as listening:
+            address = "http://{}:{}/".format(*listening.getsockname())
+            _tell(arguments, {"address": address}, f"{address}  (press Ctrl+C to stop)")
+            if not arguments.no_browser:
+                threading.Timer(_BROWSER_SECONDS, webbrowser.open, [address]).start()
+            serve(site, listening)
+    return 0
+
+
+def _tell(arguments: argparse.Namespace, facts: Mapping[str, object], line: str) -> None:
+    if arguments.json:
+        print_json(facts)
+    else:
+        stdout_console().print(line)
+    sys.stdout.flush()
+
+
+def _open(arguments: argparse.Namespace, path: str, opened: ExitStack) -> Explored:
+    from shardkit.datasets.dataset import open_dataset
+    from shardkit.tools.explore.explored import Explored
+    from shardkit.tools.trace.text import Decoder, find_tokenizer
+
+    dataset = opened.enter_context(open_dataset(path, storage=storage_options(arguments)))
+    decoder = None
+    if dataset.token_column is not None:
+        tokenizer = arguments.tokenizer or find_tokenizer(dataset)
+        decoder = None if tokenizer is None else Decoder(tokenizer, dataset.card)
+    return Explored(dataset, decoder, reads_inputs=arguments.export is None)

@@ -1,0 +1,75 @@
+"""Documents in the dataset: by source, page by page, and each with its rows and its whole text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardkit.errors import ShardkitError
+from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params
+from shardkit.tools.explore.scan import Equal, Place, scan
+from shardkit.tools.trace.search import Selection, parse_document_id
+from shardkit.tools.trace.table import Piece, pieces_of
+
+__all__ = ["show_document", "show_kept"]
+
+_ON_PAGE = 20
+_MOST_PIECES = 200  # of a document, whose text is shown
+_MOST_CHARACTERS = 50_000
+
+
+def show_kept(explored: Explored, params: Params) -> dict[str, object]:
+    """Documents in the order of the dataset, of one source or all."""
+    labels = explored.tracer.labels
+    source = params.get("source", "")
+    if source and source not in labels:
+        raise PageNotFoundError(f"there is no source {source[:100]!r}")
+    page: dict[str, object] = {"source": source, "sources": labels, "documents": None, "next": None}
+    card = explored.card
+    if card is not None and explored.has_funnel:
+        inputs = [each for each in card.inputs if not source or each.source == source]
+        languages = {name: count for each in inputs for name, count in (each.languages or {}).items()}
+        ranked = sorted(languages.items(), key=lambda item: -item[1].documents)
+        page |= {"languages": ranked[:10], "count": sum(each.funnel.kept.documents for each in inputs)}
+    if not explored.provenance.names:
+        return page
+    wanted = {"document_start": 0} | ({"source": labels.index(source)} if source else {})
+    start = Place.parse(params["at"]) if "at" in params else None
+    found = scan(explored.provenance, Equal(wanted), start=start, limit=_ON_PAGE)
+    starts = explored.dataset.manifest.shard_starts
+    pieces = []
+    for line in found.lines:
+        facts: dict[str, Any] = {name: value for name, value in line.items() if name != "at"}
+        pieces.append(Piece(sample_id=int(starts[facts["shard"]]) + facts["row"], **facts))
+    return page | {"documents": explored.tracer.pieces(pieces), "next": found.next}
+
+
+def show_document(explored: Explored, params: Params) -> dict[str, object]:
+    """A document of the dataset by its id: its rows and its text."""
+    document = parse_document_id(params.get("id", ""))
+    table = explored.tracer.known()
+    pieces: list[Piece] = []
+    for lines in table.search(Selection(documents=[document])):
+        pieces += pieces_of(lines.slice(0, _MOST_PIECES - len(pieces)))
+        if len(pieces) == _MOST_PIECES:
+            break
+    if not pieces:
+        raise PageNotFoundError(f"document {document.hex()} is not in this dataset")
+    pieces.sort(key=lambda piece: piece.document_start)
+    facts = explored.tracer.pieces(pieces)
+    return {
+        "document": facts[0],
+        "pieces": facts,
+        "tokens": sum(piece.token_end - piece.token_start for piece in pieces),
+        "text": _text(explored, pieces),
+    }
+
+
+def _text(explored: Explored, pieces: list[Piece]) -> str | None:
+    """The text of the pieces, one after the other."""
+    if explored.decoder is None:
+        return None
+    try:
+        text = "".join(explored.tracer.whole_texts(pieces))
+    except ShardkitError:  # rows that cannot be read: the page says all the rest
+        return None
+    return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "…"

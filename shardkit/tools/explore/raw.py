@@ -1,0 +1,83 @@
+"""The text of a removed document from its input file, if that is still where the recipe found it.
+
+The card has the recipe, but not the folder that its paths start from: they are tried from the folders around
+the dataset and from the current one. Files are read as a build reads them, so every format is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from shardkit.errors import ShardkitError
+from shardkit.tools.explore.explored import Explored
+from shardkit.writers.inputs.readers import SuspectDataError, read_split
+from shardkit.writers.inputs.scan import UNCOUNTED, scan_inputs
+from shardkit.writers.ledger import Ledger, Quarantine
+from shardkit.writers.recipe import recipe_from_mapping
+
+__all__ = ["read_raw"]
+
+_SECONDS = 3.0
+_MOST_CHARACTERS = 50_000
+
+
+def read_raw(explored: Explored, source: int, file: str, record: int) -> tuple[str | None, str]:
+    """(text, why there is none)."""
+    card = explored.card
+    inputs = card.recipe.get("inputs", []) if card is not None and card.has("recipe") else []
+    if not isinstance(inputs, list) or not 0 <= source < len(inputs) or not isinstance(inputs[source], dict):
+        return None, "No text was kept of this document, and the card does not name its input."
+    path = _find(explored, inputs[source], file)
+    if path is None:
+        places = "the folders around the dataset and the current folder"
+        return None, f"No text was kept of this document, and {file} is not found from {places}."
+    try:
+        text = _read(inputs[source], path, record)
+    except (ShardkitError, SuspectDataError, OSError, ValueError) as error:
+        return None, f"No text was kept of this document, and {path} cannot be read: {error}"
+    if text is None:
+        late = f"record {record:,} of {path} was not reached in {_SECONDS:g} s"
+        return None, f"No text was kept of this document, and {late}."
+    return text[:_MOST_CHARACTERS] + ("…" if len(text) > _MOST_CHARACTERS else ""), ""
+
+
+def _find(explored: Explored, config: Mapping[str, Any], file: str) -> Path | None:
+    folders = [Path.cwd()]
+    if explored.dataset.shards is None:
+        folder = explored.dataset.path.absolute()
+        folders = [*(folder, *folder.parents)[:4], *folders]
+    for start in folders:
+        path = start / (config.get("base") or "") / file
+        if path.is_file():
+            return path
+    return None
+
+
+def _read(config: Mapping[str, Any], path: Path, record: int) -> str | None:
+    entry = {**config, "path": str(path), "base": None, "exclude": []}
+    recipe = recipe_from_mapping(
+        {"inputs": [entry], "tokenizer": {"path": "-", "eos": "-"}, "output": "-"}, folder=path.parent
+    )
+    splits = [split for split in scan_inputs(recipe) if split.first_record in range(record + 1)]
+    if not splits or splits[-1].first_record == UNCOUNTED:
+        return None
+    end = monotonic() + _SECONDS
+    quarantine = Quarantine(max_bad_fraction=1.0)
+    for batch in _batches(read_split(splits[-1], recipe.inputs[0], Ledger(), quarantine), end):
+        numbers = batch.column("record").to_pylist()
+        if record in numbers:
+            text: str = batch.column("text")[numbers.index(record)].as_py()
+            return text
+        if numbers and numbers[-1] > record:
+            break
+    return None
+
+
+def _batches(batches: Iterator[Any], end: float) -> Iterator[Any]:
+    for batch in batches:
+        yield batch
+        if monotonic() > end:
+            return

@@ -1,0 +1,184 @@
+"""Documents that are not in the dataset: those of a rule, one document, clusters of duplicates."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params
+from shardkit.tools.explore.raw import read_raw
+from shardkit.tools.explore.scan import Equal, Line, Place, read_line, scan
+from shardkit.tools.explore.summary import ClusterAt, RuleValues
+from shardkit.tools.trace.duplicates import Duplicates
+from shardkit.tools.trace.search import Selection, parse_document_id
+
+__all__ = ["Chart", "show_cluster", "show_clusters", "show_removed", "show_rule"]
+
+_ON_PAGE = 20
+_BARS = 48
+_TAIL = 0.005  # of the values that a picture may leave out on the far side
+_DIFF_WORDS = 1500  # of each side: difflib takes a time that grows with their product
+_CLUSTER_LINES = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Bars (x, width, height in percent, from, to, count), and where the bound is, in percent."""
+
+    bars: list[tuple[float, float, float, float, float, int]]
+    bound_x: float | None
+    low: float
+    high: float
+    left_out: int
+
+
+def show_rule(explored: Explored, params: Params) -> dict[str, object]:
+    """What a rule judged, and documents that it dropped: near its bound, far from it, drawn, or all."""
+    rule, view = params.get("rule", ""), params.get("view", "")
+    card = explored.card
+    dropped = card.funnel.dropped if card is not None and explored.has_funnel else {}
+    if rule not in dropped or "/" not in rule:
+        near = difflib.get_close_matches(rule, [name for name in dropped if "/" in name], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise PageNotFoundError(f"no rule {rule[:100]!r} dropped anything{hint}")
+    page: dict[str, object] = {"rule": rule, "count": dropped[rule], "read": card and card.funnel.read}
+    if not explored.dropped.names:
+        return page | {"values": None, "documents": [], "view": "", "views": []}
+    if (summary := explored.summary.wait()) is None:
+        return {"share": explored.summary.share}
+    values = summary.rules.get(rule, RuleValues())
+    views = ["near", "far", "drawn", "all"] if values.near else ["drawn", "all"]
+    view = view if view in views else views[0]
+    page |= {"values": values, "chart": _chart(values), "view": view, "views": views}
+    if view == "all":
+        start = Place.parse(params["at"]) if "at" in params else None
+        found = scan(explored.dropped, Equal({"rule": rule}), start=start, limit=_ON_PAGE)
+        return page | {"documents": _plain(explored, found.lines), "next": found.next}
+    ranked = {"near": values.near, "far": values.far, "drawn": values.drawn}[view]
+    lines = [read_line(explored.dropped, place) for _, place in ranked[:_ON_PAGE]]
+    return page | {"documents": _plain(explored, lines), "next": None}
+
+
+def show_removed(explored: Explored, params: Params) -> dict[str, object]:
+    """One document that was removed, by its table and place; its text from the raw file if none is kept."""
+    table, place = params.get("table", ""), Place.parse(params.get("at", ""))
+    folder = {"dropped": explored.dropped, "duplicates": explored.duplicates}.get(table)
+    if folder is None:
+        raise PageNotFoundError(f"there is no table {table[:40]!r}")
+    line = read_line(folder, place)
+    [document] = _plain(explored, [line])
+    page: dict[str, object] = {"table": table, "document": document}
+    page["stays"] = _stays(explored, document)
+    if document["text"] is not None:
+        return page | {"raw": None, "why_not": ""}
+    if not explored.reads_inputs:
+        return page | {"raw": None, "why_not": "No text was kept of this document."}
+    source = line["source"]
+    assert isinstance(source, int)
+    raw, why_not = read_raw(explored, source, document["file"], document["record"])
+    return page | {"raw": raw, "why_not": why_not}
+
+
+def _stays(explored: Explored, line: Mapping[str, object]) -> str | None:
+    """The document in the dataset that has the text of a removed duplicate, in hex."""
+    kept = line.get("kept_document_id")
+    if not isinstance(kept, str):
+        return None
+    document = parse_document_id(str(line["document_id"]))
+    found = Duplicates(explored.dataset).follow(Selection(documents=[document])).chain(document)
+    return found[-1].hex() if found else kept
+
+
+def _plain(explored: Explored, lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """Lines with ids in hex and sources by label."""
+    plain: list[dict[str, Any]] = []
+    for line in lines:
+        shown: dict[str, Any] = {}
+        for name, value in line.items():
+            if isinstance(value, bytes):
+                value = value.hex()
+            elif name.endswith("source") and value is not None:
+                value = explored.source(value)
+            shown[name] = value
+        plain.append(shown)
+    return plain
+
+
+def _chart(rule: RuleValues) -> Chart | None:
+    """The values of dropped documents as bars of one width, with the bound; None if there are no numbers."""
+    values, counts = rule.values()
+    if not len(values):
+        return None
+    bound = rule.bound
+    low, high = rule.low, rule.high
+    shares = np.cumsum(counts) / counts.sum()
+    if bound is not None and high > bound:
+        high = float(max(values[np.searchsorted(shares, 1 - _TAIL)], bound))
+    elif bound is not None:
+        low = float(min(values[np.searchsorted(shares, _TAIL)], bound))
+    if bound is not None and np.isfinite(bound):
+        low, high = min(low, bound), max(high, bound)
+    is_whole = bool((values == np.round(values)).all()) and high - low < 4 * _BARS
+    step = max(1.0, np.ceil((high - low + 1) / _BARS)) if is_whole else ((high - low) / _BARS or 1.0)
+    last = low + step * np.ceil((high - low + is_whole) / step)
+    inside = (values >= low) & (values <= high)
+    count = max(1, round((last - low) / step))
+    at = np.minimum(((values[inside] - low) / step).astype(np.int64), count - 1)
+    heights = np.bincount(at, counts[inside], minlength=count).astype(np.int64)
+    most = max(1, int(heights.max()))
+    bars = [
+        (100 * n / count, 100 / count, 100 * height / most, low + n * step, low + (n + 1) * step, height)
+        for n, height in enumerate(heights.tolist())
+        if height
+    ]
+    x = None if bound is None else 100 * (bound - low) / (last - low)
+    return Chart(bars, x, low, float(last), int(counts[~inside].sum()))
+
+
+def show_clusters(explored: Explored, params: Params) -> dict[str, object]:
+    """Clusters of duplicates: the largest ones, or some drawn at random."""
+    if not explored.duplicates.names:
+        return {"clusters": None}
+    if (summary := explored.summary.wait()) is None:
+        return {"share": explored.summary.share}
+    clusters = summary.clusters
+    order = "drawn" if params.get("order") == "drawn" else "largest"
+    ranked = clusters.drawn if order == "drawn" else clusters.largest
+    shown = [_cluster_line(explored, each) for each in ranked[:_ON_PAGE]]
+    return {"clusters": clusters, "order": order, "shown": shown, "sizes": clusters.sizes.bins()}
+
+
+def _cluster_line(explored: Explored, cluster: ClusterAt) -> dict[str, object]:
+    [line] = _plain(explored, [read_line(explored.duplicates, cluster.at)])
+    return {"size": cluster.size, "at": cluster.at, "line": line}
+
+
+def show_cluster(explored: Explored, params: Params) -> dict[str, object]:
+    """A document that stays, and what was removed in favor of it, with differing words marked."""
+    first = read_line(explored.duplicates, Place.parse(params.get("at", "")))
+    kept = first["kept_document_id"]
+    if kept is None:
+        raise PageNotFoundError("nothing was left of this document, so no other one stays for it")
+    start = first["at"]
+    assert isinstance(start, Place)
+    found = scan(explored.duplicates, Equal({"kept_document_id": kept}), start=start, limit=_CLUSTER_LINES)
+    lines = _plain(explored, found.lines)
+    by_text = sorted(lines, key=lambda line: (line["text"] is None, line["similarity"] or 0))
+    for line in by_text:
+        line["sides"] = _marked(line["kept_text"], line["text"])
+    return {"first": by_text[0], "lines": by_text, "more": found.next is not None}
+
+
+def _marked(kept: str | None, removed: str | None) -> list[tuple[str, str, str]] | None:
+    """The beginnings of two texts as runs of (kind, of the kept, of the removed); None without both texts."""
+    if kept is None or removed is None:
+        return None
+    left, right = (list(islice(re.findall(r"\s*\S+", text), _DIFF_WORDS)) for text in (kept, removed))
+    matcher = difflib.SequenceMatcher(None, left, right, autojunk=False)
+    return [(kind, "".join(left[a:b]), "".join(right[c:d])) for kind, a, b, c, d in matcher.get_opcodes()]

@@ -1,0 +1,195 @@
+"""Lines of a table from a place on: as many as a page shows, within a bounded time.
+
+A `Place` is a line by file, row group and line. It stands in links, so the next page starts where the last
+one ended, whatever the size of the table. What a search wants is said by a `Wanted`: the columns that decide
+are read first, and row groups whose statistics exclude it are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shardkit.errors import ShardkitError
+from shardkit.tools.trace.folder import ParquetFolder, group_limits
+
+__all__ = ["SCAN_SECONDS", "AnyOf", "Equal", "Found", "Line", "Place", "Wanted", "read_line", "scan"]
+
+SCAN_SECONDS = 1.0  # a page that finds less than it wants shows what there is after this time
+
+Line = dict[str, object]
+"""A line of a table by column, and its place as `at`."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Place:
+    """A line of a folder's tables."""
+
+    file: int = 0
+    group: int = 0
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}.{self.group}.{self.line}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The inverse of `str`; ShardkitError."""
+        parts = text.split(".")
+        if len(parts) != 3 or not all(part.isdecimal() and len(part) < 10 for part in parts):
+            raise ShardkitError(f"{text[:80]!r} is not a place in a table: use the links of the pages")
+        return cls(*map(int, parts))
+
+
+class Wanted(Protocol):
+    """Which lines a scan wants; `shardkit.tools.trace.search.Selection` is one, too."""
+
+    @property
+    def columns(self) -> Sequence[str]: ...
+    def match(self, table: pa.Table) -> npt.NDArray[np.bool_]: ...
+    def may_be_within(self, limits: Mapping[str, tuple[Any, Any]]) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Equal:
+    """Lines whose columns have all of these values."""
+
+    values: Mapping[str, object]
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return list(self.values)
+
+    def match(self, table: pa.Table) -> npt.NDArray[np.bool_]:
+        mask = np.ones(table.num_rows, np.bool_)
+        for name, value in self.values.items():
+            mask &= _is(table, name, value)
+        return mask
+
+    def may_be_within(self, limits: Mapping[str, tuple[Any, Any]]) -> bool:
+        return all(_may_be(limits, name, value) for name, value in self.values.items())
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf:
+    """Lines of which at least one column has its value."""
+
+    values: Mapping[str, object]
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return list(self.values)
+
+    def match(self, table: pa.Table) -> npt.NDArray[np.bool_]:
+        mask = np.zeros(table.num_rows, np.bool_)
+        for name, value in self.values.items():
+            mask |= _is(table, name, value)
+        return mask
+
+    def may_be_within(self, limits: Mapping[str, tuple[Any, Any]]) -> bool:
+        return any(_may_be(limits, name, value) for name, value in self.values.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Lines, and where to continue; None: everything was looked at. `lines_read` of them were looked at."""
+
+    lines: list[Line]
+    next: Place | None
+    lines_read: int
+
+
+def scan(
+    folder: ParquetFolder,
+    wanted: Wanted,
+    *,
+    columns: Sequence[str] | None = None,
+    start: Place | None = None,
+    limit: int = 25,
+    seconds: float = SCAN_SECONDS,
+) -> Found:
+    """The first `limit` lines from `start` on that are wanted: these columns, or all.
+
+    Stops after `seconds`, when it has looked at one row group at least.
+    """
+    start = start or Place()
+    end = monotonic() + seconds
+    lines: list[Line] = []
+    lines_read = 0
+    with closing(folder.run(lambda job: _matching(folder, *job, wanted), _groups(folder, start))) as groups:
+        for file, group, rows, numbers in groups:
+            if (file, group) == (start.file, start.group):
+                numbers = numbers[numbers >= start.line]
+            shown = numbers[: limit - len(lines)]
+            lines += _read(folder, Place(file, group), shown, columns)
+            if len(shown) < len(numbers):
+                return Found(lines, Place(file, group, int(numbers[len(shown)])), lines_read)
+            lines_read += rows
+            if monotonic() > end or len(lines) == limit:
+                return Found(lines, Place(file, group + 1), lines_read)
+    return Found(lines, None, lines_read)
+
+
+def read_line(folder: ParquetFolder, place: Place) -> Line:
+    """One line; ShardkitError if there is none."""
+    if place.file < len(folder.names):
+        footer, _ = folder.footer(place.file)
+        if place.group < footer.num_row_groups and place.line < footer.row_group(place.group).num_rows:
+            return _read(folder, place, np.array([place.line]), None)[0]
+    raise ShardkitError(f"{folder.where}: has no line {place}")
+
+
+def _groups(folder: ParquetFolder, start: Place) -> Iterator[tuple[int, int]]:
+    """(file, row group) of those with lines, in order; footers are read when it is their turn."""
+    for file in range(start.file, len(folder.names)):
+        footer, _ = folder.footer(file)
+        for group in range(start.group if file == start.file else 0, footer.num_row_groups):
+            if footer.row_group(group).num_rows:
+                yield file, group
+
+
+def _matching(
+    folder: ParquetFolder, file: int, group: int, wanted: Wanted
+) -> tuple[int, int, int, npt.NDArray[np.int64]]:
+    """(file, group, its lines, the numbers of those that are wanted)."""
+    footer, _ = folder.footer(file)
+    row_group = footer.row_group(group)
+    if not wanted.may_be_within(group_limits(row_group, footer.schema)):
+        return file, group, row_group.num_rows, np.empty(0, np.int64)
+    with folder.open(file) as opened:
+        table = opened.read_row_group(group, columns=list(wanted.columns), use_threads=False)
+    return file, group, row_group.num_rows, np.flatnonzero(wanted.match(table))
+
+
+def _read(
+    folder: ParquetFolder, place: Place, lines: npt.NDArray[np.int64], columns: Sequence[str] | None
+) -> list[Line]:
+    if not len(lines):
+        return []
+    with folder.open(place.file) as opened:
+        table = opened.read_row_group(place.group, columns=columns and list(columns), use_threads=False)
+    table = table.take(pa.array(lines))
+    table.validate(full=True)  # Parquet does not look whether strings are UTF-8
+    numbered = zip(lines.tolist(), table.to_pylist(), strict=True)
+    return [line | {"at": Place(place.file, place.group, number)} for number, line in numbered]
+
+
+def _is(table: pa.Table, name: str, value: object) -> npt.NDArray[np.bool_]:
+    found = pc.fill_null(pc.equal(table.column(name), pa.scalar(value, table.column(name).type)), False)
+    mask: npt.NDArray[np.bool_] = found.to_numpy()
+    return mask
+
+
+def _may_be(limits: Mapping[str, tuple[Any, Any]], name: str, value: object) -> bool:
+    if name not in limits:
+        return True
+    low, high = limits[name]
+    return bool(low <= value <= high)

@@ -1,0 +1,229 @@
+"""Search by URL, id or text, each part within a bounded time and continued from where it stopped.
+
+kept, dropped, duplicates   lines by URL, id or document id; and, of removed documents, those whose kept
+                            text has the words
+rows                        the tokens of the words, looked for in the stored rows: no row is decoded before
+                            it is a candidate. Spelling and case count; the words may stand in several
+                            tokens, but words in which a token begins or ends elsewhere may be missed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shardkit.errors import ShardkitError
+from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params, number_param
+from shardkit.tools.explore.scan import AnyOf, Place, Wanted, scan
+from shardkit.tools.trace.folder import ParquetFolder
+from shardkit.tools.trace.search import Selection, UrlPatterns
+from shardkit.tools.trace.text import Decoder
+
+__all__ = ["Hit", "Section", "show_search"]
+
+_HITS = 10  # of each part
+_SECONDS = 0.35  # of each part, and of one that is continued:
+_SECONDS_CONTINUED = 1.2
+_AROUND = 48  # tokens before and after the words
+_MOST_WORDS = 500  # characters
+_PARTS = ("kept", "dropped", "duplicates", "rows")
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What was found; `page` and `params` lead to it. `around` is the text before, at and after the words."""
+
+    title: str
+    detail: str
+    page: str
+    params: dict[str, object]
+    around: tuple[str, str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One part of a search; `next` is where to continue, None if all was looked at."""
+
+    part: str
+    hits: list[Hit]
+    next: str | None
+    said: str = ""
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _HasWords:
+    """Lines whose URL, id or document id are these words, or whose text has them in any case."""
+
+    words: str
+    ids: AnyOf
+    names: tuple[str, ...] = field(default=("text",))
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return [*self.ids.columns, *self.names]
+
+    def match(self, table: pa.Table) -> npt.NDArray[np.bool_]:
+        mask = self.ids.match(table)
+        for name in self.names:
+            found = pc.match_substring(table.column(name), self.words, ignore_case=True)
+            mask |= pc.fill_null(found, False).to_numpy()
+        return mask
+
+    def may_be_within(self, limits: Any) -> bool:
+        return True
+
+
+def show_search(explored: Explored, params: Params) -> dict[str, object]:
+    """What is found, by part."""
+    words = params.get("q", "").strip()
+    page: dict[str, object] = {"q": words, "sections": [], "looks": _what_there_is(explored)}
+    if not words:
+        return page
+    if len(words) > _MOST_WORDS:
+        raise ShardkitError(f"search for at most {_MOST_WORDS} characters")
+    part = params.get("part")
+    if part is not None and part not in _PARTS:
+        raise PageNotFoundError(f"there is no part {part[:40]!r} of a search")
+    wanted = {name: _wanted(words, has_text=name != "kept") for name in _PARTS[:3]}
+    sections = []
+    for name in _PARTS if part is None else (part,):
+        seconds = _SECONDS if part is None else _SECONDS_CONTINUED
+        if name == "rows":
+            first = number_param(params, "at", 0, most=len(explored.dataset.manifest.shards)) if part else 0
+            sections.append(_search_rows(explored, words, first, seconds))
+            continue
+        start = Place.parse(params["at"]) if part is not None and "at" in params else None
+        folder = {
+            "kept": explored.provenance, "dropped": explored.dropped, "duplicates": explored.duplicates,
+        }[name]  # fmt: skip
+        if folder.names:
+            sections.append(_search_table(explored, folder, name, wanted[name], start, seconds))
+    return page | {"sections": sections}
+
+
+def _what_there_is(explored: Explored) -> list[str]:
+    looked = [("provenance", explored.provenance), ("dropped", explored.dropped)]
+    looked += [("duplicates", explored.duplicates)]
+    return [name for name, folder in looked if folder.names]
+
+
+def _wanted(words: str, *, has_text: bool) -> Wanted:
+    if "*" in words and " " not in words:
+        return Selection(urls=UrlPatterns([words]))
+    values: dict[str, object] = {"url": words, "id": words}
+    if len(words) == 32 and all(digit in "0123456789abcdefABCDEF" for digit in words):
+        values["document_id"] = bytes.fromhex(words)
+    ids = AnyOf(values)
+    is_name = "://" in words or "document_id" in values
+    return _HasWords(words, ids) if has_text and not is_name else ids
+
+
+def _search_table(
+    explored: Explored, folder: ParquetFolder, part: str, wanted: Wanted, start: Place | None, seconds: float
+) -> Section:
+    found = scan(folder, wanted, start=start, limit=_HITS, seconds=seconds)
+    hits: list[Hit] = []
+    seen: set[object] = set()
+    for line in found.lines:
+        if part == "kept" and line["document_id"] in seen:
+            continue  # pieces of one document
+        seen.add(line["document_id"])
+        title = str(line["url"] or line["id"] or line["file"])
+        detail = f"{explored.source(line['source'])}: {line['file']} record {line['record']:,}"
+        if part == "kept":
+            assert isinstance(line["document_id"], bytes)
+            hits.append(Hit(title, detail, "document", {"id": line["document_id"].hex()}))
+        else:
+            detail += f", {line['rule'] if part == 'dropped' else line['reason']}"
+            hits.append(Hit(title, detail, "removed", {"table": part, "at": line["at"]}))
+    return Section(
+        part, hits, None if found.next is None else str(found.next), f"{found.lines_read:,} lines read"
+    )
+
+
+def _search_rows(explored: Explored, words: str, first: int, seconds: float) -> Section:
+    """Rows with the words, from shard `first` on."""
+    dataset, decoder = explored.dataset, explored.decoder
+    if dataset.token_column is None or decoder is None:
+        return Section("rows", [], None, problem="Text in rows is not searched without a tokenizer.")
+    if dataset.shards is not None:
+        return Section("rows", [], None, problem="Text in rows is searched in local datasets only.")
+    end = monotonic() + seconds
+    hits: list[Hit] = []
+    shards = len(dataset.manifest.shards)
+    keys = _keys(decoder, words)
+    for shard in range(first, shards):
+        rows = dataset.shard(shard).fixed_rows(dataset.token_column)
+        if rows is None:
+            return Section("rows", [], None, problem="Text in rows is searched in MDS datasets only.")
+        starts = int(dataset.manifest.shard_starts[shard])
+        found = _rows_with(decoder, rows, keys, words, end)
+        for row, around in islice(found, _HITS - len(hits)):
+            hits.append(Hit(f"row {starts + row:,}", "", "row", {"row": starts + row}, around))
+        if len(hits) >= _HITS or monotonic() > end:
+            after = shard + 1 if shard + 1 < shards else None
+            said = f"{shard + 1:,} of {shards:,} shards read"
+            return Section("rows", hits, None if after is None else str(after), said)
+    return Section("rows", hits, None, f"{shards:,} of {shards:,} shards read")
+
+
+def _keys(decoder: Decoder, words: str) -> list[list[int]]:
+    """Tokens that a row with the words has: without those at the ends, which may join their neighbors."""
+    keys: list[list[int]] = []
+    for text in (f" {words}", words):
+        ids = decoder.encode(text)
+        inner = ids[1:-1] if len(ids) >= 4 else ids[:-1] if len(ids) == 3 else ids
+        if inner and inner not in keys:
+            keys.append(inner)
+    return keys
+
+
+def _rows_with(
+    decoder: Decoder, rows: npt.NDArray[np.generic], keys: list[list[int]], words: str, end: float
+) -> Iterator[tuple[int, tuple[str, str, str]]]:
+    """(row, text around the words) of rows of one shard; stops at the time `end`."""
+    length = rows.shape[1]
+    seen: set[int] = set()
+    block = max(1, (1 << 22) // length)
+    for first in range(0, len(rows), block):
+        flat = np.asarray(rows[first : first + block]).reshape(-1)
+        for key in keys:
+            places = np.flatnonzero(flat[: len(flat) - len(key) + 1] == key[0])
+            for offset, token in enumerate(key[1:], 1):
+                places = places[flat[places + offset] == token]
+            for place in places.tolist():
+                row = first + place // length
+                if row in seen:
+                    continue
+                around = _around(decoder, flat, place, length, words)
+                if around is not None:
+                    seen.add(row)
+                    yield row, around
+        if monotonic() > end:
+            return
+
+
+def _around(
+    decoder: Decoder, flat: npt.NDArray[np.generic], place: int, length: int, words: str
+) -> tuple[str, str, str] | None:
+    """The text before, at and after the words; None if they are not there."""
+    start = place - place % length
+    low = max(start, place - _AROUND)
+    high = min(
+        start + length, place + len(words) + _AROUND
+    )  # a token has a character at least, nearly always
+    text = decoder.text(flat[low:high])
+    at = text.find(words)
+    if at < 0:
+        return None
+    after = at + len(words)
+    return text[max(0, at - 200) : at], text[at:after], text[after : after + 200]

@@ -1,0 +1,135 @@
+"""Pages by name, as HTML: each is a function from the parameters of its address to facts for templates.
+
+`Link` gives the address of a page, or None where there is none: the server answers all pages, an export has
+some of them. Templates escape every value, and `shown` replaces characters that would command a terminal,
+reorder a line or are not text at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from shardkit.errors import ShardkitError, naming_extras
+from shardkit.loaders.state import LoaderState
+from shardkit.tools.explore.compare import Comparison
+from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params
+from shardkit.tools.explore.kept import show_document, show_kept
+from shardkit.tools.explore.overview import show_funnel
+from shardkit.tools.explore.removed import show_cluster, show_clusters, show_removed, show_rule
+from shardkit.tools.explore.rows import show_row, show_step
+from shardkit.tools.explore.search import show_search
+from shardkit.units import format_bytes
+
+with naming_extras("`shardkit view`"):
+    import jinja2
+
+__all__ = ["FRONT", "STYLE", "Link", "Site", "shown"]
+
+FRONT = "funnel"
+STYLE = "style.css"
+_FOLDER = Path(__file__).parent / "pages"
+
+_Page = Callable[[Explored, Params], Mapping[str, object]]
+
+# C0 but tab and newline as Unicode's pictures of them; directions of writing, joiners and other invisible
+# characters by number; what is no character at all as U+FFFD.
+_PICTURES = {code: chr(0x2400 + code) for code in range(32) if code not in (9, 10)} | {127: "␡"}
+_INVISIBLE = re.compile(
+    "[\x80-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e007f]"
+)
+_NO_CHARACTER = re.compile("[\ud800-\udfff\ufffe\uffff]")
+
+
+def shown(text: str) -> str:
+    """`text` with every character visible."""
+    text = _NO_CHARACTER.sub("\ufffd", text.translate(_PICTURES))
+    return _INVISIBLE.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
+
+
+class Link(Protocol):
+    """The address of a page with these parameters; None if there is none."""
+
+    def __call__(self, page: str, **params: object) -> str | None: ...
+
+
+class Site:
+    """The pages of a dataset; `other` is compared with it, `state` is a training run's."""
+
+    def __init__(
+        self, explored: Explored, other: Explored | None = None, state: LoaderState | None = None
+    ) -> None:
+        self.explored, self.other = explored, other
+        self._pages: dict[str, _Page] = {
+            "funnel": show_funnel,
+            "rule": show_rule,
+            "removed": show_removed,
+            "kept": show_kept,
+            "document": show_document,
+            "clusters": show_clusters,
+            "cluster": show_cluster,
+            "row": show_row,
+            "step": partial(show_step, state=state),
+            "search": show_search,
+        }
+        self._comparison = None if other is None else Comparison(explored, other)
+        if self._comparison is not None:
+            self._pages["compare"] = self._comparison.show
+        self._templates = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(_FOLDER),
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            finalize=lambda value: shown(value) if type(value) is str else value,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._templates.filters |= {
+            "count": "{:,}".format, "bytes": format_bytes, "percent": _percent, "number": _number,
+        }  # fmt: skip
+        self._templates.globals |= {"name": explored.name, "fingerprint": explored.dataset.fingerprint}
+
+    @property
+    def pages(self) -> list[str]:
+        """Their names."""
+        return list(self._pages)
+
+    def render(self, page: str, params: Params, link: Link) -> str:
+        """A page as HTML; PageNotFoundError if there is none, ShardkitError if it cannot be shown."""
+        if page not in self._pages:
+            raise PageNotFoundError(f"there is no page {page[:40]!r}")
+        facts = self._pages[page](self.explored, params)
+        return self._render("counting" if "share" in facts else page, link, page, facts)
+
+    def finish_counting(self) -> None:
+        """Wait for all that pages would wait for."""
+        while self.explored.summary.wait() is None:
+            pass
+        while self._comparison is not None and self._comparison.work.wait() is None:
+            pass
+
+    def render_error(self, error: ShardkitError, link: Link) -> str:
+        """What went wrong, as a page."""
+        return self._render("error", link, "", {"problem": str(error)})
+
+    def _render(self, template: str, link: Link, page: str, facts: Mapping[str, object]) -> str:
+        common = {"link": link, "page": page, "missing": self.explored.missing, "pages": self.pages}
+        return self._templates.get_template(f"{template}.html").render(**common, **facts)
+
+    @staticmethod
+    def style() -> bytes:
+        """The one stylesheet."""
+        return (_FOLDER / STYLE).read_bytes()
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%" if share >= 0.001 or not share else f"{100 * share:.2g}%"
+
+
+def _number(value: object) -> str:
+    """A value that a rule judged."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.4g}"
+    return "" if value is None else str(value)

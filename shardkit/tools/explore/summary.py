@@ -1,0 +1,252 @@
+"""What takes one pass over the tables of removed documents: values by rule, and clusters of duplicates.
+
+The pass is made in the background when the first page needs it. Per row group only the columns
+that are counted are read, so the pass over 10^8 documents takes some tens of seconds and its result a few
+megabytes. Values are counted in bins of float32 numbers cut to 7 bits of mantissa: 128 bins an octave, exact
+counts, no range to know before. Texts are looked for in `_TEXT_FILES` files at most, evenly spaced.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shardkit.card import Histogram
+from shardkit.tools.explore.scan import Place
+from shardkit.tools.trace.folder import ParquetFolder
+
+__all__ = ["ClusterAt", "Clusters", "RuleValues", "Summary"]
+
+_TEXT_FILES = 256
+_TEXTS_OF_RULE = 100  # nearest to the bound, farthest from it, and drawn at random
+_CLUSTERS = 100  # largest, and drawn at random
+_MANTISSA_BITS_CUT = 16
+
+_Floats = npt.NDArray[np.float64]
+_Ranked = list[tuple[float, Place]]
+
+
+@dataclass(slots=True)
+class RuleValues:
+    """What a rule judged: counts of values by bin, counts of labels, and lines that have a text."""
+
+    documents: int = 0
+    bound: float | None = None
+    low: float = np.inf
+    high: float = -np.inf
+    bins: Counter[int] = field(default_factory=Counter)
+    labels: Counter[str] = field(default_factory=Counter)
+    near: _Ranked = field(default_factory=list)
+    far: _Ranked = field(default_factory=list)
+    drawn: _Ranked = field(default_factory=list)
+
+    def values(self) -> tuple[_Floats, npt.NDArray[np.int64]]:
+        """The least value of each bin that has any, ascending, and their counts."""
+        keys = np.array(sorted(self.bins), np.int64)
+        counts = np.array([self.bins[key] for key in keys.tolist()], np.int64)
+        return _bin_value(keys), counts
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class ClusterAt:
+    """Duplicates of one document that stays: the place of the first line, and how many there are."""
+
+    at: Place
+    size: int
+    kept: bytes
+    has_text: bool
+
+
+@dataclass(slots=True)
+class Clusters:
+    """Clusters of removed duplicates: sizes, the largest, and some drawn at random, with texts if any."""
+
+    count: int = 0
+    documents: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    sizes: Histogram = field(default_factory=Histogram)
+    largest: list[ClusterAt] = field(default_factory=list)
+    drawn: list[ClusterAt] = field(default_factory=list)
+
+
+class Summary:
+    """Values of rules and clusters of duplicates, as they are counted."""
+
+    def __init__(self, dropped: ParquetFolder, duplicates: ParquetFolder) -> None:
+        self._dropped, self._duplicates = dropped, duplicates
+        self.rules: dict[str, RuleValues] = {}
+        self.clusters = Clusters()
+
+    def count(self, report: Callable[[float], None]) -> Summary:
+        """Count everything; `report` is given the share that is done."""
+        files = len(self._dropped.names) + len(self._duplicates.names)
+        for file in range(len(self._dropped.names)):
+            self._count_dropped(file)
+            report((file + 1) / files)
+        runs = _ClusterRuns(self.clusters)
+        for file in range(len(self._duplicates.names)):
+            self._count_duplicates(file, runs)
+            report((len(self._dropped.names) + file + 1) / files)
+        runs.finish()
+        return self
+
+    def _count_dropped(self, file: int) -> None:
+        footer, _ = self._dropped.footer(file)
+        with_texts = file % -(-len(self._dropped.names) // _TEXT_FILES) == 0
+        for group in range(footer.num_row_groups):
+            columns = ["rule", "value", "label", "bound", *(["text", "document_id"] if with_texts else [])]
+            with self._dropped.open(file) as opened:
+                table = opened.read_row_group(group, columns=columns, use_threads=False)
+            names = table.column("rule").combine_chunks().dictionary_encode()
+            codes = names.indices.to_numpy(zero_copy_only=False)
+            for code, name in enumerate(names.dictionary.to_pylist()):
+                lines = np.flatnonzero(codes == code)
+                rule = self.rules.setdefault(name, RuleValues())
+                _count_rule(rule, table.take(pa.array(lines)), lines, Place(file, group))
+
+    def _count_duplicates(self, file: int, runs: _ClusterRuns) -> None:
+        footer, _ = self._duplicates.footer(file)
+        with_texts = file % -(-len(self._duplicates.names) // _TEXT_FILES) == 0
+        for group in range(footer.num_row_groups):
+            with self._duplicates.open(file) as opened:
+                columns = ["kept_document_id", "reason", *(["text", "kept_text"] if with_texts else [])]
+                table = opened.read_row_group(group, columns=columns, use_threads=False)
+            reasons = table.column("reason").value_counts()
+            for entry in reasons.to_pylist():
+                self.clusters.reasons[entry["values"]] += entry["counts"]
+            has_text = np.zeros(table.num_rows, np.bool_)
+            if with_texts:
+                has_text = np.logical_and(*(table.column(name).is_valid() for name in ("text", "kept_text")))
+            runs.add(table.column("kept_document_id"), has_text, Place(file, group))
+
+
+def _count_rule(rule: RuleValues, table: pa.Table, lines: npt.NDArray[np.int64], group: Place) -> None:
+    values = table.column("value").to_numpy().astype(np.float64)
+    bounds = table.column("bound").drop_null()
+    rule.documents += len(values)
+    rule.bound = bounds[0].as_py() if len(bounds) else rule.bound
+    known = values[np.isfinite(values)]
+    if len(known):
+        rule.low, rule.high = min(rule.low, float(known.min())), max(rule.high, float(known.max()))
+        keys, counts = np.unique(_bin_key(known), return_counts=True)
+        rule.bins.update(dict(zip(keys.tolist(), counts.tolist(), strict=True)))
+    for entry in table.column("label").drop_null().value_counts().to_pylist():
+        rule.labels[entry["values"]] += entry["counts"]
+    if "text" not in table.column_names:
+        return
+    has_text = np.flatnonzero(table.column("text").is_valid().to_numpy())
+    ids = table.column("document_id").take(pa.array(has_text)).to_pylist()
+    places = [Place(group.file, group.group, line) for line in lines[has_text].tolist()]
+    distances = np.abs(values[has_text] - (np.nan if rule.bound is None else rule.bound)).tolist()
+    ranked = [(d, place) for d, place in zip(distances, places, strict=True) if np.isfinite(d)]
+    rule.near = heapq.nsmallest(_TEXTS_OF_RULE, [*rule.near, *ranked])
+    rule.far = heapq.nsmallest(_TEXTS_OF_RULE, [*rule.far, *((-d, place) for d, place in ranked)])
+    drawn = [(_uniform(one), place) for one, place in zip(ids, places, strict=True)]
+    rule.drawn = heapq.nsmallest(_TEXTS_OF_RULE, [*rule.drawn, *drawn])
+
+
+class _ClusterRuns:
+    """Lines of one cluster lie together, but may go on in the next row group."""
+
+    def __init__(self, found: Clusters) -> None:
+        self._found = found
+        self._open: ClusterAt | None = None
+        self._drawn: list[tuple[float, ClusterAt]] = []
+        self._largest: list[tuple[int, ClusterAt]] = []
+
+    def add(self, kept: pa.ChunkedArray, has_text: npt.NDArray[np.bool_], group: Place) -> None:
+        """The column `kept_document_id` of a row group, null where nothing stays, and which have texts."""
+        valid = np.flatnonzero(kept.is_valid().to_numpy())
+        if not len(valid):
+            return
+        data = kept.drop_null().combine_chunks()
+        ids = np.frombuffer(data.buffers()[1], "V16")[data.offset : data.offset + len(data)]
+        halves = ids.view("<u8").reshape(-1, 2)
+        is_first = np.ones(len(ids), np.bool_)
+        is_first[1:] = (halves[1:] != halves[:-1]).any(axis=1)
+        starts = np.flatnonzero(is_first)
+        sizes = np.diff(starts, append=len(ids))
+        texts = np.logical_or.reduceat(has_text[valid], starts)
+        runs = _Runs(sizes, valid[starts], ids[starts], texts, group)
+        if self._open is not None and self._open.kept == runs.kept[0].tobytes():
+            last, size = self._open, self._open.size + int(sizes[0])
+            self._open = ClusterAt(last.at, size, last.kept, last.has_text or bool(texts[0]))
+            runs = runs.part(1, None)
+        if len(runs.sizes):
+            self._close_open()
+            self._close(runs.part(0, -1))
+            self._open = runs.cluster(len(runs.sizes) - 1)
+
+    def finish(self) -> None:
+        """Close the last cluster, and put the results in order."""
+        self._close_open()
+        self._found.largest = [each for _, each in self._largest]
+        self._found.drawn = [each for _, each in self._drawn]
+
+    def _close_open(self) -> None:
+        if (last := self._open) is not None:
+            ids = np.frombuffer(last.kept, "V16")
+            group = Place(last.at.file, last.at.group)
+            size, line, has_text = np.array([last.size]), np.array([last.at.line]), np.array([last.has_text])
+            self._close(_Runs(size, line, ids, has_text, group))
+
+    def _close(self, runs: _Runs) -> None:
+        found = self._found
+        found.count, found.documents = found.count + len(runs.sizes), found.documents + int(runs.sizes.sum())
+        found.sizes.add(Histogram.of(runs.sizes))
+        ranks = runs.kept.view("<u8").reshape(-1, 2)[:, 0] / 2**64 + ~runs.has_text
+        for number in np.argsort(-runs.sizes, kind="stable")[:_CLUSTERS].tolist():
+            each = runs.cluster(number)
+            self._largest.append((-each.size, each))
+        for number in np.argsort(ranks)[:_CLUSTERS].tolist():
+            each = runs.cluster(number)
+            self._drawn.append((float(ranks[number]), each))
+        self._largest = heapq.nsmallest(_CLUSTERS, self._largest)
+        self._drawn = heapq.nsmallest(_CLUSTERS, self._drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Clusters in a row group: sizes, first lines, documents that stay (V16), whether any line has texts."""
+
+    sizes: npt.NDArray[np.int64]
+    lines: npt.NDArray[np.int64]
+    kept: npt.NDArray[np.void]
+    has_text: npt.NDArray[np.bool_]
+    group: Place
+
+    def part(self, first: int, end: int | None) -> _Runs:
+        some = slice(first, end)
+        return _Runs(self.sizes[some], self.lines[some], self.kept[some], self.has_text[some], self.group)
+
+    def cluster(self, number: int) -> ClusterAt:
+        at = Place(self.group.file, self.group.group, int(self.lines[number]))
+        return ClusterAt(
+            at, int(self.sizes[number]), self.kept[number].tobytes(), bool(self.has_text[number])
+        )
+
+
+def _bin_key(values: _Floats) -> npt.NDArray[np.int64]:
+    """Bins of values, in the order of the values; negative ones below 0."""
+    bits = np.abs(values).astype(np.float32).view(np.int32).astype(np.int64) >> _MANTISSA_BITS_CUT
+    keys: npt.NDArray[np.int64] = np.where(values < 0, -bits - 1, bits)
+    return keys
+
+
+def _bin_value(keys: npt.NDArray[np.int64]) -> _Floats:
+    """The value of a bin that is nearest to 0."""
+    bits = np.where(keys < 0, -keys - 1, keys) << _MANTISSA_BITS_CUT
+    magnitude = bits.astype(np.int32).view(np.float32).astype(np.float64)
+    values: _Floats = np.where(keys < 0, -magnitude, magnitude)
+    return values
+
+
+def _uniform(document: bytes) -> float:
+    """A number that orders documents at random, the same in every run: ids are hashes."""
+    return int.from_bytes(document[:8], "little") / 2**64

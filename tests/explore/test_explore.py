@@ -1,0 +1,332 @@
+"""The explorer shows what the tables hold, page by page, whatever texts say and whatever is missing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+pytest.importorskip("starlette", reason="the pages need shardkit[view]")
+pytest.importorskip("uvicorn", reason="the pages need shardkit[view]")
+
+from shardkit.cli.main import main
+from shardkit.datasets.dataset import open_dataset
+from shardkit.errors import ShardkitError
+from shardkit.formats import mds
+from shardkit.tools.explore.export import export_site
+from shardkit.tools.explore.scan import Equal, Place, scan
+from shardkit.tools.explore.server import page_address
+from shardkit.tools.explore.site import Site, shown
+from shardkit.tools.explore.summary import RuleValues, _bin_key, _bin_value, _count_rule
+from shardkit.tools.trace.text import read_rows
+from support.explored_build import HOSTILE, Page, explore, make_explored, served, text_of
+from support.small_build import tree
+
+SHORT = "length/too_few_words"
+MOST_OF_A_PAGE = 6  # that the crawl visits
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Path:
+    return make_explored(tmp_path_factory.mktemp("explore") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def site(out: Path) -> Site:
+    return Site(explore(out))
+
+
+@pytest.fixture(scope="module")
+def address(site: Site) -> Iterator[str]:
+    with served(site) as found:
+        yield found
+
+
+def show(site: Site, page: str, **params: object) -> Page:
+    return Page(site.render(page, {name: str(value) for name, value in params.items()}, page_address))
+
+
+def links_to(page: Page, name: str) -> list[dict[str, str]]:
+    """The parameters of the links to a page."""
+    parts = [urllib.parse.urlsplit(link) for link in page.links]
+    return [dict(urllib.parse.parse_qsl(part.query)) for part in parts if part.path == f"/{name}"]
+
+
+def lines_of(out: Path, table: str) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = pq.read_table(out / table).to_pylist()
+    return found
+
+
+def assert_harmless(html: str) -> None:
+    tags = {tag for tag, _ in Page(html).tags}
+    assert not tags & {"script", "img", "iframe", "object", "base", "b>"}
+    names = {name for _, attributes in Page(html).tags for name in attributes}
+    assert not {name for name in names if name.startswith("on") or name in ("src", "style")}
+    assert not [c for c in html if (ord(c) < 32 and c not in "\n\t") or c in "\u202e\u202c\x7f"]
+
+
+def test_every_link_of_the_site_leads_to_a_harmless_page(site: Site, address: str) -> None:
+    waiting, seen, counts = ["/"], {"/"}, Counter({"/": 1})
+    while waiting:
+        with urllib.request.urlopen(address + waiting.pop()) as response:
+            assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+            if response.headers["Content-Type"].startswith("text/css"):
+                continue
+            html = response.read().decode()
+        assert_harmless(html)
+        for link in Page(html).links:
+            if link.startswith("https://site"):  # of a document
+                continue
+            link = link if link.startswith("/") else f"/{link}"
+            page = urllib.parse.urlsplit(link).path
+            if link not in seen and "row=random" not in link and counts[page] < MOST_OF_A_PAGE:
+                seen.add(link)
+                counts[page] += 1
+                waiting.append(link)
+    assert set(counts) == {"/", "/style.css"} | {f"/{name}" for name in site.pages} - {"/funnel"}
+
+
+def test_only_this_machine_is_answered_and_only_reading(address: str) -> None:
+    def status(path: str, **options: object) -> int:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(address + path, **options)) as response:  # type: ignore[arg-type]
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert status("/") == 200
+    assert status("/", headers={"Host": "evil.example"}) == 400
+    assert status("/", data=b"x", method="POST") == 405
+    assert status("/nowhere") == 404
+    assert status("/row?row=x") == 400
+    assert status("/rule?rule=" + urllib.parse.quote(HOSTILE)) == 404
+    assert status("/style.css/../../site.py") == 404
+
+
+def test_the_funnel_leads_to_a_rule_and_its_documents_near_the_bound_first(site: Site, out: Path) -> None:
+    front = show(site, "funnel")
+    assert {"rule": SHORT} in links_to(front, "rule")
+    page = show(site, "rule", rule=SHORT)
+    values = [int(n) for n in re.findall(r"(\d) bound 5", page.words)]
+    assert values == sorted(values, reverse=True)
+    assert values[0] == 4
+    far = show(site, "rule", rule=SHORT, view="far")
+    assert re.findall(r"(\d) bound 5", far.words)[0] == "1"
+    dropped = [line for line in lines_of(out, "dropped") if line["rule"] == SHORT]
+    bars = re.findall(r"(\S+) to \S+: (\d+) documents", page.words)
+    assert sum(int(count) for _, count in bars) == len(dropped)
+
+
+def test_pages_of_a_rule_list_each_of_its_documents_once(site: Site, out: Path) -> None:
+    found: list[str] = []
+    params = {"rule": SHORT, "view": "all"}
+    while params:
+        page = show(site, "rule", **params)
+        found += [link["at"] for link in links_to(page, "removed")]
+        params = next((link for link in links_to(page, "rule") if "at" in link), {})
+    dropped = [line for line in lines_of(out, "dropped") if line["rule"] == SHORT]
+    assert len(found) == len(set(found)) == len(dropped)
+
+
+def test_a_text_that_was_not_kept_comes_from_the_input_file(out: Path, tmp_path: Path) -> None:
+    shutil.copytree(out, out.parent / "without")
+    for file in (out.parent / "without" / "dropped").iterdir():
+        table = pq.read_table(file)
+        texts = pa.nulls(table.num_rows, pa.string())
+        pq.write_table(table.set_column(table.schema.get_field_index("text"), "text", texts), file)
+    page = show(Site(explore(out.parent / "without")), "removed", table="dropped", at="0.0.0")
+    line = pq.read_table(out.parent / "without" / "dropped").slice(0, 1).to_pylist()[0]
+    text = json.loads((out.parent / line["file"]).read_text().split("\n")[line["record"]])["text"]
+    assert text.strip() in page.words
+    shutil.move(out.parent / "without", tmp_path / "far")
+    page = show(Site(explore(tmp_path / "far")), "removed", table="dropped", at="0.0.0")
+    assert "is not found" in page.words
+
+
+def test_kept_documents_are_listed_by_source(site: Site, out: Path) -> None:
+    kept = {line["document_id"] for line in lines_of(out, "provenance") if line["source"] == 1}
+    found: set[str] = set()
+    params: dict[str, str] = {"source": "second"}
+    while params:
+        page = show(site, "kept", **params)
+        found |= {link["id"] for link in links_to(page, "document")}
+        params = next((link for link in links_to(page, "kept") if "at" in link), {})
+    assert found == {one.hex() for one in kept if isinstance(one, bytes)}
+
+
+def test_a_row_is_shown_as_it_was_packed(site: Site, out: Path) -> None:
+    lines = lines_of(out, "provenance")
+    dataset = open_dataset(out)
+    [(_, tokens)] = read_rows(dataset, [0])
+    spans = [each for tag, each in show(site, "row", row=0).tags if tag == "span" and "title" in each]
+    found = [re.findall(r"id ([\d, ]+), pos", str(span["title"])) for span in spans]
+    assert [int(one) for [text] in found for one in text.split(", ")] == tokens.tolist()
+    pieces = [line for line in lines if (line["shard"], line["row"]) == (0, 0)]
+    assert sum(" start" in str(span["class"]) for span in spans) == len(pieces)
+    used = max(int(str(line["token_end"])) for line in pieces)
+    padded = [span for span in spans if span["class"] == "pad"]
+    assert len(padded) == len(tokens) - used
+    assert all("label −100" in str(span["title"]) for span in padded)
+    text = "".join(site.explored.decoder.piece(None, [one]) for one in tokens[:5].tolist())  # type: ignore[union-attr]
+    assert text in show(site, "row", row=0).words
+
+
+def test_a_cluster_marks_the_words_that_differ(site: Site) -> None:
+    clusters = [show(site, "cluster", **link) for link in links_to(show(site, "clusters"), "cluster")]
+    marked = [page for page in clusters if any(tag == "del" for tag, _ in page.tags)]
+    assert len(marked) == 3
+    assert all("changedword" in page.words for page in marked)
+    assert len(links_to(show(site, "clusters", order="drawn"), "cluster")) == len(clusters) == 4
+
+
+def test_the_rows_of_a_step_are_those_that_trace_finds(
+    site: Site, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = show(site, "step", step=1, batch_size=2, world_size=2, seed=3)
+    shown_rows = [link["row"] for link in links_to(page, "row") if link.get("row", "random") != "random"]
+    words = [
+        "trace",
+        str(out),
+        "--step",
+        "1",
+        "--batch-size",
+        "2",
+        "--world-size",
+        "2",
+        "--seed",
+        "3",
+        "--json",
+    ]
+    assert main(words) == 0
+    assert shown_rows == [str(row["row"]) for row in json.loads(capsys.readouterr().out)["rows"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("https://site2.org/a.jsonl", "document"),
+        ("a.jsonl-2", "document"),
+        ("site2.org/*", "removed"),
+        ("b.jsonl-1", "removed"),
+        ("TOO SHORT", "removed"),
+    ],
+)
+def test_search_finds_documents(site: Site, words: str, page: str) -> None:
+    assert links_to(show(site, "search", q=words), page)
+
+
+def test_search_finds_words_in_rows(site: Site) -> None:
+    for number in (7, 105):
+        words = " ".join(text_of(number).split()[10:14])
+        rows = [link["row"] for link in links_to(show(site, "search", q=words), "row") if "row" in link]
+        assert rows
+        assert all(words in show(site, "row", row=row).words for row in rows)
+    assert "Nothing found" in show(site, "search", q="no such words anywhere").words
+
+
+def test_a_scan_that_runs_out_of_time_continues_where_it_stopped(site: Site) -> None:
+    folder = site.explored.dropped
+    places: list[object] = []
+    start: Place | None = Place()
+    steps = 0
+    while start is not None:
+        steps += 1
+        found = scan(folder, Equal({"rule": SHORT}), start=start, limit=7, seconds=0)
+        places += [line["at"] for line in found.lines]
+        start = found.next
+    assert steps > 3
+    assert places == [line["at"] for line in scan(folder, Equal({"rule": SHORT}), limit=1000).lines]
+    with pytest.raises(ShardkitError, match="not a place"):
+        Place.parse("1.2.-3")
+
+
+def test_hostile_characters_become_visible() -> None:
+    assert shown("a\x00\x1b\u202e\ud800\x7f\tb\n") == "a␀␛⟨U+202E⟩\ufffd␡\tb\n"
+
+
+def test_bins_keep_the_order_of_values_and_count_them_all() -> None:
+    values = np.sort(np.concatenate([np.random.default_rng(17).normal(0, 1000, 500), [0.0, -0.5, 3.0, 1e30]]))
+    keys = _bin_key(values)
+    assert (np.diff(keys) >= 0).all()
+    assert np.allclose(np.abs(_bin_value(keys)), np.abs(values), rtol=2**-6)
+    rule = RuleValues()
+    table = pa.table(
+        {"value": values, "bound": [2.0] * len(values), "label": pa.nulls(len(values), pa.string())}
+    )
+    for _ in range(2):
+        _count_rule(rule, table, np.arange(len(values)), Place())
+    assert rule.values()[1].sum() == rule.documents == 2 * len(values)
+    assert (rule.low, rule.high) == (values[0], values[-1])
+
+
+def test_a_dataset_of_another_tool_shows_its_rows_and_says_what_is_missing(tmp_path: Path) -> None:
+    with mds.MdsWriter(tmp_path / "plain", columns={"text": "str"}) as writer:
+        writer.write({"text": HOSTILE})
+    site = Site(explore(tmp_path / "plain"))
+    front = show(site, "funnel")
+    assert "No card" in front.words
+    assert "alert(1)" in show(site, "row").words
+    for page in ("kept", "clusters"):
+        assert "This dataset has no" in show(site, page).words
+    assert links_to(show(site, "step"), "row")
+    for page in ("rule", "document"):
+        with pytest.raises(ShardkitError):
+            show(site, page)
+    assert "Nothing found" not in show(site, "search", q="x").words
+
+
+def test_a_build_without_its_tables_says_how_to_have_them(out: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy, ignore=shutil.ignore_patterns("dropped", "duplicates", "provenance"))
+    site = Site(explore(copy))
+    words = show(site, "funnel").words
+    for name in ("dropped", "duplicates", "provenance"):
+        assert f"No {name}/*.parquet" in words
+    assert "build it again" in show(site, "rule", rule=SHORT).words
+    assert not links_to(show(site, "row", row=0), "document")
+
+
+def test_two_builds_are_compared_by_step_and_document(out: Path, tmp_path: Path, inline_builds: None) -> None:
+    other = make_explored(tmp_path / "corpus", min_words=3)
+    page = show(Site(explore(out), explore(other)), "compare")
+    lost, kept = ({line["document_id"] for line in lines_of(path, "provenance")} for path in (out, other))
+    gained = len(kept - lost)
+    assert gained > 0
+    assert f"+{gained}" in page.words
+    assert "too_few_words" in page.words
+    back = show(Site(explore(other), explore(out)), "compare")
+    assert f"−{gained}" in back.words
+    assert re.search(rf"{SHORT}\s*\d+", back.words)
+
+
+def test_an_export_needs_no_server_and_all_its_links_lead_to_files(site: Site, tmp_path: Path) -> None:
+    pages = export_site(site, tmp_path / "site")
+    files = tree(tmp_path / "site")
+    assert pages == len(files) - 1
+    assert {"index.html", "style.css", "rule-001.html", "cluster-001.html"} <= set(files)
+    for name in files:
+        if name.endswith(".html"):
+            html = (tmp_path / "site" / name).read_text()
+            assert_harmless(html)
+            links = [link for link in Page(html).links if not link.startswith("https://site")]
+            assert set(links) <= set(files), name
+    with pytest.raises(ShardkitError, match="not empty"):
+        export_site(site, tmp_path / "site")
+
+
+def test_the_command_exports(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["view", str(out), "--export", str(tmp_path / "site")]) == 0
+    assert "index.html" in capsys.readouterr().out
+    assert "too_few_words" in (tmp_path / "site" / "index.html").read_text()
+    assert main(["view", str(tmp_path / "nowhere")]) == 1
