@@ -52,8 +52,8 @@ class Explored:
 
     @property
     def name(self) -> str:
-        """The last part of its path or URL."""
-        return self.dataset.location.rstrip("/").rpartition("/")[2] or self.dataset.location
+        """The last two parts of its path or URL: many datasets are in a folder "out" of their recipe's."""
+        return "/".join(self.dataset.location.rstrip("/").split("/")[-2:])
 
     def source(self, number: object) -> str:
         """The label of an input of the recipe."""

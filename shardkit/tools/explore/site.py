@@ -125,11 +125,11 @@ class Site:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.1f}%" if share >= 0.001 or not share else f"{100 * share:.2g}%"
+    return f"{100 * share:.1f}%" if share >= 0.001 else f"{100 * share:.2g}%"
 
 
 def _number(value: object) -> str:
     """A value that a rule judged."""
     if isinstance(value, float):
-        return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.4g}"
+        return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.6g}"
     return "" if value is None else str(value)

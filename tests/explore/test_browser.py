@@ -1,0 +1,174 @@
+"""The explorer in a real browser: the way from the funnel to a text, in light and dark, and on a phone."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="the pages need shardkit[view]")
+pytest.importorskip("playwright", reason="drives the browser; part of shardkit[dev]")
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from shardkit.tools.explore.export import export_site
+from shardkit.tools.explore.site import Site
+from support.explored_build import explore, make_explored, served, text_of
+
+if TYPE_CHECKING:
+    Open = Callable[..., Page]
+
+CHROMIUM = shutil.which("chromium")
+PAGE_SECONDS = 20
+PAGES = [
+    "/",
+    "/rule?rule=length/too_few_words",
+    "/kept",
+    "/clusters",
+    "/row",
+    "/step",
+    "/search?q=red",
+    "/compare",
+]
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium: run tests/servers/install_chromium.sh"),
+]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Site:
+    out = make_explored(tmp_path_factory.mktemp("browser") / "corpus")
+    other = make_explored(tmp_path_factory.mktemp("other") / "corpus", min_words=3)
+    return Site(explore(out), explore(other))
+
+
+@pytest.fixture(scope="module")
+def address(site: Site) -> Iterator[str]:
+    with served(site) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as driver:
+        # Chromium's sandbox needs rights that containers lack; the pages come from this test.
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """Opens a page; at the end, no page may have asked for anything else or logged an error."""
+    complaints: list[str] = []
+    pages: list[Page] = []
+
+    def opened(address: str, **options: Any) -> Page:
+        page = browser.new_page(**options)
+        page.set_default_timeout(PAGE_SECONDS * 1000)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("dialog", lambda dialog: complaints.append(f"dialog {dialog.message}"))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("requestfailed", lambda request: complaints.append(request.url))
+        page.goto(address)
+        pages.append(page)
+        return page
+
+    yield opened
+    for page in pages:
+        page.close()
+    assert not complaints
+
+
+def test_clicks_lead_from_the_funnel_to_the_text_of_a_dropped_document(open_page: Open, address: str) -> None:
+    page = open_page(address)
+    assert "of 110 documents are kept" in page.inner_text("h1")
+    page.click("text=too_few_words")
+    assert page.inner_text("h1") == "length/too_few_words"
+    assert page.locator("svg.chart rect").count() >= 3
+    first = page.locator("article .value").first.inner_text()
+    assert first.startswith("4")
+    page.click("text=far from the bound")
+    assert page.locator("article .value").first.inner_text().startswith("1")
+    page.click("nav >> text=Funnel")
+    page.click("text=too_few_words")
+    page.locator("article header a").first.click()
+    assert "length/too_few_words" in page.inner_text("dl")
+    assert "too short short short" in page.inner_text("pre")
+
+
+def test_a_search_leads_to_a_document_and_its_row(open_page: Open, address: str) -> None:
+    page = open_page(f"{address}/search")
+    page.fill("input[name=q]", "https://site7.org/a.jsonl")
+    page.click("button")
+    page.click("article header a")
+    assert text_of(7) in page.inner_text("pre")
+    page.locator("dd a").first.click()
+    assert re.match(r"Row \d+ of", page.inner_text("h1"))
+    starts = page.locator("pre.row span.start")
+    assert starts.count() >= 1
+    assert "position id 0" in str(starts.first.get_attribute("title"))
+    page.click("text=next")
+    page.fill("input[name=row]", "0")
+    page.click("button")
+    assert page.inner_text("h1").startswith("Row 0 of")
+
+
+def test_words_of_a_row_are_found_and_marked(open_page: Open, address: str) -> None:
+    page = open_page(f"{address}/search")
+    words = " ".join(text_of(7).split()[10:14])
+    page.fill("input[name=q]", words)
+    page.press("input[name=q]", "Enter")
+    assert page.locator("mark").first.inner_text() == words
+
+
+def test_a_cluster_shows_what_differs(open_page: Open, address: str) -> None:
+    page = open_page(address)
+    page.click("nav >> text=Duplicates")
+    page.click("text=random")
+    for number in range(page.locator("tbody td.name a").count()):
+        page.locator("tbody td.name a").nth(number).click()
+        if page.locator("del").count():
+            assert page.locator("del").first.inner_text().strip() == "changedword"
+            return
+        page.go_back()
+    pytest.fail("no cluster shows a difference")
+
+
+def test_hostile_texts_run_nothing(open_page: Open, address: str) -> None:
+    page = open_page(f"{address}/search?q=<script>alert(1)</script>")
+    assert page.input_value("input[name=q]") == "<script>alert(1)</script>"
+    page.locator("article header a").first.click()
+    assert "<script>alert(1)</script>" in page.inner_text("pre")
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_phone_needs_no_sideways_scrolling_and_dark_is_dark(
+    open_page: Open, address: str, path: str
+) -> None:
+    for scheme in ("light", "dark"):
+        page = open_page(address + path, color_scheme=scheme, viewport={"width": 390, "height": 844})
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        colors = page.evaluate(
+            "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+        )
+        paper, ink = (sum(map(int, re.findall(r"\d+", color)[:3])) for color in colors)
+        assert (paper > ink) is (scheme == "light")
+        assert abs(paper - ink) > 400
+
+
+def test_an_export_is_read_from_files(open_page: Open, site: Site, tmp_path: Path) -> None:
+    export_site(site, tmp_path / "site")
+    page = open_page(f"file://{tmp_path}/site/index.html")
+    page.click("text=too_few_words")
+    page.click("text=far from the bound")
+    assert page.locator("article").count() > 3
+    page.click("nav >> text=Kept documents")
+    page.locator("article header a").first.click()
+    assert page.locator("pre.whole").count() == 1
+    assert page.evaluate("getComputedStyle(document.querySelector('header')).borderBottomWidth") == "1px"
