@@ -9,7 +9,7 @@ installed. An argument is taken over, replaced by something of ours, or not need
 which samples are delivered, or what they hold, and has no counterpart, is refused: a ValueError says so.
 
 An epoch has as many samples of every stream as theirs would have. Its order is ours, so a state of theirs
-cannot be continued. `loaders/MIGRATING.md` has the rules below as tables; a test compares them.
+cannot be continued. `docs/guides/migrate.md` has the rules below as tables; a test compares them.
 """
 
 from __future__ import annotations

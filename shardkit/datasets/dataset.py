@@ -522,7 +522,7 @@ def _indexes(url: str, manifest: Manifest, versions: Sequence[str], options: Cac
     if options.folder is None and size > _UNREMEMBERED_BYTES:
         warn_user(
             f"{url}: {format_bytes(size)} of tars without a list are scanned by each process at every start: "
-            "give cache_dir, where what is found is kept, or publish a list (loaders/MIGRATING.md)"
+            "give cache_dir, where what is found is kept, or publish a list (docs/guides/migrate.md)"
         )
     names = [f"{url}/{info.stored.basename}" for info in manifest.shards]
     return TarIndexes.in_cache(options.folder, list(zip(names, versions, strict=True)))

@@ -17,8 +17,6 @@ from shardkit.writers.filters.gopher import GopherQualityFilter
 from shardkit.writers.recipe import recipe_from_mapping
 from support.filter_runs import documents
 
-README = Path(__file__).resolve().parents[2] / "writers" / "README.md"
-
 
 def test_a_recipe_may_name_every_profile_and_no_other() -> None:
     [literal, _] = get_args(FilterEntry.model_fields["profile"].annotation)
@@ -31,13 +29,6 @@ def test_a_profile_is_its_list_of_filters(name: str) -> None:
     spelled = [step for entry in listed for step in FilterEntry.model_validate(entry).filters()]
     assert list(FilterEntry.model_validate({"profile": name}).filters()) == spelled
     assert [step for step, _ in spelled] == [key for entry in listed for key in entry]
-
-
-@pytest.mark.parametrize("name", PROFILES)
-def test_the_readme_lists_the_filters_of_a_profile_in_order(name: str) -> None:
-    [row] = [line for line in README.read_text().splitlines() if line.startswith(f"| `profile: {name}` |")]
-    places = [row.index(f"`{key}`") for entry in PROFILES[name] for key in entry]
-    assert places == sorted(places)
 
 
 def test_reasons_of_profiles_name_filter_and_rule() -> None:

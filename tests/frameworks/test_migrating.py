@@ -28,7 +28,7 @@ from support.foreign_tars import PARTS, tars
 from support.remote_harness import fresh_url, put_folder
 
 CONVERTED = Path(__file__).resolve().parents[1] / "golden" / "convert"
-PAGE = Path(__file__).resolve().parents[2] / "loaders" / "MIGRATING.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "migrate.md"
 SECTIONS = dict(re.findall(r"^## From (\S+)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
 ROWS = np.random.default_rng(3).integers(1, 60_000, (96, 8)).astype(np.uint16)
 

@@ -1,0 +1,137 @@
+"""The code blocks of README and documentation: commands parse, recipes are valid, and Python runs.
+
+Python blocks of a page run in their order and in one namespace, in a folder that has what the pages name: the
+datasets "out", "annotated", "web" and so on, a recipe, lists of exclusions, and a store for s3://bucket.
+Pages of trainers have tests of their own, and so has the page of migrations.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardkit as sk
+from shardkit.cli.main import main as run_command
+from shardkit.cli.main import make_parser
+from shardkit.formats import mds
+from shardkit.storage import open_store
+from shardkit.writers.recipe import load_yaml, recipe_from_mapping
+from support.loader_data import make_rows
+from support.pages import PAGES, ROOT, Block, blocks
+from support.remote_harness import fresh_url, put_folder
+from support.small_build import EOS, make_corpus
+
+TRAINERS = ROOT / "docs" / "trainers"
+ELSEWHERE = (TRAINERS, ROOT / "docs" / "guides" / "migrate.md")
+BLOCKS = [
+    block
+    for page in PAGES
+    for block in blocks(page, "bash", "yaml", "python")
+    if block.language == "bash" or not page.is_relative_to(TRAINERS)
+]
+RUN_PAGES = [
+    page
+    for page in PAGES
+    if not any(page.is_relative_to(other) for other in ELSEWHERE)
+    and any(block.is_run for block in blocks(page, "python"))
+]
+MILD_FILTERS = [  # the rules that a page asks about, in a form that keeps random words
+    {
+        "gopher_quality": {
+            "min_doc_words": 4, "min_stop_words": 0, "max_avg_word_length": 100,
+            "max_non_alpha_words_ratio": 0.0,
+        }
+    },
+    {
+        "fineweb_quality": {
+            "line_punct_thr": 0.0, "short_line_thr": 1.0, "char_duplicates_ratio": 1.0, "new_line_ratio": 1.0
+        }
+    },
+]  # fmt: skip
+FILES = re.compile(r"(?<![\w/.-])(?:examples|recipes|tests|docs)/[\w/.-]+\.(?:py|sh|sbatch|yaml)")
+
+
+def of_language(language: str) -> list[Any]:
+    return [pytest.param(block, id=str(block)) for block in BLOCKS if block.language == language]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of each command of a shell block."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+@pytest.mark.parametrize("block", of_language("bash"))
+def test_commands_have_verbs_options_and_files_that_exist(block: Block) -> None:
+    for words in commands(block.text):
+        if words[0].split("/")[-1] == "shardkit":
+            try:
+                make_parser().parse_args([word for word in words[1:] if word not in ("||", "true")])
+            except SystemExit:
+                pytest.fail(f"{block}: {shlex.join(words)}")
+    for name in FILES.findall(block.text):
+        assert (ROOT / name).exists(), f"{block}: {name}"
+
+
+@pytest.mark.parametrize("block", of_language("yaml"))
+def test_recipes_and_parts_of_recipes_are_valid(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(block.text)
+    rest = {"inputs": "data", "tokenizer": {"path": "tokenizer.json", "eos": EOS}, "output": "out"}
+    recipe_from_mapping(rest | load_yaml(tmp_path / "recipe.yaml"), folder=tmp_path)
+
+
+@pytest.mark.parametrize("block", of_language("python"))
+def test_python_compiles_and_imports_what_there_is(block: Block) -> None:
+    for node in ast.walk(ast.parse(block.text, str(block))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "shardkit":
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names), f"{block}: {ast.unparse(node)}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Path:
+    """What the pages name."""
+    folder = tmp_path_factory.mktemp("pages") / "pages"
+    recipe = make_corpus(folder, 160)
+    recipe.write_text(recipe.read_text().replace("source: plain", "source: docs"))
+    sk.build(recipe, workers=1, progress=False)
+    mapping = load_yaml(recipe) | {"filters": MILD_FILTERS, "annotate": True, "output": "annotated"}
+    sk.build(recipe_from_mapping(mapping, folder=folder), workers=1, progress=False)
+    for name in ("web", "code", "books", "out-val"):
+        make_rows(folder / name, 150, 65)
+    with mds.MdsWriter(folder / "photos", columns={"label": "int", "image": "bytes"}) as writer:
+        for number in range(40):
+            writer.write({"label": number % 3, "image": bytes([number])})
+    for option, name in (("--exclude", "removed.txt"), ("--mask", "masked.txt")):
+        asked = ["trace", str(folder / "out"), "--source", "zipped", option, str(folder / name), "--json"]
+        assert run_command(asked) == 0
+    return folder
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_python_of_a_page_runs(
+    page: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    for entry in folder.iterdir():
+        (here / entry.name).symlink_to(entry)
+    if page.name == "README.md":
+        (here / "out").unlink()  # it builds it
+    monkeypatch.chdir(here)
+    url = fresh_url()
+    store = open_store(url)
+    put_folder(folder, store)
+    space: dict[str, Any] = {"__name__": page.stem}
+    for block in blocks(page, "python"):
+        if block.is_run:
+            code = block.text.replace("s3://bucket/name", f"{url}/out").replace("s3://bucket", url)
+            code = code.replace("/nvme/cache", str(tmp_path / "cache"))
+            exec(compile("\n" * (block.line - 1) + code, str(page), "exec"), space)
