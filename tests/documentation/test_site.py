@@ -1,4 +1,4 @@
-"""The site builds without a warning and without a network."""
+"""The site builds without a warning and without a network, and the notebooks run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.pages import ROOT
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.extended
@@ -28,3 +31,19 @@ def test_the_site_builds_and_asks_no_other_host_for_anything(tmp_path: Path) -> 
         assert "<h1" in text, page
         for tag in ('<script src="http', '<link rel="stylesheet" href="http', '<img src="http'):
             assert tag not in text, f"{page}: {tag}"
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_runs_and_was_saved_with_its_outputs(notebook: Path, tmp_path: Path) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    book: Any = nbformat.read(notebook, as_version=4)
+    cells = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in cells), (
+        "run: jupyter execute --inplace docs/notebooks/*.ipynb"
+    )
+    assert any(cell.outputs for cell in cells)
+    nbclient.NotebookClient(
+        book, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
