@@ -249,13 +249,13 @@ def test_allowed_bad_records_are_kept_in_quarantine(tmp_path: Path) -> None:
             {},
             ["filters=[{length: {min_words: 10000}}]"],
             BuildError,
-            r"no document is left of 115 .* dropped: length/too_few_words 115$",
+            r"no document is left of 115 .* dropped: 115 by length/too_few_words$",
         ),
         (
             {"u.jsonl": "{}\n{}\n{}".encode("utf-16")},
             ["inputs=[{path: u.jsonl}]", "max_bad_fraction=1"],
             BuildError,
-            r"left of 3 .*; quarantined: bad_json 2, bad_utf8 1 \(first: u\.jsonl: record 0 .*: bad_utf8: ",
+            r"left of 3 .*; quarantined: 2 by bad_json, 1 by bad_utf8 \(first: u\.jsonl: record 0 .*: bad_utf8: ",
         ),
         (
             {},

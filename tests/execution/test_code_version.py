@@ -23,6 +23,7 @@ from support.reached_code import Definition, Reached, Sources
 OTHER_LIBRARIES = {
     "_typeshed": "for type checkers only",
     "pydantic": "validates recipes, whose values are in the tasks' digests",
+    "pydantic_core": "the same",
     "yaml": "reads recipes",
     "PIL": "encodes columns of images, which no build writes",
     "botocore": "moves objects",

@@ -121,7 +121,8 @@ def _read_open(sink: RecordSink, config: InputConfig, stored: BinaryIO) -> Itera
         file = pq.ParquetFile(stored, pre_buffer=False, buffer_size=1 << 20)
     except _DAMAGE as error:
         _raise_unless_damage(error)
-        sink.damaged(f"not a readable Parquet file: {_first_line(error)}", bytes=split.bytes)
+        problem = _other_format(stored, sink) or _first_line(error)
+        sink.damaged(f"not a readable Parquet file: {problem}", bytes=split.bytes)
         return
     with file:
         groups = range(split.start, min(split.end, file.num_row_groups))
@@ -145,6 +146,18 @@ def _read_open(sink: RecordSink, config: InputConfig, stored: BinaryIO) -> Itera
             left = max(end - sink.record, 1)
             lost = split.bytes * left // max(expected, 1)
             sink.damaged(_first_line(error), bytes=lost, records=left)
+
+
+def _other_format(stored: BinaryIO, sink: RecordSink) -> str | None:
+    """What a file seems to be that is no Parquet, judged by how it begins, and what to do about it."""
+    stored.seek(0)
+    head = stored.read(_FILE_START_BYTES)
+    key = f"inputs[{sink.split.source}].format"
+    if head.lstrip()[:1] in (b"{", b"["):
+        return f"it begins like JSON; if it is JSON lines, name it .jsonl or set {key}: jsonl"
+    if head.startswith((_FILE_MAGIC, _FEATHER_MAGIC)):
+        return f"it is an Arrow file; name it .arrow or set {key}: arrow"
+    return None
 
 
 def _batches(

@@ -234,8 +234,10 @@ def _has_failed(ledger: Ledger) -> bool:
 
 def _nothing_left(total: Ledger, cleaned: Sequence[Commit]) -> str:
     message = f"no document is left of {total.read.documents:,} that were read"
+    message += "; loosen or remove a filter" if total.dropped else ""
     for fate, reasons in (("dropped", total.dropped), ("quarantined", total.quarantined)):
-        lost = [f"{reason} {count.documents:,}" for reason, count in sorted(reasons.items())]
+        by_loss = sorted(reasons.items(), key=lambda item: (-item[1].documents, item[0]))
+        lost = [f"{count.documents:,} by {reason}" for reason, count in by_loss]
         message += f"; {fate}: {', '.join(lost)}" if lost else ""
     name = clean.QUARANTINE_FILE
     quarantines = (commit.files / name for commit in cleaned if commit.outputs[name].bytes)
