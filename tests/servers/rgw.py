@@ -33,7 +33,7 @@ from servers.ceph import ACCESS_KEY, PROGRAMS, SECRET_KEY, STEP_SECONDS, STORE_G
 __all__ = ["INSTALL", "RgwError", "RgwServer", "missing_programs"]
 
 INSTALL = "bash tests/servers/install_rgw.sh installs it (Debian)"
-START_SECONDS = 60.0  # 2 s on an idle machine
+START_SECONDS = 180.0  # 2 s on an idle machine; its steps have limits of their own, and name what failed
 _ATTEMPTS = 3  # another process may take a port between its choice and its use
 _STATE_NAME = "state.json"
 
