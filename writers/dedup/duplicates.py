@@ -37,6 +37,8 @@ _TEXTS_OF_SPLIT = 64  # of removed duplicates, and of documents that stay for ot
 
 _TEXTS_OF_GROUP = 4  # of removed duplicates of one document, in a batch
 
+_BATCHES = 8  # in the memory of a task: joining one holds it six times
+
 _LAST = np.iinfo(np.uint64).max
 
 _U64 = npt.NDArray[np.uint64]
@@ -197,7 +199,7 @@ def write_duplicates(folder: Path, twins: Slice, memory_bytes: int) -> Duplicate
     documents = 0
     kept = _unpacked(np.empty(0, TWINS.dtype), np.empty(0, np.uint8))
     with RemovedFile(folder / DUPLICATES_FILE, DUPLICATES_SCHEMA) as file:
-        for rows, payload in twins.stream(memory_bytes // 2):
+        for rows, payload in twins.stream(memory_bytes // _BATCHES):
             found, kept = _beside(pa.concat_tables([kept, _unpacked(rows, payload)]))
             documents += found.num_rows
             file.write(found)
