@@ -36,7 +36,7 @@ from soak_dedup import write_documents
 MEMORY = 1 << 28
 LIBRARIES = 390_000_000  # RSS of a worker that has loaded all kernels, with what zstd keeps; half is shared
 TASK = MEMORY // 5  # of duplicate removal: writers/stages/duplicate_losses.py
-LARGE = {"tokenize", "parity", "pack", "provenance", "duplicates"}  # tokens; the last, as others left its workers
+LARGE = {"tokenize", "parity", "pack", "provenance", "duplicates"}  # the last, as others leave its workers
 DOCUMENTS = 120_000
 RECIPE = """\
 inputs:

@@ -255,7 +255,7 @@ def test_allowed_bad_records_are_kept_in_quarantine(tmp_path: Path) -> None:
             {"u.jsonl": "{}\n{}\n{}".encode("utf-16")},
             ["inputs=[{path: u.jsonl}]", "max_bad_fraction=1"],
             BuildError,
-            r"left of 3 .*; quarantined: 2 by bad_json, 1 by bad_utf8 \(first: u\.jsonl: record 0 .*: bad_utf8: ",
+            r"left of 3 .*: 2 by bad_json, 1 by bad_utf8 \(first: u\.jsonl: record 0 .*: bad_utf8: ",
         ),
         (
             {},
