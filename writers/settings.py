@@ -24,9 +24,7 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 class StrictModel(BaseModel):
     """A frozen section of a recipe: unknown keys are errors and values are never converted."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
 
 class _OneOrMany:
