@@ -170,8 +170,10 @@ class _Table:
         self._reports[report.name] = report
         if time.monotonic() < self._next:
             return
-        show = self._output.update if self._is_shown else self._output.display
-        show(self._bundle(), raw=True)
+        if self._is_shown:
+            self._output.update(self._bundle(), raw=True)
+        else:
+            self._output.display(self._bundle(), raw=True)
         self._is_shown, self._next = True, time.monotonic() + TABLE_SECONDS
 
     def _bundle(self) -> dict[str, str]:
