@@ -49,7 +49,7 @@ from shardkit.writers.inputs.files import check_unchanged
 from shardkit.writers.inputs.scan import Split, describe_inputs, hash_splits
 from shardkit.writers.languages import add_languages
 from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger
-from shardkit.writers.progress import StageProgress, say
+from shardkit.writers.progress import StageProgress, WholeBuild, say
 from shardkit.writers.publish import (
     ANNOTATIONS_FOLDER,
     REPORT_NAME,
@@ -118,7 +118,7 @@ def build(
     check_disk(inputs, tokenizer, work, target if isinstance(target, Path) else None, execution, progress)
     scanned = time.perf_counter() - start
     watch = Watch(target, replace=replace)
-    clock = StageClock(make_listener(progress), start)
+    clock = StageClock(_listener(progress, recipe, work), start)
     with clock as listener, open_runner(recipe, work, execution, listener) as runner:
         runner.seconds["scan"] = scanned
         _keep_cuts(cuts, runner.journal.work)
@@ -132,6 +132,16 @@ def build(
         stages_run = clock.times(runner.seconds)
         _leave(recipe, runner, say_so=progress is True)
     return _result(str(target), dataset, funnel, runner, time.perf_counter() - start, stages_run)
+
+
+def _listener(
+    progress: bool | Callable[[StageProgress], None], recipe: Recipe, work: Work
+) -> Listener[StageProgress]:
+    """What hears of stages: a function of the caller as they are, displays beside the build as a whole."""
+    if progress is not True:
+        return make_listener(progress)
+    place = place_of(work)
+    return WholeBuild(make_listener(True), recipe.dedup, place if isinstance(place, Path) else None)
 
 
 def _run_stages(inputs: BuildInputs, tokenizer: TokenizerFile, runner: Runner) -> Outputs:

@@ -17,18 +17,19 @@ from typing import Any, Self
 from shardkit.card import FunnelStep
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import BuildError
-from shardkit.facts import Described, Facts
+from shardkit.facts import Described, Facts, counted
 from shardkit.progress import Listener
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.units import format_bytes
 from shardkit.writers.ledger import Ledger
-from shardkit.writers.progress import StageProgress
+from shardkit.writers.progress import StageProgress, step_of
 from shardkit.writers.publish import REPORT_NAME
 
 __all__ = ["BuildResult", "StageClock", "StageTime"]
 
 _MOST_LOSSES = 4  # steps that lost most documents, listed one by one
+_MOST_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -176,20 +177,42 @@ class BuildResult(Described):
         shown = {id(s) for s in sorted(losses, key=lambda s: -s.lost_documents)[:_MOST_LOSSES]}
         read, kept = self.funnel.read, self.funnel.kept
         facts = [("read", f"{read.documents:,} documents, {format_bytes(read.bytes)} of text")]
-        facts += [(s.label, f"-{s.lost_documents:,}") for s in losses if id(s) in shown]
+        facts += [
+            (step.label, _lost(step.lost_documents, read.documents)) for step in losses if id(step) in shown
+        ]
         if others := [step.lost_documents for step in losses if id(step) not in shown]:
-            facts.append((f"{len(others)} other steps", f"-{sum(others):,}"))
+            facts.append((f"{len(others)} other steps", _lost(sum(others), read.documents)))
         share = 100 * self.padding / max(1, self.tokens + self.padding)
-        took = f"{self.total_seconds:.1f} s"
-        if self.tasks_reused:
-            took += f", {self.tasks_reused:,} of {self.tasks:,} tasks reused"
+        place = shlex.quote(self.location)
         return f"Dataset {self.location}", [
             *facts,
             ("kept", f"{kept.documents:,} documents, {format_bytes(kept.bytes)} of text"),
-            ("rows", f"{self.samples:,}, each of {self.sequence_length:,} tokens"),
-            ("shards", f"{self.shards:,}, {self.format}"),
+            ("rows", f"{self.samples:,}, each of {self.sequence_length:,} tokens, in {self._shards()}"),
             ("tokens", f"{self.tokens:,}, and {share:.2f}% padding"),
-            ("time", "up to date: nothing to do" if self.up_to_date else took),
+            ("time", self._time()),
             ("report", f"{self.location}/{REPORT_NAME}"),
-            ("next", f"result.open(), or: shardkit info {shlex.quote(self.location)}"),
+            ("next", f"shardkit view {place} (in the browser), or: shardkit info {place}"),
+            ("", f"import shardkit as sk; dataset = sk.open({self.location!r})"),
+            ("", "loader = sk.StreamingLoader(dataset, batch_size=8)"),
         ]
+
+    def _shards(self) -> str:
+        return f"{counted(self.shards, 'shard')} ({self.format})"
+
+    def _time(self) -> str:
+        if self.up_to_date:
+            return "up to date: nothing to do"
+        reused = f", {self.tasks_reused:,} of {self.tasks:,} tasks reused" if self.tasks_reused else ""
+        spans: dict[str, tuple[float, float]] = {}
+        for stage in self.stages:
+            if step := step_of(stage.stage):
+                start, end = spans.get(step, (stage.start, 0.0))
+                spans[step] = min(start, stage.start), max(end, stage.start + stage.seconds)
+        longest = sorted(((end - start, step) for step, (start, end) in spans.items()), reverse=True)
+        named = ", ".join(f"{step} {seconds:.1f} s" for seconds, step in longest[:_MOST_STEPS])
+        return f"{self.total_seconds:.1f} s{reused}; {named}"
+
+
+def _lost(documents: int, read: int) -> str:
+    """ "-1,234 (5.6%)"."""
+    return f"-{documents:,} ({100 * documents / max(1, read):.1f}%)"

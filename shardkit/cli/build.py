@@ -69,7 +69,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         type=Path,
         metavar="FILE",
         help="write the time, tasks and rate of each stage: as a page if FILE ends in .html, else as JSON "
-        "(default: print a table to stderr; the dataset itself stores no times)",
+        "(default: print the total and the longest steps; the dataset itself stores no times)",
     )
     add_json_argument(parser)
     add_storage_arguments(parser)
@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(result.to_dict())
     elif not arguments.quiet:
-        _show(result)
+        stderr_console().print(repr(result), markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -206,43 +206,3 @@ def _show_explanation(explanation: Explanation) -> None:
             f"not used by this build: {len(explanation.stale):,} of the finished tasks in {explanation.work} "
             f"({size}); `shardkit clean` with the same arguments removes them"
         )
-
-
-def _show(result: BuildResult) -> None:
-    console = stderr_console()
-    funnel = result.funnel
-    rows = [("read", f"{funnel.read.documents:,} documents", format_bytes(funnel.read.bytes))]
-    for kind, losses in (("quarantined", funnel.quarantined), ("dropped", funnel.dropped)):
-        for reason, lost in sorted(losses.items()):
-            what = kind if lost.documents else "cut"  # parts of documents that are kept
-            rows.append((f"  {what}: {reason}", f"-{lost.documents:,}", format_bytes(lost.bytes)))
-    rows.append(("kept", f"{funnel.kept.documents:,} documents", format_bytes(funnel.kept.bytes)))
-    print_columns("", ("", "", ""), rows, stderr=True)
-    cells = max(1, result.tokens + result.padding)
-    console.print(
-        f"{result.samples:,} rows of {result.sequence_length:,} tokens in {result.shards:,} shards "
-        f"({result.format}), {result.tokens:,} tokens, {100 * result.padding / cells:.3f} % padding"
-    )
-    console.print(f"fingerprint {result.fingerprint}")
-    if result.up_to_date:
-        console.print(f"{result.location} is up to date: nothing to do")
-        return
-    stages = [
-        (
-            stage.stage,
-            f"{stage.tasks:,}" if stage.tasks else "",
-            f"{stage.tasks_reused:,}" if stage.tasks_reused else "",
-            f"{stage.start:,.1f}",
-            f"{stage.seconds:,.1f}",
-            format_bytes(stage.bytes) if stage.bytes else "",
-            f"{format_bytes(stage.bytes_per_second)}/s" if stage.bytes else "",
-        )
-        for stage in result.stages
-    ]
-    columns = ("stage", "tasks", "reused", "from s", "for s", "text", "text/s")
-    print_columns("", columns, stages, stderr=True)
-    reused = f", {result.tasks_reused:,} of {result.tasks:,} tasks reused" if result.tasks_reused else ""
-    console.print(
-        f"{result.location} built in {result.total_seconds:.1f} s{reused}: "
-        f"{format_bytes(result.text_bytes_per_second)}/s of text, {result.tokens_per_second:,.0f} tokens/s"
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,10 +25,14 @@ def test_a_result_tells_the_funnel_in_the_order_of_the_pipeline(result: sk.Build
     assert [line.split()[0] for line in lines[1:4]] == ["read", "length", "exact_duplicate"]
     dropped = result.funnel.dropped
     assert lines[2].split()[1] == f"-{dropped['length/too_few_words'].documents}"
+    assert re.fullmatch(r"\(\d+\.\d%\)", lines[2].split()[2])
     assert lines[3].split()[1] == f"-{dropped['exact_duplicate'].documents}"
     assert len(lines) <= 16
-    facts = dict(line.strip().split("  ", 1) for line in lines[1:])
-    assert facts["rows"].split() == [f"{result.samples},", "each", "of", "64", "tokens"]
+    facts = dict(line.strip().split("  ", 1) for line in lines[1:-2])
+    assert facts["rows"].split()[:5] == [f"{result.samples},", "each", "of", "64", "tokens,"]
+    steps = facts["time"].split("; ")[1].split(", ")
+    assert len(steps) == 3
+    assert any(step.startswith("read and filter ") for step in steps)
     assert facts["report"].strip() == f"{result.location}/report.html"
     assert Path(facts["report"].strip()).is_file()
     assert "<b>" not in result._repr_html_()

@@ -41,7 +41,7 @@ from shardkit.files import Closing
 from shardkit.progress import make_listener
 from shardkit.storage.local import LocalBody, LocalStore
 from shardkit.storage.store import BaseStore, ObjectInfo, Store
-from shardkit.writers.execution.engine import TASK_SECONDS, OnCompile
+from shardkit.writers.execution.engine import TASK_SECONDS, OnNews
 from shardkit.writers.execution.engine_ray import EngineRun, NodeCheck
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.scheduler import Stragglers, TaskQueue
@@ -330,12 +330,12 @@ class VirtualEngine(Closing):
     def __post_init__(self) -> None:
         self.workers = self.ray.workers
 
-    def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
+    def run(self, queue: TaskQueue, work: Work, on_news: OnNews | None = None) -> None:
         check = NodeCheck("", (), "", TASK_SECONDS, None)
         run = EngineRun(
             self.ray, queue, work, check, None, MEMORY, self.stragglers, self.ray.clock, self.ray.sleep
         )
-        run.until_exhausted(on_compile)
+        run.until_exhausted(on_news)
 
     def close(self) -> None:
         """Nothing to close."""

@@ -18,7 +18,7 @@ from shardkit.errors import BuildError
 from shardkit.writers import build, build_dedup_index, executors, index_build, pipeline
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.measure import NAMESPACE
-from shardkit.writers.execution.engine import InlineEngine, OnCompile
+from shardkit.writers.execution.engine import InlineEngine, OnNews
 from shardkit.writers.execution.scheduler import TaskQueue
 from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.inputs import scan
@@ -209,7 +209,7 @@ class StoppingEngine(InlineEngine):
 
     left = 0
 
-    def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
+    def run(self, queue: TaskQueue, work: Work, on_news: OnNews | None = None) -> None:
         while (task := queue.take()) is not None:
             commit = run_task(task, task.digest, work)
             StoppingEngine.left -= 1
@@ -317,7 +317,7 @@ def test_tasks_name_what_they_depend_on(tmp_path: Path) -> None:
     seen: list[str] = []
 
     class Noting(InlineEngine):
-        def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
+        def run(self, queue: TaskQueue, work: Work, on_news: OnNews | None = None) -> None:
             while (task := queue.take()) is not None:
                 seen.append(task.stage)
                 queue.done(run_task(task, task.digest, work))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
-from shardkit.progress import make_listener
-from shardkit.writers.progress import StageProgress
+from shardkit.progress import Report, make_listener
+from shardkit.writers import build
+from shardkit.writers.dedup.config import DedupConfig
+from shardkit.writers.progress import BuildProgress, StageProgress, StepProgress, WholeBuild
+from support.small_build import make_corpus
 
 
 def report(done: int, stage: str = "clean", documents: int = 500) -> StageProgress:
@@ -58,7 +65,7 @@ def test_a_log_file_gets_a_line_now_and_then_and_at_the_end_of_each_stage(
 
 def test_a_line_tells_what_is_kept_and_what_is_left() -> None:
     going = StageProgress("clean", 1, 4, 0, 1000, 10**6, 2.0, documents_kept=250, seconds_left=4000.4)
-    assert going.text() == "1 of 4 tasks, 500 documents/s, 500 KB/s, 25.0 % kept, 1:06:40 left"
+    assert going.text() == "1 of 4 tasks, 500 documents/s, 500 KB/s, 25.0% kept, 1:06:40 left"
 
 
 def test_compiling_is_said_at_once_and_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,3 +93,60 @@ def test_a_terminal_gets_a_bar_a_stage(
     assert "clean" in err
     assert "4 of 4 tasks (1 reused), 250 documents/s" in err
     assert "2 of 4 tasks" in err
+
+
+def as_a_whole(reports: Iterable[StageProgress], dedup: DedupConfig, folder: Path) -> list[Report]:
+    shown: list[Report] = []
+    with WholeBuild(make_listener(shown.append), dedup, folder) as whole:
+        for each in reports:
+            whole(each)
+    return shown
+
+
+def test_a_build_goes_from_nothing_to_all_by_the_steps_of_its_recipe(
+    tmp_path: Path, inline_builds: None
+) -> None:
+    heard: list[StageProgress] = []
+    build(make_corpus(tmp_path, 80), workers=1, progress=heard.append)
+    shown = as_a_whole(heard, DedupConfig(exact={}), tmp_path)  # type: ignore[arg-type]
+    builds = [each for each in shown if isinstance(each, BuildProgress)]
+    shares = [each.share for each in builds]
+    assert shares == sorted(shares)
+    assert shares[0] < 0.1
+    assert 0.95 < shares[-1] <= 1
+    steps = list(dict.fromkeys(each.name for each in shown if isinstance(each, StepProgress)))
+    assert steps == ["read and filter", "exact duplicates", "tokenize", "shuffle and pack", "write"]
+    # Cores are counted between two looks at the machine; on systems without /proc only the disk is known.
+    assert re.search(r"( of memory, )?[0-9.]+ [KMGT]?B of disk free$", builds[-1].text())
+
+
+def test_time_left_is_told_once_a_twentieth_was_done_in_this_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    whole: list[Report] = []
+    meter = WholeBuild(make_listener(whole.append), DedupConfig(), tmp_path)
+    told = []
+    for done in range(5):
+        # Half of the tasks were reused: they took no time, and say nothing of the time that is left.
+        meter(StageProgress("clean", 50 + 10 * done, 100, 50, 0, 0, 1.0))
+        progress = whole[-2]
+        assert isinstance(progress, BuildProgress)
+        told.append(progress.seconds_left)
+        now += 10
+    assert told[0] is None
+    # 10 s for a tenth of reading, which is 150 of 195 seconds of such a build: 15 in 10 s.
+    assert told[1] == pytest.approx((195.2 - 0.6 * 150) * 10 / 15, rel=0.02)
+
+
+def test_a_task_tells_what_it_has_read_before_it_ends(tmp_path: Path) -> None:
+    heard: list[StageProgress] = []
+    recipe = make_corpus(tmp_path, 20)
+    texts = [json.dumps({"number": number, "text": f"{number} more words " * 100}) for number in range(6000)]
+    (tmp_path / "plain-0.jsonl").write_text("\n".join(texts))
+    build(recipe, workers=1, progress=heard.append)
+    running = [each for each in heard if each.stage == "clean" and not each.finished and each.documents]
+    assert any(each.tasks_done == each.tasks_reused == 0 for each in running)
+    assert all(each.documents_kept is not None for each in running)
+    assert heard[-1].finished

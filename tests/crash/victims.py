@@ -205,7 +205,7 @@ def _warm(recipe: Path) -> None:
     from shardkit.writers.execution.work import Work, run_task
 
     class Warming(InlineEngine):
-        def run(self, queue: TaskQueue, work: Work, on_compile: Any = None) -> None:
+        def run(self, queue: TaskQueue, work: Work, on_news: Any = None) -> None:
             while (task := queue.take()) is not None:
                 if task.stage == _WARM_UNTIL:
                     raise _WarmError

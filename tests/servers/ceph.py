@@ -66,8 +66,8 @@ osd_client_watch_timeout = 3
 objecter_tick_interval = 0.5
 [mon]
 mon_data = {folder}/mon
-mon_data_avail_crit = 1
-mon_data_avail_warn = 2
+mon_data_avail_crit = 0
+mon_data_avail_warn = 0
 [osd]
 osd_data = {folder}/osd
 osd_objectstore = memstore

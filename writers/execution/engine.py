@@ -38,6 +38,7 @@ from shardkit.writers.execution.scheduler import TaskQueue
 from shardkit.writers.execution.task import Commit, Task, TaskFailedError
 from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cache
+from shardkit.writers.progress import PULSE, News
 
 __all__ = [
     "MAX_WORKERS",
@@ -47,7 +48,7 @@ __all__ = [
     "Engine",
     "InlineEngine",
     "LocalEngine",
-    "OnCompile",
+    "OnNews",
     "WorkerTracebackError",
     "answer",
     "death_of",
@@ -81,8 +82,8 @@ RESUME = "finished tasks are kept; the same command continues"
 TASK_SECONDS = 6 * 3600.0  # tasks take minutes; a file of 100 GB that cannot be cut takes an hour or two
 _TRIES = 2  # of a task that takes too long: the first may have met a machine that hangs, or has no memory
 
-OnCompile = Callable[[Task, float | None], None]
-"""Called as Numba compiles kernels for a task: with None when it starts, then with its seconds."""
+OnNews = Callable[[Task, News], None]
+"""Called as tasks run, with what they tell."""
 
 
 class Engine(Protocol):
@@ -90,7 +91,7 @@ class Engine(Protocol):
 
     workers: int
 
-    def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
+    def run(self, queue: TaskQueue, work: Work, on_news: OnNews | None = None) -> None:
         """Run tasks until the queue is exhausted. The first error ends the run; finished tasks are kept."""
 
     def __enter__(self) -> Self: ...
@@ -102,7 +103,7 @@ class Engine(Protocol):
 class InlineEngine(Closing):
     """Runs tasks one after the other in this process, for library calls and tests.
 
-    Errors are not wrapped (unless `run` is `run_guarded`), and compilation is not reported.
+    Errors are not wrapped (unless `run` is `run_guarded`), and tasks tell nothing.
     """
 
     workers = 1
@@ -110,7 +111,7 @@ class InlineEngine(Closing):
     def __init__(self, run: Callable[[Task, str, Work], Commit] = run_task) -> None:
         self._run_task = run
 
-    def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
+    def run(self, queue: TaskQueue, work: Work, on_news: OnNews | None = None) -> None:
         """Run tasks until the queue is exhausted."""
         while not queue.exhausted:
             task = queue.take()
@@ -166,7 +167,7 @@ class LocalEngine(Closing):
         self._started.clear()
         self._again.clear()
 
-    def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
+    def run(self, queue: TaskQueue, work: Work, on_news: OnNews | None = None) -> None:
         """Run tasks until the queue is exhausted.
 
         Raises the first task's error with its type and message; BuildError if a worker dies, or if a task
@@ -181,7 +182,7 @@ class LocalEngine(Closing):
                         time.sleep(queue.poll_seconds or 0.0)
                     continue
                 for pipe in wait(list(busy), queue.poll_seconds if has_room else None):
-                    self._receive(busy[pipe], queue, on_compile)  # type: ignore[index]
+                    self._receive(busy[pipe], queue, on_news)  # type: ignore[index]
         except BaseException:
             self.close()
             raise
@@ -207,8 +208,8 @@ class LocalEngine(Closing):
         except OSError:  # it died idle
             raise self._death(worker) from None
 
-    def _receive(self, worker: _Worker, queue: TaskQueue, on_compile: OnCompile | None) -> None:
-        """Hand on what a worker sends: a commit, an error, or a report of compilation."""
+    def _receive(self, worker: _Worker, queue: TaskQueue, on_news: OnNews | None) -> None:
+        """Hand on what a worker sends: a commit, an error, or news of its task."""
         try:
             answer = worker.pipe.recv()
         except (EOFError, OSError):
@@ -217,8 +218,8 @@ class LocalEngine(Closing):
         task = worker.task
         assert task is not None
         if not isinstance(answer, tuple):
-            if on_compile is not None:
-                on_compile(task, answer)
+            if on_news is not None:
+                on_news(task, answer)
             return
         worker.task = None
         report(queue, task, *answer)
@@ -306,6 +307,7 @@ def serve(pipe: Connection, parent: int) -> None:
     """Main loop of a worker: run the tasks that come through the pipe until it closes."""
     _die_with(parent)
     watch = CompilationWatch(pipe.send)
+    PULSE.send = pipe.send
     try:
         while True:
             task, digest, work, seconds = pipe.recv()  # unpickling imports the task's modules

@@ -41,7 +41,7 @@ from shardkit.writers.execution.engine import (
     ONE_THREAD,
     RESUME,
     TASK_SECONDS,
-    OnCompile,
+    OnNews,
     answer,
     death_of,
     default_workers,
@@ -259,7 +259,7 @@ class RayEngine(Closing):
         self._task_seconds, self._stragglers = task_seconds, stragglers
         self._is_ours = False
 
-    def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
+    def run(self, queue: TaskQueue, work: Work, on_news: OnNews | None = None) -> None:
         """Run tasks until the queue is exhausted.
 
         Raises the first task's error with its type and message; BuildError if Ray or a machine fails more
@@ -268,7 +268,7 @@ class RayEngine(Closing):
         ray = self._connect()
         with check_of(work, self._task_seconds) as check:
             run = EngineRun(ray, queue, work, check, self._bound, self._memory_bytes, self._stragglers)
-            run.until_exhausted(on_compile)
+            run.until_exhausted(on_news)
 
     def __enter__(self) -> Self:
         self._connect()  # now, so that no stage's time has it
@@ -331,7 +331,7 @@ class EngineRun:
     def __post_init__(self) -> None:
         self._function = self.ray.remote(run_on_node)
 
-    def until_exhausted(self, on_compile: OnCompile | None) -> None:
+    def until_exhausted(self, on_news: OnNews | None) -> None:
         try:
             self._moved = self.clock()
             while not self.queue.exhausted:
@@ -353,8 +353,8 @@ class EngineRun:
                         if self.stragglers is not None:
                             self.stragglers.finished(tried.task.stage, seconds)
                         self._stop(tried)
-                        if on_compile is not None and compile_seconds:
-                            on_compile(tried.task, compile_seconds)
+                        if on_news is not None and compile_seconds:
+                            on_news(tried.task, compile_seconds)
                         self._moved = self.clock()
                         report(self.queue, tried.task, *pickle.loads(pickled))
         except (self.ray.exceptions.RayError, ConnectionError) as error:

@@ -49,7 +49,7 @@ from shardkit.writers.execution.work import Work, run_task, with_fallbacks
 from shardkit.writers.execution.work_local import LocalWork, locked_folder
 from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.progress import StageProgress
+from shardkit.writers.progress import News, Pulse, StageProgress
 
 __all__ = ["Journal", "Runner"]
 
@@ -263,7 +263,7 @@ class Runner:
 
         if missing:
             queue = self.journal.queue(missing, done, self._wait)
-            self._engine.run(queue, self.journal.work, self._compiling)
+            self._engine.run(queue, self.journal.work, self._hear)
         self.journal.end_stages([*self._meters, *stage_of])
         self.tasks += len(tasks)
         self.tasks_reused += len(tasks) - len(missing)
@@ -328,8 +328,8 @@ class Runner:
             if not meter.progress(stage, 0.0).finished:
                 self._report(stage)
 
-    def _compiling(self, task: Task, seconds: float | None) -> None:
-        self._meters[task.stage].compile(task, seconds)
+    def _hear(self, task: Task, news: News) -> None:
+        self._meters[task.stage].hear(task, news)
         self._report(task.stage)
 
     def _report(self, stage: str) -> None:
@@ -350,6 +350,7 @@ class _Meter:
         self._work = 0
         self.reused = self._made = 0
         self._read = self._kept = Count()
+        self._pulses: dict[str, tuple[int, Pulse]] = {}  # of tasks that run, with their weights
         self._compiling: set[str] = set()
         self._compiled: dict[str, float] = {}
         self._elsewhere = 0
@@ -366,31 +367,42 @@ class _Meter:
         self._left -= _weight(task)
         self._work += _weight(task)
         self._compiling.discard(commit.name)
+        self._pulses.pop(commit.name, None)
         if "ledger" in (counts := commit.counts):
             ledger = Ledger.from_dict(counts["ledger"])
             self._read += ledger.read
             self._kept += ledger.kept
 
-    def compile(self, task: Task, seconds: float | None) -> None:
-        if seconds is None:
+    def hear(self, task: Task, news: News) -> None:
+        if isinstance(news, Pulse):
+            self._pulses[task.name] = _weight(task), news
+        elif news is None:
             self._compiling.add(task.name)
         else:
             self._compiling.discard(task.name)
-            self._compiled[task.name] = self._compiled.get(task.name, 0.0) + seconds
+            self._compiled[task.name] = self._compiled.get(task.name, 0.0) + news
 
     def progress(self, stage: str, seconds: float) -> StageProgress:
+        pulses = [pulse for _, pulse in self._pulses.values()]
+        running = 0.0
+        if self._work and (text := self._read.bytes / self._work):  # text of a unit of weight
+            parts = [pulse.read.bytes / (weight * text) for weight, pulse in self._pulses.values()]
+            running = sum(min(1.0, part) for part in parts)
+        documents = self._read.documents + sum(pulse.read.documents for pulse in pulses)
+        kept = self._kept.documents + sum(pulse.kept.documents for pulse in pulses)
         return StageProgress(
             stage,
             self._made + self.reused,
             self._tasks,
             self.reused,
-            self._read.documents,
-            self._read.bytes,
+            documents,
+            self._read.bytes + sum(pulse.read.bytes for pulse in pulses),
             seconds,
-            documents_kept=self._kept.documents if self._read.documents else None,
+            documents_kept=kept if documents else None,
             seconds_left=seconds * self._left / self._work if self._work and self._left else None,
             compiling=len(self._compiling),
             compile_seconds=max(self._compiled.values(), default=0.0),
             tasks_elsewhere=self._elsewhere,
             waiting=self.waiting,
+            tasks_running=running,
         )

@@ -77,7 +77,6 @@ OUTSIDE_TASKS = (
     "shardkit.facts",
     "shardkit.writers.estimate",
     "shardkit.writers.maintenance",
-    "shardkit.writers.progress",
     "shardkit.writers.requests",
     "shardkit.writers.train_classifier",
     # Modules that make a dataset of finished tasks' files: they run in every build, and reuse nothing.
@@ -91,6 +90,7 @@ DECIDES_NO_BYTE = {
     "shardkit.publish": "moves finished files; every build looks anew at what is there",
     "shardkit.storage": "moves objects; a task's digest holds the digest of every object that it reads",
     "shardkit.writers.publish": "moves finished files, as above",
+    "shardkit.writers.progress": "tells how far tasks are",
     "shardkit.writers.execution": "runs tasks and finds their files, whose hashes are in their commits",
 }
 # Distributions that are not installed are left out. Transports (boto3, fsspec) decide no byte, as above.

@@ -62,6 +62,7 @@ from shardkit.writers.ledger import (
     Quarantine,
     check_bad_fraction,
 )
+from shardkit.writers.progress import PULSE
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.removed import DROPPED_FILE, DroppedFile
 
@@ -279,6 +280,7 @@ def _clean(
                 if languages is not None:
                     assert filtered.languages is not None
                     languages.write(filtered.languages)
+            PULSE.tell(ledger)
         where = f"{split.file} (split {split.index})"
         check_bad_fraction(where, ledger, recipe.max_bad_fraction, quarantine.first)
     ledger.check(where)

@@ -37,6 +37,7 @@ from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageLabels
 from shardkit.writers.ledger import Count, Ledger
+from shardkit.writers.progress import PULSE
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.stages.clean import DOCUMENTS_FILE, split_name
@@ -368,6 +369,7 @@ def tokenize_split(
             spilled += len(ids) + len(tokens)
             if counts is not None:
                 counts.count(kept, tokens + 1)
+            PULSE.tell(ledger)
         for lost in removed.rows.values():
             if len(lost) and not 0 <= lost.min() <= lost.max() < start:
                 raise BuildError(
