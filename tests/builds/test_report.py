@@ -160,6 +160,9 @@ def test_the_page_needs_nothing_and_runs_nothing(built: Path, card: dict[str, An
     shown = {"<script>s</script>", "<|endoftext|> = 0."}
     for step in DatasetCard(card).funnel_steps():
         shown |= {step.label, f"{step.documents:,}"}
+    shown.add(f"{card['tokens']:,} tokens from {card['funnel']['kept']['documents']:,} documents")
+    for source in card["inputs"]:  # what the tokenizer makes of each
+        shown.add(f"{source['funnel']['kept']['bytes'] / source['tokens']:.2f}")
     text = " ".join(parsed.words)
     assert not [words for words in shown if words not in text]
     assert len(page) < 300_000
@@ -354,8 +357,8 @@ def test_every_count_of_the_card_is_on_the_page() -> None:
         "676,543",  # documents of both sources
         "81,234",
         "40,321",
-        "321 (1.44 %)",
-        "0 (0.00 %)",
+        "321 (1.44%)",
+        "0 (0.00%)",
         "near duplicate",
         "<b>&amp;",
         "<last year>",
@@ -367,15 +370,15 @@ def test_every_count_of_the_card_is_on_the_page() -> None:
         "at least 0.8, or containment at least 0.95",
         "0.85 to 0.90",
         "17 more were planted",
-        "480 (100.00 %) are rightly removed, 10 of them as contained in it",
+        "480 (100.00%) are rightly removed, 10 of them as contained in it",
         "similar is 0.8003",
         "20 more lost to an index",
         "שלום עולם, זה טקסט לדוגמה",
     ):
         assert shown in text, shown
     band = DEDUP["recall"]["bands"][3]
-    assert f"{100 * band['candidates'] / PAIRS:.2f} %" in text
-    assert f"{100 * band['expected'] / PAIRS:.2f} %" in text
+    assert f"{100 * band['candidates'] / PAIRS:.2f}%" in text
+    assert f"{100 * band['expected'] / PAIRS:.2f}%" in text
 
 
 def test_texts_are_escaped_and_the_page_needs_nothing_else() -> None:
@@ -424,5 +427,5 @@ def test_a_wrong_removal_stands_out() -> None:
     precision = DEDUP["precision"] | {"similar": 468, "wrong": 2}
     html = render(precision=precision)
     assert '<p class="wrong">2 were wrongly removed.</p>' in html
-    assert "478 (99.58 %)" in html
+    assert "478 (99.58%)" in html
     assert "wrongly" not in render()

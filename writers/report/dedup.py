@@ -50,7 +50,7 @@ def _stages(dedup: DedupFacts) -> str:
         for kind, label, count in steps
     ]
     head = ("", ">documents", ">of compared", "|", ">text", ">of compared", "|")
-    return table(head, rows, caption="What was compared, and removed by each stage")
+    return table(head, rows, caption="What was compared, and what each stage removed")
 
 
 def _sources(dedup: DedupFacts) -> str:
@@ -121,7 +121,7 @@ def _picture(near: NearFacts, bands: Sequence[RecallBand]) -> str:
         f'<circle class="expected" cx="{left + 170}" cy="{y}" r="5"/>'
         f'<text x="{left + 182}" y="{y + 4}">expected of the planted pairs</text>'
         f'<circle class="measured" cx="{left + 382}" cy="{y}" r="3"/>'
-        f'<text x="{left + 392}" y="{y + 4}">measured, 95 % interval</text>'
+        f'<text x="{left + 392}" y="{y + 4}">measured, 95% interval</text>'
     )
     return (
         f'<svg viewBox="0 0 {left + width + 20} {top + height + 80}" role="img" '
@@ -137,7 +137,7 @@ def _axes() -> str:
     for share in (0, 25, 50, 75, 100):
         y = _y(share / 100)
         parts.append(f'<line class="grid" x1="{left}" y1="{y:.1f}" x2="{left + width}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{share} %</text>')
+        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{share}%</text>')
     for tenth in range(5, 11):
         x = _x(tenth / 10)
         bottom = top + height
@@ -177,12 +177,12 @@ def _recall(recall: RecallFacts) -> str:
                 cell(f"{band.low:.2f} to {band.high:.2f}"),
                 number(f"{band.pairs:,}"),
                 number(percent(band.candidates, band.pairs)),
-                number(f"{100 * low:.2f} to {100 * high:.2f} %"),
+                number(f"{100 * low:.2f} to {100 * high:.2f}%"),
                 number(percent(band.expected, band.pairs)),
                 number(percent(band.verified, band.pairs)),
             ]
         )
-    names = (">planted pairs", ">candidates", ">95 % interval", ">expected", ">verified")
+    names = (">planted pairs", ">candidates", ">95% interval", ">expected", ">verified")
     note = "Planted pairs are copies of documents with words replaced, at known similarity; none is written."
     if recall.left_out:
         note += f" {recall.left_out:,} more were planted beside documents that had been removed before."

@@ -20,6 +20,7 @@ __all__ = [
     "cell",
     "counted",
     "facts",
+    "more",
     "name",
     "number",
     "percent",
@@ -27,6 +28,7 @@ __all__ = [
     "size",
     "table",
     "text",
+    "tiles",
 ]
 
 # Control characters are not allowed in HTML; those of the direction of writing would turn what follows.
@@ -67,13 +69,27 @@ def bars(whole: float, *parts: tuple[str, float]) -> str:
     return f'<td class="bar" aria-hidden="true">{spans}</td>'
 
 
+def more(content: str) -> str:
+    """A cell of a number that narrow screens leave out."""
+    return f'<td class="n more">{content}</td>'
+
+
+def tiles(*pairs: tuple[str, str]) -> str:
+    """Numbers to see first, each with what it counts."""
+    shown = "".join(f"<div><strong>{text(figure)}</strong>{text(what)}</div>" for figure, what in pairs)
+    return f'<div class="tiles">{shown}</div>'
+
+
 def counted(count: int, whole: int, most: int, kind: str = "other") -> list[str]:
     """Three cells: a number, its share of `whole`, and its bar, as wide as the column at `most`."""
     return [number(count), number(percent(count, whole)), bars(most, (kind, count))]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str) -> str:
-    """A table, or nothing without rows; in `head`, ">" before a name is of numbers, "|" of bars."""
+    """A table, or nothing without rows.
+
+    In `head`, ">" before a name is of numbers, ">>" of those that narrow screens leave out, "|" of bars.
+    """
     if not rows:
         return ""
     names = "".join(_head(column) for column in head)
@@ -88,8 +104,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str) -
 def _head(column: str) -> str:
     if column.startswith("|"):
         return f'<th class="bar" scope="col">{text(column[1:])}</th>'
-    kind = ' class="n"' if column.startswith(">") else ""
-    return f'<th{kind} scope="col">{text(column.removeprefix(">"))}</th>'
+    kind = ' class="n more"' if column.startswith(">>") else ' class="n"' if column.startswith(">") else ""
+    return f'<th{kind} scope="col">{text(column.lstrip(">"))}</th>'
 
 
 def facts(pairs: Mapping[str, str], *, caption: str) -> str:
@@ -110,8 +126,8 @@ def section(title: str, *parts: str) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """ "12.34 %"."""
-    return f"{100 * part / whole:.2f} %" if whole else "0.00 %"
+    """ "12.34%"."""
+    return f"{100 * part / whole:.2f}%" if whole else "0.00%"
 
 
 def size(count: int) -> str:
@@ -139,7 +155,8 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 max-width: 68rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; }
 h3 { font-size: 1rem; margin: 1.5rem 0 .25rem; } p { margin: .5rem 0; max-width: 50rem; }
-nav a { color: inherit; margin-right: 1rem; } p.note { color: var(--muted); font-size: 14px; }
+nav { display: flex; flex-wrap: wrap; gap: .1rem 1rem; } nav a { color: inherit; }
+p.note { color: var(--muted); font-size: 14px; }
 code, pre { font: 13px/1.4 ui-monospace, monospace; overflow-wrap: anywhere; }
 pre { background: var(--panel); padding: .8rem; white-space: pre-wrap; }
 .wide { overflow-x: auto; }
@@ -161,6 +178,16 @@ td.bar { padding-top: .5rem; line-height: 0; white-space: nowrap; }
 span.read { background: var(--read); } span.kept { background: var(--kept); }
 span.other { background: var(--other); } span.dropped { background: var(--lost); }
 span.quarantined { background: var(--bad); }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .7rem;
+margin: 1rem 0; }
+.tiles div { background: var(--panel); border: 1px solid var(--line); border-radius: .5rem;
+padding: .6rem .8rem; }
+.tiles strong { display: block; font-size: 1.4rem; font-variant-numeric: tabular-nums; }
+summary { cursor: pointer; margin: .5rem 0; color: var(--muted); }
+@media screen and (max-width: 640px) { body { margin: 1rem auto; padding: 0 .8rem; font-size: 14px; }
+.tiles { grid-template-columns: 1fr 1fr; } .tiles strong { font-size: 1.1rem; }
+td.bar, th.bar, td.more, th.more, td.place { display: none; } svg { font-size: 22px; }
+td, th { padding-right: .5rem; } td[dir] { min-width: 5rem; } .facts th { width: 7rem; } }
 .wrong { color: var(--bad); font-weight: 600; }
 svg { width: 100%; max-width: 44rem; height: auto; font: 12px system-ui, sans-serif; }
 svg text { fill: currentColor; } .grid { stroke: var(--line); } .axis { stroke: var(--axis); }

@@ -20,6 +20,7 @@ from shardkit.writers.report.html import (
     cell,
     counted,
     facts,
+    more,
     name,
     number,
     percent,
@@ -27,6 +28,7 @@ from shardkit.writers.report.html import (
     size,
     table,
     text,
+    tiles,
 )
 from shardkit.writers.result import BuildResult
 
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 _MOST_LANGUAGES = 30
+_LOSSES = 3  # in the headline
 
 
 def render_funnel(card: DatasetCard) -> str:
@@ -59,13 +62,13 @@ def render_funnel(card: DatasetCard) -> str:
                 number(step.documents),
                 number(percent(step.documents, documents)),
                 bars(documents, (colour, step.documents), (step.kind, step.lost_documents)),
-                number(_lost(step.lost_bytes)),
-                number(format_bytes(step.bytes)),
-                number(percent(step.bytes, whole)),
+                more(_lost(step.lost_bytes)),
+                more(format_bytes(step.bytes)),
+                more(percent(step.bytes, whole)),
                 bars(whole, (colour, step.bytes), (step.kind, step.lost_bytes)),
             ]
         )
-    head = ("step", ">lost", ">left", ">of read", "|documents", ">lost", ">left", ">of read", "|text")
+    head = ("step", ">lost", ">left", ">of read", "|documents", ">>lost", ">>left", ">>of read", "|text")
     key = (
         '<p class="note key">Bars: <span class="read"></span>what a step left <span class="dropped"></span>'
         'what it lost <span class="quarantined"></span>could not be read <span class="kept"></span>kept</p>'
@@ -91,6 +94,7 @@ def render_sources(card: DatasetCard) -> str:
     rows = []
     for entry in inputs:
         read, kept = entry.funnel.read.documents, entry.funnel.kept.documents
+        per_token = f"{entry.funnel.kept.bytes / entry.tokens:.2f}" if entry.tokens else ""
         rows.append(
             [
                 cell(entry.source),
@@ -99,11 +103,19 @@ def render_sources(card: DatasetCard) -> str:
                 number(read),
                 number(kept),
                 number(percent(kept, read)),
+                more(per_token),
                 *counted(entry.tokens, card.tokens, most),
             ]
         )
-    head = ("source", ">files", ">stored", ">read", ">kept", ">of read", ">tokens", ">of all", "|tokens")
-    return section("Sources", table(head, rows, caption="Documents and tokens by source"))
+    head = (
+        *("source", ">files", ">stored", ">read", ">kept", ">of read", ">>bytes a token"),
+        *(">tokens", ">of all", "|tokens"),
+    )
+    note = (
+        '<p class="note">Bytes a token: English has 4 to 5 with most vocabularies. With far fewer, '
+        "the tokenizer was made for other text, and the same text costs more tokens.</p>"
+    )
+    return section("Sources", table(head, rows, caption="Documents and tokens by source"), note)
 
 
 def render_languages(card: DatasetCard) -> str:
@@ -147,7 +159,7 @@ def _sources_of(label: str, inputs: Sequence[InputFacts]) -> str:
     tokens = [((entry.languages or {}).get(label, none).tokens, entry.source) for entry in inputs]
     shown = [(count, name) for count, name in sorted(tokens, key=lambda one: -one[0]) if count][:2]
     whole = sum(count for count, _ in tokens)
-    return ", ".join(f"{name} {100 * count / whole:.0f}\u00a0%" for count, name in shown)
+    return ", ".join(f"{name} {100 * count / whole:.0f}%" for count, name in shown)
 
 
 def render_filters(filters: FilterFacts, read: Count) -> str:
@@ -171,21 +183,28 @@ def _rules(filters: FilterFacts, read: Count) -> str:
         [
             name(rule.rule),
             *counted(rule.documents, read.documents, most, "dropped"),
-            number(format_bytes(rule.bytes)),
+            more(format_bytes(rule.bytes)),
             number(percent(rule.alone, filters.sampled)),
             bars(most_alone, ("dropped", rule.alone)),
         ]
-        for rule in filters.rules
+        for rule in sorted(filters.rules, key=lambda rule: not rule.documents)
     ]
-    head = ("rule", ">documents", ">of read", "|dropped, in order", ">text", ">fail it", "|alone")
-    return table(head, rows, caption="What each rule dropped, in the order in which they were tried")
+    used = sum(rule.documents > 0 for rule in filters.rules)
+    fails = "|fails (regardless of other rules)"
+    head = ("rule", ">documents", ">of read", "|dropped", ">>text", ">fails", fails)
+    found = table(head, rows[:used], caption="What each rule dropped, in the order in which they were tried")
+    if idle := rows[used:]:
+        folded = table(head, idle, caption="Rules that dropped nothing")
+        many = "1 rule" if len(idle) == 1 else f"{len(idle):,} rules"
+        found += f"<details><summary>{many} dropped nothing</summary>{folded}</details>"
+    return found
 
 
 def _note(filters: FilterFacts) -> str:
     return (
-        '<p class="note">In order: by the first rule that a document fails. Alone: of a sample of '
-        f"{filters.sampled:,} documents (one in {filters.one_in:,}, drawn by hash), those that fail "
-        "the rule whatever else they fail.</p>"
+        '<p class="note">Dropped: each document counts for the first rule that it fails. Fails: the share of '
+        f"a sample of {filters.sampled:,} documents (one in {filters.one_in:,}, chosen by hash) that fails "
+        "the rule, regardless of other rules.</p>"
     )
 
 
@@ -267,6 +286,30 @@ def _rows(histogram: Histogram, name: str, caption: str) -> str:
     return table((name, ">rows", ">of all", "|"), rows, caption=caption)
 
 
+def _headline(card: DatasetCard) -> str:
+    """What came of what was read, and what took most of it."""
+    read, kept = card.funnel.read, card.funnel.kept
+    lost = {**card.funnel.dropped, **card.funnel.quarantined}
+    largest = sorted(lost.items(), key=lambda item: (-item[1].documents, item[0]))[:_LOSSES]
+    losses = [
+        f"{text(reason)} {percent(count.documents, read.documents)}"
+        for reason, count in largest
+        if count.documents
+    ]
+    named = f" Biggest losses: {', '.join(losses)}." if losses else ""
+    sources = len({entry.source for entry in card.inputs})
+    return (
+        f"<h1>{card.tokens:,} tokens from {kept.documents:,} documents</h1>\n"
+        f"<p>{percent(kept.documents, read.documents)} of {read.documents:,} documents are kept.{named}</p>"
+        + tiles(
+            (f"{card.tokens:,}", "tokens"),
+            (percent(kept.documents, read.documents), "of documents kept"),
+            (percent(kept.bytes, read.bytes), f"of text kept, {format_bytes(kept.bytes)}"),
+            (f"{sources:,}", "source" if sources == 1 else "sources"),
+        )
+    )
+
+
 _SECTION = re.compile(r'<section id="([^"]+)">\n<h2>([^<]+)</h2>')
 
 
@@ -280,16 +323,14 @@ def render_report(card: DatasetCard) -> bytes:
         render_dedup(card.dedup) if card.dedup else "",
         render_lengths(card),
         render_packing(card),
+        section("Dataset", _facts(card)),
         _made_from(card),
         section("Recipe", f"<pre>{text_of_json(card.recipe)}</pre>"),
     ]
     links = "".join(
         f'<a href="#{anchor}">{title}</a>' for part in body for anchor, title in _SECTION.findall(part)
     )
-    start = (
-        f"<h1>Dataset report</h1>\n<p>Fingerprint <code>{text(card.fingerprint)}</code>, made by shardkit "
-        f"{text(card.shardkit_version)}.</p>\n<nav>{links}</nav>\n{_facts(card)}"
-    )
+    start = f"{_headline(card)}\n<nav>{links}</nav>"
     return html_page("Dataset report", [start, *body])
 
 
@@ -316,8 +357,10 @@ def _facts(card: DatasetCard) -> str:
         "Samples": f"{card.samples:,} rows of {card.sequence_length:,} tokens ({card.dtype})",
         "Shards": f"{card.shards:,} ({card.format}), {format_bytes(card.stored_bytes)}",
         "Seed": f"{card.recipe['seed']}",
+        "Fingerprint": card.fingerprint,
+        "Made by": f"shardkit {card.shardkit_version}",
     }
-    return facts(told, caption="The dataset")
+    return facts(told, caption="Size and identity")
 
 
 def _made_from(card: DatasetCard) -> str:
