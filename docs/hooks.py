@@ -29,7 +29,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     folder = (ROOT / "docs" / page.file.src_uri).parent
-    return _LINK.sub(lambda link: _in_the_repository(link, folder, config.repo_url or ""), markdown)
+    return _LINK.sub(lambda link: _in_the_repository(link, folder, config.extra["repository"]), markdown)
 
 
 def _in_the_repository(link: re.Match[str], folder: Path, repository: str) -> str:
