@@ -245,6 +245,8 @@ def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack)
     if arguments.state is None and arguments.stream:
         arguments.misuse("--stream needs --state: the weights and the order of a mixture are in it")
     if arguments.state is None and not given and arguments.step is None and arguments.position is None:
+        if arguments.without:
+            arguments.misuse("--without is about a run: describe it with --state or --batch-size")
         return None
     if arguments.state is not None and (clashing := [name for name in given if name != "batch_size"]):
         arguments.misuse(f"--{clashing[0]} is in the state: leave it out")

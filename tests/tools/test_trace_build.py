@@ -328,6 +328,7 @@ def test_text_needs_the_tokenizer_of_the_dataset(
         ),
         ([], 2, "there is no question: give --row"),
         (["--row", "1", "--step", "2"], 2, "row and step are different questions"),
+        (["--row", "1", "--without", "gone.txt"], 2, "--without is about a run"),
         (["--row", "1", "--exclude", "x"], 2, "--exclude belongs to a search"),
         (["--step", "1"], 2, "give --batch-size"),
         (["--step", "1", "--batch-size", "2", "--rank", "1"], 2, "rank 1 of 1"),

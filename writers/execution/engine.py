@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -103,7 +104,7 @@ class Engine(Protocol):
 class InlineEngine(Closing):
     """Runs tasks one after the other in this process, for library calls and tests.
 
-    Errors are not wrapped (unless `run` is `run_guarded`), and tasks tell nothing.
+    Errors are not wrapped (unless `run` is `run_guarded`), and compilation is not told.
     """
 
     workers = 1
@@ -116,6 +117,7 @@ class InlineEngine(Closing):
         while not queue.exhausted:
             task = queue.take()
             if task is not None:
+                PULSE.send = None if on_news is None else partial(on_news, task)
                 try:
                     commit = self._run_task(task, task.digest, work)
                 except TaskFailedError as error:

@@ -116,7 +116,8 @@ def _take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
             known = ", ".join(sorted(fields)[:20]) or "none"
             problem = f"no field {config.text!r}; its fields: {known}"
             if not sink.records:
-                problem += f"; if one of them holds the text, name it: inputs[{sink.split.source}].text"
+                key = f"inputs[{sink.split.source}]"
+                problem += f"; name the one with the text ({key}.text), or leave the file out ({key}.exclude)"
         sink.bad("no_text", problem, head=line)
         return
     if any(_holds_large_number(field_at(fields, path)) for path in sink.carried):
