@@ -42,7 +42,7 @@ def warn_of_small_cache(dataset: Dataset, order: OrderSpec, served: int) -> None
     if capacity < needed:
         warn_user(
             f"cache_bytes of {format_bytes(capacity)} is below {format_bytes(needed)}, what {served:,} "
-            f"lanes have in use at a time: about {100 * (1 - capacity / needed):.0f} % of rows will be read "
+            f"lanes have in use at a time: about {100 * (1 - capacity / needed):.0f}% of rows will be read "
             "one by one; give more, a smaller window, fewer lanes, or smaller shards"
         )
 

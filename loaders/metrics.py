@@ -192,7 +192,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return f"{100 * share:.1f}%"
 
 
 def _seconds(value: float) -> str:

@@ -290,7 +290,7 @@ class CountProgress:
     def text(self) -> str:
         """The count, and how fast it grows."""
         of = "" if self.total is None else f" of {self.total:,}"
-        share = f" ({100 * self.done / self.total:.0f} %)" if self.total else ""
+        share = f" ({100 * self.done / self.total:.0f}%)" if self.total else ""
         rate = f", {self.done / self.seconds:,.0f}/s" if self.seconds > 0 else ""
         return f"{self.done:,}{of} {self.unit}{share}{rate}"
 

@@ -101,7 +101,7 @@ def _show(speed: Speed) -> None:
         ("tokens/s", lambda p: "" if p.tokens_per_second is None else f"{p.tokens_per_second:,.0f}"),
         ("samples/s", lambda p: f"{p.samples_per_second:,.0f}"),
         ("bytes/s in batches", lambda p: f"{format_bytes(p.bytes_per_second)}/s"),
-        ("share of a memory copy", lambda p: f"{100 * p.copy_ratio:.1f} %"),
+        ("share of a memory copy", lambda p: f"{100 * p.copy_ratio:.1f}%"),
         ("wait for a batch, p50", lambda p: _short(p.wait_p50_seconds)),
         ("wait for a batch, p99", lambda p: _short(p.wait_p99_seconds)),
         ("wait for the first batch", lambda p: _short(p.first_batch_seconds)),

@@ -81,11 +81,10 @@ def _show(report: DemoReport, *, is_kept: bool) -> None:
     console.print(f"All files are in {output}/: corpus, tokenizer.json, recipe.yaml, mds, tar, training.")
     console.print("Try next:")
     for line in (
+        f"shardkit view {output}/mds",
         f"shardkit info {output}/mds",
         f"shardkit audit {output}/mds",
         f"shardkit build {output}/recipe.yaml --set pack.sequence_length=1024 --output {output}-1024",
-        f"python examples/train_plain.py --data {output}/mds --vocabulary {report.vocabulary} "
-        "--steps 20 --batch-size 2",
     ):
         console.print(f"  {line}")
 

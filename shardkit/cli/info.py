@@ -137,7 +137,7 @@ def _card_lines(card: DatasetCard) -> list[tuple[str, str]]:
         lines.append(("trial", f"at most {limit:,} records of each input, not the whole of them"))
     if card.has("tokens", "padding"):
         share = 100 * card.padding / max(1, card.tokens + card.padding)
-        lines.append(("tokens", f"{card.tokens:,}, and {card.padding:,} of padding ({share:.3f} %)"))
+        lines.append(("tokens", f"{card.tokens:,}, and {card.padding:,} of padding ({share:.3f}%)"))
     if card.has("tokenizer"):
         known = card.tokenizer
         eos = f"eos {known.eos} = {known.eos_id}"
@@ -294,4 +294,4 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.2f} %" if whole else "0.00 %"
+    return f"{100 * part / whole:.2f}%" if whole else "0.00%"

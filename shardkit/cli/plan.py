@@ -76,7 +76,7 @@ def _money(dollars: Any) -> str:
 
 
 def _percent(share: Any) -> str:
-    return f"{100 * float(share):.3g} %"
+    return f"{100 * float(share):.3g}%"
 
 
 def _bytes(value: Any) -> str:

@@ -54,7 +54,7 @@ _NETWORK = (
              "TIME"),
     Quantity("--store-bandwidth", "store_bytes_per_second", parse_rate, format_rate,
              "bandwidth of the store, shared equally by all nodes; default: no limit", "RATE"),
-    Quantity("--throttle", "throttled_share", parse_number, lambda v: f"{100 * float(v):g} %",
+    Quantity("--throttle", "throttled_share", parse_number, lambda v: f"{100 * float(v):g}%",
              "share of requests answered with 503, from 0 to 0.9", "X", "0"),
 )  # fmt: skip
 SETTINGS = (
@@ -245,13 +245,13 @@ def _rows(scenario: Scenario, figures: Mapping[str, Any]) -> list[list[str]]:
          f"{f['nodes']:,} node{'s' * (f['nodes'] > 1)} x {scenario.gpus_per_node} ranks; lanes {f['lanes']}, "
          f"window {f['window']:,}; takes {format_seconds(f['seconds'])}"],
         ["first batch", format_seconds(f["first_batch_seconds"]), "from an empty cache"],
-        ["stalled steps", f"{100 * f['stalled_steps_share']:.3g} %",
+        ["stalled steps", f"{100 * f['stalled_steps_share']:.3g}%",
          f"{f['stalled_steps']:,} of {later:,} waited longer than 1 ms"],
-        ["lost to waits", format_seconds(f["stall_seconds"]), f"{100 * f['stall_share']:.3g} % of the time"],
+        ["lost to waits", format_seconds(f["stall_seconds"]), f"{100 * f['stall_share']:.3g}% of the time"],
         ["wait of a step", format_seconds(f["wait_p50_seconds"]),
          f"median; p99 {format_seconds(f['wait_p99_seconds'])}, "
          f"longest {format_seconds(f['wait_max_seconds'])}"],
-        ["hit rate", f"{100 * f['hit_rate']:.3g} %", "share of opened shards that were cached"],
+        ["hit rate", f"{100 * f['hit_rate']:.3g}%", "share of opened shards that were cached"],
         ["fetched per node", format_bytes(f["fetched_bytes_per_node"]),
          f"{format_bytes(f['fetched_bytes_per_node_per_step'])} a step, "
          f"{format_bytes(f['fetched_bytes_per_node_per_second'])}/s; "
@@ -292,10 +292,10 @@ def _report_sweep(
         [
             *(row[name] for name in names),
             format_seconds(row["first_batch_seconds"]),
-            f"{100 * row['stalled_steps_share']:.3g} %",
-            f"{100 * row['stall_share']:.3g} %",
+            f"{100 * row['stalled_steps_share']:.3g}%",
+            f"{100 * row['stall_share']:.3g}%",
             format_seconds(row["wait_p99_seconds"]),
-            f"{100 * row['hit_rate']:.3g} %",
+            f"{100 * row['hit_rate']:.3g}%",
             f"{row['read_amplification']:.3g}",
             f"{row['fetched_bytes_per_node_per_second'] / 1e6:.3g}",
             f"{row['requests_per_second']:,.3g}",

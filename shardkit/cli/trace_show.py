@@ -115,7 +115,7 @@ def _show_exclusions(report: Mapping[str, Any]) -> None:
     console = stdout_console()
     share = 100 * report["rows"] / max(1, report["dataset_rows"])
     console.print(
-        f"{report['file']}: {_many(report['rows'], 'row')} of {report['dataset_rows']:,} ({share:.3g} %) in "
+        f"{report['file']}: {_many(report['rows'], 'row')} of {report['dataset_rows']:,} ({share:.3g}%) in "
         f"{_many(report['ranges'], 'range')}"
     )
     rows = [

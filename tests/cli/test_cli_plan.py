@@ -50,7 +50,7 @@ def test_a_build_s_plan_shows_the_funnel_and_the_cores(capfd: pytest.CaptureFixt
     assert main([*needs, "--memory", "2.4GB", "--split-bytes", "10e9"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
-    assert re.search(r"all stages +0\.95 % +6\.23 PB +59\.2 TB\n", out)
+    assert re.search(r"all stages +0\.95% +6\.23 PB +59\.2 TB\n", out)
     assert re.search(r"cores +516 +for 14 days at 10 MB/s/core; takes 14 days\n", out)
 
 

@@ -95,7 +95,7 @@ def test_counts_say_how_many_of_how_many_and_how_fast(
             now += module.LINE_SECONDS
             count(600)
     assert capsys.readouterr().err.splitlines() == [
-        "audit: 1,000 of 2,000 samples (50 %), 200/s",
+        "audit: 1,000 of 2,000 samples (50%), 200/s",
         "audit: 1,000 samples, 200/s",
     ]
     with counting("audit", 10, "samples", progress=False) as count:

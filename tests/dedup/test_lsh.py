@@ -59,4 +59,4 @@ def test_the_rendered_curve_fits_one_screen_and_marks_the_threshold() -> None:
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines if line.endswith("< threshold")] == ["0.800"]
     between = [line.split() for line in render_curve(9, 13, threshold=0.81).splitlines() if "<" in line]
-    assert [words[:2] for words in between] == [["0.810", "45.18"]]
+    assert [words[:2] for words in between] == [["0.810", "45.18%"]]

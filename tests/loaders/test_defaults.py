@@ -101,7 +101,7 @@ def test_a_cache_that_is_too_small_is_warned_of_by_how_much(
     with pytest.warns(RuntimeWarning, match="rows will be read one by one; give more") as caught:
         warn_of_small_cache(dataset, order, lanes)
     assert needed in str(caught[0].message)
-    assert f"about {100 - 3100 / (4 * lanes):.0f} % of rows" in str(caught[0].message)
+    assert f"about {100 - 3100 / (4 * lanes):.0f}% of rows" in str(caught[0].message)
 
 
 def test_the_warning_points_to_the_line_that_makes_the_loader(url: str) -> None:

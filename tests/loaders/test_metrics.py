@@ -183,22 +183,22 @@ def slow(steps: int, seconds: float, slow_steps: int, lost: float, *, first: flo
     ("stats", "line"),
     [
         pytest.param(LoaderStats(), "no steps yet", id="nothing yet"),
-        pytest.param(slow(1000, 100.0, 0, 0.0), "fed: 0.0 % of steps waited", id="no waits"),
-        pytest.param(slow(1000, 100.0, 1, 0.5), "fed: 0.1 % of steps waited", id="one short wait"),
+        pytest.param(slow(1000, 100.0, 0, 0.0), "fed: 0.0% of steps waited", id="no waits"),
+        pytest.param(slow(1000, 100.0, 1, 0.5), "fed: 0.1% of steps waited", id="one short wait"),
         pytest.param(
             LoaderStats(steps=1000, seconds=1.0, wait_seconds=0.5),
-            "fed: 0.0 % of steps waited",
+            "fed: 0.0% of steps waited",
             id="every step waits less than the threshold",
         ),
-        pytest.param(slow(20, 12.0, 1, 10.0, first=10.0), "fed: 0.0 % of steps waited", id="a cold start"),
+        pytest.param(slow(20, 12.0, 1, 10.0, first=10.0), "fed: 0.0% of steps waited", id="a cold start"),
         pytest.param(
             slow(20, 12.0, 2, 11.0, first=10.0),
-            "input-bound: 5.0 % of steps waited, 50.0 % of the time",
+            "input-bound: 5.0% of steps waited, 50.0% of the time",
             id="a slow step after a cold start",
         ),
         pytest.param(
             slow(1000, 100.0, 3, 40.0),
-            "input-bound: 0.3 % of steps waited, 40.0 % of the time",
+            "input-bound: 0.3% of steps waited, 40.0% of the time",
             id="few long waits",
         ),
     ],
@@ -217,7 +217,7 @@ def test_a_run_is_fed_unless_time_is_lost_in_slow_steps(stats: LoaderStats, line
                 ),
                 StoreStats(**CALM, throttled=400),
             ),
-            "the cache of 500 GB is too small (50.0 % of the bytes fetched had been evicted before they were "
+            "the cache of 500 GB is too small (50.0% of the bytes fetched had been evicted before they were "
             "needed): raise cache_bytes",
         ),
         (

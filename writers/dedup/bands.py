@@ -129,7 +129,7 @@ def render_curve(bands: int, rows: int, *, threshold: float | None = None) -> st
     for similarity, found in points:
         bar = "#" * round(found * BAR_WIDTH)
         mark = "  < threshold" if similarity == threshold else ""
-        lines.append(f"{similarity:10.3f}  {100 * found:8.2f} %  {bar}{mark}")
+        lines.append(f"{similarity:10.3f}  {100 * found:8.2f}%  {bar}{mark}")
     return "\n".join(lines)
 
 

@@ -116,7 +116,7 @@ def _whole_text(splits: Sequence[Split], built: _Built) -> int:
 
 def _notes(recipe: Recipe, large: _Built, whole: int) -> list[str]:
     part = large.stored_bytes / max(1, whole)
-    notes = [f"measured on {100 * part:.3g} % of the input: {large.stored_bytes:,} of {whole:,} stored bytes"]
+    notes = [f"measured on {100 * part:.3g}% of the input: {large.stored_bytes:,} of {whole:,} stored bytes"]
     if part < 1 and recipe.dedup != type(recipe.dedup)(exact=None):
         notes.append(
             "duplicates were found within the sample only: of the whole, duplicate removal keeps less"
