@@ -302,7 +302,8 @@ class LoaderConfig:
     @classmethod
     def of(cls, options: LoaderOptions) -> LoaderConfig:
         """Fill in defaults; TypeError with a suggestion for an unknown name."""
-        _refuse_unknown("StreamingLoader()", options, [field.name for field in fields(cls)])
+        of_streams = {field.name: f"Stream(path, {field.name}=…)" for field in fields(Stream)}
+        _refuse_unknown("StreamingLoader()", options, [field.name for field in fields(cls)], of_streams)
         return cls(**options)
 
     def _check_layout(self) -> None:

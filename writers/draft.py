@@ -326,7 +326,7 @@ tokenizer:
   eos: {_scalar(eos)}  # ends every document
 
 pack:
-  sequence_length: 2048  # tokens per training sequence
+  sequence_length: 2049  # tokens of a row: 2,048 to train on, and the label of the last one
 
 output:
   path: out

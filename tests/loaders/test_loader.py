@@ -338,6 +338,7 @@ def test_cache_arguments_are_accepted_and_leave_a_local_dataset_alone(data: Path
     ("arguments", "error", "words"),
     [
         ({"label": True}, TypeError, "did you mean labels"),
+        ({"exclude": "rows.txt"}, TypeError, r"did you mean Stream\(path, exclude=…\)"),
         ({"batch_size": 0}, ValueError, "batch_size"),
         ({"shuffle": "some"}, ValueError, "shuffle must be one of"),
         ({"tail": "keep"}, ValueError, "tail must be one of"),
