@@ -105,6 +105,7 @@ def test_other_thresholds_keep_what_a_build_with_them_keeps(
     assert thresholds(tmp_path, {}).would_keep == outcome.kept
 
 
+@pytest.mark.extended
 def test_texts_are_judged_as_editors_leave_them_also_those_dropped_before(tmp_path: Path) -> None:
     def steps(length: int, words: int) -> list[tuple[str, FilterSettings]]:
         c4 = C4QualityEditor(min_words_per_line=4, min_num_sentences=2, filter_no_terminal_punct=False)

@@ -162,8 +162,8 @@ def kept_texts(folder: Path, files: dict[str, list[str]], change: str) -> list[s
     "change",
     [
         "dedup={exact: {text: normalized}}",
-        "dedup={near: {small_shingles: 0}}",
-        "dedup={lines: {}}",
+        pytest.param("dedup={near: {small_shingles: 0}}", marks=pytest.mark.extended),
+        pytest.param("dedup={lines: {}}", marks=pytest.mark.extended),
     ],
     ids=["equal words", "near", "lines"],
 )
@@ -179,6 +179,7 @@ def test_which_texts_stay_does_not_depend_on_names_and_order_of_files(tmp_path: 
 ALL = "dedup.near.measure={planted: 30, checked: 20}"
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("small_memory")
 def test_partitions_and_planted_copies_change_no_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -200,6 +200,7 @@ def test_a_duplicate_of_another_corpus_leads_nowhere(tmp_path: Path) -> None:
         assert row["similarity"] >= 0.8
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("recipe", [RECIPE, LINES], ids=["plain", "lines"])
 def test_memory_and_the_number_of_files_change_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str

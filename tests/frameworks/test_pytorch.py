@@ -361,7 +361,7 @@ def test_a_dataloader_that_would_make_batches_of_batches_is_refused(
         del raised
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.extended)])
 def test_a_streaming_dataloader_seeks_as_the_loader_does(data: dict[str, Path], workers: int) -> None:
     expected = reference(data["mds"], 30)
     loader = exact_loader(StreamingDataset(data["mds"], **arguments()), workers)

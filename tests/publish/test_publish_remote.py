@@ -298,7 +298,7 @@ def test_the_command_builds_to_a_url(
     memory = fresh_memory()
     command = ["build", str(corpus), "--output", memory.url, "--set", "work=work", "--workers", "1"]
     assert main(command) == 0
-    assert f"{memory.url} built in" in capfd.readouterr().err
+    assert f"Dataset {memory.url}\n" in capfd.readouterr().err
     assert main([*command, "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["up_to_date"] is True
     assert objects(memory) == local
