@@ -146,7 +146,7 @@ STREAMING: Mapping[str, Rule] = _STREAM | _DATA_LOADER | {
     "shuffle_block_size": Rule("replaced", "`window`: by default two shards of each lane"),
     "num_canonical_nodes": Rule("replaced", _LANES),
     "partition_algo": Rule("replaced", _LANES),
-    "cache_limit": Rule("taken over", "`cache_bytes`; the shard whose next use is farthest in the future is evicted"),
+    "cache_limit": Rule("taken over", "`cache_bytes`; evicts the shard whose next use is farthest"),
     "predownload": Rule("not needed", "nothing: follows from the order and the cache's size"),
     "epoch_size": Rule("taken over", "`epoch_samples`"),
     "sampling_method": Rule("refused", _PASSES + '; for "fixed", `exclude` the other rows', "balanced"),
