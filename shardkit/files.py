@@ -15,6 +15,7 @@ import mmap
 import os
 import shutil
 import stat
+import threading
 import weakref
 from pathlib import Path
 from types import TracebackType
@@ -83,8 +84,10 @@ def fsync_path(path: Path) -> None:
 
 def publish_bytes(path: Path, data: bytes) -> None:
     """Write `data` to `path` so that it is there whole or not at all, also after a power cut."""
-    # Slices of a build may write the same file at once, from hosts whose process numbers are equal.
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
+    # Others may write the same file at once: threads, and hosts whose process numbers are equal. The name
+    # is not random, so that what a killed writer leaves is overwritten if it writes again.
+    writer = f"{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}"
+    temporary = path.with_name(f".{path.name}.tmp-{writer}")
     with temporary.open("wb") as file:
         file.write(data)
         file.flush()

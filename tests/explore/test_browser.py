@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="the pages need shardkit[view]")
 pytest.importorskip("playwright", reason="drives the browser; part of shardkit[dev]")
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, Request, sync_playwright
 
 from shardkit.tools.explore.export import export_site
 from shardkit.tools.explore.site import Site
@@ -62,6 +62,11 @@ def browser() -> Iterator[Browser]:
         started.close()
 
 
+def failed(request: Request) -> list[str]:
+    """The address of a request that failed, unless a click on a link had ended it."""
+    return [] if request.failure == "net::ERR_ABORTED" else [request.url]
+
+
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
     """Opens a page; at the end, no page may have asked for anything else or logged an error."""
@@ -74,7 +79,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
         page.on("console", lambda message: complaints.append(message.text))
         page.on("dialog", lambda dialog: complaints.append(f"dialog {dialog.message}"))
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("requestfailed", lambda request: complaints.append(request.url))
+        page.on("requestfailed", lambda request: complaints.extend(failed(request)))
         page.goto(address)
         pages.append(page)
         return page
