@@ -8,7 +8,7 @@ at (`record`, and `offset` in a file of bytes), so that every entry of the quara
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
 import orjson
@@ -20,7 +20,12 @@ from shardkit.writers.documents import (
     DOCUMENT_SCHEMA,
     document_ids,
 )
-from shardkit.writers.inputs.decompress import ContainerError, decompressed, plain_range
+from shardkit.writers.inputs.decompress import (
+    ConfirmedMembers,
+    ContainerError,
+    decompressed,
+    plain_range,
+)
 from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at
 from shardkit.writers.inputs.pages import main_text_by
 from shardkit.writers.inputs.scan import Split
@@ -176,6 +181,15 @@ class RecordSink:
             sound = self.position - damage.suspect_bytes
             lost = damage.suspect_bytes + damage.rest_bytes
             raise SuspectDataError(damage.problem, sound, lost, self.records) from None
+
+    def confirmed_pieces(self, file: BinaryIO, begins: Callable[[bytes], bool]) -> Iterator[bytes]:
+        """The same of a file whose gzip members begin with records, as `begins` tells by a first line.
+
+        It may be continued after a ContainerError that `resumes`.
+        """
+        if self.split.compression != "gzip":
+            return self.pieces(file)
+        return ConfirmedMembers(file, self.split.input.bytes, begins)
 
     @property
     def full(self) -> bool:
