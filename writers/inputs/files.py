@@ -2,9 +2,10 @@
 
 A path is a file, a folder (all files below it) or a glob, on this machine or in a store. A folder that a glob
 matches is read as a folder, because Spark, Dask and Ray write `part.parquet/`. Names that begin with a dot or
-an underscore (`_SUCCESS`, `.crc`) are skipped unless the pattern spells them. Unlike the standard library's
-glob, `**` never follows a link into a folder that it is already inside, so a loop of links ends. The keys of
-a bucket are matched by the same rules.
+an underscore (`_SUCCESS`, `.crc`) are skipped unless the pattern spells them. Of a folder that is a dataset
+only the files are read that its list names (dataset_folders.py). Unlike the standard library's glob, `**`
+never follows a link into a folder that it is already inside, so a loop of links ends. The keys of a bucket
+are matched by the same rules.
 
 The name of a file is what its documents' ids are made from:
 - of a local file its path relative to the input's `base`, or without one to the recipe's folder, with "/"
@@ -24,7 +25,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -38,6 +39,7 @@ from shardkit.storage.object_file import open_object
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, StoreError
 from shardkit.storage.url import is_remote
+from shardkit.writers.inputs.dataset_folders import MAX_LIST_BYTES, data_files
 from shardkit.writers.recipe import InputConfig, Recipe
 
 __all__ = [
@@ -87,12 +89,38 @@ def find_files(
         files = _find_remote(config, key, storage)
     else:
         files = _find_local(recipe, config, key)
+    files = _with_documents(files, recipe, config, key)
     for name in files:
         try:
             name.encode()
         except UnicodeEncodeError:
             raise RecipeError(f"{key}: file name {name!r} is not UTF-8; rename the file") from None
     return dict(sorted(files.items()))
+
+
+def _with_documents(
+    files: Mapping[str, InputFile], recipe: Recipe, config: InputConfig, key: str
+) -> dict[str, InputFile]:
+    """The files without those that only describe a dataset that the others make up."""
+
+    def read(name: str) -> bytes:
+        file = files[name]
+        if file.bytes > MAX_LIST_BYTES:
+            raise RecipeError(f"{key}: {file.path} has {file.bytes:,} bytes, the limit is {MAX_LIST_BYTES:,}")
+        try:
+            with open_input(file) as stored:
+                return stored.read(file.bytes)
+        except OSError as error:
+            raise RecipeError(f"{key}: {file.path}: {error.strerror or error}") from error
+
+    def is_excluded(name: str) -> bool:
+        if is_remote(config.path):
+            url = name if config.base is None else f"{config.base.rstrip('/')}/{name}"
+            return _is_excluded(config, url)
+        return _is_excluded(config, normpath(recipe.folder / (config.base or "") / name), recipe.folder)
+
+    kept = data_files(files, config.format, key, read, is_excluded)
+    return {name: file for name, file in files.items() if name in kept}
 
 
 def open_input(file: InputFile) -> BinaryIO:

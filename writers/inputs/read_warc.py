@@ -22,7 +22,7 @@ from shardkit.errors import MissingExtraError
 from shardkit.writers.inputs.decompress import ContainerError
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.pages import BodyError, decode_body, decode_page
-from shardkit.writers.inputs.records import RecordSink
+from shardkit.writers.inputs.records import PieceReader, RecordSink
 from shardkit.writers.recipe import InputConfig
 
 try:
@@ -300,43 +300,17 @@ class HeaderTooLongError(Exception):
     """A record's header is longer than any real one."""
 
 
-class WarcStream:
-    """Reads pieces of bytes as a file; `header_begins` starts a count that `readline` holds to a limit."""
+class WarcStream(PieceReader):
+    """Reads headers by lines, too: `header_begins` starts a count that `readline` holds to a limit."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
-        self._held = b""
-        self._at = 0  # of the next byte in what is held
-        self._before = 0  # bytes of pieces that were read
+        super().__init__(pieces)
         self._header_start = 0
         self.last_line = b""
-
-    def tell(self) -> int:
-        """How many bytes have been read."""
-        return self._before + self._at
 
     def header_begins(self) -> None:
         """From here on lines are a header's."""
         self._header_start = self.tell()
-
-    def read(self, size: int) -> bytes:
-        """`size` bytes, fewer only at the end."""
-        parts, left = [], size
-        while left and self._fill():
-            part = self._held[self._at : self._at + left]
-            self._at += len(part)
-            left -= len(part)
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def skip(self, size: int) -> int:
-        """Skip `size` bytes; the number there were."""
-        left = size
-        while left and self._fill():
-            step = min(left, len(self._held) - self._at)
-            self._at += step
-            left -= step
-        return size - left
 
     def readline(self, size: int = _LINE_BYTES) -> bytes:
         """Up to the next newline, at most `size` bytes; HeaderTooLongError after a megabyte of header."""
@@ -369,12 +343,3 @@ class WarcStream:
     def peek(self) -> bytes:
         """The next byte; b"" at the end."""
         return self._held[self._at : self._at + 1] if self._fill() else b""
-
-    def _fill(self) -> bool:
-        while self._at == len(self._held):
-            piece = next(self._pieces, None)
-            if piece is None:
-                return False
-            self._before += len(self._held)
-            self._held, self._at = piece, 0
-        return True

@@ -24,6 +24,7 @@ from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.read_columnar import read_arrow, read_parquet
 from shardkit.writers.inputs.read_csv import read_csv
+from shardkit.writers.inputs.read_shards import read_mds, read_wds
 from shardkit.writers.inputs.records import LimitReachedError, Lines, RecordSink, SuspectDataError
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import Ledger, Quarantine
@@ -32,7 +33,13 @@ from shardkit.writers.recipe import InputConfig
 __all__ = ["SuspectDataError", "read_split"]
 
 Reader = Callable[[RecordSink, InputConfig], Iterator[None]]
-_TABLES: dict[str, Reader] = {"parquet": read_parquet, "arrow": read_arrow, "csv": read_csv}
+_READERS: dict[str, Reader] = {
+    "parquet": read_parquet,
+    "arrow": read_arrow,
+    "csv": read_csv,
+    "mds": read_mds,
+    "wds": read_wds,
+}
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -71,8 +78,8 @@ def read_split(
 
 
 def _reader(split: Split, config: InputConfig) -> Reader:
-    if split.format in _TABLES:
-        return _TABLES[split.format]
+    if split.format in _READERS:
+        return _READERS[split.format]
     if split.format == "warc":  # its module needs an extra
         from shardkit.writers.inputs.read_warc import read_warc
 

@@ -33,7 +33,7 @@ from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.ledger import BadRecord, Count, Ledger, Quarantine, snippet_of
 from shardkit.writers.recipe import InputConfig
 
-__all__ = ["LimitReachedError", "Line", "Lines", "RecordSink", "SuspectDataError"]
+__all__ = ["LimitReachedError", "Line", "Lines", "PieceReader", "RecordSink", "SuspectDataError"]
 
 _HEAD_BYTES = 256
 Line = tuple[int, int, bytes, bool]
@@ -280,3 +280,45 @@ class Lines:
         self._held_bytes = 0
         whole = length <= self._max_line_bytes
         return offset, length, b"".join(held), whole
+
+
+class PieceReader:
+    """Reads pieces of bytes as a file, from front to back."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._held = b""
+        self._at = 0  # of the next byte in what is held
+        self._before = 0  # bytes of pieces that were read
+
+    def tell(self) -> int:
+        """How many bytes have been read."""
+        return self._before + self._at
+
+    def read(self, size: int) -> bytes:
+        """`size` bytes, fewer only at the end."""
+        parts, left = [], size
+        while left and self._fill():
+            part = self._held[self._at : self._at + left]
+            self._at += len(part)
+            left -= len(part)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def skip(self, size: int) -> int:
+        """Skip `size` bytes; the number there were."""
+        left = size
+        while left and self._fill():
+            step = min(left, len(self._held) - self._at)
+            self._at += step
+            left -= step
+        return size - left
+
+    def _fill(self) -> bool:
+        while self._at == len(self._held):
+            piece = next(self._pieces, None)
+            if piece is None:
+                return False
+            self._before += len(self._held)
+            self._held, self._at = piece, 0
+        return True

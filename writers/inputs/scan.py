@@ -69,6 +69,8 @@ _FORMATS = {
     ".arrows": "arrow",
     ".ipc": "arrow",
     ".feather": "arrow",
+    ".mds": "mds",
+    ".tar": "wds",
     ".csv": "csv",
     ".tsv": "csv",
     ".txt": "text",
@@ -77,7 +79,9 @@ _FORMATS = {
     ".wet": "warc",
     ".arc": "warc",
 }
-_SEEKING = frozenset({"parquet", "arrow"})  # not read from front to back, so never compressed as a whole
+_SEEKING = frozenset(
+    {"parquet", "arrow", "wds"}
+)  # not read from front to back, so never compressed as a whole
 _OTHER_COMPRESSIONS = frozenset({".br", ".zip", ".7z", ".tar", ".tgz", ".sz", ".snappy"})
 
 
@@ -230,7 +234,8 @@ def _endings(name: str) -> tuple[str | None, str]:
 
 def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | None]:
     compression, extension = _endings(name)
-    if extension in _OTHER_COMPRESSIONS and compression is None:
+    is_tar = extension == ".tar" and config.format in (None, "wds")
+    if extension in _OTHER_COMPRESSIONS and compression is None and not is_tar:
         raise RecipeError(f"{key}: {name}: {extension} files cannot be read; use {' '.join(COMPRESSIONS)}")
     format = config.format or _FORMATS.get(extension)
     if format is None:
