@@ -150,10 +150,10 @@ class InputConfig(StrictModel):
         default=None,
         description="Label of this input in reports and provenance; null: input-<number in the recipe>.",
     )
-    format: Literal["jsonl", "parquet", "arrow", "csv", "text", "warc", "mds", "wds"] | None = Field(
+    format: Literal["jsonl", "json", "parquet", "arrow", "csv", "text", "warc", "mds", "wds"] | None = Field(
         default=None,
         description="null: from the name (before .gz .zst .bz2 .xz .lz4): .jsonl .parquet .arrow .feather "
-        ".csv .tsv .txt .warc .wet .arc .mds .tar and a few more.",
+        ".csv .tsv .txt .warc .wet .arc .mds .tar and a few more; a .json file is taken for jsonl.",
     )
     extract: Literal["resiliparse", "trafilatura", "none"] | None = Field(
         default=None,

@@ -11,19 +11,17 @@ tables), where a full batch may be flushed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
-import orjson
 import pyarrow as pa
 
 from shardkit.errors import BuildError
 from shardkit.writers.inputs.decompress import ContainerError
-from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at
+from shardkit.writers.inputs.fields import NamedFields
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.read_columnar import read_arrow, read_parquet
 from shardkit.writers.inputs.read_csv import read_csv
+from shardkit.writers.inputs.read_json import read_json, take_json
 from shardkit.writers.inputs.read_shards import read_mds, read_wds
 from shardkit.writers.inputs.records import LimitReachedError, Lines, RecordSink, SuspectDataError
 from shardkit.writers.inputs.scan import Split
@@ -37,6 +35,7 @@ _READERS: dict[str, Reader] = {
     "parquet": read_parquet,
     "arrow": read_arrow,
     "csv": read_csv,
+    "json": read_json,
     "mds": read_mds,
     "wds": read_wds,
 }
@@ -90,7 +89,7 @@ def _reader(split: Split, config: InputConfig) -> Reader:
 
 def _read_lines(sink: RecordSink, config: InputConfig) -> Iterator[None]:
     split = sink.split
-    take = _take_json if split.format == "jsonl" else _take_text
+    take = take_json if split.format == "jsonl" else _take_text
     with open_input(split.input) as file:
         lines = Lines(sink.pieces(file), offset=split.start, max_line_bytes=sink.max_record_bytes)
         sink.offset = split.start
@@ -104,54 +103,6 @@ def _read_lines(sink: RecordSink, config: InputConfig) -> Iterator[None]:
                 take(sink, config, line)
             sink.record, sink.offset = sink.record + 1, lines.offset
             yield
-
-
-def _take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
-    try:
-        fields = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        sink.bad(*_json_problem(line, error), head=line)
-        return
-    if not isinstance(fields, dict):
-        sink.bad("not_an_object", f"a JSON {_kind(fields)} where an object is expected", head=line)
-        return
-    text = field_at(fields, config.text)
-    if not isinstance(text, str):
-        if text is not MISSING:
-            problem = f"field {config.text!r} holds {_kind(text)}, not text"
-        else:
-            known = ", ".join(sorted(fields)[:20]) or "none"
-            problem = f"no field {config.text!r}; its fields: {known}"
-            if not sink.records:
-                key = f"inputs[{sink.split.source}]"
-                problem += f"; name the one with the text ({key}.text), or leave the file out ({key}.exclude)"
-        sink.bad("no_text", problem, head=line)
-        return
-    if any(_holds_large_number(field_at(fields, path)) for path in sink.carried):
-        # orjson makes floats of integers that 64 bits do not hold; json nests a little less deep than it.
-        with suppress(RecursionError):
-            fields = json.loads(line)
-    sink.add(text, fields, bytes=len(line))
-
-
-def _holds_large_number(value: object) -> bool:
-    """Whether there is a float anywhere in it that may be an integer of more than 64 bits."""
-    held = [value]
-    while held:
-        value = held.pop()
-        if isinstance(value, float) and abs(value) >= 1 << 63:
-            return True
-        if isinstance(value, dict | list):
-            held += value.values() if isinstance(value, dict) else value
-    return False
-
-
-def _json_problem(line: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:
-    try:
-        line.decode()
-    except UnicodeDecodeError as bad:
-        return "bad_utf8", f"byte {bad.start:,} of the line is not UTF-8"
-    return "bad_json", f"not JSON: {error.msg} at character {error.pos:,} of the line"
 
 
 def _take_text(sink: RecordSink, config: InputConfig, line: bytes) -> None:
@@ -183,8 +134,3 @@ def _read_whole(sink: RecordSink, config: InputConfig) -> Iterator[None]:
         return
     sink.add(text, {}, bytes=len(data))
     yield
-
-
-def _kind(value: object) -> str:
-    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
