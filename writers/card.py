@@ -45,6 +45,8 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
     for entry in content["inputs"]:
         if not entry["exclude"]:
             del entry["exclude"]
+        if entry["on_bad_text"] == "quarantine":
+            del entry["on_bad_text"]
     content["filters"] = [{name: config.model_dump(mode="json")} for name, config in recipe.filter_chain()]
     return content
 

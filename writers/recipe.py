@@ -165,6 +165,11 @@ class InputConfig(StrictModel):
     columns: Listed[FieldName] = Field(
         default=(), description="CSV: names of the columns; (): the first row has them."
     )
+    on_bad_text: Literal["quarantine", "replace"] = Field(
+        default="quarantine",
+        description="What becomes of text that is not UTF-8, and of halves of surrogate pairs in JSON: the "
+        "record is quarantined, or U+FFFD replaces them; replaced bytes are counted as text/replaced.",
+    )
     lines: bool = Field(
         default=False, description="Text files: each line is a document (default: each file is one)."
     )

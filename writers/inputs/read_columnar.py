@@ -73,8 +73,8 @@ def _take_rows(sink: RecordSink, config: InputConfig, batch: pa.RecordBatch) -> 
             sink.too_long(len(raw), head=raw)
         else:
             try:
-                text = raw.decode()
-                fields = {path: _decoded(values[row]) for path, values in others.items()}
+                text = sink.decode(raw)
+                fields = {path: _decoded(sink, values[row]) for path, values in others.items()}
             except UnicodeDecodeError as error:
                 sink.bad("bad_utf8", f"byte {error.start:,} of a value is not UTF-8", head=raw)
             else:
@@ -105,8 +105,8 @@ def _values(column: pa.Array) -> list[Any]:
     return values
 
 
-def _decoded(value: object) -> object:
-    return value.decode() if isinstance(value, bytes) else value
+def _decoded(sink: RecordSink, value: object) -> object:
+    return sink.decode(value) if isinstance(value, bytes) else value
 
 
 def read_parquet(sink: RecordSink, config: InputConfig) -> Iterator[None]:

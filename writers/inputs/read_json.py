@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import orjson
 
@@ -53,7 +54,7 @@ def read_json(sink: RecordSink, config: InputConfig) -> Iterator[None]:
 def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
     """Hand the object that is `line` to the sink."""
     try:
-        fields = orjson.loads(line)
+        fields = _parse(sink, line)
     except orjson.JSONDecodeError as error:
         reason, problem = _json_problem(line, error)
         sink.bad(reason, problem + _hint_of_array(sink, line), head=line)
@@ -79,6 +80,22 @@ def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
         with suppress(RecursionError):
             fields = json.loads(line)
     sink.add(text, fields, bytes=len(line))
+
+
+def _parse(sink: RecordSink, line: bytes) -> Any:
+    """The value of a line; orjson.JSONDecodeError if it is no JSON, or text that is not to be replaced."""
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        if not sink.replaces:
+            raise
+        with suppress(ValueError, RecursionError):
+            return sink.check_value(json.loads(sink.decode(line), parse_constant=_refuse_constant))
+        raise
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _hint_of_array(sink: RecordSink, line: bytes) -> str:

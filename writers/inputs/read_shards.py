@@ -16,7 +16,7 @@ Memory is the offsets of a shard and the named values of one sample, each of `ma
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -28,6 +28,7 @@ from shardkit.formats.compression import gunzip
 from shardkit.formats.mds.encodings import ARRAY_DTYPES, Encoding
 from shardkit.formats.mds.shard import SampleLayout, read_header
 from shardkit.formats.tar.members import split_name, walk_members
+from shardkit.manifest import Column
 from shardkit.writers.inputs.decompress import ContainerError, decompressed
 from shardkit.writers.inputs.fields import MISSING, field_at
 from shardkit.writers.inputs.files import InputFile, open_input
@@ -132,7 +133,7 @@ def _take_row(
             found.fields[column.name] = MISSING
             if column.encoding in _PLAIN and any(_within(path, column.name) for path in paths):
                 stream.skip(begin + position - stream.tell())
-                found.put(column.name, _value(stream, encoding, column.name, length, sink), length)
+                found.put(column.name, _value(stream, encoding, column, length, sink), length)
     except ShardError as error:
         found.problem = _BadSampleError("bad_record", error.problem)
     except _BadSampleError as error:
@@ -143,12 +144,15 @@ def _take_row(
     _book(sink, config, found, size)
 
 
-def _value(stream: PieceReader, encoding: Encoding, name: str, size: int, sink: RecordSink) -> object:
+def _value(stream: PieceReader, encoding: Encoding, column: Column, size: int, sink: RecordSink) -> object:
+    name = column.name
     _check_size(size, name, sink)
     data = stream.read(size)
     if len(data) < size:
         raise _CutShortError
     try:
+        if sink.replaces and column.encoding in ("str", "json"):
+            data = sink.decode(data).encode()
         return encoding.decode(memoryview(data))
     except UnicodeDecodeError as error:
         raise _BadSampleError("bad_utf8", f"byte {error.start:,} of {name!r} is not UTF-8") from None
@@ -191,8 +195,8 @@ def _book(sink: RecordSink, config: InputConfig, found: _Found, size: int) -> No
         if found.problem is not None:
             raise found.problem
         carried = {path: found.at(path) for path in sink.carried}
-        carried = {path: _plain(value, path) for path, value in carried.items() if value is not MISSING}
-        text = _plain(found.at(config.text), config.text)
+        carried = {path: _plain(sink, value, path) for path, value in carried.items() if value is not MISSING}
+        text = _plain(sink, found.at(config.text), config.text)
         if not isinstance(text, str):
             raise _BadSampleError("no_text", f"no text at {config.text!r}")
     except _BadSampleError as error:
@@ -204,31 +208,18 @@ def _book(sink: RecordSink, config: InputConfig, found: _Found, size: int) -> No
     sink.add(text, found.fields | carried, bytes=of_text)
 
 
-def _plain(value: Any, path: str) -> Any:
+def _plain(sink: RecordSink, value: Any, path: str) -> Any:
     """A value as JSON and text hold it; _BadSampleError if it is text that UTF-8 cannot hold."""
     if isinstance(value, np.generic):
         value = value.item()
     try:
         if isinstance(value, bytes):
-            return value.decode()
-        for held in _strings(value):
-            held.encode()
+            return sink.decode(value)
+        return sink.check_value(value)
     except UnicodeError:
         raise _BadSampleError("bad_utf8", f"{path!r} is not UTF-8") from None
-    return value
-
-
-def _strings(value: object) -> Iterator[str]:
-    """All strings in a value of JSON, keys too."""
-    held = [value]
-    while held:
-        value = held.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, Mapping):
-            held += [*value, *value.values()]
-        elif isinstance(value, list):
-            held += value
+    except RecursionError:
+        raise _BadSampleError("bad_record", f"{path!r} is nested too deeply") from None
 
 
 def read_wds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
@@ -300,7 +291,8 @@ class _Samples:
         try:
             _check_size(size, f".{extension}", self._sink)
             self._file.seek(offset)
-            value = _member(extension, self._file.read(size), self._sink.max_record_bytes)
+            limit = self._sink.max_record_bytes
+            value = _member(extension, self._file.read(size), limit, self._sink.decode)
             found.put(extension, value, size)
         except UnicodeDecodeError as error:
             problem = f"byte {error.start:,} of member .{extension} is not UTF-8"
@@ -311,8 +303,8 @@ class _Samples:
             found.problem = found.problem or error
 
 
-def _member(extension: str, data: bytes, limit: int) -> object:
-    """The value of a member: of JSON, a number, or else text; ValueError if it is none.
+def _member(extension: str, data: bytes, limit: int, decode: Callable[[bytes], str]) -> object:
+    """The value of a member: of JSON, a number, or else text as `decode` gives it; ValueError if it is none.
 
     `limit` is how much a compressed member may hold.
     """
@@ -320,7 +312,7 @@ def _member(extension: str, data: bytes, limit: int) -> object:
     if extension.endswith(".gz"):
         data = gunzip(memoryview(data), limit)
     try:
-        return json.loads(data) if kind in _JSON else int(data) if kind in _NUMBERS else data.decode()
+        return int(data) if kind in _NUMBERS else json.loads(decode(data)) if kind in _JSON else decode(data)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
@@ -381,5 +373,5 @@ def _first_members(stored: BinaryIO, file: InputFile, count: int) -> list[dict[s
             samples.append({})
         if parts[1].rpartition(".")[2] in _SMALL and member.size <= _SMALL_BYTES:
             stored.seek(member.offset)
-            samples[-1][parts[1]] = _member(parts[1], stored.read(member.size), _SMALL_BYTES)
+            samples[-1][parts[1]] = _member(parts[1], stored.read(member.size), _SMALL_BYTES, bytes.decode)
     return samples

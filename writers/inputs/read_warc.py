@@ -175,7 +175,7 @@ class _Archive:
     def _read_content(self, kind: str, headers: dict[str, str], size: int) -> _Booking:
         if kind == "conversion":
             try:
-                text = self._content(size).decode()
+                text = self._sink.decode(self._content(size))
             except UnicodeDecodeError as error:
                 raise _RecordError("bad_utf8", f"byte {error.start:,} of the text is not UTF-8") from None
             return partial(self._sink.add, text, _fields(headers), bytes=size, markup=False)

@@ -107,7 +107,7 @@ def _read_lines(sink: RecordSink, config: InputConfig) -> Iterator[None]:
 
 def _take_text(sink: RecordSink, config: InputConfig, line: bytes) -> None:
     try:
-        text = line.removesuffix(b"\r").decode()
+        text = sink.decode(line.removesuffix(b"\r"))
     except UnicodeDecodeError as error:
         sink.bad("bad_utf8", f"byte {error.start:,} of the record is not UTF-8", head=line)
         return
@@ -127,7 +127,7 @@ def _read_whole(sink: RecordSink, config: InputConfig) -> Iterator[None]:
         sink.too_long(sink.position, head=data)
         return
     try:
-        text = data.removeprefix(_BOM).decode()
+        text = sink.decode(data.removeprefix(_BOM))
     except UnicodeDecodeError as error:
         head = data[max(error.start - 40, 0) :]
         sink.bad("bad_utf8", f"byte {error.start:,} is not UTF-8", head=head, bytes=len(data))

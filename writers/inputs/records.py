@@ -7,9 +7,11 @@ at (`record`, and `offset` in a file of bytes), so that every entry of the quara
 
 from __future__ import annotations
 
+import builtins
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import orjson
 import pyarrow as pa
@@ -36,6 +38,8 @@ from shardkit.writers.recipe import InputConfig
 __all__ = ["LimitReachedError", "Line", "Lines", "PieceReader", "RecordSink", "SuspectDataError"]
 
 _HEAD_BYTES = 256
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SURROGATE_BYTES = 3  # of its code point
 Line = tuple[int, int, bytes, bool]
 """Offset, length without the newline, the bytes, and whether they are all of the line or its head."""
 
@@ -81,6 +85,8 @@ class RecordSink:
         self.columns: Sequence[str] | None = None  # of a table, whose records all have the same fields
         extract = config.extract or ("resiliparse" if split.format == "warc" else "none")
         self._extract = None if extract == "none" else main_text_by(extract)
+        self.replaces = config.on_bad_text == "replace"
+        self._replaced = 0  # bytes of the record that is being read
         self.carried = (config.id or "id", config.url or "url", *config.metadata)  # paths of fields
         self.record = split.first_record
         self.offset: int | None = None
@@ -93,12 +99,43 @@ class RecordSink:
         if self.records == self.split.limit:
             raise LimitReachedError
         self.records += 1
+        self._replaced = 0
+
+    def decode(self, data: builtins.bytes) -> str:
+        """Text of a record; UnicodeDecodeError unless the recipe replaces what is not UTF-8."""
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            if not self.replaces:
+                raise
+        self._replaced += len(data) - len(data.decode("utf-8", "ignore").encode())
+        return data.decode("utf-8", "replace")
+
+    def check_text(self, text: str) -> str:
+        """The text, with halves of surrogate pairs replaced; UnicodeEncodeError if the recipe does not."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            if not self.replaces:
+                raise
+            text, count = _SURROGATE.subn("\ufffd", text)
+            self._replaced += count * _SURROGATE_BYTES
+        return text
+
+    def check_value(self, value: Any) -> Any:
+        """The same of all strings in a value of JSON; RecursionError if it is nested too deeply."""
+        if isinstance(value, str):
+            return self.check_text(value)
+        if isinstance(value, dict):
+            return {self.check_text(name): self.check_value(inner) for name, inner in value.items()}
+        return [self.check_value(inner) for inner in value] if isinstance(value, list) else value
 
     def add(self, text: str, fields: Mapping[str, object], *, bytes: int, markup: bool = True) -> None:
         """Take a document; `bytes` is its size as read, which decides when a batch is full.
 
         Where the recipe says `extract`, text that is `markup` becomes the main text of the page.
         """
+        replaced = self._replaced
         self._begin_record()
         self._named.look(fields)
         if self.columns is not None:
@@ -111,6 +148,9 @@ class RecordSink:
             text = main
             self._ledger.read += Count(0, size - len(text.encode()))
             self._ledger.drop("html/markup", 0, size - len(text.encode()))
+        if replaced:
+            self._ledger.read += Count(0, replaced)
+            self._ledger.drop("text/replaced", 0, replaced)
         config = self._config
         self._bytes += bytes
         id, url = (_field_text(field_at(fields, path)) for path in self.carried[:2])
