@@ -37,6 +37,7 @@ from shardkit.writers.recipe_problems import describe_problems
 from shardkit.writers.settings import FieldName, Listed, Ratio, Shorthand, StrictModel
 
 __all__ = [
+    "ExtractConfig",
     "InputConfig",
     "OutputConfig",
     "PackConfig",
@@ -112,6 +113,49 @@ Source = Annotated[str, AfterValidator(_url_or_path)]
 Size = Annotated[int, BeforeValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
 
 
+class ResiliparseOptions(StrictModel):
+    """Which parts of a page resiliparse keeps."""
+
+    main_content: bool = Field(
+        default=True, description="Leave out what looks like navigation and other boilerplate."
+    )
+    comments: bool = Field(default=False, description="Keep comments of readers.")
+    alt_texts: bool = Field(default=False, description="Keep the alternative texts of images.")
+    links: bool = Field(default=False, description="Keep the targets of links.")
+    list_bullets: bool = Field(default=True, description="Keep the bullets and numbers of lists.")
+    form_fields: bool = Field(default=False, description="Keep the values of form fields.")
+    preserve_formatting: bool = Field(
+        default=True, description="Keep line breaks between blocks, and indents of lists."
+    )
+
+
+class TrafilaturaOptions(StrictModel):
+    """Which parts of a page trafilatura keeps."""
+
+    favor: Literal["precision", "recall"] | None = Field(
+        default="precision",
+        description="precision: rather too little text; recall: rather too much; null: neither.",
+    )
+    comments: bool = Field(default=False, description="Keep comments of readers.")
+    tables: bool = Field(default=True, description="Keep the text of tables.")
+    links: bool = Field(default=False, description="Keep the targets of links.")
+    images: bool = Field(default=False, description="Keep the sources and alternative texts of images.")
+    formatting: bool = Field(default=False, description="Keep bold and italics as Markdown.")
+
+
+class ExtractConfig(StrictModel):
+    """The library that finds the main text of pages, with options: one of the two."""
+
+    resiliparse: ResiliparseOptions | None = Field(default=None, description="By resiliparse, with options.")
+    trafilatura: TrafilaturaOptions | None = Field(default=None, description="By trafilatura, with options.")
+
+    @model_validator(mode="after")
+    def _one_library(self) -> Self:
+        if (self.resiliparse is None) == (self.trafilatura is None):
+            raise ValueError("name one library, such as {trafilatura: {favor: recall}}")
+        return self
+
+
 class InputConfig(StrictModel):
     """One source of documents."""
 
@@ -155,9 +199,10 @@ class InputConfig(StrictModel):
         description="null: from the name (before .gz .zst .bz2 .xz .lz4): .jsonl .parquet .arrow .feather "
         ".csv .tsv .txt .warc .wet .arc .mds .tar and a few more; a .json file is taken for jsonl.",
     )
-    extract: Literal["resiliparse", "trafilatura", "none"] | None = Field(
+    extract: Literal["resiliparse", "trafilatura", "none"] | ExtractConfig | None = Field(
         default=None,
-        description="Takes the main text out of HTML; null: resiliparse for pages of WARC files, else none.",
+        description="Takes the main text out of HTML; null: resiliparse for pages of WARC files, else none. "
+        "With options of the library: {trafilatura: {favor: recall}}.",
     )
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = Field(
         default=None, description="CSV: between fields; null: a tab for names with .tsv, else a comma."
