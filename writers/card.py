@@ -47,6 +47,8 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
             del entry["exclude"]
         if entry["on_bad_text"] == "quarantine":
             del entry["on_bad_text"]
+        if entry["path_fields"] is None:
+            del entry["path_fields"]
     content["filters"] = [{name: config.model_dump(mode="json")} for name, config in recipe.filter_chain()]
     return content
 

@@ -107,6 +107,20 @@ _SIZE_SCHEMA = {
         {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGTPkmgtp]?[iI]?[bB])?\s*$"},
     ]
 }
+
+
+def _path_fields(value: str) -> str:
+    if value == "hive":
+        return value
+    try:
+        names = re.compile(value).groupindex
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+    if not names:
+        raise ValueError("has no named group, such as (?P<lang>[a-z]{2}), and is not the word hive")
+    return value
+
+
 LocalPath = Annotated[str, AfterValidator(_local)]
 Place = Annotated[str, AfterValidator(_place)]
 Source = Annotated[str, AfterValidator(_url_or_path)]
@@ -189,6 +203,12 @@ class InputConfig(StrictModel):
     metadata: Listed[FieldName] = Field(
         default=(),
         description="Other fields to keep in the provenance table, as one JSON object.",
+    )
+    path_fields: Annotated[str, AfterValidator(_path_fields)] | None = Field(
+        default=None,
+        description="Metadata from the names of files: hive for folders such as lang=de, or a regular "
+        "expression that is searched in the name, whose named groups are the fields.",
+        examples=["hive", "(?P<dump>CC-MAIN-[0-9]{4}-[0-9]{2})/(?P<lang>[a-z]{2})"],
     )
     source: FieldName | None = Field(
         default=None,

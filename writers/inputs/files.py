@@ -32,7 +32,7 @@ from functools import lru_cache
 from os.path import normpath
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from shardkit.errors import BuildError, RecipeError
 from shardkit.storage.object_file import open_object
@@ -47,6 +47,7 @@ __all__ = [
     "check_unchanged",
     "expand_path",
     "expand_url",
+    "fields_of_path",
     "find_files",
     "key_matches",
     "open_input",
@@ -54,6 +55,7 @@ __all__ = [
 
 _MAGIC = re.compile(r"[*?\[]")
 _STORES = 16
+_HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 # s3://bucket, gs://bucket, https://host: what a connection is made to; hdfs:///folder has no host.
 _ROOT = re.compile(r"([^:/]+://(?:[^/]+|/[^/]+))(?:/(.*))?", re.DOTALL)
 
@@ -121,6 +123,22 @@ def _with_documents(
 
     kept = data_files(files, config.format, key, read, is_excluded)
     return {name: file for name, file in files.items() if name in kept}
+
+
+def fields_of_path(config: InputConfig, name: str) -> dict[str, str]:
+    """What `path_fields` finds in a file's name; ValueError if its expression does not match.
+
+    Values of hive folders are unquoted as Spark and Hive quote them; their mark of a null gives no field.
+    """
+    if config.path_fields is None or config.is_sample:
+        return {}
+    if config.path_fields == "hive":
+        parts = [part.partition("=") for part in name.split("/")[:-1] if "=" in part]
+        return {unquote(key): unquote(value) for key, _, value in parts if key and value != _HIVE_NULL}
+    found = re.search(config.path_fields, name)
+    if found is None:
+        raise ValueError(f"the expression {config.path_fields!r} matches nothing in the name {name}")
+    return {key: value for key, value in found.groupdict().items() if value is not None}
 
 
 def open_input(file: InputFile) -> BinaryIO:

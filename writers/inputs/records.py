@@ -29,6 +29,7 @@ from shardkit.writers.inputs.decompress import (
     plain_range,
 )
 from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at
+from shardkit.writers.inputs.files import fields_of_path
 from shardkit.writers.inputs.pages import main_text_by
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
@@ -87,6 +88,7 @@ class RecordSink:
         self._extract = None if extract == "none" else main_text_by(extract)
         self.replaces = config.on_bad_text == "replace"
         self._replaced = 0  # bytes of the record that is being read
+        self._of_path = fields_of_path(config, split.file)
         self.carried = (config.id or "id", config.url or "url", *config.metadata)  # paths of fields
         self.record = split.first_record
         self.offset: int | None = None
@@ -155,9 +157,10 @@ class RecordSink:
         self._bytes += bytes
         id, url = (_field_text(field_at(fields, path)) for path in self.carried[:2])
         metadata = None
-        if config.metadata:
+        if config.metadata or self._of_path:
             found = {path: field_at(fields, path) for path in config.metadata}
-            metadata = _field_text({path: value for path, value in found.items() if value is not MISSING})
+            own = {path: value for path, value in found.items() if value is not MISSING}
+            metadata = _field_text(self._of_path | own)
         self._rows.append((self.record, text, id, url, metadata))
 
     def drop(self, reason: str, *, bytes: int) -> None:

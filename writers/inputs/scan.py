@@ -33,7 +33,7 @@ from shardkit.files import load_json
 from shardkit.hashing import digest_of
 from shardkit.storage.store import StorageOptions
 from shardkit.writers.inputs.decompress import COMPRESSIONS
-from shardkit.writers.inputs.files import InputFile, find_files, open_input
+from shardkit.writers.inputs.files import InputFile, fields_of_path, find_files, open_input
 from shardkit.writers.recipe import InputConfig, Recipe
 
 __all__ = [
@@ -177,6 +177,11 @@ def scan_inputs(
                     f"{key}: {file.path} and {names[name].path} would both be called {name}, and their "
                     "documents have the same ids; change inputs[].base"
                 )
+            try:
+                fields_of_path(config, name)
+            except ValueError as error:
+                problem = f"inputs[{source}].path_fields: {error}; leave the file out with exclude"
+                raise RecipeError(problem) from None
             owners[file.identity], names[name] = (source, name), file
             found.append((source, file, *_format_of(name, config, key)))
 
