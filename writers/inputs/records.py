@@ -8,6 +8,7 @@ at (`record`, and `offset` in a file of bytes), so that every entry of the quara
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
@@ -31,6 +32,7 @@ from shardkit.writers.recipe import InputConfig
 __all__ = ["LimitReachedError", "Line", "Lines", "RecordSink", "SuspectDataError"]
 
 _HEAD_BYTES = 256
+_OWN_ID = re.compile("[0-9a-f]{32}")
 Line = tuple[int, int, bytes, bool]
 """Offset, length without the newline, the bytes, and whether they are all of the line or its head."""
 
@@ -76,13 +78,14 @@ class RecordSink:
         self.columns: Sequence[str] | None = None  # of a table, whose records all have the same fields
         extract = config.extract or ("resiliparse" if split.format == "warc" else "none")
         self._extract = None if extract == "none" else main_text_by(extract)
-        self.carried = (config.id or "id", config.url or "url", *config.metadata)  # paths of fields
+        own_id = () if config.document_id is None else (config.document_id,)
+        self.carried = (config.id or "id", config.url or "url", *config.metadata, *own_id)  # paths of fields
         self.record = split.first_record
         self.offset: int | None = None
         self.position = split.start  # in the decompressed file, after the last of `pieces`
         self.records = 0  # read so far from this split, good or bad
         self._bytes = 0
-        self._rows: list[tuple[int, str, str | None, str | None, str | None]] = []
+        self._rows: list[tuple[int, str, str | None, str | None, str | None, bytes | None]] = []
 
     def _begin_record(self) -> None:
         if self.records == self.split.limit:
@@ -106,14 +109,18 @@ class RecordSink:
             text = main
             self._ledger.read += Count(0, size - len(text.encode()))
             self._ledger.drop("html/markup", 0, size - len(text.encode()))
-        config = self._config
+        config, own_id = self._config, None
+        if config.document_id is not None and (own_id := _own_id(fields, config.document_id)) is None:
+            problem = f"{config.document_id} is not 32 hexadecimal digits; see inputs[].document_id"
+            self._book(1, len(text.encode()), "bad_document_id", problem, text[:_HEAD_BYTES])
+            return
         self._bytes += bytes
         id, url = (_field_text(field_at(fields, path)) for path in self.carried[:2])
         metadata = None
         if config.metadata:
             found = {path: field_at(fields, path) for path in config.metadata}
             metadata = _field_text({path: value for path, value in found.items() if value is not MISSING})
-        self._rows.append((self.record, text, id, url, metadata))
+        self._rows.append((self.record, text, id, url, metadata, own_id))
 
     def drop(self, reason: str, *, bytes: int) -> None:
         """Book a sound record that holds no document: no page, an error page, no text."""
@@ -186,14 +193,16 @@ class RecordSink:
         """Yield the batch gathered so far, if it holds anything."""
         if not self._rows:
             return
-        records, texts, ids, urls, metadata = zip(*self._rows, strict=True)
+        records, texts, ids, urls, metadata, own_ids = zip(*self._rows, strict=True)
         count = len(records)
         self._rows, self._bytes = [], 0
         text = pa.array(texts, pa.large_string())
+        if self._config.document_id is None:
+            own_ids = tuple(document_ids(self.split.file, records))
         self._ledger.read += Count(count, int(text_offsets(text)[-1]))
         yield pa.RecordBatch.from_arrays(
             [
-                pa.array(document_ids(self.split.file, records), pa.binary(16)),
+                pa.array(own_ids, pa.binary(16)),
                 pa.array([self.split.source] * count, pa.int32()),
                 pa.array([self.split.file] * count, pa.string()),
                 pa.array(records, pa.int64()),
@@ -204,6 +213,14 @@ class RecordSink:
             ],
             schema=DOCUMENT_SCHEMA,
         )
+
+
+def _own_id(fields: Mapping[str, object], path: str) -> bytes | None:
+    """The document id in a field: 32 hexadecimal digits; None if there is none."""
+    value = field_at(fields, path)
+    if not isinstance(value, str) or _OWN_ID.fullmatch(value) is None:
+        return None
+    return bytes.fromhex(value)
 
 
 def _field_text(value: object) -> str | None:
