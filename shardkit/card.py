@@ -90,6 +90,7 @@ class TokenizerFacts:
     digest: str | None = None
     eos: str | None = None
     eos_id: int | None = None
+    bos_id: int | None = None
     path: str | None = None
 
 
@@ -452,7 +453,7 @@ class DatasetCard:
     @property
     def tokenizer(self) -> TokenizerFacts:
         """The tokenizer, as far as the card states it soundly."""
-        kinds = {"file": str, "digest": str, "eos": str, "eos_id": int}
+        kinds = {"file": str, "digest": str, "eos": str, "eos_id": int, "bos_id": int}
         stated, recipe = _mapping(self.data.get("tokenizer")), _mapping(self.data.get("recipe"))
         facts: dict[str, Any] = {k: stated[k] for k, kind in kinds.items() if type(stated.get(k)) is kind}
         path = _mapping(recipe.get("tokenizer")).get("path")

@@ -251,4 +251,5 @@ def test_a_token_store_is_a_dataset_whose_samples_are_documents(together: Path) 
     assert all(list(sample["tokens"]).count(eos) == 1 for sample in store)  # type: ignore[call-overload]
     [document] = store.documents(3)
     assert document.tokens == lengths[3]
+    assert document.text in {row["text"] for row in shardkit.open_dataset(together / "text")}
     assert shardkit.verify(together / "store").ok

@@ -394,9 +394,9 @@ def test_documents_begin_with_bos_and_end_with_eos_as_the_models_own_tokenizer_m
     facts = json.loads((built.output / "dataset.json").read_text())["tokenizer"]
     assert (facts["bos"], facts["bos_id"]) == ("<s>", own.token_to_id("<s>"))
     rows = build(recipe, overrides=["tokenizer.bos=<s>", "output.path=rows"], workers=1, progress=False)
-    [first, *_] = rows.open().documents(0)
-    assert first.text is not None
-    assert not first.text.startswith("<s>")
+    texts = [document.text for row in range(len(rows.open())) for document in rows.open().documents(row)]
+    assert len(texts) > len(expected) / 2
+    assert sum("<s>" in str(text) for text in texts) == 1, "the one that spells it; documents begin with it"
 
 
 def test_a_bos_that_the_tokenizer_lacks_or_text_can_produce_is_refused(
