@@ -2,6 +2,7 @@
 
     read = kept + dropped (by rule) + quarantined (by error)      in documents and in bytes of text
     what one stage keeps is what the next one reads
+    documents kept = documents written, of a dataset of text
     tokens encoded = tokens packed;  rows * sequence_length = tokens + padding
     every histogram holds all documents, or all rows, and adds up to what they come to
 
@@ -45,7 +46,7 @@ class Funnel:
     stages: Mapping[str, list[Ledger]]
     source_tokens: list[int]
     removed: Mapping[str, Count]
-    sequence_length: int
+    sequence_length: int | None
     packed: dict[str, int] = field(default_factory=dict)
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     source_languages: list[dict[str, dict[str, int]]] | None = None
@@ -76,10 +77,12 @@ class Funnel:
         total.check("the whole build")
         for reason, count in self.removed.items():
             _same(reason, count, total.dropped.get(reason, Count()))
-        _same("documents to pack", total.kept.documents, self.packed["documents"])
-        _same("tokens to pack", self.tokens, self.packed["tokens"])
-        cells = self.packed["rows"] * self.sequence_length
-        _same("tokens in rows", cells, self.packed["tokens"] + self.packed["padding"])
+        _same("documents to write", total.kept.documents, self.packed["documents"])
+        if "tokens" in self.packed:
+            _same("tokens to pack", self.tokens, self.packed["tokens"])
+        if self.sequence_length is not None:
+            cells = self.packed["rows"] * self.sequence_length
+            _same("tokens in rows", cells, self.packed["tokens"] + self.packed["padding"])
         self._check_histograms()
         for number, languages in enumerate(self.source_languages or ()):
             documents = sum(counts["documents"] for counts in languages.values())

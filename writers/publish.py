@@ -73,6 +73,7 @@ __all__ = [
 
 REPORT_NAME = "report.html"
 ANNOTATIONS_FOLDER = "annotations"
+_PREFIXES = {"tar": "shard-", "parquet": "text-", "jsonl": "text-"}  # of the names of shards
 _THREADS = 8
 _TASK_THREADS = 4  # each may hold 64 MiB
 _TASK_FILES = 64
@@ -166,7 +167,8 @@ def _numbered(shard: ShardInfo, number: int, prefixes: int | None) -> ShardInfo:
     def name(old: str) -> str:
         # part-00002.00017.mds.zstd -> shard.00051.mds.zstd, part-00002.00017.tar -> shard-00051.tar
         ending = old.split(".", 2)[2]
-        return f"{folder}shard{'-' if ending == 'tar' else '.'}{number:05d}.{ending}"
+        kind = ending.partition(".")[0]
+        return f"{folder}{_PREFIXES.get(kind, 'shard.')}{number:05d}.{ending}"
 
     zipped = None if shard.zip is None else replace(shard.zip, basename=name(shard.zip.basename))
     return replace(shard, raw=replace(shard.raw, basename=name(shard.raw.basename)), zip=zipped)

@@ -13,10 +13,11 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import core_schema
 
-__all__ = ["FieldName", "Listed", "Ratio", "Shorthand", "StrictModel"]
+__all__ = ["TRAIN", "FieldName", "Listed", "Ratio", "Shorthand", "StrictModel"]
 
 T = TypeVar("T")
 
+TRAIN = "train"  # the part of a split that is left when the others are taken
 FieldName = Annotated[str, Field(min_length=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 

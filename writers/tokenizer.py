@@ -21,7 +21,7 @@ import hashlib
 import json
 import os
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -85,31 +85,42 @@ class EosInTextError(BuildError):
 
 
 class Encoder:
-    """One tokenizer.json and the id that ends documents.
+    """One tokenizer.json, the id that ends documents, and the one that begins them if `bos` is given.
 
     `vocab_size` is one more than the greatest id; `dtype` is uint16 where that suffices, else uint32;
     `digest` is the blake2b-128 of the file's bytes. Texts with a character of `unlike` are encoded by
     `tokenizers` in any case. Raises RecipeError for a file that cannot be used.
     """
 
-    def __init__(self, path: Path, eos: str, *, engine: Engine = "gigatoken", unlike: Ranges = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        eos: str,
+        *,
+        bos: str | None = None,
+        engine: Engine = "gigatoken",
+        unlike: Ranges = (),
+    ) -> None:
         data = _read_tokenizer(path)
         self.path = path
-        self.eos = eos
+        self.eos, self.bos = eos, bos
         self.engine: Engine = engine
         self.digest = _digest(data)
         self._config = config = _parse_tokenizer(path, data)
         self._unlike = _table_of(unlike) if unlike and engine == "gigatoken" else None
         ids = _vocabulary_ids(config)
-        if eos not in ids:
-            raise RecipeError(f"tokenizer.eos: {path} has no token {eos!r}; {_candidates(config)}")
+        for key, token in (("eos", eos), ("bos", bos)):
+            if token is not None and token not in ids:
+                raise RecipeError(f"tokenizer.{key}: {path} has no token {token!r}; {_candidates(config)}")
+        marks = {eos} if bos is None else {eos, bos}
         self._encode: _Gigatoken | _Reference
         if engine == "gigatoken":
-            self._encode = _Gigatoken(config, eos)
+            self._encode = _Gigatoken(config, marks)
         else:
-            self._encode = _Reference(path, config, eos)
+            self._encode = _Reference(path, config, marks)
             ids = self._encode.vocabulary()
         self.eos_id = ids[eos]
+        self.bos_id = None if bos is None else ids[bos]
         self.vocab_size = max(ids.values()) + 1
         self.dtype: np.dtype[np.uint16 | np.uint32]
         self.dtype = np.dtype(np.uint16) if self.vocab_size <= 1 << 16 else np.dtype(np.uint32)
@@ -148,7 +159,7 @@ class Encoder:
 
     @cached_property
     def _reference(self) -> _Reference:
-        return _Reference(self.path, self._config, self.eos)
+        return _Reference(self.path, self._config, {self.eos} if self.bos is None else {self.eos, self.bos})
 
     def _check(self, ids: Ids, lengths: npt.NDArray[np.int64], first_row: int) -> None:
         if len(ids) and int(ids.max()) >= self.vocab_size:
@@ -156,20 +167,25 @@ class Encoder:
                 f"{self.path}: {self.engine} returned id {int(ids.max())}, outside the vocabulary of "
                 f"{self.vocab_size:,}; the tokenizer file is inconsistent"
             )
-        if len(found := np.flatnonzero(ids == self.eos_id)):
-            raise EosInTextError(
-                f"{self.path}: text was encoded to the eos id {self.eos_id} ({self.eos!r}), so document ends "
-                f"would be ambiguous; set tokenizer.eos to a special token that text cannot produce",
-                first_row + int(np.searchsorted(np.cumsum(lengths), found[0], side="right")),
-            )
+        marks = [("eos", self.eos_id, self.eos)]
+        marks += [] if self.bos_id is None else [("bos", self.bos_id, str(self.bos))]
+        for key, mark, token in marks:
+            if len(found := np.flatnonzero(ids == mark)):
+                raise EosInTextError(
+                    f"{self.path}: text was encoded to the {key} id {mark} ({token!r}), so document ends "
+                    f"would be ambiguous; set tokenizer.{key} to a special token that text cannot produce",
+                    first_row + int(np.searchsorted(np.cumsum(lengths), found[0], side="right")),
+                )
 
 
 class _Gigatoken:
     """The fast engine, on the calling thread, over Arrow's own buffers."""
 
-    def __init__(self, config: dict[str, Any], eos: str) -> None:
+    def __init__(self, config: dict[str, Any], marks: Set[str]) -> None:
         added = [
-            t for t in config.get("added_tokens") or () if not t.get("special") and t.get("content") != eos
+            t
+            for t in config.get("added_tokens") or ()
+            if not t.get("special") and t.get("content") not in marks
         ]
         unused = {"post_processor": None, "truncation": None, "padding": None}
         self._data = json.dumps(config | unused | {"added_tokens": added})
@@ -210,19 +226,20 @@ class _Gigatoken:
 class _Reference:
     """`tokenizers`: slow, and right by definition. One document a call, so that it starts no threads."""
 
-    def __init__(self, path: Path, config: dict[str, Any], eos: str) -> None:
+    def __init__(self, path: Path, config: dict[str, Any], marks: Set[str]) -> None:
         try:
             import tokenizers
         except ImportError as error:
             raise MissingExtraError("tokenizers", "write", "tokenizing") from error
         added = [
-            t | {"special": True} if t.get("content") == eos else t for t in config.get("added_tokens") or ()
+            t | {"special": True} if t.get("content") in marks else t
+            for t in config.get("added_tokens") or ()
         ]
         # Cutting or padding documents is the packer's work, whatever the file asks for.
         plain = config | {"added_tokens": added, "truncation": None, "padding": None}
         try:
             self._named = self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(plain))
-            if (hidden := _hide_special_pieces(plain, eos)) is not plain:
+            if (hidden := _hide_special_pieces(plain, marks)) is not plain:
                 self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(hidden))
         except Exception as error:  # tokenizers raises plain Exception
             raise RecipeError(f"tokenizer.path: {path} cannot be loaded by tokenizers: {error}") from error
@@ -238,8 +255,8 @@ class _Reference:
         return np.concatenate(parts or [np.zeros(0, np.uint32)]), lengths
 
 
-def _hide_special_pieces(config: dict[str, Any], eos: str) -> dict[str, Any]:
-    """The same tokenizer, whose Unigram model cannot find special tokens or eos in text; ids do not change.
+def _hide_special_pieces(config: dict[str, Any], marks: Set[str]) -> dict[str, Any]:
+    """The same tokenizer, whose Unigram model cannot find special tokens or `marks` in text, with its ids.
 
     SentencePiece matches no control symbol in text either. Scores stay, because the least of them decides
     what an unknown character costs. The added tokens of these pieces go: text is not searched for special
@@ -248,7 +265,7 @@ def _hide_special_pieces(config: dict[str, Any], eos: str) -> dict[str, Any]:
     vocabulary = config["model"].get("vocab")
     if not isinstance(vocabulary, list):
         return config
-    special = {eos} | {t["content"] for t in config["added_tokens"] if t.get("special")}
+    special = {*marks} | {t["content"] for t in config["added_tokens"] if t.get("special")}
     hidden = special & {piece for piece, _ in vocabulary}
     if not hidden:
         return config
@@ -325,14 +342,18 @@ def _find_characters(data: UInt8s, edges: Int64s, table: Bools, found: Bools) ->
                 break
 
 
-def load_encoder(path: Path, eos: str, engine: Engine = "gigatoken", unlike: Ranges = ()) -> Encoder:
+def load_encoder(
+    path: Path, eos: str, engine: Engine = "gigatoken", unlike: Ranges = (), bos: str | None = None
+) -> Encoder:
     """An Encoder, kept for the process's next task as long as the file's bytes stay the same."""
-    return _load_encoder(path, tokenizer_digest(path), eos, engine, unlike)
+    return _load_encoder(path, tokenizer_digest(path), eos, engine, unlike, bos)
 
 
 @lru_cache(maxsize=2)
-def _load_encoder(path: Path, digest: str, eos: str, engine: Engine, unlike: Ranges) -> Encoder:
-    encoder = Encoder(path, eos, engine=engine, unlike=unlike)
+def _load_encoder(
+    path: Path, digest: str, eos: str, engine: Engine, unlike: Ranges, bos: str | None
+) -> Encoder:
+    encoder = Encoder(path, eos, bos=bos, engine=engine, unlike=unlike)
     if encoder.digest != digest:
         raise BuildError(f"{path}: the tokenizer changed while the build ran; start the build again")
     return encoder
@@ -355,6 +376,7 @@ def check_parity(
     eos: str,
     unlike: Ranges = (),
     *,
+    bos: str | None = None,
     sample_bytes: int = PARITY_BYTES,
 ) -> Parity:
     """Compare both engines on a fixed sample of the build's documents (Arrow files of DOCUMENT_SCHEMA).
@@ -363,14 +385,15 @@ def check_parity(
     The sample depends on the files' contents and order only. Warns (RuntimeWarning) when the build has to
     use `tokenizers`. Call it once per build and give the engine's name to every tokenize task.
     """
-    reference = Encoder(path, eos, engine="tokenizers")
+    reference = Encoder(path, eos, bos=bos, engine="tokenizers")
     texts = [*_probes(path), *sample_texts(documents, sample_bytes)]
     size = sum(len(text.encode()) for text in texts)
     try:
-        fast = Encoder(path, eos, engine="gigatoken", unlike=unlike)
+        fast = Encoder(path, eos, bos=bos, engine="gigatoken", unlike=unlike)
     except BuildError as error:
         return _fall_back(path, Parity("tokenizers", len(texts), size, 0, str(error)))
-    if (fast.eos_id, fast.vocab_size) != (reference.eos_id, reference.vocab_size):
+    facts = [(encoder.eos_id, encoder.bos_id, encoder.vocab_size) for encoder in (fast, reference)]
+    if facts[0] != facts[1]:
         reason = "the tokenizer file numbers its added tokens in another way than tokenizers does"
         return _fall_back(path, Parity("tokenizers", len(texts), size, 0, reason))
     different = [text for text in texts if not _agree(fast, reference, text)]

@@ -58,6 +58,7 @@ def test_the_recipe_that_init_writes_builds_what_is_there(
     assert lines.exclude == ("*.json", "*.md", "*.parquet")
     assert (table.text, table.id, table.url) == ("text", None, None)
     assert set(table.exclude) == {"*.json", "*.md", "*.jsonl", "*.jsonl.gz"}
+    assert recipe.tokenizer is not None
     assert recipe.tokenizer.eos == "<|endoftext|>"
     assert main(["build", "recipe.yaml", "--quiet", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["funnel"]["read"]["documents"] == 90

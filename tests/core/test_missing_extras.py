@@ -77,6 +77,7 @@ COMMANDS: list[tuple[str, tuple[str, str] | None]] = [
     ("info {dataset}", None),
     ("init {labelled} --output {new}.yaml", ("", "write")),
     ("info s3://bucket/a", ("boto3", "s3")),
+    ("pack {dataset} {new}", ("pyarrow", "write")),
     ("plan build {recipe}", ("", "write")),
     ("plan train --tokens 10M --days 1 --gpus 8", None),
     ("simulate --samples 100000 --sample-bytes 8192 --nodes 1 --plot {new}.png", ("matplotlib", "plot")),

@@ -48,6 +48,7 @@ def _first_line(error: Exception) -> str:
 def _wanted_paths(schema: pa.Schema, config: InputConfig) -> list[str]:
     """The columns and struct fields that the recipe wants and the file has."""
     paths = dict.fromkeys((config.text, config.id or "id", config.url or "url", *config.metadata))
+    paths |= {} if config.document_id is None else {config.document_id: None}
     return [path for path in paths if type_at(schema, path) is not None]
 
 

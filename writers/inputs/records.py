@@ -41,6 +41,7 @@ __all__ = ["LimitReachedError", "Line", "Lines", "PieceReader", "RecordSink", "S
 _HEAD_BYTES = 256
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SURROGATE_BYTES = 3  # of its code point
+_OWN_ID = re.compile("[0-9a-f]{32}")
 Line = tuple[int, int, bytes, bool]
 """Offset, length without the newline, the bytes, and whether they are all of the line or its head."""
 
@@ -89,13 +90,14 @@ class RecordSink:
         self.replaces = config.on_bad_text == "replace"
         self._replaced = 0  # bytes of the record that is being read
         self._of_path = fields_of_path(config, split.file)
-        self.carried = (config.id or "id", config.url or "url", *config.metadata)  # paths of fields
+        own_id = () if config.document_id is None else (config.document_id,)
+        self.carried = (config.id or "id", config.url or "url", *config.metadata, *own_id)  # paths of fields
         self.record = split.first_record
         self.offset: int | None = None
         self.position = split.start  # in the decompressed file, after the last of `pieces`
         self.records = 0  # read so far from this split, good or bad
         self._bytes = 0
-        self._rows: list[tuple[int, str, str | None, str | None, str | None]] = []
+        self._rows: list[tuple[int, str, str | None, str | None, str | None, bytes | None]] = []
 
     def _begin_record(self) -> None:
         if self.records == self.split.limit:
@@ -150,10 +152,14 @@ class RecordSink:
             text = main
             self._ledger.read += Count(0, size - len(text.encode()))
             self._ledger.drop("html/markup", 0, size - len(text.encode()))
+        config, own_id = self._config, None
+        if config.document_id is not None and (own_id := _own_id(fields, config.document_id)) is None:
+            problem = f"{config.document_id} is not 32 hexadecimal digits; see inputs[].document_id"
+            self._book(1, len(text.encode()), "bad_document_id", problem, text[:_HEAD_BYTES])
+            return
         if replaced:
             self._ledger.read += Count(0, replaced)
             self._ledger.drop("text/replaced", 0, replaced)
-        config = self._config
         self._bytes += bytes
         id, url = (_field_text(field_at(fields, path)) for path in self.carried[:2])
         metadata = None
@@ -161,7 +167,7 @@ class RecordSink:
             found = {path: field_at(fields, path) for path in config.metadata}
             own = {path: value for path, value in found.items() if value is not MISSING}
             metadata = _field_text(self._of_path | own)
-        self._rows.append((self.record, text, id, url, metadata))
+        self._rows.append((self.record, text, id, url, metadata, own_id))
 
     def drop(self, reason: str, *, bytes: int) -> None:
         """Book a sound record that holds no document: no page, an error page, no text."""
@@ -243,14 +249,16 @@ class RecordSink:
         """Yield the batch gathered so far, if it holds anything."""
         if not self._rows:
             return
-        records, texts, ids, urls, metadata = zip(*self._rows, strict=True)
+        records, texts, ids, urls, metadata, own_ids = zip(*self._rows, strict=True)
         count = len(records)
         self._rows, self._bytes = [], 0
         text = pa.array(texts, pa.large_string())
+        if self._config.document_id is None:
+            own_ids = tuple(document_ids(self.split.file, records))
         self._ledger.read += Count(count, int(text_offsets(text)[-1]))
         yield pa.RecordBatch.from_arrays(
             [
-                pa.array(document_ids(self.split.file, records), pa.binary(16)),
+                pa.array(own_ids, pa.binary(16)),
                 pa.array([self.split.source] * count, pa.int32()),
                 pa.array([self.split.file] * count, pa.string()),
                 pa.array(records, pa.int64()),
@@ -261,6 +269,14 @@ class RecordSink:
             ],
             schema=DOCUMENT_SCHEMA,
         )
+
+
+def _own_id(fields: Mapping[str, object], path: str) -> bytes | None:
+    """The document id in a field: 32 hexadecimal digits; None if there is none."""
+    value = field_at(fields, path)
+    if not isinstance(value, str) or _OWN_ID.fullmatch(value) is None:
+        return None
+    return bytes.fromhex(value)
 
 
 def _field_text(value: object) -> str | None:

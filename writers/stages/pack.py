@@ -12,7 +12,6 @@ renames them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from shardkit.card import Histogram
 from shardkit.errors import BuildError, ConservationError
 from shardkit.formats import mds, tar
 from shardkit.formats.tar.writer import KEY_DIGITS
-from shardkit.manifest import Column, FileInfo, ShardInfo
+from shardkit.manifest import ShardInfo
 from shardkit.order.permutation import Permutation
 from shardkit.writers.exchange import Exchanged, Slice
 from shardkit.writers.execution.task import Commit, Task, partition_name
@@ -35,7 +34,15 @@ from shardkit.writers.stages.provenance import PROVENANCE_NAME, write_provenance
 from shardkit.writers.stages.tokenize import documents_of, partition_start
 from shardkit.writers.tokenizer import Tokens
 
-__all__ = ["Packed", "pack_partition", "tasks"]
+__all__ = [
+    "Packed",
+    "Partition",
+    "pack_documents",
+    "pack_partition",
+    "store_documents",
+    "tar_key_digits",
+    "tasks",
+]
 
 TAR_KEY_STEP = 10**8  # keys of a partition's rows begin at partition * this: unique over the dataset
 
@@ -78,18 +85,11 @@ class Packed:
         """What a task of this stage committed; shards have the names that they have in its folder."""
         sums, histograms = commit.counts["packed"], commit.counts["histograms"]
         return cls(
-            [_shard_from_dict(entry) for entry in commit.counts["shards"]],
+            [ShardInfo.from_dict(entry) for entry in commit.counts["shards"]],
             **{name: sums[name] for name in _SUMS},
             row_padding=Histogram.from_dict(histograms["row_padding"]),
             row_pieces=Histogram.from_dict(histograms["row_pieces"]),
         )
-
-
-def _shard_from_dict(entry: Mapping[str, Any]) -> ShardInfo:
-    zipped = None if entry["zip"] is None else FileInfo(**entry["zip"])
-    columns = tuple(Column(**column) for column in entry["columns"])
-    rest = {name: entry[name] for name in ("samples", "compression", "size_limit")}
-    return ShardInfo(FileInfo(**entry["raw"]), columns=columns, zip=zipped, **rest)
 
 
 def tasks(recipe: Recipe, tokens: Exchanged, partitions: int, *, eos_id: int, dtype: str) -> list[Task]:
@@ -102,7 +102,7 @@ def tasks(recipe: Recipe, tokens: Exchanged, partitions: int, *, eos_id: int, dt
         "dtype": dtype,
         "partitions": partitions,
     }
-    key_digits = KEY_DIGITS if partitions * TAR_KEY_STEP <= 10**KEY_DIGITS else _WIDE_KEY_DIGITS
+    key_digits = tar_key_digits(partitions)
     made = []
     for number in range(partitions):
         mine = tokens.slice(partition_start(number, partitions), partition_start(number + 1, partitions))
@@ -111,6 +111,11 @@ def tasks(recipe: Recipe, tokens: Exchanged, partitions: int, *, eos_id: int, dt
         inputs = {"tokens": mine.digest}
         made.append(Task("pack", name, config, pack_partition, args, inputs=inputs))
     return made
+
+
+def tar_key_digits(partitions: int) -> int:
+    """Digits of the keys of tars, which are unique over the dataset."""
+    return KEY_DIGITS if partitions * TAR_KEY_STEP <= 10**KEY_DIGITS else _WIDE_KEY_DIGITS
 
 
 def pack_partition(
@@ -126,6 +131,32 @@ def pack_partition(
 ) -> Packed:
     """Pack the documents of `partition`; write its shards and provenance into `folder`."""
     part = _read_partition(documents, np.dtype(dtype))
+    if output.format == "tokens":
+        return store_documents(folder, part, partition, output, seed)
+    return pack_documents(folder, part, partition, pack, output, seed, eos_id, key_digits)
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Documents by (hash, document id): where each begins in `tokens`, how long it is, its row of `table`."""
+
+    tokens: Tokens
+    starts: _Ints
+    lengths: _Ints
+    table: pa.Table
+
+
+def pack_documents(
+    folder: Path,
+    part: Partition,
+    partition: int,
+    pack: PackConfig,
+    output: OutputConfig,
+    seed: int,
+    eos_id: int,
+    key_digits: int = KEY_DIGITS,
+) -> Packed:
+    """Pack documents into rows, shuffle these, and write shards and provenance."""
     packer = pack_best_fit if pack.strategy == "best_fit" else pack_concat
     placement = packer(part.lengths, pack.sequence_length)
     shuffle = Permutation(placement.rows, f"{seed}\0rows\0{partition}".encode())
@@ -155,17 +186,49 @@ def pack_partition(
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class _Partition:
-    """`tokens` are all payloads, seen as ids; `starts` and `lengths` follow the shuffled order."""
+def store_documents(folder: Path, part: Partition, partition: int, output: OutputConfig, seed: int) -> Packed:
+    """Write whole documents in their order, one a sample, to be packed later (writers/pack_store.py)."""
+    count = len(part.lengths)
+    sizes = mds.array_bytes(part.lengths, part.tokens.dtype)
+    starts = _cut_by_bytes(sizes, output.shard_bytes)
+    kind = np.dtype(np.uint16 if part.tokens.dtype.itemsize == 2 else np.uint32)
+    shards = []
+    for number in range(len(starts) - 1):
+        rows = range(int(starts[number]), int(starts[number + 1]))
+        arrays = [
+            part.tokens[part.starts[row] : part.starts[row] + part.lengths[row]].view(kind) for row in rows
+        ]
+        shards.append(
+            mds.write_arrays_shard(
+                folder,
+                f"part-{partition:05d}.{number:05d}.mds",
+                arrays,
+                kind,
+                compression=output.compression,
+                hashes=output.hashes,
+                size_limit=output.shard_bytes,
+            )
+        )
+    order = np.arange(count, dtype=np.int64)
+    zeros = np.zeros(count, np.int64)
+    placement = Placement(0, count, order, zeros, part.lengths, order, zeros)
+    write_provenance(folder / PROVENANCE_NAME, placement, starts, part.table, seed=seed)
+    histograms = Histogram.of(zeros), Histogram.of(zeros + 1)
+    tokens = int(part.lengths.sum())
+    return Packed(shards, count, count, tokens, 0, 0, 0, count, *histograms)
 
-    tokens: Tokens
-    starts: _Ints
-    lengths: _Ints
-    table: pa.Table
+
+def _cut_by_bytes(sizes: _Ints, most: int) -> _Ints:
+    """int64[shards + 1]: first sample of each shard of at most so many bytes, or of one sample."""
+    ends = np.cumsum(sizes)
+    starts = [0]
+    while starts[-1] < len(sizes):
+        before = int(ends[starts[-1] - 1]) if starts[-1] else 0
+        starts.append(max(starts[-1] + 1, int(np.searchsorted(ends, before + most, side="right"))))
+    return np.array(starts, np.int64)
 
 
-def _read_partition(documents: Slice, dtype: np.dtype[Any]) -> _Partition:
+def _read_partition(documents: Slice, dtype: np.dtype[Any]) -> Partition:
     rows, payload = documents.read()
     starts = np.cumsum(rows["size"]) - rows["size"]
     ids = np.ascontiguousarray(rows["document_id"]).view(">u8").astype(np.uint64).reshape(-1, 2)
@@ -173,10 +236,13 @@ def _read_partition(documents: Slice, dtype: np.dtype[Any]) -> _Partition:
     rows, starts, ids = rows[order], starts[order], ids[order]
     if (repeated := (ids[1:] == ids[:-1]).all(axis=1)).any():
         first = ids[int(repeated.argmax())].astype(">u8").tobytes().hex()
-        raise BuildError(f"document {first} was tokenized twice; remove the work folder and build again")
+        raise BuildError(
+            f"document {first} occurs twice; an input with `document_id` may hold it twice (remove repeated "
+            f"ones with dedup.exact), else remove the work folder and build again"
+        )
     table = documents_of(rows, payload, starts, dtype.itemsize)
     tokens: Tokens = payload.view(dtype.newbyteorder("<"))
-    return _Partition(tokens, starts // dtype.itemsize, np.ascontiguousarray(rows["tokens"]), table)
+    return Partition(tokens, starts // dtype.itemsize, np.ascontiguousarray(rows["tokens"]), table)
 
 
 def _count(placement: Placement, lengths: _Ints) -> Packed:

@@ -67,6 +67,7 @@ __all__ = [
     "parity_task",
     "partition_of",
     "partition_start",
+    "remaining",
     "tasks",
     "tokenize_split",
     "tokenizer_task",
@@ -182,12 +183,20 @@ class TokenizerFile:
     file: Artifact
     digest: str
     eos: str
+    bos: str | None = None
+
+    @property
+    def marks(self) -> dict[str, str]:
+        """The tokens that documents end and begin with, by key of the recipe: what decides ids."""
+        return {"tokenizer.eos": self.eos} | ({} if self.bos is None else {"tokenizer.bos": self.bos})
 
     @classmethod
-    def of(cls, recipe: Recipe) -> TokenizerFile:
-        """The recipe's tokenizer, on this machine."""
+    def of(cls, recipe: Recipe) -> TokenizerFile | None:
+        """The recipe's tokenizer, on this machine; None if no dataset of the recipe has tokens."""
+        if recipe.tokenizer is None or all(one.output.is_text for one in recipe.datasets()):
+            return None
         path = find_tokenizer(recipe.folder, recipe.tokenizer.path)
-        return cls(Artifact(path), tokenizer_digest(path), recipe.tokenizer.eos)
+        return cls(Artifact(path), tokenizer_digest(path), recipe.tokenizer.eos, recipe.tokenizer.bos)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +204,7 @@ class TokenizerFacts(PlainCounts):
     """Result of task `tokenizer`: the engine to start with, and characters that it must not encode."""
 
     eos_id: int
+    bos_id: int | None
     vocab_size: int
     dtype: str
     engine: Engine
@@ -209,18 +219,18 @@ class TokenizerFacts(PlainCounts):
 
 def tokenizer_task(tokenizer: TokenizerFile) -> Task:
     """The task that loads the tokenizer early, so that wrong files and eos tokens fail at once."""
-    config, inputs = {"tokenizer.eos": tokenizer.eos}, {"tokenizer": tokenizer.digest}
-    args = (tokenizer.file, tokenizer.eos)
-    return Task("tokenizer", "tokenizer", config, check_tokenizer, args, _FIRST, inputs)
+    inputs = {"tokenizer": tokenizer.digest}
+    args = (tokenizer.file, tokenizer.eos, tokenizer.bos)
+    return Task("tokenizer", "tokenizer", tokenizer.marks, check_tokenizer, args, _FIRST, inputs)
 
 
-def check_tokenizer(folder: Path, file: Artifact, eos: str) -> TokenizerFacts:
+def check_tokenizer(folder: Path, file: Artifact, eos: str, bos: str | None = None) -> TokenizerFacts:
     """Load the tokenizer with the reference engine, and with the fast one if it supports the file."""
     path = file.local()
-    encoder = Encoder(path, eos, engine="tokenizers")
-    facts = encoder.eos_id, encoder.vocab_size, encoder.dtype.name
+    encoder = Encoder(path, eos, bos=bos, engine="tokenizers")
+    facts = encoder.eos_id, encoder.bos_id, encoder.vocab_size, encoder.dtype.name
     try:  # choose the engine to start with; the parity check decides
-        fast = Encoder(path, eos, engine="gigatoken")
+        fast = Encoder(path, eos, bos=bos, engine="gigatoken")
         unlike = unlike_characters(fast, encoder)
     except MissingExtraError:
         raise
@@ -236,18 +246,23 @@ def parity_task(documents: Sequence[Commit], tokenizer: TokenizerFile, unlike: R
     paths = tuple(commit.files / DOCUMENTS_FILE for commit in documents)
     contents = digest_of([commit.outputs[DOCUMENTS_FILE].xxh3_128 for commit in documents])
     inputs = {"documents": contents, "tokenizer": tokenizer.digest}
-    config = {"tokenizer.eos": tokenizer.eos, "unlike": digest_of(unlike)}
-    args = (paths, tokenizer.file, tokenizer.eos, unlike)
+    config = tokenizer.marks | {"unlike": digest_of(unlike)}
+    args = (paths, tokenizer.file, tokenizer.eos, tokenizer.bos, unlike)
     return Task("parity", "parity", config, compare_engines, args, _FIRST, inputs)
 
 
 def compare_engines(
-    folder: Path, documents: Sequence[Artifact], tokenizer: Artifact, eos: str, unlike: Ranges
+    folder: Path,
+    documents: Sequence[Artifact],
+    tokenizer: Artifact,
+    eos: str,
+    bos: str | None,
+    unlike: Ranges,
 ) -> Parity:
     """`check_parity` without its warning, which the build issues even if this task is skipped."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return check_parity(documents, tokenizer.local(), eos, unlike)
+        return check_parity(documents, tokenizer.local(), eos, unlike, bos=bos)
 
 
 def tasks(
@@ -267,13 +282,13 @@ def tasks(
     `documents` are the commits with each split's documents.arrow: `cleaned`, or those that cut lines out.
     """
     config = {
-        "tokenizer.eos": recipe.tokenizer.eos,
+        **tokenizer.marks,
         "engine": engine,
         "unlike": digest_of(unlike),
         "seed": recipe.seed,
         "block_bytes": limits.block_bytes,
     }
-    encoder = (tokenizer.file, tokenizer.eos, engine, unlike)
+    encoder = (tokenizer.file, tokenizer.eos, engine, unlike, tokenizer.bos)
     made = []
     for split, commit, removed, first in zip(splits, documents, removals, cleaned, strict=True):
         languages, named = _languages(first, commit)
@@ -308,18 +323,18 @@ def _tokenize(
     folder: Path,
     documents: Artifact,
     removed: SplitRemovals,
-    encoder: tuple[Artifact, str, Engine, Ranges],
+    encoder: tuple[Artifact, str, Engine, Ranges, str | None],
     seed: int,
     memory_bytes: int,
     limits: Limits,
     languages: LanguageLabels | None,
 ) -> Tokenized:
     """Load the encoder, which the process caches, and the removed rows; then `tokenize_split`."""
-    file, eos, engine, unlike = encoder
+    file, eos, engine, unlike, bos = encoder
     return tokenize_split(
         documents,
         removed.load(),
-        load_encoder(file.local(), eos, engine, unlike),
+        load_encoder(file.local(), eos, engine, unlike, bos),
         seed=seed,
         folder=folder,
         memory_bytes=memory_bytes,
@@ -344,6 +359,7 @@ def tokenize_split(
     Documents without any token are booked as dropped under "empty".
     """
     ledger, lengths, spilled = Ledger(), Histogram(), 0
+    marks = 1 if encoder.bos_id is None else 2  # tokens of a document beside those of its text
     counts = None if languages is None else languages.open()
     with (
         documents.open_arrow(mapped=True) as source,
@@ -356,19 +372,19 @@ def tokenize_split(
             batch = reader.get_batch(number)
             if counts is not None:
                 batch = counts.beside(batch, start)
-            part = removed.part(start, batch.num_rows)
+            part = removed.within(start, batch.num_rows)
             start += batch.num_rows
             kept, copies, ids, tokens = _tokenize_batch(batch, part, encoder, ledger, twins)
             if kept.num_rows:
                 hashes = keyed_hashes(kept.column("document_id").to_pylist(), seed, "shuffle")
                 rows, payload = document_rows(
-                    kept, hashes, copies, _with_eos(ids, tokens, encoder), tokens + 1
+                    kept, hashes, copies, _with_marks(ids, tokens, encoder), tokens + marks
                 )
                 run.write(rows, payload)
-            lengths.add(Histogram.of(tokens + 1))
-            spilled += len(ids) + len(tokens)
+            lengths.add(Histogram.of(tokens + marks))
+            spilled += len(ids) + marks * len(tokens)
             if counts is not None:
-                counts.count(kept, tokens + 1)
+                counts.count(kept, tokens + marks)
             PULSE.tell(ledger)
         for lost in removed.rows.values():
             if len(lost) and not 0 <= lost.min() <= lost.max() < start:
@@ -387,19 +403,8 @@ def _tokenize_batch(
     twins: TwinsFile,
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.int32], Tokens, npt.NDArray[np.int64]]:
     """Encode one batch and book it; returns the encoded documents, their copies, ids and numbers of ids."""
+    batch, copies = remaining(batch, removed, ledger, twins)
     sizes = np.diff(text_offsets(batch.column("text")))
-    ledger.read += Count(batch.num_rows, int(sizes.sum()))
-    copies = np.ones(batch.num_rows, np.int32)
-    copies[removed.copied] = removed.copies
-    keep = np.ones(batch.num_rows, np.bool_)
-    for reason, losers in removed.rows.items():
-        if len(losers):
-            ledger.drop(reason, len(losers), int(sizes[losers].sum()))
-            twins.remove(batch, reason, losers, removed.outcomes.get(reason))
-            keep[losers] = False
-    twins.keep(batch, removed.copied)
-    if not keep.all():
-        batch, sizes, copies = batch.filter(pa.array(keep)), sizes[keep], copies[keep]
     try:
         ids, lengths = encoder.encode(batch.column("text"))
     except EosInTextError as error:
@@ -414,12 +419,45 @@ def _tokenize_batch(
     return batch, copies, ids, lengths
 
 
-def _with_eos(ids: Tokens, lengths: npt.NDArray[np.int64], encoder: Encoder) -> Tokens:
-    ended: Tokens = np.full(len(ids) + len(lengths), encoder.eos_id, encoder.dtype)
-    is_text = np.ones(len(ended), np.bool_)
-    is_text[np.cumsum(lengths + 1) - 1] = False
-    ended[is_text] = ids
-    return ended
+def remaining(
+    batch: pa.RecordBatch, removed: Removed, ledger: Ledger, twins: TwinsFile
+) -> tuple[pa.RecordBatch, npt.NDArray[np.int32]]:
+    """The documents of a batch that stay, and how many documents each stands for.
+
+    The ledger gets what is read and what goes; `twins` what goes as a duplicate, and what stays for one.
+    """
+    sizes = np.diff(text_offsets(batch.column("text")))
+    ledger.read += Count(batch.num_rows, int(sizes.sum()))
+    copies = np.ones(batch.num_rows, np.int32)
+    copies[removed.copied] = removed.copies
+    keep = np.ones(batch.num_rows, np.bool_)
+    for reason, losers in removed.rows.items():
+        if len(losers):
+            ledger.drop(reason, len(losers), int(sizes[losers].sum()))
+            twins.remove(batch, reason, losers, removed.outcomes.get(reason))
+            keep[losers] = False
+    twins.keep(batch, removed.copied)
+    for reason, others in removed.elsewhere(batch.num_rows).items():
+        others &= keep
+        ledger.drop(reason, int(others.sum()), int(sizes[others].sum()))
+        keep &= ~others
+    if keep.all():
+        return batch, copies
+    return batch.filter(pa.array(keep)), copies[keep]
+
+
+def _with_marks(ids: Tokens, lengths: npt.NDArray[np.int64], encoder: Encoder) -> Tokens:
+    """The ids of documents, each begun by the bos id if there is one, and ended by the eos id."""
+    marks = 1 if encoder.bos_id is None else 2
+    marked: Tokens = np.full(len(ids) + marks * len(lengths), encoder.eos_id, encoder.dtype)
+    is_text = np.ones(len(marked), np.bool_)
+    ends = np.cumsum(lengths + marks)
+    is_text[ends - 1] = False
+    if encoder.bos_id is not None:
+        begins = ends - lengths - marks
+        is_text[begins], marked[begins] = False, encoder.bos_id
+    marked[is_text] = ids
+    return marked
 
 
 def document_rows(
