@@ -31,6 +31,7 @@ from shardkit.loaders import Stream, StreamingLoader
 from shardkit.tools.demo.run import RECIPE as DEMO_RECIPE
 from shardkit.tools.trace.text import Decoder
 from shardkit.writers import BuildResult, build, build_dedup_index, load_recipe
+from shardkit.writers.pack_store import pack_store
 from support.default_cases import cases
 from support.s3_moto import s3_server
 from support.small_build import make_corpus, tree
@@ -38,7 +39,7 @@ from support.small_build import make_corpus, tree
 pytestmark = pytest.mark.usefixtures("inline_builds")
 
 # Those that have a test of their own below.
-PROFILES = {"c4", "code", "continue-pretraining", "demo", "gopher", "wikipedia"}
+PROFILES = {"c4", "code", "continue-pretraining", "demo", "gopher", "long-context", "wikipedia"}
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 RECIPES = [recipe for recipe in sorted(FOLDER.glob("*.yaml")) if recipe.stem not in PROFILES]
 # Prose that all of the filters let pass: sentences in paragraphs, with the stop words they look for.
@@ -444,3 +445,29 @@ def test_continue_pretraining_keeps_what_is_new_to_the_model(folder: Path) -> No
     streams = [Stream(result.location, weight=19), Stream(rehearsal.location)]
     with StreamingLoader(streams, batch_size=20, return_ids=True) as loader:
         assert next(iter(loader))["stream_id"].sum() == 1
+
+
+def test_long_context_packs_the_same_documents_in_rows_of_every_length(folder: Path) -> None:
+    words = [f"w{n}" for n in range(997)]
+    texts = [" ".join(words[(n * 31 + k * k) % 997] for k in range(60 + n % 200)) for n in range(150)]
+    (folder / "data" / "long").mkdir(parents=True)
+    write_lines(folder / "data" / "long" / "a.jsonl.gz", [{"text": text} for text in texts])
+    made = run(folder, "long-context")
+    kept = {
+        Path(one.location).relative_to(folder / "out" / "long").as_posix(): one
+        for one in (made, *made.others)
+    }
+    assert set(kept) == {
+        f"{name}/{part}" for name in ("4k", "64k", "tokens") for part in ("train", "validation")
+    }
+    for part in ("train", "validation"):
+        tokens = {kept[f"{name}/{part}"].tokens for name in ("4k", "64k", "tokens")}
+        assert len(tokens) == 1
+    packed = pack_store(
+        folder / "out" / "long" / "tokens" / "train",
+        folder / "packed",
+        overrides=["pack.sequence_length=65536"],
+        workers=1,
+        progress=False,
+    )
+    assert packed.fingerprint == kept["64k/train"].fingerprint

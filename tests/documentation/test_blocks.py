@@ -84,7 +84,10 @@ def test_commands_have_verbs_options_and_files_that_exist(block: Block) -> None:
 def test_recipes_and_parts_of_recipes_are_valid(block: Block, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(block.text)
     rest = {"inputs": "data", "tokenizer": {"path": "tokenizer.json", "eos": EOS}, "output": "out"}
-    recipe_from_mapping(rest | load_yaml(tmp_path / "recipe.yaml"), folder=tmp_path)
+    given = load_yaml(tmp_path / "recipe.yaml")
+    if "outputs" in given:
+        del rest["output"]
+    recipe_from_mapping(rest | given, folder=tmp_path)
 
 
 @pytest.mark.parametrize("block", of_language("python"))
