@@ -152,6 +152,26 @@ def test_files_that_only_have_the_name_of_a_list_are_data(tmp_path: Path) -> Non
     assert "mds/index.json" in names(tmp_path, path="mds", format="jsonl")
 
 
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_of_text_that_shardkit_wrote_the_listed_files_are_read(tmp_path: Path, ending: str) -> None:
+    files = [f"text-0000{n}.{ending}" for n in range(3)]
+    for name in (*files, f"provenance/part.{ending}", "report.html"):
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_bytes(b"x")
+    kinds = [{"name": name, "documents": 1, "bytes": 1, "hashes": {}} for name in files[:2]]
+    facts = {"version": 1, "format": ending, "columns": {"text": "str"}, "files": kinds}
+    (tmp_path / "out/documents.json").write_text(json.dumps(facts))
+    for format in (None, ending):
+        assert sorted(set(names(tmp_path, path="out", format=format))) == [
+            f"out/{name}" for name in files[:2]
+        ]
+    (tmp_path / "out/documents.json").write_text(json.dumps(facts | {"version": 9}))
+    with pytest.raises(RecipeError, match=r"out/documents.json: "):
+        names(tmp_path, path="out")
+    (tmp_path / "out/documents.json").write_text('{"text": "a document"}')
+    assert "out/documents.json" in names(tmp_path, path="out", exclude="*.html")
+
+
 def test_merged_datasets_are_read_once(tmp_path: Path) -> None:
     for part in ("a", "b"):
         put_mds(tmp_path / "all" / part, 3)

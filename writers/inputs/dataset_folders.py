@@ -3,6 +3,7 @@
     index.json    MDS: the shards that it lists, each raw or, if only that is there, compressed
     state.json    Hugging Face `save_to_disk`: the Arrow files that it lists
     shards.json   tars as shardkit writes them: those that it lists
+    documents.json   text as shardkit writes it: the Parquet or JSON lines that it lists
 
 Of such a folder only the files that its list names are read, because others are no documents (notes, reports,
 `cache-*.arrow` of `map`). A file that the list names and that is not there is an error, because its documents
@@ -13,6 +14,7 @@ the input has that format or none; a glob of shards names files and needs no lis
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from shardkit.errors import RecipeError, ShardError
 from shardkit.files import load_json
 from shardkit.formats.mds import parse_index
 from shardkit.formats.tar import parse_shard_list
+from shardkit.formats.text import TEXT_INDEX_NAME, parse_text_index
 from shardkit.manifest import checked_basename
 
 __all__ = ["MAX_LIST_BYTES", "data_files"]
@@ -36,7 +39,7 @@ class _Kind(NamedTuple):
     format: str  # of the input
     list_name: str  # name of the file that lists the others
     part: str  # of the names of these
-    names: Callable[[str, bytes], list[Names]]  # reads a list
+    names: Callable[[str, bytes], list[Names] | None]  # reads a list; None if it is data with the name of one
 
 
 def data_files(
@@ -70,8 +73,9 @@ def data_files(
                     parts = kind.names(name, read(name))
                 except ShardError as error:
                     raise RecipeError(f"{key}: {error}") from error
-                listed |= _present(parts, name, found, key, is_excluded)
-                folders.add(folder)
+                if parts is not None:
+                    listed |= _present(parts, name, found, key, is_excluded)
+                    folders.add(folder)
     below = tuple(folders)
     return {name for name in found if name in listed or not name.startswith(below)}
 
@@ -137,8 +141,18 @@ def _arrow_names(file: str, data: bytes) -> list[Names]:
     return [(checked_basename(name, file),) for name in found]
 
 
+def _text_names(file: str, data: bytes) -> list[Names] | None:
+    with suppress(ValueError, RecursionError):
+        facts: Any = load_json(data)
+        if isinstance(facts, Mapping) and facts.keys() >= {"version", "files"}:
+            return [(info.stored.basename,) for info in parse_text_index(file, data).shards]
+    return None
+
+
 _KINDS = (
     _Kind("mds", "index.json", ".mds", _mds_names),
     _Kind("arrow", "state.json", ".arrow", _arrow_names),
     _Kind("wds", "shards.json", ".tar", _tar_names),
+    _Kind("parquet", TEXT_INDEX_NAME, ".parquet", _text_names),
+    _Kind("jsonl", TEXT_INDEX_NAME, ".jsonl", _text_names),
 )
