@@ -50,6 +50,7 @@ from shardkit.storage.store import (
     ObjectNotFoundError,
     Store,
     StoreError,
+    commits_of,
 )
 
 __all__ = [
@@ -420,6 +421,10 @@ def _put_first(target: Store, name: str, data: bytes) -> None:
 def _clean(target: Store, names: Iterable[str], *, has_marker: bool) -> None:
     """Delete what only the earlier dataset named, then the marker, which lists these names until then."""
     names = list(names)
+    if (commits := commits_of(target)) is not None:
+        if names or has_marker:
+            commits.commit({}, [*names, *([MARKER_NAME] if has_marker else [])])
+        return
     for name in names:
         target.delete(name)
     if names:
