@@ -324,7 +324,7 @@ class HubStore(BaseStore):
             raise MissingExtraError("huggingface_hub", "hub", where) from error
         for data in files.values():
             open_source(where, data).close()
-        api = HfApi(endpoint=hub_endpoint(), token=hub_token() or False, library_name="shardkit")
+        api = HfApi(endpoint=hub_endpoint(where), token=hub_token() or False, library_name="shardkit")
         subject = _subject([path.removeprefix(self._prefix) for path in files], len(deleted))
         try:
             operations: list[Any] = [

@@ -118,7 +118,7 @@ class HubClient:
     ) -> HubAnswer:
         """Send a request and follow redirects; StoreErrors name `where`. The caller reads and closes."""
         urllib3 = _urllib3(where)
-        endpoint = hub_endpoint()
+        endpoint = hub_endpoint(where)
         url = path if "://" in path else endpoint + path
         facts: dict[str, str] = {}
         for _ in range(_MOST_REDIRECTS):
@@ -169,9 +169,12 @@ class HubClient:
         return urllib3.ProxyManager(proxy, maxsize=options.connections, timeout=timeout)
 
 
-def hub_endpoint() -> str:
-    """Return the address of the Hub: HF_ENDPOINT, or that of huggingface.co."""
-    return (os.environ.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT).rstrip("/")
+def hub_endpoint(where: str) -> str:
+    """Return the address of the Hub: HF_ENDPOINT, or that of huggingface.co; StoreError names `where`."""
+    endpoint = (os.environ.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT).rstrip("/")
+    if not endpoint.startswith(("http://", "https://")):
+        raise StoreError(where, f"HF_ENDPOINT is {endpoint!r}: it must begin with https:// or http://")
+    return endpoint
 
 
 def hub_token() -> str | None:

@@ -24,7 +24,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -90,6 +90,8 @@ class HubServer:
         self.rules = RuleBook(0)
         self.requests: list[str] = []
         """Method and target of each request since the test cleared the list."""
+        self.on_request: Callable[[str], None] | None = None
+        """Called with each of them before it is answered."""
         self.page_entries = 1000
         self.tokens_seen: set[str | None] = set()
         self.lock = threading.RLock()
@@ -243,6 +245,8 @@ class _Handler(BaseHTTPRequestHandler):
         with self.hub.lock:
             self.hub.requests.append(f"{self.command} {self.path}")
             self._rule = self.hub.rules.pick(self.command, self.path, dict(self.headers))
+        if self.hub.on_request is not None:
+            self.hub.on_request(f"{self.command} {self.path}")
         rule = self._rule
         if rule is not None:
             time.sleep(rule.delay_seconds)
@@ -275,6 +279,8 @@ class _Handler(BaseHTTPRequestHandler):
             verb, revision = found[2], unquote(found[3])
             repository = hub.repository(found[1], token, writes=verb in ("preupload", "commit"))
             self._api(repository, verb, revision, unquote(found[4] or ""), query, body)
+        elif found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)", path):
+            self._api(hub.repository(found[1], token), "revision", "main", "", query, body)
         elif found := re.fullmatch(r"/datasets/([^/]+/[^/]+)\.git/info/lfs/(objects/batch|verify)", path):
             repository = hub.repository(found[1], token, writes=True)
             self._json(hub.batch(repository, json.loads(body)) if found[2] != "verify" else {})
