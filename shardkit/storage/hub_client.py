@@ -84,8 +84,7 @@ class HubClient:
 
         `path` is below the endpoint, or an address that an earlier answer named as the next page.
         """
-        import urllib3
-
+        urllib3 = _urllib3(where)
         headers = {"Accept": "application/json"}
         data = None
         if body is not None:

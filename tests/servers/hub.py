@@ -99,9 +99,11 @@ class HubServer:
         self._parts: dict[tuple[str, int], bytes] = {}
         self._numbers = itertools.count()
 
-    def new_repository(self, *, is_private: bool = False, is_gated: bool = False) -> str:
-        """ORG/NAME of a repository with one commit, which has no files."""
-        name = f"team/data-{os.getpid()}-{next(self._numbers)}"
+    def new_repository(
+        self, name: str | None = None, *, is_private: bool = False, is_gated: bool = False
+    ) -> str:
+        """ORG/NAME, new by default, of a repository with one commit, which has no files."""
+        name = name or f"team/data-{os.getpid()}-{next(self._numbers)}"
         repository = Repository(name, is_private, is_gated)
         self.repositories[name] = repository
         self._add_commit(repository, "main", {}, "initial commit")
