@@ -20,22 +20,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from shardkit.errors import MissingExtraError
 from shardkit.hashing import hash_bytes, hash_file
-from shardkit.storage.hub_client import (
-    HubAnswer,
-    HubClient,
-    connection_error,
-    hub_endpoint,
-    hub_token,
-    status_error,
-)
+from shardkit.storage.hub_client import HubAnswer, HubClient, connection_error
+from shardkit.storage.hub_commit import OtherCommitError, make_commit
 from shardkit.storage.memory import MemoryBody
 from shardkit.storage.store import (
     BaseBody,
@@ -46,10 +40,10 @@ from shardkit.storage.store import (
     ObjectNotFoundError,
     StorageOptions,
     StoreError,
+    ThrottledError,
     TransientError,
     checked_key,
     checked_range,
-    open_source,
 )
 
 __all__ = ["HubPlace", "HubStore", "content_version"]
@@ -58,11 +52,12 @@ _FORM = "expected hf://datasets/ORG/NAME, hf://datasets/ORG/NAME@REVISION, or a 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
-_PATHS_AT_ONCE = 1000  # files that one request describes
+_PATHS_AT_ONCE = 500  # files that one request describes
 _MOST_RACES = 64  # lost to commits of others, each of which is somebody's success
-_UPLOADS = 8  # of one commit, at a time
 _MOST_SKIPPED = 16 << 20  # of a file in git, which is sent whole by servers that know no ranges of such files
 _SHA256_DIGITS = 64
+_ADDRESS_SECONDS = 300.0  # signed addresses are valid for an hour
+_MOST_ADDRESSES = 4096  # above, all are forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +104,7 @@ class HubStore(BaseStore):
         self._revision = self._place.revision or "main"
         self._options = options or StorageOptions()
         self._client = HubClient(self._options)
+        self._addresses = _Addresses()
 
     @property
     def url(self) -> str:
@@ -154,7 +150,10 @@ class HubStore(BaseStore):
         is_ranged = start > 0 or stop is not None
         headers = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"} if is_ranged else {}
         try:
-            answer = self._client.request("GET", address, where, headers=headers)
+            answer = self._answer_of_known(path, where, headers)
+            if answer is None:
+                answer = self._client.request("GET", address, where, headers=headers)
+                self._addresses.add(path, answer)
         except StoreError as error:
             if error.status == 416 and start == 0:  # an empty file has no range
                 return self._open_nothing(key, 0, 0, version)
@@ -182,8 +181,8 @@ class HubStore(BaseStore):
             if self._described(parent, [path]):
                 raise ObjectExistsError(where, "already exists", status=412)
             try:
-                made = self._commit({path: data}, [], where, parent)
-            except _OtherCommitError:
+                made = self._make_commit({path: data}, [], where, parent)
+            except OtherCommitError:
                 continue
             return self._described(made, [path])[path]
         raise TransientError(where, f"lost to {_MOST_RACES} commits of others")
@@ -200,7 +199,7 @@ class HubStore(BaseStore):
         if not paths and not gone:
             return {}
         where = self.where(next(iter(files))) if len(files) == 1 and not gone else self.url
-        made = self._commit(paths, gone, where, None)
+        made = self._make_commit(paths, gone, where, None)
         return {info.key: info for info in self._described(made, [*paths]).values()}
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -302,6 +301,21 @@ class HubStore(BaseStore):
             checked_range(where, info, start, stop, None)
         return HubBody(where, info, response, skipped=start - first, left=end - start)
 
+    def _answer_of_known(self, path: str, where: str, headers: Mapping[str, str]) -> HubAnswer | None:
+        """Ask where the bytes were found earlier; None if that is not known, or no longer."""
+        found = self._addresses.find(path) if self.is_pinned else None
+        if found is None:
+            return None
+        try:
+            return self._client.request("GET", found.address, where, headers=headers, facts=found.facts)
+        except StoreError as error:
+            if error.status == 416:
+                raise
+            self._addresses.forget(path)
+            if error.status is None or isinstance(error, ThrottledError):
+                raise
+            return None  # the address has expired
+
     def _open_nothing(self, key: str, start: int, stop: int | None, version: str | None) -> MemoryBody:
         info = self.head(key)
         checked_range(self.where(key), info, start, stop, version)
@@ -311,39 +325,25 @@ class HubStore(BaseStore):
         if self.is_pinned:
             raise StoreError(self.url, "is a commit, which cannot be changed: name a branch, such as @main")
 
-    def _commit(
+    def _make_commit(
         self, files: Mapping[str, bytes | Path], deleted: Sequence[str], where: str, parent: str | None
     ) -> str:
-        """Make a commit by paths in the repository, after `parent` if given; return its hash.
+        return make_commit(
+            self._place.repository,
+            self._revision,
+            files,
+            deleted,
+            self._subject(files, deleted),
+            where,
+            parent,
+        )
 
-        _OtherCommitError if `parent` is no longer the last one.
-        """
-        try:
-            from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-        except ImportError as error:
-            raise MissingExtraError("huggingface_hub", "hub", where) from error
-        for data in files.values():
-            open_source(where, data).close()
-        api = HfApi(endpoint=hub_endpoint(where), token=hub_token() or False, library_name="shardkit")
-        subject = _subject([path.removeprefix(self._prefix) for path in files], len(deleted))
-        try:
-            operations: list[Any] = [
-                CommitOperationAdd(path_in_repo=path, path_or_fileobj=data) for path, data in files.items()
-            ]
-            operations += [CommitOperationDelete(path_in_repo=path, is_folder=False) for path in deleted]
-            with _without_progress_bars():
-                made = api.create_commit(
-                    repo_id=self._place.repository,
-                    operations=operations,
-                    commit_message=subject,
-                    repo_type="dataset",
-                    revision=self._revision,
-                    parent_commit=parent,
-                    num_threads=_UPLOADS,
-                )
-        except Exception as error:  # the library's HTTP client, and so its errors, depend on its version
-            raise _translated(where, error, parent) from error
-        return str(made.oid)
+    def _subject(self, files: Collection[str], deleted: Sequence[str]) -> str:
+        """The first line of a commit's message."""
+        if len(files) == 1 and not deleted:
+            return f"Add {next(iter(files)).removeprefix(self._prefix)}"
+        counts = (("Add", len(files)), ("delete", len(deleted)))
+        return ", ".join(f"{verb} {count:,} files" for verb, count in counts if count).capitalize()
 
     def _path(self, key: str) -> str:
         path = self._prefix + checked_key(self.url, key)
@@ -412,8 +412,37 @@ class HubBody(BaseBody):
         return f"after {self._bytes - self._left:,} of {self._bytes:,} bytes"
 
 
-class _OtherCommitError(Exception):
-    """The branch has moved on from the commit that ours was to follow."""
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """Where a content lies, what the Hub said of it, and until when that is used (`time.monotonic`)."""
+
+    address: str
+    facts: Mapping[str, str]
+    until: float
+
+
+class _Addresses:
+    """Where contents of a commit lie, so that the next range of one needs no second request to the Hub.
+
+    Without a lock: each use is one step of a dict.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, _Address] = {}
+
+    def find(self, path: str) -> _Address | None:
+        found = self._found.get(path)
+        return found if found is not None and time.monotonic() < found.until else None
+
+    def add(self, path: str, answer: HubAnswer) -> None:
+        if len(self._found) >= _MOST_ADDRESSES:
+            self._found.clear()
+        if answer.address is not None:
+            until = time.monotonic() + _ADDRESS_SECONDS
+            self._found[path] = _Address(answer.address, answer.facts, until)
+
+    def forget(self, path: str) -> None:
+        self._found.pop(path, None)
 
 
 def content_version(data: bytes | Path, digits: int) -> str:
@@ -429,57 +458,3 @@ def _entries(answer: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(answer, list) or not all(isinstance(entry, dict) for entry in answer):
         raise StoreError(where, "the server sends no list of files: check HF_ENDPOINT")
     return answer
-
-
-def _subject(written: Sequence[str], deleted: int) -> str:
-    """The first line of a commit's message."""
-    if len(written) == 1 and not deleted:
-        return f"Add {written[0]}"
-    parts = [
-        f"{verb} {count:,} files" for verb, count in (("Add", len(written)), ("delete", deleted)) if count
-    ]
-    return ", ".join(parts).capitalize()
-
-
-@contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Our callers show progress of their own."""
-    from huggingface_hub.utils.tqdm import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
-    if are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()
-
-
-def _translated(where: str, error: Exception, parent: str | None) -> Exception:
-    """The error of a commit: by the HTTP answer behind it, if there was one."""
-    chain: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in chain:
-        chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    for each in chain:
-        if isinstance(each, StoreError):
-            return each
-        response = getattr(each, "response", None)
-        status = getattr(response, "status_code", None)
-        if isinstance(status, int):
-            if status == 412 and parent is not None:
-                return _OtherCommitError()
-            found = status_error(where, status, getattr(response, "headers", {}), writes=True)
-            return StoreError(where, found.problem, status=status) if status == 404 else found
-    text = f"{type(error).__name__}: {error}"[:300]
-    # hf_xet has one error for all that goes wrong; what the library refuses by itself is a ValueError.
-    names = {type(each).__module__.partition(".")[0] for each in chain}
-    if names & {"requests", "urllib3", "httpx", "httpcore"} or isinstance(error, OSError | RuntimeError):
-        return TransientError(where, text)
-    return StoreError(where, text)

@@ -50,12 +50,17 @@ class HubAnswer:
     `etag` is that of the file on the Hub, whatever host sends its bytes.
     """
 
-    def __init__(self, response: BaseHTTPResponse, facts: Mapping[str, str], *, from_hub: bool) -> None:
+    def __init__(
+        self, response: BaseHTTPResponse, facts: Mapping[str, str], address: str, *, from_hub: bool
+    ) -> None:
         self.response = response
         self.headers = response.headers
         own = response.headers.get("ETag") if from_hub else None
         self.etag = (facts.get("X-Linked-Etag") or own or "").removeprefix("W/").strip('"')
         self.linked_bytes = facts.get("X-Linked-Size")
+        self.facts = facts
+        self.address = None if from_hub else address
+        """Where the bytes lie, if not on the Hub; valid for minutes."""
 
 
 class HubClient:
@@ -114,12 +119,16 @@ class HubClient:
         *,
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
+        facts: Mapping[str, str] | None = None,
     ) -> HubAnswer:
-        """Send a request and follow redirects; StoreErrors name `where`. The caller reads and closes."""
+        """Send a request and follow redirects; StoreErrors name `where`. The caller reads and closes.
+
+        `path` is below the endpoint, or the address of an earlier answer with its `facts`.
+        """
         urllib3 = _urllib3(where)
         endpoint = hub_endpoint(where)
         url = path if "://" in path else endpoint + path
-        facts: dict[str, str] = {}
+        known = dict(facts or {})
         for _ in range(_MOST_REDIRECTS):
             is_hub = _host(url) == _host(endpoint)
             sent = {"User-Agent": "shardkit", "Accept-Encoding": "identity", **(headers or {})}
@@ -132,9 +141,9 @@ class HubClient:
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 raise connection_error(where, error) from error
             if is_hub:
-                facts |= {name: value for name in _FACTS if (value := response.headers.get(name))}
+                known |= {name: value for name in _FACTS if (value := response.headers.get(name))}
             if response.status < 300:
-                return HubAnswer(response, facts, from_hub=is_hub)
+                return HubAnswer(response, known, url, from_hub=is_hub)
             location = response.headers.get("Location")
             _discard(response)
             if response.status not in _REDIRECTS or location is None:

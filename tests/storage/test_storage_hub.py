@@ -203,6 +203,29 @@ def test_a_body_that_breaks_after_the_branch_moved_is_not_continued_with_other_b
     assert pinned.get("a/table.parquet") == LARGE[::-1]
 
 
+def test_ranges_of_one_content_ask_the_hub_once_where_it_lies(hub: HubServer, name: str) -> None:
+    live = HubStore(f"hf://datasets/{name}/a")
+    version = live.head("table.parquet").version
+
+    def resolved(store: HubStore, **wanted: Any) -> int:
+        hub.requests.clear()
+        for start in range(0, 50_000, 5_000):
+            assert store.get("table.parquet", start, start + 9, **wanted) == LARGE[start : start + 9]
+        return sum("/resolve/" in request for request in hub.requests)
+
+    assert resolved(live) == 10  # the branch may move at any time
+    assert resolved(live, version=version) == 10
+    pinned = live.pinned()
+    assert resolved(pinned) == 1
+    hub.rules.replace([Rule(fault="status", status=403, path="/object/", count=1)])  # it has expired
+    assert resolved(pinned) == 1
+    hub.commit(name, {"a/table.parquet": LARGE[::-1]})
+    assert pinned.get("table.parquet", 3, 9) == LARGE[3:9]
+    with pytest.raises(StoreError) as caught:
+        pinned.get("table.parquet", len(LARGE) + 5)
+    assert caught.value.status == 416
+
+
 def test_throttling_says_when_to_come_back(hub: HubServer, name: str) -> None:
     hub.rules.replace([Rule(fault="status", status=429, count=1)])
     with pytest.raises(ThrottledError) as caught:

@@ -18,8 +18,10 @@ def hub_environment(patch: pytest.MonkeyPatch, endpoint: str) -> None:
         patch.delenv(name, raising=False)
     patch.setenv("HF_ENDPOINT", endpoint)
     patch.setenv("HF_TOKEN", TOKEN)
-    # The library reads the environment once, when it is imported, to know addresses of the Hub from others.
+    patch.setenv("HF_HUB_DISABLE_XET", "1")  # which the tests' Hub does not speak
+    # The library reads the environment once, when it is imported.
     patch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    patch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     patch.setenv("NO_PROXY", "127.0.0.1")
 
 
