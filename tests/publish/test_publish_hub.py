@@ -33,10 +33,11 @@ from shardkit.publish.repository_card import PAGE_NAME, repository_card
 from shardkit.storage.hub import HubPlace
 from shardkit.storage.local import LocalStore
 from shardkit.writers import build
+from shardkit.writers.publish import RemoteOutput
 from support.hub_environment import hub_server
 from support.resume import assert_exact_resume
 from support.small_build import make_corpus, tree
-from support.small_dataset import files_of, make_dataset
+from support.small_dataset import Built, files_of, make_dataset
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 WAIT_SECONDS = 60.0  # far above what any test takes
@@ -245,6 +246,32 @@ def test_a_branch_that_moves_while_a_dataset_is_open_is_not_seen(
     download(url, tmp_path / "copy", progress=False, threads=1)
     assert moved
     assert tree(tmp_path / "copy") == tree(tmp_path / "other")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("names", ["", "/shard-*.tar", "/shard-{00000..00002}.tar", "/**/*.tar"])
+def test_tars_of_others_are_read_where_they_lie(
+    hub: HubServer, name: str, tmp_path: Path, names: str
+) -> None:
+    built = Built(tmp_path / "work", "tar", 3, 0, {})
+    built.publish(RemoteOutput(f"hf://datasets/{name}"))
+    tars = {path: data for path, data in hub.files(name).items() if path.endswith(".tar")}
+    other = hub.new_repository()
+    hub.commit(other, {**tars, "README.md": b"# Theirs"})
+    moved: list[str] = []
+
+    def move(request: str) -> None:
+        if "/resolve/" in request and not moved:
+            moved.append(hub.commit(other, {"shard-00001.tar": b"rubbish", "shard-00009.tar": b"rubbish"}))
+
+    hub.on_request = move
+    rows = []
+    settings = {"batch_size": 4, "seed": 3, "rank": 0, "world_size": 1, "shuffle": "none", "tail": "drop"}
+    with StreamingLoader(f"hf://datasets/{other}{names}", **settings) as loader:  # type: ignore[arg-type]
+        for _, batch in zip(range(6), loader, strict=False):
+            rows.append(np.asarray(batch["tokens"]))
+    assert moved
+    assert np.array_equal(np.concatenate(rows).ravel(), np.arange(96))
 
 
 @pytest.mark.extended
