@@ -111,16 +111,6 @@ class HubStore(BaseStore):
         return f"{self._place.root}/{self._prefix}".rstrip("/")
 
     @property
-    def repository(self) -> str:
-        """ORG/NAME."""
-        return self._place.repository
-
-    @property
-    def is_root(self) -> bool:
-        """Whether keys are relative to the repository itself, not to a folder in it."""
-        return not self._prefix
-
-    @property
     def is_pinned(self) -> bool:
         """Whether this is the repository at a commit, which does not change and cannot be written."""
         return _COMMIT.fullmatch(self._revision) is not None

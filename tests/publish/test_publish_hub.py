@@ -331,6 +331,27 @@ def test_a_branch_that_moves_between_scan_and_read_leaves_the_build_at_the_commi
 
 
 @pytest.mark.extended
+def test_a_build_after_other_commits_reads_only_the_files_that_they_changed(
+    hub: HubServer, name: str, corpus: Path, tmp_path: Path
+) -> None:
+    lines = (corpus.parent / "plain-0.jsonl").read_bytes()
+    hub.commit(name, {"a.jsonl": lines, "b.jsonl": lines.replace(b"document", b"paper")})
+    overrides = [f'inputs=[{{"path": "hf://datasets/{name}/*.jsonl"}}]', f"work={tmp_path / 'work'}"]
+
+    def read(output: str) -> set[str]:
+        hub.requests.clear()
+        build(corpus, overrides=overrides, output=tmp_path / output, workers=1, progress=False)
+        return {request.rpartition("/")[2] for request in hub.requests if "/resolve/" in request}
+
+    assert read("one") == {"a.jsonl", "b.jsonl"}
+    hub.commit(name, {"README.md": b"# New"})
+    assert read("two") == set()
+    assert tree(tmp_path / "two") == tree(tmp_path / "one")
+    hub.commit(name, {"b.jsonl": lines.replace(b"document", b"letter")})
+    assert read("three") == {"b.jsonl"}
+
+
+@pytest.mark.extended
 def test_a_build_goes_straight_to_the_hub_and_a_changed_one_is_refused(
     hub: HubServer, name: str, corpus: Path, tmp_path: Path
 ) -> None:

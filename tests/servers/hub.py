@@ -92,6 +92,8 @@ class HubServer:
         """Method and target of each request since the test cleared the list."""
         self.on_request: Callable[[str], None] | None = None
         """Called with each of them before it is answered."""
+        self.renamed: dict[str, str] = {}
+        """{old ORG/NAME: new one}, to which requests are redirected, also those for small files' contents."""
         self.page_entries = 1000
         self.tokens_seen: set[str | None] = set()
         self.lock = threading.RLock()
@@ -275,6 +277,10 @@ class _Handler(BaseHTTPRequestHandler):
         hub.tokens_seen.add(token)
         parts = urlsplit(self.path)
         path, query = parts.path, parse_qs(parts.query)
+        for old, new in hub.renamed.items():
+            if f"/datasets/{old}/" in path:
+                self._send(307, b"", {"Location": self.path.replace(old, new)})
+                return
         if found := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             self._resolve(hub.repository(found[1], token), unquote(found[2]), unquote(found[3]))
         elif found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/([a-z-]+)/([^/]+)(?:/(.*))?", path):

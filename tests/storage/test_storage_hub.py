@@ -93,6 +93,12 @@ def test_what_is_no_dataset_repository_is_refused(url: str) -> None:
         HubStore(url)
 
 
+def test_a_url_of_something_else_on_the_hub_says_so() -> None:
+    for url in ("hf://org/name", "hf://models/org/name", "hf://buckets/org/name"):
+        with pytest.raises(StoreError, match="is of a model, a space or a bucket"):
+            connect(url)
+
+
 def test_files_in_git_and_beside_it_are_read_by_ranges_with_their_hashes_as_versions(
     hub: HubServer, name: str
 ) -> None:
@@ -201,6 +207,20 @@ def test_a_body_that_breaks_after_the_branch_moved_is_not_continued_with_other_b
     hub.rules.replace([Rule(fault="truncate", after_bytes=100_000, path="/object/", count=1)])
     hub.on_request = lambda request: None if moved else moved.append(hub.commit(name, {"b.txt": b"!"}))
     assert pinned.get("a/table.parquet") == LARGE[::-1]
+
+
+def test_a_renamed_private_repository_is_found_by_its_old_name(hub: HubServer) -> None:
+    new = hub.new_repository(is_private=True)
+    hub.commit(new, {"a.txt": b"small", "b.parquet": LARGE})
+    hub.renamed["team/old"] = new
+    try:
+        store = HubStore("hf://datasets/team/old").pinned()
+        keys = [info.key for info in store.list()]
+        contents = [store.get(key, 1, 5, version=store.head(key).version) for key in keys]
+    finally:
+        hub.renamed.clear()
+    assert keys == ["a.txt", "b.parquet"]
+    assert contents == [b"mall", LARGE[1:5]]
 
 
 def test_ranges_of_one_content_ask_the_hub_once_where_it_lies(hub: HubServer, name: str) -> None:
