@@ -203,7 +203,7 @@ class TaskSender(Sender):
         super().__init__(target, files)
         self._output, self._links, self._run = output, links, run
 
-    def place_together(self, files: Sequence[FileInfo]) -> Mapping[str, ObjectInfo]:
+    def place_together(self, files: Sequence[FileInfo]) -> Iterable[Mapping[str, ObjectInfo]]:
         """Every call looks at the objects anew: whatever an earlier run did may be gone."""
         this_time = os.urandom(8).hex()
         tasks = []
@@ -216,7 +216,7 @@ class TaskSender(Sender):
             tasks.append(Task("upload", f"{number:06d}", config, upload_files, args, size, inputs))
         [commits] = self._run(tasks)
         objects = (item for commit in commits for item in Uploaded.of(commit).objects.items())
-        return {name: ObjectInfo(name, size, version) for name, (size, version) in objects}
+        yield {name: ObjectInfo(name, size, version) for name, (size, version) in objects}
 
 
 def _groups(files: Iterable[FileInfo]) -> Iterator[list[FileInfo]]:

@@ -143,8 +143,8 @@ class Sender:
         except ObjectNotFoundError:
             return False
 
-    def place_together(self, files: Sequence[FileInfo]) -> Mapping[str, ObjectInfo]:
-        return {}
+    def place_together(self, files: Sequence[FileInfo]) -> Iterable[Mapping[str, ObjectInfo]]:
+        return ()
 
     def place(self, file: FileInfo) -> ObjectInfo:
         """Send a file; ShardError if it is damaged or changes meanwhile."""
@@ -192,7 +192,7 @@ class CommitSender(Sender):
         with self._files.open(file.basename) as data:
             return content_version(data, len(found.version)) == found.version
 
-    def place_together(self, files: Sequence[FileInfo]) -> Mapping[str, ObjectInfo]:
+    def place_together(self, files: Sequence[FileInfo]) -> Iterable[Mapping[str, ObjectInfo]]:
         """Send what is not there; ShardError if a file is damaged, or changes meanwhile."""
         listed = {info.key: info for info in self._target.list()}
         lock = threading.Lock()
@@ -206,10 +206,8 @@ class CommitSender(Sender):
 
         if errors := run_all(files, look, _COMMIT_THREADS):
             raise errors[0][1]
-        placed: dict[str, ObjectInfo] = {}
         for group in self._groups([file for file in files if file.basename in missing]):
-            placed |= self._place_group(group)
-        return placed
+            yield self._place_group(group)
 
     def _place_group(self, group: Sequence[FileInfo]) -> Mapping[str, ObjectInfo]:
         with ExitStack() as stack:
@@ -263,8 +261,8 @@ class Receiver:
         name, digest = expected
         return hash_file(self._folder / file.basename, [name]) == {name: digest}
 
-    def place_together(self, files: Sequence[FileInfo]) -> Mapping[str, ObjectInfo]:
-        return {}
+    def place_together(self, files: Sequence[FileInfo]) -> Iterable[Mapping[str, ObjectInfo]]:
+        return ()
 
     def place(self, file: FileInfo) -> ObjectInfo:
         """Fetch a file; ShardError if its bytes are wrong again and again."""
@@ -330,8 +328,8 @@ class Placer:
         with self._files.open(file.basename) as data:
             return path.read_bytes() == data if isinstance(data, bytes) else path.samefile(data)
 
-    def place_together(self, files: Sequence[FileInfo]) -> Mapping[str, ObjectInfo]:
-        return {}
+    def place_together(self, files: Sequence[FileInfo]) -> Iterable[Mapping[str, ObjectInfo]]:
+        return ()
 
     def place(self, file: FileInfo) -> ObjectInfo:
         """Give a file its name; StoreError if the folder does not take it."""

@@ -211,8 +211,11 @@ def status_error(
         error = ThrottledError(where, "the Hub asks for fewer requests", status=status)
         error.retry_after_seconds = _reset_seconds(headers)
         return error
-    if status in (408, 500, 502, 504) or status > 504 or (status == 403 and not from_hub):
+    if status in (408, 500, 502, 504) or status > 504:
         return TransientError(where, message, status=status)
+    if status == 403 and not from_hub:
+        problem = "the host of the content refuses: its address has expired, or a proxy forbids it"
+        return TransientError(where, problem, status=status)
     if code == "GatedRepo":
         problem = "is gated: accept its conditions on its page, and set HF_TOKEN to a token of that account"
         return StoreError(where, problem, status=status)

@@ -26,7 +26,7 @@ from shardkit.datasets.verify import verify
 from shardkit.errors import BuildError, RecipeError, ShardError
 from shardkit.loaders import StreamingLoader
 from shardkit.manifest import FileInfo, Manifest
-from shardkit.publish import RefusedError, download, upload
+from shardkit.publish import RefusedError, TransferProgress, download, upload
 from shardkit.publish import transports as module
 from shardkit.publish.contents import MARKER_NAME, find_only_contents
 from shardkit.publish.repository_card import PAGE_NAME, repository_card
@@ -104,7 +104,13 @@ def test_many_files_are_one_commit_for_every_thousand(
     hub: HubServer, name: str, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "COMMIT_FILES", 3)
-    report = upload(made, f"hf://datasets/{name}/deep/er", progress=False)
+    heard: list[TransferProgress] = []
+    at_commits: list[int] = []
+    hub.on_request = lambda request: at_commits.append(len(heard)) if "/commit/" in request else None
+    report = upload(made, f"hf://datasets/{name}/deep/er", progress=heard.append)
+    assert [each.files_done for each in heard] == list(range(1, report.files + 1))
+    assert heard[-1].bytes_moved == report.bytes
+    assert at_commits == [0, 0, 3, 6, 8, 8]  # reported after each commit, not at the end
     counted = [subject for subject in hub.repositories[name].subjects if subject.endswith(" files")]
     assert counted == ["Add 3 files"] * (report.files // 3) + ["Add 2 files", "Delete 1 files"]
     assert {path.removeprefix("deep/er/"): data for path, data in hub.files(name).items()} == files_of(made)

@@ -93,7 +93,7 @@ class HubServer:
         self.on_request: Callable[[str], None] | None = None
         """Called with each of them before it is answered."""
         self.renamed: dict[str, str] = {}
-        """{old ORG/NAME: new one}, to which requests are redirected, also those for small files' contents."""
+        """{old ORG/NAME: new one}, to which requests are redirected."""
         self.page_entries = 1000
         self.tokens_seen: set[str | None] = set()
         self.lock = threading.RLock()
