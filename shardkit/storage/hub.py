@@ -390,9 +390,11 @@ class HubBody(BaseBody):
 
         try:
             piece: bytes = self._response.read1(count)
-        except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError) as error:
+        except (urllib3.exceptions.HTTPError, OSError) as error:
             found = connection_error(self._where, error)
             raise type(found)(self._where, f"{found.problem}, {self._progress}") from error
+        except (ValueError, AttributeError) as error:  # of a file that another thread has closed
+            raise TransientError(self._where, f"the body was closed {self._progress}") from error
         if not piece:
             raise TransientError(self._where, f"the body ended {self._progress}")
         return piece

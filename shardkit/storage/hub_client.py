@@ -18,7 +18,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
 from shardkit.errors import MissingExtraError
 from shardkit.storage.store import (
@@ -174,7 +174,11 @@ class HubClient:
         timeout = urllib3.Timeout(connect=options.connect_timeout_seconds, read=options.read_timeout_seconds)
         if proxy is None:
             return urllib3.PoolManager(maxsize=options.connections, timeout=timeout)
-        return urllib3.ProxyManager(proxy, maxsize=options.connections, timeout=timeout)
+        user, _, _ = urlsplit(proxy).netloc.rpartition("@")
+        headers = urllib3.make_headers(proxy_basic_auth=unquote(user)) if user else None
+        return urllib3.ProxyManager(
+            proxy, maxsize=options.connections, timeout=timeout, proxy_headers=headers
+        )
 
 
 def hub_endpoint(where: str) -> str:
@@ -240,8 +244,8 @@ def connection_error(where: str, error: Exception) -> StoreError:
     text = f"{error}"[:300] or type(error).__name__
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return StoreError(where, f"{text}: set SSL_CERT_FILE to the certificates to trust")
-    if type(error).__name__ in ("LocationParseError", "LocationValueError", "URLSchemeUnknown"):
-        return StoreError(where, f"{text}: check HF_ENDPOINT")
+    if isinstance(error, ValueError):  # an address or a proxy of another kind than http
+        return StoreError(where, f"{text}: check HF_ENDPOINT and the proxies of the environment")
     return TransientError(where, f"{type(error).__name__}: {text}")
 
 

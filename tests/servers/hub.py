@@ -11,7 +11,8 @@ is another host to clients; it refuses requests that carry a token.
         hub.commit(name, {"a.jsonl": b"..."})
         hub.rules.replace([Rule(fault="status", status=429, path="/resolve/", count=2)])
 
-Faults of rules: status, delay, truncate and reset (of bodies), hang (before the head), lost_acknowledgement.
+Faults of rules: status, delay, truncate and reset (of bodies), hang (before the head, or in a body),
+lost_acknowledgement.
 """
 
 from __future__ import annotations
@@ -254,7 +255,7 @@ class _Handler(BaseHTTPRequestHandler):
         rule = self._rule
         if rule is not None:
             time.sleep(rule.delay_seconds)
-        if rule is not None and rule.fault == "hang":
+        if rule is not None and rule.fault == "hang" and rule.after_bytes is None:
             time.sleep(rule.hang_seconds or 0)
             self.close_connection = True
             return
@@ -412,11 +413,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value.encode("ascii", "replace").decode())
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if fault in ("truncate", "reset") and rule is not None:
+        if fault in ("truncate", "reset", "hang") and rule is not None:
             body = body[: rule.after_bytes]
             self.close_connection = True
         if self.command != "HEAD":
             self.wfile.write(body)
+        if fault == "hang" and rule is not None:
+            self.wfile.flush()
+            time.sleep(rule.hang_seconds or 0)
 
     def log_message(self, *arguments: object) -> None:
         """Tests have their own output."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -301,14 +302,30 @@ def test_a_hub_that_does_not_answer_is_an_error_in_bounded_time(monkeypatch: pyt
         HubStore("hf://datasets/org/name").get("a")
 
 
-def test_a_silent_server_is_left_after_the_read_timeout(hub: HubServer, name: str) -> None:
-    hub.rules.replace([Rule(fault="hang", path="/resolve/", hang_seconds=2.0, count=1)])
-    options = StorageOptions(read_timeout_seconds=0.2)
-    store = quick(HubStore(f"hf://datasets/{name}", options))
+@pytest.mark.parametrize("after_bytes", [None, 5_000])
+def test_a_silent_server_is_left_after_the_read_timeout(
+    hub: HubServer, name: str, after_bytes: int | None
+) -> None:
+    silence: dict[str, Any] = {"fault": "hang", "hang_seconds": 2.0, "after_bytes": after_bytes}
+    hub.rules.replace([Rule(path="/object/", count=1, **silence)])
+    store = quick(HubStore(f"hf://datasets/{name}/a", StorageOptions(read_timeout_seconds=0.2)))
     began = time.monotonic()
-    assert store.get("b.txt") == b""
-    assert store.get("a/lines.jsonl") == LINES
+    assert store.get("table.parquet") == LARGE
     assert time.monotonic() - began < 1.5
+    assert sum(store.metrics.snapshot().errors.values()) == 1
+
+
+def test_a_body_that_is_closed_by_another_thread_ends_a_read_in_this_one(hub: HubServer, name: str) -> None:
+    hub.rules.replace([Rule(fault="hang", hang_seconds=3.0, after_bytes=5_000, path="/object/")])
+    body = HubStore(f"hf://datasets/{name}").open("a/table.parquet")
+    buffer, read = memoryview(bytearray(len(LARGE))), 0
+    while read < 5_000:
+        read += body.readinto(buffer[read:])
+    began = time.monotonic()
+    threading.Timer(0.1, body.close).start()
+    with pytest.raises(TransientError, match=r"after 5,000 of 256,000 bytes"):
+        body.readinto(buffer)
+    assert time.monotonic() - began < 2.0
 
 
 def test_a_proxy_of_the_environment_is_used(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,6 +336,10 @@ def test_a_proxy_of_the_environment_is_used(hub: HubServer, monkeypatch: pytest.
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
     assert HubStore(f"hf://datasets/{name}").get("a.txt") == b"1"
     assert hub.requests[-1].startswith("GET http://hub.invalid/datasets/")
+    monkeypatch.setenv("http_proxy", "socks5://127.0.0.1:1")
+    with pytest.raises(StoreError, match="check HF_ENDPOINT and the proxies") as caught:
+        HubStore(f"hf://datasets/{name}").get("a.txt")
+    assert type(caught.value) is StoreError
 
 
 @pytest.mark.extended
