@@ -149,6 +149,9 @@ def test_a_damaged_file_stays_at_home(hub: HubServer, name: str, made: Path, tmp
         upload(tmp_path / "copy", f"hf://datasets/{name}", progress=False)
     assert sent(hub) == 0
     assert set(hub.files(name)) == {MARKER_NAME}
+    hub.commit(name, {MARKER_NAME: None, shard.name: bytes(damaged)})
+    with pytest.raises(ShardError, match="is damaged, and was not sent"):  # also where it is there already
+        upload(tmp_path / "copy", f"hf://datasets/{name}", progress=False)
 
 
 UPLOAD = "import sys; from shardkit.cli.main import main; sys.exit(main(sys.argv[1:]))"
