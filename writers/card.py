@@ -58,7 +58,7 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
     if recipe.part is not None:
         content["part"] = recipe.part
     for entry in content["inputs"]:
-        for key in ("exclude", "document_id", "path_fields", "messages", "prompt", "completion"):
+        for key in ("exclude", "document_id", "path_fields", "messages", "prompt", "completion", "fim"):
             if not entry[key]:
                 del entry[key]
         if entry["on_bad_text"] == "quarantine":

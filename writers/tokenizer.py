@@ -148,6 +148,15 @@ class Encoder:
             row += len(piece)
         return np.concatenate(joined), np.concatenate(counts)
 
+    def special_id(self, token: str, key: str) -> int:
+        """The id of a special token; RecipeError that names `key` if the tokenizer has none of that name."""
+        special = {t["content"]: t["id"] for t in self._config.get("added_tokens") or () if t.get("special")}
+        if token not in special:
+            raise RecipeError(
+                f"{key}: {self.path} has no special token {token!r}; {_candidates(self._config)}"
+            )
+        return int(special[token])
+
     def encode_marked(
         self, texts: pa.Array, marks: pa.Array
     ) -> tuple[Tokens, npt.NDArray[np.int64], npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:

@@ -21,7 +21,7 @@ from functools import partial
 import zstandard
 
 from shardkit.errors import MissingExtraError
-from shardkit.writers.recipe import ExtractConfig, ResiliparseOptions, TrafilaturaOptions
+from shardkit.writers.input_config import ExtractConfig, ResiliparseOptions, TrafilaturaOptions
 
 __all__ = ["BodyError", "decode_body", "decode_page", "join_chunks", "main_text_by"]
 

@@ -14,8 +14,9 @@ removed as duplicates, and those that stay for them, go into a run of their own 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -33,6 +34,8 @@ from shardkit.writers.documents import keyed_hashes, pack_strings, unpack_string
 from shardkit.writers.exchange import RunWriter, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, PlainCounts, Task
+from shardkit.writers.fim import cut_documents, ordered
+from shardkit.writers.input_config import FimConfig
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageLabels
@@ -57,6 +60,7 @@ from shardkit.writers.tokenizer_file import find_tokenizer
 
 _Masks = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 """Of each token, and of the eos of each document."""
+_Encode = Callable[[pa.RecordBatch], tuple[Tokens, npt.NDArray[np.int64]]]
 _Kind = TypeVar("_Kind", bound=np.generic)
 
 __all__ = [
@@ -191,6 +195,7 @@ class TokenizerFile:
     digest: str
     eos: str
     bos: str | None = None
+    fim: tuple[tuple[str, str], ...] = ()
 
     @property
     def marks(self) -> dict[str, str]:
@@ -203,7 +208,11 @@ class TokenizerFile:
         if recipe.tokenizer is None or all(one.output.is_text for one in recipe.datasets()):
             return None
         path = find_tokenizer(recipe.folder, recipe.tokenizer.path)
-        return cls(Artifact(path), tokenizer_digest(path), recipe.tokenizer.eos, recipe.tokenizer.bos)
+        named = [
+            (number, config.fim) for number, config in enumerate(recipe.inputs) if config.fim is not None
+        ]
+        fim = tuple((f"inputs[{number}].fim", token) for number, one in named for token in one.tokens)
+        return cls(Artifact(path), tokenizer_digest(path), recipe.tokenizer.eos, recipe.tokenizer.bos, fim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +236,19 @@ class TokenizerFacts(PlainCounts):
 def tokenizer_task(tokenizer: TokenizerFile) -> Task:
     """The task that loads the tokenizer early, so that wrong files and eos tokens fail at once."""
     inputs = {"tokenizer": tokenizer.digest}
-    args = (tokenizer.file, tokenizer.eos, tokenizer.bos)
-    return Task("tokenizer", "tokenizer", tokenizer.marks, check_tokenizer, args, _FIRST, inputs)
+    args = (tokenizer.file, tokenizer.eos, tokenizer.bos, tokenizer.fim)
+    config = tokenizer.marks | ({"fim": tokenizer.fim} if tokenizer.fim else {})
+    return Task("tokenizer", "tokenizer", config, check_tokenizer, args, _FIRST, inputs)
 
 
-def check_tokenizer(folder: Path, file: Artifact, eos: str, bos: str | None = None) -> TokenizerFacts:
+def check_tokenizer(
+    folder: Path, file: Artifact, eos: str, bos: str | None = None, fim: Sequence[tuple[str, str]] = ()
+) -> TokenizerFacts:
     """Load the tokenizer with the reference engine, and with the fast one if it supports the file."""
     path = file.local()
     encoder = Encoder(path, eos, bos=bos, engine="tokenizers")
+    for key, token in fim:
+        encoder.special_id(token, key)
     facts = encoder.eos_id, encoder.bos_id, encoder.vocab_size, encoder.dtype.name
     try:  # choose the engine to start with; the parity check decides
         fast = Encoder(path, eos, bos=bos, engine="gigatoken")
@@ -308,8 +322,10 @@ def tasks(
             *(commit.files / DOCUMENTS_FILE, removed),
             *(encoder, recipe.seed, recipe.memory // 2, limits, languages),
         )
+        fim = recipe.inputs[split.source].fim
+        own = config if fim is None else config | {"fim": fim.model_dump(mode="json")}
         weight = commit.ledger().kept.bytes
-        made.append(Task("tokenize", split_name(split), config, _tokenize, args, weight, inputs | named))
+        made.append(Task("tokenize", split_name(split), own, _tokenize, (*args, fim), weight, inputs | named))
     return made
 
 
@@ -335,6 +351,7 @@ def _tokenize(
     memory_bytes: int,
     limits: Limits,
     languages: LanguageLabels | None,
+    fim: FimConfig | None = None,
 ) -> Tokenized:
     """Load the encoder, which the process caches, and the removed rows; then `tokenize_split`."""
     file, eos, engine, unlike, bos = encoder
@@ -347,6 +364,7 @@ def _tokenize(
         memory_bytes=memory_bytes,
         limits=limits,
         languages=languages,
+        fim=fim,
     )
 
 
@@ -360,6 +378,7 @@ def tokenize_split(
     memory_bytes: int,
     limits: Limits = DEFAULT_LIMITS,
     languages: LanguageLabels | None = None,
+    fim: FimConfig | None = None,
 ) -> Tokenized:
     """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) except removed ones; write them as a run.
 
@@ -382,7 +401,8 @@ def tokenize_split(
                 batch = counts.beside(batch, start)
             part = removed.within(start, batch.num_rows)
             start += batch.num_rows
-            kept, copies, ids, tokens, masks = _tokenize_batch(batch, part, encoder, ledger, twins)
+            encode = None if fim is None else partial(_encode_fim, encoder, fim, seed)
+            kept, copies, ids, tokens, masks = _tokenize_batch(batch, part, encoder, ledger, twins, encode)
             if kept.num_rows:
                 hashes = keyed_hashes(kept.column("document_id").to_pylist(), seed, "shuffle")
                 begin, end = encoder.bos_id, encoder.eos_id
@@ -413,6 +433,7 @@ def _tokenize_batch(
     encoder: Encoder,
     ledger: Ledger,
     twins: TwinsFile,
+    encode: _Encode | None = None,
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.int32], Tokens, npt.NDArray[np.int64], _Masks | None]:
     """Encode one batch and book it.
 
@@ -426,6 +447,8 @@ def _tokenize_batch(
             texts, marks = batch.column("text"), batch.column("marks")
             ids, lengths, mask, last = encoder.encode_marked(texts, marks)
             masks = mask, last.astype(np.uint8)
+        elif encode is not None:
+            ids, lengths = encode(batch)
         else:
             ids, lengths = encoder.encode(batch.column("text"))
     except EosInTextError as error:
@@ -439,6 +462,42 @@ def _tokenize_batch(
         masks = None if masks is None else (masks[0], masks[1][~empty])
     ledger.kept += Count(batch.num_rows, int(sizes.sum()))
     return batch, copies, ids, lengths, masks
+
+
+def _encode_fim(
+    encoder: Encoder, fim: FimConfig, seed: int, documents: pa.RecordBatch
+) -> tuple[Tokens, npt.NDArray[np.int64]]:
+    """`Encoder.encode` of documents of which some are cut; EosInTextError has the row of the document."""
+    prefix_id, middle_id, suffix_id = (encoder.special_id(token, "fim") for token in fim.tokens)
+    cuts = cut_documents(documents.column("document_id").to_pylist(), seed, fim)
+    texts: list[str] = []
+    owners: list[int] = []
+    is_cut = np.zeros(documents.num_rows, np.bool_)
+    for row, text in enumerate(documents.column("text").to_pylist()):
+        is_cut[row] = bool(cuts[row, 0] and text)
+        parts = ordered(text, cuts[row]) if is_cut[row] else (text,)
+        texts += parts
+        owners += [row] * len(parts)
+    try:
+        ids, lengths = encoder.encode(texts)
+    except EosInTextError as error:
+        raise EosInTextError(str(error), owners[error.row]) from error
+    pieces = iter(np.split(ids, np.cumsum(lengths)[:-1]))
+    marks = [np.array([one], encoder.dtype) for one in (prefix_id, middle_id, suffix_id)]
+    made: list[Tokens] = []
+    for row in range(documents.num_rows):
+        first = next(pieces)
+        if not is_cut[row]:
+            made.append(first)
+            continue
+        middle, suffix = next(pieces), next(pieces)
+        if cuts[row, 0] == 1:
+            order = (marks[0], first, marks[2], suffix, marks[1], middle)
+        else:
+            order = (marks[0], marks[2], suffix, marks[1], first, middle)
+        made.append(np.concatenate(order))
+    counts = np.fromiter(map(len, made), np.int64, len(made))
+    return np.concatenate([np.zeros(0, encoder.dtype), *made]), counts
 
 
 def remaining(
