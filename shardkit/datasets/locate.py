@@ -143,7 +143,7 @@ def locate(
     if is_pattern(text) or is_tar_name(name) or "{" in text or "::" in text:
         return _find_tars([text], storage)
     is_index = name.endswith(".json")
-    store = connect(folder if is_index else text, storage, shares_limit=True)
+    store = connect(folder if is_index else text, storage, shares_limit=True).pinned()
     found = find_remote(store, name if is_index else None, storage, indexes)
     return found if found.store is not None else replace(found, store=store)
 
@@ -194,7 +194,7 @@ def _listed(
     base, manifest = parse_listing(where, text)
     if base is None:
         return Found(folder, manifest, card)
-    return Found(None, manifest, card, connect(base, storage, shares_limit=True))
+    return Found(None, manifest, card, connect(base, storage, shares_limit=True).pinned())
 
 
 def find_remote(

@@ -28,11 +28,13 @@ import zstandard
 from shardkit import open_dataset
 from shardkit.datasets.verify import verify
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.storage.hub import HubPlace
 from shardkit.tools.demo.run import RECIPE as DEMO_RECIPE
 from shardkit.tools.trace.text import Decoder
 from shardkit.writers import BuildResult, build, build_dedup_index, load_recipe
 from shardkit.writers.pack_store import pack_store
 from support.default_cases import cases
+from support.hub_environment import hub_server
 from support.s3_moto import s3_server
 from support.small_build import make_corpus, tree
 
@@ -73,7 +75,7 @@ De talte om det hele natten, og til sidst blev de enige om at rejse.
 TEXTS = [PROSE.replace("plan", f"plan{n}") for n in range(30)]
 
 KEPT = {"fineweb": 2, "jsonl-mds": 30, "near-dedup": 20, "parquet-wds": 30, "plain-text": 8, "s3": 30}
-KEPT |= {"ray-cluster": 30, "slurm": 30}
+KEPT |= {"publish-to-hub": 30, "ray-cluster": 30, "slurm": 30}
 
 DROPPED = {
     "gopher_repetition/top_4_gram": 1,  # PROSE
@@ -207,7 +209,8 @@ def test_every_recipe_is_built() -> None:
         assert any(test.startswith(f"test_{name.replace('-', '_')}_") for test in globals())
 
 
-CASES = cases(RECIPES, [recipe for recipe in RECIPES if recipe.stem != "ray-cluster"])  # it starts a server
+SLOW = {"publish-to-hub", "ray-cluster"}  # these start servers
+CASES = cases(RECIPES, [recipe for recipe in RECIPES if recipe.stem not in SLOW])
 
 
 @pytest.mark.parametrize("recipe", CASES, ids=lambda recipe: recipe.stem)
@@ -234,8 +237,18 @@ def make_index(folder: Path) -> None:
 
 @contextmanager
 def buckets_of(recipe: Path, data: Path) -> Iterator[None]:
-    """A server with the bucket that a recipe names, if it names one, and in it what it reads from there."""
+    """A server with what a recipe writes to, if that is no folder, and with what it reads from there."""
     loaded = load_recipe(recipe)
+    if loaded.output.path.startswith("hf://"):
+        with hub_server() as hub:
+            hub.new_repository(HubPlace.parse(loaded.output.path).repository)
+            for place in {HubPlace.parse(config.base) for config in loaded.inputs if config.base}:
+                name = hub.new_repository(place.repository)
+                files = [file for file in data.rglob("*") if file.is_file()]
+                commit = hub.commit(name, {str(file.relative_to(data)): file.read_bytes() for file in files})
+                hub.repositories[name].tags[place.revision or "v1"] = commit
+            yield
+        return
     bucket = urlsplit(loaded.output.path).netloc
     if not bucket:
         yield

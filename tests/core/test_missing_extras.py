@@ -74,6 +74,7 @@ COMMANDS: list[tuple[str, tuple[str, str] | None]] = [
     ("download s3://bucket/a {new}", ("boto3", "s3")),
     ("dropped {dataset}", ("pyarrow", "write")),
     ("download gs://bucket/a {new}", ("fsspec", "fsspec")),
+    ("download hf://datasets/team/a {new}", ("urllib3", "hub")),
     ("info {dataset}", None),
     ("init {labelled} --output {new}.yaml", ("", "write")),
     ("info s3://bucket/a", ("boto3", "s3")),

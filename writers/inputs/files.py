@@ -17,7 +17,9 @@ s3://bucket/corpus/data/ with `base: s3://bucket/corpus`.
 
 A file in a store is one version of an object: the size and version (of S3 the ETag) that the listing stated
 when the build began. Every read asks for that version, so an object that is replaced meanwhile stops the
-build and is never mixed into it. Nothing of it is stored on this machine.
+build and is never mixed into it. Nothing of it is stored on this machine. A branch of a repository (hf://) is
+looked up once for each input; all is read at its commit, and later commits are not seen. Names have the
+branch as the recipe writes it, and versions are hashes of contents: so what is the same stays the same.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
 from shardkit.errors import BuildError, RecipeError
+from shardkit.storage.hub import HubPlace
 from shardkit.storage.object_file import open_object
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, StoreError
@@ -188,11 +191,11 @@ def _find_remote(config: InputConfig, key: str, storage: StorageOptions | None) 
     except StoreError as error:
         raise RecipeError(f"{key}: {error}") from error
     files = {}
-    for url, info in found.items():
+    for url, (place, info) in found.items():
         if _is_excluded(config, url):
             continue
         name = _name_of_url(url, config.base, key)
-        files[name] = InputFile(name, url, info.bytes, info.version, storage)
+        files[name] = InputFile(name, place, info.bytes, info.version, storage)
     if not files:
         left = f"{len(found):,} objects, and exclude leaves none" if found else "no object"
         raise RecipeError(f"{key}: {config.path} matches {left}")
@@ -335,17 +338,20 @@ def _exists(path: Path) -> bool:
     return path.exists() or path.is_symlink()
 
 
-def expand_url(url: str, storage: StorageOptions | None) -> dict[str, ObjectInfo]:
-    """{URL: object} of what `url` names: an object, a glob over keys, or all below a folder.
+def expand_url(url: str, storage: StorageOptions | None) -> dict[str, tuple[str, ObjectInfo]]:
+    """{URL: (where to read it, object)} of what `url` names: an object, a glob, or all below a folder.
 
-    An object of this very name wins over a glob. http(s) has no listings: one file. StoreError.
+    An object of this very name wins over a glob. http(s) has no listings: one file. Where to read it is the
+    URL itself, or that of the commit which its branch has now. StoreError.
     """
     root, pattern = _split_url(url)
-    store = _connect(root, storage)
+    connected = _connect(root, storage)
+    store = connected.pinned()
+    start = root if store is connected else store.url
     is_web = urlsplit(url).scheme.lower() in ("http", "https")
     if pattern and not pattern.endswith("/"):
         try:
-            return {url: store.head(pattern)}
+            return {url: (f"{start}/{pattern}", store.head(pattern))}
         except ObjectNotFoundError:
             if is_web:
                 raise
@@ -356,11 +362,15 @@ def expand_url(url: str, storage: StorageOptions | None) -> dict[str, ObjectInfo
     if not is_glob:
         pattern = f"{pattern}/**" if pattern else "**"
     found = store.list(_fixed_part(pattern))
-    return {f"{root}/{info.key}": info for info in found if key_matches(pattern, info.key)}
+    keys = [info for info in found if key_matches(pattern, info.key)]
+    return {f"{root}/{info.key}": (f"{start}/{info.key}", info) for info in keys}
 
 
 def _split_url(url: str) -> tuple[str, str]:
     """(what a store is opened at, the key of the object or the pattern)."""
+    if url.lower().startswith("hf://"):
+        place = HubPlace.parse(url)
+        return place.root, f"{place.path}/" if place.path and url.endswith("/") else place.path
     found = _ROOT.fullmatch(url)
     if found is None:
         raise StoreError(url, "is no URL of a file, such as s3://bucket/folder/file.jsonl")
