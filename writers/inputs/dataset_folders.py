@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from shardkit.errors import RecipeError, ShardError
@@ -60,13 +59,14 @@ def data_files(
     """
     listed: set[str] = set()
     folders: set[str] = set()
+    lists = sorted(name for name in sizes if _last(name) in _LIST_NAMES)
     for kind in _KINDS:
-        if format not in (None, kind.format):
+        if not lists or format not in (None, kind.format):
             continue
-        holding = _folders_above(name for name in sizes if kind.part in PurePosixPath(name).name)
-        for name in sorted(sizes):
-            folder = name[: name.rfind("/") + 1]
-            last = name.removeprefix(folder)
+        holding = _folders_above(name for name in sizes if kind.part in _last(name))
+        for name in lists:
+            last = _last(name)
+            folder = name.removesuffix(last)
             if folder not in holding:
                 continue
             if last == _SPLITS and kind.format == "arrow":
@@ -79,8 +79,13 @@ def data_files(
                 if parts is not None:
                     listed |= _present(parts, name, sizes, key, is_excluded)
                     folders.add(folder)
-    below = tuple(folders)
-    return {name for name in sizes if name in listed or not name.startswith(below)}
+    if not folders:
+        return set(sizes)
+    return {name for name in sizes if name in listed or folders.isdisjoint(_folders_above([name]))}
+
+
+def _last(name: str) -> str:
+    return name[name.rfind("/") + 1 :]
 
 
 def _folders_above(names: Iterable[str]) -> set[str]:
@@ -169,3 +174,4 @@ _KINDS = (
     _Kind("parquet", TEXT_INDEX_NAME, ".parquet", _text_names),
     _Kind("jsonl", TEXT_INDEX_NAME, ".jsonl", _text_names),
 )
+_LIST_NAMES = frozenset({_SPLITS, *(kind.list_name for kind in _KINDS)})
