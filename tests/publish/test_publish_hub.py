@@ -465,13 +465,13 @@ def test_the_page_of_a_text_dataset_names_its_tables_and_no_others(made: Path) -
         return replace(shard, raw=FileInfo(base, 10, {}), zip=None)
 
     shards = tuple(named(f"text-{number:05d}.parquet") for number in range(3))
-    text = replace(contents, manifest=Manifest("parquet", shards))  # type: ignore[arg-type]
+    text = replace(contents, manifest=Manifest("parquet", shards))
     page = repository_card(text, HubPlace("org/name", None, ""))
     [config] = header_of(page)["configs"]
     assert config["config_name"] == "default"
     assert config["data_files"] == [{"split": "train", "path": ["text-*.parquet"]}]
     assert b'load_dataset("org/name", split="train")' in page
-    spread = replace(contents, manifest=Manifest("jsonl", (named("0a/text-00000.jsonl.zst"),)))  # type: ignore[arg-type]
+    spread = replace(contents, manifest=Manifest("jsonl", (named("0a/text-00000.jsonl.zst"),)))
     [config] = header_of(repository_card(spread, HubPlace("org/name", None, "")))["configs"]
     assert config["data_files"][0]["path"] == ["*/text-*.jsonl.zst"]
 
