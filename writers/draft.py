@@ -175,6 +175,8 @@ def _problem(file: InputFile, number: int) -> str | None:
         return "not a format that can be read, judged by its name"
     if known[0] == "jsonl" and number < _TRIED_FILES:
         line = next(_lines(file, known[1]), "")
+        if line.lstrip().startswith("["):
+            return "an array of JSON objects: write an input with `format: json` for it"
         if not isinstance(_parsed(line), dict):
             return "its first line is not a JSON object"
     return None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import zstandard
 
 from shardkit.errors import RecipeError
 from shardkit.formats.mds import MdsWriter
@@ -87,9 +88,10 @@ def test_compressed_shards_are_read_where_the_raw_ones_are_not_there(tmp_path: P
     put_mds(tmp_path / "mds", compression="zstd")
     assert all(name.endswith(".mds.zstd") for name in names(tmp_path, path="mds"))
     texts = read(tmp_path, "mds")[0]["text"].to_pylist()
-    put_mds(tmp_path / "raw/mds")
-    first = sorted((tmp_path / "raw/mds").glob("*.mds"))[0]
-    shutil.copy(first, tmp_path / "mds")
+    packed = tmp_path / "mds/shard.00000.mds.zstd"
+    packed.with_suffix("").write_bytes(
+        zstandard.ZstdDecompressor().decompressobj().decompress(packed.read_bytes())
+    )
     assert names(tmp_path, path="mds")[:2] == ["mds/shard.00000.mds", "mds/shard.00001.mds.zstd"]
     assert read(tmp_path, "mds")[0]["text"].to_pylist() == texts
 
@@ -108,6 +110,13 @@ def test_a_file_that_is_listed_and_not_there_is_an_error_unless_the_recipe_leave
     with pytest.raises(RecipeError, match=r"saved/state.json lists data-00001-of-00002.arrow, which is not"):
         names(tmp_path, path="saved")
     assert len(names(tmp_path, path="mds", exclude=["mds/shard.0000[3-5].mds"])) == 6
+    put_tars(tmp_path / "tars")
+    tar = tmp_path / "tars/part-1.tar"
+    tar.write_bytes(tar.read_bytes()[:1024])  # a whole sample: nothing in it tells of the others
+    problem = r"tars/shards.json states 10,240 bytes for part-1.tar, which has 1,024; fetch the dataset again"
+    with pytest.raises(RecipeError, match=problem):
+        names(tmp_path, path="tars")
+    assert names(tmp_path, path="tars", exclude="part-1.tar") == ["tars/part-0.tar"]
     assert names(tmp_path, path="saved", exclude="data-00001*") == ["saved/data-00000-of-00002.arrow"]
 
 

@@ -220,7 +220,7 @@ def confirmed(data: bytes) -> tuple[bytes, list[ContainerError]]:
             damage.append(error)
 
 
-@pytest.mark.parametrize("at", [-6, 1000], ids=["checksum", "data"])
+@pytest.mark.parametrize("at", [-6, pytest.param(1000, marks=pytest.mark.extended)], ids=["checksum", "data"])
 def test_a_member_too_large_to_hold_is_confirmed_before_any_of_it_is_handed_out(at: int) -> None:
     large = b"WARC/large " + random.Random(0).randbytes(1 << 20) + bytes(17 << 20)
     packed = bytearray(gzip.compress(large, 1, mtime=0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import struct
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import webdataset
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -173,7 +175,7 @@ def test_flipped_bits_of_shards_never_raise_anything_else(tmp_path: Path) -> Non
     tar = make_tar([(f"{i}.{kind}", TEXTS[i].encode()) for i in range(9) for kind in ("txt", "bin")])
     rng = random.Random(3)
     for name, data in (("b.mds", texts_mds(tmp_path)), ("b.tar", tar)):
-        for _ in range(100):
+        for _ in range(40):
             flipped = bytearray(data)
             for _ in range(rng.randrange(1, 4)):
                 flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
@@ -220,6 +222,30 @@ def checked(folder: Path, name: str, **config: Any) -> None:
     with Quarantine(folder / "q.jsonl", max_bad_fraction=1) as quarantine:
         list(read_split(split, made.inputs[0], Ledger(), quarantine, fields=fields))
     check_named_fields([split], [fields.to_dict()])
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_tar_gives_the_samples_of_the_plain_one_unless_it_is_damaged(
+    tmp_path: Path, suffix: str
+) -> None:
+    members = [
+        (f"{i}.{kind}", TEXTS[i % 40].encode()) for i in range(300) for kind in ("txt", "jpg", "json.x")
+    ]
+    plain = make_tar(members)
+    packed = (gzip.compress if suffix == ".gz" else zstandard.compress)(plain)
+    whole, bad, _ = read(tmp_path, put(tmp_path, "a.tar", plain), text="txt")
+    table, bad, _ = read(tmp_path, put(tmp_path, f"a.tar{suffix}", packed), text="txt")
+    assert (table["text"].to_pylist(), bad) == (whole["text"].to_pylist(), [])
+    assert table["id"].to_pylist() == [str(i) for i in range(300)]
+    (split,) = scan_inputs(recipe(tmp_path, f"a.tar{suffix}"))
+    assert first_samples(split.input, split.format, split.compression, 2) == [{"txt": t} for t in TEXTS[:2]]
+    assert len(first_samples(split.input, split.format, split.compression, 1000)) == 300
+    two = gzip.compress(plain[: len(plain) // 2]) + packed[:-9] if suffix == ".gz" else packed[:-9]
+    table, (entry,), _ = read(tmp_path, put(tmp_path, f"a.tar{suffix}", two), text="txt")
+    assert entry["reason"] == "damaged_file"
+    assert "truncated: the file ends inside" in entry["error"]
+    assert table["text"].to_pylist() == whole["text"].to_pylist()[: table.num_rows]
+    assert (table.num_rows > 100) == (suffix == ".gz")  # nothing that a checksum does not confirm
 
 
 def test_a_sample_of_a_tar_that_cannot_be_used_costs_itself(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def test_a_damaged_gzip_member_costs_itself_and_reading_goes_on_at_the_next(tmp_
         read(tmp_path, name, allowed=0)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_stored_bytes_of_sound_members_and_of_lost_ranges_add_up_to_the_file(
     tmp_path: Path, data: st.DataObject

@@ -6,16 +6,16 @@
     documents.json   text as shardkit writes it: the Parquet or JSON lines that it lists
 
 Of such a folder only the files that its list names are read, because others are no documents (notes, reports,
-`cache-*.arrow` of `map`). A file that the list names and that is not there is an error, because its documents
-would be missing in silence. A folder is one of these only if it has both the list and a file of the kind, and
-the input has that format or none; a glob of shards names files and needs no list.
+`cache-*.arrow` of `map`). A file that the list names and that is not there, or has another size than the list
+states, is an error, because documents would be missing in silence. A folder is one of these only if it has
+both the list and a file of the kind, and the input has that format or none; a glob of shards names files and
+needs no list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from shardkit.errors import RecipeError, ShardError
@@ -23,14 +23,14 @@ from shardkit.files import load_json
 from shardkit.formats.mds import parse_index
 from shardkit.formats.tar import parse_shard_list
 from shardkit.formats.text import TEXT_INDEX_NAME, parse_text_index
-from shardkit.manifest import checked_basename
+from shardkit.manifest import UNKNOWN, checked_basename
 
 __all__ = ["MAX_LIST_BYTES", "data_files"]
 
 MAX_LIST_BYTES = 1 << 31  # what an index of MDS may have
 _SPLITS = "dataset_dict.json"  # of a save_to_disk folder whose subfolders are datasets
-Names = tuple[str, ...]
-"""Names of one file in a list: it is the first of them that is there."""
+Listed = Sequence[tuple[str, int]]
+"""Name and bytes (-1: not stated) of one file in a list, raw before compressed: the first that is there."""
 
 
 class _Kind(NamedTuple):
@@ -39,45 +39,53 @@ class _Kind(NamedTuple):
     format: str  # of the input
     list_name: str  # name of the file that lists the others
     part: str  # of the names of these
-    names: Callable[[str, bytes], list[Names] | None]  # reads a list; None if it is data with the name of one
+    names: Callable[
+        [str, bytes], list[Listed] | None
+    ]  # reads a list; None if it is data with the name of one
 
 
 def data_files(
-    names: Iterable[str],
+    sizes: Mapping[str, int],
     format: str | None,
     key: str,
     read: Callable[[str], bytes],
     is_excluded: Callable[[str], bool],
 ) -> set[str]:
-    """Those of `names` that hold documents, for an input of this format (None: any).
+    """The names that hold documents of files with these sizes, for an input of this format (None: any).
 
     `read` gives a file's content, `is_excluded` says whether the recipe leaves out a file that was not found.
-    RecipeErrors, which begin with `key`: a list that is damaged, or that names a file that is not there.
+    RecipeErrors, which begin with `key`: a list that is damaged, or names a file that is not there or has
+    another size.
     """
-    found = set(names)
     listed: set[str] = set()
     folders: set[str] = set()
+    lists = sorted(name for name in sizes if _last(name) in _LIST_NAMES)
     for kind in _KINDS:
-        if format not in (None, kind.format):
+        if not lists or format not in (None, kind.format):
             continue
-        holding = _folders_above(name for name in found if kind.part in PurePosixPath(name).name)
-        for name in sorted(found):
-            folder = name[: name.rfind("/") + 1]
-            last = name.removeprefix(folder)
+        holding = _folders_above(name for name in sizes if kind.part in _last(name))
+        for name in lists:
+            last = _last(name)
+            folder = name.removesuffix(last)
             if folder not in holding:
                 continue
             if last == _SPLITS and kind.format == "arrow":
-                raise _has_splits(folder, found, key)
+                raise _has_splits(folder, sizes, key)
             if last == kind.list_name:
                 try:
                     parts = kind.names(name, read(name))
                 except ShardError as error:
                     raise RecipeError(f"{key}: {error}") from error
                 if parts is not None:
-                    listed |= _present(parts, name, found, key, is_excluded)
+                    listed |= _present(parts, name, sizes, key, is_excluded)
                     folders.add(folder)
-    below = tuple(folders)
-    return {name for name in found if name in listed or not name.startswith(below)}
+    if not folders:
+        return set(sizes)
+    return {name for name in sizes if name in listed or folders.isdisjoint(_folders_above([name]))}
+
+
+def _last(name: str) -> str:
+    return name[name.rfind("/") + 1 :]
 
 
 def _folders_above(names: Iterable[str]) -> set[str]:
@@ -92,19 +100,28 @@ def _folders_above(names: Iterable[str]) -> set[str]:
 
 
 def _present(
-    parts: Iterable[Names], list_name: str, found: set[str], key: str, is_excluded: Callable[[str], bool]
+    parts: Iterable[Listed],
+    list_name: str,
+    sizes: Mapping[str, int],
+    key: str,
+    is_excluded: Callable[[str], bool],
 ) -> set[str]:
     """Which of the listed files are there."""
     folder, present = list_name[: list_name.rfind("/") + 1], set()
     for part in parts:
-        there = next((folder + name for name in part if folder + name in found), None)
-        if there is not None:
-            present.add(there)
-        elif not any(is_excluded(folder + name) for name in part):
-            raise RecipeError(
-                f"{key}: {list_name} lists {part[-1]}, which is not there; fetch the dataset again, or leave "
-                "the file out with exclude"
-            )
+        there = next(((name, size) for name, size in part if folder + name in sizes), None)
+        if there is None:
+            if any(is_excluded(folder + name) for name, _ in part):
+                continue
+            problem = f"lists {part[-1][0]}, which is not there"
+        else:
+            name, stated = there
+            present.add(folder + name)
+            if stated in (UNKNOWN, sizes[folder + name]):
+                continue
+            problem = f"states {stated:,} bytes for {name}, which has {sizes[folder + name]:,}"
+        advice = "fetch the dataset again, or leave the file out with exclude"
+        raise RecipeError(f"{key}: {list_name} {problem}; {advice}")
     return present
 
 
@@ -116,16 +133,16 @@ def _has_splits(folder: str, found: Iterable[str], key: str) -> RecipeError:
     return RecipeError(f"{key}: {folder or '.'} holds splits ({names or 'none'}); name one{example}")
 
 
-def _mds_names(file: str, data: bytes) -> list[Names]:
+def _mds_names(file: str, data: bytes) -> list[Listed]:
     shards = parse_index(file, data).shards
-    return [(info.raw.basename, info.stored.basename) for info in shards]
+    return [[(file.basename, file.bytes) for file in (info.raw, info.stored)] for info in shards]
 
 
-def _tar_names(file: str, data: bytes) -> list[Names]:
-    return [(info.stored.basename,) for info in parse_shard_list(file, data).shards]
+def _tar_names(file: str, data: bytes) -> list[Listed]:
+    return [[(info.stored.basename, info.stored.bytes)] for info in parse_shard_list(file, data).shards]
 
 
-def _arrow_names(file: str, data: bytes) -> list[Names]:
+def _arrow_names(file: str, data: bytes) -> list[Listed]:
     try:
         state: Any = load_json(data)
     except (ValueError, RecursionError) as error:
@@ -138,14 +155,15 @@ def _arrow_names(file: str, data: bytes) -> list[Names]:
             file, "keeps its order in an indices file: flatten_indices() and save_to_disk() first"
         )
     found = [entry.get("filename") if isinstance(entry, Mapping) else None for entry in entries]
-    return [(checked_basename(name, file),) for name in found]
+    return [[(checked_basename(name, file), UNKNOWN)] for name in found]
 
 
-def _text_names(file: str, data: bytes) -> list[Names] | None:
+def _text_names(file: str, data: bytes) -> list[Listed] | None:
     with suppress(ValueError, RecursionError):
         facts: Any = load_json(data)
         if isinstance(facts, Mapping) and facts.keys() >= {"version", "files"}:
-            return [(info.stored.basename,) for info in parse_text_index(file, data).shards]
+            shards = parse_text_index(file, data).shards
+            return [[(info.stored.basename, info.stored.bytes)] for info in shards]
     return None
 
 
@@ -156,3 +174,4 @@ _KINDS = (
     _Kind("parquet", TEXT_INDEX_NAME, ".parquet", _text_names),
     _Kind("jsonl", TEXT_INDEX_NAME, ".jsonl", _text_names),
 )
+_LIST_NAMES = frozenset({_SPLITS, *(kind.list_name for kind in _KINDS)})

@@ -124,7 +124,8 @@ def _with_documents(
             return _is_excluded(config, url)
         return _is_excluded(config, normpath(recipe.folder / (config.base or "") / name), recipe.folder)
 
-    kept = data_files(files, config.format, key, read, is_excluded)
+    sizes = {name: file.bytes for name, file in files.items()}
+    kept = data_files(sizes, config.format, key, read, is_excluded)
     return {name: file for name, file in files.items() if name in kept}
 
 

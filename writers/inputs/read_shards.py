@@ -5,11 +5,13 @@ and members of JSON are named by dotted paths: `json.text`. Only what the recipe
 arrays beside the text are skipped, and pickles are never loaded. Of a tar's sample, `__key__` is its key, and
 its id unless the recipe or a member named `id` gives another.
 
-A shard is read from front to back, compressed or not (tars: not), and describes itself: an MDS shard by its
-header, which lists columns and offsets. A sample whose bytes do not fit its columns, a value that is not what
-its type says, and a tar's sample with two members of one extension cost themselves. A header that is no MDS,
-offsets that go back, a tar header whose checksum is wrong or that ends beyond the file cost what comes after
-them, because where the next sample begins would be a guess; nothing of the sample that they lie in is used.
+A shard is read from front to back, compressed or not (a compressed tar twice, because its length has to be
+known), and describes itself: an MDS shard by its header, which lists columns and offsets. A sample whose
+bytes do not fit its columns, a value that is not what its type says, and a tar's sample with two members of
+one extension cost themselves. A header that is no MDS, offsets that go back, a tar header whose checksum is
+wrong or that ends beyond the file cost what comes after them, because where the next sample begins would be a
+guess; nothing of the sample that they lie in is used.
+
 Memory is the offsets of a shard and the named values of one sample, each of `max_record_bytes` at most.
 """
 
@@ -27,12 +29,13 @@ from shardkit.errors import RecipeError, ShardError
 from shardkit.formats.compression import gunzip
 from shardkit.formats.mds.encodings import ARRAY_DTYPES, Encoding
 from shardkit.formats.mds.shard import SampleLayout, read_header
-from shardkit.formats.tar.members import split_name, walk_members
+from shardkit.formats.tar.members import Bytes, split_name, walk_members
 from shardkit.manifest import Column
 from shardkit.writers.inputs.decompress import ContainerError, decompressed
 from shardkit.writers.inputs.fields import MISSING, field_at
 from shardkit.writers.inputs.files import InputFile, open_input
 from shardkit.writers.inputs.records import PieceReader, RecordSink
+from shardkit.writers.inputs.scan import Split
 from shardkit.writers.recipe import InputConfig
 
 __all__ = ["first_samples", "read_mds", "read_wds"]
@@ -227,7 +230,12 @@ def read_wds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
     split = sink.split
     sink.offset = 0
     with open_input(split.input) as file:
-        samples = _Samples(sink, config, file)
+        data: _FileBytes | _StreamBytes = _FileBytes(file, split.input.bytes)
+        damage = None
+        if split.compression is not None:
+            size, damage = _sound_bytes(file, split)
+            data = _StreamBytes(decompressed(file, split.compression, split.input.bytes), size)
+        samples = _Samples(sink, config, data)
         try:
             for found, size in samples:
                 _explain_missing(sink, config, found)
@@ -235,7 +243,25 @@ def read_wds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
                 sink.record, sink.offset = sink.record + 1, samples.start
                 yield
         except ShardError as error:
-            sink.damaged(error.problem, bytes=split.bytes - samples.start)
+            problem, left = error.problem, len(data) - samples.start
+        else:
+            problem, left = "", 0
+        if problem or damage:
+            lost = damage.rest_bytes if damage else 0
+            sink.damaged(damage.problem if damage else problem, bytes=left + lost)
+
+
+def _sound_bytes(file: BinaryIO, split: Split) -> tuple[int, ContainerError | None]:
+    """How many bytes a compressed tar has that a checksum confirms, and what comes after them."""
+    size = 0
+    try:
+        for piece in decompressed(file, split.compression, split.input.bytes):
+            size += len(piece)
+    except ContainerError as damage:
+        return size - damage.suspect_bytes, ContainerError(
+            damage.problem, damage.rest_bytes + damage.suspect_bytes
+        )
+    return size, None
 
 
 def _explain_missing(sink: RecordSink, config: InputConfig, found: _Found) -> None:
@@ -254,16 +280,15 @@ class _Samples:
     `start` is where the sample after the last one begins.
     """
 
-    def __init__(self, sink: RecordSink, config: InputConfig, file: BinaryIO) -> None:
-        self._sink, self._file = sink, file
+    def __init__(self, sink: RecordSink, config: InputConfig, data: Bytes) -> None:
+        self._sink, self._data = sink, data
         self._paths = {config.text, *sink.carried}
         self.start = 0
 
     def __iter__(self) -> Iterator[tuple[_Found, int]]:
-        split = self._sink.split
         key: str | None = None
         found, start = _Found(), 0
-        for member in walk_members(_FileBytes(self._file, split.input.bytes), split.file):
+        for member in walk_members(self._data, self._sink.split.file):
             parts = split_name(member.name)
             if parts is None:
                 continue
@@ -275,8 +300,8 @@ class _Samples:
                 found = _Found({"__key__": key, "id": key})
             self._take(found, parts[1], member.offset, member.size)
         if key is not None:
-            self.start = split.input.bytes
-            yield found, split.input.bytes - start
+            self.start = len(self._data)
+            yield found, self.start - start
 
     def _take(self, found: _Found, extension: str, offset: int, size: int) -> None:
         """Read a member if it is wanted."""
@@ -290,9 +315,8 @@ class _Samples:
             return
         try:
             _check_size(size, f".{extension}", self._sink)
-            self._file.seek(offset)
-            limit = self._sink.max_record_bytes
-            value = _member(extension, self._file.read(size), limit, self._sink.decode)
+            data = bytes(self._data[offset : offset + size])
+            value = _member(extension, data, self._sink.max_record_bytes, self._sink.decode)
             found.put(extension, value, size)
         except UnicodeDecodeError as error:
             problem = f"byte {error.start:,} of member .{extension} is not UTF-8"
@@ -332,6 +356,25 @@ class _FileBytes:
         return self._file.read(max(stop - start, 0))
 
 
+class _StreamBytes:
+    """`size` bytes that come in pieces as slices, each at or behind the start of the one before."""
+
+    def __init__(self, pieces: Iterator[bytes], size: int) -> None:
+        self._stream, self._size = PieceReader(pieces), size
+        self._last, self._start = b"", 0  # the last slice, and where it begins
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, span: slice, /) -> bytes:
+        start, stop, _ = span.indices(self._size)
+        held = self._last[start - self._start :]
+        self._stream.skip(max(start - self._stream.tell(), 0))
+        self._start = start
+        self._last = held[: stop - start] + self._stream.read(max(stop - max(start, self._stream.tell()), 0))
+        return self._last
+
+
 def first_samples(
     file: InputFile, format: str, compression: str | None, count: int
 ) -> list[dict[str, object]]:
@@ -340,7 +383,11 @@ def first_samples(
         if format == "mds":
             pieces = decompressed(stored, compression, file.bytes)
             return _first_rows(PieceReader(pieces), file.name, count)
-        return _first_members(stored, file, count)
+        if compression is not None:
+            return _first_members(
+                _StreamBytes(decompressed(stored, compression, file.bytes), 4 * _SMALL_BYTES), file, count
+            )
+        return _first_members(_FileBytes(stored, file.bytes), file, count)
 
 
 def _first_rows(stream: PieceReader, name: str, count: int) -> list[dict[str, object]]:
@@ -359,19 +406,23 @@ def _first_rows(stream: PieceReader, name: str, count: int) -> list[dict[str, ob
     return rows
 
 
-def _first_members(stored: BinaryIO, file: InputFile, count: int) -> list[dict[str, object]]:
+def _first_members(data: Bytes, file: InputFile, count: int) -> list[dict[str, object]]:
     samples: list[dict[str, object]] = []
     key: str | None = None
-    for member in walk_members(_FileBytes(stored, file.bytes), file.name):
-        parts = split_name(member.name)
-        if parts is None:
-            continue
-        if parts[0] != key:
-            if len(samples) == count:
-                break
-            key = parts[0]
-            samples.append({})
-        if parts[1].rpartition(".")[2] in _SMALL and member.size <= _SMALL_BYTES:
-            stored.seek(member.offset)
-            samples[-1][parts[1]] = _member(parts[1], stored.read(member.size), _SMALL_BYTES, bytes.decode)
+    try:
+        for member in walk_members(data, file.name):
+            parts = split_name(member.name)
+            if parts is None:
+                continue
+            if parts[0] != key:
+                if len(samples) == count:
+                    break
+                key = parts[0]
+                samples.append({})
+            if parts[1].rpartition(".")[2] in _SMALL and member.size <= _SMALL_BYTES:
+                held = bytes(data[member.offset : member.offset + member.size])
+                samples[-1][parts[1]] = _member(parts[1], held, _SMALL_BYTES, bytes.decode)
+    except ShardError:
+        if not samples:  # else it may be that only the beginning of a compressed tar was looked at
+            raise
     return samples

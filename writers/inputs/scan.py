@@ -79,9 +79,8 @@ _FORMATS = {
     ".wet": "warc",
     ".arc": "warc",
 }
-_SEEKING = frozenset(
-    {"parquet", "arrow", "wds"}
-)  # not read from front to back, so never compressed as a whole
+# Not read from front to back, so never compressed as a whole.
+_SEEKING = frozenset({"parquet", "arrow"})
 _OTHER_COMPRESSIONS = frozenset({".br", ".zip", ".7z", ".tar", ".tgz", ".sz", ".snappy"})
 
 
