@@ -432,7 +432,15 @@ def load_encoder(
     path: Path, eos: str, engine: Engine = "gigatoken", unlike: Ranges = (), bos: str | None = None
 ) -> Encoder:
     """An Encoder, kept for the process's next task as long as the file's bytes stay the same."""
-    return _load_encoder(path, tokenizer_digest(path), eos, engine, unlike, bos)
+    status = path.stat()
+    version = status.st_size, status.st_mtime_ns, status.st_ino
+    return _load_encoder(path, _digest_of_version(path, version), eos, engine, unlike, bos)
+
+
+@lru_cache(maxsize=4)
+def _digest_of_version(path: Path, version: tuple[int, int, int]) -> str:
+    """`tokenizer_digest`, once for tasks of a process that find the file unchanged."""
+    return tokenizer_digest(path)
 
 
 @lru_cache(maxsize=2)

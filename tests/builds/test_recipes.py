@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -41,7 +42,16 @@ from support.small_build import make_corpus, tree
 pytestmark = pytest.mark.usefixtures("inline_builds")
 
 # Those that have a test of their own below.
-PROFILES = {"c4", "code", "continue-pretraining", "demo", "gopher", "long-context", "wikipedia"}
+PROFILES = {
+    "c4",
+    "chat-midtraining",
+    "code",
+    "continue-pretraining",
+    "demo",
+    "gopher",
+    "long-context",
+    "wikipedia",
+}
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 RECIPES = [recipe for recipe in sorted(FOLDER.glob("*.yaml")) if recipe.stem not in PROFILES]
 # Prose that all of the filters let pass: sentences in paragraphs, with the stop words they look for.
@@ -484,3 +494,24 @@ def test_long_context_packs_the_same_documents_in_rows_of_every_length(folder: P
         progress=False,
     )
     assert packed.fingerprint == kept["64k/train"].fingerprint
+
+
+def test_chat_midtraining_trains_on_answers_and_whole_documents(folder: Path) -> None:
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+    prompt = "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    (folder / "chat_template.jinja").write_text(template + prompt)
+    talk = [{"role": "user", "content": "who kept the light"}, {"role": "assistant", "content": "Anna did"}]
+    data = folder / "data"
+    write_lines(data / "chats" / "a.jsonl.gz", [{"messages": talk}])
+    (data / "pairs").mkdir()
+    pairs = {"question": ["what froze that year"], "answer": [" the harbour"]}
+    pq.write_table(pa.table(pairs), data / "pairs" / "a.parquet")
+    write_lines(data / "documents" / "a.jsonl.gz", [{"text": PAGE}])
+    dataset = run(folder, "chat-midtraining").open()
+    [row] = dataset
+    tokens, mask = (np.asarray(row[name]) for name in ("tokens", "loss_mask"))
+    decoder = Decoder(folder / "tokenizer.json", dataset.card)
+    ends = np.flatnonzero((tokens == decoder.eos_id) & (np.append(0, tokens[:-1]) != decoder.eos_id)) + 1
+    begins = [0, *ends[:-1].tolist()]
+    found = {decoder.text(tokens[a:b][mask[a:b] == 1]) for a, b in zip(begins, ends.tolist(), strict=True)}
+    assert found == {"Anna did\n", " the harbour", PAGE}
