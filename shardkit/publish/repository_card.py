@@ -115,9 +115,11 @@ def _patterns(names: Iterable[str]) -> list[str]:
 def _summary(contents: Contents, *, is_text: bool) -> str:
     manifest, card = contents.manifest, contents.card
     stored = sum(shard.stored.bytes for shard in manifest.shards)
+    is_packed = card is not None and card.has("sequence_length")
+    kind = "documents" if is_text else "sequences" if is_packed else "samples"
     rows: list[tuple[str, str]] = [
         ("form", _PACKED.get(manifest.format, f"documents in {manifest.format} files")),
-        ("documents" if is_text else "sequences", f"{manifest.samples:,}"),
+        (kind, f"{manifest.samples:,}"),
         ("files", f"{len(manifest.shards):,}, {format_bytes(stored)}"),
     ]
     if card is not None and not is_text:

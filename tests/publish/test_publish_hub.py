@@ -33,6 +33,7 @@ from shardkit.publish.repository_card import PAGE_NAME, repository_card
 from shardkit.storage.hub import HubPlace
 from shardkit.storage.local import LocalStore
 from shardkit.writers import build
+from shardkit.writers.inputs.files import key_matches
 from shardkit.writers.publish import RemoteOutput
 from support.hub_environment import hub_server
 from support.resume import assert_exact_resume
@@ -456,6 +457,24 @@ def test_a_page_of_somebody_else_or_edited_is_never_written(
     assert hub.files(name)[PAGE_NAME] == edited
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_text_dataset_on_the_hub_is_verified_and_its_page_names_its_documents_only(
+    hub: HubServer, name: str, corpus: Path, tmp_path: Path, form: str
+) -> None:
+    url = f"hf://datasets/{name}"
+    overrides = [f"output.format={form}", "annotate=true", f"work={tmp_path / 'work'}"]
+    made = build(corpus, output=url, overrides=overrides, workers=1, progress=False)
+    assert verify(url).ok
+    files = hub.files(name)
+    [config] = header_of(files[PAGE_NAME])["configs"]
+    [data] = config["data_files"]
+    shown = {path for path in files for glob in data["path"] if key_matches(glob, path)}
+    assert shown == {entry["name"] for entry in json.loads(files["documents.json"])["files"]}
+    assert {path for path in files if path.endswith(".parquet")} - shown  # what was dropped, or thought of it
+    assert f"| documents | {made.funnel.kept.documents:,} |" in files[PAGE_NAME].decode()
+
+
 def test_the_page_of_a_text_dataset_names_its_tables_and_no_others(made: Path) -> None:
     contents = find_only_contents(LocalStore(made))
     assert contents
@@ -465,13 +484,13 @@ def test_the_page_of_a_text_dataset_names_its_tables_and_no_others(made: Path) -
         return replace(shard, raw=FileInfo(base, 10, {}), zip=None)
 
     shards = tuple(named(f"text-{number:05d}.parquet") for number in range(3))
-    text = replace(contents, manifest=Manifest("parquet", shards))  # type: ignore[arg-type]
+    text = replace(contents, manifest=Manifest("parquet", shards))
     page = repository_card(text, HubPlace("org/name", None, ""))
     [config] = header_of(page)["configs"]
     assert config["config_name"] == "default"
     assert config["data_files"] == [{"split": "train", "path": ["text-*.parquet"]}]
     assert b'load_dataset("org/name", split="train")' in page
-    spread = replace(contents, manifest=Manifest("jsonl", (named("0a/text-00000.jsonl.zst"),)))  # type: ignore[arg-type]
+    spread = replace(contents, manifest=Manifest("jsonl", (named("0a/text-00000.jsonl.zst"),)))
     [config] = header_of(repository_card(spread, HubPlace("org/name", None, "")))["configs"]
     assert config["data_files"][0]["path"] == ["*/text-*.jsonl.zst"]
 
