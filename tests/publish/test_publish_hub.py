@@ -92,7 +92,7 @@ def test_a_dataset_arrives_in_few_commits_and_again_in_none(hub: HubServer, name
     assert len(report.sent) == report.files
     subjects = hub.repositories[name].subjects[1:]
     assert subjects == [f"Add {MARKER_NAME}", f"Add {report.files} files", "Add index.json",
-                        "Delete 1 files", f"Add {PAGE_NAME}"]  # fmt: skip
+                        "Delete 1 file", f"Add {PAGE_NAME}"]  # fmt: skip
     hub.requests.clear()
     assert upload(made, url, progress=False).up_to_date
     assert len(hub.repositories[name].subjects) == 6
@@ -113,7 +113,7 @@ def test_many_files_are_one_commit_for_every_thousand(
     assert heard[-1].bytes_moved == report.bytes
     assert at_commits == [0, 0, 3, 6, 8, 8]  # reported after each commit, not at the end
     counted = [subject for subject in hub.repositories[name].subjects if subject.endswith(" files")]
-    assert counted == ["Add 3 files"] * (report.files // 3) + ["Add 2 files", "Delete 1 files"]
+    assert counted == ["Add 3 files"] * (report.files // 3) + ["Add 2 files"]
     assert {path.removeprefix("deep/er/"): data for path, data in hub.files(name).items()} == files_of(made)
     assert PAGE_NAME not in hub.files(name)  # it would not be the repository's page
 

@@ -167,6 +167,21 @@ def test_a_listing_of_many_pages_is_that_of_one_commit(hub: HubServer, name: str
     assert keys == [f"many/{number:03d}/x.txt" for number in range(40)]
 
 
+def test_a_listing_of_which_a_page_is_missing_is_an_error(hub: HubServer, name: str) -> None:
+    hub.commit(name, {f"many/{number:03d}.txt": b"" for number in range(9)})
+    hub.page_entries = 4
+    hub.rules.replace([Rule(fault="status", status=404, path="cursor=8")])
+    try:
+        for prefix in ("", "many/"):
+            with pytest.raises(StoreError, match="cannot be listed"):
+                list(HubStore(f"hf://datasets/{name}").list(prefix))
+    finally:
+        hub.page_entries = 1000
+    hub.rules.replace([Rule(fault="status", status=404, path="/tree/")])  # a server without the interface
+    with pytest.raises(StoreError, match="cannot be listed"):
+        list(HubStore(f"hf://datasets/{name}").list())
+
+
 @pytest.mark.parametrize(
     "rule",
     [
