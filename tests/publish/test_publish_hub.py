@@ -431,7 +431,7 @@ def test_the_page_says_what_the_dataset_is_and_is_the_same_for_the_same_dataset(
     assert DatasetCard(text).data.get("viewer") is False  # as the Hub's own library reads it
     contents = find_only_contents(LocalStore(local.output))
     assert contents
-    assert repository_card(contents, HubPlace.parse(url)) == page
+    assert repository_card({"": contents}, HubPlace.parse(url)) == page
 
 
 @pytest.mark.extended
@@ -475,6 +475,36 @@ def test_a_text_dataset_on_the_hub_is_verified_and_its_page_names_its_documents_
     assert f"| documents | {made.funnel.kept.documents:,} |" in files[PAGE_NAME].decode()
 
 
+@pytest.mark.extended
+@pytest.mark.filterwarnings("ignore:split")
+def test_the_parts_of_a_split_share_a_page_that_names_the_documents_of_each(
+    hub: HubServer, name: str, corpus: Path, tmp_path: Path
+) -> None:
+    url = f"hf://datasets/{name}"
+    overrides = ["split={validation: 6}", "output.format=parquet", f"work={tmp_path / 'work'}"]
+    build(corpus, output=url, overrides=overrides, workers=1, progress=False)
+    files = hub.files(name)
+    assert {path for path in files if path.endswith("README.md")} == {"README.md"}
+    [config] = header_of(files[PAGE_NAME])["configs"]
+    assert [data["split"] for data in config["data_files"]] == ["train", "validation"]
+    for data in config["data_files"]:
+        shown = {path for path in files for glob in data["path"] if key_matches(glob, path)}
+        listed = json.loads(files[f"{data['split']}/documents.json"])["files"]
+        assert shown == {f"{data['split']}/{entry['name']}" for entry in listed}
+        assert f"## {data['split']}\n" in files[PAGE_NAME].decode()
+    packed = hub.new_repository()
+    build(
+        corpus,
+        output=f"hf://datasets/{packed}",
+        overrides=["split={validation: 6}"],
+        workers=1,
+        progress=False,
+    )
+    page = hub.files(packed)[PAGE_NAME]
+    assert header_of(page)["viewer"] is False
+    assert f'StreamingLoader("hf://datasets/{packed}/train"' in page.decode()
+
+
 def test_the_page_of_a_text_dataset_names_its_tables_and_no_others(made: Path) -> None:
     contents = find_only_contents(LocalStore(made))
     assert contents
@@ -485,13 +515,13 @@ def test_the_page_of_a_text_dataset_names_its_tables_and_no_others(made: Path) -
 
     shards = tuple(named(f"text-{number:05d}.parquet") for number in range(3))
     text = replace(contents, manifest=Manifest("parquet", shards))
-    page = repository_card(text, HubPlace("org/name", None, ""))
+    page = repository_card({"": text}, HubPlace("org/name", None, ""))
     [config] = header_of(page)["configs"]
     assert config["config_name"] == "default"
     assert config["data_files"] == [{"split": "train", "path": ["text-*.parquet"]}]
     assert b'load_dataset("org/name", split="train")' in page
     spread = replace(contents, manifest=Manifest("jsonl", (named("0a/text-00000.jsonl.zst"),)))
-    [config] = header_of(repository_card(spread, HubPlace("org/name", None, "")))["configs"]
+    [config] = header_of(repository_card({"": spread}, HubPlace("org/name", None, "")))["configs"]
     assert config["data_files"][0]["path"] == ["*/text-*.jsonl.zst"]
 
 
