@@ -46,8 +46,9 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
     )
     if recipe.output.prefixes is None:
         del content["output"]["prefixes"]  # as in the recipes of older versions
-    if recipe.tokenizer is not None and recipe.tokenizer.bos is None:
-        del content["tokenizer"]["bos"]
+    for key in ("bos", "chat_template"):
+        if recipe.tokenizer is not None and getattr(recipe.tokenizer, key) is None:
+            del content["tokenizer"][key]
     for key in ("limit", "split", "tokenizer"):
         if content[key] is None:
             del content[key]
@@ -57,11 +58,13 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
     if recipe.part is not None:
         content["part"] = recipe.part
     for entry in content["inputs"]:
-        for key in ("exclude", "document_id", "path_fields"):
+        for key in ("exclude", "document_id", "path_fields", "messages", "prompt", "completion"):
             if not entry[key]:
                 del entry[key]
         if entry["on_bad_text"] == "quarantine":
             del entry["on_bad_text"]
+        if "messages" not in entry:
+            del entry["tools"], entry["train_on"]
     content["filters"] = [{name: config.model_dump(mode="json")} for name, config in recipe.filter_chain()]
     return content
 
@@ -130,6 +133,7 @@ def _of_tokens(tokenizer: Mapping[str, Any], funnel: Funnel, partitions: int) ->
         "sequence_length": funnel.sequence_length,
         "tokens": packed["tokens"],
         "padding": packed["padding"],
+        **({} if funnel.trained is None else {"trained_tokens": funnel.trained[0]}),
         "tokenizer": dict(tokenizer),
         "packing": {"partitions": partitions, **packed},
         "histograms": {name: histogram.to_dict() for name, histogram in funnel.histograms.items()},

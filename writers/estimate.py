@@ -264,7 +264,7 @@ def rehearse(
         derived = _derived(recipe).model_copy(update={"inputs": tuple(sources)}).in_folder(recipe.folder)
         splits = scan_inputs(derived)
         work = LocalWork(Path(folder) / "work")
-        small = BuildInputs(derived, splits, (), inputs.filter_files)
+        small = BuildInputs(derived, splits, (), inputs.filter_files, masking=inputs.masking)
         with make_listener(False) as listener, warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the build says it, too
             with open_runner(derived, work, Execution(workers=workers), listener) as runner:

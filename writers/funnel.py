@@ -40,7 +40,8 @@ class Funnel:
 
     `removed` is what duplicate removal found, by the reason that the stages after it book. The `histograms`
     are "lengths" (`Tokenized`), "row_padding" and "row_pieces" (`Packed`); `source_languages` are
-    documents and tokens of each source by language, if the recipe has a filter that knows.
+    documents and tokens of each source by language, if the recipe has a filter that knows. `trained` are the
+    tokens to train on as they were tokenized, and as they were packed, in builds with a loss mask.
     """
 
     stages: Mapping[str, list[Ledger]]
@@ -50,6 +51,7 @@ class Funnel:
     packed: dict[str, int] = field(default_factory=dict)
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     source_languages: list[dict[str, dict[str, int]]] | None = None
+    trained: tuple[int, int] | None = None
 
     @property
     def total(self) -> Ledger:
@@ -83,6 +85,8 @@ class Funnel:
         if self.sequence_length is not None:
             cells = self.packed["rows"] * self.sequence_length
             _same("tokens in rows", cells, self.packed["tokens"] + self.packed["padding"])
+        if self.trained is not None:
+            _same("tokens to train on", *self.trained)
         self._check_histograms()
         for number, languages in enumerate(self.source_languages or ()):
             documents = sum(counts["documents"] for counts in languages.values())

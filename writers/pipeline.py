@@ -350,6 +350,7 @@ def _count(inputs: BuildInputs, outputs: Outputs) -> Funnel:
     tokens = [0 for _ in sources]
     languages: list[list[Any]] = [[] for _ in sources]
     histograms: dict[str, Histogram] = {}
+    trained: tuple[int, int] | None = None
     if recipe.output.is_text:
         written = [Written.of(commit) for commit in outputs.texts]
         of_splits["writing"] = [ledger for one in written for ledger in one.ledgers]
@@ -365,6 +366,9 @@ def _count(inputs: BuildInputs, outputs: Outputs) -> Funnel:
             languages[split.source].append(tokenized.languages)
         counts = [part.counts() for part in outputs.parts]
         packed = {name: sum(part[name] for part in counts) for name in PACKED}
+        if recipe.is_masked:
+            tokenized_trained = sum(Tokenized.of(commit).trained for commit in outputs.tokenized)
+            trained = tokenized_trained, sum(part.trained for part in outputs.parts)
         for part in outputs.parts:
             histograms["row_padding"].add(part.row_padding)
             histograms["row_pieces"].add(part.row_pieces)
@@ -381,6 +385,7 @@ def _count(inputs: BuildInputs, outputs: Outputs) -> Funnel:
         packed,
         histograms,
         [add_languages(parts) for parts in languages] if labelled else None,
+        trained,
     )
     funnel.check()
     return funnel

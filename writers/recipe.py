@@ -227,6 +227,23 @@ class InputConfig(StrictModel):
         default=None,
         description='Field with the URL; null: "url" where a record has it.',
     )
+    messages: FieldName | None = Field(
+        default=None,
+        description="Field with a conversation (a list of messages with role and content, as OpenAI's and "
+        "TRL's), which the tokenizer's chat template renders; in place of `text`.",
+    )
+    tools: FieldName = Field(
+        default="tools", description="Field with the tools of a conversation, where a record has it."
+    )
+    prompt: FieldName | None = Field(
+        default=None, description="Field with a prompt, of which nothing is trained on; needs `completion`."
+    )
+    completion: FieldName | None = Field(
+        default=None, description="Field with the text that follows the prompt, which is trained on."
+    )
+    train_on: Literal["assistant", "last_assistant", "all"] = Field(
+        default="assistant", description="Of conversations: what the loss mask lets be trained on."
+    )
     metadata: Listed[FieldName] = Field(
         default=(),
         description="Other fields to keep in the provenance table, as one JSON object.",
@@ -279,6 +296,19 @@ class InputConfig(StrictModel):
         copy._is_sample = True
         return copy
 
+    @property
+    def is_masked(self) -> bool:
+        """Whether documents state what of them is trained on."""
+        return self.messages is not None or self.prompt is not None
+
+    @model_validator(mode="after")
+    def _is_of_one_kind(self) -> Self:
+        if (self.prompt is None) != (self.completion is None):
+            raise ValueError("prompt and completion are fields of one record: name both")
+        if self.messages is not None and self.prompt is not None:
+            raise ValueError("a record has messages, or prompt and completion")
+        return self
+
     @model_validator(mode="after")
     def _base_is_above_the_path(self) -> Self:
         if self.base is not None and _is_url(self.path) != _is_url(self.base):
@@ -302,6 +332,11 @@ class TokenizerConfig(StrictModel):
         default=None,
         description="The special token that begins every document, as Llama's models expect; null: none.",
         examples=["<s>", "<|begin_of_text|>"],
+    )
+    chat_template: LocalPath | None = Field(
+        default=None,
+        description="File with the Jinja template of conversations; null: chat_template.jinja or "
+        "tokenizer_config.json beside the tokenizer.",
     )
 
 
@@ -507,9 +542,25 @@ class Recipe(StrictModel):
         for number, place in enumerate(places):
             if any(_is_within(place, other) or _is_within(other, place) for other in places[:number]):
                 raise ValueError(f"outputs[{number}].path: {place} is, lies in or holds another output")
-        if self.tokenizer is None and not all(output.is_text for output in self.outputs or [self.output]):
+        if self.is_masked and self.dedup.lines is not None:
+            raise ValueError(
+                "dedup.lines would cut into conversations and prompts; give those a build of their own"
+            )
+        if self.is_masked and any(output.format not in ("mds", "parquet", "jsonl") for output in self._all()):
+            raise ValueError("rows with a loss mask, of messages or prompts, are written as mds")
+        if self.is_masked and self.tokenizer is None:
+            raise ValueError("tokenizer: is missing; its chat template renders messages")
+        if self.tokenizer is None and not all(output.is_text for output in self._all()):
             raise ValueError("tokenizer: is missing; only outputs of format parquet or jsonl need none")
         return self
+
+    def _all(self) -> tuple[OutputConfig, ...]:
+        return self.outputs or (self.output,)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether datasets of rows have a loss mask."""
+        return any(config.is_masked for config in self.inputs)
 
     @property
     def part(self) -> str | None:
@@ -522,7 +573,7 @@ class Recipe(StrictModel):
         A dataset has the same bytes whether it is built with others or alone.
         """
         made = []
-        for output in self.outputs or (self.output,):
+        for output in self._all():
             pack = self.pack if output.pack is None else output.pack
             parts = [None] if self.split is None else [TRAIN, *self.split.parts]
             for part in parts:
@@ -555,10 +606,8 @@ class Recipe(StrictModel):
 
     def as_trial(self, limit: int) -> Recipe:
         """The same recipe for at most `limit` records of each input, with an output of its own."""
-        outputs = tuple(
-            output.model_copy(update={"path": f"{output.path}-limit-{limit}"})
-            for output in self.outputs or (self.output,)
-        )
+        paths = [{"path": f"{output.path}-limit-{limit}"} for output in self._all()]
+        outputs = tuple(one.model_copy(update=path) for one, path in zip(self._all(), paths, strict=True))
         several = outputs if self.outputs else ()
         return self.model_copy(update={"limit": limit, "output": outputs[0], "outputs": several})
 

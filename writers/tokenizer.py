@@ -20,10 +20,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +37,7 @@ from shardkit.errors import BuildError, MissingExtraError, RecipeError, warn_use
 from shardkit.files import load_json
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts
+from shardkit.writers.inputs.chat import SPECIAL, TRAINED, parts_of
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
 from shardkit.writers.kernels.simd import load_8_bytes
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets, text_pieces
@@ -145,6 +148,39 @@ class Encoder:
             row += len(piece)
         return np.concatenate(joined), np.concatenate(counts)
 
+    def encode_marked(
+        self, texts: pa.Array, marks: pa.Array
+    ) -> tuple[Tokens, npt.NDArray[np.int64], npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
+        """`encode` of texts of which some have marks (shardkit.writers.inputs.chat), and what is trained on.
+
+        (ids, number of ids of each text; uint8 for each id, 1: trained on; bool for each text: its last part
+        is). Texts with marks are encoded by `tokenizers`: their ids are the tokenizer's own for the text with
+        its special tokens. Texts without are trained on as a whole.
+        """
+        rows = np.flatnonzero(marks.is_valid().to_numpy(zero_copy_only=False))
+        ids, lengths = self.encode(texts.filter(marks.is_null()))
+        plain = iter(np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else [])
+        marked = set(rows.tolist())
+        parts, masks, last = [], [], np.ones(len(texts), np.bool_)
+        for row in range(len(texts)):
+            if row not in marked:
+                parts.append(next(plain))
+                masks.append(np.ones(len(parts[-1]), np.uint8))
+                continue
+            pieces = parts_of(texts[row].as_py(), marks[row].as_py())
+            found, mask = self._marked.encode(pieces)
+            self._check(found, np.array([len(found)]), row)
+            parts.append(found.astype(self.dtype))
+            masks.append(mask)
+            last[row] = bool(pieces[-1][1] & TRAINED)
+        empty: Tokens = np.zeros(0, self.dtype)
+        counts = np.fromiter(map(len, parts), np.int64, len(parts))
+        return np.concatenate([empty, *parts]), counts, np.concatenate([np.zeros(0, np.uint8), *masks]), last
+
+    @cached_property
+    def _marked(self) -> _Marked:
+        return _Marked(self.path, self._config, self._reference)
+
     def _encode_piece(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
         rows = np.zeros(0, np.int64) if self._unlike is None else _rows_with(texts, self._unlike)
         ids, lengths = self._encode(texts)
@@ -244,6 +280,7 @@ class _Reference:
         except Exception as error:  # tokenizers raises plain Exception
             raise RecipeError(f"tokenizer.path: {path} cannot be loaded by tokenizers: {error}") from error
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is eleven letters and signs
+        self.tokenizer = self._tokenizer
 
     def vocabulary(self) -> dict[str, int]:
         return dict(self._named.get_vocab(with_added_tokens=True))
@@ -253,6 +290,46 @@ class _Reference:
         parts = [np.array(encode([t.as_py()], add_special_tokens=False)[0].ids, np.uint32) for t in texts]
         lengths = np.fromiter(map(len, parts), np.int64, len(parts))
         return np.concatenate(parts or [np.zeros(0, np.uint32)]), lengths
+
+
+class _Marked:
+    """Encodes texts whose special tokens are special only where their marks say so."""
+
+    def __init__(self, path: Path, config: dict[str, Any], plain: _Reference) -> None:
+        import tokenizers
+
+        self._plain = plain
+        self._ids = plain.vocabulary()
+        unused = {"truncation": None, "padding": None, "post_processor": None}
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(config | unused))
+        special = [t["content"] for t in config.get("added_tokens") or () if t.get("special")]
+        self._spelled = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+
+    def encode(self, parts: Sequence[tuple[str, int]]) -> tuple[Ids, npt.NDArray[np.uint8]]:
+        """(ids, whether each is trained on) of the parts of one text."""
+        if not any(self._spelled.search(part) for part, flags in parts if not flags & SPECIAL):
+            return self._run(self._tokenizer, parts)
+        found = []
+        for is_special, group in groupby(parts, key=lambda part: part[1] & SPECIAL):
+            for run in [[part] for part in group] if is_special else [list(group)]:
+                if is_special:
+                    [(token, flags)] = run
+                    trained = np.array([flags & TRAINED > 0], np.uint8)
+                    found.append((np.array([self._ids[token]], np.uint32), trained))
+                else:
+                    found.append(self._run(self._plain.tokenizer, run))
+        return np.concatenate([ids for ids, _ in found]), np.concatenate([mask for _, mask in found])
+
+    def _run(self, tokenizer: Any, parts: Sequence[tuple[str, int]]) -> tuple[Ids, npt.NDArray[np.uint8]]:
+        """Ids of a text; those are trained on that share a character with a part that is."""
+        encoded = tokenizer.encode("".join(part for part, _ in parts), add_special_tokens=False)
+        sizes = [len(part) for part, _ in parts]
+        before = np.append(0, np.cumsum(np.repeat([flags & TRAINED > 0 for _, flags in parts], sizes)))
+        offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
+        starts = np.minimum(offsets[:, 0], len(before) - 1)
+        stops = np.minimum(np.maximum(offsets[:, 1], starts + 1), len(before) - 1)
+        mask = before[stops] > before[starts]
+        return np.array(encoded.ids, np.uint32), mask.astype(np.uint8)
 
 
 def _hide_special_pieces(config: dict[str, Any], marks: Set[str]) -> dict[str, Any]:

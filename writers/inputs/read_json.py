@@ -63,6 +63,9 @@ def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
         problem = f"a JSON {_kind(fields)} where an object is expected"
         sink.bad("not_an_object", problem + _hint_of_array(sink, line), head=line)
         return
+    if config.is_masked:
+        sink.add_masked(fields, bytes=len(line), head=line)
+        return
     text = field_at(fields, config.text)
     if not isinstance(text, str):
         if text is not MISSING:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 
-from shardkit.errors import BuildError
+from shardkit.errors import BuildError, RecipeError
+from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.decompress import ContainerError
 from shardkit.writers.inputs.fields import NamedFields
 from shardkit.writers.inputs.files import open_input
@@ -51,17 +52,18 @@ def read_split(
     max_record_bytes: int = 1 << 26,
     fields: NamedFields | None = None,
     suspect: SuspectDataError | None = None,
+    masking: Masking | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Batches of DOCUMENT_SCHEMA in record order; books `ledger.read` and `ledger.quarantined`.
 
-    `fields` learns which named fields there are; the caller books kept and dropped documents.
+    `fields` learns which named fields there are; `masking` renders conversations, and is given in builds with
+    a loss mask, whose batches are MARKED_SCHEMA; the caller books kept and dropped documents.
     BuildError when the file cannot be opened, or at the first bad record if `quarantine` allows none. If it
     allows some and a member of a compressed file is damaged, SuspectDataError: discard batches and counts,
     and read again with this error as `suspect`.
     """
-    sink = RecordSink(
-        split, config, ledger, quarantine, max_record_bytes, fields or NamedFields(config), suspect
-    )
+    named = fields or NamedFields(config)
+    sink = RecordSink(split, config, ledger, quarantine, max_record_bytes, named, suspect, masking)
     try:
         for _ in _reader(split, config)(sink, config):
             if sink.full:
@@ -77,6 +79,9 @@ def read_split(
 
 
 def _reader(split: Split, config: InputConfig) -> Reader:
+    if config.is_masked and split.format not in ("jsonl", "json", "parquet"):
+        key = f"inputs[{split.source}].{'prompt' if config.messages is None else 'messages'}"
+        raise RecipeError(f"{key}: {split.file}: records are read from JSON or Parquet, not {split.format}")
     if split.format in _READERS:
         return _READERS[split.format]
     if split.format == "warc":  # its module needs an extra

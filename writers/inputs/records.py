@@ -20,8 +20,10 @@ from shardkit.writers.documents import (
     BATCH_DOCUMENTS,
     BATCH_TEXT_BYTES,
     DOCUMENT_SCHEMA,
+    MARKED_SCHEMA,
     document_ids,
 )
+from shardkit.writers.inputs.chat import ChatError, Masking
 from shardkit.writers.inputs.decompress import (
     ConfirmedMembers,
     ContainerError,
@@ -79,8 +81,10 @@ class RecordSink:
         max_record_bytes: int,
         fields: NamedFields,
         suspect: SuspectDataError | None = None,
+        masking: Masking | None = None,
     ) -> None:
         self.split, self._config = split, config
+        self._masking = masking
         self._ledger, self._quarantine = ledger, quarantine
         self.max_record_bytes, self._suspect = max_record_bytes, suspect
         self._named = fields
@@ -97,7 +101,7 @@ class RecordSink:
         self.position = split.start  # in the decompressed file, after the last of `pieces`
         self.records = 0  # read so far from this split, good or bad
         self._bytes = 0
-        self._rows: list[tuple[int, str, str | None, str | None, str | None, bytes | None]] = []
+        self._rows: list[tuple[int, str, str | None, str | None, str | None, bytes | None, bytes | None]] = []
 
     def _begin_record(self) -> None:
         if self.records == self.split.limit:
@@ -134,10 +138,19 @@ class RecordSink:
             return {self.check_text(name): self.check_value(inner) for name, inner in value.items()}
         return [self.check_value(inner) for inner in value] if isinstance(value, list) else value
 
-    def add(self, text: str, fields: Mapping[str, object], *, bytes: int, markup: bool = True) -> None:
+    def add(
+        self,
+        text: str,
+        fields: Mapping[str, object],
+        *,
+        bytes: int,
+        markup: bool = True,
+        marks: builtins.bytes | None = None,
+    ) -> None:
         """Take a document; `bytes` is its size as read, which decides when a batch is full.
 
-        Where the recipe says `extract`, text that is `markup` becomes the main text of the page.
+        `marks` say what of it is trained on (shardkit.writers.inputs.chat). Where the recipe
+        says `extract`, text that is `markup` becomes the main text of the page.
         """
         replaced = self._replaced
         self._begin_record()
@@ -167,7 +180,20 @@ class RecordSink:
             found = {path: field_at(fields, path) for path in config.metadata}
             own = {path: value for path, value in found.items() if value is not MISSING}
             metadata = _field_text(self._of_path | own)
-        self._rows.append((self.record, text, id, url, metadata, own_id))
+        self._rows.append((self.record, text, id, url, metadata, own_id, marks))
+
+    def add_masked(self, fields: Mapping[str, Any], *, bytes: int, head: builtins.bytes = b"") -> None:
+        """Take a conversation, or a prompt with its completion; `head` is for the quarantine."""
+        assert self._masking is not None
+        try:
+            rendered = self._masking.render(self._config, fields)
+        except ChatError as error:
+            self.bad(error.reason, str(error), bytes=bytes, head=head)
+            return
+        if not rendered.trained_bytes:
+            self.drop("chat/nothing_to_train", bytes=len(rendered.text.encode()))
+            return
+        self.add(rendered.text, fields, bytes=bytes, markup=False, marks=rendered.marks)
 
     def drop(self, reason: str, *, bytes: int) -> None:
         """Book a sound record that holds no document: no page, an error page, no text."""
@@ -249,26 +275,27 @@ class RecordSink:
         """Yield the batch gathered so far, if it holds anything."""
         if not self._rows:
             return
-        records, texts, ids, urls, metadata, own_ids = zip(*self._rows, strict=True)
+        records, texts, ids, urls, metadata, own_ids, marks = zip(*self._rows, strict=True)
         count = len(records)
         self._rows, self._bytes = [], 0
         text = pa.array(texts, pa.large_string())
         if self._config.document_id is None:
             own_ids = tuple(document_ids(self.split.file, records))
         self._ledger.read += Count(count, int(text_offsets(text)[-1]))
-        yield pa.RecordBatch.from_arrays(
-            [
-                pa.array(own_ids, pa.binary(16)),
-                pa.array([self.split.source] * count, pa.int32()),
-                pa.array([self.split.file] * count, pa.string()),
-                pa.array(records, pa.int64()),
-                text,
-                pa.array(ids, pa.string()),
-                pa.array(urls, pa.string()),
-                pa.array(metadata, pa.string()),
-            ],
-            schema=DOCUMENT_SCHEMA,
-        )
+        columns = [
+            pa.array(own_ids, pa.binary(16)),
+            pa.array([self.split.source] * count, pa.int32()),
+            pa.array([self.split.file] * count, pa.string()),
+            pa.array(records, pa.int64()),
+            text,
+            pa.array(ids, pa.string()),
+            pa.array(urls, pa.string()),
+            pa.array(metadata, pa.string()),
+        ]
+        if self._masking is None:
+            yield pa.RecordBatch.from_arrays(columns, schema=DOCUMENT_SCHEMA)
+        else:
+            yield pa.RecordBatch.from_arrays([*columns, pa.array(marks, pa.binary())], schema=MARKED_SCHEMA)
 
 
 def _own_id(fields: Mapping[str, object], path: str) -> bytes | None:

@@ -300,6 +300,7 @@ def render_packing(card: DatasetCard) -> str:
         "Documents cut": f"{packing['cut_documents']:,} of {packing['documents']:,} "
         f"({percent(packing['cut_documents'], packing['documents'])}); {packing['needless_cuts']:,} of them "
         "would have fitted into one row",
+        **_trained(card),
         "Pieces": f"{pieces.sum:,}, {pieces.sum / max(1, pieces.count):.2f} in a row on average",
     }
     return section(
@@ -308,6 +309,15 @@ def render_packing(card: DatasetCard) -> str:
         _rows(card.histograms["row_padding"], ">tokens of padding", "Rows by their tokens of padding"),
         _rows(pieces, ">pieces", "Rows by the documents, or parts of some, in them"),
     )
+
+
+def _trained(card: DatasetCard) -> dict[str, str]:
+    """What a loss mask lets be trained on, if there is one."""
+    if not card.has("trained_tokens"):
+        return {}
+    trained = card.data["trained_tokens"]
+    share = percent(trained, card.tokens)
+    return {"Trained on": f"{trained:,} tokens, {share}; the loss mask leaves out the rest"}
 
 
 def _rows(histogram: Histogram, name: str, caption: str) -> str:

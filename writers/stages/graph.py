@@ -31,6 +31,7 @@ from shardkit.writers.dedup.removals import NOTHING, SPLIT, SplitRemovals
 from shardkit.writers.exchange import exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, RunTasks, Task
+from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.fields import check_named_fields
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger, check_bad_fraction, first_of
@@ -56,6 +57,8 @@ __all__ = [
     "run_stages",
 ]
 
+_EDITORS = frozenset({"c4_quality", "pii", "python", "repeated_lines"})  # filters that may change texts
+
 PARTITION_TEXT_BYTES = 256_000_000  # at most, of one task of `pack`, so that several workers have tasks
 
 
@@ -72,6 +75,7 @@ class BuildInputs:
     indexes: Sequence[DedupIndex]
     filter_files: Mapping[str, str]
     filter_folder: Artifact | None = None
+    masking: Masking | None = None
     limits: Limits = DEFAULT_LIMITS
 
     @classmethod
@@ -91,7 +95,17 @@ class BuildInputs:
             index.check(near, key)
             indexes.append(index)
         limits = DEFAULT_LIMITS.within(recipe.memory)
-        return cls(recipe, splits, indexes, clean.filter_files(recipe), limits=limits)
+        if recipe.is_masked and (editing := {name for name, _ in recipe.filter_chain()} & _EDITORS):
+            raise RecipeError(
+                f"filters: {editing.pop()} edits texts, and would cut into conversations and prompts; give "
+                f"these a build of their own"
+            )
+        files, masking = clean.filter_files(recipe), Masking.of(recipe)
+        return cls(recipe, splits, indexes, files, masking=masking, limits=limits)
+
+
+def _clean_tasks(inputs: BuildInputs, splits: Sequence[Split]) -> list[Task]:
+    return clean.tasks(inputs.recipe, splits, inputs.filter_files, inputs.filter_folder, inputs.masking)
 
 
 @dataclass(frozen=True)
@@ -132,7 +146,7 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, concurrent: Sequence[T
     splits = count_records(inputs.splits, run)
     memory_bytes = task_memory(recipe)
 
-    others, cleaned = run(concurrent, clean.tasks(recipe, splits, inputs.filter_files, inputs.filter_folder))
+    others, cleaned = run(concurrent, _clean_tasks(inputs, splits))
     counts = [Cleaned.of(commit) for commit in cleaned]
     kept = _check_cleaned(recipe, splits, cleaned, counts)
     losses = DuplicateLosses(recipe.sources, splits, [one.ledger for one in counts])

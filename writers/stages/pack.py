@@ -57,7 +57,8 @@ _Ints = npt.NDArray[np.int64]
 class Packed:
     """Result of one partition. `tokens` are those of documents, eos included, which lie in `pieces`;
     `cut_documents` are in more than one piece, and `needless_cuts` of them would have fitted into one row.
-    `row_padding` and `row_pieces` are histograms over rows of their padding tokens and pieces."""
+    `row_padding` and `row_pieces` are histograms over rows of their padding tokens and pieces.
+    `trained` are the tokens that a loss mask lets be trained on."""
 
     shards: list[ShardInfo] = field(default_factory=list)
     documents: int = 0
@@ -69,6 +70,7 @@ class Packed:
     pieces: int = 0
     row_padding: Histogram = field(default_factory=Histogram)
     row_pieces: Histogram = field(default_factory=Histogram)
+    trained: int = 0
 
     def counts(self) -> dict[str, int]:
         """Sums for the dataset card."""
@@ -78,7 +80,8 @@ class Packed:
         """Plain data for a commit."""
         histograms = {"row_padding": self.row_padding.to_dict(), "row_pieces": self.row_pieces.to_dict()}
         shards = [asdict(shard) for shard in self.shards]
-        return {"packed": self.counts(), "histograms": histograms, "shards": shards}
+        packed = self.counts() | {"trained": self.trained}
+        return {"packed": packed, "histograms": histograms, "shards": shards}
 
     @classmethod
     def of(cls, commit: Commit) -> Packed:
@@ -89,6 +92,7 @@ class Packed:
             **{name: sums[name] for name in _SUMS},
             row_padding=Histogram.from_dict(histograms["row_padding"]),
             row_pieces=Histogram.from_dict(histograms["row_pieces"]),
+            trained=sums["trained"],
         )
 
 
@@ -101,12 +105,14 @@ def tasks(recipe: Recipe, tokens: Exchanged, partitions: int, *, eos_id: int, dt
         "eos_id": eos_id,
         "dtype": dtype,
         "partitions": partitions,
+        "masked": recipe.is_masked,
     }
     key_digits = tar_key_digits(partitions)
     made = []
     for number in range(partitions):
         mine = tokens.slice(partition_start(number, partitions), partition_start(number + 1, partitions))
-        args = (mine, number, recipe.pack, recipe.output, recipe.seed, eos_id, dtype, key_digits)
+        settings = (recipe.pack, recipe.output, recipe.seed, eos_id, dtype, key_digits, recipe.is_masked)
+        args = (mine, number, *settings)
         name, config = partition_name(number, partitions), shared | {"partition": number}
         inputs = {"tokens": mine.digest}
         made.append(Task("pack", name, config, pack_partition, args, inputs=inputs))
@@ -128,9 +134,13 @@ def pack_partition(
     eos_id: int,
     dtype: npt.DTypeLike,
     key_digits: int = KEY_DIGITS,
+    masked: bool = False,
 ) -> Packed:
-    """Pack the documents of `partition`; write its shards and provenance into `folder`."""
-    part = _read_partition(documents, np.dtype(dtype))
+    """Pack the documents of `partition`; write its shards and provenance into `folder`.
+
+    With `masked`, rows have a loss mask beside their tokens.
+    """
+    part = _read_partition(documents, np.dtype(dtype), masked=masked)
     if output.format == "tokens":
         return store_documents(folder, part, partition, output, seed)
     return pack_documents(folder, part, partition, pack, output, seed, eos_id, key_digits)
@@ -138,12 +148,17 @@ def pack_partition(
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Documents by (hash, document id): where each begins in `tokens`, how long it is, its row of `table`."""
+    """Documents by (hash, document id): where each begins in `tokens`, how long it is, its row of `table`.
+
+    `masks` has a byte a token, with those of a document from `mask_starts` on; None in builds without.
+    """
 
     tokens: Tokens
     starts: _Ints
     lengths: _Ints
     table: pa.Table
+    masks: npt.NDArray[np.uint8] | None = None
+    mask_starts: _Ints | None = None
 
 
 def pack_documents(
@@ -168,7 +183,7 @@ def pack_documents(
             f"packed; this is a bug in shardkit, please report it"
         )
     starts = _shard_starts(
-        placement.rows, _row_bytes(pack.sequence_length, part.tokens.dtype, output), output
+        placement.rows, _row_bytes(pack.sequence_length, part.tokens.dtype, output, part), output
     )
     sources = part.starts[placement.document] + placement.start
     pieces = np.searchsorted(placement.row, starts)
@@ -179,9 +194,18 @@ def pack_documents(
         fill_rows(
             part.tokens, sources[here], placement.length[here], in_shard, placement.column[here], rows, eos_id
         )
-        first_key = partition * TAR_KEY_STEP + int(starts[number])
-        keys = first_key, key_digits
-        result.shards.append(_write_shard(folder, f"part-{partition:05d}.{number:05d}", rows, output, keys))
+        name = f"part-{partition:05d}.{number:05d}"
+        if part.masks is not None:
+            assert part.mask_starts is not None
+            masks = np.empty(rows.shape, np.uint8)
+            places = (part.mask_starts[placement.document] + placement.start)[here]
+            columns = placement.column[here]
+            fill_rows(part.masks, places, placement.length[here], in_shard, columns, masks, 0)
+            result.trained += int(masks.sum())
+            result.shards.append(_write_masked_shard(folder, name, rows, masks, output))
+            continue
+        keys = partition * TAR_KEY_STEP + int(starts[number]), key_digits
+        result.shards.append(_write_shard(folder, name, rows, output, keys))
     write_provenance(folder / PROVENANCE_NAME, placement, starts, part.table, seed=seed)
     return result
 
@@ -228,7 +252,7 @@ def _cut_by_bytes(sizes: _Ints, most: int) -> _Ints:
     return np.array(starts, np.int64)
 
 
-def _read_partition(documents: Slice, dtype: np.dtype[Any]) -> Partition:
+def _read_partition(documents: Slice, dtype: np.dtype[Any], *, masked: bool = False) -> Partition:
     rows, payload = documents.read()
     starts = np.cumsum(rows["size"]) - rows["size"]
     ids = np.ascontiguousarray(rows["document_id"]).view(">u8").astype(np.uint64).reshape(-1, 2)
@@ -240,9 +264,11 @@ def _read_partition(documents: Slice, dtype: np.dtype[Any]) -> Partition:
             f"document {first} occurs twice; an input with `document_id` may hold it twice (remove repeated "
             f"ones with dedup.exact), else remove the work folder and build again"
         )
-    table = documents_of(rows, payload, starts, dtype.itemsize)
+    table = documents_of(rows, payload, starts, dtype.itemsize + masked)
     tokens: Tokens = payload.view(dtype.newbyteorder("<"))
-    return Partition(tokens, starts // dtype.itemsize, np.ascontiguousarray(rows["tokens"]), table)
+    lengths = np.ascontiguousarray(rows["tokens"])
+    masks = (payload, starts + lengths * dtype.itemsize) if masked else (None, None)
+    return Partition(tokens, starts // dtype.itemsize, lengths, table, *masks)
 
 
 def _count(placement: Placement, lengths: _Ints) -> Packed:
@@ -261,9 +287,9 @@ def _count(placement: Placement, lengths: _Ints) -> Packed:
     )
 
 
-def _row_bytes(sequence_length: int, dtype: np.dtype[Any], output: OutputConfig) -> int:
+def _row_bytes(sequence_length: int, dtype: np.dtype[Any], output: OutputConfig, part: Partition) -> int:
     """Bytes that one row takes in an uncompressed shard."""
-    tokens = sequence_length * dtype.itemsize
+    tokens = sequence_length * (dtype.itemsize + (part.masks is not None))
     if output.format == "mds":
         return tokens + 4  # the offset
     return 512 + -(-(128 + tokens) // 512) * 512  # a tar header, and the npy file padded to whole blocks
@@ -289,6 +315,20 @@ def _write_shard(
         folder,
         f"{name}.mds",
         rows,
+        compression=output.compression,
+        hashes=output.hashes,
+        size_limit=output.shard_bytes,
+    )
+
+
+def _write_masked_shard(
+    folder: Path, name: str, tokens: Tokens, masks: npt.NDArray[np.uint8], output: OutputConfig
+) -> ShardInfo:
+    kind = np.dtype(np.uint16 if tokens.dtype.itemsize == 2 else np.uint32)
+    return mds.write_columns_shard(
+        folder,
+        f"{name}.mds",
+        {"loss_mask": masks, "tokens": tokens.view(kind)},
         compression=output.compression,
         hashes=output.hashes,
         size_limit=output.shard_bytes,

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,10 @@ from shardkit.writers.tokenizer import (
     unlike_characters,
 )
 from shardkit.writers.tokenizer_file import find_tokenizer
+
+_Masks = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
+"""Of each token, and of the eos of each document."""
+_Kind = TypeVar("_Kind", bound=np.generic)
 
 __all__ = [
     "SPILL_SCHEMA",
@@ -120,13 +124,15 @@ SPILL_SCHEMA = pa.schema(
 class Tokenized:
     """Result of a split: the ledger, and tokens with eos.
 
-    `lengths` are the documents' tokens, eos included; `languages` are LanguageCounts as plain data.
+    `lengths` are the documents' tokens, eos included; `languages` are LanguageCounts as plain data. `trained`
+    are the tokens that a loss mask lets be trained on, if the build has masks.
     """
 
     ledger: Ledger
     tokens: int
     lengths: Histogram = field(default_factory=Histogram)
     languages: dict[str, dict[str, int]] | None = None
+    trained: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a commit."""
@@ -135,6 +141,7 @@ class Tokenized:
             "tokens": self.tokens,
             "lengths": self.lengths.to_dict(),
             "languages": self.languages,
+            "trained": self.trained,
         }
 
     @classmethod
@@ -142,7 +149,7 @@ class Tokenized:
         """What a task of this stage committed."""
         counts = commit.counts
         lengths = Histogram.from_dict(counts["lengths"])
-        return cls(commit.ledger(), counts["tokens"], lengths, counts["languages"])
+        return cls(commit.ledger(), counts["tokens"], lengths, counts["languages"], counts["trained"])
 
 
 def partition_of(hashes: npt.NDArray[np.uint64], partitions: int) -> npt.NDArray[np.int64]:
@@ -360,6 +367,7 @@ def tokenize_split(
     """
     ledger, lengths, spilled = Ledger(), Histogram(), 0
     marks = 1 if encoder.bos_id is None else 2  # tokens of a document beside those of its text
+    trained = 0
     counts = None if languages is None else languages.open()
     with (
         documents.open_arrow(mapped=True) as source,
@@ -374,12 +382,16 @@ def tokenize_split(
                 batch = counts.beside(batch, start)
             part = removed.within(start, batch.num_rows)
             start += batch.num_rows
-            kept, copies, ids, tokens = _tokenize_batch(batch, part, encoder, ledger, twins)
+            kept, copies, ids, tokens, masks = _tokenize_batch(batch, part, encoder, ledger, twins)
             if kept.num_rows:
                 hashes = keyed_hashes(kept.column("document_id").to_pylist(), seed, "shuffle")
-                rows, payload = document_rows(
-                    kept, hashes, copies, _with_marks(ids, tokens, encoder), tokens + marks
-                )
+                begin, end = encoder.bos_id, encoder.eos_id
+                ended = _with_marks(ids, tokens, begin, end)
+                mask = None
+                if masks is not None:
+                    mask = _with_marks(masks[0], tokens, None if begin is None else 0, masks[1])
+                    trained += int(mask.sum())
+                rows, payload = document_rows(kept, hashes, copies, ended, tokens + marks, mask)
                 run.write(rows, payload)
             lengths.add(Histogram.of(tokens + marks))
             spilled += len(ids) + marks * len(tokens)
@@ -392,7 +404,7 @@ def tokenize_split(
                     f"{documents}: duplicate row {lost.max()} does not exist; the file has {start} rows"
                 )
     ledger.check(str(folder))
-    return Tokenized(ledger, spilled, lengths, None if counts is None else counts.to_dict())
+    return Tokenized(ledger, spilled, lengths, None if counts is None else counts.to_dict(), trained)
 
 
 def _tokenize_batch(
@@ -401,12 +413,21 @@ def _tokenize_batch(
     encoder: Encoder,
     ledger: Ledger,
     twins: TwinsFile,
-) -> tuple[pa.RecordBatch, npt.NDArray[np.int32], Tokens, npt.NDArray[np.int64]]:
-    """Encode one batch and book it; returns the encoded documents, their copies, ids and numbers of ids."""
+) -> tuple[pa.RecordBatch, npt.NDArray[np.int32], Tokens, npt.NDArray[np.int64], _Masks | None]:
+    """Encode one batch and book it.
+
+    Returns the encoded documents, their copies, ids and numbers of ids, and their masks in builds with marks.
+    """
     batch, copies = remaining(batch, removed, ledger, twins)
     sizes = np.diff(text_offsets(batch.column("text")))
+    masks: _Masks | None = None
     try:
-        ids, lengths = encoder.encode(batch.column("text"))
+        if "marks" in batch.schema.names:
+            texts, marks = batch.column("text"), batch.column("marks")
+            ids, lengths, mask, last = encoder.encode_marked(texts, marks)
+            masks = mask, last.astype(np.uint8)
+        else:
+            ids, lengths = encoder.encode(batch.column("text"))
     except EosInTextError as error:
         file, record = (batch.column(name)[error.row] for name in ("file", "record"))
         raise BuildError(f"{file}: record {record.as_py():,}: {error}") from error
@@ -415,8 +436,9 @@ def _tokenize_batch(
         twins.remove(batch, "empty", np.flatnonzero(empty))
         batch, copies = batch.filter(pa.array(~empty)), copies[~empty]
         sizes, lengths = sizes[~empty], lengths[~empty]
+        masks = None if masks is None else (masks[0], masks[1][~empty])
     ledger.kept += Count(batch.num_rows, int(sizes.sum()))
-    return batch, copies, ids, lengths
+    return batch, copies, ids, lengths, masks
 
 
 def remaining(
@@ -446,17 +468,22 @@ def remaining(
     return batch.filter(pa.array(keep)), copies[keep]
 
 
-def _with_marks(ids: Tokens, lengths: npt.NDArray[np.int64], encoder: Encoder) -> Tokens:
-    """The ids of documents, each begun by the bos id if there is one, and ended by the eos id."""
-    marks = 1 if encoder.bos_id is None else 2
-    marked: Tokens = np.full(len(ids) + marks * len(lengths), encoder.eos_id, encoder.dtype)
+def _with_marks(
+    values: npt.NDArray[_Kind],
+    lengths: npt.NDArray[np.int64],
+    begin: int | None,
+    end: int | npt.NDArray[np.uint8],
+) -> npt.NDArray[_Kind]:
+    """The values of documents, each begun by `begin` unless that is None, and ended by `end`."""
+    marks = 1 if begin is None else 2
+    marked = np.zeros(len(values) + marks * len(lengths), values.dtype)
     is_text = np.ones(len(marked), np.bool_)
     ends = np.cumsum(lengths + marks)
-    is_text[ends - 1] = False
-    if encoder.bos_id is not None:
+    is_text[ends - 1], marked[ends - 1] = False, end
+    if begin is not None:
         begins = ends - lengths - marks
-        is_text[begins], marked[begins] = False, encoder.bos_id
-    marked[is_text] = ids
+        is_text[begins], marked[begins] = False, begin
+    marked[is_text] = values
     return marked
 
 
@@ -466,8 +493,12 @@ def document_rows(
     copies: npt.NDArray[np.int32],
     tokens: Tokens,
     lengths: npt.NDArray[np.int64],
+    mask: npt.NDArray[np.uint8] | None = None,
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.uint8]]:
-    """Rows of TOKENS and their payloads; `tokens` are those of all documents, one after the other."""
+    """Rows of TOKENS and their payloads; `tokens` are those of all documents, one after the other.
+
+    `mask`, a byte a token, follows a document's tokens in builds with marks.
+    """
     width = tokens.itemsize
     rows = np.zeros(len(hashes), TOKENS.dtype)
     rows["key"], rows["copies"], rows["tokens"] = hashes, copies, lengths
@@ -475,14 +506,18 @@ def document_rows(
         b"".join(documents.column("document_id").to_pylist()), np.uint8
     ).reshape(-1, 16)
     rows["source"], rows["record"] = (documents.column(name).to_numpy() for name in ("source", "record"))
-    ids = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).view(np.uint8), lengths * width
-    return rows, pack_strings(documents, _STRINGS, rows, first=ids, align=width)
+    first = [(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).view(np.uint8), lengths * width)]
+    first += [] if mask is None else [(mask, lengths)]
+    return rows, pack_strings(documents, _STRINGS, rows, first=first, align=width)
 
 
 def documents_of(
     rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], width: int
 ) -> pa.Table:
-    """The table (SPILL_SCHEMA) of rows of TOKENS with payloads at `starts`; tokens have `width` bytes."""
+    """The table (SPILL_SCHEMA) of rows of TOKENS with payloads at `starts`.
+
+    A token takes `width` bytes, with that of its mask if there is one.
+    """
     ids = np.ascontiguousarray(rows["document_id"]).reshape(-1)
     columns = {
         "hash": pa.array(rows["key"]),

@@ -25,7 +25,14 @@ from shardkit.hashing import Hasher, new_hash
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
 from shardkit.units import parse_bytes
 
-__all__ = ["DEFAULT_SHARD_BYTES", "MdsWriter", "array_bytes", "write_arrays_shard", "write_rows_shard"]
+__all__ = [
+    "DEFAULT_SHARD_BYTES",
+    "MdsWriter",
+    "array_bytes",
+    "write_arrays_shard",
+    "write_columns_shard",
+    "write_rows_shard",
+]
 
 DEFAULT_SHARD_BYTES = 1 << 26
 
@@ -56,6 +63,25 @@ def write_rows_shard(
     shard = _ShardFile(Path(folder), columns, compression, hashes, size_limit)
     sizes = np.full(len(rows), columns[0].size, dtype=np.int64)
     return shard.write(basename, sizes, [_as_bytes(rows)], sync=False)
+
+
+def write_columns_shard(
+    folder: Path,
+    basename: str,
+    columns: Mapping[str, npt.NDArray[Any]],
+    *,
+    compression: str | None = None,
+    hashes: Sequence[str] = (),
+    size_limit: int | None = DEFAULT_SHARD_BYTES,
+) -> ShardInfo:
+    """Write several matrices (n, length) as one shard of as many columns `ndarray:dtype:length`."""
+    encodings = {name: f"ndarray:{rows.dtype.name}:{rows.shape[1]}" for name, rows in columns.items()}
+    described = make_columns(encodings)
+    shard = _ShardFile(Path(folder), described, compression, hashes, size_limit)
+    parts = [np.ascontiguousarray(columns[one.name]).view(np.uint8) for one in described]
+    samples = np.concatenate(parts, axis=1)
+    sizes = np.full(len(samples), samples.shape[1], dtype=np.int64)
+    return shard.write(basename, sizes, [_as_bytes(samples)], sync=False)
 
 
 def write_arrays_shard(
