@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from shardkit.facts import counted
 from shardkit.hashing import hash_bytes, hash_file
 from shardkit.storage.hub_client import HubAnswer, HubClient, connection_error
 from shardkit.storage.hub_commit import OtherCommitError, make_commit
@@ -336,8 +335,8 @@ class HubStore(BaseStore):
         """The first line of a commit's message."""
         if len(files) == 1 and not deleted:
             return f"Add {next(iter(files)).removeprefix(self._prefix)}"
-        counts = (("add", len(files)), ("delete", len(deleted)))
-        return ", ".join(f"{verb} {counted(count, 'file')}" for verb, count in counts if count).capitalize()
+        counts = [(verb, n) for verb, n in (("add", len(files)), ("delete", len(deleted))) if n]
+        return ", ".join(f"{verb} {n:,} {'file' if n == 1 else 'files'}" for verb, n in counts).capitalize()
 
     def _path(self, key: str) -> str:
         path = self._prefix + checked_key(self.url, key)
