@@ -3,7 +3,7 @@
 It is a function of the dataset's index and card, so the same dataset has the same page. Its header tells the
 `datasets` library and the Hub's viewer which files are data: the tables or lines of a text dataset, and
 neither provenance nor dropped documents. Packed tokens are nothing that a viewer can show, so it is off. A
-license is for the owner of the data to state.
+license is for the owner of the data to state. The parts of a split, each a dataset in a folder, share a page.
 
 The last line has a hash of all before it. A README.md without it, or that was edited, is somebody's own, and
 is never written.
@@ -14,14 +14,22 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from shardkit.card import DatasetCard
 from shardkit.errors import ShardError, warn_user
 from shardkit.hashing import hash_bytes
-from shardkit.publish.contents import CONTENT_HASH, Contents, head_if_any
+from shardkit.publish.contents import (
+    CONTENT_HASH,
+    INDEX_NAMES,
+    Contents,
+    find_only_contents,
+    head_if_any,
+)
 from shardkit.storage.hub import HubPlace
+from shardkit.storage.resilient import connect
 from shardkit.storage.store import Store
 from shardkit.units import format_bytes
 
@@ -37,39 +45,64 @@ _SIZES = (("n<1K", 10**3), ("1K<n<10K", 10**4), ("10K<n<100K", 10**5), ("100K<n<
 
 
 def write_repository_card(store: Store, contents: Contents) -> None:
-    """Put README.md beside a dataset that lies at the top of a dataset repository; elsewhere do nothing.
+    """Write the page of the repository at whose top a dataset, or the folder of one part of it, lies.
 
-    A README.md that is not ours is left as it is, with a warning if it once was. StoreError.
+    Elsewhere do nothing. A README.md that is not ours is left as it is, with a warning if it once was.
+    StoreError; ShardError if another part is damaged.
     """
     if not store.url.startswith("hf://"):
         return
     place = HubPlace.parse(store.url)
-    if place.path:
-        return
-    page = repository_card(contents, place)
-    if info := head_if_any(store, PAGE_NAME):
-        old = store.get(PAGE_NAME, version=info.version) if info.bytes <= _MAX_PAGE_BYTES else b""
+    if not place.path:
+        _write_page(store, repository_card({"": contents}, place))
+    elif "/" not in place.path and contents.card is not None and contents.card.has("split"):
+        place = HubPlace(place.repository, place.revision, "")
+        with closing(connect(place.root)) as top:
+            _write_page(top, repository_card(_parts(top), place))
+
+
+def _write_page(top: Store, page: bytes) -> None:
+    if info := head_if_any(top, PAGE_NAME):
+        old = top.get(PAGE_NAME, version=info.version) if info.bytes <= _MAX_PAGE_BYTES else b""
         if old == page:
             return
         if not _is_ours(old):
             if _SIGNATURE.search(old):
                 warn_user(
-                    f"{store.url}/{PAGE_NAME}: was edited after shardkit wrote it, and is left as it is; "
+                    f"{top.url}/{PAGE_NAME}: was edited after shardkit wrote it, and is left as it is; "
                     "remove it to have it written again"
                 )
             return
-    store.put(PAGE_NAME, page)
+    top.put(PAGE_NAME, page)
 
 
-def repository_card(contents: Contents, place: HubPlace) -> bytes:
-    """Return README.md of the dataset at the top of a repository."""
-    manifest, card = contents.manifest, contents.card
-    is_text = manifest.format not in _PACKED
-    title = place.repository.partition("/")[2]
-    parts = [_header(contents, is_text=is_text), f"# {title}\n", _summary(contents, is_text=is_text)]
-    if card is not None:
-        parts += [_funnel(card), _tokenizer(card), _recipe(card)]
-    parts.append(_how_to_load(place, is_text=is_text))
+def _parts(top: Store) -> dict[str, Contents]:
+    """The parts that are there, by name: train first."""
+    folders = {
+        info.key.partition("/")[0]
+        for info in top.list()
+        if info.key.count("/") == 1 and info.key.endswith(INDEX_NAMES)
+    }
+    found = {}
+    for folder in sorted(folders, key=lambda name: (name != "train", name)):
+        with closing(connect(f"{top.url}/{folder}")) as store:
+            contents = find_only_contents(store)
+        if contents is not None and contents.card is not None and contents.card.has("split"):
+            found[folder] = contents
+    return found
+
+
+def repository_card(datasets: Mapping[str, Contents], place: HubPlace) -> bytes:
+    """Return README.md of the dataset at the top of a repository (""), or of the parts in its folders."""
+    texts = {name for name, contents in datasets.items() if contents.manifest.format not in _PACKED}
+    is_text = len(texts) == len(datasets)
+    parts = [_header(datasets, is_text=is_text), f"# {place.repository.partition('/')[2]}\n"]
+    for name, contents in datasets.items():
+        parts += [f"## {name}\n" if name else "", _summary(contents, is_text=name in texts)]
+        parts.append("" if contents.card is None else _funnel(contents.card))
+    if (card := next(iter(datasets.values())).card) is not None:
+        parts += [_tokenizer(card), _recipe(card)]
+    parts.append(_how_to_load(place, next(iter(datasets)), is_text=is_text))
     text = "\n".join(part for part in parts if part).encode() + b"\n"
     return text + _signature(text)
 
@@ -83,41 +116,41 @@ def _signature(text: bytes) -> bytes:
     return f"<!-- written by shardkit; {hash_bytes(text, [CONTENT_HASH])[CONTENT_HASH]} -->\n".encode()
 
 
-def _header(contents: Contents, *, is_text: bool) -> str:
+def _header(datasets: Mapping[str, Contents], *, is_text: bool) -> str:
     """The metadata that the Hub reads, in YAML; strings in JSON's form, which YAML shares."""
-    count = contents.manifest.samples
+    count = sum(contents.manifest.samples for contents in datasets.values())
     size = next((label for label, limit in _SIZES if count < limit), "n>1T")
     lines = ["---", "# license: state it here; the page is then yours, and no longer written by shardkit"]
     lines.append(f"size_categories: [{json.dumps(size)}]")
     if is_text:
-        patterns = _patterns(shard.stored.basename for shard in contents.manifest.shards)
-        paths = ", ".join(json.dumps(pattern) for pattern in patterns)
-        lines += [
-            "configs:",
-            "- config_name: default",
-            "  data_files:",
-            f"  - {{split: train, path: [{paths}]}}",
-        ]
+        lines += ["configs:", "- config_name: default", "  data_files:"]
+        for name, contents in datasets.items():
+            names = (posixpath.join(name, s.stored.basename) for s in contents.manifest.shards)
+            paths = ", ".join(json.dumps(pattern) for pattern in _patterns(names, name))
+            lines.append(f"  - {{split: {name or 'train'}, path: [{paths}]}}")
     else:
         lines.append("viewer: false  # packed tokens: see below how to load them")
     return "\n".join([*lines, "---", ""])
 
 
-def _patterns(names: Iterable[str]) -> list[str]:
-    """Globs for the names of data files: each number in a file's name, and each folder, may be any."""
+def _patterns(names: Iterable[str], top: str) -> list[str]:
+    """Globs for names of data files: the first number in a file's name, and folders below `top`, may vary."""
     found = set()
     for name in names:
-        folder, base = posixpath.split(name)
-        found.add("*/" * (folder.count("/") + 1 if folder else 0) + re.sub(r"\d+", "*", base, count=1))
+        folder, base = posixpath.split(posixpath.relpath(name, top or "."))
+        depth = folder.count("/") + 1 if folder else 0
+        found.add(posixpath.join(top, "*/" * depth + re.sub(r"\d+", "*", base, count=1)))
     return sorted(found)
 
 
 def _summary(contents: Contents, *, is_text: bool) -> str:
     manifest, card = contents.manifest, contents.card
     stored = sum(shard.stored.bytes for shard in manifest.shards)
+    is_packed = card is not None and card.has("sequence_length")
+    kind = "documents" if is_text else "sequences" if is_packed else "samples"
     rows: list[tuple[str, str]] = [
         ("form", _PACKED.get(manifest.format, f"documents in {manifest.format} files")),
-        ("documents" if is_text else "sequences", f"{manifest.samples:,}"),
+        (kind, f"{manifest.samples:,}"),
         ("files", f"{len(manifest.shards):,}, {format_bytes(stored)}"),
     ]
     if card is not None and not is_text:
@@ -145,7 +178,7 @@ def _funnel(card: DatasetCard) -> str:
         for step in steps
     ]
     table = _table(("step", "documents lost", "documents left", "text left"), rows, right=(1, 2, 3))
-    return f"## From raw text to this dataset\n\n{table}"
+    return f"### From raw text to these documents\n\n{table}"
 
 
 def _tokenizer(card: DatasetCard) -> str:
@@ -178,17 +211,19 @@ def _stated(value: Any) -> Any:
     return [_stated(each) for each in value] if isinstance(value, list) else value
 
 
-def _how_to_load(place: HubPlace, *, is_text: bool) -> str:
+def _how_to_load(place: HubPlace, name: str, *, is_text: bool) -> str:
+    url = f"{place.root}/{name}".rstrip("/")
     if is_text:
-        code = f'from datasets import load_dataset\n\nload_dataset("{place.repository}", split="train")'
+        arguments = f'"{place.repository}", split="{name or "train"}"'
+        code = f"from datasets import load_dataset\n\nload_dataset({arguments})"
     else:
         code = (
             "import shardkit as sk\n\n"
-            f'loader = sk.StreamingLoader("{place.root}", batch_size=8, cache_dir="/nvme/cache")'
+            f'loader = sk.StreamingLoader("{url}", batch_size=8, cache_dir="/nvme/cache")'
         )
     return (
         f"## Load\n\n````python\n{code}\n````\n\n"
-        f"`shardkit download {place.root} folder` fetches all files, and `shardkit verify {place.root}` "
+        f"`shardkit download {url} folder` fetches all files, and `shardkit verify {url}` "
         "checks them.\n"
     )
 

@@ -199,13 +199,16 @@ class HubStore(BaseStore):
         folder = quote(whole.rpartition("/")[0], safe="")
         where = f"{self.url}/{prefix}"
         tree = f"{self._api('tree', self._commit_now())}/{folder}".rstrip("/")
-        page: str | None = f"{tree}?recursive=true&expand=false"
+        first = f"{tree}?recursive=true&expand=false"
+        page: str | None = first
         found: dict[str, ObjectInfo] = {}
         while page is not None:
             try:
                 entries, page = self._client.json("GET", page, where)
-            except ObjectNotFoundError:
-                break
+            except ObjectNotFoundError as error:
+                if folder and page == first:
+                    return  # there is no such folder
+                raise StoreError(where, f"cannot be listed: {error.problem}", status=404) from error
             for entry in _entries(entries, where):
                 if entry.get("type") == "file" and str(entry.get("path")).startswith(whole):
                     info = self._info(entry)
@@ -332,8 +335,8 @@ class HubStore(BaseStore):
         """The first line of a commit's message."""
         if len(files) == 1 and not deleted:
             return f"Add {next(iter(files)).removeprefix(self._prefix)}"
-        counts = (("Add", len(files)), ("delete", len(deleted)))
-        return ", ".join(f"{verb} {count:,} files" for verb, count in counts if count).capitalize()
+        counts = [(verb, n) for verb, n in (("add", len(files)), ("delete", len(deleted))) if n]
+        return ", ".join(f"{verb} {n:,} {'file' if n == 1 else 'files'}" for verb, n in counts).capitalize()
 
     def _path(self, key: str) -> str:
         path = self._prefix + checked_key(self.url, key)

@@ -33,6 +33,7 @@ from shardkit.publish.repository_card import PAGE_NAME, repository_card
 from shardkit.storage.hub import HubPlace
 from shardkit.storage.local import LocalStore
 from shardkit.writers import build
+from shardkit.writers.inputs.files import key_matches
 from shardkit.writers.publish import RemoteOutput
 from support.hub_environment import hub_server
 from support.resume import assert_exact_resume
@@ -91,7 +92,7 @@ def test_a_dataset_arrives_in_few_commits_and_again_in_none(hub: HubServer, name
     assert len(report.sent) == report.files
     subjects = hub.repositories[name].subjects[1:]
     assert subjects == [f"Add {MARKER_NAME}", f"Add {report.files} files", "Add index.json",
-                        "Delete 1 files", f"Add {PAGE_NAME}"]  # fmt: skip
+                        "Delete 1 file", f"Add {PAGE_NAME}"]  # fmt: skip
     hub.requests.clear()
     assert upload(made, url, progress=False).up_to_date
     assert len(hub.repositories[name].subjects) == 6
@@ -112,7 +113,7 @@ def test_many_files_are_one_commit_for_every_thousand(
     assert heard[-1].bytes_moved == report.bytes
     assert at_commits == [0, 0, 3, 6, 8, 8]  # reported after each commit, not at the end
     counted = [subject for subject in hub.repositories[name].subjects if subject.endswith(" files")]
-    assert counted == ["Add 3 files"] * (report.files // 3) + ["Add 2 files", "Delete 1 files"]
+    assert counted == ["Add 3 files"] * (report.files // 3) + ["Add 2 files"]
     assert {path.removeprefix("deep/er/"): data for path, data in hub.files(name).items()} == files_of(made)
     assert PAGE_NAME not in hub.files(name)  # it would not be the repository's page
 
@@ -430,7 +431,7 @@ def test_the_page_says_what_the_dataset_is_and_is_the_same_for_the_same_dataset(
     assert DatasetCard(text).data.get("viewer") is False  # as the Hub's own library reads it
     contents = find_only_contents(LocalStore(local.output))
     assert contents
-    assert repository_card(contents, HubPlace.parse(url)) == page
+    assert repository_card({"": contents}, HubPlace.parse(url)) == page
 
 
 @pytest.mark.extended
@@ -456,6 +457,54 @@ def test_a_page_of_somebody_else_or_edited_is_never_written(
     assert hub.files(name)[PAGE_NAME] == edited
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_text_dataset_on_the_hub_is_verified_and_its_page_names_its_documents_only(
+    hub: HubServer, name: str, corpus: Path, tmp_path: Path, form: str
+) -> None:
+    url = f"hf://datasets/{name}"
+    overrides = [f"output.format={form}", "annotate=true", f"work={tmp_path / 'work'}"]
+    made = build(corpus, output=url, overrides=overrides, workers=1, progress=False)
+    assert verify(url).ok
+    files = hub.files(name)
+    [config] = header_of(files[PAGE_NAME])["configs"]
+    [data] = config["data_files"]
+    shown = {path for path in files for glob in data["path"] if key_matches(glob, path)}
+    assert shown == {entry["name"] for entry in json.loads(files["documents.json"])["files"]}
+    assert {path for path in files if path.endswith(".parquet")} - shown  # what was dropped, or thought of it
+    assert f"| documents | {made.funnel.kept.documents:,} |" in files[PAGE_NAME].decode()
+
+
+@pytest.mark.extended
+@pytest.mark.filterwarnings("ignore:split")
+def test_the_parts_of_a_split_share_a_page_that_names_the_documents_of_each(
+    hub: HubServer, name: str, corpus: Path, tmp_path: Path
+) -> None:
+    url = f"hf://datasets/{name}"
+    overrides = ["split={validation: 6}", "output.format=parquet", f"work={tmp_path / 'work'}"]
+    build(corpus, output=url, overrides=overrides, workers=1, progress=False)
+    files = hub.files(name)
+    assert {path for path in files if path.endswith("README.md")} == {"README.md"}
+    [config] = header_of(files[PAGE_NAME])["configs"]
+    assert [data["split"] for data in config["data_files"]] == ["train", "validation"]
+    for data in config["data_files"]:
+        shown = {path for path in files for glob in data["path"] if key_matches(glob, path)}
+        listed = json.loads(files[f"{data['split']}/documents.json"])["files"]
+        assert shown == {f"{data['split']}/{entry['name']}" for entry in listed}
+        assert f"## {data['split']}\n" in files[PAGE_NAME].decode()
+    packed = hub.new_repository()
+    build(
+        corpus,
+        output=f"hf://datasets/{packed}",
+        overrides=["split={validation: 6}"],
+        workers=1,
+        progress=False,
+    )
+    page = hub.files(packed)[PAGE_NAME]
+    assert header_of(page)["viewer"] is False
+    assert f'StreamingLoader("hf://datasets/{packed}/train"' in page.decode()
+
+
 def test_the_page_of_a_text_dataset_names_its_tables_and_no_others(made: Path) -> None:
     contents = find_only_contents(LocalStore(made))
     assert contents
@@ -466,13 +515,13 @@ def test_the_page_of_a_text_dataset_names_its_tables_and_no_others(made: Path) -
 
     shards = tuple(named(f"text-{number:05d}.parquet") for number in range(3))
     text = replace(contents, manifest=Manifest("parquet", shards))
-    page = repository_card(text, HubPlace("org/name", None, ""))
+    page = repository_card({"": text}, HubPlace("org/name", None, ""))
     [config] = header_of(page)["configs"]
     assert config["config_name"] == "default"
     assert config["data_files"] == [{"split": "train", "path": ["text-*.parquet"]}]
     assert b'load_dataset("org/name", split="train")' in page
     spread = replace(contents, manifest=Manifest("jsonl", (named("0a/text-00000.jsonl.zst"),)))
-    [config] = header_of(repository_card(spread, HubPlace("org/name", None, "")))["configs"]
+    [config] = header_of(repository_card({"": spread}, HubPlace("org/name", None, "")))["configs"]
     assert config["data_files"][0]["path"] == ["*/text-*.jsonl.zst"]
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import pickle
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -162,6 +165,21 @@ def test_a_listing_of_many_pages_is_that_of_one_commit(hub: HubServer, name: str
         hub.page_entries = 1000
     assert moved
     assert keys == [f"many/{number:03d}/x.txt" for number in range(40)]
+
+
+def test_a_listing_of_which_a_page_is_missing_is_an_error(hub: HubServer, name: str) -> None:
+    hub.commit(name, {f"many/{number:03d}.txt": b"" for number in range(9)})
+    hub.page_entries = 4
+    hub.rules.replace([Rule(fault="status", status=404, path="cursor=8")])
+    try:
+        for prefix in ("", "many/"):
+            with pytest.raises(StoreError, match="cannot be listed"):
+                list(HubStore(f"hf://datasets/{name}").list(prefix))
+    finally:
+        hub.page_entries = 1000
+    hub.rules.replace([Rule(fault="status", status=404, path="/tree/")])  # a server without the interface
+    with pytest.raises(StoreError, match="cannot be listed"):
+        list(HubStore(f"hf://datasets/{name}").list())
 
 
 @pytest.mark.parametrize(
@@ -398,30 +416,49 @@ def test_a_write_survives_what_ends_by_itself(hub: HubServer, name: str, rule: R
     assert hub.files(name)["w.parquet"] == data
 
 
+UPLOAD_BY_PEER = """
+import json, sys
+from huggingface_hub import HfApi
+from huggingface_hub.hf_api import RepoFile
+api, (name, folder) = HfApi(), sys.argv[1:]
+api.upload_folder(repo_id=name, repo_type="dataset", folder_path=folder)
+listed = api.list_repo_tree(name, repo_type="dataset", recursive=True)
+files = [entry for entry in listed if isinstance(entry, RepoFile)]
+print(json.dumps({f.path: f.blob_id if f.lfs is None else f.lfs.sha256 for f in files}))
+"""
+READ_BY_PEER = """
+import json, sys
+from pathlib import Path
+from huggingface_hub import HfApi, HfFileSystem
+api, (name, folder, *keys) = HfApi(), sys.argv[1:]
+for key in keys:
+    got = Path(api.hf_hub_download(name, key, repo_type="dataset", cache_dir=folder)).read_bytes()
+    assert HfFileSystem().cat_file(f"datasets/{name}/{key}", start=5, end=99) == got[5:99]
+    print(json.dumps(got.hex()))
+"""
+
+
+def run_peer(code: str, *arguments: str | Path) -> list[Any]:
+    """Run the Hub's own library in a process of its own, as it reads the environment once; JSON by line."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 @pytest.mark.extended
 def test_what_the_hubs_own_library_writes_is_read_and_the_other_way_round(
     hub: HubServer, tmp_path: Path
 ) -> None:
-    from huggingface_hub import HfApi, HfFileSystem
-    from huggingface_hub.hf_api import RepoFile
-
-    api, name = HfApi(endpoint=hub.endpoint, token=TOKEN), hub.new_repository()
+    name = hub.new_repository()
     files = {"x/a.jsonl": LINES, "x/b.parquet": LARGE, "top.txt": b"t"}
     for key, data in files.items():
         (tmp_path / "in" / key).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / key).write_bytes(data)
-    api.upload_folder(repo_id=name, repo_type="dataset", folder_path=tmp_path / "in")
+    [versions] = run_peer(UPLOAD_BY_PEER, name, tmp_path / "in")
     store = HubStore(f"hf://datasets/{name}")
     assert {info.key: store.get(info.key, version=info.version) for info in store.list()} == files
-    listed = api.list_repo_tree(name, repo_type="dataset", recursive=True)
-    tree = {entry.path: entry for entry in listed if isinstance(entry, RepoFile)}
-    for info in store.list():
-        entry = tree[info.key]
-        assert info.version == (entry.blob_id if entry.lfs is None else entry.lfs.sha256)
-    store.put("y/c.mds", LARGE[::-1])
-    store.put("y/d.txt", b"d")
-    for key, data in [("y/c.mds", LARGE[::-1]), ("y/d.txt", b"d")]:
-        got = api.hf_hub_download(name, key, repo_type="dataset", cache_dir=tmp_path / "cache")
-        assert Path(got).read_bytes() == data
-    system = HfFileSystem(endpoint=hub.endpoint, token=TOKEN, skip_instance_cache=True)
-    assert system.cat_file(f"datasets/{name}/y/c.mds", start=5, end=99) == LARGE[::-1][5:99]
+    assert {info.key: info.version for info in store.list()} == versions
+    store.commit({"y/c.mds": LARGE[::-1], "y/d.txt": b"d" * 200})
+    read = run_peer(READ_BY_PEER, name, tmp_path / "cache", "y/c.mds", "y/d.txt")
+    assert [bytes.fromhex(content) for content in read] == [LARGE[::-1], b"d" * 200]
