@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +255,42 @@ def test_a_token_store_is_a_dataset_whose_samples_are_documents(together: Path) 
     assert document.tokens == lengths[3]
     assert document.text in {row["text"] for row in shardkit.open_dataset(together / "text")}
     assert shardkit.verify(together / "store").ok
+
+
+@pytest.mark.extended
+def test_kills_at_any_time_end_in_the_bytes_of_an_undisturbed_build(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    many = recipe | {"outputs": outputs_in(Path("made")), "split": {"validation": 0.2}, "work": "work"}
+    many["dedup"] = {"exact": True, "near": 0.8}
+    commands = [
+        ["build", "recipe.yaml", "--quiet", "--workers", "1"],
+        ["pack", "made/store/train", "packed", "--sequence-length", "64", "--quiet", "--workers", "1"],
+    ]
+
+    def start(folder: Path, command: list[str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-m", "shardkit", *command], cwd=folder)
+
+    trees, kills = [], 0
+    for name in ("undisturbed", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "recipe.yaml").write_text(json.dumps(many))
+        for command in commands:
+            seconds = 0.7
+            while name == "killed":
+                process = start(folder, command)
+                try:
+                    assert process.wait(seconds) == 0
+                    break
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                    kills += 1
+                    seconds *= 1.25
+            else:
+                assert start(folder, command).wait() == 0
+        trees.append({**tree(folder / "made"), **tree(folder / "packed")})
+        assert sorted(path.name for path in folder.iterdir()) == ["made", "packed", "recipe.yaml", "work"]
+    assert trees[0] == trees[1]
+    assert kills > 4
