@@ -67,6 +67,7 @@ FILES_NAME = "files.json"
 MAX_CARD_BYTES = 64 << 20  # of those that older versions made for 500,000 files
 MAX_FILES_BYTES = 1 << 30  # eight million files
 MOST_LISTED = 1000
+_OTHERS = ("split", "output")  # reasons of documents that other datasets of a build have
 _DUPLICATES = ("exact_duplicate", "duplicate_lines", "near_duplicate")
 _T = TypeVar("_T")
 
@@ -530,7 +531,13 @@ class DatasetCard:
             dropped[step] = dropped.get(step, Count()) + lost
         entries = self.data.get("recipe") and self.recipe.get("filters", [])
         filters = _checked(list[dict[str, Any]], entries or [], "recipe.filters", self.where)
-        order = [*dict.fromkeys(name for entry in filters for name in entry), *_DUPLICATES, "split", "empty"]
+        order = [
+            *dict.fromkeys(name for entry in filters for name in entry),
+            *_DUPLICATES,
+            "split",
+            "output",
+            "empty",
+        ]
         ranks = {name: rank for rank, name in reversed([*enumerate(order)])}
         losses = [("quarantined", *item) for item in sorted(funnel.quarantined.items())]
         losses += [

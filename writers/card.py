@@ -53,6 +53,8 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
         if content[key] is None:
             del content[key]
     del content["outputs"], content["output"]["pack"]  # of one dataset: `Recipe.datasets`
+    if recipe.output.where is None:
+        del content["output"]["where"]
     if recipe.output.format not in ("mds", "wds"):
         del content["pack"]
     if recipe.part is not None:

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.input_config import FimConfig
+from shardkit.writers.tokenizer import Encoder, EosInTextError, Tokens
 
-__all__ = ["Cuts", "cut_documents", "ordered", "original"]
+__all__ = ["Cuts", "cut_documents", "encode_fim", "ordered", "original"]
 
 Cuts = npt.NDArray[np.int64]
 _WHOLE = float(1 << 64)
@@ -49,3 +51,39 @@ def original(parts: tuple[str, str, str]) -> str:
     """
     prefix, suffix, middle = parts
     return prefix + middle + suffix
+
+
+def encode_fim(
+    encoder: Encoder, fim: FimConfig, seed: int, documents: pa.RecordBatch
+) -> tuple[Tokens, npt.NDArray[np.int64]]:
+    """`Encoder.encode` of documents of which some are cut; EosInTextError has the row of the document."""
+    prefix_id, middle_id, suffix_id = (encoder.special_id(token, "fim") for token in fim.tokens)
+    cuts = cut_documents(documents.column("document_id").to_pylist(), seed, fim)
+    texts: list[str] = []
+    owners: list[int] = []
+    is_cut = np.zeros(documents.num_rows, np.bool_)
+    for row, text in enumerate(documents.column("text").to_pylist()):
+        is_cut[row] = bool(cuts[row, 0] and text)
+        parts = ordered(text, cuts[row]) if is_cut[row] else (text,)
+        texts += parts
+        owners += [row] * len(parts)
+    try:
+        ids, lengths = encoder.encode(texts)
+    except EosInTextError as error:
+        raise EosInTextError(str(error), owners[error.row]) from error
+    pieces = iter(np.split(ids, np.cumsum(lengths)[:-1]))
+    marks = [np.array([one], encoder.dtype) for one in (prefix_id, middle_id, suffix_id)]
+    made: list[Tokens] = []
+    for row in range(documents.num_rows):
+        first = next(pieces)
+        if not is_cut[row]:
+            made.append(first)
+            continue
+        middle, suffix = next(pieces), next(pieces)
+        if cuts[row, 0] == 1:
+            order = (marks[0], first, marks[2], suffix, marks[1], middle)
+        else:
+            order = (marks[0], marks[2], suffix, marks[1], first, middle)
+        made.append(np.concatenate(order))
+    counts = np.fromiter(map(len, made), np.int64, len(made))
+    return np.concatenate([np.zeros(0, encoder.dtype), *made]), counts

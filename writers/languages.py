@@ -82,6 +82,10 @@ class LanguageCounts:
         """The batch of rows from `start` on, with its languages as one more column."""
         return batch.append_column(_COLUMN, pa.array(self._codes[start : start + batch.num_rows]))
 
+    def labels_of(self, batch: pa.RecordBatch) -> list[str]:
+        """The languages of what `beside` gave."""
+        return [self._labels[code] for code in batch.column(_COLUMN).to_pylist()]
+
     def count(self, batch: pa.RecordBatch, lengths: npt.NDArray[np.int64]) -> None:
         """Count documents of `lengths` tokens: rows that are left of what `beside` gave."""
         codes = batch.column(_COLUMN).to_numpy()

@@ -423,6 +423,8 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> BuiltDat
 
 def _nothing_to_write(recipe: Recipe) -> str:
     if recipe.part in (None, TRAIN):
+        if recipe.output.where is not None:
+            return f"output.where: no document has {recipe.output.where}; there is nothing to write"
         return "no document has any token: there is nothing to write"
     return f"split: no document is in {recipe.part}; raise its share, or its `similarity`"
 

@@ -190,6 +190,12 @@ class OutputConfig(StrictModel):
         description="mds: MosaicML Streaming; wds: WebDataset tar; parquet or jsonl: the documents' text; "
         "tokens: whole documents as MDS, for `shardkit pack`.",
     )
+    where: dict[FieldName, Listed[str]] | None = Field(
+        default=None,
+        description="Only documents with one of these values: of `source`, of `language` (which needs that "
+        "filter), or of a field in `metadata`; null: all.",
+        examples=[{"language": ["de", "fr"]}, {"source": "web", "bucket": "high"}],
+    )
     pack: PackConfig | None = Field(
         default=None,
         description="How documents become sequences in this output; null: as the recipe's `pack` says.",
@@ -215,7 +221,7 @@ class OutputConfig(StrictModel):
     @property
     def of_shards(self) -> dict[str, Any]:
         """What decides the bytes of shards, as plain data."""
-        return self.model_dump(mode="json", exclude={"path", "prefixes", "pack"})
+        return self.model_dump(mode="json", exclude={"path", "prefixes", "pack", "where"})
 
     @property
     def is_text(self) -> bool:
@@ -348,9 +354,25 @@ class Recipe(StrictModel):
             raise ValueError("fim moves parts of documents, so a loss mask cannot be kept: use two builds")
         if self.is_masked and self.tokenizer is None:
             raise ValueError("tokenizer: is missing; its chat template renders messages")
+        self._check_where()
         if self.tokenizer is None and not all(output.is_text for output in self._all()):
             raise ValueError("tokenizer: is missing; only outputs of format parquet or jsonl need none")
         return self
+
+    def _check_where(self) -> None:
+        """ValueError for a `where` of something that documents of this recipe do not have."""
+        for number, output in enumerate(self._all()):
+            key = f"outputs[{number}].where" if self.outputs else "output.where"
+            for name, values in (output.where or {}).items():
+                if name == "source" and (unknown := set(values) - set(self.sources)):
+                    known = ", ".join(dict.fromkeys(self.sources))
+                    raise ValueError(f"{key}: there is no source {min(unknown)!r}; there are {known}")
+                if name == "language" and not any(step == "language" for step, _ in self.filter_chain()):
+                    raise ValueError(f"{key}: only the `language` filter knows languages; add it to filters")
+                carried = {field for config in self.inputs for field in config.metadata}
+                own = name in ("source", "language") or any(config.path_fields for config in self.inputs)
+                if not own and name not in carried:
+                    raise ValueError(f"{key}: no input keeps a field {name!r}; add it to inputs[].metadata")
 
     def _all(self) -> tuple[OutputConfig, ...]:
         return self.outputs or (self.output,)

@@ -257,6 +257,48 @@ def test_a_token_store_is_a_dataset_whose_samples_are_documents(together: Path) 
     assert shardkit.verify(together / "store").ok
 
 
+def test_outputs_that_divide_the_documents_have_each_of_them_once(
+    tmp_path: Path, inline_builds: None
+) -> None:
+    records = [
+        {"text": f"text number {n} of several words", "bucket": "high" if n % 3 else "low"} for n in range(60)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    make_corpus(tmp_path / "small", 40)
+    outputs = [
+        {"path": "high", "format": "jsonl", "where": {"bucket": "high"}},
+        {"path": "low", "format": "tokens", "where": {"bucket": ["low", "lower"]}},
+        {"path": "none_of", "where": {"source": "texts", "bucket": "low"}, "pack": {"sequence_length": 64}},
+    ]
+    recipe = {
+        "inputs": {"path": str(tmp_path / "a.jsonl"), "metadata": ["bucket"], "source": "texts"},
+        "tokenizer": {"path": str(tmp_path / "small" / "tokenizer.json"), "eos": "<|endoftext|>"},
+        "outputs": [output | {"path": str(tmp_path / str(output["path"]))} for output in outputs],
+    }
+    high = build(recipe, workers=1, progress=False)
+    low, rows = high.others
+    assert (high.samples, low.samples) == (40, 20)
+    assert {row["text"] for row in high.open()} == {r["text"] for r in records if r["bucket"] == "high"}
+    assert high.funnel.dropped["output/elsewhere"] == low.funnel.kept == rows.funnel.kept
+    assert low.funnel.dropped["output/elsewhere"] == high.funnel.kept
+    assert rows.tokens == low.tokens
+
+
+@pytest.mark.parametrize(
+    ("where", "problem"),
+    [
+        ({"source": "wiki"}, r"output.where: there is no source 'wiki'; there are plain, tables, zipped"),
+        ({"language": "de"}, "only the `language` filter knows languages"),
+        ({"bucket": "high"}, "no input keeps a field 'bucket'; add it to"),
+    ],
+)
+def test_a_selection_by_what_documents_lack_is_refused(
+    recipe: dict[str, Any], where: dict[str, str], problem: str
+) -> None:
+    with pytest.raises(RecipeError, match=problem):
+        build(recipe | {"output": {"path": "o", "where": where}}, workers=1, progress=False)
+
+
 @pytest.mark.extended
 def test_kills_at_any_time_end_in_the_bytes_of_an_undisturbed_build(
     recipe: dict[str, Any], tmp_path: Path

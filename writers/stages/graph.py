@@ -44,7 +44,7 @@ from shardkit.writers.stages.duplicate_losses import EXACT, LINES, NEAR, Duplica
 from shardkit.writers.stages.pack import Packed
 from shardkit.writers.stages.record_counts import count_records
 from shardkit.writers.stages.split import PartsFound, SplitStage
-from shardkit.writers.stages.tokenize import TokenizerFacts, TokenizerFile
+from shardkit.writers.stages.tokenize import Selection, TokenizerFacts, TokenizerFile
 from shardkit.writers.tokenizer import Engine, Parity
 
 __all__ = [
@@ -242,7 +242,8 @@ def _kept(made: Outputs) -> int:
     ledgers = [commit.ledger() for commit in made.tokenized]
     ledgers += [ledger for commit in made.texts for ledger in text.Written.of(commit).ledgers]
     lost = (item for ledger in ledgers for item in ledger.dropped.items())
-    elsewhere = sum(count.documents for reason, count in lost if reason.startswith(f"{SPLIT}/"))
+    others = f"{SPLIT}/", tokenize.NOT_SELECTED
+    elsewhere = sum(count.documents for reason, count in lost if reason.startswith(others))
     return sum(ledger.kept.documents for ledger in ledgers) + elsewhere
 
 
@@ -270,11 +271,12 @@ def _pack(
     run: RunTasks,
 ) -> list[Outputs]:
     """Tokenize each part of the documents once, and pack it for each dataset that has rows of tokens."""
-    tokenized: dict[str | None, list[Commit]] = {}
+    tokenized: dict[tuple[str | None, Selection | None], list[Commit]] = {}
     engine = facts.engine
     made = []
     for one in datasets:
-        recipe, part = one.recipe, one.recipe.part
+        recipe = one.recipe
+        part = recipe.part, Selection.of(recipe)
         if recipe.output.is_text:
             made.append(one)
             continue
@@ -394,7 +396,7 @@ def _tokenize(
 
     def tasks(engine: Engine) -> list[Task]:
         return tokenize.tasks(
-            inputs.recipe,
+            one.recipe,
             inputs.splits,
             survivors.documents,
             _removals(one),

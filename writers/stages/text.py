@@ -40,7 +40,7 @@ from shardkit.writers.progress import PULSE
 from shardkit.writers.recipe import OutputConfig, Recipe
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.stages.clean import DOCUMENTS_FILE
-from shardkit.writers.stages.tokenize import remaining
+from shardkit.writers.stages.tokenize import Selection, remaining
 
 __all__ = ["TEXT_SCHEMA", "Written", "tasks", "write_text"]
 
@@ -103,6 +103,7 @@ class SplitText:
     languages: Artifact
     annotations: Artifact | None
     rows: Artifact | None
+    selection: Selection | None
 
 
 def tasks(
@@ -116,6 +117,8 @@ def tasks(
 ) -> list[Task]:
     """A task for neighboring splits; `documents` are `cleaned`, or the commits that cut lines out."""
     config = {"output": recipe.output.of_shards, "block_bytes": limits.block_bytes}
+    selection = Selection.of(recipe)
+    config |= {} if selection is None else {"where": selection.where}
     made: list[Task] = []
     group: list[SplitText] = []
     names: list[Any] = []
@@ -132,6 +135,7 @@ def tasks(
                 first.files / LANGUAGES_FILE,
                 first.files / ANNOTATIONS_FILE if recipe.annotate else None,
                 None if commit is first else commit.files / ROWS_FILE,
+                selection,
             )
         )
         kept = commit.ledger().kept.bytes
@@ -188,7 +192,11 @@ def _documents(split: SplitText, ledger: Ledger, twins: TwinsFile) -> Iterator[p
                 batch = batch.append_column(f"+{name}", column)
             part = removed.within(start, batch.num_rows)
             start += batch.num_rows
-            kept, copies = remaining(batch, part, ledger, twins)
+            others = None
+            if split.selection is not None:
+                languages = batch.column("+language").to_pylist() if "language" in beside else None
+                others = split.selection.others(batch, languages)
+            kept, copies = remaining(batch, part, ledger, twins, others)
             kept, copies = _not_empty(kept, copies, ledger, twins)
             if kept.num_rows:
                 yield _rows(kept, copies, split.source, list(beside))

@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import pyarrow as pa
 
 from shardkit.card import Histogram
@@ -34,7 +35,7 @@ from shardkit.writers.documents import keyed_hashes, pack_strings, unpack_string
 from shardkit.writers.exchange import RunWriter, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, PlainCounts, Task
-from shardkit.writers.fim import cut_documents, ordered
+from shardkit.writers.fim import encode_fim
 from shardkit.writers.input_config import FimConfig
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
@@ -64,8 +65,10 @@ _Encode = Callable[[pa.RecordBatch], tuple[Tokens, npt.NDArray[np.int64]]]
 _Kind = TypeVar("_Kind", bound=np.generic)
 
 __all__ = [
+    "NOT_SELECTED",
     "SPILL_SCHEMA",
     "TOKENS",
+    "Selection",
     "Tokenized",
     "TokenizerFacts",
     "TokenizerFile",
@@ -84,6 +87,8 @@ __all__ = [
 _FIRST = 1 << 60  # a weight that is scheduled before all others
 
 MAX_PARTITIONS = 1_000_000
+
+NOT_SELECTED = "output/elsewhere"  # the reason of documents that an output's `where` leaves out
 
 PARITY_SPLITS = 256  # at most so many splits give documents to the sample
 
@@ -310,6 +315,7 @@ def tasks(
         "block_bytes": limits.block_bytes,
     }
     encoder = (tokenizer.file, tokenizer.eos, engine, unlike, tokenizer.bos)
+    selection = Selection.of(recipe)
     made = []
     for split, commit, removed, first in zip(splits, documents, removals, cleaned, strict=True):
         languages, named = _languages(first, commit)
@@ -324,8 +330,14 @@ def tasks(
         )
         fim = recipe.inputs[split.source].fim
         own = config if fim is None else config | {"fim": fim.model_dump(mode="json")}
+        if selection is not None:
+            own = own | {"where": selection.where, "source": recipe.sources[split.source]}
         weight = commit.ledger().kept.bytes
-        made.append(Task("tokenize", split_name(split), own, _tokenize, (*args, fim), weight, inputs | named))
+        made.append(
+            Task(
+                "tokenize", split_name(split), own, _tokenize, (*args, fim, selection), weight, inputs | named
+            )
+        )
     return made
 
 
@@ -352,6 +364,7 @@ def _tokenize(
     limits: Limits,
     languages: LanguageLabels | None,
     fim: FimConfig | None = None,
+    selection: Selection | None = None,
 ) -> Tokenized:
     """Load the encoder, which the process caches, and the removed rows; then `tokenize_split`."""
     file, eos, engine, unlike, bos = encoder
@@ -365,6 +378,7 @@ def _tokenize(
         limits=limits,
         languages=languages,
         fim=fim,
+        selection=selection,
     )
 
 
@@ -379,6 +393,7 @@ def tokenize_split(
     limits: Limits = DEFAULT_LIMITS,
     languages: LanguageLabels | None = None,
     fim: FimConfig | None = None,
+    selection: Selection | None = None,
 ) -> Tokenized:
     """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) except removed ones; write them as a run.
 
@@ -401,8 +416,13 @@ def tokenize_split(
                 batch = counts.beside(batch, start)
             part = removed.within(start, batch.num_rows)
             start += batch.num_rows
-            encode = None if fim is None else partial(_encode_fim, encoder, fim, seed)
-            kept, copies, ids, tokens, masks = _tokenize_batch(batch, part, encoder, ledger, twins, encode)
+            encode = None if fim is None else partial(encode_fim, encoder, fim, seed)
+            others = None
+            if selection is not None:
+                others = selection.others(batch, None if counts is None else counts.labels_of(batch))
+            kept, copies, ids, tokens, masks = _tokenize_batch(
+                batch, part, encoder, ledger, twins, encode, others
+            )
             if kept.num_rows:
                 hashes = keyed_hashes(kept.column("document_id").to_pylist(), seed, "shuffle")
                 begin, end = encoder.bos_id, encoder.eos_id
@@ -434,12 +454,13 @@ def _tokenize_batch(
     ledger: Ledger,
     twins: TwinsFile,
     encode: _Encode | None = None,
+    others: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.int32], Tokens, npt.NDArray[np.int64], _Masks | None]:
     """Encode one batch and book it.
 
     Returns the encoded documents, their copies, ids and numbers of ids, and their masks in builds with marks.
     """
-    batch, copies = remaining(batch, removed, ledger, twins)
+    batch, copies = remaining(batch, removed, ledger, twins, others)
     sizes = np.diff(text_offsets(batch.column("text")))
     masks: _Masks | None = None
     try:
@@ -464,46 +485,50 @@ def _tokenize_batch(
     return batch, copies, ids, lengths, masks
 
 
-def _encode_fim(
-    encoder: Encoder, fim: FimConfig, seed: int, documents: pa.RecordBatch
-) -> tuple[Tokens, npt.NDArray[np.int64]]:
-    """`Encoder.encode` of documents of which some are cut; EosInTextError has the row of the document."""
-    prefix_id, middle_id, suffix_id = (encoder.special_id(token, "fim") for token in fim.tokens)
-    cuts = cut_documents(documents.column("document_id").to_pylist(), seed, fim)
-    texts: list[str] = []
-    owners: list[int] = []
-    is_cut = np.zeros(documents.num_rows, np.bool_)
-    for row, text in enumerate(documents.column("text").to_pylist()):
-        is_cut[row] = bool(cuts[row, 0] and text)
-        parts = ordered(text, cuts[row]) if is_cut[row] else (text,)
-        texts += parts
-        owners += [row] * len(parts)
-    try:
-        ids, lengths = encoder.encode(texts)
-    except EosInTextError as error:
-        raise EosInTextError(str(error), owners[error.row]) from error
-    pieces = iter(np.split(ids, np.cumsum(lengths)[:-1]))
-    marks = [np.array([one], encoder.dtype) for one in (prefix_id, middle_id, suffix_id)]
-    made: list[Tokens] = []
-    for row in range(documents.num_rows):
-        first = next(pieces)
-        if not is_cut[row]:
-            made.append(first)
-            continue
-        middle, suffix = next(pieces), next(pieces)
-        if cuts[row, 0] == 1:
-            order = (marks[0], first, marks[2], suffix, marks[1], middle)
-        else:
-            order = (marks[0], marks[2], suffix, marks[1], first, middle)
-        made.append(np.concatenate(order))
-    counts = np.fromiter(map(len, made), np.int64, len(made))
-    return np.concatenate([np.zeros(0, encoder.dtype), *made]), counts
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which documents an output has: those with one of the values of each name; all without names.
+
+    `sources` are the labels of the recipe's inputs.
+    """
+
+    where: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    sources: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Selection | None:
+        """That of the recipe of one dataset; None if it has all documents."""
+        where = recipe.output.where
+        return None if where is None else cls(tuple(sorted(where.items())), recipe.sources)
+
+    def others(
+        self, documents: pa.RecordBatch, languages: Sequence[str | None] | None
+    ) -> npt.NDArray[np.bool_]:
+        """bool[n]: the documents that are not in the output."""
+        left = np.zeros(documents.num_rows, np.bool_)
+        for name, values in self.where:
+            found: Sequence[object]
+            if name == "source":
+                found = [self.sources[number] for number in documents.column("source").to_pylist()]
+            elif name == "language":
+                assert languages is not None
+                found = languages
+            else:
+                rows = documents.column("metadata").to_pylist()
+                found = [None if row is None else orjson.loads(row).get(name) for row in rows]
+            wanted = set(values)
+            left |= [(one if isinstance(one, str) else str(one)) not in wanted for one in found]
+        return left
 
 
 def remaining(
-    batch: pa.RecordBatch, removed: Removed, ledger: Ledger, twins: TwinsFile
+    batch: pa.RecordBatch,
+    removed: Removed,
+    ledger: Ledger,
+    twins: TwinsFile,
+    others: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.int32]]:
-    """The documents of a batch that stay, and how many documents each stands for.
+    """The documents of a batch that stay, and how many documents each stands for; `others` go, too.
 
     The ledger gets what is read and what goes; `twins` what goes as a duplicate, and what stays for one.
     """
@@ -518,10 +543,12 @@ def remaining(
             twins.remove(batch, reason, losers, removed.outcomes.get(reason))
             keep[losers] = False
     twins.keep(batch, removed.copied)
-    for reason, others in removed.elsewhere(batch.num_rows).items():
-        others &= keep
-        ledger.drop(reason, int(others.sum()), int(sizes[others].sum()))
-        keep &= ~others
+    elsewhere = removed.elsewhere(batch.num_rows)
+    elsewhere |= {} if others is None else {NOT_SELECTED: others}
+    for reason, rows in elsewhere.items():
+        rows = rows & keep
+        ledger.drop(reason, int(rows.sum()), int(sizes[rows].sum()))
+        keep &= ~rows
     if keep.all():
         return batch, copies
     return batch.filter(pa.array(keep)), copies[keep]
