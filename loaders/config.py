@@ -152,6 +152,9 @@ class LoaderOptions(TypedDict, total=False):
     cache_bytes: int | str | None
     connections: int
     storage: StorageOptions | None
+    sequence_length: int | None
+    token_dtype: str | None
+    per_file: bool
     verify: bool
     metrics_file: str | os.PathLike[str] | None
     usage_log: str | os.PathLike[str] | None
@@ -257,6 +260,14 @@ class LoaderConfig:
     """Shards, or ranges of shards, that a process fetches at a time."""
     storage: StorageOptions | None = None
     """Endpoint, region, profile, … of the store; default: the usual AWS environment."""
+    sequence_length: int | None = None
+    """Read flat files of tokens in place, as rows of this many: Megatron's .idx and .bin, other .bin, .npy.
+
+    Paths may be files, folders and patterns. Other datasets must have rows of this length, if it is given."""
+    token_dtype: str | None = None
+    """Type of the ids in flat files that do not state it (nanoGPT's .bin, OLMo's .npy), such as "uint32"."""
+    per_file: bool = False
+    """Begin a row at each flat file, and leave out the end of each that fills none; default: one stream."""
     verify: bool = False
     """Compare each local shard's hashes when it is first opened: 18 ms for 64 MiB by xxh64.
 
@@ -283,6 +294,10 @@ class LoaderConfig:
 
     def __post_init__(self) -> None:
         _to_plain_int(self, "eos_id", "lanes", "window", "epoch_samples", "prefetch_batches", "connections")
+        if self.sequence_length is None and (self.token_dtype is not None or self.per_file):
+            raise ValueError(
+                "token_dtype and per_file are for flat files of tokens: give sequence_length, too"
+            )
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
             raise ValueError(f"columns must be a list of at least one name, not {self.columns!r}")
         if self.mask_document_starts and not self.labels:
