@@ -131,10 +131,13 @@ def is_token_file(path: str) -> bool:
     return path.endswith(_SUFFIXES)
 
 
-def find_token_rows(path: str, cut: RowCut | None, storage: StorageOptions | None = None) -> TokenRows:
+def find_token_rows(
+    path: str, cut: RowCut | None, storage: StorageOptions | None = None, *, shard_bytes: int = SHARD_BYTES
+) -> TokenRows:
     """The rows in a file, a Megatron pair, a folder of files, or in those that a pattern matches.
 
-    ShardError says what is wrong with them, or what was looked for; StoreError.
+    Shards are of `shard_bytes` or less, unless there would be more than `MAX_SHARDS`. ShardError says what is
+    wrong with them, or what was looked for; StoreError.
     """
     if cut is None:
         raise ShardError(path, "has token ids without rows: say how long a row is, sequence_length=2048")
@@ -148,7 +151,7 @@ def find_token_rows(path: str, cut: RowCut | None, storage: StorageOptions | Non
         if file.dtype != files[0].dtype:
             found = f"has {file.dtype.name}, {files[0].info.key} has {files[0].dtype.name}"
             raise ShardError(store.where(file.info.key), f"{found}: open them as two streams")
-    manifest = _manifest(path, files, cut)
+    manifest = _manifest(path, files, cut, shard_bytes)
     folder = None if is_remote(path) else local_path(base or ".")
     versions = {file.info.key: file.info.version for file in files}
     return TokenRows(folder, store if isinstance(store, ResilientStore) else None, manifest, versions)
@@ -257,12 +260,12 @@ def _dtype(where: str, stated: np.dtype[Any] | None, given: str | None) -> np.dt
     return stated
 
 
-def _manifest(path: str, files: Sequence[_File], cut: RowCut) -> Manifest:
+def _manifest(path: str, files: Sequence[_File], cut: RowCut, shard_bytes: int) -> Manifest:
     length, dtype = cut.sequence_length, files[0].dtype
     column = Column("tokens", f"ndarray:{dtype.name}:{length}", length * dtype.itemsize)
     total = sum(file.count for file in files)
     shards = []
-    for pieces in _shards(files, cut):
+    for pieces in _shards(files, cut, shard_bytes):
         size = sum(piece.bytes for piece in pieces)
         rows = size // (length * dtype.itemsize)
         shards.append(ShardInfo(FileInfo(name_of(pieces), size), rows, (column,)))
@@ -281,11 +284,11 @@ def _manifest(path: str, files: Sequence[_File], cut: RowCut) -> Manifest:
     return Manifest("tokens", shards, seen=digest.hexdigest())
 
 
-def _shards(files: Sequence[_File], cut: RowCut) -> Iterator[list[Piece]]:
+def _shards(files: Sequence[_File], cut: RowCut, shard_bytes: int) -> Iterator[list[Piece]]:
     """The pieces of each shard: whole rows of one file, or one row across the ends of files."""
     row_bytes = cut.sequence_length * files[0].dtype.itemsize
     total = sum(file.info.bytes for file in files)
-    shard_bytes = max(1, max(SHARD_BYTES, total // MAX_SHARDS) // row_bytes) * row_bytes
+    shard_bytes = max(1, max(shard_bytes, total // MAX_SHARDS) // row_bytes) * row_bytes
     begun: list[Piece] = []  # a row that the next file continues
     for file in files:
         at, stop = file.start, file.info.bytes
