@@ -67,7 +67,7 @@ def test_rows_of_files_are_those_of_a_plain_cut(
 ) -> None:
     folder = tmp_path_factory.mktemp("files")
     expected = cut(write_bare(folder, counts, dtype), length, per_file=per_file)
-    options = {"sequence_length": length, "token_dtype": dtype, "per_file": per_file}
+    options: dict[str, Any] = {"sequence_length": length, "token_dtype": dtype, "per_file": per_file}
     if not expected:
         with pytest.raises(ShardError, match=f"has {sum(counts)} tokens, which fill no row of {length}"):
             open_dataset(folder, **options)
@@ -124,7 +124,8 @@ def write_llmc(file: Path, ids: Any, magic: int, version: int) -> None:
 
 @pytest.mark.parametrize("kind", ["megatron", "nanogpt", "llmc", "llmc32", "golden", "per_file"])
 def test_rows_are_those_that_convert_writes_of_the_same_files(kind: str, tmp_path: Path) -> None:
-    source, options, ids = tmp_path / "in", {}, np.arange(1, 1000, dtype="<u2")
+    source, ids = tmp_path / "in", np.arange(1, 1000, dtype="<u2")
+    options: dict[str, Any] = {}
     source.mkdir()
     if kind == "megatron":
         write_megatron(source / "m", [[i] * (i % 7) for i in range(1, 90)])
@@ -159,7 +160,7 @@ def test_a_pattern_names_files_in_the_order_of_their_names(tmp_path: Path) -> No
     parts = write_bare(tmp_path / "deep", [5, 6, 7])
     write_bare(tmp_path / "deep" / "more", [50])
     expected = cut(parts[1:], 4, per_file=False)
-    options = {"sequence_length": 4, "token_dtype": "uint16"}
+    options: dict[str, Any] = {"sequence_length": 4, "token_dtype": "uint16"}
     assert rows_of(f"{tmp_path}/*/part-00[12].npy", **options) == expected
     store = MemoryStore(fresh_url())
     put_folder(tmp_path, store)

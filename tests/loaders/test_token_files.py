@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardkit.cli.main import main
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.storage.memory import MemoryStore
 from support.remote_harness import QUICK, fresh_url, put_folder
@@ -149,3 +150,8 @@ def test_documents_in_files_are_found_by_the_id_that_ends_them(tmp_path: Path) -
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
     with pytest.raises(ValueError, match="give eos_id=…"):
         StreamingLoader(tmp_path / "a.bin", **(options | {"eos_id": None}))
+
+
+def test_an_audit_proves_that_each_row_of_the_files_comes_once(folder: Path) -> None:
+    options = ["--sequence-length", "8", "--token-dtype", "uint16", "--resume-at", "3"]
+    assert main(["audit", str(folder), *options]) == 0
