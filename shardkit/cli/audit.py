@@ -113,11 +113,17 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples in an epoch of a mixture (default: the samples of all streams)",
     )
     group = parser.add_argument_group("flat files of tokens, read in place")
-    group.add_argument("--sequence-length", type=count, metavar="L", help="tokens of a row")
     group.add_argument(
-        "--token-dtype", metavar="TYPE", help="type of the ids in files that do not state it, such as uint16"
+        "--sequence-length", type=count, metavar="L", help="tokens of a row (default: as the dataset has)"
     )
-    group.add_argument("--per-file", action="store_true", help="begin a new row at each file")
+    group.add_argument(
+        "--token-dtype",
+        metavar="TYPE",
+        help="type of the ids in files that do not state it, such as uint16 (default: as stated)",
+    )
+    group.add_argument(
+        "--per-file", action="store_true", help="begin a new row at each file (default: one stream)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

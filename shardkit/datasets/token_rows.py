@@ -52,6 +52,7 @@ from shardkit.storage.store import (
     StorageOptions,
     Store,
     StoreError,
+    TransientError,
     checked_range,
 )
 from shardkit.storage.url import is_remote, local_path, open_store, split_url
@@ -336,27 +337,28 @@ class RangeStore(BaseStore):
         if pieces is None:
             body = self._store.open(key, start, stop, version=version)
             end = body.info.bytes if stop is None else min(stop, body.info.bytes)
-            return _Range([body], body.info, end - start)
+            return _Range([(body, end - start)], body.info)
         expected = [None] * len(pieces) if version is None else version.split(_SEPARATOR)
         size = sum(piece.bytes for piece in pieces)
         start, stop = checked_range(self.where(key), ObjectInfo(key, size, ""), start, stop, None)
-        bodies: list[Body] = []
+        bodies: list[tuple[Body, int]] = []
         found, before = [], 0
         try:
             for piece, its_version in zip(pieces, expected, strict=True):
                 low, high = (piece.start + min(max(edge - before, 0), piece.bytes) for edge in (start, stop))
                 before += piece.bytes
                 if low < high:
-                    bodies.append(self._store.open(piece.file, low, high, version=its_version))
-                    info = bodies[-1].info
+                    body = self._store.open(piece.file, low, high, version=its_version)
+                    bodies.append((body, high - low))
+                    info = body.info
                 else:  # nothing of it is read, but the version is that of all files
                     info = self._store.head(piece.file)
                 _check_size(self.where(key), piece, info)
                 found.append(its_version or info.version)
         except BaseException:
-            _Range(bodies, ObjectInfo(key, 0, ""), 0).close()
+            _Range(bodies, ObjectInfo(key, 0, "")).close()
             raise
-        return _Range(bodies, _joined(key, pieces, found), stop - start)
+        return _Range(bodies, _joined(key, pieces, found))
 
     def put(
         self,
@@ -381,24 +383,29 @@ class RangeStore(BaseStore):
 class _Range(BaseBody):
     """The bodies of pieces, one behind the other."""
 
-    def __init__(self, bodies: Sequence[Body], info: ObjectInfo, left: int) -> None:
-        self.info, self._bodies, self._left = info, [*bodies], left
+    def __init__(self, bodies: Sequence[tuple[Body, int]], info: ObjectInfo) -> None:
+        """`bodies` with the bytes that each has to give."""
+        self.info, self._bodies = info, [*bodies]
 
     @property
     def left(self) -> int:
-        return self._left
+        return sum(left for _, left in self._bodies)
 
     def readinto(self, buffer: memoryview, /) -> int:
         while self._bodies:
-            if count := self._bodies[0].readinto(buffer):
-                self._left -= count
+            body, left = self._bodies[0]
+            if left:
+                count = body.readinto(buffer[:left])
+                if not count:  # else the next piece would take the place of what is missing
+                    raise TransientError(self.info.key, f"ended early: {left:,} bytes of a piece are missing")
+                self._bodies[0] = body, left - count
                 return count
-            self._bodies.pop(0).close()
+            self._bodies.pop(0)[0].close()
         return 0
 
     def close(self) -> None:
         while self._bodies:
-            self._bodies.pop().close()
+            self._bodies.pop()[0].close()
 
 
 AnyStore = RangeStore | ResilientStore

@@ -20,9 +20,11 @@ from shardkit.datasets.token_rows import RangeStore, RowCut, find_token_rows
 from shardkit.errors import ShardError
 from shardkit.formats.tokens import Piece, name_of, pieces_of
 from shardkit.storage.memory import MemoryStore
+from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError, StoreError
 from shardkit.tools.convert import CutOptions, convert
-from support.remote_harness import fresh_url, put_folder
+from support.remote_harness import fresh_url, put_folder, quick_policy
+from support.stores import Fault, FaultRule, FaultyStore
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "convert"
 IGNORE_TAIL = pytest.mark.filterwarnings("ignore:.*fill no row of.*:RuntimeWarning")
@@ -302,6 +304,21 @@ def test_every_range_of_a_range_is_its_bytes(tmp_path: Path) -> None:
         store.get(name_of([Piece("1", 0, 4)]))
     with pytest.raises(StoreError, match="read only"):
         store.put(name, b"")
+
+
+@pytest.mark.parametrize("fault", ["reset", "short", "error", "throttle"])
+@pytest.mark.parametrize("after_bytes", [0, 1, 3])
+def test_a_range_over_several_files_survives_broken_connections(fault: Fault, after_bytes: int) -> None:
+    below = MemoryStore(fresh_url())
+    for number in range(3):
+        below.put(str(number), bytes(range(10 * number, 10 * number + 10)))
+    rules = [FaultRule(fault=fault, operation="open", after_bytes=after_bytes, probability=0.5, count=9)]
+    store = ResilientStore(RangeStore(FaultyStore(below, rules, seed=5)), quick_policy())
+    whole = [*range(6, 10), *range(10, 20), *range(20, 25)]
+    name = name_of([Piece("0", 6, 10), Piece("1", 0, 10), Piece("2", 0, 5)])
+    for start, stop in ((0, 19), (2, 18), (5, 9), (12, 19)):
+        assert [*store.get(name, start, stop)] == whole[start:stop]
+    assert store.metrics.snapshot().retries or store.metrics.snapshot().resumed_bodies
 
 
 def test_a_dataset_of_ranges_is_used_as_any_other(tmp_path: Path) -> None:

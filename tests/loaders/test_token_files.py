@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,6 +124,9 @@ def test_files_on_s3_are_read_by_ranges_and_cached(server: S3Server, folder: Pat
                 opened = len(ranges)
                 for got, expected in zip(run(remote, 14), run(local, 14), strict=True):
                     assert_equal(got[0], expected[0], "from S3")
+                row: Any = remote.dataset[21]["tokens"]
+                copy: Any = pickle.loads(pickle.dumps(remote.dataset))
+                assert np.array_equal(copy[21]["tokens"], row)
             assert "all of it" not in ranges
             assert again == (len(ranges) == opened), "a second run reads the shards from the cache"
     finally:
