@@ -124,6 +124,8 @@ class LengthLoader:
         self._running: dict[int, Iterator[Batch]] = {}
 
     def __iter__(self) -> Iterator[Batch]:
+        for loader in self._loaders:
+            loader.prepare_workers()  # what ranks exchange is exchanged now, not in the middle of a run
         for number, position in enumerate(self._positions(self._step)):
             if self._loaders[number].position != position:  # an interrupt came between a batch and its count
                 self._running.pop(number, None)

@@ -181,7 +181,7 @@ def _connect(folder: str, storage: StorageOptions | None) -> AnyStore:
 
 def _find(path: str, store: AnyStore, name: str) -> list[_Named]:
     """The files that `name` means in a folder ("": all of it), in order."""
-    if name and not is_pattern(name):
+    if name and (not is_pattern(name) or (not is_remote(path) and local_path(path).exists())):
         return [_pair(store, name) or (store.head(name), None)]
     listed = [info for info in _listed(store, name) if matches(info.key, name or "*")]
     found = [info for info in listed if is_token_file(info.key)]

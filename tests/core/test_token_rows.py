@@ -170,6 +170,12 @@ def test_a_pattern_names_files_in_the_order_of_their_names(tmp_path: Path) -> No
     assert rows_of(f"{store.url}/deep", **options) == cut(parts, 4, per_file=False)
 
 
+def test_a_file_may_be_called_like_a_pattern(tmp_path: Path) -> None:
+    np.arange(8, dtype="<u2").tofile(tmp_path / "a[1].npy")
+    options: dict[str, Any] = {"sequence_length": 4, "token_dtype": "uint16"}
+    assert rows_of(tmp_path / "a[1].npy", **options) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_what_fills_no_row_is_reported(tmp_path: Path) -> None:
     write_bare(tmp_path, [10, 13])
     with pytest.warns(RuntimeWarning, match="3 of 23 tokens, at its end, fill no row of 4 and are left out"):
