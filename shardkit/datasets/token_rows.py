@@ -22,7 +22,6 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +144,15 @@ def find_token_rows(
     base, name = _split(path)
     store = _connect(base, storage)
     objects = _find(path, store, name)
-    look = partial(_look, store, cut=cut, probes=max(1, min(_PROBES_OF_FILE, _PROBES // len(objects))))
-    with ThreadPoolExecutor(min(_THREADS, len(objects)), thread_name_prefix="shardkit-open") as pool:
-        files = list(pool.map(look, objects))
+    probes = max(1, min(_PROBES_OF_FILE, _PROBES // len(objects)))
+    places = [(info, at) for info, _ in objects for at in _places(info.bytes, probes)]
+    with ThreadPoolExecutor(min(_THREADS, len(places)), thread_name_prefix="shardkit-open") as pool:
+        seen: dict[str, list[bytes]] = {}
+        for (info, _), data in zip(
+            places, pool.map(lambda place: _probe(store, *place), places), strict=True
+        ):
+            seen.setdefault(info.key, []).append(data)
+        files = list(pool.map(lambda named: _look(store, named, cut, seen[named[0].key]), objects))
     for file in files:
         if file.dtype != files[0].dtype:
             found = f"has {file.dtype.name}, {files[0].info.key} has {files[0].dtype.name}"
@@ -230,13 +235,20 @@ def _files(folder: Path, pattern: str) -> Iterator[Path]:
         raise ShardError(folder, f"cannot be listed: {error.strerror or error}") from error
 
 
-def _look(store: AnyStore, named: _Named, cut: RowCut, probes: int) -> _File:
-    """Read the header of a file and the bytes at a few places of it."""
+def _places(size: int, probes: int) -> list[int]:
+    """Where some bytes of a file are looked at: its start, its end, and places between."""
+    edges = np.linspace(0, max(0, size - HEAD_BYTES), probes, dtype=np.int64)
+    return sorted({int(edge) for edge in edges})
+
+
+def _probe(store: AnyStore, info: ObjectInfo, at: int) -> bytes:
+    return store.get(info.key, at, min(at + HEAD_BYTES, info.bytes), version=info.version)
+
+
+def _look(store: AnyStore, named: _Named, cut: RowCut, parts: Sequence[bytes]) -> _File:
+    """What the header of a file says; `parts`: the bytes at its `_places`."""
     info, index = named
-    where, version = store.where(info.key), info.version
-    edges = np.linspace(0, max(0, info.bytes - HEAD_BYTES), probes, dtype=np.int64).tolist()
-    starts = sorted({int(edge) for edge in edges})
-    parts = [store.get(info.key, at, min(at + HEAD_BYTES, info.bytes), version=version) for at in starts]
+    where = store.where(info.key)
     if index is not None:
         with open_object(store, index) as file:
             checked = MegatronIndex(file, store.where(index.key), index.bytes, where, info.bytes)

@@ -77,6 +77,7 @@ def test_rows_of_files_are_those_of_a_plain_cut(
     assert rows_of(folder, **options) == expected
 
 
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(

@@ -100,6 +100,7 @@ def test_a_run_over_files_continues_on_another_number_of_ranks(folder: Path) -> 
         assert np.array_equal(both, expected["tokens"])
 
 
+@pytest.mark.extended
 def test_files_on_s3_are_read_by_ranges_and_cached(server: S3Server, folder: Path, tmp_path: Path) -> None:
     bucket = server.new_bucket()
     for file in folder.iterdir():
