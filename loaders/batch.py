@@ -86,6 +86,9 @@ def find_segments(
     return Segments((rows, length), starts, padding, is_padding_row)
 
 
+LOSS_MASK = "loss_mask"  # a column of builds of conversations: 1 where a token is trained on
+
+
 @dataclass(frozen=True)
 class Segments:
     """Where documents begin in rows of tokens; padding at a row's end counts as one more document."""
@@ -241,7 +244,8 @@ class BatchMaker:
         self._names = _field_names(list(columns), self._added_fields(), dict(config.rename or {}))
         has_padding = tokens.may_be_padded and tokens.eos_id is not None and config.bos_id is None
         has_padding |= config.pad_id is not None
-        masks_tokens = mark_padding or has_padding or tokens.mask is not None
+        self._loss_mask = LOSS_MASK if LOSS_MASK in columns else None
+        masks_tokens = mark_padding or has_padding or tokens.mask is not None or self._loss_mask is not None
         self._masks_labels = config.labels is True or config.masks_document_starts or masks_tokens
         self._describes_documents = bool(config.document_options)
         self._only_columns = not (return_ids or mark_padding or config.reads_tokens)
@@ -308,6 +312,11 @@ class BatchMaker:
                 assert segments is not None
                 shift = int(self.config.labels == "shifted")
                 segments.mask(labels, shift=shift, mask_starts=self.config.masks_document_starts)
+                if self._loss_mask is not None:
+                    trained = columns[self._loss_mask]
+                    assert isinstance(trained, np.ndarray)
+                    of_labels = trained[:, shift:]
+                    labels[:, : of_labels.shape[1]][of_labels == 0] = IGNORED_LABEL
                 if column.mask is not None:
                     places = column.mask.places(sample_ids, tokens.shape[1])
                     segments.ignore(labels, places, shift=shift)

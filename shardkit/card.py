@@ -56,6 +56,7 @@ __all__ = [
     "RecallFacts",
     "RuleFacts",
     "SourceLoss",
+    "SplitFacts",
     "StageLoss",
     "TokenizerFacts",
     "listed_files",
@@ -89,6 +90,7 @@ class TokenizerFacts:
     digest: str | None = None
     eos: str | None = None
     eos_id: int | None = None
+    bos_id: int | None = None
     path: str | None = None
 
 
@@ -271,6 +273,21 @@ class DedupFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitFacts:
+    """The parts of a split: this dataset is `part`, "train" being what is left of the others.
+
+    `documents` are those of each part; `proposed` were drawn for it, of which `alike` are like another
+    document, and so stay in train.
+    """
+
+    part: str
+    documents: dict[str, int]
+    proposed: dict[str, int]
+    alike: dict[str, int]
+    similarity: float
+
+
+@dataclass(frozen=True, slots=True)
 class FunnelStep:
     """What a step lost, and what it left: documents and bytes of text.
 
@@ -392,6 +409,7 @@ class DatasetCard:
     filter_files = _Stated(dict[str, str])  # digests of word lists and models
     packing = _Stated(dict[str, int])
     histograms = _Stated(dict[str, Histogram])  # "lengths" of documents, "row_padding", "row_pieces"
+    split = _Stated(SplitFacts)
 
     @classmethod
     def read(cls, file: Path) -> DatasetCard | None:
@@ -435,7 +453,7 @@ class DatasetCard:
     @property
     def tokenizer(self) -> TokenizerFacts:
         """The tokenizer, as far as the card states it soundly."""
-        kinds = {"file": str, "digest": str, "eos": str, "eos_id": int}
+        kinds = {"file": str, "digest": str, "eos": str, "eos_id": int, "bos_id": int}
         stated, recipe = _mapping(self.data.get("tokenizer")), _mapping(self.data.get("recipe"))
         facts: dict[str, Any] = {k: stated[k] for k, kind in kinds.items() if type(stated.get(k)) is kind}
         path = _mapping(recipe.get("tokenizer")).get("path")
@@ -500,7 +518,8 @@ class DatasetCard:
     def funnel_steps(self) -> list[FunnelStep]:
         """The funnel as steps in the order in which a build takes them; those that lost nothing are left out.
 
-            read -> quarantined -> lost while reading -> each filter -> duplicates by kind -> empty -> kept
+            read -> quarantined -> lost while reading -> each filter -> duplicates by kind
+                 -> other parts of the split -> empty -> kept
 
         Rules of one filter are one step: which of them took how much is in `filters`.
         """
@@ -511,7 +530,7 @@ class DatasetCard:
             dropped[step] = dropped.get(step, Count()) + lost
         entries = self.data.get("recipe") and self.recipe.get("filters", [])
         filters = _checked(list[dict[str, Any]], entries or [], "recipe.filters", self.where)
-        order = [*dict.fromkeys(name for entry in filters for name in entry), *_DUPLICATES, "empty"]
+        order = [*dict.fromkeys(name for entry in filters for name in entry), *_DUPLICATES, "split", "empty"]
         ranks = {name: rank for rank, name in reversed([*enumerate(order)])}
         losses = [("quarantined", *item) for item in sorted(funnel.quarantined.items())]
         losses += [

@@ -57,7 +57,7 @@ _EXTRAS = {
     "tokenizers": ("tokenizers", "write"),
     "torch": ("torch", "torch"),
     "trafilatura": ("trafilatura", "html"),
-    "urllib3": ("boto3", "s3"),
+    "urllib3": ("urllib3", "hub"),
     "uvicorn": ("uvicorn", "view"),
     "warcio": ("warcio", "warc"),
     "webdataset": ("webdataset", "webdataset"),

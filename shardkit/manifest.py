@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import eq
 from pathlib import PurePosixPath
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,7 @@ __all__ = [
     "table_of",
 ]
 
-Format = Literal["mds", "tar", "tokens"]
+Format = Literal["mds", "tar", "tokens", "parquet", "jsonl"]
 
 UNKNOWN = -1  # the size or sample count of a tar that nothing describes
 
@@ -110,6 +110,14 @@ class ShardInfo:
     def stored(self) -> FileInfo:
         """The file that lies in the folder or bucket."""
         return self.raw if self.zip is None else self.zip
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ShardInfo:
+        """The inverse of `dataclasses.asdict`."""
+        zipped = None if data["zip"] is None else FileInfo(**data["zip"])
+        columns = tuple(Column(**column) for column in data["columns"])
+        rest = {name: data[name] for name in ("samples", "compression", "size_limit")}
+        return cls(FileInfo(**data["raw"]), columns=columns, zip=zipped, **rest)
 
 
 @dataclass(frozen=True)

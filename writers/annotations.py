@@ -36,7 +36,7 @@ from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.ledger import Count
 from shardkit.writers.publish import ANNOTATIONS_FOLDER
 
-__all__ = ["ANNOTATIONS_FILE", "AnnotationFile", "Bounds", "Outcome", "thresholds"]
+__all__ = ["ANNOTATIONS_FILE", "AnnotationFile", "Bounds", "Outcome", "annotation_values", "thresholds"]
 
 ANNOTATIONS_FILE = "annotations.parquet"
 ROW_GROUP_DOCUMENTS = 1 << 15  # with fifty rules some 15 MB until they are written
@@ -139,6 +139,17 @@ def _column(values: npt.NDArray[Any]) -> pa.Array:
     if values.dtype.kind in "OUS":
         return pa.array(values, pa.string())
     return pa.array(values, pa.float64() if values.dtype.kind == "f" else pa.int64(), safe=False)
+
+
+def annotation_values(source: pa.NativeFile) -> pa.StructArray:
+    """The values of the rules for each document that was kept, in order, of one split's annotations."""
+    table = pq.read_table(source)
+    table = table.filter(pc.is_null(table.column("dropped")))
+    names = table.column_names[len(_FIRST) :]
+    columns = [table.column(name).combine_chunks() for name in names]
+    if not names:
+        return pa.nulls(table.num_rows, pa.struct([]))
+    return pa.StructArray.from_arrays(columns, names=names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,29 @@
-"""Makes the dataset card, `dataset.json`.
+"""Makes the dataset card, `dataset.json`, and all that is published with it.
 
-A function of the recipe and of counts: no times, no folder names, no number of workers, so the same build
-gives the same bytes anywhere. `report.html` (shardkit.writers.report) is a function of the card alone.
+The card is a function of the recipe and of counts: no times, no folder names, no number of workers, so the
+same build gives the same bytes anywhere. `report.html` (shardkit.writers.report) is a function of the card
+alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import shardkit
-from shardkit.card import DatasetCard, DedupFacts, FilterFacts
+from shardkit.card import CARD_NAME, FILES_NAME, DatasetCard, DedupFacts, FilterFacts, listed_files
 from shardkit.hashing import digest_of, hash_bytes
-from shardkit.manifest import Manifest
+from shardkit.manifest import Format, Manifest, ShardInfo
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import Commit
 from shardkit.writers.funnel import Funnel
+from shardkit.writers.publish import REPORT_NAME, global_shards
 from shardkit.writers.recipe import Recipe
+from shardkit.writers.report import render_report
+from shardkit.writers.stages.split import PartsFound
 
-__all__ = ["describe_file", "make_card", "recipe_content"]
+__all__ = ["BuiltDataset", "assemble", "describe_file", "make_card", "recipe_content"]
 
 CARD_VERSION = 1
 FILE_HASH = "xxh3_128"
@@ -40,11 +46,25 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
     )
     if recipe.output.prefixes is None:
         del content["output"]["prefixes"]  # as in the recipes of older versions
-    if recipe.limit is None:
-        del content["limit"]
+    for key in ("bos", "chat_template"):
+        if recipe.tokenizer is not None and getattr(recipe.tokenizer, key) is None:
+            del content["tokenizer"][key]
+    for key in ("limit", "split", "tokenizer"):
+        if content[key] is None:
+            del content[key]
+    del content["outputs"], content["output"]["pack"]  # of one dataset: `Recipe.datasets`
+    if recipe.output.format not in ("mds", "wds"):
+        del content["pack"]
+    if recipe.part is not None:
+        content["part"] = recipe.part
     for entry in content["inputs"]:
-        if not entry["exclude"]:
-            del entry["exclude"]
+        for key in ("exclude", "document_id", "path_fields", "messages", "prompt", "completion", "fim"):
+            if not entry[key]:
+                del entry[key]
+        if entry["on_bad_text"] == "quarantine":
+            del entry["on_bad_text"]
+        if "messages" not in entry:
+            del entry["tools"], entry["train_on"]
     content["filters"] = [{name: config.model_dump(mode="json")} for name, config in recipe.filter_chain()]
     return content
 
@@ -54,9 +74,10 @@ def make_card(
     manifest: Manifest,
     funnel: Funnel,
     *,
-    tokenizer: Mapping[str, Any],
+    tokenizer: Mapping[str, Any] | None,
     inputs: Sequence[Mapping[str, Any]],
     partitions: int,
+    split: PartsFound | None = None,
     dedup: DedupFacts | None = None,
     filters: FilterFacts | None = None,
     filter_files: Mapping[str, str] | None = None,
@@ -72,7 +93,6 @@ def make_card(
         }
         for number, entry in enumerate(inputs)
     ]
-    packed = funnel.packed
     facts = {
         "card_version": CARD_VERSION,
         "shardkit_version": shardkit.__version__,
@@ -82,12 +102,6 @@ def make_card(
         "samples": manifest.samples,
         "bytes": sum(shard.raw.bytes for shard in manifest.shards),
         "stored_bytes": sum(shard.stored.bytes for shard in manifest.shards),
-        "column": "tokens",
-        "dtype": tokenizer["dtype"],
-        "sequence_length": recipe.pack.sequence_length,
-        "tokens": packed["tokens"],
-        "padding": packed["padding"],
-        "tokenizer": dict(tokenizer),
         "recipe_digest": digest_of(content),
         "recipe": content,
         "inputs": sources,
@@ -95,10 +109,89 @@ def make_card(
         "dedup": None if dedup is None else asdict(dedup),
         "filters": None if filters is None else asdict(filters),
         "filter_files": dict(filter_files or {}),
+    }
+    if tokenizer is not None:
+        facts |= _of_tokens(tokenizer, funnel, partitions)
+    if split is not None:
+        assert recipe.split is not None
+        facts["split"] = {
+            "part": recipe.part,
+            "documents": split.documents,
+            "proposed": split.proposed,
+            "alike": split.alike,
+            "similarity": recipe.split.similarity,
+        }
+    return DatasetCard(facts)
+
+
+def _of_tokens(tokenizer: Mapping[str, Any], funnel: Funnel, partitions: int) -> dict[str, Any]:
+    """What a dataset of text does not have."""
+    packed = funnel.packed
+    return {
+        "column": "tokens",
+        "dtype": tokenizer["dtype"],
+        "sequence_length": funnel.sequence_length,
+        "tokens": packed["tokens"],
+        "padding": packed["padding"],
+        **({} if funnel.trained is None else {"trained_tokens": funnel.trained[0]}),
+        "tokenizer": dict(tokenizer),
         "packing": {"partitions": partitions, **packed},
         "histograms": {name: histogram.to_dict() for name, histogram in funnel.histograms.items()},
     }
-    return DatasetCard(facts)
+
+
+@dataclass(frozen=True)
+class BuiltDataset:
+    """What is published: `links` are files of the work folder by their names in the dataset.
+
+    `commits` wrote the shards; `tables` wrote those among the links that are no shards, one output each.
+    `texts` are further files; `facts` is what their card says.
+    """
+
+    manifest: Manifest
+    facts: DatasetCard
+    links: Mapping[str, Artifact]
+    commits: Sequence[Commit]
+    tables: Mapping[str, Commit]
+    texts: Mapping[str, bytes]
+
+    @property
+    def card(self) -> bytes:
+        """The bytes of dataset.json."""
+        return self.texts[CARD_NAME]
+
+
+_FORMATS: Mapping[str, Format] = {
+    "mds": "mds", "wds": "tar", "tokens": "mds", "parquet": "parquet", "jsonl": "jsonl"
+}  # fmt: skip
+
+
+def assemble(
+    recipe: Recipe,
+    made: Sequence[tuple[Commit, Sequence[ShardInfo]]],
+    tables: Mapping[str, Commit],
+    describe: Callable[[Manifest], DatasetCard],
+) -> BuiltDataset:
+    """Number the shards that tasks made, and make report and card of what `describe` says of them.
+
+    `tables` are commits by the name of their only file in the dataset.
+    """
+    parts = [(commit.files, shards) for commit, shards in made]
+    shards = global_shards(parts, prefixes=recipe.output.prefixes)
+    manifest = Manifest(_FORMATS[recipe.output.format], [shard for _, shard in shards])
+    card = describe(manifest)
+    links = {shard.stored.basename: file for file, shard in shards}
+    files: dict[str, Any] = {}
+    for name, commit in tables.items():
+        [(file, table)] = commit.outputs.items()
+        links[name] = commit.files / file
+        files[name] = {"bytes": table.bytes, "xxh3_128": table.xxh3_128}
+    texts = {REPORT_NAME: render_report(card)}
+    files |= {name: describe_file(text) for name, text in texts.items()}
+    listed, of_many = listed_files(files)
+    texts |= {} if of_many is None else {FILES_NAME: of_many}
+    texts[CARD_NAME] = DatasetCard({**card.data, "files": listed}).to_bytes()
+    return BuiltDataset(manifest, card, links, [commit for commit, _ in made], tables, texts)
 
 
 def describe_file(data: bytes) -> dict[str, Any]:

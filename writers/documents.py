@@ -29,6 +29,7 @@ __all__ = [
     "BATCH_TEXT_BYTES",
     "DOCUMENT_OPTIONS",
     "DOCUMENT_SCHEMA",
+    "MARKED_SCHEMA",
     "content_ranks",
     "document_ids",
     "keyed_hashes",
@@ -52,6 +53,8 @@ DOCUMENT_SCHEMA = pa.schema(
         pa.field("metadata", pa.string()),  # JSON object of the other fields the recipe keeps
     ]
 )
+
+MARKED_SCHEMA = DOCUMENT_SCHEMA.append(pa.field("marks", pa.binary()))  # of builds with a loss mask
 
 # Each document is written once or twice and read three to five times, from a store over a network.
 # zstd 1 takes three quarters of the bytes of lz4, writes as fast, and reads 1 GB/s a core instead of 2.4.
@@ -99,15 +102,15 @@ def pack_strings(
     names: Sequence[str],
     rows: npt.NDArray[np.void],
     *,
-    first: tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]] | None = None,
+    first: Sequence[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]] = (),
     align: int = 1,
 ) -> npt.NDArray[np.uint8]:
     """The payload of `rows`, one a document: its strings `names`, one after the other.
 
     Sets the fields of these names to their bytes (-1: null) and `size` to all of them, a multiple of `align`.
-    `first` are bytes that go before: those of all documents, and how many each has.
+    `first` are bytes that go before: of each kind those of all documents, and how many each has.
     """
-    pieces = [] if first is None else [first]
+    pieces = list(first)
     for name in names:
         column = documents.column(name)
         column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column

@@ -26,13 +26,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from shardkit.errors import RecipeError
+from shardkit.errors import RecipeError, ShardError
 from shardkit.files import load_json
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.units import format_bytes
 from shardkit.writers.inputs.decompress import COMPRESSIONS, ContainerError, decompressed
 from shardkit.writers.inputs.files import InputFile, find_files, open_input
+from shardkit.writers.inputs.read_shards import first_samples
 from shardkit.writers.inputs.scan import guess_format
 from shardkit.writers.recipe import recipe_from_mapping
 
@@ -174,6 +175,8 @@ def _problem(file: InputFile, number: int) -> str | None:
         return "not a format that can be read, judged by its name"
     if known[0] == "jsonl" and number < _TRIED_FILES:
         line = next(_lines(file, known[1]), "")
+        if line.lstrip().startswith("["):
+            return "an array of JSON objects: write an input with `format: json` for it"
         if not isinstance(_parsed(line), dict):
             return "its first line is not a JSON object"
     return None
@@ -242,9 +245,11 @@ def _records(file: InputFile, format: str, compression: str | None) -> list[dict
             delimiter = "\t" if PurePosixPath(file.name).suffixes[:1] == [".tsv"] else ","
             lines = io.StringIO("\n".join(_lines(file, compression)))
             found = list(csv.DictReader(lines, delimiter=delimiter))
+        elif format in ("mds", "wds"):
+            found = first_samples(file, format, compression, _SAMPLED_RECORDS)
         else:
             found = _rows(file, format)
-    except (OSError, ValueError, csv.Error, pa.ArrowException):
+    except (OSError, ValueError, csv.Error, pa.ArrowException, ContainerError, ShardError):
         return []
     return [_flat(record) for record in found[:_SAMPLED_RECORDS]]
 

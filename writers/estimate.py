@@ -46,6 +46,7 @@ from shardkit.progress import make_listener
 from shardkit.units import format_bytes
 from shardkit.writers.annotations import ANNOTATIONS_FILE
 from shardkit.writers.dedup.config import NearDedupConfig
+from shardkit.writers.dedup.duplicates import TWINS
 from shardkit.writers.execution.engine import default_workers
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work
@@ -247,7 +248,7 @@ class _Scales:
 
 def rehearse(
     inputs: BuildInputs,
-    tokenizer: TokenizerFile,
+    tokenizer: TokenizerFile | None,
     workers: int | None = None,
     *,
     sample_bytes: int = SAMPLE_BYTES,
@@ -263,11 +264,12 @@ def rehearse(
         derived = _derived(recipe).model_copy(update={"inputs": tuple(sources)}).in_folder(recipe.folder)
         splits = scan_inputs(derived)
         work = LocalWork(Path(folder) / "work")
-        small = BuildInputs(derived, splits, (), inputs.filter_files)
+        small = BuildInputs(derived, splits, (), inputs.filter_files, masking=inputs.masking)
         with make_listener(False) as listener, warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the build says it, too
             with open_runner(derived, work, Execution(workers=workers), listener) as runner:
-                made = run_stages(small, tokenizer, runner.run)
+                datasets = run_stages(small, tokenizer, runner.run)
+        made = next((one for one in datasets if one.tokenized), datasets[0])
         whole: Counter[int] = Counter()
         for split in inputs.splits:
             whole[split.source] += split.bytes
@@ -308,7 +310,11 @@ def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made
         if commit.name in scales.by_task:
             tasks[commit.stage] += 1
             files = max(files, len(commit.outputs) + 1)
-        published = {"pack": commit.outputs.keys() - {PROVENANCE_NAME}, "clean": {ANNOTATIONS_FILE}}
+        published = {
+            "pack": commit.outputs.keys() - {PROVENANCE_NAME},
+            "text": commit.outputs.keys() - {TWINS.file},
+            "clean": {ANNOTATIONS_FILE},
+        }
         names = published.get(commit.stage, commit.outputs.keys() if commit.stage == "provenance" else set())
         output += scale * sum(commit.outputs[name].bytes for name in names if name in commit.outputs)
         text += scale * commit.ledger().kept.bytes if commit.stage == "clean" else 0
@@ -343,7 +349,7 @@ def _corpus(inputs: BuildInputs, scales: _Scales, made: Outputs, documents: floa
         documents=max(1, int(documents)),
         text_bytes=max(1, int(text)),
         tokens=max(1, int(tokens)),
-        token_bytes=np.dtype(made.tokenizer["dtype"]).itemsize,
+        token_bytes=4 if made.tokenizer is None else np.dtype(made.tokenizer["dtype"]).itemsize,
         memory=inputs.recipe.memory,
         shard_bytes=inputs.recipe.output.shard_bytes,
         has_exact=inputs.recipe.dedup.exact is not None,
@@ -418,7 +424,7 @@ def most_bytes(splits: Sequence[Split]) -> int:
 
 def check_disk(
     inputs: BuildInputs,
-    tokenizer: TokenizerFile,
+    tokenizer: TokenizerFile | None,
     work: Work,
     output: Path | None,
     execution: Execution,
@@ -490,7 +496,7 @@ class _UnfinishedError(Exception):
     """What later stages hold is not known before this one is done."""
 
 
-def finished_stages(inputs: BuildInputs, tokenizer: TokenizerFile, work: Work) -> dict[str, Finished]:
+def finished_stages(inputs: BuildInputs, tokenizer: TokenizerFile | None, work: Work) -> dict[str, Finished]:
     """What finished tasks of this build hold already, by stage, up to the first stage that is not done."""
     held: dict[str, Finished] = {}
 

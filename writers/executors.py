@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Protocol, get_args
 
@@ -30,7 +30,7 @@ from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import Recipe
-from shardkit.writers.tokenizer_file import find_tokenizer
+from shardkit.writers.stages.tokenize import TokenizerFile
 
 __all__ = ["EngineName", "Execution", "open_runner", "place_files", "place_of", "work_of"]
 
@@ -124,29 +124,35 @@ class _Place(Protocol):
 
 
 def place_files(
-    recipe: Recipe, journal: _Place, filter_files: Mapping[str, str], tokenizer_digest: str | None = None
-) -> tuple[Artifact | None, Artifact]:
-    """(the folder in which tasks find files of filters, the tokenizer's file).
+    recipe: Recipe,
+    journal: _Place,
+    filter_files: Mapping[str, str],
+    tokenizer: TokenizerFile | None = None,
+) -> tuple[Artifact | None, TokenizerFile | None]:
+    """(the folder in which tasks find files of filters, the tokenizer where tasks find it).
 
-    The folder is None where tasks find them by their paths in the recipe. Without its digest the tokenizer
-    stays where it is. Files of filters with absolute paths must exist on each machine, and all of them must
-    if one lies outside of the recipe's folder ("../…").
+    The folder is None where tasks find them by their paths in the recipe. Files of filters with absolute
+    paths must exist on each machine, and all of them must if one lies outside of the recipe's folder.
     """
-    tokenizer = recipe.resolve(recipe.tokenizer.path)
-    if tokenizer_digest is not None:
-        tokenizer = find_tokenizer(recipe.folder, recipe.tokenizer.path)
     if not isinstance(journal.work, StoreWork):
-        return None, Artifact(tokenizer)
+        return None, tokenizer
     inside = {name: digest for name, digest in filter_files.items() if _is_inside(name)}
-    inputs = {"tokenizer": tokenizer_digest, "filter_files": inside}
     names = {name: recipe.resolve(name) for name in inside}
-    if tokenizer_digest is not None:
-        names[f"{_TOKENIZER}/{tokenizer.name}"] = tokenizer
-    config = {"tokenizer": tokenizer.name}  # what the file is called is not in its digest
+    inputs: dict[str, Any] = {"filter_files": inside}
+    config = {}
+    if tokenizer is not None:
+        file = tokenizer.file.path
+        names[f"{_TOKENIZER}/{file.name}"] = file
+        inputs["tokenizer"], config["tokenizer"] = (
+            tokenizer.digest,
+            file.name,
+        )  # its digest is not of its name
     task = Task("files", "files", config, _copy, (names,), inputs=inputs)
     commit = journal.run_here(task)
     outside = [name for name in filter_files.keys() - inside.keys() if not PurePosixPath(name).is_absolute()]
-    return None if outside else commit.files, commit.files / _TOKENIZER / tokenizer.name
+    if tokenizer is not None:
+        tokenizer = replace(tokenizer, file=commit.files / _TOKENIZER / tokenizer.file.path.name)
+    return None if outside else commit.files, tokenizer
 
 
 def _is_inside(name: str) -> bool:

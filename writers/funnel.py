@@ -2,6 +2,7 @@
 
     read = kept + dropped (by rule) + quarantined (by error)      in documents and in bytes of text
     what one stage keeps is what the next one reads
+    documents kept = documents written, of a dataset of text
     tokens encoded = tokens packed;  rows * sequence_length = tokens + padding
     every histogram holds all documents, or all rows, and adds up to what they come to
 
@@ -39,16 +40,18 @@ class Funnel:
 
     `removed` is what duplicate removal found, by the reason that the stages after it book. The `histograms`
     are "lengths" (`Tokenized`), "row_padding" and "row_pieces" (`Packed`); `source_languages` are
-    documents and tokens of each source by language, if the recipe has a filter that knows.
+    documents and tokens of each source by language, if the recipe has a filter that knows. `trained` are the
+    tokens to train on as they were tokenized, and as they were packed, in builds with a loss mask.
     """
 
     stages: Mapping[str, list[Ledger]]
     source_tokens: list[int]
     removed: Mapping[str, Count]
-    sequence_length: int
+    sequence_length: int | None
     packed: dict[str, int] = field(default_factory=dict)
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     source_languages: list[dict[str, dict[str, int]]] | None = None
+    trained: tuple[int, int] | None = None
 
     @property
     def total(self) -> Ledger:
@@ -76,10 +79,14 @@ class Funnel:
         total.check("the whole build")
         for reason, count in self.removed.items():
             _same(reason, count, total.dropped.get(reason, Count()))
-        _same("documents to pack", total.kept.documents, self.packed["documents"])
-        _same("tokens to pack", self.tokens, self.packed["tokens"])
-        cells = self.packed["rows"] * self.sequence_length
-        _same("tokens in rows", cells, self.packed["tokens"] + self.packed["padding"])
+        _same("documents to write", total.kept.documents, self.packed["documents"])
+        if "tokens" in self.packed:
+            _same("tokens to pack", self.tokens, self.packed["tokens"])
+        if self.sequence_length is not None:
+            cells = self.packed["rows"] * self.sequence_length
+            _same("tokens in rows", cells, self.packed["tokens"] + self.packed["padding"])
+        if self.trained is not None:
+            _same("tokens to train on", *self.trained)
         self._check_histograms()
         for number, languages in enumerate(self.source_languages or ()):
             documents = sum(counts["documents"] for counts in languages.values())

@@ -25,7 +25,7 @@ from shardkit.writers.execution.work import Work, with_fallbacks
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.executors import Execution, place_files, work_of
 from shardkit.writers.inputs import scan
-from shardkit.writers.pipeline import default_work, destination_of, with_overrides
+from shardkit.writers.pipeline import default_work, with_overrides
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.stages.clean import SIDE_FILES
 from shardkit.writers.stages.graph import BuildInputs, run_stages
@@ -230,8 +230,7 @@ def explain_build(
 ) -> Explanation:
     """What `build` with the same arguments would do in its work folder. Raises what it would raise before."""
     recipe = with_overrides(recipe, overrides)
-    target = destination_of(recipe, output, storage)
-    work = work_of(recipe, recipe.resolve(default_work(target)), storage, Execution())
+    work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, Execution())
     return explain_work(recipe, work, storage)
 
 
@@ -243,8 +242,8 @@ def explain_work(recipe: Recipe, work: Work, storage: StorageOptions | None) -> 
     work.prepare()
     planner = Planner(work)
     with suppress(UnknownError):
-        folder, file = place_files(recipe, planner, inputs.filter_files, tokenizer.digest)
-        run_stages(replace(inputs, filter_folder=folder), replace(tokenizer, file=file), planner.run)
+        folder, tokenizer = place_files(recipe, planner, inputs.filter_files, tokenizer)
+        run_stages(replace(inputs, filter_folder=folder), tokenizer, planner.run)
     walked = {stage.stage for stage in planner.stages}
     later = [stage for stage in stage_names(recipe) if stage not in walked]
     stale = [
@@ -274,7 +273,7 @@ def _read_by(stage: str) -> str:
     """The stage of `stage_names` that needs it: itself, or the one that reads what it merges."""
     exchange, merge, _ = stage.partition("-merge-")
     if exchange == SIDE_FILES:
-        return "provenance"  # they are joined after it
+        return "duplicates"  # they are joined after it
     if not merge:
         return stage
     return "near" if exchange.startswith("near-") else _READERS.get(exchange, exchange)
@@ -283,7 +282,8 @@ def _read_by(stage: str) -> str:
 def stage_names(recipe: Recipe) -> list[str]:
     """The stages of a recipe in order, without merges, of which there are as many as the data needs."""
     dedup = recipe.dedup
-    names = ["tokenizer", "clean"]
+    texts = [one.output.is_text for one in recipe.datasets()]
+    names = ["clean"] if all(texts) else ["tokenizer", "clean"]
     names += ["exact", "exact_removed"] if dedup.exact is not None else []
     names += ["line_keys", "line_losers", "lines_removed", "lines"] if dedup.lines is not None else []
     if dedup.near is not None:
@@ -291,7 +291,10 @@ def stage_names(recipe: Recipe) -> list[str]:
         names += ["signatures", *(["planted"] if measured else []), "parts", "equal", "bands", "candidates"]
         names += ["shingles", "verify", "near", "near_equal", "near_lost", "near_kept", "near_removed"]
         names += ["measure"] if measured else []
-    return [*names, "parity", "tokenize", "pack", "provenance", "duplicates"]
+    if recipe.split is not None:
+        names += ["split_propose", "split_tables", "split_probe", "split_choose", "split_rows", "split"]
+    names += [] if all(texts) else ["parity", "tokenize", "pack", "provenance"]
+    return [*names, *(["text"] if any(texts) else []), "duplicates"]
 
 
 @dataclass(frozen=True)
@@ -338,8 +341,7 @@ def clean_work(
     in a store is not heeded.
     """
     recipe = with_overrides(recipe, overrides)
-    target = destination_of(recipe, output, storage)
-    work = work_of(recipe, recipe.resolve(default_work(target)), storage, Execution())
+    work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, Execution())
     if isinstance(work, LocalWork) and not work.folder.exists():
         return CleanReport(work.place, (), 0, 0, dry_run)
     with Journal(work, without_lease=force) as journal:

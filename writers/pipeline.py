@@ -17,14 +17,14 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
+from functools import partial
 from os import fspath
 from pathlib import Path
 from typing import Any
 
 import shardkit
-from shardkit.card import CARD_NAME, FILES_NAME, DatasetCard, Histogram, listed_files
+from shardkit.card import DatasetCard, Histogram
 from shardkit.errors import BuildError, RecipeError, ShardError
 from shardkit.formats.provenance import provenance_name
 from shardkit.formats.removed import DROPPED_FOLDER, DUPLICATES_FOLDER, part_name
@@ -34,9 +34,8 @@ from shardkit.progress import Listener, make_listener
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
 from shardkit.writers.annotations import ANNOTATIONS_FILE
-from shardkit.writers.card import describe_file, make_card, recipe_content
+from shardkit.writers.card import BuiltDataset, assemble, make_card, recipe_content
 from shardkit.writers.estimate import check_disk
-from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.engine import TASK_SECONDS
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.scheduler import TaskSlice
@@ -52,22 +51,29 @@ from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger
 from shardkit.writers.progress import StageProgress, WholeBuild, say
 from shardkit.writers.publish import (
     ANNOTATIONS_FOLDER,
-    REPORT_NAME,
     RemoteOutput,
     Watch,
     find_published,
     finish_published,
-    global_shards,
     publish,
 )
-from shardkit.writers.recipe import Recipe, apply_override, load_recipe, recipe_from_mapping
+from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping
+from shardkit.writers.recipe_yaml import apply_override
 from shardkit.writers.removed import DROPPED_FILE
-from shardkit.writers.report import render_report
-from shardkit.writers.result import BuildResult, StageClock, StageTime
+from shardkit.writers.result import BuildResult, Ran, StageClock
+from shardkit.writers.settings import TRAIN
 from shardkit.writers.stages.graph import BuildInputs, Outputs, Survivors, run_stages
+from shardkit.writers.stages.text import Written
 from shardkit.writers.stages.tokenize import Tokenized, TokenizerFile
 
-__all__ = ["build", "default_work", "destination_of", "refuse_own_files", "with_overrides"]
+__all__ = [
+    "build",
+    "default_work",
+    "destinations_of",
+    "publish_dataset",
+    "refuse_own_files",
+    "with_overrides",
+]
 
 PUBLISH_WAIT_SECONDS = 24 * 3600.0  # for a suspended driver that holds the lock of a local output
 
@@ -98,7 +104,7 @@ def build(
     """
     start = time.perf_counter()
     recipe = with_overrides(recipe, overrides)
-    target = destination_of(recipe, output, storage)
+    targets = destinations_of(recipe, output, storage)
     execution = Execution(
         workers=workers,
         engine=engine,
@@ -108,30 +114,30 @@ def build(
         retry_failed=retry_failed,
         speculate=speculate,
     )
-    work = work_of(recipe, recipe.resolve(default_work(target)), storage, execution)
-    splits, cuts = _scan(recipe, work, target, storage)
+    work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, execution)
+    splits, cuts = _scan(recipe, work, targets, storage)
     tokenizer, inputs = TokenizerFile.of(recipe), BuildInputs.of(recipe, splits, storage)
-    if card := _published_card(target, inputs, tokenizer.digest, replace=replace, execution=execution):
+    places = list(zip(recipe.datasets(), targets, strict=True))
+    cards = [_published_card(place, one, inputs, tokenizer, replace, execution) for one, place in places]
+    found, ran = [card for card in cards if card is not None], None
+    if len(found) < len(places):
+        check_disk(inputs, tokenizer, work, _first_folder(targets), execution, progress)
+        scanned = time.perf_counter() - start
+        watches = [Watch(target, replace=replace) for target in targets]
+        clock = StageClock(_listener(progress, recipe, work), start)
+        with clock as listener, open_runner(recipe, work, execution, listener) as runner:
+            runner.seconds["scan"] = scanned
+            _keep_cuts(cuts, runner.journal.work)
+            built = _run_stages(inputs, tokenizer, runner)
+            _publish_all(built, targets, watches, runner, listener, replace=replace)
+            ran = Ran(runner.seconds, runner.tasks, runner.tasks_reused, clock.times(runner.seconds))
+            _leave(recipe, runner, say_so=progress is True)
+        found = [dataset.facts for dataset in built]
+    else:
         _remove_left(recipe, work, execution)
-        return _result_of_card(str(target), card, time.perf_counter() - start)
-
-    check_disk(inputs, tokenizer, work, target if isinstance(target, Path) else None, execution, progress)
-    scanned = time.perf_counter() - start
-    watch = Watch(target, replace=replace)
-    clock = StageClock(_listener(progress, recipe, work), start)
-    with clock as listener, open_runner(recipe, work, execution, listener) as runner:
-        runner.seconds["scan"] = scanned
-        _keep_cuts(cuts, runner.journal.work)
-        outputs = _run_stages(inputs, tokenizer, runner)
-        funnel = _count(inputs, outputs)
-        begin = time.perf_counter()
-        dataset = _describe(inputs, outputs, funnel)
-        if runner.await_turn("publish", lambda: watch.shows(dataset.card)):
-            _publish(dataset, outputs.packed, target, runner, watch, listener, replace=replace)
-        runner.seconds["publish"] = time.perf_counter() - begin
-        stages_run = clock.times(runner.seconds)
-        _leave(recipe, runner, say_so=progress is True)
-    return _result(str(target), dataset, funnel, runner, time.perf_counter() - start, stages_run)
+    seconds, made = time.perf_counter() - start, zip(targets, found, strict=True)
+    first, *others = [BuildResult.of_card(str(target), card, seconds, ran) for target, card in made]
+    return dataclass_replace(first, others=tuple(others))
 
 
 def _listener(
@@ -141,14 +147,34 @@ def _listener(
     if progress is not True:
         return make_listener(progress)
     place = place_of(work)
-    return WholeBuild(make_listener(True), recipe.dedup, place if isinstance(place, Path) else None)
+    return WholeBuild(make_listener(True), recipe, place if isinstance(place, Path) else None)
 
 
-def _run_stages(inputs: BuildInputs, tokenizer: TokenizerFile, runner: Runner) -> Outputs:
+def _run_stages(inputs: BuildInputs, tokenizer: TokenizerFile | None, runner: Runner) -> list[BuiltDataset]:
     """Run all stages, with the files of filters and the tokenizer where their tasks find them."""
-    folder, file = place_files(inputs.recipe, runner.journal, inputs.filter_files, tokenizer.digest)
-    inputs = dataclass_replace(inputs, filter_folder=folder)
-    return run_stages(inputs, dataclass_replace(tokenizer, file=file), runner.run)
+    folder, tokenizer = place_files(inputs.recipe, runner.journal, inputs.filter_files, tokenizer)
+    made = run_stages(dataclass_replace(inputs, filter_folder=folder), tokenizer, runner.run)
+    return [_describe(inputs, one, _count(inputs, one)) for one in made]
+
+
+def _first_folder(targets: Sequence[Path | RemoteOutput]) -> Path | None:
+    return next((target for target in targets if isinstance(target, Path)), None)
+
+
+def _publish_all(
+    built: Sequence[BuiltDataset],
+    targets: Sequence[Path | RemoteOutput],
+    watches: Sequence[Watch],
+    runner: Runner,
+    listener: Listener[StageProgress],
+    *,
+    replace: bool,
+) -> None:
+    begin = time.perf_counter()
+    for dataset, target, watch in zip(built, targets, watches, strict=True):
+        if runner.await_turn("publish", partial(watch.shows, dataset.card)):
+            publish_dataset(dataset, target, runner, watch, listener, replace=replace)
+    runner.seconds["publish"] = time.perf_counter() - begin
 
 
 def _leave(recipe: Recipe, runner: Runner, *, say_so: bool) -> None:
@@ -177,31 +203,47 @@ def with_overrides(recipe: Recipe | Mapping[str, object] | str | Path, overrides
     return recipe_from_mapping(data, folder=folder)
 
 
-def destination_of(
+def destinations_of(
     recipe: Recipe, output: str | Path | None, storage: StorageOptions | None
-) -> Path | RemoteOutput:
-    """The destination of the dataset; RecipeError if it cannot be used."""
-    place = recipe.output.path if output is None else str(output)
-    if is_remote(place):
-        return RemoteOutput(place.rstrip("/"), storage)
-    folder = recipe.resolve(place) if output is None else local_path(place).absolute()
-    if not folder.name:
-        raise RecipeError(f"output.path: {folder} cannot hold a dataset; name a folder")
-    return folder
+) -> list[Path | RemoteOutput]:
+    """The destination of each dataset of the recipe; RecipeError if one cannot be used.
+
+    `output` replaces the only one, or the folder of the parts of a split.
+    """
+    if output is not None and recipe.outputs:
+        raise RecipeError(f"--output names one place, and the recipe has {len(recipe.outputs)} outputs")
+    found: list[Path | RemoteOutput] = []
+    for one in recipe.datasets():
+        place = one.output.path
+        if output is not None:
+            place = str(output) if one.part is None else f"{str(output).rstrip('/')}/{one.part}"
+        if is_remote(place):
+            found.append(RemoteOutput(place.rstrip("/"), storage))
+            continue
+        folder = recipe.resolve(place) if output is None else local_path(place).absolute()
+        if not folder.name:
+            raise RecipeError(f"output.path: {folder} cannot hold a dataset; name a folder")
+        found.append(folder)
+    return found
 
 
-def default_work(target: Path | RemoteOutput) -> str:
+def default_work(recipe: Recipe, output: str | Path | None, storage: StorageOptions | None) -> str:
     """The work folder if the recipe names none: next to the output, or for a URL in the recipe's folder."""
-    return f"{target}.work" if isinstance(target, Path) else target.work_name
+    target = destinations_of(recipe, output, storage)[0]
+    if isinstance(target, Path):
+        return f"{target if recipe.split is None else target.parent}.work"
+    url = target if recipe.split is None else RemoteOutput(target.url.rpartition("/")[0])
+    return url.work_name
 
 
 def _scan(
-    recipe: Recipe, work: Work, target: Path | RemoteOutput, storage: StorageOptions | None
+    recipe: Recipe, work: Work, targets: Sequence[Path | RemoteOutput], storage: StorageOptions | None
 ) -> tuple[list[Split], scan.KeptCuts]:
     """The splits of the inputs, with the help of what the work folder remembers."""
     cuts = scan.KeptCuts(work.read_note(scan.CUTS_NOTE))
     splits = scan.scan_inputs(recipe, storage, kept=cuts)
-    refuse_own_files(splits, place_of(work), target if isinstance(target, Path) else str(target))
+    places = [target if isinstance(target, Path) else str(target) for target in targets]
+    refuse_own_files(splits, place_of(work), *places)
     return splits, cuts
 
 
@@ -228,9 +270,9 @@ def refuse_own_files(splits: Sequence[Split], *places: Path | str) -> None:
 
 def _published_card(
     output: Path | RemoteOutput,
+    recipe: Recipe,
     inputs: BuildInputs,
-    tokenizer_digest: str,
-    *,
+    tokenizer: TokenizerFile | None,
     replace: bool,
     execution: Execution,
 ) -> DatasetCard | None:
@@ -244,10 +286,10 @@ def _published_card(
     damage = found.problem and f"which is damaged ({found.problem})"
     problem = damage
     if found.contents is not None:
-        card, failed_splits = found.contents.card, inputs.recipe.max_failed_splits
+        card, failed_splits = found.contents.card, recipe.max_failed_splits
         if execution.retry_failed:
             failed_splits = 0
-        problem = _difference(card, inputs, tokenizer_digest) or _failed(card, failed_splits) or damage
+        problem = _difference(card, recipe, inputs, tokenizer) or _failed(card, failed_splits) or damage
     if problem is not None or found.contents is None:
         raise BuildError(
             f"{output}: already holds a dataset, {problem}; choose another output, or use --replace "
@@ -257,9 +299,11 @@ def _published_card(
     return found.contents.card
 
 
-def _difference(card: DatasetCard | None, inputs: BuildInputs, tokenizer_digest: str) -> str | None:
-    """Why the card is not that of this build, or None."""
-    recipe, splits = inputs.recipe, inputs.splits
+def _difference(
+    card: DatasetCard | None, recipe: Recipe, inputs: BuildInputs, tokenizer: TokenizerFile | None
+) -> str | None:
+    """Why the card is not that of the dataset of `recipe` that this build makes, or None."""
+    splits = inputs.splits
     if card is None or not card.has("recipe_digest"):
         return "which no recipe made"
     try:
@@ -267,7 +311,7 @@ def _difference(card: DatasetCard | None, inputs: BuildInputs, tokenizer_digest:
             return "made by another recipe"
         if card.shardkit_version != shardkit.__version__:
             return f"made by shardkit {card.shardkit_version}"
-        if card.tokenizer.digest != tokenizer_digest:
+        if not recipe.output.is_text and (tokenizer is None or card.tokenizer.digest != tokenizer.digest):
             return "made with another tokenizer"
         near = None if card.dedup is None else card.dedup.near
         if recipe.dedup.near and (near is None or near.indexes != [index.digest for index in inputs.indexes]):
@@ -296,116 +340,95 @@ def _remove_left(recipe: Recipe, work: Work, execution: Execution) -> None:
             journal.remove()
 
 
-def _result_of_card(location: str, card: DatasetCard, seconds: float) -> BuildResult:
-    names = ("fingerprint", "format", "samples", "shards", "sequence_length", "tokens", "padding")
-    funnel = card.funnel
-    return BuildResult(
-        location,
-        **{name: getattr(card, name) for name in names},
-        funnel=Ledger(funnel.read, funnel.kept, funnel.dropped, funnel.quarantined),
-        seconds={"scan": seconds},
-        total_seconds=seconds,
-        tasks=0,
-        tasks_reused=0,
-        up_to_date=True,
-        steps=tuple(card.funnel_steps()),
-    )
-
-
 def _count(inputs: BuildInputs, outputs: Outputs) -> Funnel:
-    """The counts of all stages; ConservationError unless they add up."""
-    survivors = outputs.survivors
+    """The counts of all stages for one dataset; ConservationError unless they add up."""
+    survivors, recipe = outputs.survivors, outputs.recipe
     of_splits = {"cleaning": [counts.ledger for counts in survivors.counts]}
     if survivors.lines_cut:
         of_splits["cutting lines"] = list(survivors.lines_cut)
-    sources = range(len(inputs.recipe.inputs))
-    ledgers = {stage: [Ledger() for _ in sources] for stage in (*of_splits, "tokenizing")}
+    sources = range(len(recipe.inputs))
     tokens = [0 for _ in sources]
     languages: list[list[Any]] = [[] for _ in sources]
-    histograms = {"lengths": Histogram(), "row_padding": Histogram(), "row_pieces": Histogram()}
-    for number, (split, commit) in enumerate(zip(inputs.splits, outputs.tokenized, strict=True)):
-        for stage, parts in of_splits.items():
-            ledgers[stage][split.source].merge(parts[number])
-        tokenized = Tokenized.of(commit)
-        ledgers["tokenizing"][split.source].merge(tokenized.ledger)
-        tokens[split.source] += tokenized.tokens
-        histograms["lengths"].add(tokenized.lengths)
-        languages[split.source].append(tokenized.languages)
-    labelled = all(counts is not None for of_source in languages for counts in of_source)
-    packed = [part.counts() for part in outputs.parts]
-    for part in outputs.parts:
-        histograms["row_padding"].add(part.row_padding)
-        histograms["row_pieces"].add(part.row_pieces)
+    histograms: dict[str, Histogram] = {}
+    trained: tuple[int, int] | None = None
+    if recipe.output.is_text:
+        written = [Written.of(commit) for commit in outputs.texts]
+        of_splits["writing"] = [ledger for one in written for ledger in one.ledgers]
+        packed = {"documents": sum(shard.samples for one in written for shard in one.shards)}
+    else:
+        of_splits["tokenizing"] = []
+        histograms = {"lengths": Histogram(), "row_padding": Histogram(), "row_pieces": Histogram()}
+        for split, commit in zip(inputs.splits, outputs.tokenized, strict=True):
+            tokenized = Tokenized.of(commit)
+            of_splits["tokenizing"].append(tokenized.ledger)
+            tokens[split.source] += tokenized.tokens
+            histograms["lengths"].add(tokenized.lengths)
+            languages[split.source].append(tokenized.languages)
+        counts = [part.counts() for part in outputs.parts]
+        packed = {name: sum(part[name] for part in counts) for name in PACKED}
+        if recipe.is_masked:
+            tokenized_trained = sum(Tokenized.of(commit).trained for commit in outputs.tokenized)
+            trained = tokenized_trained, sum(part.trained for part in outputs.parts)
+        for part in outputs.parts:
+            histograms["row_padding"].add(part.row_padding)
+            histograms["row_pieces"].add(part.row_pieces)
+    ledgers = {stage: [Ledger() for _ in sources] for stage in of_splits}
+    for stage, parts in of_splits.items():
+        for split, ledger in zip(inputs.splits, parts, strict=True):
+            ledgers[stage][split.source].merge(ledger)
+    labelled = histograms and all(counts is not None for of_source in languages for counts in of_source)
     funnel = Funnel(
         ledgers,
         tokens,
         survivors.removed,
-        inputs.recipe.pack.sequence_length,
-        {name: sum(part[name] for part in packed) for name in PACKED},
+        None if recipe.output.format not in ("mds", "wds") else recipe.pack.sequence_length,
+        packed,
         histograms,
         [add_languages(parts) for parts in languages] if labelled else None,
+        trained,
     )
     funnel.check()
     return funnel
 
 
-@dataclass(frozen=True)
-class _Dataset:
-    """What is published: `links` are files of the work folder by their names in the dataset.
-
-    `tables` are the commits of those among them that are no shards, with that one output each.
-    """
-
-    manifest: Manifest
-    links: Mapping[str, Artifact]
-    tables: Mapping[str, Commit]
-    texts: Mapping[str, bytes]
-
-    @property
-    def card(self) -> bytes:
-        return self.texts[CARD_NAME]
-
-
-def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> _Dataset:
-    """Number the shards, and make index, report and card; BuildError if there is no sample."""
-    recipe, survivors = inputs.recipe, outputs.survivors
+def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> BuiltDataset:
+    """What is published of one dataset; BuildError if there is no sample."""
+    recipe, survivors = outputs.recipe, outputs.survivors
     check_unchanged({split.input for split in inputs.splits})
-    folders = [commit.files for commit in outputs.packed]
-    parts = zip(folders, [part.shards for part in outputs.parts], strict=True)
-    shards = global_shards(parts, prefixes=recipe.output.prefixes)
-    manifest = Manifest("mds" if recipe.output.format == "mds" else "tar", [shard for _, shard in shards])
-    if not manifest.samples:
-        raise BuildError("no document has any token: there is nothing to write")
-    links = {shard.stored.basename: file for file, shard in shards}
+    if recipe.output.is_text:
+        made = [(commit, Written.of(commit).shards) for commit in outputs.texts]
+    else:
+        made = [(commit, part.shards) for commit, part in zip(outputs.packed, outputs.parts, strict=True)]
     tables = _tables(recipe, outputs, survivors)
     tables |= {name: commit for commit in outputs.side_files for name in commit.outputs}
-    files: dict[str, Any] = {}
-    for name, commit in tables.items():
-        [(file, table)] = commit.outputs.items()
-        links[name] = commit.files / file
-        files[name] = {"bytes": table.bytes, "xxh3_128": table.xxh3_128}
-    card = make_card(
-        recipe,
-        manifest,
-        funnel,
-        tokenizer=outputs.tokenizer,
-        inputs=describe_inputs(recipe, inputs.splits, [counts.input for counts in survivors.counts]),
-        partitions=len(outputs.packed),
-        dedup=survivors.card,
-        filters=filters_card(counts.filters for counts in survivors.counts),
-        filter_files=inputs.filter_files,
-    )
-    texts = {REPORT_NAME: render_report(card)}
-    files |= {name: describe_file(text) for name, text in texts.items()}
-    listed, of_many = listed_files(files)
-    texts |= {} if of_many is None else {FILES_NAME: of_many}
-    texts[CARD_NAME] = DatasetCard({**card.data, "files": listed}).to_bytes()
-    return _Dataset(manifest, links, tables, texts)
+
+    def describe(manifest: Manifest) -> DatasetCard:
+        if not manifest.samples:
+            raise BuildError(_nothing_to_write(recipe))
+        return make_card(
+            recipe,
+            manifest,
+            funnel,
+            tokenizer=outputs.tokenizer,
+            inputs=describe_inputs(recipe, inputs.splits, [counts.input for counts in survivors.counts]),
+            partitions=len(outputs.packed),
+            split=outputs.found,
+            dedup=survivors.card,
+            filters=filters_card(counts.filters for counts in survivors.counts),
+            filter_files=inputs.filter_files,
+        )
+
+    return assemble(recipe, made, tables, describe)
 
 
-def _publish(
-    dataset: _Dataset,
-    packed: Sequence[Commit],
+def _nothing_to_write(recipe: Recipe) -> str:
+    if recipe.part in (None, TRAIN):
+        return "no document has any token: there is nothing to write"
+    return f"split: no document is in {recipe.part}; raise its share, or its `similarity`"
+
+
+def publish_dataset(
+    dataset: BuiltDataset,
     target: Path | RemoteOutput,
     runner: Runner,
     watch: Watch,
@@ -413,7 +436,8 @@ def _publish(
     *,
     replace: bool,
 ) -> None:
-    runner.check_shared([*packed, *dataset.tables.values()])
+    """Put a dataset to its place. Of slices that share the work one does, and another may have done it."""
+    runner.check_shared([*dataset.commits, *dataset.tables.values()])
     wait_seconds = PUBLISH_WAIT_SECONDS if runner.is_shared else 0.0
     files = (dataset.manifest, dataset.links, dataset.texts)
     try:
@@ -425,37 +449,11 @@ def _publish(
             raise
 
 
-def _result(
-    location: str,
-    dataset: _Dataset,
-    funnel: Funnel,
-    runner: Runner,
-    total_seconds: float,
-    stages: tuple[StageTime, ...],
-) -> BuildResult:
-    manifest = dataset.manifest
-    return BuildResult(
-        location,
-        fingerprint=manifest.fingerprint,
-        format=manifest.format,
-        samples=manifest.samples,
-        shards=len(manifest.shards),
-        sequence_length=funnel.sequence_length,
-        tokens=funnel.packed["tokens"],
-        padding=funnel.packed["padding"],
-        funnel=funnel.total,
-        seconds=dict(runner.seconds),
-        total_seconds=total_seconds,
-        tasks=runner.tasks,
-        tasks_reused=runner.tasks_reused,
-        stages=stages,
-        steps=tuple(DatasetCard.parse(CARD_NAME, dataset.card).funnel_steps()),
-    )
-
-
 def _tables(recipe: Recipe, outputs: Outputs, survivors: Survivors) -> dict[str, Commit]:
     """The Parquet files beside the shards, by name in the dataset: commits with that one output each."""
     tables = {provenance_name(n): commit for n, commit in enumerate(outputs.provenance)}
+    if not outputs.has_removed:
+        return tables
     tables |= {part_name(DUPLICATES_FOLDER, n): commit for n, commit in enumerate(outputs.duplicates)}
     of_splits = {ANNOTATIONS_FOLDER: (ANNOTATIONS_FILE, survivors.cleaned)} if recipe.annotate else {}
     pairs = zip(survivors.cleaned, survivors.counts, strict=True)

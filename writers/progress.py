@@ -24,7 +24,7 @@ from shardkit.units import format_bytes
 from shardkit.writers.ledger import Count, Ledger
 
 if TYPE_CHECKING:
-    from shardkit.writers.dedup.config import DedupConfig
+    from shardkit.writers.recipe import Recipe
 
 __all__ = ["PULSE", "News", "Pulse", "StageProgress", "WholeBuild", "say", "step_of"]
 
@@ -48,8 +48,10 @@ _STEPS: Mapping[str, Mapping[str, float]] = {
         "guests-merge": 0.4, "verify": 5, "near-round": 1, "near_equal": 0.2, "near_lost": 0.6,
         "near_kept": 0.6, "measure": 2,
     },
+    "split": {"split_propose": 8, "split_probe": 20},
     "tokenize": {"tokenize": 25, "parity": 3},
     "shuffle and pack": {"tokens-merge": 4, "pack": 10, "provenance": 1},
+    "text": {"text": 20},
     "write": {"duplicates": 1, "side_files": 0.2, "upload": 2, "publish": 1},
 }  # fmt: skip
 _STEP_OF = {stage: step for step, stages in _STEPS.items() for stage in stages}
@@ -190,12 +192,18 @@ class WholeBuild:
     the build. `folder` is on the disk whose room is shown.
     """
 
-    def __init__(self, listener: Listener[Report], dedup: DedupConfig, folder: Path | None) -> None:
+    def __init__(self, listener: Listener[Report], recipe: Recipe, folder: Path | None) -> None:
         self._listener = listener
+        texts = [one.output.is_text for one in recipe.datasets()]
+        has_tokens = not all(texts)
         asked = {
-            "exact duplicates": dedup.exact,
-            "repeated lines": dedup.lines,
-            "near-duplicates": dedup.near,
+            "exact duplicates": recipe.dedup.exact,
+            "repeated lines": recipe.dedup.lines,
+            "near-duplicates": recipe.dedup.near,
+            "split": recipe.split,
+            "tokenize": True if has_tokens else None,
+            "shuffle and pack": True if has_tokens else None,
+            "text": True if any(texts) else None,
         }
         self._steps = [step for step in _STEPS if asked.get(step, True) is not None]
         self._weight = sum(sum(_STEPS[step].values()) for step in self._steps)

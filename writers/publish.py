@@ -6,8 +6,9 @@ publication that is cut short is continued by the next run of the same build, wh
 another dataset, finished or not, is only replaced with --replace.
 
 If the work folder is in a store, too, tasks of stage `upload` send the files, on all machines of the build,
-after the place has been claimed. Stage `pack` could write there at once, for one reading of the shards less;
-but then `--replace` would take the old dataset away hours, not minutes, before the new one is there.
+after the place has been claimed; not to the Hugging Face Hub, where many files are one commit. Stage `pack`
+could write there at once, for one reading of the shards less; but then `--replace` would take the old dataset
+away hours, not minutes, before the new one is there.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from shardkit.publish.publication import (
     finish_publication,
     run_all,
 )
+from shardkit.publish.repository_card import write_repository_card
 from shardkit.publish.transports import (
     LocalFiles,
     Sender,
@@ -50,11 +52,19 @@ from shardkit.publish.transports import (
     holds_dataset,
     leftovers,
     locked_folder,
+    sender_to,
     transfer_store,
 )
 from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import connect
-from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
+from shardkit.storage.store import (
+    ObjectInfo,
+    ObjectNotFoundError,
+    StorageOptions,
+    Store,
+    StoreError,
+    commits_of,
+)
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts, RunTasks, Task
 from shardkit.writers.progress import StageProgress
@@ -73,6 +83,7 @@ __all__ = [
 
 REPORT_NAME = "report.html"
 ANNOTATIONS_FOLDER = "annotations"
+_PREFIXES = {"tar": "shard-", "parquet": "text-", "jsonl": "text-"}  # of the names of shards
 _THREADS = 8
 _TASK_THREADS = 4  # each may hold 64 MiB
 _TASK_FILES = 64
@@ -166,7 +177,8 @@ def _numbered(shard: ShardInfo, number: int, prefixes: int | None) -> ShardInfo:
     def name(old: str) -> str:
         # part-00002.00017.mds.zstd -> shard.00051.mds.zstd, part-00002.00017.tar -> shard-00051.tar
         ending = old.split(".", 2)[2]
-        return f"{folder}shard{'-' if ending == 'tar' else '.'}{number:05d}.{ending}"
+        kind = ending.partition(".")[0]
+        return f"{folder}{_PREFIXES.get(kind, 'shard.')}{number:05d}.{ending}"
 
     zipped = None if shard.zip is None else replace(shard.zip, basename=name(shard.zip.basename))
     return replace(shard, raw=replace(shard.raw, basename=name(shard.raw.basename)), zip=zipped)
@@ -193,7 +205,7 @@ class TaskSender(Sender):
         super().__init__(target, files)
         self._output, self._links, self._run = output, links, run
 
-    def place_together(self, files: Sequence[FileInfo]) -> Mapping[str, ObjectInfo]:
+    def place_together(self, files: Sequence[FileInfo]) -> Iterable[Mapping[str, ObjectInfo]]:
         """Every call looks at the objects anew: whatever an earlier run did may be gone."""
         this_time = os.urandom(8).hex()
         tasks = []
@@ -206,7 +218,7 @@ class TaskSender(Sender):
             tasks.append(Task("upload", f"{number:06d}", config, upload_files, args, size, inputs))
         [commits] = self._run(tasks)
         objects = (item for commit in commits for item in Uploaded.of(commit).objects.items())
-        return {name: ObjectInfo(name, size, version) for name, (size, version) in objects}
+        yield {name: ObjectInfo(name, size, version) for name, (size, version) in objects}
 
 
 def _groups(files: Iterable[FileInfo]) -> Iterator[list[FileInfo]]:
@@ -273,8 +285,11 @@ def publish(
                 publish_files(output, contents, files, settings)
         else:
             with transfer_store(output.url, output.storage) as store:
-                sender = Sender(store, files) if run is None else TaskSender(store, output, links, files, run)
+                sender = sender_to(store, files)
+                if run is not None and commits_of(store) is None:  # a commit is made by one process
+                    sender = TaskSender(store, output, links, files, run)
                 Publication(store, contents, sender, settings, _heard_by(listener)).run()
+                write_repository_card(store, contents)
     except (RefusedError, TransferError) as error:
         raise BuildError(f"output {error}") from error
     except (ShardkitError, OSError) as error:

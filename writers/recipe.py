@@ -4,19 +4,14 @@ A recipe is read whole and checked whole: every problem is reported at once, eac
 (`filters[2].gopher_quality.min_doc_words`), and a key that no model knows is an error that names the closest
 one. Values are strict (no "17" for 17). Paths stay as written, relative to the recipe's folder, so that the
 recipe's digest and the documents' identities do not depend on where the folder lies.
-
-YAML here is the safe subset of PyYAML with two repairs: a repeated key is an error instead of a silent
-override, and `1e-3` is a number.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -33,51 +28,31 @@ from shardkit.units import parse_bytes
 from shardkit.writers.dedup.config import DedupConfig
 from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.config import FilterEntry, entry_named
+from shardkit.writers.input_config import InputConfig
 from shardkit.writers.recipe_problems import describe_problems
-from shardkit.writers.settings import FieldName, Listed, Ratio, Shorthand, StrictModel
+from shardkit.writers.recipe_yaml import apply_override, load_yaml
+from shardkit.writers.settings import (
+    TRAIN,
+    FieldName,
+    Listed,
+    LocalPath,
+    Place,
+    Ratio,
+    Shorthand,
+    StrictModel,
+)
 
 __all__ = [
     "InputConfig",
     "OutputConfig",
     "PackConfig",
     "Recipe",
+    "SplitConfig",
     "TokenizerConfig",
-    "apply_override",
     "load_recipe",
     "recipe_from_mapping",
     "recipe_schema",
 ]
-
-
-def _local(path: str) -> str:
-    """Refuse what would be read as a folder named "s3:"."""
-    if "://" in path:
-        raise ValueError("a local path is needed here; only inputs and the output may be URLs")
-    if not path or "\0" in path:
-        raise ValueError("a path cannot be empty or hold a NUL")
-    return path
-
-
-def _url_or_path(path: str) -> str:
-    if path.lower().startswith("file://"):
-        raise ValueError("write a local path without file://")
-    scheme, mark, rest = path.partition("://")
-    if not mark:
-        return _local(path)
-    if not scheme.isalnum() or not rest.strip("/") or "\0" in path:
-        raise ValueError(f"{path!r} is no URL, such as s3://bucket/prefix")
-    return path
-
-
-def _place(path: str) -> str:
-    """A local path, or the URL of a bucket and prefix."""
-    path = _url_or_path(path)
-    return path.rstrip("/") if _is_url(path) else path
-
-
-def _is_url(path: str) -> bool:
-    """Of a path that `_url_or_path` let pass: no file:// is among them."""
-    return "://" in path
 
 
 def _known_hash(name: str) -> str:
@@ -106,87 +81,35 @@ _SIZE_SCHEMA = {
         {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGTPkmgtp]?[iI]?[bB])?\s*$"},
     ]
 }
-LocalPath = Annotated[str, AfterValidator(_local)]
-Place = Annotated[str, AfterValidator(_place)]
-Source = Annotated[str, AfterValidator(_url_or_path)]
+
+
+def _is_within(path: str, other: str) -> bool:
+    return path == other or path.startswith(f"{other}/")
+
+
+PartName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
+
+
+def _share(value: object) -> float | int:
+    """A share as a float, a number of documents as an int; "0.1%" is 0.001."""
+    if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", value)):
+        value = float(found[1]) / 100
+    if isinstance(value, float) and 0 < value < 1:
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 40:
+        return value
+    raise ValueError(f"write a share such as 0.1% or 0.001, or a number of documents, not {value!r}")
+
+
+def _short_split(given: object) -> object:
+    """`{validation: 0.1%}` is short for `{parts: {validation: 0.1%}}`."""
+    if isinstance(given, dict) and "parts" not in given:
+        settings = {key: given[key] for key in ("similarity",) if key in given}
+        return {"parts": {key: value for key, value in given.items() if key not in settings}} | settings
+    return given
+
+
 Size = Annotated[int, BeforeValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
-
-
-class InputConfig(StrictModel):
-    """One source of documents."""
-
-    path: Source = Field(
-        description="File, folder or glob of these (** crosses folders), from the recipe's folder, or a URL "
-        "of these."
-    )
-    exclude: Listed[FieldName] = Field(
-        default=(),
-        description="Globs of files to leave out, written as the path is; one without a slash is the name of "
-        "files or folders anywhere below.",
-        examples=["MANIFEST.json", ["*.md", "data/drafts/**"]],
-    )
-    base: Source | None = Field(
-        default=None,
-        description="Folder (or URL, of a remote input) that file names are relative to, so that documents "
-        "keep their ids when the files move; null: the recipe's folder, or nothing of a URL.",
-    )
-    text: FieldName = Field(
-        default="text",
-        description="Field or column that holds the text; a.b is field b inside a (id, url, metadata too).",
-    )
-    id: FieldName | None = Field(
-        default=None,
-        description='Field with your own id; null: "id" where a record has it.',
-    )
-    url: FieldName | None = Field(
-        default=None,
-        description='Field with the URL; null: "url" where a record has it.',
-    )
-    metadata: Listed[FieldName] = Field(
-        default=(),
-        description="Other fields to keep in the provenance table, as one JSON object.",
-    )
-    source: FieldName | None = Field(
-        default=None,
-        description="Label of this input in reports and provenance; null: input-<number in the recipe>.",
-    )
-    format: Literal["jsonl", "parquet", "arrow", "csv", "text", "warc"] | None = Field(
-        default=None,
-        description="null: from the name (before .gz .zst .bz2 .xz .lz4): .jsonl .parquet .arrow .feather "
-        ".csv .tsv .txt .warc .wet .arc and a few more.",
-    )
-    extract: Literal["resiliparse", "trafilatura", "none"] | None = Field(
-        default=None,
-        description="Takes the main text out of HTML; null: resiliparse for pages of WARC files, else none.",
-    )
-    delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = Field(
-        default=None, description="CSV: between fields; null: a tab for names with .tsv, else a comma."
-    )
-    columns: Listed[FieldName] = Field(
-        default=(), description="CSV: names of the columns; (): the first row has them."
-    )
-    lines: bool = Field(
-        default=False, description="Text files: each line is a document (default: each file is one)."
-    )
-
-    _is_sample: bool = PrivateAttr(default=False)
-
-    @property
-    def is_sample(self) -> bool:
-        """Whether this reads a sample of another input's files."""
-        return self._is_sample
-
-    def as_sample(self, path: str) -> InputConfig:
-        """This input for a sample of its files, at `path`."""
-        copy = self.model_copy(update={"path": path, "exclude": (), "base": None})
-        copy._is_sample = True
-        return copy
-
-    @model_validator(mode="after")
-    def _base_is_above_the_path(self) -> Self:
-        if self.base is not None and _is_url(self.path) != _is_url(self.base):
-            raise ValueError("base is a folder above the path, or a URL above the path's if that is a URL")
-        return self
 
 
 class TokenizerConfig(StrictModel):
@@ -201,6 +124,16 @@ class TokenizerConfig(StrictModel):
         description="The special token that ends every document.",
         examples=["<|endoftext|>", "</s>"],
     )
+    bos: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="The special token that begins every document, as Llama's models expect; null: none.",
+        examples=["<s>", "<|begin_of_text|>"],
+    )
+    chat_template: LocalPath | None = Field(
+        default=None,
+        description="File with the Jinja template of conversations; null: chat_template.jinja or "
+        "tokenizer_config.json beside the tokenizer.",
+    )
 
 
 class PackConfig(StrictModel):
@@ -213,21 +146,61 @@ class PackConfig(StrictModel):
     )
 
 
+TEXT_FORMATS = ("parquet", "jsonl")
+Share = Annotated[float | int, BeforeValidator(_share)]
+
+
+class SplitConfig(StrictModel):
+    """Parts of the documents that become datasets of their own, such as a validation set; the rest is train.
+
+    They are drawn after duplicate removal by a hash of the document, so that a part does not depend on the
+    others. A document that is like any other one stays in train, so that no part leaks into another.
+    """
+
+    parts: dict[PartName, Share | dict[FieldName, Share]] = Field(
+        min_length=1,
+        max_length=8,
+        description="By name: a share such as 0.1% or 0.001, a number of documents, or one of these for each "
+        "source that gives any. `split: {validation: 0.1%}` is short for this.",
+        examples=[{"validation": "0.1%"}, {"validation": {"docs": "1%", "code": 500}}],
+    )
+    similarity: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.8,
+        description="A document stays in train that shares so much of its n-grams with another (Jaccard), or "
+        "whose n-grams lie in another one to this degree (containment).",
+    )
+
+    @model_validator(mode="after")
+    def _leave_something(self) -> Self:
+        if TRAIN in self.parts:
+            raise ValueError(f"{TRAIN} is the name of what is left; name the parts that are taken from it")
+        if sum(share for share in self.parts.values() if isinstance(share, float)) >= 1:
+            raise ValueError("the parts take everything; nothing is left to train on")
+        return self
+
+
 class OutputConfig(StrictModel):
     """Where the dataset goes and in which form."""
 
     path: Place = Field(
         description="Folder of the finished dataset, relative to the recipe's folder, or s3://bucket/prefix."
     )
-    format: Literal["mds", "wds"] = Field(
-        default="mds", description="mds: MosaicML Streaming; wds: WebDataset tar."
+    format: Literal["mds", "wds", "parquet", "jsonl", "tokens"] = Field(
+        default="mds",
+        description="mds: MosaicML Streaming; wds: WebDataset tar; parquet or jsonl: the documents' text; "
+        "tokens: whole documents as MDS, for `shardkit pack`.",
+    )
+    pack: PackConfig | None = Field(
+        default=None,
+        description="How documents become sequences in this output; null: as the recipe's `pack` says.",
     )
     shard_bytes: Annotated[Size, Field(ge=1 << 10, lt=1 << 32)] = Field(
         default=1 << 26, description="Target size of a shard before compression, bytes (or 64MiB)."
     )
     compression: Annotated[str, AfterValidator(_known_compression)] | None = Field(
         default=None,
-        description="MDS only: zstd, zstd:7, gz, bz2, br, snappy; null: none, the fastest to load.",
+        description="MDS: zstd, zstd:7, gz, bz2, br, snappy; null: none, the fastest to load. JSON lines: "
+        "zstd or gz. (Parquet is compressed by zstd within.)",
     )
     hashes: Listed[Annotated[str, AfterValidator(_known_hash)]] = Field(
         default=("xxh64",),
@@ -242,12 +215,23 @@ class OutputConfig(StrictModel):
     @property
     def of_shards(self) -> dict[str, Any]:
         """What decides the bytes of shards, as plain data."""
-        return self.model_dump(mode="json", exclude={"path", "prefixes"})
+        return self.model_dump(mode="json", exclude={"path", "prefixes", "pack"})
+
+    @property
+    def is_text(self) -> bool:
+        """Whether documents are written as text."""
+        return self.format in TEXT_FORMATS
 
     @model_validator(mode="after")
-    def _tar_is_plain(self) -> Self:
+    def _fits_the_format(self) -> Self:
         if self.format == "wds" and self.compression is not None:
             raise ValueError("compression is for format mds; tar shards are plain")
+        if self.format == "parquet" and self.compression is not None:
+            raise ValueError("compression is for mds and jsonl; Parquet files are compressed by zstd within")
+        if self.format == "jsonl" and self.compression not in (None, "zstd", "gz"):
+            raise ValueError("JSON lines are compressed by zstd or gz")
+        if self.pack is not None and self.format not in ("mds", "wds"):
+            raise ValueError(f"pack is for rows of tokens; an output of format {self.format} has none")
         return self
 
 
@@ -275,8 +259,15 @@ class Recipe(StrictModel):
         description="Which repeated documents are removed; null: none.",
         examples=[{"exact": True, "near": 0.8}],
     )
-    tokenizer: Annotated[TokenizerConfig, Shorthand(text="path")] = Field(
-        description="The tokenizer.", examples=[{"path": "tokenizer.json", "eos": "<|endoftext|>"}]
+    split: Annotated[SplitConfig, BeforeValidator(_short_split)] | None = Field(
+        default=None,
+        description="Parts that become datasets of their own, such as {validation: 0.1%}; null: none.",
+        examples=[{"validation": "0.1%"}],
+    )
+    tokenizer: Annotated[TokenizerConfig, Shorthand(text="path")] | None = Field(
+        default=None,
+        description="The tokenizer; null is for builds that write text only.",
+        examples=[{"path": "tokenizer.json", "eos": "<|endoftext|>"}],
     )
     pack: PackConfig = Field(
         default=PackConfig(),
@@ -284,7 +275,16 @@ class Recipe(StrictModel):
         examples=[{"sequence_length": 2048}],
     )
     output: Annotated[OutputConfig, Shorthand(text="path")] = Field(
-        description="Where the dataset goes.", examples=["out"]
+        default=None,  # type: ignore[assignment]  # the first of `outputs` then
+        description="Where the dataset goes.",
+        examples=["out"],
+    )
+    outputs: Listed[Annotated[OutputConfig, Shorthand(text="path")]] = Field(
+        default=(),
+        max_length=64,
+        description="In place of `output`: several datasets of one build, each with the same bytes as if it "
+        "were the only one.",
+        examples=[[{"path": "text", "format": "parquet"}, {"path": "packed", "format": "mds"}]],
     )
     work: Place | None = Field(
         default=None,
@@ -326,6 +326,66 @@ class Recipe(StrictModel):
     )
 
     _folder: Path = PrivateAttr(default_factory=Path.cwd)
+    _part: str | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _has_outputs(self) -> Self:
+        if (self.output is None) == (not self.outputs):
+            raise ValueError("give `output`, or a list of `outputs`")
+        if self.outputs:
+            self.__dict__["output"] = self.outputs[0]
+        places = [output.path for output in self.outputs]
+        for number, place in enumerate(places):
+            if any(_is_within(place, other) or _is_within(other, place) for other in places[:number]):
+                raise ValueError(f"outputs[{number}].path: {place} is, lies in or holds another output")
+        if self.is_masked and self.dedup.lines is not None:
+            raise ValueError(
+                "dedup.lines would cut into conversations and prompts; give those a build of their own"
+            )
+        if self.is_masked and any(output.format not in ("mds", "parquet", "jsonl") for output in self._all()):
+            raise ValueError("rows with a loss mask, of messages or prompts, are written as mds")
+        if self.is_masked and any(config.fim for config in self.inputs):
+            raise ValueError("fim moves parts of documents, so a loss mask cannot be kept: use two builds")
+        if self.is_masked and self.tokenizer is None:
+            raise ValueError("tokenizer: is missing; its chat template renders messages")
+        if self.tokenizer is None and not all(output.is_text for output in self._all()):
+            raise ValueError("tokenizer: is missing; only outputs of format parquet or jsonl need none")
+        return self
+
+    def _all(self) -> tuple[OutputConfig, ...]:
+        return self.outputs or (self.output,)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether datasets of rows have a loss mask."""
+        return any(config.is_masked for config in self.inputs)
+
+    @property
+    def part(self) -> str | None:
+        """The part of the split that the dataset of this recipe holds; None without a split."""
+        return self._part
+
+    def datasets(self) -> tuple[Recipe, ...]:
+        """The recipe of each dataset: the same with one output, for one part of the split.
+
+        A dataset has the same bytes whether it is built with others or alone.
+        """
+        made = []
+        for output in self._all():
+            pack = self.pack if output.pack is None else output.pack
+            parts = [None] if self.split is None else [TRAIN, *self.split.parts]
+            for part in parts:
+                path = output.path if part is None else f"{output.path}/{part}"
+                one = output.model_copy(update={"path": path, "pack": None})
+                copy = self.model_copy(update={"output": one, "outputs": (), "pack": pack})
+                made.append(copy.of_part(part))
+        return tuple(made)
+
+    def of_part(self, part: str | None) -> Recipe:
+        """The same recipe for the dataset that holds one part of the split."""
+        copy = self.model_copy()
+        copy._part = part
+        return copy
 
     @property
     def folder(self) -> Path:
@@ -344,8 +404,10 @@ class Recipe(StrictModel):
 
     def as_trial(self, limit: int) -> Recipe:
         """The same recipe for at most `limit` records of each input, with an output of its own."""
-        output = self.output.model_copy(update={"path": f"{self.output.path}-limit-{limit}"})
-        return self.model_copy(update={"limit": limit, "output": output})
+        paths = [{"path": f"{output.path}-limit-{limit}"} for output in self._all()]
+        outputs = tuple(one.model_copy(update=path) for one, path in zip(self._all(), paths, strict=True))
+        several = outputs if self.outputs else ()
+        return self.model_copy(update={"limit": limit, "output": outputs[0], "outputs": several})
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -383,105 +445,3 @@ def recipe_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "shardkit recipe"} | {
         key: value for key, value in schema.items() if key != "title"
     }
-
-
-_MAX_RECIPE_BYTES = 1 << 20  # a recipe is written by people; anything larger is some other file
-_KEY_PART = re.compile(r"([^.\[\]=]+)|\[(\d+)\]")
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses repeated keys and knows exponents without a point."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            key = (key_node.tag, key_node.value) if isinstance(key_node, yaml.ScalarNode) else None
-            if key in seen and key_node.tag != "tag:yaml.org,2002:merge":
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key_node.value!r} appears twice", key_node.start_mark
-                )
-            if key is not None:
-                seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d[\d_]*(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
-def load_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; RecipeError with the line number when it is not one."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_RECIPE_BYTES + 1)
-    except OSError as error:
-        raise RecipeError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if len(data) > _MAX_RECIPE_BYTES:
-        raise RecipeError(f"{path}: larger than {_MAX_RECIPE_BYTES:,} bytes; this is not a recipe")
-    try:
-        recipe = yaml.load(data.decode("utf-8-sig"), _Loader)
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: byte {error.start:,} is not UTF-8") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise RecipeError(f"{path}: {_yaml_problem(error)}") from None
-    if not isinstance(recipe, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping of keys, this is {_kind(recipe)}")
-    return recipe
-
-
-def apply_override(data: dict[str, Any], override: str) -> dict[str, Any]:
-    """`data` with "key.sub[0].name=value" applied; the value is read as YAML, missing mappings are made."""
-    name, equals, text = override.partition("=")
-    parts = _split_key(name.strip())
-    if not equals or not parts:
-        raise RecipeError(f"override {override!r}: write key.sub=value")
-    try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"override {override!r}: {_yaml_problem(error)}") from None
-    changed: dict[str, Any] = _with_value(data, parts, value, override)
-    return changed
-
-
-def _split_key(name: str) -> list[str | int]:
-    parts: list[str | int] = []
-    at = 0
-    while at < len(name):
-        at += parts != [] and name[at] == "."
-        match = _KEY_PART.match(name, at)
-        if match is None:
-            return []
-        parts.append(match[1] if match[2] is None else int(match[2]))
-        at = match.end()
-    return parts
-
-
-def _with_value(data: Any, parts: list[str | int], value: object, override: str) -> Any:
-    """A copy of `data` along the path, so that the caller's mapping stays as it was."""
-    if not parts:
-        return value
-    part, rest = parts[0], parts[1:]
-    if isinstance(data, list) and isinstance(part, str) and part.isdecimal():
-        part = int(part)
-    if isinstance(part, int):
-        if not isinstance(data, list) or part > len(data):
-            length = f"a list of {len(data)}" if isinstance(data, list) else _kind(data)
-            raise RecipeError(f"override {override!r}: no place for number {part} in {length}")
-        old = data[part] if part < len(data) else None
-        return [*data[:part], _with_value(old, rest, value, override), *data[part + 1 :]]
-    if data is not None and not isinstance(data, dict):
-        raise RecipeError(f"override {override!r}: {part!r} would be a key in {_kind(data)}")
-    data = data or {}
-    return data | {part: _with_value(data.get(part), rest, value, override)}
-
-
-def _yaml_problem(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    what = getattr(error, "problem", None) or (str(error).splitlines() or ["not YAML"])[0]
-    return f"line {mark.line + 1}, column {mark.column + 1}: {what}" if mark else what
-
-
-def _kind(value: object) -> str:
-    names = {dict: "a mapping", list: "a list", str: "text", type(None): "empty"}
-    return names.get(type(value), type(value).__name__)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from shardkit.card import FunnelStep
+from shardkit.card import DatasetCard, FunnelStep
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import BuildError
 from shardkit.facts import Described, Facts, counted
@@ -107,6 +107,16 @@ class StageClock:
         return tuple(sorted(found, key=lambda one: (one.start, one.stage)))
 
 
+@dataclass(frozen=True)
+class Ran:
+    """What a run did: seconds of each stage, tasks, those of them that were finished before, and stages."""
+
+    seconds: Mapping[str, float]
+    tasks: int
+    tasks_reused: int
+    stages: tuple[StageTime, ...]
+
+
 @dataclass(frozen=True, repr=False)
 class BuildResult(Described):
     """What a build made. Times are this run's and stages overlap; `tasks_reused` were done before it.
@@ -123,6 +133,7 @@ class BuildResult(Described):
     samples: int
     shards: int
     sequence_length: int
+    """Tokens of a row; 0 for text, and for documents that are not packed."""
     tokens: int
     padding: int
     funnel: Ledger
@@ -133,6 +144,33 @@ class BuildResult(Described):
     up_to_date: bool = False
     stages: tuple[StageTime, ...] = ()
     steps: tuple[FunnelStep, ...] = ()
+    others: tuple[BuildResult, ...] = ()
+    """The other datasets of a recipe with several outputs or a split, in its order."""
+
+    @classmethod
+    def of_card(
+        cls, location: str, card: DatasetCard, total_seconds: float, ran: Ran | None = None
+    ) -> BuildResult:
+        """The dataset that a card describes; without `ran`, it was up to date."""
+        funnel, data = card.funnel, card.data
+        return cls(
+            location,
+            fingerprint=card.fingerprint,
+            format=card.format,
+            samples=card.samples,
+            shards=card.shards,
+            sequence_length=data.get("sequence_length") or 0,
+            tokens=data.get("tokens") or 0,
+            padding=data.get("padding") or 0,
+            funnel=Ledger(funnel.read, funnel.kept, funnel.dropped, funnel.quarantined),
+            seconds={"scan": total_seconds} if ran is None else dict(ran.seconds),
+            total_seconds=total_seconds,
+            tasks=0 if ran is None else ran.tasks,
+            tasks_reused=0 if ran is None else ran.tasks_reused,
+            up_to_date=ran is None,
+            stages=() if ran is None else ran.stages,
+            steps=tuple(card.funnel_steps()),
+        )
 
     def open(self, *, storage: StorageOptions | None = None) -> Dataset:
         """Open the dataset; `storage` as in `open_dataset`."""
@@ -165,6 +203,7 @@ class BuildResult(Described):
                 "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
                 "stages": [stage.to_dict() for stage in self.stages],
                 "steps": [asdict(step) for step in self.steps],
+                "others": [other.to_dict() for other in self.others],
                 "total_seconds": round(self.total_seconds, 3),
                 "text_bytes_per_second": round(self.text_bytes_per_second),
                 "tokens_per_second": round(self.tokens_per_second),
@@ -182,18 +221,30 @@ class BuildResult(Described):
         ]
         if others := [step.lost_documents for step in losses if id(step) not in shown]:
             facts.append((f"{len(others)} other steps", _lost(sum(others), read.documents)))
-        share = 100 * self.padding / max(1, self.tokens + self.padding)
         place = shlex.quote(self.location)
+        facts.append(("kept", f"{kept.documents:,} documents, {format_bytes(kept.bytes)} of text"))
+        next_steps = [("next", f"shardkit view {place} (in the browser), or: shardkit info {place}")]
+        if not self.sequence_length:
+            facts.append(("written", f"{self.samples:,} documents in {self._shards()}"))
+        else:
+            facts.append(
+                ("rows", f"{self.samples:,}, each of {self.sequence_length:,} tokens, in {self._shards()}")
+            )
+            next_steps += [
+                ("", f"import shardkit as sk; dataset = sk.open({self.location!r})"),
+                ("", "loader = sk.StreamingLoader(dataset, batch_size=8)"),
+            ]
+        if self.tokens:
+            share = 100 * self.padding / max(1, self.tokens + self.padding)
+            facts.append(("tokens", f"{self.tokens:,}, and {share:.2f}% padding"))
+        for other in self.others:
+            size = f"{other.samples:,} {'rows' if other.sequence_length else 'documents'}"
+            facts.append(("and", f"{other.location}: {size}, in {other._shards()}"))
         return f"Dataset {self.location}", [
             *facts,
-            ("kept", f"{kept.documents:,} documents, {format_bytes(kept.bytes)} of text"),
-            ("rows", f"{self.samples:,}, each of {self.sequence_length:,} tokens, in {self._shards()}"),
-            ("tokens", f"{self.tokens:,}, and {share:.2f}% padding"),
             ("time", self._time()),
             ("report", f"{self.location}/{REPORT_NAME}"),
-            ("next", f"shardkit view {place} (in the browser), or: shardkit info {place}"),
-            ("", f"import shardkit as sk; dataset = sk.open({self.location!r})"),
-            ("", "loader = sk.StreamingLoader(dataset, batch_size=8)"),
+            *next_steps,
         ]
 
     def _shards(self) -> str:

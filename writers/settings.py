@@ -10,13 +10,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import core_schema
 
-__all__ = ["FieldName", "Listed", "Ratio", "Shorthand", "StrictModel"]
+__all__ = [
+    "TRAIN",
+    "FieldName",
+    "Listed",
+    "LocalPath",
+    "Place",
+    "Ratio",
+    "Shorthand",
+    "Source",
+    "StrictModel",
+    "is_url",
+]
 
 T = TypeVar("T")
 
+TRAIN = "train"  # the part of a split that is left when the others are taken
 FieldName = Annotated[str, Field(min_length=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
@@ -74,3 +86,39 @@ class Shorthand:
     def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> Any:
         forms = {"boolean": self.switch, "number": self.number, "string": self.text}
         return {"anyOf": [{"type": [kind for kind, form in forms.items() if form]}, handler(schema)]}
+
+
+def _local(path: str) -> str:
+    """Refuse what would be read as a folder named "s3:"."""
+    if "://" in path:
+        raise ValueError("a local path is needed here; only inputs and the output may be URLs")
+    if not path or "\0" in path:
+        raise ValueError("a path cannot be empty or hold a NUL")
+    return path
+
+
+def _url_or_path(path: str) -> str:
+    if path.lower().startswith("file://"):
+        raise ValueError("write a local path without file://")
+    scheme, mark, rest = path.partition("://")
+    if not mark:
+        return _local(path)
+    if not scheme.isalnum() or not rest.strip("/") or "\0" in path:
+        raise ValueError(f"{path!r} is no URL, such as s3://bucket/prefix")
+    return path
+
+
+def _place(path: str) -> str:
+    """A local path, or the URL of a bucket and prefix."""
+    path = _url_or_path(path)
+    return path.rstrip("/") if is_url(path) else path
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is a URL. Of a path that `_url_or_path` let pass: no file:// is among them."""
+    return "://" in path
+
+
+LocalPath = Annotated[str, AfterValidator(_local)]
+Place = Annotated[str, AfterValidator(_place)]
+Source = Annotated[str, AfterValidator(_url_or_path)]

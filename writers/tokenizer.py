@@ -20,10 +20,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +37,7 @@ from shardkit.errors import BuildError, MissingExtraError, RecipeError, warn_use
 from shardkit.files import load_json
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts
+from shardkit.writers.inputs.chat import SPECIAL, TRAINED, parts_of
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
 from shardkit.writers.kernels.simd import load_8_bytes
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets, text_pieces
@@ -85,31 +88,42 @@ class EosInTextError(BuildError):
 
 
 class Encoder:
-    """One tokenizer.json and the id that ends documents.
+    """One tokenizer.json, the id that ends documents, and the one that begins them if `bos` is given.
 
     `vocab_size` is one more than the greatest id; `dtype` is uint16 where that suffices, else uint32;
     `digest` is the blake2b-128 of the file's bytes. Texts with a character of `unlike` are encoded by
     `tokenizers` in any case. Raises RecipeError for a file that cannot be used.
     """
 
-    def __init__(self, path: Path, eos: str, *, engine: Engine = "gigatoken", unlike: Ranges = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        eos: str,
+        *,
+        bos: str | None = None,
+        engine: Engine = "gigatoken",
+        unlike: Ranges = (),
+    ) -> None:
         data = _read_tokenizer(path)
         self.path = path
-        self.eos = eos
+        self.eos, self.bos = eos, bos
         self.engine: Engine = engine
         self.digest = _digest(data)
         self._config = config = _parse_tokenizer(path, data)
         self._unlike = _table_of(unlike) if unlike and engine == "gigatoken" else None
         ids = _vocabulary_ids(config)
-        if eos not in ids:
-            raise RecipeError(f"tokenizer.eos: {path} has no token {eos!r}; {_candidates(config)}")
+        for key, token in (("eos", eos), ("bos", bos)):
+            if token is not None and token not in ids:
+                raise RecipeError(f"tokenizer.{key}: {path} has no token {token!r}; {_candidates(config)}")
+        marks = {eos} if bos is None else {eos, bos}
         self._encode: _Gigatoken | _Reference
         if engine == "gigatoken":
-            self._encode = _Gigatoken(config, eos)
+            self._encode = _Gigatoken(config, marks)
         else:
-            self._encode = _Reference(path, config, eos)
+            self._encode = _Reference(path, config, marks)
             ids = self._encode.vocabulary()
         self.eos_id = ids[eos]
+        self.bos_id = None if bos is None else ids[bos]
         self.vocab_size = max(ids.values()) + 1
         self.dtype: np.dtype[np.uint16 | np.uint32]
         self.dtype = np.dtype(np.uint16) if self.vocab_size <= 1 << 16 else np.dtype(np.uint32)
@@ -134,6 +148,48 @@ class Encoder:
             row += len(piece)
         return np.concatenate(joined), np.concatenate(counts)
 
+    def special_id(self, token: str, key: str) -> int:
+        """The id of a special token; RecipeError that names `key` if the tokenizer has none of that name."""
+        special = {t["content"]: t["id"] for t in self._config.get("added_tokens") or () if t.get("special")}
+        if token not in special:
+            raise RecipeError(
+                f"{key}: {self.path} has no special token {token!r}; {_candidates(self._config)}"
+            )
+        return int(special[token])
+
+    def encode_marked(
+        self, texts: pa.Array, marks: pa.Array
+    ) -> tuple[Tokens, npt.NDArray[np.int64], npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
+        """`encode` of texts of which some have marks (shardkit.writers.inputs.chat), and what is trained on.
+
+        (ids, number of ids of each text; uint8 for each id, 1: trained on; bool for each text: its last part
+        is). Texts with marks are encoded by `tokenizers`: their ids are the tokenizer's own for the text with
+        its special tokens. Texts without are trained on as a whole.
+        """
+        rows = np.flatnonzero(marks.is_valid().to_numpy(zero_copy_only=False))
+        ids, lengths = self.encode(texts.filter(marks.is_null()))
+        plain = iter(np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else [])
+        marked = set(rows.tolist())
+        parts, masks, last = [], [], np.ones(len(texts), np.bool_)
+        for row in range(len(texts)):
+            if row not in marked:
+                parts.append(next(plain))
+                masks.append(np.ones(len(parts[-1]), np.uint8))
+                continue
+            pieces = parts_of(texts[row].as_py(), marks[row].as_py())
+            found, mask = self._marked.encode(pieces)
+            self._check(found, np.array([len(found)]), row)
+            parts.append(found.astype(self.dtype))
+            masks.append(mask)
+            last[row] = bool(pieces[-1][1] & TRAINED)
+        empty: Tokens = np.zeros(0, self.dtype)
+        counts = np.fromiter(map(len, parts), np.int64, len(parts))
+        return np.concatenate([empty, *parts]), counts, np.concatenate([np.zeros(0, np.uint8), *masks]), last
+
+    @cached_property
+    def _marked(self) -> _Marked:
+        return _Marked(self.path, self._config, self._reference)
+
     def _encode_piece(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
         rows = np.zeros(0, np.int64) if self._unlike is None else _rows_with(texts, self._unlike)
         ids, lengths = self._encode(texts)
@@ -148,7 +204,7 @@ class Encoder:
 
     @cached_property
     def _reference(self) -> _Reference:
-        return _Reference(self.path, self._config, self.eos)
+        return _Reference(self.path, self._config, {self.eos} if self.bos is None else {self.eos, self.bos})
 
     def _check(self, ids: Ids, lengths: npt.NDArray[np.int64], first_row: int) -> None:
         if len(ids) and int(ids.max()) >= self.vocab_size:
@@ -156,20 +212,25 @@ class Encoder:
                 f"{self.path}: {self.engine} returned id {int(ids.max())}, outside the vocabulary of "
                 f"{self.vocab_size:,}; the tokenizer file is inconsistent"
             )
-        if len(found := np.flatnonzero(ids == self.eos_id)):
-            raise EosInTextError(
-                f"{self.path}: text was encoded to the eos id {self.eos_id} ({self.eos!r}), so document ends "
-                f"would be ambiguous; set tokenizer.eos to a special token that text cannot produce",
-                first_row + int(np.searchsorted(np.cumsum(lengths), found[0], side="right")),
-            )
+        marks = [("eos", self.eos_id, self.eos)]
+        marks += [] if self.bos_id is None else [("bos", self.bos_id, str(self.bos))]
+        for key, mark, token in marks:
+            if len(found := np.flatnonzero(ids == mark)):
+                raise EosInTextError(
+                    f"{self.path}: text was encoded to the {key} id {mark} ({token!r}), so document ends "
+                    f"would be ambiguous; set tokenizer.{key} to a special token that text cannot produce",
+                    first_row + int(np.searchsorted(np.cumsum(lengths), found[0], side="right")),
+                )
 
 
 class _Gigatoken:
     """The fast engine, on the calling thread, over Arrow's own buffers."""
 
-    def __init__(self, config: dict[str, Any], eos: str) -> None:
+    def __init__(self, config: dict[str, Any], marks: Set[str]) -> None:
         added = [
-            t for t in config.get("added_tokens") or () if not t.get("special") and t.get("content") != eos
+            t
+            for t in config.get("added_tokens") or ()
+            if not t.get("special") and t.get("content") not in marks
         ]
         unused = {"post_processor": None, "truncation": None, "padding": None}
         self._data = json.dumps(config | unused | {"added_tokens": added})
@@ -210,23 +271,25 @@ class _Gigatoken:
 class _Reference:
     """`tokenizers`: slow, and right by definition. One document a call, so that it starts no threads."""
 
-    def __init__(self, path: Path, config: dict[str, Any], eos: str) -> None:
+    def __init__(self, path: Path, config: dict[str, Any], marks: Set[str]) -> None:
         try:
             import tokenizers
         except ImportError as error:
             raise MissingExtraError("tokenizers", "write", "tokenizing") from error
         added = [
-            t | {"special": True} if t.get("content") == eos else t for t in config.get("added_tokens") or ()
+            t | {"special": True} if t.get("content") in marks else t
+            for t in config.get("added_tokens") or ()
         ]
         # Cutting or padding documents is the packer's work, whatever the file asks for.
         plain = config | {"added_tokens": added, "truncation": None, "padding": None}
         try:
             self._named = self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(plain))
-            if (hidden := _hide_special_pieces(plain, eos)) is not plain:
+            if (hidden := _hide_special_pieces(plain, marks)) is not plain:
                 self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(hidden))
         except Exception as error:  # tokenizers raises plain Exception
             raise RecipeError(f"tokenizer.path: {path} cannot be loaded by tokenizers: {error}") from error
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is eleven letters and signs
+        self.tokenizer = self._tokenizer
 
     def vocabulary(self) -> dict[str, int]:
         return dict(self._named.get_vocab(with_added_tokens=True))
@@ -238,8 +301,48 @@ class _Reference:
         return np.concatenate(parts or [np.zeros(0, np.uint32)]), lengths
 
 
-def _hide_special_pieces(config: dict[str, Any], eos: str) -> dict[str, Any]:
-    """The same tokenizer, whose Unigram model cannot find special tokens or eos in text; ids do not change.
+class _Marked:
+    """Encodes texts whose special tokens are special only where their marks say so."""
+
+    def __init__(self, path: Path, config: dict[str, Any], plain: _Reference) -> None:
+        import tokenizers
+
+        self._plain = plain
+        self._ids = plain.vocabulary()
+        unused = {"truncation": None, "padding": None, "post_processor": None}
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(config | unused))
+        special = [t["content"] for t in config.get("added_tokens") or () if t.get("special")]
+        self._spelled = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+
+    def encode(self, parts: Sequence[tuple[str, int]]) -> tuple[Ids, npt.NDArray[np.uint8]]:
+        """(ids, whether each is trained on) of the parts of one text."""
+        if not any(self._spelled.search(part) for part, flags in parts if not flags & SPECIAL):
+            return self._run(self._tokenizer, parts)
+        found = []
+        for is_special, group in groupby(parts, key=lambda part: part[1] & SPECIAL):
+            for run in [[part] for part in group] if is_special else [list(group)]:
+                if is_special:
+                    [(token, flags)] = run
+                    trained = np.array([flags & TRAINED > 0], np.uint8)
+                    found.append((np.array([self._ids[token]], np.uint32), trained))
+                else:
+                    found.append(self._run(self._plain.tokenizer, run))
+        return np.concatenate([ids for ids, _ in found]), np.concatenate([mask for _, mask in found])
+
+    def _run(self, tokenizer: Any, parts: Sequence[tuple[str, int]]) -> tuple[Ids, npt.NDArray[np.uint8]]:
+        """Ids of a text; those are trained on that share a character with a part that is."""
+        encoded = tokenizer.encode("".join(part for part, _ in parts), add_special_tokens=False)
+        sizes = [len(part) for part, _ in parts]
+        before = np.append(0, np.cumsum(np.repeat([flags & TRAINED > 0 for _, flags in parts], sizes)))
+        offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
+        starts = np.minimum(offsets[:, 0], len(before) - 1)
+        stops = np.minimum(np.maximum(offsets[:, 1], starts + 1), len(before) - 1)
+        mask = before[stops] > before[starts]
+        return np.array(encoded.ids, np.uint32), mask.astype(np.uint8)
+
+
+def _hide_special_pieces(config: dict[str, Any], marks: Set[str]) -> dict[str, Any]:
+    """The same tokenizer, whose Unigram model cannot find special tokens or `marks` in text, with its ids.
 
     SentencePiece matches no control symbol in text either. Scores stay, because the least of them decides
     what an unknown character costs. The added tokens of these pieces go: text is not searched for special
@@ -248,7 +351,7 @@ def _hide_special_pieces(config: dict[str, Any], eos: str) -> dict[str, Any]:
     vocabulary = config["model"].get("vocab")
     if not isinstance(vocabulary, list):
         return config
-    special = {eos} | {t["content"] for t in config["added_tokens"] if t.get("special")}
+    special = {*marks} | {t["content"] for t in config["added_tokens"] if t.get("special")}
     hidden = special & {piece for piece, _ in vocabulary}
     if not hidden:
         return config
@@ -325,14 +428,18 @@ def _find_characters(data: UInt8s, edges: Int64s, table: Bools, found: Bools) ->
                 break
 
 
-def load_encoder(path: Path, eos: str, engine: Engine = "gigatoken", unlike: Ranges = ()) -> Encoder:
+def load_encoder(
+    path: Path, eos: str, engine: Engine = "gigatoken", unlike: Ranges = (), bos: str | None = None
+) -> Encoder:
     """An Encoder, kept for the process's next task as long as the file's bytes stay the same."""
-    return _load_encoder(path, tokenizer_digest(path), eos, engine, unlike)
+    return _load_encoder(path, tokenizer_digest(path), eos, engine, unlike, bos)
 
 
 @lru_cache(maxsize=2)
-def _load_encoder(path: Path, digest: str, eos: str, engine: Engine, unlike: Ranges) -> Encoder:
-    encoder = Encoder(path, eos, engine=engine, unlike=unlike)
+def _load_encoder(
+    path: Path, digest: str, eos: str, engine: Engine, unlike: Ranges, bos: str | None
+) -> Encoder:
+    encoder = Encoder(path, eos, bos=bos, engine=engine, unlike=unlike)
     if encoder.digest != digest:
         raise BuildError(f"{path}: the tokenizer changed while the build ran; start the build again")
     return encoder
@@ -355,6 +462,7 @@ def check_parity(
     eos: str,
     unlike: Ranges = (),
     *,
+    bos: str | None = None,
     sample_bytes: int = PARITY_BYTES,
 ) -> Parity:
     """Compare both engines on a fixed sample of the build's documents (Arrow files of DOCUMENT_SCHEMA).
@@ -363,14 +471,15 @@ def check_parity(
     The sample depends on the files' contents and order only. Warns (RuntimeWarning) when the build has to
     use `tokenizers`. Call it once per build and give the engine's name to every tokenize task.
     """
-    reference = Encoder(path, eos, engine="tokenizers")
+    reference = Encoder(path, eos, bos=bos, engine="tokenizers")
     texts = [*_probes(path), *sample_texts(documents, sample_bytes)]
     size = sum(len(text.encode()) for text in texts)
     try:
-        fast = Encoder(path, eos, engine="gigatoken", unlike=unlike)
+        fast = Encoder(path, eos, bos=bos, engine="gigatoken", unlike=unlike)
     except BuildError as error:
         return _fall_back(path, Parity("tokenizers", len(texts), size, 0, str(error)))
-    if (fast.eos_id, fast.vocab_size) != (reference.eos_id, reference.vocab_size):
+    facts = [(encoder.eos_id, encoder.bos_id, encoder.vocab_size) for encoder in (fast, reference)]
+    if facts[0] != facts[1]:
         reason = "the tokenizer file numbers its added tokens in another way than tokenizers does"
         return _fall_back(path, Parity("tokenizers", len(texts), size, 0, reason))
     different = [text for text in texts if not _agree(fast, reference, text)]

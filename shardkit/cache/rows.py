@@ -160,6 +160,8 @@ def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
     if kind == "mds":
         first = info.raw.bytes - info.samples * total  # samples fill the file's end
         return RowLayout(first, total, total) if first > 0 else None
+    if kind != "tar":
+        return None
     parts = info.columns[0].encoding.split(":")
     if len(info.columns) != 1 or len(parts) != 3 or not parts[2].isdigit():
         return None

@@ -27,12 +27,12 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register both verbs."""
     upload = verbs.add_parser(
         "upload",
-        help="a dataset's folder to S3; sends what is missing, the index last",
-        description="Send a dataset to s3://bucket/prefix, another folder, or any URL that fsspec supports. "
-        "Every file is checked against the index while it is read, files that the target has are not sent "
-        "again, and the index comes last: the same command continues after an interruption, and readers "
-        "never see half a dataset. Files that the dataset does not name stay at the target. Tars without a "
-        "list get one there.",
+        help="a dataset's folder to S3 or the Hugging Face Hub; sends what is missing, the index last",
+        description="Send a dataset to s3://bucket/prefix, hf://datasets/org/name, another folder, or any "
+        "URL that fsspec supports. Every file is checked against the index while it is read, files that the "
+        "target has are not sent again, and the index comes last: the same command continues after an "
+        "interruption, and readers never see half a dataset. Files that the dataset does not name stay at "
+        "the target. Tars without a list get one there.",
         allow_abbrev=False,
     )
     upload.add_argument("source", metavar="SRC", help="folder of the dataset")
@@ -44,11 +44,11 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     download = verbs.add_parser(
         "download",
-        help="a dataset from S3 into a folder; fetches what is missing, the index last",
-        description="Fetch a dataset from s3://bucket/prefix, another folder, or any URL that fsspec "
-        "supports. Every file is checked while it arrives, existing files are not fetched again, and the "
-        "index comes last: the same command continues after an interruption. Training needs no download: "
-        "the loader reads s3:// itself.",
+        help="a dataset from S3 or the Hugging Face Hub into a folder; fetches what is missing",
+        description="Fetch a dataset from s3://bucket/prefix, hf://datasets/org/name, another folder, or "
+        "any URL that fsspec supports. Every file is checked while it arrives, existing files are not "
+        "fetched again, and the index comes last: the same command continues after an interruption. "
+        "Training needs no download: the loader reads s3:// and hf:// itself.",
         allow_abbrev=False,
     )
     download.add_argument("source", metavar="URL", help="the dataset, such as s3://bucket/prefix")

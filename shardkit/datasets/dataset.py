@@ -39,6 +39,7 @@ from shardkit.facts import Described, Facts, listed
 from shardkit.files import Closing, open_maps
 from shardkit.formats.stored import load_raw
 from shardkit.formats.tar.values import checked_decode
+from shardkit.formats.text import TEXT_FORMATS, TextShard
 from shardkit.manifest import Column, Manifest, ShardInfo, ShardTable, merge_columns
 from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import ResilientStore
@@ -65,7 +66,7 @@ _keeping: dict[int, weakref.ref[Dataset]] = {}
 
 
 class ShardReader(Protocol):
-    """What open shards of both formats can do."""
+    """What open shards of all formats can do."""
 
     info: ShardInfo
 
@@ -316,7 +317,7 @@ class Dataset(Closing, Described):
         """What the index and the card say; reads no shard."""
         manifest, card = self.manifest, self.card
         shards = f"{len(manifest.shards):,}, {manifest.format}"
-        is_stated = manifest.format == "mds" or all(info.columns for info in manifest.shards)
+        is_stated = manifest.format != "tar" or all(info.columns for info in manifest.shards)
         length = self.sequence_length if is_stated else None
         facts = [("shards", shards), ("rows", f"{len(self):,}")]
         if length is not None:
@@ -373,7 +374,7 @@ class Dataset(Closing, Described):
             from shardkit.formats import mds
 
             return mds.open_shard(files.folder, info, allow_pickle=options.allow_pickle, verify=verify)
-        return self._shard_from(number, load_raw("tar", files.folder, info, verify=verify))
+        return self._shard_from(number, load_raw(self.manifest.format, files.folder, info, verify=verify))
 
     def _shard_from(self, number: int, raw: Bytes) -> ShardReader:
         info, options, where = self.manifest.shards[number], self._options, self.where(number)
@@ -385,6 +386,8 @@ class Dataset(Closing, Described):
             from shardkit.formats.tokens import TokenShard
 
             return TokenShard(where, info, raw)
+        if self.manifest.format in TEXT_FORMATS:
+            return TextShard(info, raw, self.manifest.format, file=where)
         from shardkit.formats import tar
 
         index = None if self._tar_indexes is None else self._tar_indexes.index(number)

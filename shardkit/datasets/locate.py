@@ -19,6 +19,7 @@ import numpy as np
 from shardkit.card import CARD_NAME, DatasetCard
 from shardkit.datasets.token_rows import RowCut, TokenRows, find_token_rows, is_token_file
 from shardkit.errors import ShardError, ShardNotFoundError
+from shardkit.formats.text import TEXT_INDEX_NAME, parse_text_index
 from shardkit.manifest import Manifest, ShardInfo
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import (
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["INDEX_NAMES", "Found", "LocalFiles", "find_local", "find_remote", "locate"]
 
-INDEX_NAMES = ("index.json", "shards.json")
+INDEX_NAMES = ("index.json", "shards.json", TEXT_INDEX_NAME)
 _FORBIDDEN = 403
 _OPEN_AGAIN = "open it again, with a new loader; a state of the run loads if the data are the same"
 _NO_DATASET = "holds no dataset: looked for index.json (MDS), shards.json and *.tar files"
@@ -168,7 +169,7 @@ def _locate(text: str, storage: StorageOptions | None, indexes: NodeIndexes | No
     if is_pattern(text) or is_tar_name(name) or "{" in text or "::" in text:
         return _find_tars([text], storage)
     is_index = name.endswith(".json")
-    store = connect(folder if is_index else text, storage, shares_limit=True)
+    store = connect(folder if is_index else text, storage, shares_limit=True).pinned()
     found = find_remote(store, name if is_index else None, storage, indexes)
     return found if found.store is not None else replace(found, store=store)
 
@@ -199,7 +200,10 @@ def _read_description(file: Path, storage: StorageOptions | None) -> Found:
     else:
         from shardkit.formats.tar.shard_list import read_list
 
-        found = _listed(file, read_list(file), file.parent, card, storage)
+        if file.name == TEXT_INDEX_NAME:
+            found = Found(file.parent, parse_text_index(file, read_list(file)), card)
+        else:
+            found = _listed(file, read_list(file), file.parent, card, storage)
     return replace(found, index=(file, version))
 
 
@@ -216,7 +220,7 @@ def _listed(
     base, manifest = parse_listing(where, text)
     if base is None:
         return Found(folder, manifest, card)
-    return Found(None, manifest, card, connect(base, storage, shares_limit=True))
+    return Found(None, manifest, card, connect(base, storage, shares_limit=True).pinned())
 
 
 def find_remote(
@@ -258,10 +262,13 @@ def find_remote(
     if not there:
         return _find_in_store(store, names, card_text, errors, is_named=index_name is not None)
     if len(there) > 1:
-        raise ShardError(store.url, f"has both {' and '.join(INDEX_NAMES)}; open the one that is meant")
+        both = " and ".join(name for name, _ in there)
+        raise ShardError(store.url, f"has both {both}; open the one that is meant")
     [(name, found)] = there
     where = f"{store.url}/{name}"
     card = None if card_text is None else DatasetCard.parse(f"{store.url}/{CARD_NAME}", card_text)
+    if name == TEXT_INDEX_NAME:
+        return Found(None, parse_text_index(where, _text(found)), card)
     if name not in (INDEX_NAME, TABLE_NAME):
         return _listed(where, _text(found), None, card, storage)
     if name == TABLE_NAME:
@@ -370,11 +377,12 @@ def _find_in_folder(folder: Path, storage: StorageOptions | None) -> Found:
 
     there = [folder / name for name in INDEX_NAMES if (folder / name).is_file()]
     if len(there) > 1:
-        raise ShardError(folder, f"has both {' and '.join(INDEX_NAMES)}; open the one that is meant")
+        both = " and ".join(file.name for file in there)
+        raise ShardError(folder, f"has both {both}; open the one that is meant")
     if there:
         return _read_description(there[0], storage)
     if (folder / CARD_NAME).exists() or (folder / "provenance").is_dir():
-        missing = " nor ".join(INDEX_NAMES)
+        missing = " nor ".join(INDEX_NAMES[:2])
         raise ShardError(
             folder, f"is an unfinished build: neither {missing} is there yet; run the build again"
         )

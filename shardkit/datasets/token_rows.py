@@ -40,7 +40,7 @@ from shardkit.formats.tokens import (
 )
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
 from shardkit.storage.object_file import open_object
-from shardkit.storage.resilient import ResilientStore
+from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import (
     BaseBody,
@@ -177,9 +177,9 @@ def _split(path: str) -> tuple[str, str]:
 def _connect(folder: str, storage: StorageOptions | None) -> AnyStore:
     """The ranges of files at a path or URL; requests to remote ones are retried."""
     options = storage or StorageOptions()
-    ranges = RangeStore(open_store(folder or ".", options))
     if not is_remote(folder):
-        return ranges
+        return RangeStore(open_store(folder or ".", options))
+    ranges = RangeStore(open_store(connect(folder, options).pinned().url, options))  # of a branch, its commit
     policy = RetryPolicy(deadline_seconds=options.retry_seconds)
     return ResilientStore(ranges, policy, connections=options.connections, shares_limit=True)
 

@@ -20,6 +20,8 @@ from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
 from shardkit.errors import ShardError
 from shardkit.facts import Described, Facts, counted
 from shardkit.formats import mds, tar
+from shardkit.formats.stored import load_raw
+from shardkit.formats.text import TEXT_FORMATS, TextShard
 from shardkit.hashing import HASH_NAMES
 from shardkit.manifest import UNKNOWN, ShardInfo
 from shardkit.storage.store import StorageOptions, StoreError, hash_object, read_object
@@ -158,13 +160,18 @@ def _open(dataset: Dataset, info: ShardInfo, *, verify: bool) -> ShardReader:
     if dataset.shards is None:
         if is_mds:
             return mds.open_shard(dataset.path, info, allow_pickle=True, verify=verify)
-        return tar.open_shard(dataset.path, info, verify=verify, decode=False)
+        if dataset.manifest.format == "tar":
+            return tar.open_shard(dataset.path, info, verify=verify, decode=False)
+        raw = load_raw(dataset.manifest.format, dataset.path, info, verify=verify)
+        return TextShard(info, raw, dataset.manifest.format, file=dataset.path / info.stored.basename)
     where = f"{dataset.location}/{info.stored.basename}"
     stored = read_object(dataset.store, info.stored.basename, info.stored.bytes)
     check_hashes(where, info.stored, stored)
     raw = unpack(dataset.manifest.format, info, stored, where) if info.compression else stored
     if is_mds:
         return mds.shard_from_raw(where, info, raw, allow_pickle=True)
+    if dataset.manifest.format in TEXT_FORMATS:
+        return TextShard(info, raw, dataset.manifest.format, file=where)
     return tar.shard_from_raw(where, info, raw, decode=False)
 
 
@@ -198,6 +205,8 @@ def _check_card(dataset: Dataset, card: DatasetCard) -> Iterator[Problem]:
         "sequence_length": length,
         "dtype": None if dtype is None else dtype.name,
     }
+    if length is None and card.data.get("sequence_length") is None:
+        del facts["dtype"]  # of a token store, whose samples have no common length
     for name, fact in facts.items():
         if (stated := card.data.get(name, fact)) != fact:
             yield Problem(CARD_NAME, f"{name} is {stated!r}, the shards have {fact!r}")

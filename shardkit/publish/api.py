@@ -34,17 +34,19 @@ from shardkit.publish.contents import (
     with_table,
 )
 from shardkit.publish.publication import Outcome, Publication, Settings
+from shardkit.publish.repository_card import write_repository_card
 from shardkit.publish.transports import (
     LocalFiles,
     Placer,
     Receiver,
-    Sender,
     clear_leftovers,
     holds_dataset,
     locked_folder,
+    sender_to,
     transfer_store,
 )
 from shardkit.storage.local import LocalStore
+from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, local_path
 from shardkit.units import format_bytes
@@ -140,7 +142,9 @@ def upload(
         make_listener(progress) as listener,
         locked_folder(Path(store.url)) if isinstance(store, LocalStore) and not dry_run else nullcontext(),
     ):
-        outcome = Publication(store, contents, Sender(store, LocalFiles(data)), settings, listener).run()
+        outcome = Publication(store, contents, sender_to(store, LocalFiles(data)), settings, listener).run()
+        if not dry_run:
+            write_repository_card(store, contents)
         return _report(contents, listing, outcome, settings, store.url, start)
 
 
@@ -166,7 +170,8 @@ def download(
     path = local_path(folder)
     if path.exists() and not path.is_dir():
         raise StoreError(str(path), "is not a folder; choose another")
-    with transfer_store(source, storage) as store, make_listener(progress) as listener:
+    with transfer_store(source, storage) as opened, make_listener(progress) as listener:
+        store = opened.pinned() if isinstance(opened, ResilientStore) else opened
         found = find_only_contents(store)
         if found is None:
             problem = (

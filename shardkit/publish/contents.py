@@ -17,6 +17,7 @@ from shardkit.card import CARD_NAME, FILES_NAME, MAX_CARD_BYTES, MAX_FILES_BYTES
 from shardkit.datasets.locate import INDEX_NAMES
 from shardkit.errors import ShardError
 from shardkit.formats.mds.index import TABLE_NAME
+from shardkit.formats.text import TEXT_FORMATS, TEXT_INDEX_NAME, parse_text_index, text_index_bytes
 from shardkit.hashing import HASH_NAMES, digest_of, hash_bytes
 from shardkit.manifest import FileInfo, Manifest
 from shardkit.storage.store import METADATA_NAME, ObjectInfo, ObjectNotFoundError, Store
@@ -137,7 +138,7 @@ def head_if_any(store: Store, name: str) -> ObjectInfo | None:
 
 
 def find_contents(store: Store, *, strict: bool = True) -> list[Contents]:
-    """The datasets whose indexes lie in a store: none, one, or two if it has an index of both formats.
+    """The datasets whose indexes lie in a store: none, one, or several if it has several indexes.
 
     ShardError if an index or a card is not sound; not `strict`: a card that cannot be read counts as none.
     """
@@ -161,7 +162,8 @@ def find_only_contents(store: Store) -> Contents | None:
     """The dataset in a store, or None; ShardError if there are two."""
     found = find_contents(store)
     if len(found) > 1:
-        raise ShardError(store.url, "has both index.json and shards.json; remove the one that is not meant")
+        names = " and ".join(contents.index_name for contents in found)
+        raise ShardError(store.url, f"has both {names}; remove the one that is not meant")
     return found[0] if found else None
 
 
@@ -171,6 +173,8 @@ def index_files(manifest: Manifest) -> dict[str, bytes]:
 
     if manifest.format == "mds":
         return mds.index_files(manifest.shards)
+    if manifest.format in TEXT_FORMATS:
+        return {TEXT_INDEX_NAME: text_index_bytes(manifest)}
     return {"shards.json": tar.shard_list_bytes(manifest.shards)}
 
 
@@ -190,7 +194,8 @@ def make_contents(
     from shardkit.formats import mds, tar
 
     index_file = f"{where}/{index_name}"
-    manifest = (mds.parse_index if index_name == "index.json" else tar.parse_shard_list)(index_file, index)
+    parsers = {"index.json": mds.parse_index, "shards.json": tar.parse_shard_list}
+    manifest = parsers.get(index_name, parse_text_index)(index_file, index)
     files = [shard.stored for shard in manifest.shards]
     facts = None
     if card is not None:

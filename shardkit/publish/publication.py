@@ -50,6 +50,7 @@ from shardkit.storage.store import (
     ObjectNotFoundError,
     Store,
     StoreError,
+    commits_of,
 )
 
 __all__ = [
@@ -96,8 +97,11 @@ class Transport(Protocol):
     def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
         """Whether `found`, of the right size, has the right content."""
 
-    def place_together(self, files: Sequence[FileInfo]) -> Mapping[str, ObjectInfo]:
-        """Bring those that this transport brings many at a time; {name: what the target then has}."""
+    def place_together(self, files: Sequence[FileInfo]) -> Iterable[Mapping[str, ObjectInfo]]:
+        """Bring those that this transport brings many at a time, and after each time say which were brought.
+
+        As {name: what the target then has}.
+        """
 
     def place(self, file: FileInfo) -> ObjectInfo:
         """Write the file to the target, its bytes durably, and return what the target then has."""
@@ -191,7 +195,8 @@ class Publication:
         if settings.dry_run:
             return outcome
         if settings.verify:
-            self._each("verify", self._transport.read_back)
+            counter = FileCounter(self._listener, "verify", len(contents.files), contents.bytes)
+            self._each(contents.files, counter, self._transport.read_back)
         if claims or outcome.sent:
             _settle(self._target, contents.names)
             self._check()
@@ -273,15 +278,17 @@ class Publication:
             raise RefusedError(self._target.url, "another transfer finished this moment; run this one again")
 
     def _move(self, listing: Listing) -> None:
-        outcome, transport = self._outcome, self._transport
-        dry_run, files = self._settings.dry_run, self._contents.files
-        together = {} if dry_run else transport.place_together(files)
+        outcome, transport, dry_run = self._outcome, self._transport, self._settings.dry_run
+        files = {file.basename: file for file in self._contents.files}
+        counter = FileCounter(self._listener, "files", len(files), self._contents.bytes)
+        for placed in () if dry_run else transport.place_together(self._contents.files):
+            for name, info in placed.items():
+                file = files.pop(name)
+                self._placed(file, info)
+                counter.add(file.bytes, moved=True)
 
         def handle(file: FileInfo) -> bool:
             name = file.basename
-            if name in together:
-                self._placed(file, together[name])
-                return True
             if self._is_there(file, listing):
                 outcome.skipped[name] = file.bytes
                 self._versions[name] = listing.found[name].version
@@ -292,7 +299,7 @@ class Publication:
                 self._placed(file, transport.place(file))
             return True
 
-        self._each("files", handle)
+        self._each(list(files.values()), counter, handle)
 
     def _placed(self, file: FileInfo, placed: ObjectInfo) -> None:
         name = file.basename
@@ -302,20 +309,21 @@ class Publication:
         self._versions[name] = placed.version
         self._outcome.sent[name] = file.bytes
 
-    def _each(self, step: str, action: Callable[[FileInfo], bool | None]) -> None:
+    def _each(
+        self, files: Sequence[FileInfo], counter: FileCounter, action: Callable[[FileInfo], bool | None]
+    ) -> None:
         """`action`, which may return whether bytes were moved, on every file; TransferError."""
-        files, outcome = self._contents.files, self._outcome
-        counter = FileCounter(self._listener, step, len(files), self._contents.bytes)
+        outcome, count = self._outcome, len(self._contents.files)
         errors = run_all(
             files,
             lambda file: counter.add(file.bytes, moved=action(file) is not False),
             self._settings.threads,
         )
         if errors:
-            count = f"{len(errors):,} of {len(files):,} files failed, " if len(errors) > 1 else ""
+            failed = f"{len(errors):,} of {count:,} files failed, " if len(errors) > 1 else ""
             done = f"{len(outcome.sent):,} files were sent and {len(outcome.skipped):,} were there"
             raise TransferError(
-                f"{count}{errors[0][1]}; {done}; the same command continues",
+                f"{failed}{errors[0][1]}; {done}; the same command continues",
                 tuple(error for _, error in errors),
             )
 
@@ -420,6 +428,10 @@ def _put_first(target: Store, name: str, data: bytes) -> None:
 def _clean(target: Store, names: Iterable[str], *, has_marker: bool) -> None:
     """Delete what only the earlier dataset named, then the marker, which lists these names until then."""
     names = list(names)
+    if (commits := commits_of(target)) is not None:
+        if names or has_marker:
+            commits.commit({}, [*names, *([MARKER_NAME] if has_marker else [])])
+        return
     for name in names:
         target.delete(name)
     if names:

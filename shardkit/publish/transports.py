@@ -5,6 +5,9 @@ damage stays at home; a file that changes meanwhile is an error. Each object car
 as metadata: the next run compares that instead of sending again. A store that keeps no metadata is read
 instead. Memory: at most 64 MiB (four parts) for each file on its way to S3, half a gigabyte with 8 threads.
 
+A `CommitSender` sends to a store whose unit is the commit (the Hugging Face Hub): a thousand files together.
+What is there is known by its version, which is a hash of its content, so nothing is read back for that.
+
 A `Receiver` hashes each file while it arrives under a temporary name, syncs it, and renames it if the hash is
 the one that index, card or the object's metadata state; wrong bytes are fetched again a few times.
 
@@ -16,7 +19,8 @@ One process at a time writes a dataset into a folder (`locked_folder`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from errno import ENOLCK, ENOSYS, ENOTSUP
 from pathlib import Path
@@ -35,21 +39,26 @@ from shardkit.publish.contents import (
     MAX_TRIES,
     checkable_hash,
 )
-from shardkit.publish.publication import RefusedError
+from shardkit.publish.publication import RefusedError, run_all
+from shardkit.storage.hub import content_version
 from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import connect
 from shardkit.storage.store import (
     METADATA_NAME,
+    CommitStore,
     ObjectInfo,
     ObjectNotFoundError,
     StorageOptions,
     Store,
     StoreError,
+    commits_of,
     hash_object,
 )
 from shardkit.storage.url import is_remote, open_store
 
 __all__ = [
+    "COMMIT_FILES",
+    "CommitSender",
     "LocalFiles",
     "Placer",
     "Receiver",
@@ -58,9 +67,13 @@ __all__ = [
     "holds_dataset",
     "leftovers",
     "locked_folder",
+    "sender_to",
     "transfer_store",
 ]
 
+COMMIT_FILES = 1000  # as many as the Hub advises at most, where commits are few in an hour
+_COMMIT_THREADS = 8
+_STAGED_BYTES = 16 << 30  # of a commit
 _READ_BYTES = 1 << 20
 _LEFTOVERS = (f".*{PART_SUFFIX}", ".shardkit-put-*")  # of a transport, and of `LocalStore.put`
 
@@ -99,6 +112,10 @@ class LocalFiles:
                 raise ShardError(str(where), f"cannot be read: {error.strerror or error}") from error
             yield path
 
+    def is_staged(self, name: str) -> bool:
+        """Whether a file may have to be fetched before it can be read."""
+        return not isinstance(self._data[name], bytes | Path)
+
     def known_digest(self, name: str) -> str | None:
         """The xxh3-128 of a file, if it is known without reading it."""
         data = self._data[name]
@@ -126,8 +143,8 @@ class Sender:
         except ObjectNotFoundError:
             return False
 
-    def place_together(self, files: Sequence[FileInfo]) -> Mapping[str, ObjectInfo]:
-        return {}
+    def place_together(self, files: Sequence[FileInfo]) -> Iterable[Mapping[str, ObjectInfo]]:
+        return ()
 
     def place(self, file: FileInfo) -> ObjectInfo:
         """Send a file; ShardError if it is damaged or changes meanwhile."""
@@ -159,6 +176,77 @@ class Sender:
         return hash_object(self._target, file.basename, [CONTENT_HASH])[CONTENT_HASH]
 
 
+class CommitSender(Sender):
+    """Files of this machine into a store of commits, in at most one for every `COMMIT_FILES` files.
+
+    A commit that is cut short leaves nothing to be seen, and its contents need not be sent again.
+    """
+
+    def __init__(self, target: CommitStore, files: LocalFiles) -> None:
+        super().__init__(target, files)
+        self._commits = target
+
+    def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
+        """Whether the version is that of the file's content; ShardError if the file is damaged."""
+        self._digest(file)
+        with self._files.open(file.basename) as data:
+            return content_version(data, len(found.version)) == found.version
+
+    def place_together(self, files: Sequence[FileInfo]) -> Iterable[Mapping[str, ObjectInfo]]:
+        """Send what is not there; ShardError if a file is damaged, or changes meanwhile."""
+        listed = {info.key: info for info in self._target.list()}
+        lock = threading.Lock()
+        missing: set[str] = set()
+
+        def look(file: FileInfo) -> None:
+            found = listed.get(file.basename)
+            if found is None or found.bytes != file.bytes or not self.is_there(file, found):
+                with lock:
+                    missing.add(file.basename)
+
+        if errors := run_all(files, look, _COMMIT_THREADS):
+            raise errors[0][1]
+        for group in self._groups([file for file in files if file.basename in missing]):
+            yield self._place_group(group)
+
+    def _place_group(self, group: Sequence[FileInfo]) -> Mapping[str, ObjectInfo]:
+        with ExitStack() as stack:
+            data = {file.basename: stack.enter_context(self._files.open(file.basename)) for file in group}
+            before = {name: _state(each) for name, each in data.items()}
+
+            def check(file: FileInfo) -> None:
+                if self._files.known_digest(file.basename) is None:
+                    self._digests[file.basename] = _checked_digest(file, data[file.basename])
+
+            if errors := run_all(group, check, _COMMIT_THREADS):
+                raise errors[0][1]
+            placed = self._commits.commit(data)
+            changed = [name for name, state in before.items() if _state(data[name]) != state]
+            if changed:
+                self._commits.commit({}, changed)
+                raise ShardError(str(data[changed[0]]), "changed while it was sent; run the upload again")
+        return placed
+
+    def _groups(self, files: Iterable[FileInfo]) -> Iterator[list[FileInfo]]:
+        """Files in order, as many as a commit has; staged ones lie on this machine's disk meanwhile."""
+        group: list[FileInfo] = []
+        staged = 0
+        for file in files:
+            group.append(file)
+            staged += file.bytes if self._files.is_staged(file.basename) else 0
+            if len(group) == COMMIT_FILES or staged >= _STAGED_BYTES:
+                yield group
+                group, staged = [], 0
+        if group:
+            yield group
+
+
+def sender_to(target: Store, files: LocalFiles) -> Sender:
+    """What sends files to a store in the way that suits it."""
+    commits = commits_of(target)
+    return Sender(target, files) if commits is None else CommitSender(commits, files)
+
+
 class Receiver:
     """Objects of a store into a folder."""
 
@@ -173,8 +261,8 @@ class Receiver:
         name, digest = expected
         return hash_file(self._folder / file.basename, [name]) == {name: digest}
 
-    def place_together(self, files: Sequence[FileInfo]) -> Mapping[str, ObjectInfo]:
-        return {}
+    def place_together(self, files: Sequence[FileInfo]) -> Iterable[Mapping[str, ObjectInfo]]:
+        return ()
 
     def place(self, file: FileInfo) -> ObjectInfo:
         """Fetch a file; ShardError if its bytes are wrong again and again."""
@@ -240,8 +328,8 @@ class Placer:
         with self._files.open(file.basename) as data:
             return path.read_bytes() == data if isinstance(data, bytes) else path.samefile(data)
 
-    def place_together(self, files: Sequence[FileInfo]) -> Mapping[str, ObjectInfo]:
-        return {}
+    def place_together(self, files: Sequence[FileInfo]) -> Iterable[Mapping[str, ObjectInfo]]:
+        return ()
 
     def place(self, file: FileInfo) -> ObjectInfo:
         """Give a file its name; StoreError if the folder does not take it."""

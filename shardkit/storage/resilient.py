@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Self, TypeVar
 
+from shardkit.storage.hub import HubStore
 from shardkit.storage.limits import shared_gate
 from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.retry import Call, Operation, RetryPolicy, Upstream
@@ -41,6 +42,7 @@ from shardkit.storage.store import (
     Store,
     StoreError,
     TransientError,
+    commits_of,
     open_source,
 )
 from shardkit.storage.url import open_store
@@ -181,6 +183,39 @@ class ResilientStore(BaseStore):
 
     def delete(self, key: str) -> None:
         self._run("delete", key, lambda: self._store.delete(key))
+
+    @property
+    def has_commits(self) -> bool:
+        """Whether `commit` writes many files in one step (`CommitStore`)."""
+        return commits_of(self._store) is not None
+
+    def commit(
+        self, files: Mapping[str, bytes | Path], deleted: Collection[str] = ()
+    ) -> Mapping[str, ObjectInfo]:
+        """As `CommitStore.commit`; the size of all files bounds its time."""
+        commits = commits_of(self._store)
+        assert commits is not None, "`has_commits` says so"
+        size = sum(map(_size, files.values()))
+        seconds = self.policy.transfer_seconds(size)
+        infos = self._run("put", f"{len(files):,} files", lambda: commits.commit(files, deleted), seconds)
+        self.metrics.count("bytes_written", size)
+        return infos
+
+    def pinned(self) -> ResilientStore:
+        """The store at the state that its URL names now, if it can be read at one later; otherwise itself.
+
+        Of a branch of a repository it is the commit, which the URL of the result names.
+        """
+        if not isinstance(self._store, HubStore) or self._store.is_pinned:
+            return self
+        return ResilientStore(
+            self._run("head", "", self._store.pinned),
+            self.policy,
+            self.metrics,
+            connections=self._connections,
+            has_answered=True,
+            shares_limit=self._shares_limit,
+        )
 
     def close(self) -> None:
         self._store.close()

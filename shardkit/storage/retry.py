@@ -335,6 +335,8 @@ class Call:
         self._failures += 1
         doubled = policy.backoff_seconds * 2.0 ** min(self._failures - 1, 60)
         delay = min(policy.longest_backoff_seconds, doubled) * policy.jitter()
+        if isinstance(error, ThrottledError) and error.retry_after_seconds is not None:
+            delay += error.retry_after_seconds  # with the jitter, as all processes are told the same
         left = self._left_seconds
         # An attempt without time left would only replace the error by its own timeout.
         if delay + _LEAST_ATTEMPT_SECONDS >= left:

@@ -13,11 +13,11 @@ others do not go away by themselves.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal, Protocol, Self, get_args
+from typing import BinaryIO, Literal, Protocol, Self, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ __all__ = [
     "BaseStore",
     "Body",
     "Checksums",
+    "CommitStore",
     "ObjectChangedError",
     "ObjectExistsError",
     "ObjectInfo",
@@ -44,6 +45,7 @@ __all__ = [
     "TransientError",
     "checked_key",
     "checked_range",
+    "commits_of",
     "hash_object",
     "open_source",
     "read_body",
@@ -88,6 +90,9 @@ class TransientError(StoreError):
 
 class ThrottledError(TransientError):
     """The store asks for fewer requests (503 SlowDown, 429): retry later, with fewer at a time."""
+
+    retry_after_seconds: float | None = None
+    """When to come back, if the store says so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,6 +202,22 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Close connections; a store that is used again opens new ones."""
+
+
+class CommitStore(Store, Protocol):
+    """A store whose unit is the commit: a `put` is one, and costs as much as many files together."""
+
+    has_commits: bool
+
+    def commit(
+        self, files: Mapping[str, bytes | Path], deleted: Collection[str] = ()
+    ) -> Mapping[str, ObjectInfo]:
+        """Write and delete files in one atomic step; return what was written, as the store then has it."""
+
+
+def commits_of(store: Store) -> CommitStore | None:
+    """Return `store` if its unit is the commit."""
+    return cast(CommitStore, store) if getattr(store, "has_commits", False) else None
 
 
 class BaseBody(Closing):

@@ -30,7 +30,8 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def open_store(url: str | os.PathLike[str], options: StorageOptions | None = None) -> Store:
-    """Open the store at `url`: a path or file://, s3://bucket/prefix, memory://name, or any URL of fsspec.
+    """Open the store at `url`: a path or file://, s3://bucket/prefix, hf://datasets/org/name, memory://name,
+    or any URL of fsspec.
 
     Nothing is contacted yet. StoreError if the URL is not valid; MissingExtraError if a package is missing.
     """
@@ -45,6 +46,10 @@ def open_store(url: str | os.PathLike[str], options: StorageOptions | None = Non
         from shardkit.storage.s3 import S3Store
 
         return S3Store(text, options)
+    if scheme == "hf":
+        from shardkit.storage.hub import HubStore
+
+        return HubStore(text, options)
     if scheme == "memory":
         from shardkit.storage.memory import MemoryStore
 

@@ -180,7 +180,7 @@ def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:
             inputs = replace(
                 BuildInputs.of(recipe, splits), limits=DEFAULT_LIMITS.within(MEMORY_BYTES).divided(scale)
             )
-            outputs = run_stages(inputs, TokenizerFile.of(recipe), runner.run)
+            [outputs] = run_stages(inputs, TokenizerFile.of(recipe), runner.run)
             whole = time.process_time() - began
             stages["driver"].cpu_seconds = whole - sum(usage.cpu_seconds for usage in stages.values())
             lines = 0

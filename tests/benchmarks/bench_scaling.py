@@ -69,13 +69,15 @@ def run_stages(recipe: Recipe, engine: Engine, folder: Path) -> dict[str, float]
         removals = [SplitRemovals()] * len(splits)
         signing = NearStages(near, described, removals, task_memory(recipe), recipe.seed)
         runner.run(signing.signature_tasks())
+        tokenizer = tokenize.TokenizerFile.of(recipe)
+        assert tokenizer is not None
         tokenizing = tokenize.tasks(
             recipe,
             splits,
             cleaned,
             removals,
             cleaned=cleaned,
-            tokenizer=tokenize.TokenizerFile.of(recipe),
+            tokenizer=tokenizer,
             engine="gigatoken",
             unlike=(),
         )

@@ -66,7 +66,7 @@ work: work
 """
 
 
-def look(recipe: Recipe) -> tuple[BuildInputs, TokenizerFile]:
+def look(recipe: Recipe) -> tuple[BuildInputs, TokenizerFile | None]:
     """What a build reads before its first task."""
     return BuildInputs.of(recipe, scan_inputs(recipe)), TokenizerFile.of(recipe)
 

@@ -106,7 +106,7 @@ def forget_a_loser(funnel: Funnel) -> None:
         (lose_bytes, "source 0, cleaning: read 10 documents"),
         (lose_tokens, "tokens to pack: 95 before, 94 after"),
         (lose_padding, "tokens in rows: 100 before, 99 after"),
-        (lose_a_document, "documents to pack: 12 before, 11 after"),
+        (lose_a_document, "documents to write: 12 before, 11 after"),
         (forget_a_loser, "exact_duplicate"),
     ],
 )

@@ -69,6 +69,7 @@ def test_documented_defaults_hold() -> None:
         "compression": None,
         "hashes": ("xxh64",),
         "prefixes": None,
+        "pack": None,
     }
     assert (recipe.work, recipe.seed, recipe.memory, recipe.max_bad_fraction) == (None, 17, 2 * 10**9, 0)
     assert recipe.dedup.exact is None
@@ -209,7 +210,10 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
         ({"output": {"path": "o", "hashes": ["xxh9"]}}, "output.hashes[0]: unknown hash 'xxh9'"),
         ({"output": {"path": "o", "compression": "rar"}}, "output.compression: "),
         ({"output": {"path": "o", "format": "wds", "compression": "zstd"}}, "tar shards are plain"),
-        ({"output": {"path": "o", "format": "tar"}}, "output.format: should be 'mds' or 'wds', got 'tar'"),
+        (
+            {"output": {"path": "o", "format": "tar"}},
+            "output.format: should be 'mds', 'wds', 'parquet', 'jsonl' or 'tokens', got 'tar'",
+        ),
         ({"pack": {"sequence_length": 1}}, "pack.sequence_length: "),
         ({"pack": {"sequence_length": True}}, "pack.sequence_length: "),
         ({"max_bad_fraction": 1.5}, "max_bad_fraction: "),

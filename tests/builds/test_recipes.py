@@ -28,17 +28,20 @@ import zstandard
 from shardkit import open_dataset
 from shardkit.datasets.verify import verify
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.storage.hub import HubPlace
 from shardkit.tools.demo.run import RECIPE as DEMO_RECIPE
 from shardkit.tools.trace.text import Decoder
 from shardkit.writers import BuildResult, build, build_dedup_index, load_recipe
+from shardkit.writers.pack_store import pack_store
 from support.default_cases import cases
+from support.hub_environment import hub_server
 from support.s3_moto import s3_server
 from support.small_build import make_corpus, tree
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 
 # Those that have a test of their own below.
-PROFILES = {"c4", "code", "continue-pretraining", "demo", "gopher", "wikipedia"}
+PROFILES = {"c4", "code", "continue-pretraining", "demo", "gopher", "long-context", "wikipedia"}
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 RECIPES = [recipe for recipe in sorted(FOLDER.glob("*.yaml")) if recipe.stem not in PROFILES]
 # Prose that all of the filters let pass: sentences in paragraphs, with the stop words they look for.
@@ -72,7 +75,7 @@ De talte om det hele natten, og til sidst blev de enige om at rejse.
 TEXTS = [PROSE.replace("plan", f"plan{n}") for n in range(30)]
 
 KEPT = {"fineweb": 2, "jsonl-mds": 30, "near-dedup": 20, "parquet-wds": 30, "plain-text": 8, "s3": 30}
-KEPT |= {"ray-cluster": 30, "slurm": 30}
+KEPT |= {"publish-to-hub": 30, "ray-cluster": 30, "slurm": 30}
 
 DROPPED = {
     "gopher_repetition/top_4_gram": 1,  # PROSE
@@ -206,7 +209,8 @@ def test_every_recipe_is_built() -> None:
         assert any(test.startswith(f"test_{name.replace('-', '_')}_") for test in globals())
 
 
-CASES = cases(RECIPES, [recipe for recipe in RECIPES if recipe.stem != "ray-cluster"])  # it starts a server
+SLOW = {"publish-to-hub", "ray-cluster"}  # these start servers
+CASES = cases(RECIPES, [recipe for recipe in RECIPES if recipe.stem not in SLOW])
 
 
 @pytest.mark.parametrize("recipe", CASES, ids=lambda recipe: recipe.stem)
@@ -233,8 +237,18 @@ def make_index(folder: Path) -> None:
 
 @contextmanager
 def buckets_of(recipe: Path, data: Path) -> Iterator[None]:
-    """A server with the bucket that a recipe names, if it names one, and in it what it reads from there."""
+    """A server with what a recipe writes to, if that is no folder, and with what it reads from there."""
     loaded = load_recipe(recipe)
+    if loaded.output.path.startswith("hf://"):
+        with hub_server() as hub:
+            hub.new_repository(HubPlace.parse(loaded.output.path).repository)
+            for place in {HubPlace.parse(config.base) for config in loaded.inputs if config.base}:
+                name = hub.new_repository(place.repository)
+                files = [file for file in data.rglob("*") if file.is_file()]
+                commit = hub.commit(name, {str(file.relative_to(data)): file.read_bytes() for file in files})
+                hub.repositories[name].tags[place.revision or "v1"] = commit
+            yield
+        return
     bucket = urlsplit(loaded.output.path).netloc
     if not bucket:
         yield
@@ -444,3 +458,29 @@ def test_continue_pretraining_keeps_what_is_new_to_the_model(folder: Path) -> No
     streams = [Stream(result.location, weight=19), Stream(rehearsal.location)]
     with StreamingLoader(streams, batch_size=20, return_ids=True) as loader:
         assert next(iter(loader))["stream_id"].sum() == 1
+
+
+def test_long_context_packs_the_same_documents_in_rows_of_every_length(folder: Path) -> None:
+    words = [f"w{n}" for n in range(997)]
+    texts = [" ".join(words[(n * 31 + k * k) % 997] for k in range(60 + n % 200)) for n in range(150)]
+    (folder / "data" / "long").mkdir(parents=True)
+    write_lines(folder / "data" / "long" / "a.jsonl.gz", [{"text": text} for text in texts])
+    made = run(folder, "long-context")
+    kept = {
+        Path(one.location).relative_to(folder / "out" / "long").as_posix(): one
+        for one in (made, *made.others)
+    }
+    assert set(kept) == {
+        f"{name}/{part}" for name in ("4k", "64k", "tokens") for part in ("train", "validation")
+    }
+    for part in ("train", "validation"):
+        tokens = {kept[f"{name}/{part}"].tokens for name in ("4k", "64k", "tokens")}
+        assert len(tokens) == 1
+    packed = pack_store(
+        folder / "out" / "long" / "tokens" / "train",
+        folder / "packed",
+        overrides=["pack.sequence_length=65536"],
+        workers=1,
+        progress=False,
+    )
+    assert packed.fingerprint == kept["64k/train"].fingerprint

@@ -149,7 +149,7 @@ def test_a_split_that_keeps_nothing_leaves_an_empty_spill(
 def test_the_removed_rows_of_a_batch_are_found_without_a_scan_of_the_splits() -> None:
     removed = Removed({"exact_duplicate": np.arange(0, 3_000_000, 3), "near_duplicate": np.arange(1, 30, 3)})
     start = time.process_time()
-    parts = [removed.part(first, 600) for first in range(0, 3_000_000, 600)]
+    parts = [removed.within(first, 600) for first in range(0, 3_000_000, 600)]
     assert time.process_time() - start < 1, "5,000 scans of a million rows take several seconds"
     assert all((part.rows["exact_duplicate"] == np.arange(0, 600, 3)).all() for part in parts)
     assert [len(part.rows["near_duplicate"]) for part in parts[:2]] == [10, 0]

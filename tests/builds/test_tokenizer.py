@@ -372,3 +372,38 @@ def test_golden_ids_of_real_tokenizers(name: str, key: str) -> None:
     for engine in ENGINES:
         encoded = split_texts(Encoder(path, EOS, engine=engine).encode([row["text"] for row in rows]))
         assert encoded == [row["ids"][key] for row in rows]
+
+
+def test_documents_begin_with_bos_and_end_with_eos_as_the_models_own_tokenizer_makes_them(
+    tmp_path: Path, inline_builds: None
+) -> None:
+    recipe = make_corpus(tmp_path, 120)
+    train(tmp_path, special=(EOS, "<s>"))
+    own = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    own.post_processor = processors.TemplateProcessing(
+        single=f"<s> $A {EOS}", special_tokens=[(token, own.token_to_id(token)) for token in ("<s>", EOS)]
+    )
+    own.encode_special_tokens = True
+    said = {"text": f"it says <s>, {EOS} and <s> again", "number": 1}
+    (tmp_path / "plain-0.jsonl").write_text(json.dumps(said) + "\n")
+    settings = ["output.format=tokens", "tokenizer.bos=<s>"]
+    built = build(recipe, overrides=settings, workers=1, progress=False)
+    text = build(recipe, overrides=["output.format=jsonl", "output.path=text"], workers=1, progress=False)
+    expected = sorted(own.encode(str(row["text"])).ids for row in text.open())
+    assert sorted(list(row["tokens"]) for row in built.open()) == expected  # type: ignore[call-overload]
+    facts = json.loads((built.output / "dataset.json").read_text())["tokenizer"]
+    assert (facts["bos"], facts["bos_id"]) == ("<s>", own.token_to_id("<s>"))
+    rows = build(recipe, overrides=["tokenizer.bos=<s>", "output.path=rows"], workers=1, progress=False)
+    texts = [document.text for row in range(len(rows.open())) for document in rows.open().documents(row)]
+    assert len(texts) > len(expected) / 2
+    assert sum("<s>" in str(text) for text in texts) == 1, "the one that spells it; documents begin with it"
+
+
+def test_a_bos_that_the_tokenizer_lacks_or_text_can_produce_is_refused(
+    tmp_path: Path, inline_builds: None
+) -> None:
+    recipe = make_corpus(tmp_path, 40)
+    with pytest.raises(RecipeError, match=r"tokenizer.bos: .* has no token '<bos>'; its special tokens are"):
+        build(recipe, overrides=["tokenizer.bos=<bos>"], workers=1, progress=False)
+    with pytest.raises(BuildError, match="text was encoded to the bos id"):
+        build(recipe, overrides=["tokenizer.bos=d"], workers=1, progress=False)

@@ -13,7 +13,9 @@ import pytest
 import yaml
 
 from shardkit.cli.main import main
+from shardkit.formats.mds import MdsWriter
 from shardkit.writers import load_recipe
+from support.foreign_tars import make_tar
 from support.small_build import make_corpus, text_of
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
@@ -58,6 +60,7 @@ def test_the_recipe_that_init_writes_builds_what_is_there(
     assert lines.exclude == ("*.json", "*.md", "*.parquet")
     assert (table.text, table.id, table.url) == ("text", None, None)
     assert set(table.exclude) == {"*.json", "*.md", "*.jsonl", "*.jsonl.gz"}
+    assert recipe.tokenizer is not None
     assert recipe.tokenizer.eos == "<|endoftext|>"
     assert main(["build", "recipe.yaml", "--quiet", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["funnel"]["read"]["documents"] == 90
@@ -118,7 +121,11 @@ def test_files_that_a_shell_listed_are_one_input(tmp_path: Path, monkeypatch: py
     ("name", "content", "message"),
     [
         ("a.pdf", "%PDF", "a.pdf: not a format that can be read, judged by its name"),
-        ("a.json", '[{"text": "x"}]', "a.json: its first line is not a JSON object"),
+        (
+            "a.json",
+            '[{"text": "x"}]',
+            "a.json: an array of JSON objects: write an input with `format: json` for it",
+        ),
         ("a.jsonl", '{"n": 1}\n', "have no field of text"),
     ],
 )
@@ -131,3 +138,21 @@ def test_data_without_documents_is_refused(
     assert "no file holds documents" in error
     assert message in error
     assert not (tmp_path / "recipe.yaml").exists()
+
+
+def test_datasets_are_drafted_with_the_column_or_member_that_holds_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_corpus(tmp_path / "old")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old/tokenizer.json").rename(tmp_path / "tokenizer.json")
+    with MdsWriter("mds", columns={"body": "str", "link": "str", "n": "int"}) as writer:
+        for n in range(30):
+            writer.write({"body": text_of(n) * 9, "link": f"https://a.example/{n}", "n": n})
+    members = [(f"{n}.json", json.dumps({"content": text_of(n) * 9}).encode()) for n in range(30)]
+    (tmp_path / "tars").mkdir()
+    (tmp_path / "tars/a.tar").write_bytes(make_tar(members))
+    assert main(["init", "mds", "tars", "--output", "r.yaml"]) == 0
+    mds, tars = load_recipe("r.yaml").inputs
+    assert (mds.path, mds.text, mds.url) == ("mds", "body", "link")
+    assert (tars.path, tars.text) == ("tars", "json.content")

@@ -13,9 +13,13 @@ import pytest
 
 from shardkit.progress import Report, make_listener
 from shardkit.writers import build
-from shardkit.writers.dedup.config import DedupConfig
 from shardkit.writers.progress import BuildProgress, StageProgress, StepProgress, WholeBuild
+from shardkit.writers.recipe import Recipe, load_recipe
 from support.small_build import make_corpus
+
+RECIPE = Recipe.model_validate(
+    {"inputs": "a.jsonl", "output": "out", "tokenizer": {"path": "t.json", "eos": "x"}}
+)
 
 
 def report(done: int, stage: str = "clean", documents: int = 500) -> StageProgress:
@@ -95,9 +99,9 @@ def test_a_terminal_gets_a_bar_a_stage(
     assert "2 of 4 tasks" in err
 
 
-def as_a_whole(reports: Iterable[StageProgress], dedup: DedupConfig, folder: Path) -> list[Report]:
+def as_a_whole(reports: Iterable[StageProgress], recipe: Recipe, folder: Path) -> list[Report]:
     shown: list[Report] = []
-    with WholeBuild(make_listener(shown.append), dedup, folder) as whole:
+    with WholeBuild(make_listener(shown.append), recipe, folder) as whole:
         for each in reports:
             whole(each)
     return shown
@@ -107,8 +111,9 @@ def test_a_build_goes_from_nothing_to_all_by_the_steps_of_its_recipe(
     tmp_path: Path, inline_builds: None
 ) -> None:
     heard: list[StageProgress] = []
-    build(make_corpus(tmp_path, 80), workers=1, progress=heard.append)
-    shown = as_a_whole(heard, DedupConfig(exact={}), tmp_path)  # type: ignore[arg-type]
+    recipe = load_recipe(make_corpus(tmp_path, 80))
+    build(recipe, workers=1, progress=heard.append)
+    shown = as_a_whole(heard, recipe, tmp_path)
     builds = [each for each in shown if isinstance(each, BuildProgress)]
     shares = [each.share for each in builds]
     assert shares == sorted(shares)
@@ -126,7 +131,11 @@ def test_time_left_is_told_once_a_twentieth_was_done_in_this_run(
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     whole: list[Report] = []
-    meter = WholeBuild(make_listener(whole.append), DedupConfig(), tmp_path)
+    meter = WholeBuild(
+        make_listener(whole.append),
+        RECIPE,
+        tmp_path,
+    )
     told = []
     for done in range(5):
         # Half of the tasks were reused: they took no time, and say nothing of the time that is left.

@@ -58,7 +58,7 @@ def test_a_card_is_stored_as_sorted_json_with_all_that_it_said(tmp_path: Path) -
 def test_facts_and_sections_are_typed() -> None:
     card = DatasetCard(CARD)
     assert (card.fingerprint, card.tokens, card.source_labels) == ("ab", 75, ["web"])
-    assert card.tokenizer == TokenizerFacts("t.json", "d", "<|end|>", 0, "in/t.json")
+    assert card.tokenizer == TokenizerFacts("t.json", "d", "<|end|>", 0, None, "in/t.json")
     assert card.funnel.dropped["near_duplicate"] == Count(1, 10)
     assert (card.inputs[0].tokens, card.inputs[0].languages) == (0, None)  # as in older cards
     assert (card.filters, card.languages()) == (None, {})

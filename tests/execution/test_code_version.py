@@ -29,6 +29,7 @@ OTHER_LIBRARIES = {
     "botocore": "moves objects",
     "urllib3": "moves objects",
     "fsspec": "moves objects",
+    "huggingface_hub": "moves objects",
 }
 
 

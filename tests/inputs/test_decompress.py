@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from shardkit.errors import MissingExtraError
-from shardkit.writers.inputs.decompress import ContainerError, decompressed
+from shardkit.writers.inputs.decompress import ConfirmedMembers, ContainerError, decompressed
 
 TEXT = b"".join(b'{"text": "line %d of some text"}\n' % (i * i) for i in range(20_000))
 SKIPPABLE = b"\x50\x2a\x4d\x18" + struct.pack("<I", 4) + b"skip"
@@ -204,3 +204,43 @@ def test_without_lz4_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delitem(sys.modules, "lz4.frame")
     with pytest.raises(MissingExtraError, match=r"pip install 'shardkit\[formats\]'"):
         read(b"", "lz4")
+
+
+def confirmed(data: bytes) -> tuple[bytes, list[ContainerError]]:
+    """What `ConfirmedMembers` hands out of members that begin with b"WARC/", and the damage it meets."""
+    members = ConfirmedMembers(io.BytesIO(data), len(data), lambda line: line.startswith(b"WARC/"))
+    pieces: list[bytes] = []
+    damage: list[ContainerError] = []
+    while True:
+        try:
+            pieces.append(next(members))
+        except StopIteration:
+            return b"".join(pieces), damage
+        except ContainerError as error:
+            damage.append(error)
+
+
+@pytest.mark.parametrize("at", [-6, pytest.param(1000, marks=pytest.mark.extended)], ids=["checksum", "data"])
+def test_a_member_too_large_to_hold_is_confirmed_before_any_of_it_is_handed_out(at: int) -> None:
+    large = b"WARC/large " + random.Random(0).randbytes(1 << 20) + bytes(17 << 20)
+    packed = bytearray(gzip.compress(large, 1, mtime=0))
+    small = gzip.compress(b"WARC/small ", mtime=0)
+    assert confirmed(small + bytes(packed) + small) == (b"WARC/small " + large + b"WARC/small ", [])
+    packed[at] ^= 1
+    got, (damage,) = confirmed(small + bytes(packed) + small)
+    assert got == b"WARC/small WARC/small "
+    assert (damage.rest_bytes, damage.resumes) == (len(packed), True)
+    assert f"stored bytes {len(small):,} to {len(small) + len(packed):,} are lost" in damage.problem
+    got, (damage,) = confirmed(small + gzip.compress(large, 1, mtime=0)[:-3])
+    assert got == b"WARC/small "
+    assert not damage.resumes
+
+
+def test_a_file_of_headers_that_lead_nowhere_ends_the_search_in_reasonable_time() -> None:
+    head = gzip.compress(b"WARC/1.0\n" + bytes(100), 0, mtime=0)[:40]
+    data = head * 20_000
+    got, damage = confirmed(data)
+    assert got == b""
+    assert sum(error.rest_bytes for error in damage) == len(data)
+    assert not damage[-1].resumes
+    assert len(damage) < 2000

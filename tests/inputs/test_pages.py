@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shardkit.errors import MissingExtraError
+from shardkit.errors import MissingExtraError, RecipeError
 from shardkit.writers.inputs.pages import decode_page, main_text_by
-from support.read_inputs import put, read
+from support.read_inputs import put, read, recipe
 
 PARAGRAPH = "A sentence about tokens that is long enough to be taken for the content of a page. " * 6
 OTHER = "Other sentences follow, on the packing of sequences, which a reader wants to keep as well. " * 6
@@ -85,3 +85,48 @@ def test_without_the_package_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError, match=r"pip install 'shardkit\[html\]'"):
         main_text_by(extractor)
+
+
+RICH = (
+    f"<html><body><nav><ul><li>Menu entry one</ul></nav><main><h1>Title</h1><p>{PARAGRAPH}</p>"
+    f"<ul><li>First point of a list. {PARAGRAPH}</li></ul>"
+    f'<p>See <a href="http://target.example/">this link</a>. {PARAGRAPH}</p>'
+    "<table><tr><td>cell of a table</td></tr></table></main></body></html>"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "present"),
+    [
+        ({"resiliparse": {}}, {"Menu entry": False, "target.example": False}),
+        ({"resiliparse": {"main_content": False}}, {"Menu entry": True, "\u2022 First point": True}),
+        ({"resiliparse": {"links": True}}, {"target.example": True}),
+        (
+            {"resiliparse": {"main_content": False, "list_bullets": False}},
+            {"\u2022": False, "First point": True},
+        ),
+        ({"trafilatura": {}}, {"cell of a table": True, "target.example": False}),
+        ({"trafilatura": {"tables": False}}, {"cell of a table": False}),
+        ({"trafilatura": {"links": True}}, {"target.example": True}),
+    ],
+)
+def test_options_of_a_library_change_which_parts_of_a_page_are_kept(
+    tmp_path: Path, options: dict[str, dict[str, bool]], present: dict[str, bool]
+) -> None:
+    put(tmp_path, "a.jsonl", orjson.dumps({"text": RICH}))
+    table, _, ledger = read(tmp_path, "a.jsonl", extract=options)
+    (text,) = table["text"].to_pylist()
+    assert {words: words in text for words in present} == present
+    assert ledger.read.bytes == len(RICH.encode())
+    (library,) = options
+    plain, _, _ = read(tmp_path, "a.jsonl", extract=library)
+    assert (plain["text"].to_pylist() == [text]) == (options == {library: {}})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"resiliparse": {}, "trafilatura": {}}, {"trafilatura": {"favour": "recall"}}, {"lxml": {}}, "lxml"],
+)
+def test_an_extractor_is_one_library_with_options_that_it_has(tmp_path: Path, options: object) -> None:
+    with pytest.raises(RecipeError, match=r"inputs\[0\].extract"):
+        recipe(tmp_path, {"path": "a.jsonl", "extract": options})

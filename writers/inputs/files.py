@@ -2,9 +2,10 @@
 
 A path is a file, a folder (all files below it) or a glob, on this machine or in a store. A folder that a glob
 matches is read as a folder, because Spark, Dask and Ray write `part.parquet/`. Names that begin with a dot or
-an underscore (`_SUCCESS`, `.crc`) are skipped unless the pattern spells them. Unlike the standard library's
-glob, `**` never follows a link into a folder that it is already inside, so a loop of links ends. The keys of
-a bucket are matched by the same rules.
+an underscore (`_SUCCESS`, `.crc`) are skipped unless the pattern spells them. Of a folder that is a dataset
+only the files are read that its list names (dataset_folders.py). Unlike the standard library's glob, `**`
+never follows a link into a folder that it is already inside, so a loop of links ends. The keys of a bucket
+are matched by the same rules.
 
 The name of a file is what its documents' ids are made from:
 - of a local file its path relative to the input's `base`, or without one to the recipe's folder, with "/"
@@ -16,7 +17,9 @@ s3://bucket/corpus/data/ with `base: s3://bucket/corpus`.
 
 A file in a store is one version of an object: the size and version (of S3 the ETag) that the listing stated
 when the build began. Every read asks for that version, so an object that is replaced meanwhile stops the
-build and is never mixed into it. Nothing of it is stored on this machine.
+build and is never mixed into it. Nothing of it is stored on this machine. A branch of a repository (hf://) is
+looked up once for each input; all is read at its commit, and later commits are not seen. Names have the
+branch as the recipe writes it, and versions are hashes of contents: so what is the same stays the same.
 """
 
 from __future__ import annotations
@@ -24,20 +27,22 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from os.path import normpath
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from shardkit.errors import BuildError, RecipeError
+from shardkit.storage.hub import HubPlace
 from shardkit.storage.object_file import open_object
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, StoreError
 from shardkit.storage.url import is_remote
+from shardkit.writers.inputs.dataset_folders import MAX_LIST_BYTES, data_files
 from shardkit.writers.recipe import InputConfig, Recipe
 
 __all__ = [
@@ -45,6 +50,7 @@ __all__ = [
     "check_unchanged",
     "expand_path",
     "expand_url",
+    "fields_of_path",
     "find_files",
     "key_matches",
     "open_input",
@@ -52,6 +58,7 @@ __all__ = [
 
 _MAGIC = re.compile(r"[*?\[]")
 _STORES = 16
+_HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 # s3://bucket, gs://bucket, https://host: what a connection is made to; hdfs:///folder has no host.
 _ROOT = re.compile(r"([^:/]+://(?:[^/]+|/[^/]+))(?:/(.*))?", re.DOTALL)
 
@@ -87,12 +94,55 @@ def find_files(
         files = _find_remote(config, key, storage)
     else:
         files = _find_local(recipe, config, key)
+    files = _with_documents(files, recipe, config, key)
     for name in files:
         try:
             name.encode()
         except UnicodeEncodeError:
             raise RecipeError(f"{key}: file name {name!r} is not UTF-8; rename the file") from None
     return dict(sorted(files.items()))
+
+
+def _with_documents(
+    files: Mapping[str, InputFile], recipe: Recipe, config: InputConfig, key: str
+) -> dict[str, InputFile]:
+    """The files without those that only describe a dataset that the others make up."""
+
+    def read(name: str) -> bytes:
+        file = files[name]
+        if file.bytes > MAX_LIST_BYTES:
+            raise RecipeError(f"{key}: {file.path} has {file.bytes:,} bytes, the limit is {MAX_LIST_BYTES:,}")
+        try:
+            with open_input(file) as stored:
+                return stored.read(file.bytes)
+        except OSError as error:
+            raise RecipeError(f"{key}: {file.path}: {error.strerror or error}") from error
+
+    def is_excluded(name: str) -> bool:
+        if is_remote(config.path):
+            url = name if config.base is None else f"{config.base.rstrip('/')}/{name}"
+            return _is_excluded(config, url)
+        return _is_excluded(config, normpath(recipe.folder / (config.base or "") / name), recipe.folder)
+
+    sizes = {name: file.bytes for name, file in files.items()}
+    kept = data_files(sizes, config.format, key, read, is_excluded)
+    return {name: file for name, file in files.items() if name in kept}
+
+
+def fields_of_path(config: InputConfig, name: str) -> dict[str, str]:
+    """What `path_fields` finds in a file's name; ValueError if its expression does not match.
+
+    Values of hive folders are unquoted as Spark and Hive quote them; their mark of a null gives no field.
+    """
+    if config.path_fields is None or config.is_sample:
+        return {}
+    if config.path_fields == "hive":
+        parts = [part.partition("=") for part in name.split("/")[:-1] if "=" in part]
+        return {unquote(key): unquote(value) for key, _, value in parts if key and value != _HIVE_NULL}
+    found = re.search(config.path_fields, name)
+    if found is None:
+        raise ValueError(f"the expression {config.path_fields!r} matches nothing in the name {name}")
+    return {key: value for key, value in found.groupdict().items() if value is not None}
 
 
 def open_input(file: InputFile) -> BinaryIO:
@@ -141,11 +191,11 @@ def _find_remote(config: InputConfig, key: str, storage: StorageOptions | None) 
     except StoreError as error:
         raise RecipeError(f"{key}: {error}") from error
     files = {}
-    for url, info in found.items():
+    for url, (place, info) in found.items():
         if _is_excluded(config, url):
             continue
         name = _name_of_url(url, config.base, key)
-        files[name] = InputFile(name, url, info.bytes, info.version, storage)
+        files[name] = InputFile(name, place, info.bytes, info.version, storage)
     if not files:
         left = f"{len(found):,} objects, and exclude leaves none" if found else "no object"
         raise RecipeError(f"{key}: {config.path} matches {left}")
@@ -288,17 +338,20 @@ def _exists(path: Path) -> bool:
     return path.exists() or path.is_symlink()
 
 
-def expand_url(url: str, storage: StorageOptions | None) -> dict[str, ObjectInfo]:
-    """{URL: object} of what `url` names: an object, a glob over keys, or all below a folder.
+def expand_url(url: str, storage: StorageOptions | None) -> dict[str, tuple[str, ObjectInfo]]:
+    """{URL: (where to read it, object)} of what `url` names: an object, a glob, or all below a folder.
 
-    An object of this very name wins over a glob. http(s) has no listings: one file. StoreError.
+    An object of this very name wins over a glob. http(s) has no listings: one file. Where to read it is the
+    URL itself, or that of the commit which its branch has now. StoreError.
     """
     root, pattern = _split_url(url)
-    store = _connect(root, storage)
+    connected = _connect(root, storage)
+    store = connected.pinned()
+    start = root if store is connected else store.url
     is_web = urlsplit(url).scheme.lower() in ("http", "https")
     if pattern and not pattern.endswith("/"):
         try:
-            return {url: store.head(pattern)}
+            return {url: (f"{start}/{pattern}", store.head(pattern))}
         except ObjectNotFoundError:
             if is_web:
                 raise
@@ -309,11 +362,15 @@ def expand_url(url: str, storage: StorageOptions | None) -> dict[str, ObjectInfo
     if not is_glob:
         pattern = f"{pattern}/**" if pattern else "**"
     found = store.list(_fixed_part(pattern))
-    return {f"{root}/{info.key}": info for info in found if key_matches(pattern, info.key)}
+    keys = [info for info in found if key_matches(pattern, info.key)]
+    return {f"{root}/{info.key}": (f"{start}/{info.key}", info) for info in keys}
 
 
 def _split_url(url: str) -> tuple[str, str]:
     """(what a store is opened at, the key of the object or the pattern)."""
+    if url.lower().startswith("hf://"):
+        place = HubPlace.parse(url)
+        return place.root, f"{place.path}/" if place.path and url.endswith("/") else place.path
     found = _ROOT.fullmatch(url)
     if found is None:
         raise StoreError(url, "is no URL of a file, such as s3://bucket/folder/file.jsonl")

@@ -21,6 +21,7 @@ from functools import partial
 import zstandard
 
 from shardkit.errors import MissingExtraError
+from shardkit.writers.input_config import ExtractConfig, ResiliparseOptions, TrafilaturaOptions
 
 __all__ = ["BodyError", "decode_body", "decode_page", "join_chunks", "main_text_by"]
 
@@ -139,12 +140,19 @@ def decode_page(body: bytes, charset: str | None) -> str:
         return body.decode("utf-8", "replace")
 
 
-def main_text_by(extractor: str) -> Callable[[str], str | None]:
+def main_text_by(extractor: str | ExtractConfig) -> Callable[[str], str | None]:
     """A function from a page to its main text: "" if there is none, None if the library cannot read the page.
 
+    `extractor` is the name of a library, which stands for its default options, or has options.
     MissingExtraError without the package.
     """
-    extract = _trafilatura() if extractor == "trafilatura" else _resiliparse()
+    if isinstance(extractor, str):
+        extractor = ExtractConfig.model_validate({extractor: {}})
+    if extractor.trafilatura is not None:
+        extract = _trafilatura(extractor.trafilatura)
+    else:
+        assert extractor.resiliparse is not None
+        extract = _resiliparse(extractor.resiliparse)
 
     def main_text(page: str) -> str | None:
         if len(page) > _MAX_PAGE_CHARACTERS or _too_deep(page):
@@ -170,18 +178,28 @@ def _too_deep(page: str) -> bool:
     return False
 
 
-def _resiliparse() -> Callable[[str], str | None]:
+def _resiliparse(options: ResiliparseOptions) -> Callable[[str], str | None]:
     try:
         from resiliparse.extract.html2text import extract_plain_text
     except ImportError:
         raise MissingExtraError("resiliparse", "html", "extract: resiliparse") from None
-    return partial(extract_plain_text, main_content=True, alt_texts=False, comments=False)
+    return partial(extract_plain_text, **options.model_dump())
 
 
-def _trafilatura() -> Callable[[str], str | None]:
+def _trafilatura(options: TrafilaturaOptions) -> Callable[[str], str | None]:
     try:
         import trafilatura
     except ImportError:
         raise MissingExtraError("trafilatura", "html", "extract: trafilatura") from None
-    # Its deduplication remembers other pages: what it gave would depend on the order of reading.
-    return partial(trafilatura.extract, favor_precision=True, include_comments=False, deduplicate=False)
+    return partial(
+        trafilatura.extract,
+        favor_precision=options.favor == "precision",
+        favor_recall=options.favor == "recall",
+        include_comments=options.comments,
+        include_tables=options.tables,
+        include_links=options.links,
+        include_images=options.images,
+        include_formatting=options.formatting,
+        # It remembers other pages for this: what it gave would depend on the order of reading.
+        deduplicate=False,
+    )

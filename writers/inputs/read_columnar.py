@@ -20,6 +20,7 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 
 from shardkit.writers.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
+from shardkit.writers.inputs.chat import without_nulls
 from shardkit.writers.inputs.fields import column_at, type_at
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.records import RecordSink
@@ -47,7 +48,12 @@ def _first_line(error: Exception) -> str:
 
 def _wanted_paths(schema: pa.Schema, config: InputConfig) -> list[str]:
     """The columns and struct fields that the recipe wants and the file has."""
-    paths = dict.fromkeys((config.text, config.id or "id", config.url or "url", *config.metadata))
+    texts: tuple[str, ...] = (config.text,)
+    if config.is_masked:
+        named = (config.messages, config.prompt, config.completion)
+        texts = (*(path for path in named if path is not None), config.tools)
+    paths = dict.fromkeys((*texts, config.id or "id", config.url or "url", *config.metadata))
+    paths |= {} if config.document_id is None else {config.document_id: None}
     return [path for path in paths if type_at(schema, path) is not None]
 
 
@@ -63,7 +69,28 @@ def _text_problem(schema: pa.Schema, text: str) -> str | None:
     return None if _is_textual(kind) else f"column {text!r} holds {kind}, not text"
 
 
+def _problem(schema: pa.Schema, config: InputConfig) -> str | None:
+    """Why a table has not what the recipe reads; None if it has."""
+    if not config.is_masked:
+        return _text_problem(schema, config.text)
+    wanted = [path for path in (config.messages, config.prompt, config.completion) if path is not None]
+    lacking = next((path for path in wanted if type_at(schema, path) is None), None)
+    names = ", ".join(schema.names[:40])
+    return None if lacking is None else f"no column {lacking!r}; its columns: {names}"
+
+
+def _take_masked_rows(sink: RecordSink, config: InputConfig, batch: pa.RecordBatch) -> None:
+    columns = {path: column_at(batch, path).to_pylist() for path in _wanted_paths(batch.schema, config)}
+    for row in range(batch.num_rows):
+        fields = {path: without_nulls(values[row]) for path, values in columns.items()}
+        sink.add_masked(fields, bytes=batch.nbytes // batch.num_rows)
+        sink.record += 1
+
+
 def _take_rows(sink: RecordSink, config: InputConfig, batch: pa.RecordBatch) -> None:
+    if config.is_masked:
+        _take_masked_rows(sink, config, batch)
+        return
     columns = {path: _values(column_at(batch, path)) for path in _wanted_paths(batch.schema, config)}
     others = {path: values for path, values in columns.items() if path != config.text}
     for row, raw in enumerate(columns[config.text]):
@@ -73,8 +100,8 @@ def _take_rows(sink: RecordSink, config: InputConfig, batch: pa.RecordBatch) -> 
             sink.too_long(len(raw), head=raw)
         else:
             try:
-                text = raw.decode()
-                fields = {path: _decoded(values[row]) for path, values in others.items()}
+                text = sink.decode(raw)
+                fields = {path: _decoded(sink, values[row]) for path, values in others.items()}
             except UnicodeDecodeError as error:
                 sink.bad("bad_utf8", f"byte {error.start:,} of a value is not UTF-8", head=raw)
             else:
@@ -105,8 +132,8 @@ def _values(column: pa.Array) -> list[Any]:
     return values
 
 
-def _decoded(value: object) -> object:
-    return value.decode() if isinstance(value, bytes) else value
+def _decoded(sink: RecordSink, value: object) -> object:
+    return sink.decode(value) if isinstance(value, bytes) else value
 
 
 def read_parquet(sink: RecordSink, config: InputConfig) -> Iterator[None]:
@@ -127,7 +154,7 @@ def _read_open(sink: RecordSink, config: InputConfig, stored: BinaryIO) -> Itera
     with file:
         groups = range(split.start, min(split.end, file.num_row_groups))
         expected = sum(file.metadata.row_group(group).num_rows for group in groups)
-        unfit = _text_problem(file.schema_arrow, config.text)
+        unfit = _problem(file.schema_arrow, config)
         if unfit:
             sink.no_column(unfit, bytes=split.bytes, records=expected)
             return

@@ -125,6 +125,8 @@ def _unfit(sink: RecordSink, config: InputConfig, names: list[str]) -> bool:
 
 def _take_row(sink: RecordSink, config: InputConfig, row: list[str], source: _Source) -> None:
     names = sink.columns or ()
+    if sink.replaces:
+        row = [sink.decode(value.encode("utf-8", "surrogateescape")) for value in row]
     fields = dict(zip(names, row, strict=False))
     text = field_at(fields, config.text)
     if len(row) != len(names):

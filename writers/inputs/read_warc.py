@@ -6,7 +6,9 @@ kinds of content (`warc/not_html`), bodies whose coding is broken (`warc/bad_bod
 length is unusable is one quarantine entry, after which reading goes on at the next line that looks like the
 beginning of a record. So is a record that is followed by bytes that are no record: its length is wrong, and
 its text is cut or has parts of its neighbors. A file that ends inside a record is damaged. gzip files need
-not have a member for each record. Memory is one record; long ones that are no page are skipped.
+not have a member for each record; if they do, a damaged member is one quarantine entry of the stored bytes up
+to the next member that begins with a record, and nothing of a member is used unless its checksum confirms it.
+Memory is one record; long ones that are no page are skipped.
 """
 
 from __future__ import annotations
@@ -14,14 +16,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from io import BytesIO
 from typing import Any, BinaryIO
 
 from shardkit.errors import MissingExtraError
 from shardkit.writers.inputs.decompress import ContainerError
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.pages import BodyError, decode_body, decode_page
-from shardkit.writers.inputs.records import RecordSink
+from shardkit.writers.inputs.records import PieceReader, RecordSink
 from shardkit.writers.recipe import InputConfig
 
 try:
@@ -34,6 +35,8 @@ except ImportError:
 __all__ = ["read_warc"]
 
 _WARC_LINE = re.compile(rb"WARC/\d")
+_WARC_VERSIONS = tuple(version.encode() for version in ArcWarcRecordLoader.WARC_TYPES)
+_HEADER_END = b"\r\n\r\n"
 _ARC_LINE = re.compile(rb"\S[^\r\n]* \S+ \d{8,20} \S+ -?\w+\r?\n?$")
 _ARC_HEADER = b"filedesc://"
 _HTML_TYPES = frozenset({"text/html", "application/xhtml+xml"})
@@ -46,7 +49,7 @@ _Booking = Callable[[], None]  # hands what a record holds to the sink
 def read_warc(sink: RecordSink, config: InputConfig) -> Iterator[None]:
     """Hand the records of a whole file to the sink."""
     with open_input(sink.split.input) as file:
-        archive = _Archive(sink, WarcStream(sink.pieces(file)))
+        archive = _Archive(sink, file)
         while archive.read_next():
             yield
 
@@ -62,8 +65,9 @@ class _RecordError(Exception):
 class _Archive:
     """The records of a stream, one by one into the sink."""
 
-    def __init__(self, sink: RecordSink, stream: WarcStream) -> None:
-        self._sink, self._stream = sink, stream
+    def __init__(self, sink: RecordSink, file: BinaryIO) -> None:
+        pieces = sink.confirmed_pieces(file, lambda line: bool(self._begins(line)))
+        self._sink, self._stream = sink, WarcStream(pieces)
         self._parsers = {
             "warc": StatusAndHeadersParser(ArcWarcRecordLoader.WARC_TYPES),
             "arc": ARCHeadersParser(),
@@ -80,6 +84,17 @@ class _Archive:
 
     def read_next(self) -> bool:
         """Book one record, or bytes that are none; False at the end."""
+        try:
+            return self._read_next()
+        except ContainerError as damage:
+            unfinished = self._stream.tell() - self._start
+            self._sink.damaged(damage.problem, bytes=unfinished + damage.rest_bytes)
+            self._sink.record += 1
+            self._line = b""
+            self._begin(self._stream.tell())
+            return damage.resumes
+
+    def _read_next(self) -> bool:
         line, self._line = self._line or self._next_line(), b""
         self._begin(self._stream.tell() - len(line))
         if not line:
@@ -133,31 +148,34 @@ class _Archive:
         """Read the record that begins with `line`: how to book it, and the length of its content."""
         stream = self._stream
         stream.last_line = line
-        try:
-            lines = stream.header_lines() if known == "warc" else None
-            found = self._parsers[known].parse(lines or stream, line)
-            if lines:
-                stream.take_lines(lines)
-        except StatusAndHeadersParserException as error:
-            raise _RecordError("bad_record", f"unreadable header: {str(error)[:200]}") from None
+        block = stream.header_block() if known == "warc" else b""
+        headers, length = _plain_headers(line, block), len(line)
+        if headers is not None:
+            stream.take(block)
+        else:
+            try:
+                found = self._parsers[known].parse(stream, line)
+            except StatusAndHeadersParserException as error:
+                raise _RecordError("bad_record", f"unreadable header: {str(error)[:200]}") from None
+            headers = {name.lower(): value for name, value in found.headers if value is not None}
+            length = found.total_len
         self._format = known
         ended = stream.last_line.endswith(b"\n") and (known == "arc" or not stream.last_line.strip(b"\r\n"))
         if not ended:
             raise _RecordError("damaged_file", "the file ends inside a record's header")
-        headers = {name.lower(): value for name, value in found.headers if value is not None}
-        length = headers.get("length" if known == "arc" else "content-length", "")
-        if not (length.isascii() and length.isdigit()):
-            raise _RecordError("bad_record", f"its length is {length[:40]!r}")
-        size, kind = int(length), headers.get("warc-type", "")
+        stated = headers.get("length" if known == "arc" else "content-length", "")
+        if not (stated.isascii() and stated.isdigit()):
+            raise _RecordError("bad_record", f"its length is {stated[:40]!r}")
+        size, kind = int(stated), headers.get("warc-type", "")
         if known == "arc":
             header = line.startswith(_ARC_HEADER)
-            size, kind = (max(size - found.total_len, 0), "") if header else (size, "response")
+            size, kind = (max(size - length, 0), "") if header else (size, "response")
         return self._read_content(kind, headers, size), size
 
     def _read_content(self, kind: str, headers: dict[str, str], size: int) -> _Booking:
         if kind == "conversion":
             try:
-                text = self._content(size).decode()
+                text = self._sink.decode(self._content(size))
             except UnicodeDecodeError as error:
                 raise _RecordError("bad_utf8", f"byte {error.start:,} of the text is not UTF-8") from None
             return partial(self._sink.add, text, _fields(headers), bytes=size, markup=False)
@@ -236,6 +254,27 @@ class _Archive:
                 return
 
 
+def _plain_headers(line: bytes, block: bytes) -> dict[str, str] | None:
+    """The headers in `block`, which ends with an empty line, by lower-case name: as warcio reads them.
+
+    None of what takes a parser: another first line than WARC's, lines that continue others, mixed charsets.
+    """
+    if not block or not line.startswith(_WARC_VERSIONS):
+        return None
+    try:
+        lines = block.decode().split("\n")
+    except UnicodeDecodeError:
+        return None
+    headers = {}
+    for text in lines[:-2]:
+        if not text or text[0].isspace():
+            return None
+        name, colon, value = text.partition(":")
+        if colon:
+            headers[name.rstrip(" \t").lower()] = value.strip()
+    return headers
+
+
 def _url_of(headers: dict[str, str]) -> str:
     """The page's address; wget puts it into <>, and spaces in it are not always escaped."""
     url = headers.get("warc-target-uri") or headers.get("uri") or ""
@@ -261,43 +300,17 @@ class HeaderTooLongError(Exception):
     """A record's header is longer than any real one."""
 
 
-class WarcStream:
-    """Reads pieces of bytes as a file; `header_begins` starts a count that `readline` holds to a limit."""
+class WarcStream(PieceReader):
+    """Reads headers by lines, too: `header_begins` starts a count that `readline` holds to a limit."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
-        self._held = b""
-        self._at = 0  # of the next byte in what is held
-        self._before = 0  # bytes of pieces that were read
+        super().__init__(pieces)
         self._header_start = 0
         self.last_line = b""
-
-    def tell(self) -> int:
-        """How many bytes have been read."""
-        return self._before + self._at
 
     def header_begins(self) -> None:
         """From here on lines are a header's."""
         self._header_start = self.tell()
-
-    def read(self, size: int) -> bytes:
-        """`size` bytes, fewer only at the end."""
-        parts, left = [], size
-        while left and self._fill():
-            part = self._held[self._at : self._at + left]
-            self._at += len(part)
-            left -= len(part)
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def skip(self, size: int) -> int:
-        """Skip `size` bytes; the number there were."""
-        left = size
-        while left and self._fill():
-            step = min(left, len(self._held) - self._at)
-            self._at += step
-            left -= step
-        return size - left
 
     def readline(self, size: int = _LINE_BYTES) -> bytes:
         """Up to the next newline, at most `size` bytes; HeaderTooLongError after a megabyte of header."""
@@ -317,28 +330,16 @@ class WarcStream:
         self.last_line = b"".join(parts)
         return self.last_line
 
-    def header_lines(self) -> BinaryIO | None:
-        """What is held up to an empty line, as a file that is quick to read; None if it ends before.
+    def header_block(self) -> bytes:
+        """What is held up to an empty line and with it, b"" if none is; `take` then reads it."""
+        end = self._held.find(_HEADER_END, self._at, self._at + _LINE_BYTES)
+        return self._held[self._at : end + len(_HEADER_END)] if end >= 0 else b""
 
-        `take_lines` then takes what was read of it.
-        """
-        end = self._held.find(b"\r\n\r\n", self._at, self._at + _LINE_BYTES)
-        return BytesIO(self._held[self._at : end + 4]) if end >= 0 else None
-
-    def take_lines(self, lines: BinaryIO) -> None:
-        """Take from the stream what was read of `header_lines`: up to an empty line."""
-        self._at += lines.tell()
+    def take(self, block: bytes) -> None:
+        """Read what `header_block` gave."""
+        self._at += len(block)
         self.last_line = b"\r\n"
 
     def peek(self) -> bytes:
         """The next byte; b"" at the end."""
         return self._held[self._at : self._at + 1] if self._fill() else b""
-
-    def _fill(self) -> bool:
-        while self._at == len(self._held):
-            piece = next(self._pieces, None)
-            if piece is None:
-                return False
-            self._before += len(self._held)
-            self._held, self._at = piece, 0
-        return True

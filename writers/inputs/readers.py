@@ -11,19 +11,19 @@ tables), where a full batch may be flushed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
-import orjson
 import pyarrow as pa
 
-from shardkit.errors import BuildError
+from shardkit.errors import BuildError, RecipeError
+from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.decompress import ContainerError
-from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at
+from shardkit.writers.inputs.fields import NamedFields
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.read_columnar import read_arrow, read_parquet
 from shardkit.writers.inputs.read_csv import read_csv
+from shardkit.writers.inputs.read_json import read_json, take_json
+from shardkit.writers.inputs.read_shards import read_mds, read_wds
 from shardkit.writers.inputs.records import LimitReachedError, Lines, RecordSink, SuspectDataError
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import Ledger, Quarantine
@@ -32,7 +32,14 @@ from shardkit.writers.recipe import InputConfig
 __all__ = ["SuspectDataError", "read_split"]
 
 Reader = Callable[[RecordSink, InputConfig], Iterator[None]]
-_TABLES: dict[str, Reader] = {"parquet": read_parquet, "arrow": read_arrow, "csv": read_csv}
+_READERS: dict[str, Reader] = {
+    "parquet": read_parquet,
+    "arrow": read_arrow,
+    "csv": read_csv,
+    "json": read_json,
+    "mds": read_mds,
+    "wds": read_wds,
+}
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -45,17 +52,18 @@ def read_split(
     max_record_bytes: int = 1 << 26,
     fields: NamedFields | None = None,
     suspect: SuspectDataError | None = None,
+    masking: Masking | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Batches of DOCUMENT_SCHEMA in record order; books `ledger.read` and `ledger.quarantined`.
 
-    `fields` learns which named fields there are; the caller books kept and dropped documents.
+    `fields` learns which named fields there are; `masking` renders conversations, and is given in builds with
+    a loss mask, whose batches are MARKED_SCHEMA; the caller books kept and dropped documents.
     BuildError when the file cannot be opened, or at the first bad record if `quarantine` allows none. If it
     allows some and a member of a compressed file is damaged, SuspectDataError: discard batches and counts,
     and read again with this error as `suspect`.
     """
-    sink = RecordSink(
-        split, config, ledger, quarantine, max_record_bytes, fields or NamedFields(config), suspect
-    )
+    named = fields or NamedFields(config)
+    sink = RecordSink(split, config, ledger, quarantine, max_record_bytes, named, suspect, masking)
     try:
         for _ in _reader(split, config)(sink, config):
             if sink.full:
@@ -71,8 +79,11 @@ def read_split(
 
 
 def _reader(split: Split, config: InputConfig) -> Reader:
-    if split.format in _TABLES:
-        return _TABLES[split.format]
+    if config.is_masked and split.format not in ("jsonl", "json", "parquet"):
+        key = f"inputs[{split.source}].{'prompt' if config.messages is None else 'messages'}"
+        raise RecipeError(f"{key}: {split.file}: records are read from JSON or Parquet, not {split.format}")
+    if split.format in _READERS:
+        return _READERS[split.format]
     if split.format == "warc":  # its module needs an extra
         from shardkit.writers.inputs.read_warc import read_warc
 
@@ -83,7 +94,7 @@ def _reader(split: Split, config: InputConfig) -> Reader:
 
 def _read_lines(sink: RecordSink, config: InputConfig) -> Iterator[None]:
     split = sink.split
-    take = _take_json if split.format == "jsonl" else _take_text
+    take = take_json if split.format == "jsonl" else _take_text
     with open_input(split.input) as file:
         lines = Lines(sink.pieces(file), offset=split.start, max_line_bytes=sink.max_record_bytes)
         sink.offset = split.start
@@ -99,57 +110,9 @@ def _read_lines(sink: RecordSink, config: InputConfig) -> Iterator[None]:
             yield
 
 
-def _take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
-    try:
-        fields = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        sink.bad(*_json_problem(line, error), head=line)
-        return
-    if not isinstance(fields, dict):
-        sink.bad("not_an_object", f"a JSON {_kind(fields)} where an object is expected", head=line)
-        return
-    text = field_at(fields, config.text)
-    if not isinstance(text, str):
-        if text is not MISSING:
-            problem = f"field {config.text!r} holds {_kind(text)}, not text"
-        else:
-            known = ", ".join(sorted(fields)[:20]) or "none"
-            problem = f"no field {config.text!r}; its fields: {known}"
-            if not sink.records:
-                key = f"inputs[{sink.split.source}]"
-                problem += f"; name the one with the text ({key}.text), or leave the file out ({key}.exclude)"
-        sink.bad("no_text", problem, head=line)
-        return
-    if any(_holds_large_number(field_at(fields, path)) for path in sink.carried):
-        # orjson makes floats of integers that 64 bits do not hold; json nests a little less deep than it.
-        with suppress(RecursionError):
-            fields = json.loads(line)
-    sink.add(text, fields, bytes=len(line))
-
-
-def _holds_large_number(value: object) -> bool:
-    """Whether there is a float anywhere in it that may be an integer of more than 64 bits."""
-    held = [value]
-    while held:
-        value = held.pop()
-        if isinstance(value, float) and abs(value) >= 1 << 63:
-            return True
-        if isinstance(value, dict | list):
-            held += value.values() if isinstance(value, dict) else value
-    return False
-
-
-def _json_problem(line: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:
-    try:
-        line.decode()
-    except UnicodeDecodeError as bad:
-        return "bad_utf8", f"byte {bad.start:,} of the line is not UTF-8"
-    return "bad_json", f"not JSON: {error.msg} at character {error.pos:,} of the line"
-
-
 def _take_text(sink: RecordSink, config: InputConfig, line: bytes) -> None:
     try:
-        text = line.removesuffix(b"\r").decode()
+        text = sink.decode(line.removesuffix(b"\r"))
     except UnicodeDecodeError as error:
         sink.bad("bad_utf8", f"byte {error.start:,} of the record is not UTF-8", head=line)
         return
@@ -169,15 +132,10 @@ def _read_whole(sink: RecordSink, config: InputConfig) -> Iterator[None]:
         sink.too_long(sink.position, head=data)
         return
     try:
-        text = data.removeprefix(_BOM).decode()
+        text = sink.decode(data.removeprefix(_BOM))
     except UnicodeDecodeError as error:
         head = data[max(error.start - 40, 0) :]
         sink.bad("bad_utf8", f"byte {error.start:,} is not UTF-8", head=head, bytes=len(data))
         return
     sink.add(text, {}, bytes=len(data))
     yield
-
-
-def _kind(value: object) -> str:
-    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")

@@ -7,9 +7,11 @@ at (`record`, and `offset` in a file of bytes), so that every entry of the quara
 
 from __future__ import annotations
 
+import builtins
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import BinaryIO
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import orjson
 import pyarrow as pa
@@ -18,19 +20,30 @@ from shardkit.writers.documents import (
     BATCH_DOCUMENTS,
     BATCH_TEXT_BYTES,
     DOCUMENT_SCHEMA,
+    MARKED_SCHEMA,
     document_ids,
 )
-from shardkit.writers.inputs.decompress import ContainerError, decompressed, plain_range
+from shardkit.writers.inputs.chat import ChatError, Masking
+from shardkit.writers.inputs.decompress import (
+    ConfirmedMembers,
+    ContainerError,
+    decompressed,
+    plain_range,
+)
 from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at
+from shardkit.writers.inputs.files import fields_of_path
 from shardkit.writers.inputs.pages import main_text_by
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.ledger import BadRecord, Count, Ledger, Quarantine, snippet_of
 from shardkit.writers.recipe import InputConfig
 
-__all__ = ["LimitReachedError", "Line", "Lines", "RecordSink", "SuspectDataError"]
+__all__ = ["LimitReachedError", "Line", "Lines", "PieceReader", "RecordSink", "SuspectDataError"]
 
 _HEAD_BYTES = 256
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SURROGATE_BYTES = 3  # of its code point
+_OWN_ID = re.compile("[0-9a-f]{32}")
 Line = tuple[int, int, bytes, bool]
 """Offset, length without the newline, the bytes, and whether they are all of the line or its head."""
 
@@ -68,32 +81,78 @@ class RecordSink:
         max_record_bytes: int,
         fields: NamedFields,
         suspect: SuspectDataError | None = None,
+        masking: Masking | None = None,
     ) -> None:
         self.split, self._config = split, config
+        self._masking = masking
         self._ledger, self._quarantine = ledger, quarantine
         self.max_record_bytes, self._suspect = max_record_bytes, suspect
         self._named = fields
         self.columns: Sequence[str] | None = None  # of a table, whose records all have the same fields
         extract = config.extract or ("resiliparse" if split.format == "warc" else "none")
         self._extract = None if extract == "none" else main_text_by(extract)
-        self.carried = (config.id or "id", config.url or "url", *config.metadata)  # paths of fields
+        self.replaces = config.on_bad_text == "replace"
+        self._replaced = 0  # bytes of the record that is being read
+        self._of_path = fields_of_path(config, split.file)
+        own_id = () if config.document_id is None else (config.document_id,)
+        self.carried = (config.id or "id", config.url or "url", *config.metadata, *own_id)  # paths of fields
         self.record = split.first_record
         self.offset: int | None = None
         self.position = split.start  # in the decompressed file, after the last of `pieces`
         self.records = 0  # read so far from this split, good or bad
         self._bytes = 0
-        self._rows: list[tuple[int, str, str | None, str | None, str | None]] = []
+        self._rows: list[tuple[int, str, str | None, str | None, str | None, bytes | None, bytes | None]] = []
 
     def _begin_record(self) -> None:
         if self.records == self.split.limit:
             raise LimitReachedError
         self.records += 1
+        self._replaced = 0
 
-    def add(self, text: str, fields: Mapping[str, object], *, bytes: int, markup: bool = True) -> None:
+    def decode(self, data: builtins.bytes) -> str:
+        """Text of a record; UnicodeDecodeError unless the recipe replaces what is not UTF-8."""
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            if not self.replaces:
+                raise
+        self._replaced += len(data) - len(data.decode("utf-8", "ignore").encode())
+        return data.decode("utf-8", "replace")
+
+    def check_text(self, text: str) -> str:
+        """The text, with halves of surrogate pairs replaced; UnicodeEncodeError if the recipe does not."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            if not self.replaces:
+                raise
+            text, count = _SURROGATE.subn("\ufffd", text)
+            self._replaced += count * _SURROGATE_BYTES
+        return text
+
+    def check_value(self, value: Any) -> Any:
+        """The same of all strings in a value of JSON; RecursionError if it is nested too deeply."""
+        if isinstance(value, str):
+            return self.check_text(value)
+        if isinstance(value, dict):
+            return {self.check_text(name): self.check_value(inner) for name, inner in value.items()}
+        return [self.check_value(inner) for inner in value] if isinstance(value, list) else value
+
+    def add(
+        self,
+        text: str,
+        fields: Mapping[str, object],
+        *,
+        bytes: int,
+        markup: bool = True,
+        marks: builtins.bytes | None = None,
+    ) -> None:
         """Take a document; `bytes` is its size as read, which decides when a batch is full.
 
-        Where the recipe says `extract`, text that is `markup` becomes the main text of the page.
+        `marks` say what of it is trained on (shardkit.writers.inputs.chat). Where the recipe
+        says `extract`, text that is `markup` becomes the main text of the page.
         """
+        replaced = self._replaced
         self._begin_record()
         self._named.look(fields)
         if self.columns is not None:
@@ -106,14 +165,35 @@ class RecordSink:
             text = main
             self._ledger.read += Count(0, size - len(text.encode()))
             self._ledger.drop("html/markup", 0, size - len(text.encode()))
-        config = self._config
+        config, own_id = self._config, None
+        if config.document_id is not None and (own_id := _own_id(fields, config.document_id)) is None:
+            problem = f"{config.document_id} is not 32 hexadecimal digits; see inputs[].document_id"
+            self._book(1, len(text.encode()), "bad_document_id", problem, text[:_HEAD_BYTES])
+            return
+        if replaced:
+            self._ledger.read += Count(0, replaced)
+            self._ledger.drop("text/replaced", 0, replaced)
         self._bytes += bytes
         id, url = (_field_text(field_at(fields, path)) for path in self.carried[:2])
         metadata = None
-        if config.metadata:
+        if config.metadata or self._of_path:
             found = {path: field_at(fields, path) for path in config.metadata}
-            metadata = _field_text({path: value for path, value in found.items() if value is not MISSING})
-        self._rows.append((self.record, text, id, url, metadata))
+            own = {path: value for path, value in found.items() if value is not MISSING}
+            metadata = _field_text(self._of_path | own)
+        self._rows.append((self.record, text, id, url, metadata, own_id, marks))
+
+    def add_masked(self, fields: Mapping[str, Any], *, bytes: int, head: builtins.bytes = b"") -> None:
+        """Take a conversation, or a prompt with its completion; `head` is for the quarantine."""
+        assert self._masking is not None
+        try:
+            rendered = self._masking.render(self._config, fields)
+        except ChatError as error:
+            self.bad(error.reason, str(error), bytes=bytes, head=head)
+            return
+        if not rendered.trained_bytes:
+            self.drop("chat/nothing_to_train", bytes=len(rendered.text.encode()))
+            return
+        self.add(rendered.text, fields, bytes=bytes, markup=False, marks=rendered.marks)
 
     def drop(self, reason: str, *, bytes: int) -> None:
         """Book a sound record that holds no document: no page, an error page, no text."""
@@ -177,6 +257,15 @@ class RecordSink:
             lost = damage.suspect_bytes + damage.rest_bytes
             raise SuspectDataError(damage.problem, sound, lost, self.records) from None
 
+    def confirmed_pieces(self, file: BinaryIO, begins: Callable[[bytes], bool]) -> Iterator[bytes]:
+        """The same of a file whose gzip members begin with records, as `begins` tells by a first line.
+
+        It may be continued after a ContainerError that `resumes`.
+        """
+        if self.split.compression != "gzip":
+            return self.pieces(file)
+        return ConfirmedMembers(file, self.split.input.bytes, begins)
+
     @property
     def full(self) -> bool:
         """Whether the batch should be flushed now."""
@@ -186,24 +275,35 @@ class RecordSink:
         """Yield the batch gathered so far, if it holds anything."""
         if not self._rows:
             return
-        records, texts, ids, urls, metadata = zip(*self._rows, strict=True)
+        records, texts, ids, urls, metadata, own_ids, marks = zip(*self._rows, strict=True)
         count = len(records)
         self._rows, self._bytes = [], 0
         text = pa.array(texts, pa.large_string())
+        if self._config.document_id is None:
+            own_ids = tuple(document_ids(self.split.file, records))
         self._ledger.read += Count(count, int(text_offsets(text)[-1]))
-        yield pa.RecordBatch.from_arrays(
-            [
-                pa.array(document_ids(self.split.file, records), pa.binary(16)),
-                pa.array([self.split.source] * count, pa.int32()),
-                pa.array([self.split.file] * count, pa.string()),
-                pa.array(records, pa.int64()),
-                text,
-                pa.array(ids, pa.string()),
-                pa.array(urls, pa.string()),
-                pa.array(metadata, pa.string()),
-            ],
-            schema=DOCUMENT_SCHEMA,
-        )
+        columns = [
+            pa.array(own_ids, pa.binary(16)),
+            pa.array([self.split.source] * count, pa.int32()),
+            pa.array([self.split.file] * count, pa.string()),
+            pa.array(records, pa.int64()),
+            text,
+            pa.array(ids, pa.string()),
+            pa.array(urls, pa.string()),
+            pa.array(metadata, pa.string()),
+        ]
+        if self._masking is None:
+            yield pa.RecordBatch.from_arrays(columns, schema=DOCUMENT_SCHEMA)
+        else:
+            yield pa.RecordBatch.from_arrays([*columns, pa.array(marks, pa.binary())], schema=MARKED_SCHEMA)
+
+
+def _own_id(fields: Mapping[str, object], path: str) -> bytes | None:
+    """The document id in a field: 32 hexadecimal digits; None if there is none."""
+    value = field_at(fields, path)
+    if not isinstance(value, str) or _OWN_ID.fullmatch(value) is None:
+        return None
+    return bytes.fromhex(value)
 
 
 def _field_text(value: object) -> str | None:
@@ -266,3 +366,45 @@ class Lines:
         self._held_bytes = 0
         whole = length <= self._max_line_bytes
         return offset, length, b"".join(held), whole
+
+
+class PieceReader:
+    """Reads pieces of bytes as a file, from front to back."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._held = b""
+        self._at = 0  # of the next byte in what is held
+        self._before = 0  # bytes of pieces that were read
+
+    def tell(self) -> int:
+        """How many bytes have been read."""
+        return self._before + self._at
+
+    def read(self, size: int) -> bytes:
+        """`size` bytes, fewer only at the end."""
+        parts, left = [], size
+        while left and self._fill():
+            part = self._held[self._at : self._at + left]
+            self._at += len(part)
+            left -= len(part)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def skip(self, size: int) -> int:
+        """Skip `size` bytes; the number there were."""
+        left = size
+        while left and self._fill():
+            step = min(left, len(self._held) - self._at)
+            self._at += step
+            left -= step
+        return size - left
+
+    def _fill(self) -> bool:
+        while self._at == len(self._held):
+            piece = next(self._pieces, None)
+            if piece is None:
+                return False
+            self._before += len(self._held)
+            self._held, self._at = piece, 0
+        return True

@@ -33,7 +33,7 @@ from shardkit.files import load_json
 from shardkit.hashing import digest_of
 from shardkit.storage.store import StorageOptions
 from shardkit.writers.inputs.decompress import COMPRESSIONS
-from shardkit.writers.inputs.files import InputFile, find_files, open_input
+from shardkit.writers.inputs.files import InputFile, fields_of_path, find_files, open_input
 from shardkit.writers.recipe import InputConfig, Recipe
 
 __all__ = [
@@ -69,6 +69,8 @@ _FORMATS = {
     ".arrows": "arrow",
     ".ipc": "arrow",
     ".feather": "arrow",
+    ".mds": "mds",
+    ".tar": "wds",
     ".csv": "csv",
     ".tsv": "csv",
     ".txt": "text",
@@ -77,7 +79,8 @@ _FORMATS = {
     ".wet": "warc",
     ".arc": "warc",
 }
-_SEEKING = frozenset({"parquet", "arrow"})  # not read from front to back, so never compressed as a whole
+# Not read from front to back, so never compressed as a whole.
+_SEEKING = frozenset({"parquet", "arrow"})
 _OTHER_COMPRESSIONS = frozenset({".br", ".zip", ".7z", ".tar", ".tgz", ".sz", ".snappy"})
 
 
@@ -173,6 +176,11 @@ def scan_inputs(
                     f"{key}: {file.path} and {names[name].path} would both be called {name}, and their "
                     "documents have the same ids; change inputs[].base"
                 )
+            try:
+                fields_of_path(config, name)
+            except ValueError as error:
+                problem = f"inputs[{source}].path_fields: {error}; leave the file out with exclude"
+                raise RecipeError(problem) from None
             owners[file.identity], names[name] = (source, name), file
             found.append((source, file, *_format_of(name, config, key)))
 
@@ -230,7 +238,8 @@ def _endings(name: str) -> tuple[str | None, str]:
 
 def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | None]:
     compression, extension = _endings(name)
-    if extension in _OTHER_COMPRESSIONS and compression is None:
+    is_tar = extension == ".tar" and config.format in (None, "wds")
+    if extension in _OTHER_COMPRESSIONS and compression is None and not is_tar:
         raise RecipeError(f"{key}: {name}: {extension} files cannot be read; use {' '.join(COMPRESSIONS)}")
     format = config.format or _FORMATS.get(extension)
     if format is None:

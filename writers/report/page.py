@@ -31,6 +31,7 @@ from shardkit.writers.report.html import (
     tiles,
 )
 from shardkit.writers.result import BuildResult
+from shardkit.writers.settings import TRAIN
 
 __all__ = [
     "html_page",
@@ -89,7 +90,7 @@ def _lost(lost: int) -> str:
 
 def render_sources(card: DatasetCard) -> str:
     """What each input of the recipe came to."""
-    inputs = card.inputs
+    inputs, tokens = card.inputs, _tokens(card)
     most = max((entry.tokens for entry in inputs), default=0)
     rows = []
     for entry in inputs:
@@ -104,7 +105,7 @@ def render_sources(card: DatasetCard) -> str:
                 number(kept),
                 number(percent(kept, read)),
                 more(per_token),
-                *counted(entry.tokens, card.tokens, most),
+                *counted(entry.tokens, tokens, most),
             ]
         )
     head = (
@@ -118,6 +119,36 @@ def render_sources(card: DatasetCard) -> str:
     return section("Sources", table(head, rows, caption="Documents and tokens by source"), note)
 
 
+def _tokens(card: DatasetCard) -> int:
+    """0 for text."""
+    return card.tokens if card.has("tokens") else 0
+
+
+def render_split(card: DatasetCard) -> str:
+    """The parts of a split, and what stayed in train because it is like another document."""
+    split = card.split
+    whole = sum(split.documents.values())
+    train = card.funnel.kept.documents if split.part == TRAIN else None
+    rows = [
+        [
+            cell(f"{name} (this dataset)" if name == split.part else name),
+            number(split.documents[name]),
+            number(split.proposed[name]),
+            number(split.alike[name]),
+        ]
+        for name in split.documents
+    ]
+    if train is not None:
+        rows.insert(0, [cell(f"{TRAIN} (this dataset)"), number(train), number(""), number("")])
+    note = (
+        f'<p class="note">{whole:,} documents are in parts of their own. A document was drawn by a hash; one '
+        "that is like any other document of the corpus stayed in train: all pairs were compared. Alike are "
+        f"two that share {split.similarity:g} of the n-grams of one of them.</p>"
+    )
+    head = ("part", ">documents", ">drawn", ">alike, left in train")
+    return section("Split", table(head, rows, caption="Documents by part"), note)
+
+
 def render_languages(card: DatasetCard) -> str:
     """Documents and tokens by language, if a filter of the recipe knows languages."""
     languages, inputs = card.languages(), card.inputs
@@ -126,12 +157,12 @@ def render_languages(card: DatasetCard) -> str:
     most = max((counts.tokens for counts in languages.values()), default=0)
     documents = sum(counts.documents for counts in languages.values())
     rows = [
-        _language(label, counts, documents, card.tokens, most, _sources_of(label, inputs))
+        _language(label, counts, documents, _tokens(card), most, _sources_of(label, inputs))
         for label, counts in list(languages.items())[:_MOST_LANGUAGES]
     ]
     if rest := list(languages.values())[_MOST_LANGUAGES:]:
         others = sum(rest, LanguageCounts())
-        rows.append(_language(f"{len(rest):,} others", others, documents, card.tokens, most, ""))
+        rows.append(_language(f"{len(rest):,} others", others, documents, _tokens(card), most, ""))
     head = ("language", "mostly from", ">documents", ">of all", ">tokens", ">of all", "|tokens")
     note = (
         '<p class="note">The language that the language filter found most likely for each document that was '
@@ -269,6 +300,7 @@ def render_packing(card: DatasetCard) -> str:
         "Documents cut": f"{packing['cut_documents']:,} of {packing['documents']:,} "
         f"({percent(packing['cut_documents'], packing['documents'])}); {packing['needless_cuts']:,} of them "
         "would have fitted into one row",
+        **_trained(card),
         "Pieces": f"{pieces.sum:,}, {pieces.sum / max(1, pieces.count):.2f} in a row on average",
     }
     return section(
@@ -277,6 +309,15 @@ def render_packing(card: DatasetCard) -> str:
         _rows(card.histograms["row_padding"], ">tokens of padding", "Rows by their tokens of padding"),
         _rows(pieces, ">pieces", "Rows by the documents, or parts of some, in them"),
     )
+
+
+def _trained(card: DatasetCard) -> dict[str, str]:
+    """What a loss mask lets be trained on, if there is one."""
+    if not card.has("trained_tokens"):
+        return {}
+    trained = card.data["trained_tokens"]
+    share = percent(trained, card.tokens)
+    return {"Trained on": f"{trained:,} tokens, {share}; the loss mask leaves out the rest"}
 
 
 def _rows(histogram: Histogram, name: str, caption: str) -> str:
@@ -298,11 +339,13 @@ def _headline(card: DatasetCard) -> str:
     ]
     named = f" Biggest losses: {', '.join(losses)}." if losses else ""
     sources = len({entry.source for entry in card.inputs})
+    tokens = _tokens(card)
+    title = f"{tokens:,} tokens from " if tokens else ""
     return (
-        f"<h1>{card.tokens:,} tokens from {kept.documents:,} documents</h1>\n"
+        f"<h1>{title}{kept.documents:,} documents</h1>\n"
         f"<p>{percent(kept.documents, read.documents)} of {read.documents:,} documents are kept.{named}</p>"
         + tiles(
-            (f"{card.tokens:,}", "tokens"),
+            (f"{tokens:,}", "tokens") if tokens else (f"{kept.documents:,}", "documents"),
             (percent(kept.documents, read.documents), "of documents kept"),
             (percent(kept.bytes, read.bytes), f"of text kept, {format_bytes(kept.bytes)}"),
             (f"{sources:,}", "source" if sources == 1 else "sources"),
@@ -321,8 +364,9 @@ def render_report(card: DatasetCard) -> bytes:
         render_languages(card),
         render_filters(card.filters, card.funnel.read) if card.filters else "",
         render_dedup(card.dedup) if card.dedup else "",
-        render_lengths(card),
-        render_packing(card),
+        render_split(card) if card.has("split") else "",
+        render_lengths(card) if card.has("histograms") else "",
+        render_packing(card) if card.has("sequence_length") else "",
         section("Dataset", _facts(card)),
         _made_from(card),
         section("Recipe", f"<pre>{text_of_json(card.recipe)}</pre>"),
@@ -352,9 +396,13 @@ def text_of_json(content: Any) -> str:
 
 def _facts(card: DatasetCard) -> str:
     documents = card.funnel.kept.documents
-    told = {
-        "Tokens": f"{card.tokens:,} in {documents:,} documents",
-        "Samples": f"{card.samples:,} rows of {card.sequence_length:,} tokens ({card.dtype})",
+    told = {}
+    if card.has("tokens"):
+        told["Tokens"] = f"{card.tokens:,} in {documents:,} documents"
+    told["Samples"] = f"{card.samples:,} documents"
+    if card.has("sequence_length"):
+        told["Samples"] = f"{card.samples:,} rows of {card.sequence_length:,} tokens ({card.dtype})"
+    told |= {
         "Shards": f"{card.shards:,} ({card.format}), {format_bytes(card.stored_bytes)}",
         "Seed": f"{card.recipe['seed']}",
         "Fingerprint": card.fingerprint,
@@ -367,15 +415,18 @@ def _made_from(card: DatasetCard) -> str:
     """Digests of all that decides what the dataset is, but for the code."""
     tokenizer = card.tokenizer
     rows = [[cell("input"), cell(entry.source), _code(entry.digest)] for entry in card.inputs]
-    rows.append([cell("tokenizer"), cell(tokenizer.file or ""), _code(tokenizer.digest or "")])
+    if tokenizer.digest is not None:
+        rows.append([cell("tokenizer"), cell(tokenizer.file or ""), _code(tokenizer.digest)])
     rows += [
         [cell("file of a filter"), cell(path), _code(digest)]
         for path, digest in sorted(card.filter_files.items())
     ]
     rows.append([cell("recipe"), cell("all keys but places"), _code(card.recipe_digest)])
-    eos = f"Documents end in {text(tokenizer.eos or '')} = {tokenizer.eos_id}."
+    eos = ""
+    if tokenizer.eos is not None:
+        eos = f"<p>Documents end in {text(tokenizer.eos)} = {tokenizer.eos_id}.</p>"
     head = ("what", "name", "digest")
-    return section("Made from", table(head, rows, caption="Digests of what was read"), f"<p>{eos}</p>")
+    return section("Made from", table(head, rows, caption="Digests of what was read"), eos)
 
 
 def _code(digest: str) -> str:

@@ -40,6 +40,7 @@ from shardkit.writers.dedup.signatures import word_keys
 from shardkit.writers.documents import (
     DOCUMENT_OPTIONS,
     DOCUMENT_SCHEMA,
+    MARKED_SCHEMA,
     content_ranks,
     text_digests,
 )
@@ -48,6 +49,7 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Fallback, RunTasks, Task
 from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.funnel import FilterCounts
+from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.fields import NamedFields
 from shardkit.writers.inputs.readers import SuspectDataError, read_split
 from shardkit.writers.inputs.scan import Split, hash_split
@@ -120,7 +122,11 @@ class Cleaned:
 
 
 def tasks(
-    recipe: Recipe, splits: Sequence[Split], files: Mapping[str, str], folder: Artifact | None = None
+    recipe: Recipe,
+    splits: Sequence[Split],
+    files: Mapping[str, str],
+    folder: Artifact | None = None,
+    masking: Masking | None = None,
 ) -> list[Task]:
     """One task a split; `files` are `filter_files`, and lie in `folder` if not where the recipe says."""
     exact = recipe.dedup.exact
@@ -144,7 +150,9 @@ def tasks(
             mode="json", exclude={"path", "exclude", "base", "source", "format"}
         )
         config = shared | {"split": place, "inputs": fields}
-        args = (split, recipe, folder)
+        if masking is not None:
+            config["masking"] = masking.digest if recipe.inputs[split.source].is_masked else ""
+        args = (split, recipe, folder, masking)
         inputs = {"file": [split.input.bytes, split.input.version], "filter_files": dict(files)}
         name = split_name(split)
         made.append(Task("clean", name, config, clean_split, args, split.bytes, inputs, fallback))
@@ -216,6 +224,7 @@ def clean_split(
     split: Split,
     recipe: Recipe,
     filter_folder: Artifact | None = None,
+    masking: Masking | None = None,
     failure: str | None = None,
 ) -> Cleaned:
     """Write the files of a split into `folder`, which exists and is empty.
@@ -230,15 +239,16 @@ def clean_split(
                     (filter_folder / name).local()
         recipe = recipe.in_folder(filter_folder.path)
     try:
-        return _clean(split, recipe, folder, failure=failure)
+        return _clean(split, recipe, folder, masking, failure=failure)
     except SuspectDataError as suspect:  # found at the end of the untrusted data, so start again without it
-        return _clean(split, recipe, folder, suspect)
+        return _clean(split, recipe, folder, masking, suspect)
 
 
 def _clean(
     split: Split,
     recipe: Recipe,
     folder: Path,
+    masking: Masking | None,
     suspect: SuspectDataError | None = None,
     *,
     failure: str | None = None,
@@ -250,6 +260,7 @@ def _clean(
     counts = FilterCounts.of_chain(chain)
     first_row = 0
     allowed = recipe.max_bad_fraction if failure is None else 1.0
+    schema = DOCUMENT_SCHEMA if masking is None else MARKED_SCHEMA
     with (
         Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=allowed) as quarantine,
         RunWriter(folder / KEYS.file, KEYS, memory_bytes=_KEYS_MEMORY_BYTES) as keys,
@@ -258,10 +269,10 @@ def _clean(
         LanguageFile(folder / LANGUAGES_FILE) if chain.has_languages else nullcontext() as languages,
         ExitStack() as stack,
         pa.OSFile(str(folder / DOCUMENTS_FILE), "wb") as file,
-        pa.ipc.new_file(file, DOCUMENT_SCHEMA, options=DOCUMENT_OPTIONS) as documents,
+        pa.ipc.new_file(file, schema, options=DOCUMENT_OPTIONS) as documents,
     ):
         sides = {name: stack.enter_context((folder / name).open("wb")) for name in chain.side_files}
-        for batch in _read(split, recipe, ledger, quarantine, fields, suspect, failure):
+        for batch in _read(split, recipe, ledger, quarantine, fields, suspect, masking, failure):
             filtered = chain.apply(batch)
             kept = filtered.kept
             _book(filtered, ledger)
@@ -295,6 +306,7 @@ def _read(
     quarantine: Quarantine,
     fields: NamedFields,
     suspect: SuspectDataError | None,
+    masking: Masking | None,
     failure: str | None,
 ) -> Iterator[pa.RecordBatch]:
     """The records of a split; of one that failed none, but one entry in the quarantine for all of it."""
@@ -307,6 +319,7 @@ def _read(
             max_record_bytes=recipe.max_record_bytes,
             fields=fields,
             suspect=suspect,
+            masking=masking,
         )
         return
     is_table = split.format == "parquet"

@@ -1,7 +1,10 @@
 """The stages of a build in order: the input of each, and its result.
 
-    clean -> exact -> lines -> near -> tokenize -> pack -> provenance -> duplicates -> side files
+    clean -> exact -> lines -> near -> split -> tokenize -> pack -> provenance -> duplicates -> side files
+                                             -> text
 
+A recipe may ask for several datasets: several outputs, each for every part of a split. They share the stages
+up to `split`, those of tokens also `tokenize`; each has the bytes that it would have alone.
 A stage is a list of tasks. `run` returns their commits: a runner skips finished tasks and has an engine run
 the others; to explain a build or to estimate its disk space, `run` only looks up finished tasks. The tasks of
 a stage follow from the recipe and from the commits of earlier stages, never from the number of workers or
@@ -12,7 +15,7 @@ that decides its outputs and nothing else, so a changed recipe redoes exactly wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardkit.card import DedupFacts
@@ -24,24 +27,37 @@ from shardkit.writers.dedup.duplicates import join_duplicates
 from shardkit.writers.dedup.index import DedupIndex, open_index
 from shardkit.writers.dedup.near import NearResult, NearStages, remove_near
 from shardkit.writers.dedup.population import SplitDocuments
-from shardkit.writers.dedup.removals import NOTHING, SplitRemovals
+from shardkit.writers.dedup.removals import NOTHING, SPLIT, SplitRemovals
 from shardkit.writers.exchange import exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, RunTasks, Task
+from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.fields import check_named_fields
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger, check_bad_fraction, first_of
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
-from shardkit.writers.stages import clean, exact, pack, provenance, tokenize
+from shardkit.writers.settings import TRAIN
+from shardkit.writers.stages import clean, exact, pack, provenance, text, tokenize
 from shardkit.writers.stages.clean import Cleaned
 from shardkit.writers.stages.duplicate_losses import EXACT, LINES, NEAR, DuplicateLosses
 from shardkit.writers.stages.pack import Packed
 from shardkit.writers.stages.record_counts import count_records
+from shardkit.writers.stages.split import PartsFound, SplitStage
 from shardkit.writers.stages.tokenize import TokenizerFacts, TokenizerFile
 from shardkit.writers.tokenizer import Engine, Parity
 
-__all__ = ["PARTITION_TEXT_BYTES", "BuildInputs", "Outputs", "Survivors", "find_survivors", "run_stages"]
+__all__ = [
+    "PARTITION_TEXT_BYTES",
+    "BuildInputs",
+    "Outputs",
+    "Survivors",
+    "count_partitions",
+    "find_survivors",
+    "run_stages",
+]
+
+_EDITORS = frozenset({"c4_quality", "pii", "python", "repeated_lines"})  # filters that may change texts
 
 PARTITION_TEXT_BYTES = 256_000_000  # at most, of one task of `pack`, so that several workers have tasks
 
@@ -59,6 +75,7 @@ class BuildInputs:
     indexes: Sequence[DedupIndex]
     filter_files: Mapping[str, str]
     filter_folder: Artifact | None = None
+    masking: Masking | None = None
     limits: Limits = DEFAULT_LIMITS
 
     @classmethod
@@ -78,7 +95,17 @@ class BuildInputs:
             index.check(near, key)
             indexes.append(index)
         limits = DEFAULT_LIMITS.within(recipe.memory)
-        return cls(recipe, splits, indexes, clean.filter_files(recipe), limits=limits)
+        if recipe.is_masked and (editing := {name for name, _ in recipe.filter_chain()} & _EDITORS):
+            raise RecipeError(
+                f"filters: {editing.pop()} edits texts, and would cut into conversations and prompts; give "
+                f"these a build of their own"
+            )
+        files, masking = clean.filter_files(recipe), Masking.of(recipe)
+        return cls(recipe, splits, indexes, files, masking=masking, limits=limits)
+
+
+def _clean_tasks(inputs: BuildInputs, splits: Sequence[Split]) -> list[Task]:
+    return clean.tasks(inputs.recipe, splits, inputs.filter_files, inputs.filter_folder, inputs.masking)
 
 
 @dataclass(frozen=True)
@@ -119,7 +146,7 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, concurrent: Sequence[T
     splits = count_records(inputs.splits, run)
     memory_bytes = task_memory(recipe)
 
-    others, cleaned = run(concurrent, clean.tasks(recipe, splits, inputs.filter_files, inputs.filter_folder))
+    others, cleaned = run(concurrent, _clean_tasks(inputs, splits))
     counts = [Cleaned.of(commit) for commit in cleaned]
     kept = _check_cleaned(recipe, splits, cleaned, counts)
     losses = DuplicateLosses(recipe.sources, splits, [one.ledger for one in counts])
@@ -161,50 +188,141 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, concurrent: Sequence[T
 
 @dataclass(frozen=True)
 class Outputs:
-    """The counts of each split and partition, and the commits whose files are published.
+    """Of one dataset: the counts of each split and partition, and the commits whose files are published.
 
-    `side_files` have one file each, which has its name in the dataset; `duplicates` have DUPLICATES_FILE.
-    `tokenizer` is the card's entry.
+    `recipe` is that of the dataset alone. Of a dataset of text, `texts` have the files, and nothing is
+    tokenized or packed. `side_files` have one file each, which has its name in the dataset; `duplicates` have
+    DUPLICATES_FILE; only one part of a split has either. `tokenizer` is the card's entry.
     """
 
+    recipe: Recipe
     survivors: Survivors
-    tokenized: Sequence[Commit]
-    packed: Sequence[Commit]
-    parts: Sequence[Packed]
-    provenance: Sequence[Commit]
-    duplicates: Sequence[Commit]
-    side_files: Sequence[Commit]
-    tokenizer: Mapping[str, Any]
+    found: PartsFound | None
+    tokenized: Sequence[Commit] = ()
+    packed: Sequence[Commit] = ()
+    parts: Sequence[Packed] = ()
+    provenance: Sequence[Commit] = ()
+    texts: Sequence[Commit] = ()
+    duplicates: Sequence[Commit] = ()
+    side_files: Sequence[Commit] = ()
+    tokenizer: Mapping[str, Any] | None = None
+
+    @property
+    def has_removed(self) -> bool:
+        """Whether the dataset tells what was removed: once a split, with the part that is the rest."""
+        return self.recipe.part in (None, TRAIN)
 
 
-def run_stages(inputs: BuildInputs, tokenizer: TokenizerFile, run: RunTasks) -> Outputs:
-    """Run all stages of a build."""
+def run_stages(inputs: BuildInputs, tokenizer: TokenizerFile | None, run: RunTasks) -> list[Outputs]:
+    """Run all stages of a build; what each dataset of the recipe is made of, in its order."""
     recipe = inputs.recipe
-    check = tokenize.tokenizer_task(tokenizer)
-    survivors = find_survivors(inputs, run, concurrent=[check])
-    [checked] = survivors.concurrent
-    facts = TokenizerFacts.of(checked)
-    spilled, engine = _tokenize(inputs, survivors, tokenizer, facts, run)
-    partitions = _count_partitions(recipe, survivors.kept)
-    tokens = exchange(run, "tokens", tokenize.TOKENS, spilled, readers=partitions, limits=inputs.limits)
-    [packed] = run(pack.tasks(recipe, tokens, partitions, eos_id=facts.eos_id, dtype=facts.dtype))
-    parts = [Packed.of(commit) for commit in packed]
-    [numbered] = run(provenance.tasks(packed, [len(part.shards) for part in parts]))
-    lost = survivors.kept.documents - sum(commit.ledger().kept.documents for commit in spilled)
+    check = [] if tokenizer is None else [tokenize.tokenizer_task(tokenizer)]
+    survivors = find_survivors(inputs, run, concurrent=check)
+    found = _find_parts(inputs, survivors, run)
+    made = [Outputs(each, survivors, found) for each in recipe.datasets()]
+    if tokenizer is not None:
+        [checked] = survivors.concurrent
+        made = _pack(inputs, made, tokenizer, TokenizerFacts.of(checked), run)
+    made = [_write_text(inputs, each, run) if each.recipe.output.is_text else each for each in made]
+    first = made[0]
+    spilled = first.tokenized or first.texts
+    lost = survivors.kept.documents - _kept(first)
     cut = survivors.documents if recipe.dedup.lines is not None else ()
     memory_bytes = task_memory(recipe)
     duplicates = join_duplicates(run, [*cut, *spilled], lost, memory_bytes, limits=inputs.limits)
     side_files = clean.join_side_files(run, survivors.cleaned)
-    entry = {
-        "file": tokenizer.file.path.name,
-        "digest": tokenizer.digest,
-        "eos": tokenizer.eos,
-        "eos_id": facts.eos_id,
-        "vocab_size": facts.vocab_size,
-        "dtype": facts.dtype,
-        "engine": engine,
-    }
-    return Outputs(survivors, spilled, packed, parts, numbered, duplicates, side_files, entry)
+    return [
+        replace(each, duplicates=duplicates, side_files=side_files) if each.has_removed else each
+        for each in made
+    ]
+
+
+def _kept(made: Outputs) -> int:
+    """Documents that are in any part of the split."""
+    ledgers = [commit.ledger() for commit in made.tokenized]
+    ledgers += [ledger for commit in made.texts for ledger in text.Written.of(commit).ledgers]
+    lost = (item for ledger in ledgers for item in ledger.dropped.items())
+    elsewhere = sum(count.documents for reason, count in lost if reason.startswith(f"{SPLIT}/"))
+    return sum(ledger.kept.documents for ledger in ledgers) + elsewhere
+
+
+def _find_parts(inputs: BuildInputs, survivors: Survivors, run: RunTasks) -> PartsFound | None:
+    recipe = inputs.recipe
+    if recipe.split is None:
+        return None
+    stage = SplitStage(
+        recipe,
+        recipe.split,
+        inputs.splits,
+        survivors.documents,
+        survivors.removals,
+        task_memory(recipe),
+        inputs.limits,
+    )
+    return stage.run(run)
+
+
+def _pack(
+    inputs: BuildInputs,
+    datasets: Sequence[Outputs],
+    tokenizer: TokenizerFile,
+    facts: TokenizerFacts,
+    run: RunTasks,
+) -> list[Outputs]:
+    """Tokenize each part of the documents once, and pack it for each dataset that has rows of tokens."""
+    tokenized: dict[str | None, list[Commit]] = {}
+    engine = facts.engine
+    made = []
+    for one in datasets:
+        recipe, part = one.recipe, one.recipe.part
+        if recipe.output.is_text:
+            made.append(one)
+            continue
+        if part not in tokenized:
+            tokenized[part], engine = _tokenize(inputs, one, tokenizer, facts, run)
+        kept = sum((commit.ledger().kept for commit in tokenized[part]), Count())
+        partitions = count_partitions(recipe, kept)
+        tokens = exchange(
+            run, "tokens", tokenize.TOKENS, tokenized[part], readers=partitions, limits=inputs.limits
+        )
+        [packed] = run(pack.tasks(recipe, tokens, partitions, eos_id=facts.eos_id, dtype=facts.dtype))
+        parts = [Packed.of(commit) for commit in packed]
+        [numbered] = run(provenance.tasks(packed, [len(part.shards) for part in parts]))
+        entry = {
+            "file": tokenizer.file.path.name,
+            "digest": tokenizer.digest,
+            "eos": tokenizer.eos,
+            "eos_id": facts.eos_id,
+            **({} if tokenizer.bos is None else {"bos": tokenizer.bos, "bos_id": facts.bos_id}),
+            "vocab_size": facts.vocab_size,
+            "dtype": facts.dtype,
+            "engine": engine,
+        }
+        one = replace(one, tokenized=tokenized[part], packed=packed, parts=parts)
+        made.append(replace(one, provenance=numbered, tokenizer=entry))
+    return made
+
+
+def _write_text(inputs: BuildInputs, one: Outputs, run: RunTasks) -> Outputs:
+    survivors = one.survivors
+    [texts] = run(
+        text.tasks(
+            one.recipe,
+            inputs.splits,
+            survivors.documents,
+            _removals(one),
+            cleaned=survivors.cleaned,
+            limits=inputs.limits,
+        )
+    )
+    return replace(one, texts=texts)
+
+
+def _removals(one: Outputs) -> Sequence[SplitRemovals]:
+    """What the dataset lacks of each split."""
+    if one.found is None or one.recipe.part is None:
+        return one.survivors.removals
+    return one.found.removals[one.recipe.part]
 
 
 def _check_cleaned(
@@ -254,7 +372,7 @@ def _describe(commits: Sequence[Commit]) -> list[SplitDocuments]:
     return described
 
 
-def _count_partitions(recipe: Recipe, kept: Count) -> int:
+def count_partitions(recipe: Recipe, kept: Count) -> int:
     """Enough to fit the memory and to keep several workers busy; depends on documents and recipe only."""
     shard = recipe.output.shard_bytes
     needed = tokenize.choose_partitions(kept.bytes, kept.documents, recipe.memory, shard_bytes=shard)
@@ -263,7 +381,7 @@ def _count_partitions(recipe: Recipe, kept: Count) -> int:
 
 def _tokenize(
     inputs: BuildInputs,
-    survivors: Survivors,
+    one: Outputs,
     tokenizer: TokenizerFile,
     facts: TokenizerFacts,
     run: RunTasks,
@@ -272,13 +390,14 @@ def _tokenize(
 
     If they differ, the output of the fast engine is discarded and made again with the reference.
     """
+    survivors = one.survivors
 
     def tasks(engine: Engine) -> list[Task]:
         return tokenize.tasks(
             inputs.recipe,
             inputs.splits,
             survivors.documents,
-            survivors.removals,
+            _removals(one),
             cleaned=survivors.cleaned,
             tokenizer=tokenizer,
             engine=engine,

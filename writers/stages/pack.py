@@ -12,7 +12,6 @@ renames them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from shardkit.card import Histogram
 from shardkit.errors import BuildError, ConservationError
 from shardkit.formats import mds, tar
 from shardkit.formats.tar.writer import KEY_DIGITS
-from shardkit.manifest import Column, FileInfo, ShardInfo
+from shardkit.manifest import ShardInfo
 from shardkit.order.permutation import Permutation
 from shardkit.writers.exchange import Exchanged, Slice
 from shardkit.writers.execution.task import Commit, Task, partition_name
@@ -35,7 +34,15 @@ from shardkit.writers.stages.provenance import PROVENANCE_NAME, write_provenance
 from shardkit.writers.stages.tokenize import documents_of, partition_start
 from shardkit.writers.tokenizer import Tokens
 
-__all__ = ["Packed", "pack_partition", "tasks"]
+__all__ = [
+    "Packed",
+    "Partition",
+    "pack_documents",
+    "pack_partition",
+    "store_documents",
+    "tar_key_digits",
+    "tasks",
+]
 
 TAR_KEY_STEP = 10**8  # keys of a partition's rows begin at partition * this: unique over the dataset
 
@@ -50,7 +57,8 @@ _Ints = npt.NDArray[np.int64]
 class Packed:
     """Result of one partition. `tokens` are those of documents, eos included, which lie in `pieces`;
     `cut_documents` are in more than one piece, and `needless_cuts` of them would have fitted into one row.
-    `row_padding` and `row_pieces` are histograms over rows of their padding tokens and pieces."""
+    `row_padding` and `row_pieces` are histograms over rows of their padding tokens and pieces.
+    `trained` are the tokens that a loss mask lets be trained on."""
 
     shards: list[ShardInfo] = field(default_factory=list)
     documents: int = 0
@@ -62,6 +70,7 @@ class Packed:
     pieces: int = 0
     row_padding: Histogram = field(default_factory=Histogram)
     row_pieces: Histogram = field(default_factory=Histogram)
+    trained: int = 0
 
     def counts(self) -> dict[str, int]:
         """Sums for the dataset card."""
@@ -71,25 +80,20 @@ class Packed:
         """Plain data for a commit."""
         histograms = {"row_padding": self.row_padding.to_dict(), "row_pieces": self.row_pieces.to_dict()}
         shards = [asdict(shard) for shard in self.shards]
-        return {"packed": self.counts(), "histograms": histograms, "shards": shards}
+        packed = self.counts() | {"trained": self.trained}
+        return {"packed": packed, "histograms": histograms, "shards": shards}
 
     @classmethod
     def of(cls, commit: Commit) -> Packed:
         """What a task of this stage committed; shards have the names that they have in its folder."""
         sums, histograms = commit.counts["packed"], commit.counts["histograms"]
         return cls(
-            [_shard_from_dict(entry) for entry in commit.counts["shards"]],
+            [ShardInfo.from_dict(entry) for entry in commit.counts["shards"]],
             **{name: sums[name] for name in _SUMS},
             row_padding=Histogram.from_dict(histograms["row_padding"]),
             row_pieces=Histogram.from_dict(histograms["row_pieces"]),
+            trained=sums["trained"],
         )
-
-
-def _shard_from_dict(entry: Mapping[str, Any]) -> ShardInfo:
-    zipped = None if entry["zip"] is None else FileInfo(**entry["zip"])
-    columns = tuple(Column(**column) for column in entry["columns"])
-    rest = {name: entry[name] for name in ("samples", "compression", "size_limit")}
-    return ShardInfo(FileInfo(**entry["raw"]), columns=columns, zip=zipped, **rest)
 
 
 def tasks(recipe: Recipe, tokens: Exchanged, partitions: int, *, eos_id: int, dtype: str) -> list[Task]:
@@ -101,16 +105,23 @@ def tasks(recipe: Recipe, tokens: Exchanged, partitions: int, *, eos_id: int, dt
         "eos_id": eos_id,
         "dtype": dtype,
         "partitions": partitions,
+        "masked": recipe.is_masked,
     }
-    key_digits = KEY_DIGITS if partitions * TAR_KEY_STEP <= 10**KEY_DIGITS else _WIDE_KEY_DIGITS
+    key_digits = tar_key_digits(partitions)
     made = []
     for number in range(partitions):
         mine = tokens.slice(partition_start(number, partitions), partition_start(number + 1, partitions))
-        args = (mine, number, recipe.pack, recipe.output, recipe.seed, eos_id, dtype, key_digits)
+        settings = (recipe.pack, recipe.output, recipe.seed, eos_id, dtype, key_digits, recipe.is_masked)
+        args = (mine, number, *settings)
         name, config = partition_name(number, partitions), shared | {"partition": number}
         inputs = {"tokens": mine.digest}
         made.append(Task("pack", name, config, pack_partition, args, inputs=inputs))
     return made
+
+
+def tar_key_digits(partitions: int) -> int:
+    """Digits of the keys of tars, which are unique over the dataset."""
+    return KEY_DIGITS if partitions * TAR_KEY_STEP <= 10**KEY_DIGITS else _WIDE_KEY_DIGITS
 
 
 def pack_partition(
@@ -123,9 +134,44 @@ def pack_partition(
     eos_id: int,
     dtype: npt.DTypeLike,
     key_digits: int = KEY_DIGITS,
+    masked: bool = False,
 ) -> Packed:
-    """Pack the documents of `partition`; write its shards and provenance into `folder`."""
-    part = _read_partition(documents, np.dtype(dtype))
+    """Pack the documents of `partition`; write its shards and provenance into `folder`.
+
+    With `masked`, rows have a loss mask beside their tokens.
+    """
+    part = _read_partition(documents, np.dtype(dtype), masked=masked)
+    if output.format == "tokens":
+        return store_documents(folder, part, partition, output, seed)
+    return pack_documents(folder, part, partition, pack, output, seed, eos_id, key_digits)
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Documents by (hash, document id): where each begins in `tokens`, how long it is, its row of `table`.
+
+    `masks` has a byte a token, with those of a document from `mask_starts` on; None in builds without.
+    """
+
+    tokens: Tokens
+    starts: _Ints
+    lengths: _Ints
+    table: pa.Table
+    masks: npt.NDArray[np.uint8] | None = None
+    mask_starts: _Ints | None = None
+
+
+def pack_documents(
+    folder: Path,
+    part: Partition,
+    partition: int,
+    pack: PackConfig,
+    output: OutputConfig,
+    seed: int,
+    eos_id: int,
+    key_digits: int = KEY_DIGITS,
+) -> Packed:
+    """Pack documents into rows, shuffle these, and write shards and provenance."""
     packer = pack_best_fit if pack.strategy == "best_fit" else pack_concat
     placement = packer(part.lengths, pack.sequence_length)
     shuffle = Permutation(placement.rows, f"{seed}\0rows\0{partition}".encode())
@@ -137,7 +183,7 @@ def pack_partition(
             f"packed; this is a bug in shardkit, please report it"
         )
     starts = _shard_starts(
-        placement.rows, _row_bytes(pack.sequence_length, part.tokens.dtype, output), output
+        placement.rows, _row_bytes(pack.sequence_length, part.tokens.dtype, output, part), output
     )
     sources = part.starts[placement.document] + placement.start
     pieces = np.searchsorted(placement.row, starts)
@@ -148,24 +194,65 @@ def pack_partition(
         fill_rows(
             part.tokens, sources[here], placement.length[here], in_shard, placement.column[here], rows, eos_id
         )
-        first_key = partition * TAR_KEY_STEP + int(starts[number])
-        keys = first_key, key_digits
-        result.shards.append(_write_shard(folder, f"part-{partition:05d}.{number:05d}", rows, output, keys))
+        name = f"part-{partition:05d}.{number:05d}"
+        if part.masks is not None:
+            assert part.mask_starts is not None
+            masks = np.empty(rows.shape, np.uint8)
+            places = (part.mask_starts[placement.document] + placement.start)[here]
+            columns = placement.column[here]
+            fill_rows(part.masks, places, placement.length[here], in_shard, columns, masks, 0)
+            result.trained += int(masks.sum())
+            result.shards.append(_write_masked_shard(folder, name, rows, masks, output))
+            continue
+        keys = partition * TAR_KEY_STEP + int(starts[number]), key_digits
+        result.shards.append(_write_shard(folder, name, rows, output, keys))
     write_provenance(folder / PROVENANCE_NAME, placement, starts, part.table, seed=seed)
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class _Partition:
-    """`tokens` are all payloads, seen as ids; `starts` and `lengths` follow the shuffled order."""
+def store_documents(folder: Path, part: Partition, partition: int, output: OutputConfig, seed: int) -> Packed:
+    """Write whole documents in their order, one a sample, to be packed later (writers/pack_store.py)."""
+    count = len(part.lengths)
+    sizes = mds.array_bytes(part.lengths, part.tokens.dtype)
+    starts = _cut_by_bytes(sizes, output.shard_bytes)
+    kind = np.dtype(np.uint16 if part.tokens.dtype.itemsize == 2 else np.uint32)
+    shards = []
+    for number in range(len(starts) - 1):
+        rows = range(int(starts[number]), int(starts[number + 1]))
+        arrays = [
+            part.tokens[part.starts[row] : part.starts[row] + part.lengths[row]].view(kind) for row in rows
+        ]
+        shards.append(
+            mds.write_arrays_shard(
+                folder,
+                f"part-{partition:05d}.{number:05d}.mds",
+                arrays,
+                kind,
+                compression=output.compression,
+                hashes=output.hashes,
+                size_limit=output.shard_bytes,
+            )
+        )
+    order = np.arange(count, dtype=np.int64)
+    zeros = np.zeros(count, np.int64)
+    placement = Placement(0, count, order, zeros, part.lengths, order, zeros)
+    write_provenance(folder / PROVENANCE_NAME, placement, starts, part.table, seed=seed)
+    histograms = Histogram.of(zeros), Histogram.of(zeros + 1)
+    tokens = int(part.lengths.sum())
+    return Packed(shards, count, count, tokens, 0, 0, 0, count, *histograms)
 
-    tokens: Tokens
-    starts: _Ints
-    lengths: _Ints
-    table: pa.Table
+
+def _cut_by_bytes(sizes: _Ints, most: int) -> _Ints:
+    """int64[shards + 1]: first sample of each shard of at most so many bytes, or of one sample."""
+    ends = np.cumsum(sizes)
+    starts = [0]
+    while starts[-1] < len(sizes):
+        before = int(ends[starts[-1] - 1]) if starts[-1] else 0
+        starts.append(max(starts[-1] + 1, int(np.searchsorted(ends, before + most, side="right"))))
+    return np.array(starts, np.int64)
 
 
-def _read_partition(documents: Slice, dtype: np.dtype[Any]) -> _Partition:
+def _read_partition(documents: Slice, dtype: np.dtype[Any], *, masked: bool = False) -> Partition:
     rows, payload = documents.read()
     starts = np.cumsum(rows["size"]) - rows["size"]
     ids = np.ascontiguousarray(rows["document_id"]).view(">u8").astype(np.uint64).reshape(-1, 2)
@@ -173,10 +260,15 @@ def _read_partition(documents: Slice, dtype: np.dtype[Any]) -> _Partition:
     rows, starts, ids = rows[order], starts[order], ids[order]
     if (repeated := (ids[1:] == ids[:-1]).all(axis=1)).any():
         first = ids[int(repeated.argmax())].astype(">u8").tobytes().hex()
-        raise BuildError(f"document {first} was tokenized twice; remove the work folder and build again")
-    table = documents_of(rows, payload, starts, dtype.itemsize)
+        raise BuildError(
+            f"document {first} occurs twice; an input with `document_id` may hold it twice (remove repeated "
+            f"ones with dedup.exact), else remove the work folder and build again"
+        )
+    table = documents_of(rows, payload, starts, dtype.itemsize + masked)
     tokens: Tokens = payload.view(dtype.newbyteorder("<"))
-    return _Partition(tokens, starts // dtype.itemsize, np.ascontiguousarray(rows["tokens"]), table)
+    lengths = np.ascontiguousarray(rows["tokens"])
+    masks = (payload, starts + lengths * dtype.itemsize) if masked else (None, None)
+    return Partition(tokens, starts // dtype.itemsize, lengths, table, *masks)
 
 
 def _count(placement: Placement, lengths: _Ints) -> Packed:
@@ -195,9 +287,9 @@ def _count(placement: Placement, lengths: _Ints) -> Packed:
     )
 
 
-def _row_bytes(sequence_length: int, dtype: np.dtype[Any], output: OutputConfig) -> int:
+def _row_bytes(sequence_length: int, dtype: np.dtype[Any], output: OutputConfig, part: Partition) -> int:
     """Bytes that one row takes in an uncompressed shard."""
-    tokens = sequence_length * dtype.itemsize
+    tokens = sequence_length * (dtype.itemsize + (part.masks is not None))
     if output.format == "mds":
         return tokens + 4  # the offset
     return 512 + -(-(128 + tokens) // 512) * 512  # a tar header, and the npy file padded to whole blocks
@@ -223,6 +315,20 @@ def _write_shard(
         folder,
         f"{name}.mds",
         rows,
+        compression=output.compression,
+        hashes=output.hashes,
+        size_limit=output.shard_bytes,
+    )
+
+
+def _write_masked_shard(
+    folder: Path, name: str, tokens: Tokens, masks: npt.NDArray[np.uint8], output: OutputConfig
+) -> ShardInfo:
+    kind = np.dtype(np.uint16 if tokens.dtype.itemsize == 2 else np.uint32)
+    return mds.write_columns_shard(
+        folder,
+        f"{name}.mds",
+        {"loss_mask": masks, "tokens": tokens.view(kind)},
         compression=output.compression,
         hashes=output.hashes,
         size_limit=output.shard_bytes,

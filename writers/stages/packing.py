@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardkit.writers.kernels.numba_support import Int32s, Int64s, UInt64s, kernel
+from shardkit.writers.kernels.numba_support import Int32s, Int64s, UInt8s, UInt64s, kernel
 from shardkit.writers.tokenizer import Tokens
 
 __all__ = ["WINDOW_PIECES", "Placement", "fill_rows", "pack_best_fit", "pack_concat"]
@@ -83,7 +83,13 @@ def pack_concat(lengths: Int64s, sequence_length: int) -> Placement:
 
 
 def fill_rows(
-    tokens: Tokens, sources: Int64s, lengths: Int64s, rows: Int64s, columns: Int64s, out: Tokens, eos_id: int
+    tokens: Tokens | UInt8s,
+    sources: Int64s,
+    lengths: Int64s,
+    rows: Int64s,
+    columns: Int64s,
+    out: Tokens | UInt8s,
+    eos_id: int,
 ) -> None:
     """Write piece i, `tokens[sources[i] : sources[i] + lengths[i]]`, to `out[rows[i], columns[i] :]`.
 
@@ -315,7 +321,12 @@ def _by_row(row: Int64s, column: Int64s, rows: int) -> Int64s:
 
 @kernel
 def _copy_pieces(
-    tokens: Tokens, sources: Int64s, lengths: Int64s, rows: Int64s, columns: Int64s, out: Tokens
+    tokens: Tokens | UInt8s,
+    sources: Int64s,
+    lengths: Int64s,
+    rows: Int64s,
+    columns: Int64s,
+    out: Tokens | UInt8s,
 ) -> None:
     flat = out.reshape(-1)
     for i in range(len(sources)):

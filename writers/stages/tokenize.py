@@ -14,10 +14,11 @@ removed as duplicates, and those that stay for them, go into a run of their own 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,8 @@ from shardkit.writers.documents import keyed_hashes, pack_strings, unpack_string
 from shardkit.writers.exchange import RunWriter, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, PlainCounts, Task
+from shardkit.writers.fim import cut_documents, ordered
+from shardkit.writers.input_config import FimConfig
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageLabels
@@ -55,6 +58,11 @@ from shardkit.writers.tokenizer import (
 )
 from shardkit.writers.tokenizer_file import find_tokenizer
 
+_Masks = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
+"""Of each token, and of the eos of each document."""
+_Encode = Callable[[pa.RecordBatch], tuple[Tokens, npt.NDArray[np.int64]]]
+_Kind = TypeVar("_Kind", bound=np.generic)
+
 __all__ = [
     "SPILL_SCHEMA",
     "TOKENS",
@@ -67,6 +75,7 @@ __all__ = [
     "parity_task",
     "partition_of",
     "partition_start",
+    "remaining",
     "tasks",
     "tokenize_split",
     "tokenizer_task",
@@ -119,13 +128,15 @@ SPILL_SCHEMA = pa.schema(
 class Tokenized:
     """Result of a split: the ledger, and tokens with eos.
 
-    `lengths` are the documents' tokens, eos included; `languages` are LanguageCounts as plain data.
+    `lengths` are the documents' tokens, eos included; `languages` are LanguageCounts as plain data. `trained`
+    are the tokens that a loss mask lets be trained on, if the build has masks.
     """
 
     ledger: Ledger
     tokens: int
     lengths: Histogram = field(default_factory=Histogram)
     languages: dict[str, dict[str, int]] | None = None
+    trained: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a commit."""
@@ -134,6 +145,7 @@ class Tokenized:
             "tokens": self.tokens,
             "lengths": self.lengths.to_dict(),
             "languages": self.languages,
+            "trained": self.trained,
         }
 
     @classmethod
@@ -141,7 +153,7 @@ class Tokenized:
         """What a task of this stage committed."""
         counts = commit.counts
         lengths = Histogram.from_dict(counts["lengths"])
-        return cls(commit.ledger(), counts["tokens"], lengths, counts["languages"])
+        return cls(commit.ledger(), counts["tokens"], lengths, counts["languages"], counts["trained"])
 
 
 def partition_of(hashes: npt.NDArray[np.uint64], partitions: int) -> npt.NDArray[np.int64]:
@@ -182,12 +194,25 @@ class TokenizerFile:
     file: Artifact
     digest: str
     eos: str
+    bos: str | None = None
+    fim: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def marks(self) -> dict[str, str]:
+        """The tokens that documents end and begin with, by key of the recipe: what decides ids."""
+        return {"tokenizer.eos": self.eos} | ({} if self.bos is None else {"tokenizer.bos": self.bos})
 
     @classmethod
-    def of(cls, recipe: Recipe) -> TokenizerFile:
-        """The recipe's tokenizer, on this machine."""
+    def of(cls, recipe: Recipe) -> TokenizerFile | None:
+        """The recipe's tokenizer, on this machine; None if no dataset of the recipe has tokens."""
+        if recipe.tokenizer is None or all(one.output.is_text for one in recipe.datasets()):
+            return None
         path = find_tokenizer(recipe.folder, recipe.tokenizer.path)
-        return cls(Artifact(path), tokenizer_digest(path), recipe.tokenizer.eos)
+        named = [
+            (number, config.fim) for number, config in enumerate(recipe.inputs) if config.fim is not None
+        ]
+        fim = tuple((f"inputs[{number}].fim", token) for number, one in named for token in one.tokens)
+        return cls(Artifact(path), tokenizer_digest(path), recipe.tokenizer.eos, recipe.tokenizer.bos, fim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +220,7 @@ class TokenizerFacts(PlainCounts):
     """Result of task `tokenizer`: the engine to start with, and characters that it must not encode."""
 
     eos_id: int
+    bos_id: int | None
     vocab_size: int
     dtype: str
     engine: Engine
@@ -209,18 +235,23 @@ class TokenizerFacts(PlainCounts):
 
 def tokenizer_task(tokenizer: TokenizerFile) -> Task:
     """The task that loads the tokenizer early, so that wrong files and eos tokens fail at once."""
-    config, inputs = {"tokenizer.eos": tokenizer.eos}, {"tokenizer": tokenizer.digest}
-    args = (tokenizer.file, tokenizer.eos)
+    inputs = {"tokenizer": tokenizer.digest}
+    args = (tokenizer.file, tokenizer.eos, tokenizer.bos, tokenizer.fim)
+    config = tokenizer.marks | ({"fim": tokenizer.fim} if tokenizer.fim else {})
     return Task("tokenizer", "tokenizer", config, check_tokenizer, args, _FIRST, inputs)
 
 
-def check_tokenizer(folder: Path, file: Artifact, eos: str) -> TokenizerFacts:
+def check_tokenizer(
+    folder: Path, file: Artifact, eos: str, bos: str | None = None, fim: Sequence[tuple[str, str]] = ()
+) -> TokenizerFacts:
     """Load the tokenizer with the reference engine, and with the fast one if it supports the file."""
     path = file.local()
-    encoder = Encoder(path, eos, engine="tokenizers")
-    facts = encoder.eos_id, encoder.vocab_size, encoder.dtype.name
+    encoder = Encoder(path, eos, bos=bos, engine="tokenizers")
+    for key, token in fim:
+        encoder.special_id(token, key)
+    facts = encoder.eos_id, encoder.bos_id, encoder.vocab_size, encoder.dtype.name
     try:  # choose the engine to start with; the parity check decides
-        fast = Encoder(path, eos, engine="gigatoken")
+        fast = Encoder(path, eos, bos=bos, engine="gigatoken")
         unlike = unlike_characters(fast, encoder)
     except MissingExtraError:
         raise
@@ -236,18 +267,23 @@ def parity_task(documents: Sequence[Commit], tokenizer: TokenizerFile, unlike: R
     paths = tuple(commit.files / DOCUMENTS_FILE for commit in documents)
     contents = digest_of([commit.outputs[DOCUMENTS_FILE].xxh3_128 for commit in documents])
     inputs = {"documents": contents, "tokenizer": tokenizer.digest}
-    config = {"tokenizer.eos": tokenizer.eos, "unlike": digest_of(unlike)}
-    args = (paths, tokenizer.file, tokenizer.eos, unlike)
+    config = tokenizer.marks | {"unlike": digest_of(unlike)}
+    args = (paths, tokenizer.file, tokenizer.eos, tokenizer.bos, unlike)
     return Task("parity", "parity", config, compare_engines, args, _FIRST, inputs)
 
 
 def compare_engines(
-    folder: Path, documents: Sequence[Artifact], tokenizer: Artifact, eos: str, unlike: Ranges
+    folder: Path,
+    documents: Sequence[Artifact],
+    tokenizer: Artifact,
+    eos: str,
+    bos: str | None,
+    unlike: Ranges,
 ) -> Parity:
     """`check_parity` without its warning, which the build issues even if this task is skipped."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return check_parity(documents, tokenizer.local(), eos, unlike)
+        return check_parity(documents, tokenizer.local(), eos, unlike, bos=bos)
 
 
 def tasks(
@@ -267,13 +303,13 @@ def tasks(
     `documents` are the commits with each split's documents.arrow: `cleaned`, or those that cut lines out.
     """
     config = {
-        "tokenizer.eos": recipe.tokenizer.eos,
+        **tokenizer.marks,
         "engine": engine,
         "unlike": digest_of(unlike),
         "seed": recipe.seed,
         "block_bytes": limits.block_bytes,
     }
-    encoder = (tokenizer.file, tokenizer.eos, engine, unlike)
+    encoder = (tokenizer.file, tokenizer.eos, engine, unlike, tokenizer.bos)
     made = []
     for split, commit, removed, first in zip(splits, documents, removals, cleaned, strict=True):
         languages, named = _languages(first, commit)
@@ -286,8 +322,10 @@ def tasks(
             *(commit.files / DOCUMENTS_FILE, removed),
             *(encoder, recipe.seed, recipe.memory // 2, limits, languages),
         )
+        fim = recipe.inputs[split.source].fim
+        own = config if fim is None else config | {"fim": fim.model_dump(mode="json")}
         weight = commit.ledger().kept.bytes
-        made.append(Task("tokenize", split_name(split), config, _tokenize, args, weight, inputs | named))
+        made.append(Task("tokenize", split_name(split), own, _tokenize, (*args, fim), weight, inputs | named))
     return made
 
 
@@ -308,23 +346,25 @@ def _tokenize(
     folder: Path,
     documents: Artifact,
     removed: SplitRemovals,
-    encoder: tuple[Artifact, str, Engine, Ranges],
+    encoder: tuple[Artifact, str, Engine, Ranges, str | None],
     seed: int,
     memory_bytes: int,
     limits: Limits,
     languages: LanguageLabels | None,
+    fim: FimConfig | None = None,
 ) -> Tokenized:
     """Load the encoder, which the process caches, and the removed rows; then `tokenize_split`."""
-    file, eos, engine, unlike = encoder
+    file, eos, engine, unlike, bos = encoder
     return tokenize_split(
         documents,
         removed.load(),
-        load_encoder(file.local(), eos, engine, unlike),
+        load_encoder(file.local(), eos, engine, unlike, bos),
         seed=seed,
         folder=folder,
         memory_bytes=memory_bytes,
         limits=limits,
         languages=languages,
+        fim=fim,
     )
 
 
@@ -338,12 +378,15 @@ def tokenize_split(
     memory_bytes: int,
     limits: Limits = DEFAULT_LIMITS,
     languages: LanguageLabels | None = None,
+    fim: FimConfig | None = None,
 ) -> Tokenized:
     """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) except removed ones; write them as a run.
 
     Documents without any token are booked as dropped under "empty".
     """
     ledger, lengths, spilled = Ledger(), Histogram(), 0
+    marks = 1 if encoder.bos_id is None else 2  # tokens of a document beside those of its text
+    trained = 0
     counts = None if languages is None else languages.open()
     with (
         documents.open_arrow(mapped=True) as source,
@@ -356,19 +399,24 @@ def tokenize_split(
             batch = reader.get_batch(number)
             if counts is not None:
                 batch = counts.beside(batch, start)
-            part = removed.part(start, batch.num_rows)
+            part = removed.within(start, batch.num_rows)
             start += batch.num_rows
-            kept, copies, ids, tokens = _tokenize_batch(batch, part, encoder, ledger, twins)
+            encode = None if fim is None else partial(_encode_fim, encoder, fim, seed)
+            kept, copies, ids, tokens, masks = _tokenize_batch(batch, part, encoder, ledger, twins, encode)
             if kept.num_rows:
                 hashes = keyed_hashes(kept.column("document_id").to_pylist(), seed, "shuffle")
-                rows, payload = document_rows(
-                    kept, hashes, copies, _with_eos(ids, tokens, encoder), tokens + 1
-                )
+                begin, end = encoder.bos_id, encoder.eos_id
+                ended = _with_marks(ids, tokens, begin, end)
+                mask = None
+                if masks is not None:
+                    mask = _with_marks(masks[0], tokens, None if begin is None else 0, masks[1])
+                    trained += int(mask.sum())
+                rows, payload = document_rows(kept, hashes, copies, ended, tokens + marks, mask)
                 run.write(rows, payload)
-            lengths.add(Histogram.of(tokens + 1))
-            spilled += len(ids) + len(tokens)
+            lengths.add(Histogram.of(tokens + marks))
+            spilled += len(ids) + marks * len(tokens)
             if counts is not None:
-                counts.count(kept, tokens + 1)
+                counts.count(kept, tokens + marks)
             PULSE.tell(ledger)
         for lost in removed.rows.values():
             if len(lost) and not 0 <= lost.min() <= lost.max() < start:
@@ -376,7 +424,7 @@ def tokenize_split(
                     f"{documents}: duplicate row {lost.max()} does not exist; the file has {start} rows"
                 )
     ledger.check(str(folder))
-    return Tokenized(ledger, spilled, lengths, None if counts is None else counts.to_dict())
+    return Tokenized(ledger, spilled, lengths, None if counts is None else counts.to_dict(), trained)
 
 
 def _tokenize_batch(
@@ -385,8 +433,80 @@ def _tokenize_batch(
     encoder: Encoder,
     ledger: Ledger,
     twins: TwinsFile,
-) -> tuple[pa.RecordBatch, npt.NDArray[np.int32], Tokens, npt.NDArray[np.int64]]:
-    """Encode one batch and book it; returns the encoded documents, their copies, ids and numbers of ids."""
+    encode: _Encode | None = None,
+) -> tuple[pa.RecordBatch, npt.NDArray[np.int32], Tokens, npt.NDArray[np.int64], _Masks | None]:
+    """Encode one batch and book it.
+
+    Returns the encoded documents, their copies, ids and numbers of ids, and their masks in builds with marks.
+    """
+    batch, copies = remaining(batch, removed, ledger, twins)
+    sizes = np.diff(text_offsets(batch.column("text")))
+    masks: _Masks | None = None
+    try:
+        if "marks" in batch.schema.names:
+            texts, marks = batch.column("text"), batch.column("marks")
+            ids, lengths, mask, last = encoder.encode_marked(texts, marks)
+            masks = mask, last.astype(np.uint8)
+        elif encode is not None:
+            ids, lengths = encode(batch)
+        else:
+            ids, lengths = encoder.encode(batch.column("text"))
+    except EosInTextError as error:
+        file, record = (batch.column(name)[error.row] for name in ("file", "record"))
+        raise BuildError(f"{file}: record {record.as_py():,}: {error}") from error
+    if (empty := lengths == 0).any():
+        ledger.drop("empty", int(empty.sum()), int(sizes[empty].sum()))
+        twins.remove(batch, "empty", np.flatnonzero(empty))
+        batch, copies = batch.filter(pa.array(~empty)), copies[~empty]
+        sizes, lengths = sizes[~empty], lengths[~empty]
+        masks = None if masks is None else (masks[0], masks[1][~empty])
+    ledger.kept += Count(batch.num_rows, int(sizes.sum()))
+    return batch, copies, ids, lengths, masks
+
+
+def _encode_fim(
+    encoder: Encoder, fim: FimConfig, seed: int, documents: pa.RecordBatch
+) -> tuple[Tokens, npt.NDArray[np.int64]]:
+    """`Encoder.encode` of documents of which some are cut; EosInTextError has the row of the document."""
+    prefix_id, middle_id, suffix_id = (encoder.special_id(token, "fim") for token in fim.tokens)
+    cuts = cut_documents(documents.column("document_id").to_pylist(), seed, fim)
+    texts: list[str] = []
+    owners: list[int] = []
+    is_cut = np.zeros(documents.num_rows, np.bool_)
+    for row, text in enumerate(documents.column("text").to_pylist()):
+        is_cut[row] = bool(cuts[row, 0] and text)
+        parts = ordered(text, cuts[row]) if is_cut[row] else (text,)
+        texts += parts
+        owners += [row] * len(parts)
+    try:
+        ids, lengths = encoder.encode(texts)
+    except EosInTextError as error:
+        raise EosInTextError(str(error), owners[error.row]) from error
+    pieces = iter(np.split(ids, np.cumsum(lengths)[:-1]))
+    marks = [np.array([one], encoder.dtype) for one in (prefix_id, middle_id, suffix_id)]
+    made: list[Tokens] = []
+    for row in range(documents.num_rows):
+        first = next(pieces)
+        if not is_cut[row]:
+            made.append(first)
+            continue
+        middle, suffix = next(pieces), next(pieces)
+        if cuts[row, 0] == 1:
+            order = (marks[0], first, marks[2], suffix, marks[1], middle)
+        else:
+            order = (marks[0], marks[2], suffix, marks[1], first, middle)
+        made.append(np.concatenate(order))
+    counts = np.fromiter(map(len, made), np.int64, len(made))
+    return np.concatenate([np.zeros(0, encoder.dtype), *made]), counts
+
+
+def remaining(
+    batch: pa.RecordBatch, removed: Removed, ledger: Ledger, twins: TwinsFile
+) -> tuple[pa.RecordBatch, npt.NDArray[np.int32]]:
+    """The documents of a batch that stay, and how many documents each stands for.
+
+    The ledger gets what is read and what goes; `twins` what goes as a duplicate, and what stays for one.
+    """
     sizes = np.diff(text_offsets(batch.column("text")))
     ledger.read += Count(batch.num_rows, int(sizes.sum()))
     copies = np.ones(batch.num_rows, np.int32)
@@ -398,28 +518,32 @@ def _tokenize_batch(
             twins.remove(batch, reason, losers, removed.outcomes.get(reason))
             keep[losers] = False
     twins.keep(batch, removed.copied)
-    if not keep.all():
-        batch, sizes, copies = batch.filter(pa.array(keep)), sizes[keep], copies[keep]
-    try:
-        ids, lengths = encoder.encode(batch.column("text"))
-    except EosInTextError as error:
-        file, record = (batch.column(name)[error.row] for name in ("file", "record"))
-        raise BuildError(f"{file}: record {record.as_py():,}: {error}") from error
-    if (empty := lengths == 0).any():
-        ledger.drop("empty", int(empty.sum()), int(sizes[empty].sum()))
-        twins.remove(batch, "empty", np.flatnonzero(empty))
-        batch, copies = batch.filter(pa.array(~empty)), copies[~empty]
-        sizes, lengths = sizes[~empty], lengths[~empty]
-    ledger.kept += Count(batch.num_rows, int(sizes.sum()))
-    return batch, copies, ids, lengths
+    for reason, others in removed.elsewhere(batch.num_rows).items():
+        others &= keep
+        ledger.drop(reason, int(others.sum()), int(sizes[others].sum()))
+        keep &= ~others
+    if keep.all():
+        return batch, copies
+    return batch.filter(pa.array(keep)), copies[keep]
 
 
-def _with_eos(ids: Tokens, lengths: npt.NDArray[np.int64], encoder: Encoder) -> Tokens:
-    ended: Tokens = np.full(len(ids) + len(lengths), encoder.eos_id, encoder.dtype)
-    is_text = np.ones(len(ended), np.bool_)
-    is_text[np.cumsum(lengths + 1) - 1] = False
-    ended[is_text] = ids
-    return ended
+def _with_marks(
+    values: npt.NDArray[_Kind],
+    lengths: npt.NDArray[np.int64],
+    begin: int | None,
+    end: int | npt.NDArray[np.uint8],
+) -> npt.NDArray[_Kind]:
+    """The values of documents, each begun by `begin` unless that is None, and ended by `end`."""
+    marks = 1 if begin is None else 2
+    marked = np.zeros(len(values) + marks * len(lengths), values.dtype)
+    is_text = np.ones(len(marked), np.bool_)
+    ends = np.cumsum(lengths + marks)
+    is_text[ends - 1], marked[ends - 1] = False, end
+    if begin is not None:
+        begins = ends - lengths - marks
+        is_text[begins], marked[begins] = False, begin
+    marked[is_text] = values
+    return marked
 
 
 def document_rows(
@@ -428,8 +552,12 @@ def document_rows(
     copies: npt.NDArray[np.int32],
     tokens: Tokens,
     lengths: npt.NDArray[np.int64],
+    mask: npt.NDArray[np.uint8] | None = None,
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.uint8]]:
-    """Rows of TOKENS and their payloads; `tokens` are those of all documents, one after the other."""
+    """Rows of TOKENS and their payloads; `tokens` are those of all documents, one after the other.
+
+    `mask`, a byte a token, follows a document's tokens in builds with marks.
+    """
     width = tokens.itemsize
     rows = np.zeros(len(hashes), TOKENS.dtype)
     rows["key"], rows["copies"], rows["tokens"] = hashes, copies, lengths
@@ -437,14 +565,18 @@ def document_rows(
         b"".join(documents.column("document_id").to_pylist()), np.uint8
     ).reshape(-1, 16)
     rows["source"], rows["record"] = (documents.column(name).to_numpy() for name in ("source", "record"))
-    ids = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).view(np.uint8), lengths * width
-    return rows, pack_strings(documents, _STRINGS, rows, first=ids, align=width)
+    first = [(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).view(np.uint8), lengths * width)]
+    first += [] if mask is None else [(mask, lengths)]
+    return rows, pack_strings(documents, _STRINGS, rows, first=first, align=width)
 
 
 def documents_of(
     rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], width: int
 ) -> pa.Table:
-    """The table (SPILL_SCHEMA) of rows of TOKENS with payloads at `starts`; tokens have `width` bytes."""
+    """The table (SPILL_SCHEMA) of rows of TOKENS with payloads at `starts`.
+
+    A token takes `width` bytes, with that of its mask if there is one.
+    """
     ids = np.ascontiguousarray(rows["document_id"]).reshape(-1)
     columns = {
         "hash": pa.array(rows["key"]),

@@ -7,17 +7,26 @@ Whatever is damaged or hostile raises ShardError with the file and, where known,
 
 from shardkit.formats.mds.index import index_bytes, index_files, parse_index, read_index, write_index
 from shardkit.formats.mds.shard import MdsShard, open_shard, shard_from_raw
-from shardkit.formats.mds.writer import MdsWriter, write_rows_shard
+from shardkit.formats.mds.writer import (
+    MdsWriter,
+    array_bytes,
+    write_arrays_shard,
+    write_columns_shard,
+    write_rows_shard,
+)
 
 __all__ = [
     "MdsShard",
     "MdsWriter",
+    "array_bytes",
     "index_bytes",
     "index_files",
     "open_shard",
     "parse_index",
     "read_index",
     "shard_from_raw",
+    "write_arrays_shard",
+    "write_columns_shard",
     "write_index",
     "write_rows_shard",
 ]

@@ -40,6 +40,7 @@ __all__ = [
     "ArrayLayout",
     "Encoding",
     "constant_layout",
+    "encode_shape",
     "encode_value",
     "encoding_of",
     "parse_array_layout",
@@ -96,7 +97,7 @@ class ArrayLayout:
         elif name != self.dtype.name:
             raise ValueError(f"array of {name} in a column of {self.dtype.name}")
         if self.shape is None:
-            header += _encode_shape(value.shape)
+            header += encode_shape(value.shape)
         elif value.shape != self.shape:
             raise ValueError(f"array of shape {value.shape} in a column of shape {self.shape}")
         return header + value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
@@ -140,7 +141,8 @@ def _little(name: str) -> np.dtype[Any]:
     return np.dtype(name).newbyteorder("<")
 
 
-def _encode_shape(shape: tuple[int, ...]) -> bytes:
+def encode_shape(shape: tuple[int, ...]) -> bytes:
+    """What stands before the values of an array of that shape, where the column does not fix it."""
     code = next(c for c in range(4) if max(shape) < 1 << (8 << c))
     return bytes([len(shape) << 2 | code]) + np.array(shape, _little(f"uint{8 << code}")).tobytes()
 

@@ -7,13 +7,15 @@ Opening compares the file with the index entry (size, hashes if asked, sample co
 offsets in one vectorised pass, so that no later read can leave its sample. When all columns have a fixed
 size, samples lie a constant stride apart and `fixed_rows` is a view on the map: one `view[rows]` builds a
 batch with no Python per sample. Views keep the map alive after `close`.
+
+`read_header` and `SampleLayout` are what a reader from front to back needs, which holds no shard in memory.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -28,11 +30,78 @@ from shardkit.formats.mds.index import parse_columns
 from shardkit.formats.stored import load_raw
 from shardkit.manifest import Column, ShardInfo
 
-__all__ = ["MdsShard", "open_shard", "shard_from_raw"]
+__all__ = ["MdsShard", "SampleLayout", "open_shard", "read_header", "shard_from_raw"]
 
 _U32 = np.dtype("<u4")
 
 _MAX_CONFIG_BYTES = 1 << 22  # room for thousands of columns
+_MAX_STREAMED_SAMPLES = 1 << 24  # of a shard that is read from front to back: 64 MiB of offsets
+
+
+class SampleLayout:
+    """Where the values of a sample lie, by the sizes that it begins with; safe to share among threads."""
+
+    def __init__(self, file: str | PathLike[str], columns: Sequence[Column]) -> None:
+        """`file` is named in errors."""
+        self._file, self.columns = file, columns
+        self.encodings = [encoding_of(column.encoding) for column in columns]
+        sizes = [encoding.size for encoding in self.encodings]
+        self.variable_columns = sizes.count(None)
+        self.fixed_bytes = sum(size for size in sizes if size is not None)
+        self.head_bytes = 4 * self.variable_columns
+
+    def spans(
+        self, row: int, begin: int, size: int, head: bytes | memoryview
+    ) -> list[tuple[Column, Encoding, int, int]]:
+        """(column, its encoding, byte in the sample, bytes) of each value of a sample of `size` bytes.
+
+        The sample begins at byte `begin` of the file with `head`, which has `head_bytes` bytes or what there
+        is. ShardError unless the values fill the sample.
+        """
+        position = self.head_bytes
+        if position + self.fixed_bytes > size:
+            raise self.damaged(row, begin, f"{size:,} bytes are too few for its columns")
+        words = iter(np.frombuffer(head, _U32).tolist())
+        spans = []
+        for column, encoding in zip(self.columns, self.encodings, strict=True):
+            length = next(words) if encoding.size is None else encoding.size
+            if position + length > size:
+                problem = f"column {column.name!r} states {length:,} bytes, beyond its end"
+                raise self.damaged(row, begin, problem)
+            spans.append((column, encoding, position, length))
+            position += length
+        if position != size:
+            raise self.damaged(row, begin + position, f"{size - position:,} bytes are left over")
+        return spans
+
+    def damaged(self, row: int, offset: int, problem: str) -> ShardError:
+        """The error of a sample."""
+        return ShardError(self._file, f"sample {row:,}: {problem}; fetch the file again", offset=offset)
+
+
+def read_header(
+    file: str | PathLike[str], read: Callable[[int], bytes]
+) -> tuple[tuple[Column, ...], npt.NDArray[np.uint32]]:
+    """The columns and the offsets of a shard by its own header: what `read` gives of it from the start on.
+
+    ShardError if it is damaged, or has no columns in it, as only other writers than MosaicML's leave out.
+    """
+    start = read(4)
+    samples = int.from_bytes(start, "little")
+    if len(start) < 4 or samples > _MAX_STREAMED_SAMPLES:
+        problem = f"is no MDS shard of 0 to {_MAX_STREAMED_SAMPLES:,} samples"
+        raise ShardError(file, problem, offset=0)
+    data = read(4 * (samples + 1))
+    if len(data) < 4 * (samples + 1):
+        raise ShardError(file, f"ends inside the offsets of its {samples:,} samples", offset=4)
+    offsets = np.frombuffer(data, _U32)
+    _check_order(file, offsets)
+    size = int(offsets[0]) - 4 * (samples + 2)
+    if size > _MAX_CONFIG_BYTES:
+        raise ShardError(file, f"a config of {size:,} bytes", offset=4 * (samples + 2))
+    if not size:
+        raise ShardError(file, "does not say which columns it has; convert the dataset")
+    return _parse_config(file, read(size), 4 * (samples + 2)), offsets
 
 
 class MdsShard:
@@ -43,13 +112,10 @@ class MdsShard:
         self.info = info
         self._file = file
         self._data = data
-        self._encodings = [encoding_of(column.encoding) for column in info.columns]
-        sizes = [encoding.size for encoding in self._encodings]
-        self._variable_columns = sizes.count(None)
-        self._fixed_bytes = sum(size for size in sizes if size is not None)
+        self._layout = SampleLayout(file, info.columns)
         self._offsets = _checked_offsets(file, info, data)
         _check_config(file, info, data, int(self._offsets[0]))
-        if not self._variable_columns:
+        if not self._layout.variable_columns:
             self._check_stride()
 
     def __len__(self) -> int:
@@ -73,7 +139,7 @@ class MdsShard:
                 values[column.name] = encoding.decode(data)
             except ValueError as error:
                 problem = f"column {column.name!r} ({column.encoding}): {error}"
-                raise self._damaged(row, position, problem) from error
+                raise self._layout.damaged(row, position, problem) from error
         return values
 
     def payloads(self, row: int) -> dict[str, memoryview]:
@@ -90,11 +156,12 @@ class MdsShard:
         if column not in names:
             raise KeyError(f"{self._file}: no column {column!r}; columns: {', '.join(names)}")
         number = names.index(column)
-        dtype, shape = self._encodings[number].dtype, self._encodings[number].shape
-        if self._variable_columns or dtype is None:
+        encodings = self._layout.encodings
+        dtype, shape = encodings[number].dtype, encodings[number].shape
+        if self._layout.variable_columns or dtype is None:
             return None
-        before = sum(encoding.size or 0 for encoding in self._encodings[:number])
-        samples = self._data[int(self._offsets[0]) :].reshape(self.info.samples, self._fixed_bytes)
+        before = sum(encoding.size or 0 for encoding in encodings[:number])
+        samples = self._data[int(self._offsets[0]) :].reshape(self.info.samples, self._layout.fixed_bytes)
         values = samples[:, before : before + math.prod(shape) * dtype.itemsize].view(dtype)
         return values.reshape(self.info.samples, *shape)
 
@@ -109,32 +176,18 @@ class MdsShard:
             raise IndexError(f"{self._file}: row {row} of {self.info.samples}")
         begin, end = int(self._offsets[row]), int(self._offsets[row + 1])
         data = self._data.data[begin:end]
-        position = 4 * self._variable_columns
-        if position + self._fixed_bytes > len(data):
-            raise self._damaged(row, begin, f"{len(data):,} bytes are too few for its columns")
-        words = iter(np.frombuffer(data[:position], _U32).tolist())
-        values = []
-        for column, encoding in zip(self.info.columns, self._encodings, strict=True):
-            size = next(words) if encoding.size is None else encoding.size
-            if position + size > len(data):
-                raise self._damaged(
-                    row, begin, f"column {column.name!r} states {size:,} bytes, beyond its end"
-                )
-            values.append((column, encoding, begin + position, data[position : position + size]))
-            position += size
-        if position != len(data):
-            raise self._damaged(row, begin + position, f"{len(data) - position:,} bytes are left over")
-        return values
+        spans = self._layout.spans(row, begin, len(data), data[: self._layout.head_bytes])
+        return [
+            (column, encoding, begin + position, data[position : position + size])
+            for column, encoding, position, size in spans
+        ]
 
     def _check_stride(self) -> None:
         steps = np.diff(self._offsets)
-        if not np.all(steps == self._fixed_bytes):
-            row = int(np.flatnonzero(steps != self._fixed_bytes)[0])
-            problem = f"{int(steps[row]):,} bytes; its columns take {self._fixed_bytes:,}"
-            raise self._damaged(row, int(self._offsets[row]), problem)
-
-    def _damaged(self, row: int, offset: int, problem: str) -> ShardError:
-        return ShardError(self._file, f"sample {row:,}: {problem}; fetch the file again", offset=offset)
+        if not np.all(steps == self._layout.fixed_bytes):
+            row = int(np.flatnonzero(steps != self._layout.fixed_bytes)[0])
+            problem = f"{int(steps[row]):,} bytes; its columns take {self._layout.fixed_bytes:,}"
+            raise self._layout.damaged(row, int(self._offsets[row]), problem)
 
 
 def open_shard(
@@ -185,16 +238,21 @@ def _checked_offsets(
     if samples != info.samples:
         raise ShardError(file, f"has {samples:,} samples, the index states {info.samples:,}", offset=0)
     offsets: npt.NDArray[np.uint32] = np.frombuffer(data[4:header_bytes], _U32)
+    _check_order(file, offsets)
+    if offsets[-1] != len(data):
+        problem = f"the last sample ends at {offsets[-1]:,}, the file at {len(data):,}"
+        raise ShardError(file, problem, offset=header_bytes - 4)
+    return offsets
+
+
+def _check_order(file: str | PathLike[str], offsets: npt.NDArray[np.uint32]) -> None:
+    header_bytes = 4 * (len(offsets) + 1)
     if offsets[0] < header_bytes:
         raise ShardError(file, f"samples begin at {offsets[0]:,}, inside the header", offset=4)
     decreasing = offsets[1:] < offsets[:-1]
     if decreasing.any():
         row = int(np.argmax(decreasing))
         raise ShardError(file, f"sample {row:,} ends before it begins", offset=8 + 4 * row)
-    if offsets[-1] != len(data):
-        problem = f"the last sample ends at {offsets[-1]:,}, the file at {len(data):,}"
-        raise ShardError(file, problem, offset=header_bytes - 4)
-    return offsets
 
 
 def _check_config(file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[np.uint8], end: int) -> None:
@@ -204,11 +262,16 @@ def _check_config(file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[
         return  # MosaicML's reader does not look at it, so other writers may leave it out
     if end - start > _MAX_CONFIG_BYTES:
         raise ShardError(file, f"a config of {end - start:,} bytes", offset=start)
+    if _parse_config(file, data[start:end].tobytes(), start) != info.columns:
+        raise ShardError(file, "the config has other columns than the index", offset=start)
+
+
+def _parse_config(file: str | PathLike[str], text: bytes, start: int) -> tuple[Column, ...]:
+    """The columns that the config at byte `start` describes."""
     try:
-        config = json.loads(data[start:end].tobytes())
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ShardError(file, f"the config is not JSON: {error}", offset=start) from error
     if not isinstance(config, Mapping):
         raise ShardError(file, "the config is not an object", offset=start)
-    if parse_columns(file, config) != info.columns:
-        raise ShardError(file, "the config has other columns than the index", offset=start)
+    return parse_columns(file, config)

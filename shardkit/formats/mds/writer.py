@@ -9,7 +9,7 @@ read once and never copied. The same input gives the same bytes on every run.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,13 +19,20 @@ import numpy.typing as npt
 
 from shardkit.errors import ShardError
 from shardkit.formats.compression import new_compressor, parse_compression
-from shardkit.formats.mds.encodings import encode_value, encoding_of
+from shardkit.formats.mds.encodings import encode_shape, encode_value, encoding_of
 from shardkit.formats.mds.index import INDEX_NAME, MAX_SHARD_BYTES, config_bytes, make_columns, write_index
 from shardkit.hashing import Hasher, new_hash
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
 from shardkit.units import parse_bytes
 
-__all__ = ["DEFAULT_SHARD_BYTES", "MdsWriter", "write_rows_shard"]
+__all__ = [
+    "DEFAULT_SHARD_BYTES",
+    "MdsWriter",
+    "array_bytes",
+    "write_arrays_shard",
+    "write_columns_shard",
+    "write_rows_shard",
+]
 
 DEFAULT_SHARD_BYTES = 1 << 26
 
@@ -56,6 +63,59 @@ def write_rows_shard(
     shard = _ShardFile(Path(folder), columns, compression, hashes, size_limit)
     sizes = np.full(len(rows), columns[0].size, dtype=np.int64)
     return shard.write(basename, sizes, [_as_bytes(rows)], sync=False)
+
+
+def write_columns_shard(
+    folder: Path,
+    basename: str,
+    columns: Mapping[str, npt.NDArray[Any]],
+    *,
+    compression: str | None = None,
+    hashes: Sequence[str] = (),
+    size_limit: int | None = DEFAULT_SHARD_BYTES,
+) -> ShardInfo:
+    """Write several matrices (n, length) as one shard of as many columns `ndarray:dtype:length`."""
+    encodings = {name: f"ndarray:{rows.dtype.name}:{rows.shape[1]}" for name, rows in columns.items()}
+    described = make_columns(encodings)
+    shard = _ShardFile(Path(folder), described, compression, hashes, size_limit)
+    parts = [np.ascontiguousarray(columns[one.name]).view(np.uint8) for one in described]
+    samples = np.concatenate(parts, axis=1)
+    sizes = np.full(len(samples), samples.shape[1], dtype=np.int64)
+    return shard.write(basename, sizes, [_as_bytes(samples)], sync=False)
+
+
+def write_arrays_shard(
+    folder: Path,
+    basename: str,
+    arrays: Sequence[npt.NDArray[Any]],
+    dtype: np.dtype[Any],
+    *,
+    column: str = "tokens",
+    compression: str | None = None,
+    hashes: Sequence[str] = (),
+    size_limit: int | None = DEFAULT_SHARD_BYTES,
+) -> ShardInfo:
+    """Write 1-D `arrays` of any lengths above 0 as one shard of one column `ndarray:dtype`.
+
+    Returns its index entry; `array_bytes` says what an array takes. Otherwise as `write_rows_shard`.
+    """
+    columns = make_columns({column: f"ndarray:{dtype.name}"})
+    shard = _ShardFile(Path(folder), columns, compression, hashes, size_limit)
+    sizes = array_bytes(np.fromiter(map(len, arrays), np.int64, len(arrays)), dtype) - _OFFSET_BYTES
+    return shard.write(basename, sizes, _sample_pieces(arrays, sizes), sync=False)
+
+
+def array_bytes(lengths: npt.NDArray[np.int64], dtype: np.dtype[Any]) -> npt.NDArray[np.int64]:
+    """int64[n]: what arrays of these lengths take in a shard of `write_arrays_shard`, with their offsets."""
+    dims = np.where(lengths <= 0xFF, 1, np.where(lengths <= 0xFFFF, 2, 4))
+    return _OFFSET_BYTES + 4 + 1 + dims + lengths * dtype.itemsize
+
+
+def _sample_pieces(arrays: Sequence[npt.NDArray[Any]], sizes: npt.NDArray[np.int64]) -> Iterator[memoryview]:
+    for array, size in zip(arrays, sizes.tolist(), strict=True):
+        word = np.uint32(size - 4).astype("<u4").tobytes()
+        yield memoryview(word + encode_shape(array.shape))
+        yield _as_bytes(array)
 
 
 class MdsWriter:

@@ -113,7 +113,7 @@ def remote_tars(
     folder = common_folder([fixed_folder(url) for url in urls])
     if folder.count("/") < 2 or folder.endswith("://"):
         raise ShardError(names[0], f"and {names[-1]} are in different stores; open each as its own stream")
-    store = connect(folder, storage, shares_limit=True)
+    store = connect(folder, storage, shares_limit=True).pinned()
     keys = [url[len(folder) + 1 :] for url in urls]
     listed = _listing(store, keys)
     objects: list[ObjectInfo] = []

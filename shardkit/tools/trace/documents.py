@@ -26,7 +26,7 @@ from shardkit.facts import Described, Facts, counted, printable
 from shardkit.loaders.state import LoaderState
 from shardkit.order.exclusions import Exclusions
 from shardkit.storage.store import StorageOptions
-from shardkit.tools.trace.text import Decoder, Row, find_tokenizer, read_rows
+from shardkit.tools.trace.text import Decoder, Row, find_tokenizer, read_rows, token_column
 
 with naming_extras("reading text and provenance"):
     from shardkit.tools.trace.answers import Tracer, source_numbers, trace_rows, trace_search, trace_step
@@ -158,7 +158,7 @@ class Trace(Described):
 def text_of(dataset: Dataset, row: SupportsIndex, *, tokenizer: _Path | None = None) -> str:
     """See `Dataset.text`; ShardkitError without a tokenizer, ShardError for a dataset without text."""
     number = _row(dataset, row)
-    if dataset.token_column is None:
+    if token_column(dataset) is None:
         sample = dataset[number]
         for name in _TEXT_COLUMNS:
             if isinstance(text := sample.get(name), str):
@@ -314,7 +314,7 @@ def _decoder(dataset: Dataset, tokenizer: _Path | None) -> Decoder | None:
 
 
 def _tracer(dataset: Dataset, tokenizer: _Path | None) -> Tracer:
-    return Tracer(dataset, None if dataset.token_column is None else _decoder(dataset, tokenizer))
+    return Tracer(dataset, None if token_column(dataset) is None else _decoder(dataset, tokenizer))
 
 
 def _no_tokenizer(dataset: Dataset) -> str:

@@ -13,11 +13,13 @@ from shardkit.card import DatasetCard, TokenizerFacts
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import MissingExtraError, ShardError, ShardkitError, warn_user
 
-__all__ = ["Decoder", "find_tokenizer", "read_rows"]
+__all__ = ["Decoder", "find_tokenizer", "read_rows", "token_column"]
 
 Row = npt.NDArray[np.generic]
 
 _TOKENS_A_CHARACTER = 4  # at most, of byte-level tokenizers
+
+_ANY_LENGTH = ("ndarray:uint16", "ndarray:uint32")
 
 MAX_ROWS_AT_ONCE = 256  # of a remote dataset, read singly
 
@@ -43,7 +45,7 @@ class Decoder:
                 self._tokenizer.decoder = tokenizers.decoders.ByteLevel()  # else it shows bytes as letters
         except Exception as error:  # of `tokenizers`, which raises plain ones
             raise ShardkitError(f"{path}: is no tokenizer that can be read: {error}") from error
-        self.eos_id = stated.eos_id
+        self.eos_id, self.bos_id = stated.eos_id, stated.bos_id
         if stated.digest not in (None, _digest(data)):
             warn_user(
                 f"{path} is not the tokenizer of this dataset ({stated.file}, digest {stated.digest}): "
@@ -51,10 +53,15 @@ class Decoder:
             )
 
     def text(self, tokens: Row) -> str:
-        """The text of tokens; one eos at their end is left out. A cut character becomes U+FFFD."""
+        """The text of tokens without the eos at their end and the bos at their beginning, if they have any.
+
+        A cut character becomes U+FFFD.
+        """
         ids = tokens.tolist()
         if ids and ids[-1] == self.eos_id:
             ids = ids[:-1]
+        if ids and ids[0] == self.bos_id:
+            ids = ids[1:]
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def piece(self, before: int | None, ids: list[int]) -> str:
@@ -95,14 +102,21 @@ def find_tokenizer(dataset: Dataset) -> Path | None:
     return None
 
 
+def token_column(dataset: Dataset) -> str | None:
+    """The column of tokens, of rows or of whole documents; None if there is none."""
+    if any(c.name == "tokens" and c.encoding in _ANY_LENGTH for c in dataset.columns):
+        return "tokens"
+    return dataset.token_column
+
+
 def read_rows(dataset: Dataset, sample_ids: Iterable[int]) -> Iterator[tuple[int, Row]]:
     """(row, its tokens) of rows by their numbers in dataset order; of remote datasets by ranges if possible.
 
-    ShardError if the dataset has no column of tokens.
+    Rows of a token store are documents. ShardError if the dataset has no column of tokens.
     """
-    column = dataset.token_column
+    column = token_column(dataset)
     if column is None:
-        raise ShardError(dataset.location, "has no column of token rows of constant length")
+        raise ShardError(dataset.location, "has no column of tokens")
     rows = sorted(set(sample_ids))
     starts = dataset.manifest.shard_starts
     for first in range(0, len(rows), MAX_ROWS_AT_ONCE):

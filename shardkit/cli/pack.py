@@ -1,0 +1,81 @@
+"""`shardkit pack`: rows of any length from a token store."""
+
+from __future__ import annotations
+
+import argparse
+
+from shardkit.cli.common import (
+    add_json_argument,
+    add_quiet_argument,
+    add_storage_arguments,
+    count,
+    print_json,
+    stderr_console,
+    storage_options,
+)
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "pack",
+        help="rows of another length from a token store, without raw text or tokenizer",
+        description="Pack the documents of a token store, a dataset built with `output.format: tokens`, into "
+        "rows of any length. The result has the same bytes as a build of that length from the raw text. An "
+        "interrupted run continues with the same command.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("store", metavar="STORE", help="folder or URL of the token store")
+    parser.add_argument("output", metavar="OUTPUT", help="folder or URL for the dataset")
+    parser.add_argument("--sequence-length", type=count, metavar="L", help="tokens per row (default: 2048)")
+    parser.add_argument(
+        "--strategy", choices=["best_fit", "concat"], help="how documents become rows (default: best_fit)"
+    )
+    parser.add_argument("--format", choices=["mds", "wds"], help="format of the shards (default: mds)")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="another key of a recipe's `pack` or `output`, such as output.shard_bytes=256MiB; may be "
+        "repeated (default: the defaults of a recipe)",
+    )
+    parser.add_argument(
+        "--workers", type=count, metavar="N", help="processes (default: as many as fit cores and memory)"
+    )
+    parser.add_argument(
+        "--replace", action="store_true", help="replace a dataset at OUTPUT (default: refuse)"
+    )
+    add_quiet_argument(parser)
+    add_json_argument(parser)
+    add_storage_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Pack, and print the result."""
+    from shardkit.writers.pack_store import pack_store
+
+    given = {
+        "pack.sequence_length": arguments.sequence_length,
+        "pack.strategy": arguments.strategy,
+        "output.format": arguments.format,
+    }
+    overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
+    result = pack_store(
+        arguments.store,
+        arguments.output,
+        overrides=[*overrides, *arguments.overrides],
+        workers=arguments.workers,
+        progress=not arguments.quiet,
+        replace=arguments.replace,
+        storage=storage_options(arguments),
+    )
+    if arguments.json:
+        print_json(result.to_dict())
+    elif not arguments.quiet:
+        stderr_console().print(repr(result), markup=False, highlight=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,199 @@
+"""Text datasets: documents as sharded Parquet or JSON lines, with a list of the files beside them.
+
+    documents.json      {"version": 1, "format": "parquet" | "jsonl", "columns": {name: type}, "files":
+                         [{"name": "text-00000.parquet", "documents": 8192, "bytes": 1234,
+                           "hashes": {"xxh64": …}, "raw_bytes": 5678}, …]}
+    text-00000.parquet  one row a document, or one line in text-00000.jsonl[.zst | .gz]
+    dataset.json        the card; the other files are those of any dataset that shardkit builds
+
+The list is published last: its presence means that the dataset is complete. `raw_bytes` is the size of a
+compressed file's lines. Any reader of Parquet or JSON lines reads the files; here they are shards like all
+others: `open_dataset`, `verify`, `upload` and the explorer take them. A row group, or one line, is decoded at
+a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container
+from functools import cached_property
+from os import PathLike
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.arrays import Bytes
+from shardkit.errors import ShardError, naming_extras
+from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo, checked_basename
+
+__all__ = ["TEXT_FORMATS", "TEXT_INDEX_NAME", "TextShard", "parse_text_index", "text_index_bytes"]
+
+TEXT_INDEX_NAME = "documents.json"
+TEXT_FORMATS = ("parquet", "jsonl")
+
+_COMPRESSIONS = {".zst": "zstd", ".gz": "gz"}  # of JSON lines, by the end of the name
+_MAX_COUNT = 1 << 53  # what JSON readers everywhere hold exactly
+_LINE_END = 10
+
+
+def text_index_bytes(manifest: Manifest) -> bytes:
+    """documents.json of a text dataset."""
+    columns = {column.name: column.encoding for kind in manifest.kinds for column in kind.columns}
+    files = []
+    for shard in manifest.shards:
+        stored = shard.stored
+        entry: dict[str, object] = {
+            "name": stored.basename,
+            "documents": shard.samples,
+            "bytes": stored.bytes,
+            "hashes": dict(sorted(stored.hashes.items())),
+        }
+        files.append(entry if shard.zip is None else entry | {"raw_bytes": shard.raw.bytes})
+    facts = {"version": 1, "format": manifest.format, "columns": columns, "files": files}
+    return json.dumps(facts, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+def parse_text_index(file: str | PathLike[str], text: bytes) -> Manifest:
+    """The manifest in the bytes of documents.json; ShardError, naming `file`, if it is not sound."""
+    try:
+        facts = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ShardError(file, f"is not JSON: {error}") from error
+    if not isinstance(facts, dict) or not isinstance(facts.get("files"), list):
+        raise ShardError(file, 'is not a list of text files: expected an object with "files"')
+    kind, columns = facts.get("format"), facts.get("columns")
+    if facts.get("version") != 1 or kind not in TEXT_FORMATS:
+        raise ShardError(
+            file, f"has version {facts.get('version')!r} and format {kind!r}, which are not known"
+        )
+    if not isinstance(columns, dict) or not all(isinstance(value, str) for value in columns.values()):
+        raise ShardError(file, "`columns` must map names to types")
+    described = tuple(Column(name, encoding) for name, encoding in columns.items())
+    shards = tuple(_shard(entry, kind, described, file) for entry in facts["files"])
+    return Manifest(cast(Literal["parquet", "jsonl"], kind), shards)
+
+
+def _shard(entry: Any, kind: str, columns: tuple[Column, ...], file: str | PathLike[str]) -> ShardInfo:
+    if not isinstance(entry, dict):
+        raise ShardError(file, f"an entry that is not an object: {str(entry)[:80]!r}")
+    name = checked_basename(entry.get("name"), file)
+    hashes = entry.get("hashes", {})
+    if not isinstance(hashes, dict) or not all(isinstance(value, str) for value in hashes.values()):
+        raise ShardError(file, f"{name}: hashes must map names to strings")
+    stored = FileInfo(name, _count(entry, "bytes", name, file), hashes)
+    documents = _count(entry, "documents", name, file)
+    ending = next((end for end in _COMPRESSIONS if name.endswith(end)), None)
+    if ending is None or kind == "parquet":
+        return ShardInfo(stored, documents, columns)
+    raw = FileInfo(name.removesuffix(ending), _count(entry, "raw_bytes", name, file))
+    return ShardInfo(raw, documents, columns, zip=stored, compression=_COMPRESSIONS[ending])
+
+
+def _count(entry: dict[str, Any], key: str, name: str, file: str | PathLike[str]) -> int:
+    value = entry.get(key)
+    if type(value) is not int or not 0 <= value < _MAX_COUNT:
+        raise ShardError(file, f"{name}: {key} must be a count, not {str(value)[:40]!r}")
+    return value
+
+
+class TextShard:
+    """One open file: documents by row. ShardError if it is not what the list says of it."""
+
+    def __init__(self, info: ShardInfo, raw: Bytes, kind: str, *, file: str | PathLike[str]) -> None:
+        self.info = info
+        self._file = file
+        self._rows: _ParquetRows | _Lines = (
+            _ParquetRows(raw, file) if kind == "parquet" else _Lines(raw, file)
+        )
+        if len(self._rows) != info.samples:
+            raise ShardError(file, f"has {len(self._rows):,} documents, the list states {info.samples:,}")
+
+    def __len__(self) -> int:
+        return self.info.samples
+
+    def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]:
+        """Document `row` as {column: value}, None where it has none; of `columns` only, if given."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"{self._file}: document {row} of {len(self)}")
+        found = self._rows.row(row)
+        return {name: value for name, value in found.items() if columns is None or name in columns}
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """As the list states them."""
+        return self.info.columns
+
+    def fixed_rows(self, column: str) -> npt.NDArray[np.generic] | None:
+        """None: no column of a text dataset has rows of a constant size."""
+        return None
+
+    def close(self) -> None:
+        """Forget what was read."""
+        self._rows.forget()
+
+
+class _ParquetRows:
+    """Rows of a Parquet file in memory; holds the row group that was read last."""
+
+    def __init__(self, raw: Bytes, file: str | PathLike[str]) -> None:
+        with naming_extras("a text dataset in Parquet"):
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        self._where, self._number = file, -1
+        self._held: Any = None
+        try:
+            self._parquet = pq.ParquetFile(pa.BufferReader(pa.py_buffer(raw)))
+            metadata = self._parquet.metadata
+        except (pa.ArrowException, OSError) as error:
+            raise ShardError(file, f"is not Parquet: {error}") from error
+        rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows, dtype=np.int64)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def row(self, number: int) -> dict[str, object]:
+        import pyarrow as pa
+
+        group = int(np.searchsorted(self._starts, number, side="right")) - 1
+        if group != self._number or self._held is None:
+            try:
+                self._held, self._number = self._parquet.read_row_group(group), group
+            except (pa.ArrowException, OSError) as error:
+                raise ShardError(self._where, f"row group {group} cannot be read: {error}") from error
+        [found] = self._held.slice(number - int(self._starts[group]), 1).to_pylist()
+        return cast(dict[str, object], found)
+
+    def forget(self) -> None:
+        self._held = None
+
+
+class _Lines:
+    """JSON lines in memory."""
+
+    def __init__(self, raw: Bytes, file: str | PathLike[str]) -> None:
+        self._raw, self._where = raw, file
+
+    @cached_property
+    def _ends(self) -> npt.NDArray[np.int64]:
+        return np.flatnonzero(self._raw == _LINE_END)
+
+    def __len__(self) -> int:
+        if len(self._raw) and self._raw[-1] != _LINE_END:
+            raise ShardError(self._where, "ends in the middle of a line")
+        return len(self._ends)
+
+    def row(self, number: int) -> dict[str, object]:
+        start = int(self._ends[number - 1]) + 1 if number else 0
+        line = self._raw[start : int(self._ends[number])].tobytes()
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ShardError(self._where, f"line {number}: {error}", offset=start) from error
+        if not isinstance(found, dict):
+            raise ShardError(self._where, f"line {number} is no JSON object", offset=start)
+        return found
+
+    def forget(self) -> None:
+        self.__dict__.pop("_ends", None)

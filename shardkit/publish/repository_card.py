@@ -1,0 +1,207 @@
+"""README.md of a dataset repository on the Hugging Face Hub: what the page of the dataset shows.
+
+It is a function of the dataset's index and card, so the same dataset has the same page. Its header tells the
+`datasets` library and the Hub's viewer which files are data: the tables or lines of a text dataset, and
+neither provenance nor dropped documents. Packed tokens are nothing that a viewer can show, so it is off. A
+license is for the owner of the data to state.
+
+The last line has a hash of all before it. A README.md without it, or that was edited, is somebody's own, and
+is never written.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from shardkit.card import DatasetCard
+from shardkit.errors import ShardError, warn_user
+from shardkit.hashing import hash_bytes
+from shardkit.publish.contents import CONTENT_HASH, Contents, head_if_any
+from shardkit.storage.hub import HubPlace
+from shardkit.storage.store import Store
+from shardkit.units import format_bytes
+
+__all__ = ["PAGE_NAME", "repository_card", "write_repository_card"]
+
+PAGE_NAME = "README.md"
+_PACKED = {"mds": "MosaicML Streaming (MDS) shards", "tar": "WebDataset tars"}
+_MAX_PAGE_BYTES = 10 << 20
+_SIGNATURE = re.compile(rb"<!-- written by shardkit; ([0-9a-f]{32}) -->\n")
+_SIZES = (("n<1K", 10**3), ("1K<n<10K", 10**4), ("10K<n<100K", 10**5), ("100K<n<1M", 10**6),
+          ("1M<n<10M", 10**7), ("10M<n<100M", 10**8), ("100M<n<1B", 10**9), ("1B<n<10B", 10**10),
+          ("10B<n<100B", 10**11), ("100B<n<1T", 10**12))  # fmt: skip
+
+
+def write_repository_card(store: Store, contents: Contents) -> None:
+    """Put README.md beside a dataset that lies at the top of a dataset repository; elsewhere do nothing.
+
+    A README.md that is not ours is left as it is, with a warning if it once was. StoreError.
+    """
+    if not store.url.startswith("hf://"):
+        return
+    place = HubPlace.parse(store.url)
+    if place.path:
+        return
+    page = repository_card(contents, place)
+    if info := head_if_any(store, PAGE_NAME):
+        old = store.get(PAGE_NAME, version=info.version) if info.bytes <= _MAX_PAGE_BYTES else b""
+        if old == page:
+            return
+        if not _is_ours(old):
+            if _SIGNATURE.search(old):
+                warn_user(
+                    f"{store.url}/{PAGE_NAME}: was edited after shardkit wrote it, and is left as it is; "
+                    "remove it to have it written again"
+                )
+            return
+    store.put(PAGE_NAME, page)
+
+
+def repository_card(contents: Contents, place: HubPlace) -> bytes:
+    """Return README.md of the dataset at the top of a repository."""
+    manifest, card = contents.manifest, contents.card
+    is_text = manifest.format not in _PACKED
+    title = place.repository.partition("/")[2]
+    parts = [_header(contents, is_text=is_text), f"# {title}\n", _summary(contents, is_text=is_text)]
+    if card is not None:
+        parts += [_funnel(card), _tokenizer(card), _recipe(card)]
+    parts.append(_how_to_load(place, is_text=is_text))
+    text = "\n".join(part for part in parts if part).encode() + b"\n"
+    return text + _signature(text)
+
+
+def _is_ours(page: bytes) -> bool:
+    text, mark, _ = page.rpartition(b"<!-- written by shardkit;")
+    return bool(mark) and page == text + _signature(text)
+
+
+def _signature(text: bytes) -> bytes:
+    return f"<!-- written by shardkit; {hash_bytes(text, [CONTENT_HASH])[CONTENT_HASH]} -->\n".encode()
+
+
+def _header(contents: Contents, *, is_text: bool) -> str:
+    """The metadata that the Hub reads, in YAML; strings in JSON's form, which YAML shares."""
+    count = contents.manifest.samples
+    size = next((label for label, limit in _SIZES if count < limit), "n>1T")
+    lines = ["---", "# license: state it here; the page is then yours, and no longer written by shardkit"]
+    lines.append(f"size_categories: [{json.dumps(size)}]")
+    if is_text:
+        patterns = _patterns(shard.stored.basename for shard in contents.manifest.shards)
+        paths = ", ".join(json.dumps(pattern) for pattern in patterns)
+        lines += [
+            "configs:",
+            "- config_name: default",
+            "  data_files:",
+            f"  - {{split: train, path: [{paths}]}}",
+        ]
+    else:
+        lines.append("viewer: false  # packed tokens: see below how to load them")
+    return "\n".join([*lines, "---", ""])
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Globs for the names of data files: each number in a file's name, and each folder, may be any."""
+    found = set()
+    for name in names:
+        folder, base = posixpath.split(name)
+        found.add("*/" * (folder.count("/") + 1 if folder else 0) + re.sub(r"\d+", "*", base, count=1))
+    return sorted(found)
+
+
+def _summary(contents: Contents, *, is_text: bool) -> str:
+    manifest, card = contents.manifest, contents.card
+    stored = sum(shard.stored.bytes for shard in manifest.shards)
+    rows: list[tuple[str, str]] = [
+        ("form", _PACKED.get(manifest.format, f"documents in {manifest.format} files")),
+        ("documents" if is_text else "sequences", f"{manifest.samples:,}"),
+        ("files", f"{len(manifest.shards):,}, {format_bytes(stored)}"),
+    ]
+    if card is not None and not is_text:
+        stated = (("tokens", "tokens"), ("tokens in a sequence", "sequence_length"), ("type", "dtype"))
+        rows[2:2] = [(label, _number(card.data[key])) for label, key in stated if card.has(key)]
+    rows.append(("fingerprint", f"`{manifest.fingerprint}`"))
+    return _table(("", ""), rows)
+
+
+def _funnel(card: DatasetCard) -> str:
+    """What became of the documents; empty for a dataset that was not built, or whose card is damaged."""
+    if not card.has("funnel"):
+        return ""
+    try:
+        steps = card.funnel_steps()
+    except ShardError:
+        return ""
+    rows = [
+        (
+            _cell(step.label),
+            f"{step.lost_documents:,}" if step.lost_documents or step.lost_bytes else "",
+            f"{step.documents:,}",
+            format_bytes(step.bytes),
+        )
+        for step in steps
+    ]
+    table = _table(("step", "documents lost", "documents left", "text left"), rows, right=(1, 2, 3))
+    return f"## From raw text to this dataset\n\n{table}"
+
+
+def _tokenizer(card: DatasetCard) -> str:
+    facts = card.tokenizer
+    stated = [
+        ("file", facts.path or facts.file),
+        ("digest", facts.digest),
+        ("end of a document", None if facts.eos is None else f"{facts.eos} ({facts.eos_id})"),
+    ]
+    rows = [(label, f"`{_cell(value)}`") for label, value in stated if value is not None]
+    return f"## Tokenizer\n\n{_table(('', ''), rows)}" if rows else ""
+
+
+def _recipe(card: DatasetCard) -> str:
+    """The recipe, without what it leaves at null."""
+    recipe = card.data.get("recipe")
+    if not isinstance(recipe, dict):
+        return ""
+    import yaml
+
+    text = yaml.safe_dump(_stated(recipe), sort_keys=False, allow_unicode=True, width=100)
+    version, digest = card.data.get("shardkit_version"), card.data.get("recipe_digest")
+    by = f"Built by shardkit {version} from the recipe of digest `{digest}`:"
+    return f"## Recipe\n\n{by}\n\n````yaml\n{text}````\n"
+
+
+def _stated(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _stated(each) for key, each in value.items() if each not in (None, [], {})}
+    return [_stated(each) for each in value] if isinstance(value, list) else value
+
+
+def _how_to_load(place: HubPlace, *, is_text: bool) -> str:
+    if is_text:
+        code = f'from datasets import load_dataset\n\nload_dataset("{place.repository}", split="train")'
+    else:
+        code = (
+            "import shardkit as sk\n\n"
+            f'loader = sk.StreamingLoader("{place.root}", batch_size=8, cache_dir="/nvme/cache")'
+        )
+    return (
+        f"## Load\n\n````python\n{code}\n````\n\n"
+        f"`shardkit download {place.root} folder` fetches all files, and `shardkit verify {place.root}` "
+        "checks them.\n"
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> str:
+    rule = ["---:" if number in right else "---" for number in range(len(head))]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, rule, *rows))
+
+
+def _cell(text: str) -> str:
+    """A text of others in a cell of a table."""
+    return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("`", "'")
+
+
+def _number(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else _cell(str(value))

@@ -1,0 +1,452 @@
+"""Dataset repositories of the Hugging Face Hub as a store: hf://datasets/ORG/NAME[@REVISION][/folder].
+
+A key is a path in the repository, at what its branch (by default main), tag or commit points to. A version is
+the hash that the Hub keeps of a content: its SHA-256 if it is stored outside of git (LFS, Xet), otherwise
+git's own of its blob. So a file has one version in all commits that do not change it, and a read of a version
+that a branch no longer has is an ObjectChangedError. `HubStore.pinned` is the store at the commit that the
+branch has now: whoever reads several objects asks for it once, and no later commit is seen.
+
+    read   by HTTP ranges on the file's address, which redirects to where its bytes lie
+    write  by `huggingface_hub`: contents are uploaded first, then named by one commit. What the Hub has is
+           not sent again, whoever sent it. `put` is a commit of one file; `commit` has as many as are given
+
+With `if_absent`, the commit names the one before it, which did not have the file: the Hub refuses it if
+another came between, and the look at the file is repeated. Metadata are not kept. Requests are made once:
+`ResilientStore` retries, and stops waiting for those of `huggingface_hub`, which have no timeouts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from shardkit.hashing import hash_bytes, hash_file
+from shardkit.storage.hub_client import HubAnswer, HubClient, connection_error
+from shardkit.storage.hub_commit import OtherCommitError, make_commit
+from shardkit.storage.memory import MemoryBody
+from shardkit.storage.store import (
+    BaseBody,
+    BaseStore,
+    ObjectChangedError,
+    ObjectExistsError,
+    ObjectInfo,
+    ObjectNotFoundError,
+    StorageOptions,
+    StoreError,
+    ThrottledError,
+    TransientError,
+    checked_key,
+    checked_range,
+)
+
+__all__ = ["HubPlace", "HubStore", "content_version"]
+
+_FORM = "expected hf://datasets/ORG/NAME, hf://datasets/ORG/NAME@REVISION, or a folder of one of these"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_PATHS_AT_ONCE = 500  # files that one request describes
+_MOST_RACES = 64  # lost to commits of others, each of which is somebody's success
+_MOST_SKIPPED = 16 << 20  # of a file in git, which is sent whole by servers that know no ranges of such files
+_SHA256_DIGITS = 64
+_ADDRESS_SECONDS = 300.0  # signed addresses are valid for an hour
+_MOST_ADDRESSES = 4096  # above, all are forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class HubPlace:
+    """What a URL names: a repository, a branch, tag or commit of it, and a path in it ("" is all of it)."""
+
+    repository: str
+    revision: str | None
+    path: str
+
+    @classmethod
+    def parse(cls, url: str) -> HubPlace:
+        """StoreError for anything but a dataset repository. REVISION: "/" as %2F, except in refs/pr/1."""
+        scheme, _, rest = url.partition("://")
+        kind, *parts = rest.rstrip("/").split("/")
+        if scheme.lower() != "hf" or kind != "datasets" or len(parts) < 2:
+            other = "is of a model, a space or a bucket; " if kind != "datasets" and parts else ""
+            raise StoreError(url, f"{other}{_FORM}")
+        name, at, revision = parts[1].partition("@")
+        path = parts[2:]
+        if revision == "refs" and len(path) >= 2 and path[0] in ("convert", "pr"):
+            revision, path = "/".join(["refs", *path[:2]]), path[2:]
+        if not (_NAME.fullmatch(parts[0]) and _NAME.fullmatch(name)) or (at and not revision):
+            raise StoreError(url, f"not a dataset repository; {_FORM}")
+        return cls(f"{parts[0]}/{name}", unquote(revision) if at else None, "/".join(path))
+
+    @property
+    def root(self) -> str:
+        """The URL of the repository, with the revision if there is one."""
+        if self.revision is None:
+            return f"hf://datasets/{self.repository}"
+        is_ref = re.fullmatch(r"refs/(convert|pr)/[^/]+", self.revision)
+        return f"hf://datasets/{self.repository}@{self.revision if is_ref else quote(self.revision, safe='')}"
+
+
+class HubStore(BaseStore):
+    """Files below a folder of a dataset repository, at a branch, a tag, or a commit."""
+
+    has_commits = True
+
+    def __init__(self, url: str, options: StorageOptions | None = None) -> None:
+        self._place = HubPlace.parse(url)
+        self._prefix = f"{checked_key(url, self._place.path)}/" if self._place.path else ""
+        self._revision = self._place.revision or "main"
+        self._options = options or StorageOptions()
+        self._client = HubClient(self._options)
+        self._addresses = _Addresses()
+
+    @property
+    def url(self) -> str:
+        return f"{self._place.root}/{self._prefix}".rstrip("/")
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether this is the repository at a commit, which does not change and cannot be written."""
+        return _COMMIT.fullmatch(self._revision) is not None
+
+    def pinned(self) -> HubStore:
+        """Return the store at the commit that the branch or tag points to now; one request."""
+        if self.is_pinned:
+            return self
+        root = f"hf://datasets/{self._place.repository}@{self._commit_now()}"
+        return HubStore(f"{root}/{self._prefix}", self._options)
+
+    def head(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        found = self._described(self._revision, [path])
+        if path not in found:
+            raise ObjectNotFoundError(self.where(key), "there is no such file", status=404)
+        return found[path]
+
+    def open(
+        self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
+    ) -> HubBody | MemoryBody:
+        if start < 0 or (stop is not None and stop <= start):
+            return self._open_nothing(key, start, stop, version)
+        where = self.where(key)
+        revision, path = quote(self._revision, safe=""), quote(self._path(key))
+        address = f"/datasets/{self._place.repository}/resolve/{revision}/{path}"
+        is_ranged = start > 0 or stop is not None
+        headers = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"} if is_ranged else {}
+        try:
+            answer = self._answer_of_known(path, where, headers)
+            if answer is None:
+                answer = self._client.request("GET", address, where, headers=headers)
+                self._addresses.add(path, answer)
+        except StoreError as error:
+            if error.status == 416 and start == 0:  # an empty file has no range
+                return self._open_nothing(key, 0, 0, version)
+            raise
+        try:
+            return self._body(key, answer, start, stop, version)
+        except BaseException:
+            answer.response.close()
+            raise
+
+    def put(
+        self,
+        key: str,
+        data: bytes | Path,
+        *,
+        if_absent: bool = False,
+        metadata: Mapping[str, str] | None = None,
+    ) -> ObjectInfo:
+        if not if_absent:
+            return self.commit({key: data})[key]
+        where, path = self.where(key), self._path(key)
+        self._check_writable()
+        for _ in range(_MOST_RACES):
+            parent = self._commit_now()
+            if self._described(parent, [path]):
+                raise ObjectExistsError(where, "already exists", status=412)
+            try:
+                made = self._make_commit({path: data}, [], where, parent)
+            except OtherCommitError:
+                continue
+            return self._described(made, [path])[path]
+        raise TransientError(where, f"lost to {_MOST_RACES} commits of others")
+
+    def commit(
+        self, files: Mapping[str, bytes | Path], deleted: Collection[str] = ()
+    ) -> dict[str, ObjectInfo]:
+        """Write and delete files in one commit: all of it is seen, or nothing. {key: what is there then}."""
+        self._check_writable()
+        paths = {self._path(key): data for key, data in files.items()}
+        gone = [self._path(key) for key in deleted]
+        there = self._described(self._revision, gone)
+        gone = [path for path in gone if path in there]
+        if not paths and not gone:
+            return {}
+        where = self.where(next(iter(files))) if len(files) == 1 and not gone else self.url
+        made = self._make_commit(paths, gone, where, None)
+        return {info.key: info for info in self._described(made, [*paths]).values()}
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        if prefix.startswith("/") or {"", ".", ".."} & set(prefix.split("/")[:-1]):
+            return  # no key starts like this
+        whole = self._prefix + prefix
+        folder = quote(whole.rpartition("/")[0], safe="")
+        where = f"{self.url}/{prefix}"
+        tree = f"{self._api('tree', self._commit_now())}/{folder}".rstrip("/")
+        page: str | None = f"{tree}?recursive=true&expand=false"
+        found: dict[str, ObjectInfo] = {}
+        while page is not None:
+            try:
+                entries, page = self._client.json("GET", page, where)
+            except ObjectNotFoundError:
+                break
+            for entry in _entries(entries, where):
+                if entry.get("type") == "file" and str(entry.get("path")).startswith(whole):
+                    info = self._info(entry)
+                    found[info.key] = info
+        for key in sorted(found):
+            yield found[key]
+
+    def delete(self, key: str) -> None:
+        self.commit({}, [key])
+
+    def close(self) -> None:
+        self._client.close()
+
+    def __getstate__(self) -> tuple[str, StorageOptions]:
+        return self.url, self._options
+
+    def __setstate__(self, state: tuple[str, StorageOptions]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+    def _commit_now(self) -> str:
+        """The commit that the revision points to."""
+        if self.is_pinned:
+            return self._revision
+        found, _ = self._client.json("GET", f"{self._api('revision', self._revision)}?expand=sha", self.url)
+        commit = found.get("sha") if isinstance(found, dict) else None
+        if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
+            raise StoreError(self.url, "the server does not say which commit this is: check HF_ENDPOINT")
+        return commit
+
+    def _described(self, revision: str, paths: Sequence[str]) -> dict[str, ObjectInfo]:
+        """{path: file} of those that are files at a revision."""
+        found: dict[str, ObjectInfo] = {}
+        for start in range(0, len(paths), _PATHS_AT_ONCE):
+            some = paths[start : start + _PATHS_AT_ONCE]
+            where = f"{self._place.root}/{some[0]}"
+            body = {"paths": list(some), "expand": False}
+            entries, _ = self._client.json("POST", self._api("paths-info", revision), where, body)
+            for entry in _entries(entries, where):
+                if entry.get("type") == "file" and entry.get("path") in some:
+                    found[entry["path"]] = self._info(entry)
+        return found
+
+    def _info(self, entry: Mapping[str, Any]) -> ObjectInfo:
+        """The object of an entry in one of the Hub's listings."""
+        key = str(entry["path"])[len(self._prefix) :]
+        lfs = entry.get("lfs")
+        size, version = entry.get("size"), (lfs or entry).get("oid")
+        if not isinstance(size, int) or not isinstance(version, str):
+            raise StoreError(self.where(key), "the server states neither its size nor its hash")
+        return ObjectInfo(key, size, version)
+
+    def _body(
+        self, key: str, answer: HubAnswer, start: int, stop: int | None, version: str | None
+    ) -> HubBody:
+        """The body of an answer that holds the requested range, of the requested version."""
+        where, response = self.where(key), answer.response
+        if not answer.etag:
+            raise StoreError(where, "the server sends no ETag, so versions cannot be told apart")
+        if version not in (None, answer.etag):
+            raise ObjectChangedError(where, f"has version {answer.etag}, not {version}")
+        stated = response.headers.get("Content-Length", "")
+        if not stated.isdigit():
+            raise StoreError(where, "the server sends no Content-Length")
+        first, size = 0, int(stated)
+        if response.status == 206:
+            found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+            if not found:
+                raise StoreError(where, "the server sends a part and does not say which")
+            first, size = int(found[1]), int(found[3])
+        if answer.linked_bytes not in (None, str(size)):
+            raise StoreError(
+                where, f"{size:,} bytes are sent, {answer.linked_bytes} are stated: read it again"
+            )
+        end = size if stop is None else min(stop, size)
+        if first > start or first + int(stated) < end or start - first > _MOST_SKIPPED:
+            raise StoreError(
+                where,
+                f"requested bytes {start:,} to {end:,}, but the server sends {stated} bytes from {first:,}: "
+                "the server or a proxy does not support ranges",
+            )
+        info = ObjectInfo(key, size, answer.etag)
+        if first < start:
+            checked_range(where, info, start, stop, None)
+        return HubBody(where, info, response, skipped=start - first, left=end - start)
+
+    def _answer_of_known(self, path: str, where: str, headers: Mapping[str, str]) -> HubAnswer | None:
+        """Ask where the bytes were found earlier; None if that is not known, or no longer."""
+        found = self._addresses.find(path) if self.is_pinned else None
+        if found is None:
+            return None
+        try:
+            return self._client.request("GET", found.address, where, headers=headers, facts=found.facts)
+        except StoreError as error:
+            if error.status == 416:
+                raise
+            self._addresses.forget(path)
+            if error.status is None or isinstance(error, ThrottledError):
+                raise
+            return None  # the address has expired
+
+    def _open_nothing(self, key: str, start: int, stop: int | None, version: str | None) -> MemoryBody:
+        info = self.head(key)
+        checked_range(self.where(key), info, start, stop, version)
+        return MemoryBody(info, memoryview(b""))
+
+    def _check_writable(self) -> None:
+        if self.is_pinned:
+            raise StoreError(self.url, "is a commit, which cannot be changed: name a branch, such as @main")
+
+    def _make_commit(
+        self, files: Mapping[str, bytes | Path], deleted: Sequence[str], where: str, parent: str | None
+    ) -> str:
+        return make_commit(
+            self._place.repository,
+            self._revision,
+            files,
+            deleted,
+            self._subject(files, deleted),
+            where,
+            parent,
+        )
+
+    def _subject(self, files: Collection[str], deleted: Sequence[str]) -> str:
+        """The first line of a commit's message."""
+        if len(files) == 1 and not deleted:
+            return f"Add {next(iter(files)).removeprefix(self._prefix)}"
+        counts = (("Add", len(files)), ("delete", len(deleted)))
+        return ", ".join(f"{verb} {count:,} files" for verb, count in counts if count).capitalize()
+
+    def _path(self, key: str) -> str:
+        path = self._prefix + checked_key(self.url, key)
+        try:
+            path.encode()
+        except UnicodeEncodeError as error:
+            raise StoreError(self.url, f"key {key!r:.200} is not Unicode, as the Hub requires") from error
+        return path
+
+    def _api(self, what: str, revision: str) -> str:
+        return f"/api/datasets/{self._place.repository}/{what}/{quote(revision, safe='')}"
+
+
+class HubBody(BaseBody):
+    """The next `left` bytes of an answer, after `skipped` that nobody asked for.
+
+    Reads return what has arrived. `close` may come from another thread, and ends a read there.
+    """
+
+    def __init__(self, where: str, info: ObjectInfo, response: Any, *, skipped: int, left: int) -> None:
+        self.info = info
+        self._where, self._response = where, response
+        self._skipped, self._left, self._bytes = skipped, left, left
+        self._is_whole = False  # the answer was read to its end, so its connection is free
+
+    @property
+    def left(self) -> int:
+        return self._left
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        if not self._left:
+            return 0
+        while self._skipped:
+            self._skipped -= len(self._next(self._skipped))
+        piece = self._next(min(len(buffer), self._left))
+        buffer[: len(piece)] = piece
+        self._left -= len(piece)
+        return len(piece)
+
+    def close(self) -> None:
+        if self._left == 0 and not self._is_whole:
+            self._is_whole = True
+            with contextlib.suppress(Exception):  # the answer's bytes have been read: nothing is lost
+                self._response.drain_conn()
+                self._response.release_conn()
+        elif not self._is_whole:
+            with contextlib.suppress(Exception):  # a read in another thread ends by it, or by its timeout
+                self._response.shutdown()
+            with contextlib.suppress(Exception):
+                self._response.close()
+
+    def _next(self, count: int) -> bytes:
+        import urllib3
+
+        try:
+            piece: bytes = self._response.read1(count)
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            found = connection_error(self._where, error)
+            raise type(found)(self._where, f"{found.problem}, {self._progress}") from error
+        except (ValueError, AttributeError) as error:  # of a file that another thread has closed
+            raise TransientError(self._where, f"the body was closed {self._progress}") from error
+        if not piece:
+            raise TransientError(self._where, f"the body ended {self._progress}")
+        return piece
+
+    @property
+    def _progress(self) -> str:
+        return f"after {self._bytes - self._left:,} of {self._bytes:,} bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """Where a content lies, what the Hub said of it, and until when that is used (`time.monotonic`)."""
+
+    address: str
+    facts: Mapping[str, str]
+    until: float
+
+
+class _Addresses:
+    """Where contents of a commit lie, so that the next range of one needs no second request to the Hub.
+
+    Without a lock: each use is one step of a dict.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, _Address] = {}
+
+    def find(self, path: str) -> _Address | None:
+        found = self._found.get(path)
+        return found if found is not None and time.monotonic() < found.until else None
+
+    def add(self, path: str, answer: HubAnswer) -> None:
+        if len(self._found) >= _MOST_ADDRESSES:
+            self._found.clear()
+        if answer.address is not None:
+            until = time.monotonic() + _ADDRESS_SECONDS
+            self._found[path] = _Address(answer.address, answer.facts, until)
+
+    def forget(self, path: str) -> None:
+        self._found.pop(path, None)
+
+
+def content_version(data: bytes | Path, digits: int) -> str:
+    """Return the version that a store of the Hub gives this content: a SHA-256, or (40 digits) git's hash."""
+    if digits == _SHA256_DIGITS:
+        hashes = hash_bytes(data, ["sha256"]) if isinstance(data, bytes) else hash_file(data, ["sha256"])
+        return hashes["sha256"]
+    content = data if isinstance(data, bytes) else data.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def _entries(answer: object, where: str) -> list[dict[str, Any]]:
+    if not isinstance(answer, list) or not all(isinstance(entry, dict) for entry in answer):
+        raise StoreError(where, "the server sends no list of files: check HF_ENDPOINT")
+    return answer

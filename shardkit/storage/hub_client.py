@@ -1,0 +1,286 @@
+"""HTTP with the Hugging Face Hub: endpoint, token, redirects to where contents lie, and its errors.
+
+Reads are made here and not by `huggingface_hub`, which reads whole files into its own cache and retries by
+itself, where a store needs ranges, one attempt at a time, timeouts, and the version of what it reads. Its
+HTTP library is also another one in each of its major versions; urllib3 is below all of them.
+
+The token goes to the host of the endpoint and to no other: contents lie behind signed addresses elsewhere. It
+is read anew for each request (HF_TOKEN, otherwise the file that `hf auth login` writes), so a run outlives
+the token that it was started with. Clients are made once per process; a forked child makes its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urljoin, urlsplit
+
+from shardkit.errors import MissingExtraError
+from shardkit.storage.store import (
+    ObjectNotFoundError,
+    StorageOptions,
+    StoreError,
+    ThrottledError,
+    TransientError,
+)
+from shardkit.storage.threads import remake_after_fork
+
+if TYPE_CHECKING:
+    from urllib3 import BaseHTTPResponse, PoolManager
+
+__all__ = ["HubAnswer", "HubClient", "connection_error", "hub_endpoint", "hub_token", "status_error"]
+
+_DEFAULT_ENDPOINT = "https://huggingface.co"
+_MOST_REDIRECTS = 5
+_MOST_ANSWER_BYTES = 64 << 20  # of an answer in JSON: a page of a listing has less than 1 MiB
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+# What answers of the Hub say of a file whose bytes come from elsewhere.
+_FACTS = ("X-Linked-Etag", "X-Linked-Size", "X-Repo-Commit")
+_RESET_SECONDS = re.compile(r"\bt=(\d+)")
+
+
+class HubAnswer:
+    """An answer whose body is still to be read, and what the answers before it said of the file.
+
+    `etag` is that of the file on the Hub, whatever host sends its bytes.
+    """
+
+    def __init__(
+        self, response: BaseHTTPResponse, facts: Mapping[str, str], address: str, *, from_hub: bool
+    ) -> None:
+        self.response = response
+        self.headers = response.headers
+        own = response.headers.get("ETag") if from_hub else None
+        self.etag = (facts.get("X-Linked-Etag") or own or "").removeprefix("W/").strip('"')
+        self.linked_bytes = facts.get("X-Linked-Size")
+        self.facts = facts
+        self.address = None if from_hub else address
+        """Where the bytes lie, if not on the Hub; valid for minutes."""
+
+
+class HubClient:
+    """Makes requests, each once; pickles as its options."""
+
+    def __init__(self, options: StorageOptions) -> None:
+        self._options = options
+        self.after_fork()
+        remake_after_fork(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._managers: dict[str | None, PoolManager] = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self._options,)
+
+    def close(self) -> None:
+        """Close idle connections."""
+        with self._lock:
+            for manager in self._managers.values():
+                manager.clear()
+
+    def json(self, method: str, path: str, where: str, body: object = None) -> tuple[Any, str | None]:
+        """Return (the answer as plain data, the address of the next page if there is one).
+
+        `path` is below the endpoint, or an address that an earlier answer named as the next page.
+        """
+        urllib3 = _urllib3(where)
+        headers = {"Accept": "application/json"}
+        data = None
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+            data = json.dumps(body).encode()
+        answer = self.request(method, path, where, headers=headers, body=data)
+        response = answer.response
+        try:
+            text = response.read(_MOST_ANSWER_BYTES + 1)
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            response.close()
+            raise connection_error(where, error) from error
+        response.drain_conn()
+        response.release_conn()
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            problem = "the answer is no JSON: check HF_ENDPOINT, and whether a proxy or a login page answers"
+            raise StoreError(where, problem, status=response.status) from error
+        return found, _next_page(response.headers.get("Link", ""))
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        where: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        facts: Mapping[str, str] | None = None,
+    ) -> HubAnswer:
+        """Send a request and follow redirects; StoreErrors name `where`. The caller reads and closes.
+
+        `path` is below the endpoint, or the address of an earlier answer with its `facts`.
+        """
+        urllib3 = _urllib3(where)
+        endpoint = hub_endpoint(where)
+        url = path if "://" in path else endpoint + path
+        known = dict(facts or {})
+        for _ in range(_MOST_REDIRECTS):
+            is_hub = _host(url) == _host(endpoint)
+            sent = {"User-Agent": "shardkit", "Accept-Encoding": "identity", **(headers or {})}
+            if is_hub and (token := hub_token()):
+                sent["Authorization"] = f"Bearer {token}"
+            try:
+                response = self._manager(url).request(
+                    method, url, headers=sent, body=body, redirect=False, retries=False, preload_content=False
+                )
+            except (urllib3.exceptions.HTTPError, OSError) as error:
+                raise connection_error(where, error) from error
+            if is_hub:
+                known |= {name: value for name in _FACTS if (value := response.headers.get(name))}
+            if response.status < 300:
+                return HubAnswer(response, known, url, from_hub=is_hub)
+            location = response.headers.get("Location")
+            _discard(response)
+            if response.status not in _REDIRECTS or location is None:
+                raise status_error(where, response.status, response.headers, from_hub=is_hub)
+            target = urljoin(url, location)
+            if url.startswith("https://") and not target.startswith("https://"):
+                raise StoreError(
+                    where, f"the server redirects to {_host(target)} without encryption: refused"
+                )
+            url = target
+        raise StoreError(where, f"more than {_MOST_REDIRECTS} redirects")
+
+    def _manager(self, url: str) -> PoolManager:
+        """The connections of this process to the host of `url`: by a proxy if the environment names one."""
+        from urllib.request import getproxies, proxy_bypass
+
+        parts = urlsplit(url)
+        proxy = None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
+        with self._lock:
+            if proxy not in self._managers:
+                self._managers[proxy] = self._new_manager(proxy)
+            return self._managers[proxy]
+
+    def _new_manager(self, proxy: str | None) -> PoolManager:
+        import urllib3
+
+        options = self._options
+        timeout = urllib3.Timeout(connect=options.connect_timeout_seconds, read=options.read_timeout_seconds)
+        if proxy is None:
+            return urllib3.PoolManager(maxsize=options.connections, timeout=timeout)
+        user, _, _ = urlsplit(proxy).netloc.rpartition("@")
+        headers = urllib3.make_headers(proxy_basic_auth=unquote(user)) if user else None
+        return urllib3.ProxyManager(
+            proxy, maxsize=options.connections, timeout=timeout, proxy_headers=headers
+        )
+
+
+def hub_endpoint(where: str) -> str:
+    """Return the address of the Hub: HF_ENDPOINT, or that of huggingface.co; StoreError names `where`."""
+    endpoint = (os.environ.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT).rstrip("/")
+    if not endpoint.startswith(("http://", "https://")):
+        raise StoreError(where, f"HF_ENDPOINT is {endpoint!r}: it must begin with https:// or http://")
+    return endpoint
+
+
+def hub_token() -> str | None:
+    """Return the token of HF_TOKEN, otherwise that of the file HF_TOKEN_PATH, by default $HF_HOME/token."""
+    if stated := os.environ.get("HF_TOKEN", "").strip():
+        return stated
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
+    file = Path(os.environ.get("HF_TOKEN_PATH") or f"{home}/token").expanduser()
+    try:
+        return file.read_text().strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def status_error(
+    where: str, status: int, headers: Mapping[str, str], *, from_hub: bool = True, writes: bool = False
+) -> StoreError:
+    """Return the error that an answer of this status stands for; `writes`: of a request that changes things.
+
+    `from_hub`: the Hub itself answered, and not the host of a content, whose address may have expired.
+    """
+    code = headers.get("X-Error-Code", "")
+    message = headers.get("X-Error-Message", "")[:200] or f"the server answers {status}"
+    if status in (429, 503):
+        error = ThrottledError(where, "the Hub asks for fewer requests", status=status)
+        error.retry_after_seconds = _reset_seconds(headers)
+        return error
+    if status in (408, 500, 502, 504) or status > 504:
+        return TransientError(where, message, status=status)
+    if status == 403 and not from_hub:
+        problem = "the host of the content refuses: its address has expired, or a proxy forbids it"
+        return TransientError(where, problem, status=status)
+    if code == "GatedRepo":
+        problem = "is gated: accept its conditions on its page, and set HF_TOKEN to a token of that account"
+        return StoreError(where, problem, status=status)
+    if code == "RepoNotFound" or status == 401:
+        known = "the token that was sent may not read it" if hub_token() else "it is private: set HF_TOKEN"
+        problem = f"there is no such dataset repository, or {known}; check the name, or create it on the Hub"
+        return StoreError(where, problem, status=status)
+    if code == "RevisionNotFound":
+        return StoreError(where, "the repository has no such branch, tag or commit", status=status)
+    if status == 404:
+        return ObjectNotFoundError(where, "there is no such file", status=status)
+    if status == 403:
+        right = "a token with the right to write" if writes else "a token that may read it"
+        return StoreError(where, f"{message}; set HF_TOKEN to {right}", status=status)
+    if status in (409, 412):
+        return TransientError(where, "another commit came first", status=status)
+    return StoreError(where, message, status=status)
+
+
+def connection_error(where: str, error: Exception) -> StoreError:
+    """Return the error of a request that got no answer, or of a body that broke."""
+    text = f"{error}"[:300] or type(error).__name__
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return StoreError(where, f"{text}: set SSL_CERT_FILE to the certificates to trust")
+    if isinstance(error, ValueError):  # an address or a proxy of another kind than http
+        return StoreError(where, f"{text}: check HF_ENDPOINT and the proxies of the environment")
+    return TransientError(where, f"{type(error).__name__}: {text}")
+
+
+def _reset_seconds(headers: Mapping[str, str]) -> float | None:
+    """After how many seconds the Hub answers again, if it says that."""
+    stated = headers.get("Retry-After", "")
+    if stated.isdigit():
+        return float(stated)
+    found = _RESET_SECONDS.search(headers.get("RateLimit", ""))
+    return float(found[1]) if found else None
+
+
+def _next_page(link: str) -> str | None:
+    found = re.search(r'<([^>]+)>\s*;\s*rel="?next"?', link)
+    return found[1] if found else None
+
+
+def _discard(response: BaseHTTPResponse) -> None:
+    """Read a short answer, so that its connection can be used again; close that of a long one."""
+    size = response.headers.get("Content-Length", "")
+    if size.isdigit() and int(size) < 1 << 16:
+        response.drain_conn()
+        response.release_conn()
+    else:
+        response.close()
+
+
+def _host(url: str) -> tuple[str, str]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.netloc.lower()
+
+
+def _urllib3(purpose: str) -> Any:
+    try:
+        import urllib3
+    except ImportError as error:
+        raise MissingExtraError("urllib3", "hub", purpose) from error
+    return urllib3

@@ -1,0 +1,255 @@
+"""Several datasets of one build, text as an output, and token stores that are packed again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+import shardkit
+from shardkit.cli.main import main
+from shardkit.errors import BuildError, RecipeError
+from shardkit.writers import build
+from shardkit.writers.pack_store import pack_store
+from shardkit.writers.recipe_yaml import load_yaml
+from support.small_build import make_corpus, text_of, tree
+
+SHARD = {"shard_bytes": "8KiB"}
+OUTPUTS: dict[str, dict[str, Any]] = {
+    "short": {"format": "mds", "pack": {"sequence_length": 64}, **SHARD},
+    "tars": {"format": "wds", "pack": {"sequence_length": 32, "strategy": "concat"}, **SHARD},
+    "text": {"format": "parquet", **SHARD},
+    "lines": {"format": "jsonl", "compression": "zstd", **SHARD},
+    "store": {"format": "tokens", **SHARD},
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A corpus of 200 documents, and paths that do not depend on the current folder."""
+    folder = tmp_path_factory.mktemp("outputs")
+    data = load_yaml(make_corpus(folder, 200)) | {"memory": "256MiB", "annotate": True}
+    data["inputs"] = [
+        entry | {"path": str(folder / entry["path"]), "base": str(folder)} for entry in data["inputs"]
+    ]
+    data["tokenizer"] |= {"path": str(folder / "tokenizer.json")}
+    del data["output"]
+    return data
+
+
+def outputs_in(folder: Path) -> list[dict[str, Any]]:
+    return [{"path": str(folder / name)} | output for name, output in OUTPUTS.items()]
+
+
+@pytest.fixture(scope="module")
+def together(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("together")
+    build(recipe | {"outputs": outputs_in(folder)}, workers=1, progress=False)
+    return folder
+
+
+@pytest.mark.parametrize("name", [pytest.param("short", marks=pytest.mark.extended), "tars", "text", "store"])
+def test_each_of_several_outputs_has_the_bytes_that_it_has_alone(
+    recipe: dict[str, Any], together: Path, tmp_path: Path, name: str, inline_builds: None
+) -> None:
+    output = {key: value for key, value in OUTPUTS[name].items() if key != "pack"}
+    alone = recipe | {"output": {"path": str(tmp_path / "alone")} | output}
+    build(alone | {"pack": OUTPUTS[name].get("pack", {})}, workers=1, progress=False)
+    assert tree(together / name) == tree(tmp_path / "alone")
+
+
+@pytest.mark.extended
+def test_stages_before_an_output_run_once_for_all(
+    recipe: dict[str, Any], tmp_path: Path, inline_builds: None
+) -> None:
+    many = build(recipe | {"outputs": outputs_in(tmp_path / "many")}, workers=1, progress=False)
+    [tokenize] = [stage for stage in many.stages if stage.stage == "tokenize"]
+    one = build(recipe | {"output": str(tmp_path / "one")}, workers=1, progress=False)
+    assert tokenize.tasks == next(stage.tasks for stage in one.stages if stage.stage == "tokenize")
+    again = build(recipe | {"outputs": outputs_in(tmp_path / "many")}, workers=1, progress=False)
+    assert again.up_to_date
+    assert [other.fingerprint for other in again.others] == [other.fingerprint for other in many.others]
+
+
+def test_text_outputs_have_every_document_that_stays_once_and_as_it_is(together: Path) -> None:
+    table = pq.read_table(sorted((together / "text").glob("text-*.parquet")))
+    rows = table.to_pylist()
+    lines = [
+        json.loads(line)
+        for file in sorted((together / "lines").glob("text-*.jsonl.zst"))
+        for line in zstandard.ZstdDecompressor().decompress(file.read_bytes()).splitlines()
+    ]
+    # Texts of three words or more, each once: those of the inputs repeat.
+    wanted = {text for n in range(200) if len((text := text_of(n)).split()) >= 3}
+    assert sorted(row["text"] for row in rows) == sorted(wanted)
+    parsed = [row | {"metadata": row["metadata"] and json.loads(row["metadata"])} for row in rows]
+    assert lines == parsed
+    assert {row["source"] for row in rows} == {"plain", "tables", "zipped"}
+    copies = sum(row["copies"] for row in rows)
+    facts = json.loads((together / "text" / "dataset.json").read_text())
+    assert copies == facts["funnel"]["read"]["documents"] - sum(
+        count["documents"]
+        for reason, count in facts["funnel"]["dropped"].items()
+        if reason.startswith("length/")
+    )
+    assert all(row["filters"]["length/too_few_words"] >= 3 for row in rows)
+
+
+def test_a_text_dataset_opens_verifies_and_reports_like_any_other(
+    together: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("text", "lines"):
+        dataset = shardkit.open_dataset(together / name)
+        assert dataset.manifest.format in ("parquet", "jsonl")
+        assert dataset[len(dataset) - 1]["text"]
+        assert dataset.text(0) == dataset[0]["text"]
+        assert shardkit.verify(together / name).ok
+        assert main(["info", str(together / name)]) == 0
+    assert "documents" in capsys.readouterr().out
+    file = next((together / "text").glob("text-*.parquet"))
+    damaged = bytearray(file.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    copy = together.parent / "damaged"
+    copy.mkdir()
+    for path in (together / "text").rglob("*"):
+        if path.is_file():
+            (copy / path.relative_to(together / "text")).parent.mkdir(parents=True, exist_ok=True)
+            (copy / path.relative_to(together / "text")).write_bytes(path.read_bytes())
+    (copy / file.name).write_bytes(bytes(damaged))
+    found = shardkit.verify(copy)
+    assert [problem.file for problem in found.problems] == [file.name]
+
+
+@pytest.mark.parametrize("pattern", ["text/text-*.parquet", "lines/text-*.jsonl.zst"])
+def test_a_build_from_a_text_output_makes_the_same_rows(
+    recipe: dict[str, Any], together: Path, tmp_path: Path, pattern: str, inline_builds: None
+) -> None:
+    again = {key: recipe[key] for key in ("tokenizer", "memory")} | {
+        "inputs": [{"path": str(together / pattern), "document_id": "document_id"}],
+        "output": {"path": str(tmp_path / "again"), **SHARD},
+        "pack": {"sequence_length": 64},
+    }
+    made = build(again, workers=1, progress=False)
+    shards = {name: digest for name, digest in tree(together / "short").items() if name.endswith(".mds")}
+    assert {k: v for k, v in tree(tmp_path / "again").items() if k.endswith(".mds")} == shards
+    assert made.fingerprint == shardkit.open_dataset(together / "short").fingerprint
+
+
+def test_a_document_id_that_is_none_is_refused_with_its_place(
+    recipe: dict[str, Any], tmp_path: Path, inline_builds: None
+) -> None:
+    text = "some words here, and more of them"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text, "document_id": "xyz"}) + "\n")
+    wrong = {
+        "inputs": [{"path": str(tmp_path / "a.jsonl"), "document_id": "document_id"}],
+        "output": {"path": str(tmp_path / "out"), "format": "jsonl"},
+    }
+    with pytest.raises(
+        BuildError, match=r"record 0 \(byte 0\): bad_document_id: document_id is not 32 hexadecimal"
+    ):
+        build(wrong, workers=1, progress=False)
+
+
+def test_text_needs_no_tokenizer_and_rows_do(
+    recipe: dict[str, Any], together: Path, tmp_path: Path, inline_builds: None
+) -> None:
+    without = {key: value for key, value in recipe.items() if key != "tokenizer"}
+    build(without | {"output": {"path": str(tmp_path / "a"), **OUTPUTS["text"]}}, workers=1, progress=False)
+    with_one, alone = tree(together / "text"), tree(tmp_path / "a")
+    own = {"dataset.json", "report.html"}  # which state the recipe
+    assert {k: v for k, v in with_one.items() if k not in own} == {
+        k: v for k, v in alone.items() if k not in own
+    }
+    with pytest.raises(RecipeError, match="tokenizer: is missing; only outputs of format parquet or jsonl"):
+        build(without | {"output": str(tmp_path / "b")}, workers=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"output": "a", "outputs": ["b"]}, "give `output`, or a list of `outputs`"),
+        ({}, "give `output`, or a list of `outputs`"),
+        ({"outputs": ["a", "a/b"]}, r"outputs\[1\].path: a/b is, lies in or holds another output"),
+        ({"output": {"path": "a", "format": "jsonl", "pack": {}}}, "pack is for rows of tokens"),
+        ({"output": {"path": "a", "format": "parquet", "compression": "zstd"}}, "compressed by zstd within"),
+        ({"output": {"path": "a", "format": "jsonl", "compression": "br"}}, "by zstd or gz"),
+    ],
+)
+def test_outputs_that_cannot_be_meant_are_refused(
+    recipe: dict[str, Any], changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(RecipeError, match=problem):
+        build(recipe | changes, workers=1, progress=False)
+
+
+def test_one_place_for_several_outputs_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="names one place, and the recipe has 2 outputs"):
+        build(recipe | {"outputs": ["a", "b"]}, output=tmp_path, workers=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("short", ["pack.sequence_length=64"]),
+        pytest.param(
+            "tars",
+            ["pack.sequence_length=32", "pack.strategy=concat", "output.format=wds"],
+            marks=pytest.mark.extended,
+        ),
+    ],
+)
+def test_packing_a_token_store_gives_the_bytes_of_a_build_of_that_length(
+    together: Path, tmp_path: Path, name: str, settings: list[str], inline_builds: None
+) -> None:
+    made = pack_store(
+        together / "store",
+        tmp_path / "packed",
+        overrides=[*settings, "output.shard_bytes=8KiB"],
+        workers=1,
+        progress=False,
+    )
+    assert tree(tmp_path / "packed") == tree(together / name)
+    assert made.fingerprint == shardkit.open_dataset(together / name).fingerprint
+    assert not (tmp_path / "packed.work").exists()
+
+
+def test_the_command_packs_and_says_what_it_made(
+    together: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], inline_builds: None
+) -> None:
+    words = [
+        "pack",
+        str(together / "store"),
+        str(tmp_path / "out"),
+        "--sequence-length",
+        "128",
+        "--workers",
+        "1",
+    ]
+    assert main([*words, "--quiet", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["sequence_length"] == 128
+    assert shardkit.verify(tmp_path / "out").ok
+    assert main(["pack", str(together / "short"), str(tmp_path / "b"), "--quiet"]) == 1
+    assert "is no token store; build one with `output: {format: tokens" in capsys.readouterr().err
+    assert main([*words[:3], "--set", "seed=4", "--quiet"]) == 2
+    assert (
+        "seed=4: packing has the settings of a recipe's `pack` and `output` only" in capsys.readouterr().err
+    )
+
+
+def test_a_token_store_is_a_dataset_whose_samples_are_documents(together: Path) -> None:
+    store = shardkit.open_dataset(together / "store")
+    lengths = [len(sample["tokens"]) for sample in store]  # type: ignore[arg-type]
+    facts = json.loads((together / "store" / "dataset.json").read_text())
+    assert len(store) == facts["funnel"]["kept"]["documents"]
+    assert sum(lengths) == facts["tokens"]
+    eos = facts["tokenizer"]["eos_id"]
+    assert all(list(sample["tokens"]).count(eos) == 1 for sample in store)  # type: ignore[call-overload]
+    [document] = store.documents(3)
+    assert document.tokens == lengths[3]
+    assert document.text in {row["text"] for row in shardkit.open_dataset(together / "text")}
+    assert shardkit.verify(together / "store").ok

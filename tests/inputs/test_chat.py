@@ -1,0 +1,251 @@
+"""Conversations: text, ids and masks are those of transformers, and what cannot be proved is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, decoders
+from transformers import PreTrainedTokenizerFast
+
+import shardkit
+from shardkit.errors import BuildError, RecipeError
+from shardkit.loaders import StreamingLoader
+from shardkit.writers import build
+from shardkit.writers.inputs.chat import ChatError, ChatFormat, pair_of, parts_of, render_chat
+from support.small_build import EOS, train_bpe
+
+IM = ("<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+GENERATION = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}{% generation %}"
+    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+)
+FORGETTING = CHATML.replace("m.content", "(m.content if loop.last else m.content.split('</think>')[-1])")
+TOOLS = "{% if tools %}{{ '<|im_start|>tools\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}" + CHATML
+TALKS: list[list[dict[str, str]]] = [
+    [
+        {"role": "user", "content": "What is it?"},
+        {"role": "assistant", "content": "It is a <|im_end|> test."},
+    ],
+    [
+        {"role": "system", "content": "Be brief, café 你好"},
+        {"role": "user", "content": "one 👩‍👩‍👧"},
+        {"role": "assistant", "content": "first answer"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "second\n\nanswer "},
+    ],
+    [{"role": "user", "content": "  spaces  "}, {"role": "assistant", "content": "ok"}],
+]
+WORDS = ["what is it first second answer user assistant system one two spaces brief be test tools name " * 20]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer."""
+    made = tmp_path_factory.mktemp("chat")
+    train_bpe(WORDS, vocabulary=400, special=(EOS, *IM)).save(str(made / "tokenizer.json"))
+    return made
+
+
+def chat_of(template: str) -> ChatFormat:
+    return ChatFormat(template, (EOS, *IM), {}, EOS)
+
+
+def masked_text(rendered: Any) -> list[str]:
+    return [part for part, flags in parts_of(rendered.text, rendered.marks) if flags & 2]
+
+
+def test_what_is_trained_on_is_proved_by_rendering_beginnings() -> None:
+    rendered = render_chat(chat_of(CHATML), TALKS[1])
+    assert rendered.text.startswith("<|im_start|>system\nBe brief")
+    assert masked_text(rendered) == ["first answer", "<|im_end|>", "second\n\nanswer ", "<|im_end|>"]
+    last = render_chat(chat_of(CHATML), TALKS[1], train_on="last_assistant")
+    assert masked_text(last) == ["second\n\nanswer ", "<|im_end|>"]
+    whole = render_chat(chat_of(CHATML), TALKS[1], train_on="all")
+    assert "".join(masked_text(whole)) == whole.text
+
+
+def test_both_ways_to_a_mask_agree() -> None:
+    for talk in TALKS:
+        by_block, by_proof = (render_chat(chat_of(template), talk) for template in (GENERATION, CHATML))
+        assert by_block == by_proof
+
+
+@pytest.mark.parametrize(
+    ("template", "talk", "reason", "problem"),
+    [
+        (
+            FORGETTING,
+            [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "<think>x</think>b"},
+                {"role": "user", "content": "c"},
+                {"role": "assistant", "content": "d"},
+            ],
+            "unproved_mask",
+            "writes message 1 in another way once others follow",
+        ),
+        (CHATML, [{"role": "user"}], "bad_messages", "the chat template refuses it"),
+        (CHATML, "text", "bad_messages", "a conversation is a list of messages"),
+        (CHATML, [{"content": "x"}], "bad_messages", "an object with a role"),
+        (CHATML, [{"role": "user", "content": "\ufdd1"}], "bad_messages", "noncharacter"),
+        ("{{ strftime_now('%d') }}", TALKS[0], "bad_messages", "could not be repeated"),
+        ("{{ raise_exception('roles must alternate') }}", TALKS[0], "bad_messages", "roles must alternate"),
+        (CHATML.replace("<|im_end|>", EOS), TALKS[1], "eos_inside", "set tokenizer.eos to another"),
+        ("{{ ''.__class__.__mro__ }}", TALKS[0], "bad_messages", "refuses it"),
+    ],
+)
+def test_what_cannot_be_rendered_or_proved_is_refused(
+    template: str, talk: Any, reason: str, problem: str
+) -> None:
+    with pytest.raises(ChatError, match=problem) as refused:
+        render_chat(chat_of(template), talk)
+    assert refused.value.reason == reason
+
+
+def test_tools_are_rendered_as_json() -> None:
+    rendered = render_chat(chat_of(TOOLS), TALKS[0], [{"name": "größe<|im_start|>"}])
+    assert '[{"name": "größe<|im_start|>"}]' in rendered.text
+    specials = [part for part, flags in parts_of(rendered.text, rendered.marks) if flags & 1]
+    assert specials.count("<|im_start|>") == 3, "that of the tool's name is text"
+
+
+def test_a_prompt_is_masked_and_its_completion_is_not() -> None:
+    rendered = pair_of("two and two", " is four")
+    assert parts_of(rendered.text, rendered.marks) == [("two and two", 0), (" is four", 2)]
+
+
+def recipe_of(folder: Path, place: Path, template: str, **changes: Any) -> dict[str, Any]:
+    (place / "chat.jinja").write_text(template)
+    return {
+        "inputs": [{"path": str(place / "*.jsonl"), "messages": "messages"}],
+        "tokenizer": {
+            "path": str(folder / "tokenizer.json"),
+            "eos": EOS,
+            "chat_template": str(place / "chat.jinja"),
+        },
+        "pack": {"sequence_length": 96},
+        "output": str(place / "out"),
+    } | changes
+
+
+def decoder_of(folder: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def documents(dataset: shardkit.Dataset) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(ids, mask) of every document: rows are cut behind eos."""
+    eos = dataset.card.tokenizer.eos_id if dataset.card is not None else None
+    found = set()
+    for sample in dataset:
+        tokens, mask = (np.asarray(sample[name]) for name in ("tokens", "loss_mask"))
+        begin = 0
+        for end in np.flatnonzero(tokens == eos).tolist():
+            if end > begin:
+                found.add((tuple(tokens[begin : end + 1].tolist()), tuple(mask[begin : end + 1].tolist())))
+            begin = end + 1
+    return found
+
+
+@pytest.mark.parametrize("template", [GENERATION, CHATML])
+def test_ids_and_masks_are_those_of_transformers(
+    folder: Path, tmp_path: Path, template: str, inline_builds: None
+) -> None:
+    talks = [talk for talk in TALKS if not any("<|im_end|>" in m["content"] for m in talk)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    made = build(recipe_of(folder, tmp_path, template), workers=1, progress=False)
+    load: Any = PreTrainedTokenizerFast
+    peer = load(tokenizer_file=str(folder / "tokenizer.json"), eos_token=EOS)
+    expected = set()
+    for talk in talks:
+        theirs: Any = peer.apply_chat_template(
+            talk, chat_template=GENERATION, return_dict=True, return_assistant_tokens_mask=True
+        )
+        eos = peer.convert_tokens_to_ids(EOS)
+        # What follows the last answer is the template's line end: it is not trained on, and so is not eos.
+        expected.add(((*theirs["input_ids"], eos), (*theirs["assistant_masks"], 0)))
+    assert documents(made.open()) == expected
+    card = json.loads((made.output / "dataset.json").read_text())
+    assert card["trained_tokens"] == sum(sum(mask) for _, mask in expected)
+    assert shardkit.verify(made.output).ok
+
+
+def test_text_that_spells_a_special_token_stays_text(
+    folder: Path, tmp_path: Path, inline_builds: None
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALKS[0]}) + "\n")
+    made = build(recipe_of(folder, tmp_path, CHATML), workers=1, progress=False)
+    [(ids, _)] = documents(made.open())
+    tokenizer = decoder_of(folder)
+    assert list(ids).count(tokenizer.token_to_id("<|im_end|>")) == 2
+    assert "It is a <|im_end|> test." in tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def test_tables_prompts_and_plain_documents_share_a_dataset_and_labels_follow_the_mask(
+    folder: Path, tmp_path: Path, inline_builds: None
+) -> None:
+    pq.write_table(pa.table({"messages": TALKS[1:]}), tmp_path / "talks.parquet")
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"p": "what is two", "c": " it is two"}) + "\n")
+    (tmp_path / "plain.jsonl").write_text(json.dumps({"text": "one and two and one"}) + "\n")
+    inputs = [
+        {"path": str(tmp_path / "talks.parquet"), "messages": "messages"},
+        {"path": str(tmp_path / "pairs.jsonl"), "prompt": "p", "completion": "c"},
+        {"path": str(tmp_path / "plain.jsonl")},
+    ]
+    made = build(recipe_of(folder, tmp_path, CHATML, inputs=inputs), workers=1, progress=False)
+    found = documents(made.open())
+    assert len(found) == 4
+    decode = decoder_of(folder).decode
+    chosen = [[i for i, m in zip(ids, mask, strict=True) if m] for ids, mask in found]
+    trained = {decode(ids, skip_special_tokens=False) for ids in chosen}
+    assert trained == {
+        f" it is two{EOS}",
+        f"one and two and one{EOS}",
+        "first answer<|im_end|>second\n\nanswer <|im_end|>",
+        "ok<|im_end|>",
+    }
+    with StreamingLoader(made.output, batch_size=1, labels="shifted", shuffle="none", tail="pad") as loader:
+        for row, batch in zip(made.open(), loader, strict=False):
+            tokens, mask = (np.asarray(row[name]).astype(np.int64) for name in ("tokens", "loss_mask"))
+            expected = np.where(mask == 1, tokens, -100)[1:]
+            assert np.array_equal(np.asarray(batch["labels"])[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"dedup": {"lines": True}}, "dedup.lines would cut into conversations"),
+        ({"filters": ["c4_quality"]}, "c4_quality edits texts"),
+        ({"output": {"path": "o", "format": "wds"}}, "are written as mds"),
+        ({"inputs": [{"path": "a.jsonl", "prompt": "p"}]}, "name both"),
+    ],
+)
+def test_recipes_that_would_break_a_mask_are_refused(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], problem: str, inline_builds: None
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALKS[0]}) + "\n")
+    with pytest.raises(RecipeError, match=problem):
+        build(recipe_of(folder, tmp_path, CHATML, **changes), workers=1, progress=False)
+
+
+def test_a_record_that_is_refused_is_named(folder: Path, tmp_path: Path, inline_builds: None) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "user"}]}) + "\n")
+    with pytest.raises(BuildError, match=r"a.jsonl: record 0 .*bad_messages: the chat template refuses it"):
+        build(recipe_of(folder, tmp_path, CHATML), workers=1, progress=False)
+    nothing = [{"role": "user", "content": "only a question"}]
+    lines = [json.dumps({"messages": talk}) + "\n" for talk in (nothing, TALKS[1])]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    made = build(recipe_of(folder, tmp_path, CHATML), workers=1, progress=False)
+    assert made.funnel.dropped["chat/nothing_to_train"].documents == 1

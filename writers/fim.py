@@ -1,0 +1,51 @@
+"""Fill-in-the-middle: documents whose middle is moved to their end, so that models learn to fill gaps.
+
+A document is cut at two of its characters into prefix, middle and suffix (Bavarian et al. 2022, arXiv
+2207.14255), and written in one of two orders, with special tokens P, M and S before its parts:
+
+    PSM    P prefix S suffix M middle
+    SPM    P S suffix M prefix middle      (as StarCoder and Megatron write it)
+
+Which documents, which order and where they are cut are functions of (seed, document id). Parts are tokenized
+each by itself, so the text is found again whatever the tokenizer: `original`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.writers.documents import keyed_hashes
+from shardkit.writers.input_config import FimConfig
+
+__all__ = ["Cuts", "cut_documents", "ordered", "original"]
+
+Cuts = npt.NDArray[np.int64]
+_WHOLE = float(1 << 64)
+
+
+def cut_documents(document_ids: list[bytes], seed: int, config: FimConfig) -> Cuts:
+    """int64[n, 3]: 0 for a document that stays as it is, 1 for PSM, 2 for SPM; two fractions of 2^63."""
+    drawn, order, first, second = (
+        keyed_hashes(document_ids, seed, f"fim-{what}") for what in ("draw", "order", "first", "second")
+    )
+    cuts = np.zeros((len(document_ids), 3), np.int64)
+    cuts[:, 0] = drawn < config.rate * _WHOLE
+    cuts[:, 0] += cuts[:, 0] & (order < config.spm_rate * _WHOLE)
+    cuts[:, 1], cuts[:, 2] = first >> np.uint64(1), second >> np.uint64(1)
+    return cuts
+
+
+def ordered(text: str, cut: npt.NDArray[np.int64]) -> tuple[str, str, str]:
+    """(prefix, middle, suffix) of a text that is cut; each place is as likely as any other."""
+    places = sorted((int(value) * (len(text) + 1)) >> 63 for value in cut[1:])
+    return text[: places[0]], text[places[0] : places[1]], text[places[1] :]
+
+
+def original(parts: tuple[str, str, str]) -> str:
+    """The text of the parts of a document in the order in which they are written, whichever that is.
+
+    PSM has (prefix, suffix, middle); SPM has ("", suffix, prefix + middle).
+    """
+    prefix, suffix, middle = parts
+    return prefix + middle + suffix

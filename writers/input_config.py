@@ -1,0 +1,214 @@
+"""What a recipe says of one input: where its records are, what of them is read, and what becomes of them."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+
+from shardkit.writers.settings import FieldName, Listed, Ratio, Shorthand, Source, StrictModel, is_url
+
+__all__ = ["ExtractConfig", "FimConfig", "InputConfig", "ResiliparseOptions", "TrafilaturaOptions"]
+
+Token = Annotated[str, Field(min_length=1)]
+
+
+class FimConfig(StrictModel):
+    """Which share of an input's documents has its middle at the end, and the tokens that say so."""
+
+    rate: Ratio = Field(default=0.5, description="Share of the documents.")
+    spm_rate: Ratio = Field(
+        default=0.5,
+        description="Share of these that are written suffix first (SPM); the others prefix first.",
+    )
+    prefix: Token = Field(default="<fim_prefix>", description="Special token before the prefix.")
+    middle: Token = Field(default="<fim_middle>", description="Special token before the middle.")
+    suffix: Token = Field(default="<fim_suffix>", description="Special token before the suffix.")
+
+    @property
+    def tokens(self) -> tuple[str, str, str]:
+        """Prefix, middle, suffix."""
+        return self.prefix, self.middle, self.suffix
+
+
+def _path_fields(value: str) -> str:
+    if value == "hive":
+        return value
+    try:
+        names = re.compile(value).groupindex
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+    if not names:
+        raise ValueError("has no named group, such as (?P<lang>[a-z]{2}), and is not the word hive")
+    return value
+
+
+class ResiliparseOptions(StrictModel):
+    """Which parts of a page resiliparse keeps."""
+
+    main_content: bool = Field(
+        default=True, description="Leave out what looks like navigation and other boilerplate."
+    )
+    comments: bool = Field(default=False, description="Keep comments of readers.")
+    alt_texts: bool = Field(default=False, description="Keep the alternative texts of images.")
+    links: bool = Field(default=False, description="Keep the targets of links.")
+    list_bullets: bool = Field(default=True, description="Keep the bullets and numbers of lists.")
+    form_fields: bool = Field(default=False, description="Keep the values of form fields.")
+    preserve_formatting: bool = Field(
+        default=True, description="Keep line breaks between blocks, and indents of lists."
+    )
+
+
+class TrafilaturaOptions(StrictModel):
+    """Which parts of a page trafilatura keeps."""
+
+    favor: Literal["precision", "recall"] | None = Field(
+        default="precision",
+        description="precision: rather too little text; recall: rather too much; null: neither.",
+    )
+    comments: bool = Field(default=False, description="Keep comments of readers.")
+    tables: bool = Field(default=True, description="Keep the text of tables.")
+    links: bool = Field(default=False, description="Keep the targets of links.")
+    images: bool = Field(default=False, description="Keep the sources and alternative texts of images.")
+    formatting: bool = Field(default=False, description="Keep bold and italics as Markdown.")
+
+
+class ExtractConfig(StrictModel):
+    """The library that finds the main text of pages, with options: one of the two."""
+
+    resiliparse: ResiliparseOptions | None = Field(default=None, description="By resiliparse, with options.")
+    trafilatura: TrafilaturaOptions | None = Field(default=None, description="By trafilatura, with options.")
+
+    @model_validator(mode="after")
+    def _one_library(self) -> Self:
+        if (self.resiliparse is None) == (self.trafilatura is None):
+            raise ValueError("name one library, such as {trafilatura: {favor: recall}}")
+        return self
+
+
+class InputConfig(StrictModel):
+    """One source of documents."""
+
+    path: Source = Field(
+        description="File, folder or glob of these (** crosses folders), from the recipe's folder, or a URL "
+        "of these."
+    )
+    exclude: Listed[FieldName] = Field(
+        default=(),
+        description="Globs of files to leave out, written as the path is; one without a slash is the name of "
+        "files or folders anywhere below.",
+        examples=["MANIFEST.json", ["*.md", "data/drafts/**"]],
+    )
+    base: Source | None = Field(
+        default=None,
+        description="Folder (or URL, of a remote input) that file names are relative to, so that documents "
+        "keep their ids when the files move; null: the recipe's folder, or nothing of a URL.",
+    )
+    text: FieldName = Field(
+        default="text",
+        description="Field or column that holds the text; a.b is field b inside a (id, url, metadata too).",
+    )
+    id: FieldName | None = Field(
+        default=None,
+        description='Field with your own id; null: "id" where a record has it.',
+    )
+    document_id: FieldName | None = Field(
+        default=None,
+        description="Field with the document ids that a text output of shardkit wrote (32 hexadecimal "
+        "digits), so that documents keep their places in the training order; null: ids of their own.",
+    )
+    url: FieldName | None = Field(
+        default=None,
+        description='Field with the URL; null: "url" where a record has it.',
+    )
+    messages: FieldName | None = Field(
+        default=None,
+        description="Field with a conversation (a list of messages with role and content, as OpenAI's and "
+        "TRL's), which the tokenizer's chat template renders; in place of `text`.",
+    )
+    tools: FieldName = Field(
+        default="tools", description="Field with the tools of a conversation, where a record has it."
+    )
+    prompt: FieldName | None = Field(
+        default=None, description="Field with a prompt, of which nothing is trained on; needs `completion`."
+    )
+    completion: FieldName | None = Field(
+        default=None, description="Field with the text that follows the prompt, which is trained on."
+    )
+    train_on: Literal["assistant", "last_assistant", "all"] = Field(
+        default="assistant", description="Of conversations: what the loss mask lets be trained on."
+    )
+    fim: Annotated[FimConfig, Shorthand(switch=True, number="rate")] | None = Field(
+        default=None, description="Fill-in-the-middle, of code: documents whose middle is moved to the end."
+    )
+    metadata: Listed[FieldName] = Field(
+        default=(),
+        description="Other fields to keep in the provenance table, as one JSON object.",
+    )
+    path_fields: Annotated[str, AfterValidator(_path_fields)] | None = Field(
+        default=None,
+        description="Metadata from the names of files: hive for folders such as lang=de, or a regular "
+        "expression that is searched in the name, whose named groups are the fields.",
+        examples=["hive", "(?P<dump>CC-MAIN-[0-9]{4}-[0-9]{2})/(?P<lang>[a-z]{2})"],
+    )
+    source: FieldName | None = Field(
+        default=None,
+        description="Label of this input in reports and provenance; null: input-<number in the recipe>.",
+    )
+    format: Literal["jsonl", "json", "parquet", "arrow", "csv", "text", "warc", "mds", "wds"] | None = Field(
+        default=None,
+        description="null: from the name (before .gz .zst .bz2 .xz .lz4): .jsonl .parquet .arrow .feather "
+        ".csv .tsv .txt .warc .wet .arc .mds .tar and a few more; a .json file is taken for jsonl.",
+    )
+    extract: Literal["resiliparse", "trafilatura", "none"] | ExtractConfig | None = Field(
+        default=None,
+        description="Takes the main text out of HTML; null: resiliparse for pages of WARC files, else none. "
+        "With options of the library: {trafilatura: {favor: recall}}.",
+    )
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = Field(
+        default=None, description="CSV: between fields; null: a tab for names with .tsv, else a comma."
+    )
+    columns: Listed[FieldName] = Field(
+        default=(), description="CSV: names of the columns; (): the first row has them."
+    )
+    on_bad_text: Literal["quarantine", "replace"] = Field(
+        default="quarantine",
+        description="What becomes of text that is not UTF-8, and of halves of surrogate pairs in JSON: the "
+        "record is quarantined, or U+FFFD replaces them; replaced bytes are counted as text/replaced.",
+    )
+    lines: bool = Field(
+        default=False, description="Text files: each line is a document (default: each file is one)."
+    )
+
+    _is_sample: bool = PrivateAttr(default=False)
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether this reads a sample of another input's files."""
+        return self._is_sample
+
+    def as_sample(self, path: str) -> InputConfig:
+        """This input for a sample of its files, at `path`."""
+        copy = self.model_copy(update={"path": path, "exclude": (), "base": None})
+        copy._is_sample = True
+        return copy
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether documents state what of them is trained on."""
+        return self.messages is not None or self.prompt is not None
+
+    @model_validator(mode="after")
+    def _is_of_one_kind(self) -> Self:
+        if (self.prompt is None) != (self.completion is None):
+            raise ValueError("prompt and completion are fields of one record: name both")
+        if self.messages is not None and self.prompt is not None:
+            raise ValueError("a record has messages, or prompt and completion")
+        return self
+
+    @model_validator(mode="after")
+    def _base_is_above_the_path(self) -> Self:
+        if self.base is not None and is_url(self.path) != is_url(self.base):
+            raise ValueError("base is a folder above the path, or a URL above the path's if that is a URL")
+        return self

@@ -1,0 +1,239 @@
+"""JSON records: an object a line, or the objects of arrays (`[{…}, {…}]`) over any number of lines.
+
+Arrays are read as a stream: the file is cut between its values by their brackets and quotes, and each value
+is parsed by itself, so memory is one record. A value that is no JSON inside costs itself. Blanks and commas
+stand between values; anything else there is a bad record. A file may also hold objects one after the other
+without an array around them, as `jq` prints them. One that ends inside a value or an array is damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import orjson
+
+from shardkit.writers.inputs.fields import MISSING, field_at
+from shardkit.writers.inputs.files import open_input
+from shardkit.writers.inputs.records import Line, RecordSink
+from shardkit.writers.recipe import InputConfig
+
+__all__ = ["Values", "read_json", "take_json"]
+
+_BOM = b"\xef\xbb\xbf"
+_HEAD_BYTES = 256
+_BETWEEN = re.compile(rb"[ \t\r\n,]*+")
+_SCALAR = re.compile(rb"[^ \t\r\n,\[\]{}\"]*+")  # what is no string, array or object; JSON or not
+_STARTS = (b"{", b"[", b'"', b"}", b"]")
+_BRACKETS = re.compile(rb"[^\"\[\]{}]*+([\"\[\]{}])")
+_STRING = re.compile(rb"[^\"\\]*+(?:\\.[^\"\\]*+)*+(\"|\\?\Z)", re.DOTALL)
+
+
+def read_json(sink: RecordSink, config: InputConfig) -> Iterator[None]:
+    """Hand the objects of a whole file to the sink."""
+    split = sink.split
+    sink.offset = 0
+    with open_input(split.input) as file:
+        values = Values(sink.pieces(file), max_value_bytes=sink.max_record_bytes)
+        for offset, length, data, whole in values:
+            sink.offset = offset
+            if whole:
+                take_json(sink, config, data)
+            else:
+                sink.too_long(length, head=data)
+            sink.record, sink.offset = sink.record + 1, values.offset
+            yield
+    if values.problem:
+        sink.offset = values.unfinished
+        sink.damaged(values.problem, bytes=sink.position - values.unfinished)
+
+
+def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
+    """Hand the object that is `line` to the sink."""
+    try:
+        fields = _parse(sink, line)
+    except orjson.JSONDecodeError as error:
+        reason, problem = _json_problem(line, error)
+        sink.bad(reason, problem + _hint_of_array(sink, line), head=line)
+        return
+    if not isinstance(fields, dict):
+        problem = f"a JSON {_kind(fields)} where an object is expected"
+        sink.bad("not_an_object", problem + _hint_of_array(sink, line), head=line)
+        return
+    if config.is_masked:
+        sink.add_masked(fields, bytes=len(line), head=line)
+        return
+    text = field_at(fields, config.text)
+    if not isinstance(text, str):
+        if text is not MISSING:
+            problem = f"field {config.text!r} holds {_kind(text)}, not text"
+        else:
+            known = ", ".join(sorted(fields)[:20]) or "none"
+            problem = f"no field {config.text!r}; its fields: {known}"
+            if not sink.records:
+                key = f"inputs[{sink.split.source}]"
+                problem += f"; name the one with the text ({key}.text), or leave the file out ({key}.exclude)"
+        sink.bad("no_text", problem, head=line)
+        return
+    if any(_holds_large_number(field_at(fields, path)) for path in sink.carried):
+        # orjson makes floats of integers that 64 bits do not hold; json nests a little less deep than it.
+        with suppress(RecursionError):
+            fields = json.loads(line)
+    sink.add(text, fields, bytes=len(line))
+
+
+def _parse(sink: RecordSink, line: bytes) -> Any:
+    """The value of a line; orjson.JSONDecodeError if it is no JSON, or text that is not to be replaced."""
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        if not sink.replaces:
+            raise
+        with suppress(ValueError, RecursionError):
+            return sink.check_value(json.loads(sink.decode(line), parse_constant=_refuse_constant))
+        raise
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _hint_of_array(sink: RecordSink, line: bytes) -> str:
+    """What to do about a file that begins like an array, "" of its other lines."""
+    if sink.record or sink.split.format == "json" or line.lstrip()[:1] != b"[":
+        return ""
+    return f"; if the file is an array of objects, set inputs[{sink.split.source}].format: json"
+
+
+def _holds_large_number(value: object) -> bool:
+    """Whether there is a float anywhere in it that may be an integer of more than 64 bits."""
+    held = [value]
+    while held:
+        value = held.pop()
+        if isinstance(value, float) and abs(value) >= 1 << 63:
+            return True
+        if isinstance(value, dict | list):
+            held += value.values() if isinstance(value, dict) else value
+    return False
+
+
+def _json_problem(line: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:
+    try:
+        line.decode()
+    except UnicodeDecodeError as bad:
+        return "bad_utf8", f"byte {bad.start:,} of the line is not UTF-8"
+    return "bad_json", f"not JSON: {error.msg} at character {error.pos:,} of the line"
+
+
+class Values:
+    """Iterate over the values in pieces of bytes: those of arrays at the top, and others beside them.
+
+    A value is (offset, length, bytes, whether these are all or the head of it), as of `Lines`. Afterwards
+    `problem` says what is missing at the end, and `unfinished` where that begins; "" if nothing is.
+    """
+
+    def __init__(self, pieces: Iterator[bytes], *, max_value_bytes: int) -> None:
+        self._pieces, self._limit = pieces, max_value_bytes
+        self.offset = 0  # of what comes after the last value
+        self.problem, self.unfinished = "", 0
+        self._depth = 0  # brackets that are open inside the value
+        self._in_string = self._escaped = self._in_scalar = self._in_array = False
+
+    def __iter__(self) -> Iterator[Line]:
+        held: list[bytes] = []  # of the value that has begun
+        start, size, before = 0, 0, 0  # of it, and bytes of pieces before this one
+        inside = False
+        for number, piece in enumerate(self._pieces):
+            at = 3 if not number and piece.startswith(_BOM) else 0
+            while at < len(piece):
+                if not inside:
+                    at = self._begin(piece, at)
+                    self.offset = before + at
+                    if at == len(piece):
+                        break
+                    inside, start, size, held = True, before + at, 0, []
+                end, inside = self._end(piece, at)
+                part, at = piece[at:end], end
+                size += len(part)
+                if size > self._limit:
+                    held = [b"".join(held)[:_HEAD_BYTES], part[:_HEAD_BYTES]]
+                else:
+                    held.append(part)
+                if not inside:
+                    self.offset = before + at
+                    data = b"".join(held)
+                    yield (
+                        start,
+                        size,
+                        data if size <= self._limit else data[:_HEAD_BYTES],
+                        size <= self._limit,
+                    )
+            before += len(piece)
+        if self._in_scalar:  # a number at the very end
+            yield start, size, b"".join(held), size <= self._limit
+        elif inside or self._in_array:
+            self.unfinished = start if inside else before
+            self.problem = f"the file ends inside {'a value' if inside else 'its array'}"
+
+    def _begin(self, piece: bytes, at: int) -> int:
+        """Where the next value begins, in `piece`, after the array that it lies in; its end if none does."""
+        while at < len(piece):
+            blanks = _BETWEEN.match(piece, at)
+            assert blanks is not None
+            at = blanks.end()
+            byte = piece[at : at + 1]
+            if byte == b"[" and not self._in_array:
+                self._in_array = True
+            elif byte == b"]" and self._in_array:
+                self._in_array = False
+            else:
+                return at
+            at += 1
+        return at
+
+    def _end(self, piece: bytes, at: int) -> tuple[int, bool]:
+        """Where the value ends that goes on at `at`, and whether it goes on behind the piece."""
+        while at < len(piece):
+            if self._in_string:
+                at, ended = self._end_string(piece, at)
+                if ended and not self._depth:
+                    return at, False
+            elif self._in_scalar or not (self._depth or piece[at : at + 1] in _STARTS):
+                scalar = _SCALAR.match(piece, at)
+                assert scalar is not None
+                self._in_scalar = scalar.end() == len(piece)
+                return scalar.end(), self._in_scalar
+            else:
+                found = _BRACKETS.match(piece, at)
+                if found is None:
+                    break
+                at = found.end()
+                if found[1] == b'"':
+                    self._in_string = True
+                elif self._close(1 if found[1] in b"[{" else -1):
+                    return at, False
+        return len(piece), True
+
+    def _close(self, step: int) -> bool:
+        """Count a bracket; whether it ends the value, as one does that closes nothing."""
+        self._depth = max(self._depth + step, 0)
+        return not self._depth
+
+    def _end_string(self, piece: bytes, at: int) -> tuple[int, bool]:
+        """Where the string ends, or the piece, and whether it is the string."""
+        if self._escaped:
+            self._escaped = False
+            return at + 1, False
+        found = _STRING.match(piece, at)
+        assert found is not None
+        self._in_string = found[1] != b'"'
+        self._escaped = found[1] == b"\\"
+        return found.end(), not self._in_string
+
+
+def _kind(value: object) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")

@@ -1,0 +1,428 @@
+"""Samples of MDS shards and of WebDataset tars as documents: text that is held in datasets for loaders.
+
+A column of an MDS shard, or a member of a tar's sample by its extension, is a field; fields inside columns
+and members of JSON are named by dotted paths: `json.text`. Only what the recipe names is decoded: images and
+arrays beside the text are skipped, and pickles are never loaded. Of a tar's sample, `__key__` is its key, and
+its id unless the recipe or a member named `id` gives another.
+
+A shard is read from front to back, compressed or not (a compressed tar twice, because its length has to be
+known), and describes itself: an MDS shard by its header, which lists columns and offsets. A sample whose
+bytes do not fit its columns, a value that is not what its type says, and a tar's sample with two members of
+one extension cost themselves. A header that is no MDS, offsets that go back, a tar header whose checksum is
+wrong or that ends beyond the file cost what comes after them, because where the next sample begins would be a
+guess; nothing of the sample that they lie in is used.
+
+Memory is the offsets of a shard and the named values of one sample, each of `max_record_bytes` at most.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import RecipeError, ShardError
+from shardkit.formats.compression import gunzip
+from shardkit.formats.mds.encodings import ARRAY_DTYPES, Encoding
+from shardkit.formats.mds.shard import SampleLayout, read_header
+from shardkit.formats.tar.members import Bytes, split_name, walk_members
+from shardkit.manifest import Column
+from shardkit.writers.inputs.decompress import ContainerError, decompressed
+from shardkit.writers.inputs.fields import MISSING, field_at
+from shardkit.writers.inputs.files import InputFile, open_input
+from shardkit.writers.inputs.records import PieceReader, RecordSink
+from shardkit.writers.inputs.scan import Split
+from shardkit.writers.recipe import InputConfig
+
+__all__ = ["first_samples", "read_mds", "read_wds"]
+
+_MAX_MEMBERS = 4096  # of one sample of a tar; honest ones have a few
+_SHOWN = 20
+_OF_TEXT = frozenset({"str", "bytes", "json"})
+_PLAIN = _OF_TEXT | {"int", "str_int", "str_float", "str_decimal", *ARRAY_DTYPES.values()}
+_JSON, _NUMBERS = frozenset({"json", "jsn"}), frozenset({"cls", "cls2", "index", "inx", "id"})
+_SMALL = _JSON | _NUMBERS | {"txt", "text", "transcript", "md", "html"}
+_SMALL_BYTES = 1 << 24  # of a sample, or a member, that a draft of a recipe looks at
+
+
+def read_mds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
+    """Hand the samples of a whole shard to the sink."""
+    split = sink.split
+    sink.offset = 0
+    with open_input(split.input) as file:
+        stream = PieceReader(sink.pieces(file))
+        try:
+            columns, offsets = read_header(split.file, stream.read)
+        except ShardError as error:
+            sink.damaged(error.problem, bytes=max(split.bytes, stream.tell()))
+            return
+        layout = SampleLayout(split.file, columns)
+        unfit = _unfit(layout, sink, config)
+        if unfit is not None:
+            sink.no_column(unfit, bytes=split.bytes, records=len(offsets) - 1)
+            return
+        try:
+            for row in range(len(offsets) - 1):
+                _take_row(sink, config, stream, layout, offsets, row)
+                sink.record, sink.offset = row + 1, int(offsets[row + 1])
+                yield
+            if left := stream.skip(1 << 62):
+                sink.damaged(f"{left:,} bytes follow the last sample", bytes=left)
+        except _CutShortError:
+            lost, ends = stream.tell() - int(offsets[sink.record]), int(offsets[-1])
+            problem = f"truncated: it ends at byte {stream.tell():,}, its last sample at {ends:,}"
+            sink.damaged(problem, bytes=lost, records=len(offsets) - 1 - sink.record)
+        except ContainerError as damage:
+            unfinished = sink.position - int(offsets[sink.record])
+            left = len(offsets) - 1 - sink.record
+            sink.damaged(damage.problem, bytes=unfinished + damage.rest_bytes, records=left)
+
+
+class _CutShortError(Exception):
+    """The shard ends inside a sample."""
+
+
+class _BadSampleError(Exception):
+    """A sample that cannot be read: the reason as ledgers name it, and a description."""
+
+    def __init__(self, reason: str, problem: str) -> None:
+        super().__init__(problem)
+        self.reason, self.problem = reason, problem
+
+
+def _unfit(layout: SampleLayout, sink: RecordSink, config: InputConfig) -> str | None:
+    """Why the text column holds no text; RecipeError if another named column is no plain one."""
+    split = sink.split
+    for column in layout.columns:
+        named = (config.id, config.url, *config.metadata)
+        if column.encoding not in _PLAIN and any(path and _within(path, column.name) for path in named):
+            problem = f"column {column.name!r} holds {column.encoding}, not text, JSON or numbers"
+            raise RecipeError(f"inputs[{split.source}]: {split.file}: {problem}; name another one")
+    held = {column.name: column.encoding for column in layout.columns}
+    if config.text in held:
+        kind = held[config.text]
+        return None if kind in _OF_TEXT else f"column {config.text!r} holds {kind}, not text"
+    if any(kind == "json" and _within(config.text, name) for name, kind in held.items()):
+        return None
+    return f"no column {config.text!r}; its columns: {', '.join([*held][:_SHOWN])}"
+
+
+def _within(path: str, name: str) -> bool:
+    """Whether `path` names the field `name` or something inside of it."""
+    return path == name or path.startswith(f"{name}.")
+
+
+def _take_row(
+    sink: RecordSink,
+    config: InputConfig,
+    stream: PieceReader,
+    layout: SampleLayout,
+    offsets: npt.NDArray[np.uint32],
+    row: int,
+) -> None:
+    """Read one sample and hand it to the sink; the stream is behind it then."""
+    begin, end = int(offsets[row]), int(offsets[row + 1])
+    paths = {config.text, *sink.carried}
+    found, size = _Found(), end - begin
+    try:
+        head = stream.read(min(layout.head_bytes, size))
+        if len(head) < min(layout.head_bytes, size):
+            raise _CutShortError
+        for column, encoding, position, length in layout.spans(row, begin, size, head):
+            found.fields[column.name] = MISSING
+            if column.encoding in _PLAIN and any(_within(path, column.name) for path in paths):
+                stream.skip(begin + position - stream.tell())
+                found.put(column.name, _value(stream, encoding, column, length, sink), length)
+    except ShardError as error:
+        found.problem = _BadSampleError("bad_record", error.problem)
+    except _BadSampleError as error:
+        found.problem = error
+    left = end - stream.tell()
+    if stream.skip(left) < left:
+        raise _CutShortError
+    _book(sink, config, found, size)
+
+
+def _value(stream: PieceReader, encoding: Encoding, column: Column, size: int, sink: RecordSink) -> object:
+    name = column.name
+    _check_size(size, name, sink)
+    data = stream.read(size)
+    if len(data) < size:
+        raise _CutShortError
+    try:
+        if sink.replaces and column.encoding in ("str", "json"):
+            data = sink.decode(data).encode()
+        return encoding.decode(memoryview(data))
+    except UnicodeDecodeError as error:
+        raise _BadSampleError("bad_utf8", f"byte {error.start:,} of {name!r} is not UTF-8") from None
+    except ValueError as error:
+        raise _BadSampleError("bad_record", f"column {name!r}: {error}") from None
+
+
+def _check_size(size: int, name: str, sink: RecordSink) -> None:
+    if size > sink.max_record_bytes:
+        limit = sink.max_record_bytes
+        problem = f"{name!r} has {size:,} bytes, more than max_record_bytes {limit:,}"
+        raise _BadSampleError("too_long", problem)
+
+
+@dataclass
+class _Found:
+    """What has been read of a sample: its fields by name, MISSING for those that were skipped."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    problem: _BadSampleError | None = None
+
+    def put(self, name: str, value: object, size: int) -> None:
+        """A field that was decoded from `size` bytes."""
+        self.fields[name], self.sizes[name] = value, size
+
+    def at(self, path: str) -> Any:
+        """The value at `path`, or MISSING; the names of fields may have dots in them: meta.json."""
+        if path in self.fields:
+            return self.fields[path]
+        name = max((name for name in self.sizes if _within(path, name)), key=len, default=None)
+        if name is None or not isinstance(self.fields[name], Mapping):
+            return MISSING
+        return field_at(self.fields[name], path.removeprefix(f"{name}."))
+
+
+def _book(sink: RecordSink, config: InputConfig, found: _Found, size: int) -> None:
+    """Hand a sample of `size` bytes to the sink, or what is wrong with it."""
+    try:
+        if found.problem is not None:
+            raise found.problem
+        carried = {path: found.at(path) for path in sink.carried}
+        carried = {path: _plain(sink, value, path) for path, value in carried.items() if value is not MISSING}
+        text = _plain(sink, found.at(config.text), config.text)
+        if not isinstance(text, str):
+            raise _BadSampleError("no_text", f"no text at {config.text!r}")
+    except _BadSampleError as error:
+        sink.bad(error.reason, error.problem, bytes=size)
+        return
+    of_text = max(
+        (found.sizes[name] for name in found.sizes if _within(config.text, name)), default=len(text)
+    )
+    sink.add(text, found.fields | carried, bytes=of_text)
+
+
+def _plain(sink: RecordSink, value: Any, path: str) -> Any:
+    """A value as JSON and text hold it; _BadSampleError if it is text that UTF-8 cannot hold."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    try:
+        if isinstance(value, bytes):
+            return sink.decode(value)
+        return sink.check_value(value)
+    except UnicodeError:
+        raise _BadSampleError("bad_utf8", f"{path!r} is not UTF-8") from None
+    except RecursionError:
+        raise _BadSampleError("bad_record", f"{path!r} is nested too deeply") from None
+
+
+def read_wds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
+    """Hand the samples of a whole tar to the sink."""
+    split = sink.split
+    sink.offset = 0
+    with open_input(split.input) as file:
+        data: _FileBytes | _StreamBytes = _FileBytes(file, split.input.bytes)
+        damage = None
+        if split.compression is not None:
+            size, damage = _sound_bytes(file, split)
+            data = _StreamBytes(decompressed(file, split.compression, split.input.bytes), size)
+        samples = _Samples(sink, config, data)
+        try:
+            for found, size in samples:
+                _explain_missing(sink, config, found)
+                _book(sink, config, found, size)
+                sink.record, sink.offset = sink.record + 1, samples.start
+                yield
+        except ShardError as error:
+            problem, left = error.problem, len(data) - samples.start
+        else:
+            problem, left = "", 0
+        if problem or damage:
+            lost = damage.rest_bytes if damage else 0
+            sink.damaged(damage.problem if damage else problem, bytes=left + lost)
+
+
+def _sound_bytes(file: BinaryIO, split: Split) -> tuple[int, ContainerError | None]:
+    """How many bytes a compressed tar has that a checksum confirms, and what comes after them."""
+    size = 0
+    try:
+        for piece in decompressed(file, split.compression, split.input.bytes):
+            size += len(piece)
+    except ContainerError as damage:
+        return size - damage.suspect_bytes, ContainerError(
+            damage.problem, damage.rest_bytes + damage.suspect_bytes
+        )
+    return size, None
+
+
+def _explain_missing(sink: RecordSink, config: InputConfig, found: _Found) -> None:
+    """Say in the first record without text which members there are, and which key of the recipe names one."""
+    if found.problem is None and found.at(config.text) is MISSING:
+        names = ", ".join(sorted(name for name in found.fields if name not in ("id", "__key__"))[:_SHOWN])
+        problem = f"no member .{config.text}; its members: {names or 'none'}"
+        if not sink.records:
+            problem += f"; name the one with the text (inputs[{sink.split.source}].text)"
+        found.problem = _BadSampleError("no_text", problem)
+
+
+class _Samples:
+    """The samples of a tar, one by one: (what was found, bytes with headers). ShardError where it is damaged.
+
+    `start` is where the sample after the last one begins.
+    """
+
+    def __init__(self, sink: RecordSink, config: InputConfig, data: Bytes) -> None:
+        self._sink, self._data = sink, data
+        self._paths = {config.text, *sink.carried}
+        self.start = 0
+
+    def __iter__(self) -> Iterator[tuple[_Found, int]]:
+        key: str | None = None
+        found, start = _Found(), 0
+        for member in walk_members(self._data, self._sink.split.file):
+            parts = split_name(member.name)
+            if parts is None:
+                continue
+            if parts[0] != key:
+                if key is not None:
+                    self.start = member.start
+                    yield found, member.start - start
+                key, start = parts[0], member.start
+                found = _Found({"__key__": key, "id": key})
+            self._take(found, parts[1], member.offset, member.size)
+        if key is not None:
+            self.start = len(self._data)
+            yield found, self.start - start
+
+    def _take(self, found: _Found, extension: str, offset: int, size: int) -> None:
+        """Read a member if it is wanted."""
+        repeated = extension in found.sizes or (extension in found.fields and extension != "id")
+        if repeated or len(found.fields) > _MAX_MEMBERS:
+            problem = f"two members .{extension}" if repeated else f"more than {_MAX_MEMBERS:,} members"
+            found.problem = found.problem or _BadSampleError("bad_record", problem)
+            return
+        if not any(_within(path, extension) for path in self._paths):
+            found.fields[extension] = MISSING
+            return
+        try:
+            _check_size(size, f".{extension}", self._sink)
+            data = bytes(self._data[offset : offset + size])
+            value = _member(extension, data, self._sink.max_record_bytes, self._sink.decode)
+            found.put(extension, value, size)
+        except UnicodeDecodeError as error:
+            problem = f"byte {error.start:,} of member .{extension} is not UTF-8"
+            found.problem = found.problem or _BadSampleError("bad_utf8", problem)
+        except ValueError as error:
+            found.problem = found.problem or _BadSampleError("bad_record", f"member .{extension}: {error}")
+        except _BadSampleError as error:
+            found.problem = found.problem or error
+
+
+def _member(extension: str, data: bytes, limit: int, decode: Callable[[bytes], str]) -> object:
+    """The value of a member: of JSON, a number, or else text as `decode` gives it; ValueError if it is none.
+
+    `limit` is how much a compressed member may hold.
+    """
+    kind = extension.removesuffix(".gz").rpartition(".")[2]
+    if extension.endswith(".gz"):
+        data = gunzip(memoryview(data), limit)
+    try:
+        return int(data) if kind in _NUMBERS else json.loads(decode(data)) if kind in _JSON else decode(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+class _FileBytes:
+    """A file of `size` bytes as slices that are read when they are asked for."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, span: slice, /) -> bytes:
+        start, stop, _ = span.indices(self._size)
+        self._file.seek(start)
+        return self._file.read(max(stop - start, 0))
+
+
+class _StreamBytes:
+    """`size` bytes that come in pieces as slices, each at or behind the start of the one before."""
+
+    def __init__(self, pieces: Iterator[bytes], size: int) -> None:
+        self._stream, self._size = PieceReader(pieces), size
+        self._last, self._start = b"", 0  # the last slice, and where it begins
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, span: slice, /) -> bytes:
+        start, stop, _ = span.indices(self._size)
+        held = self._last[start - self._start :]
+        self._stream.skip(max(start - self._stream.tell(), 0))
+        self._start = start
+        self._last = held[: stop - start] + self._stream.read(max(stop - max(start, self._stream.tell()), 0))
+        return self._last
+
+
+def first_samples(
+    file: InputFile, format: str, compression: str | None, count: int
+) -> list[dict[str, object]]:
+    """The text, JSON and numbers of the first `count` samples; ShardError, ContainerError or OSError."""
+    with open_input(file) as stored:
+        if format == "mds":
+            pieces = decompressed(stored, compression, file.bytes)
+            return _first_rows(PieceReader(pieces), file.name, count)
+        if compression is not None:
+            return _first_members(
+                _StreamBytes(decompressed(stored, compression, file.bytes), 4 * _SMALL_BYTES), file, count
+            )
+        return _first_members(_FileBytes(stored, file.bytes), file, count)
+
+
+def _first_rows(stream: PieceReader, name: str, count: int) -> list[dict[str, object]]:
+    columns, offsets = read_header(name, stream.read)
+    layout = SampleLayout(name, columns)
+    rows: list[dict[str, object]] = []
+    for row in range(min(count, len(offsets) - 1)):
+        begin, size = int(offsets[row]), int(offsets[row + 1] - offsets[row])
+        if size > _SMALL_BYTES:
+            break
+        data = stream.read(size)
+        spans = layout.spans(row, begin, size, data[: layout.head_bytes])
+        held = {one.name: (encoding, data[at : at + length]) for one, encoding, at, length in spans}
+        small = {column.name for column in columns if column.encoding in _PLAIN - {"bytes"}}
+        rows.append({one: held[one][0].decode(memoryview(held[one][1])) for one in held if one in small})
+    return rows
+
+
+def _first_members(data: Bytes, file: InputFile, count: int) -> list[dict[str, object]]:
+    samples: list[dict[str, object]] = []
+    key: str | None = None
+    try:
+        for member in walk_members(data, file.name):
+            parts = split_name(member.name)
+            if parts is None:
+                continue
+            if parts[0] != key:
+                if len(samples) == count:
+                    break
+                key = parts[0]
+                samples.append({})
+            if parts[1].rpartition(".")[2] in _SMALL and member.size <= _SMALL_BYTES:
+                held = bytes(data[member.offset : member.offset + member.size])
+                samples[-1][parts[1]] = _member(parts[1], held, _SMALL_BYTES, bytes.decode)
+    except ShardError:
+        if not samples:  # else it may be that only the beginning of a compressed tar was looked at
+            raise
+    return samples

@@ -1,0 +1,342 @@
+"""`shardkit pack`: rows of any length from a token store, without raw text or tokenizer.
+
+A token store is a dataset with `output.format: tokens`: whole documents, one an MDS sample of the column
+`tokens`, in the order of training, with the provenance and the card of any dataset. Packing it repeats stage
+`pack` and nothing before it, so one store gives datasets of many lengths in minutes:
+
+    card -> the recipe that would have made the dataset -> partitions -> pack -> provenance -> publish
+
+The result has the same bytes as a build from the raw inputs with that recipe: shards, index, provenance, card
+and report. Partitions are ranges of the documents' hashes, and follow from the card. A task reads its range
+of the store's provenance tables, and from the store's shards the documents that these name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shardkit.card import DatasetCard, Histogram
+from shardkit.errors import BuildError, RecipeError, ShardError
+from shardkit.formats.mds import MdsShard, parse_index, shard_from_raw
+from shardkit.formats.mds.index import INDEX_NAME
+from shardkit.formats.provenance import PROVENANCE_FOLDER, provenance_name
+from shardkit.formats.stored import decompress_shard
+from shardkit.hashing import digest_of, hash_bytes
+from shardkit.manifest import Manifest
+from shardkit.progress import make_listener
+from shardkit.publish.contents import find_only_contents
+from shardkit.storage.local import LocalStore
+from shardkit.storage.resilient import connect
+from shardkit.storage.store import StorageOptions, Store, read_object
+from shardkit.storage.url import is_remote, local_path
+from shardkit.writers.card import BuiltDataset, assemble, recipe_content
+from shardkit.writers.documents import keyed_hashes
+from shardkit.writers.execution.task import Commit, Output, RunTasks, Task, facts_of, partition_name
+from shardkit.writers.executors import EngineName, Execution, open_runner, work_of
+from shardkit.writers.funnel import PACKED
+from shardkit.writers.ledger import Count
+from shardkit.writers.pipeline import publish_dataset
+from shardkit.writers.progress import StageProgress
+from shardkit.writers.publish import REPORT_NAME, RemoteOutput, Watch
+from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe, recipe_from_mapping
+from shardkit.writers.recipe_yaml import apply_override
+from shardkit.writers.result import BuildResult, Ran, StageClock
+from shardkit.writers.stages import provenance
+from shardkit.writers.stages.graph import count_partitions
+from shardkit.writers.stages.pack import Packed, Partition, pack_documents, tar_key_digits
+from shardkit.writers.stages.tokenize import SPILL_SCHEMA, partition_of, partition_start
+
+__all__ = ["pack_store"]
+
+_SETTINGS = ("pack.", "output.")
+_FILES_OF_TASK = 64
+_OF_DOCUMENT = ("document_id", "copies", "source", "file", "record", "id", "url", "metadata")
+
+
+@dataclass(frozen=True)
+class StoreFiles:
+    """Where a token store is, as an argument of tasks; `digest` names its content."""
+
+    location: str
+    storage: StorageOptions | None
+    digest: str
+
+    def connect(self) -> Store:
+        """The store that its files are read from."""
+        if is_remote(self.location):
+            return connect(self.location, self.storage)
+        return LocalStore(Path(self.location))
+
+    def open(self) -> _TokenStore:
+        """The index, read once in a process."""
+        return _open_store(self)
+
+
+@dataclass(frozen=True)
+class _TokenStore:
+    """The shards of a token store by number."""
+
+    store: Store
+    manifest: Manifest
+
+    def shard(self, number: int) -> MdsShard:
+        """A shard, whose bytes are compared with the hashes in the index."""
+        info = self.manifest.shards[number]
+        name, where = info.stored.basename, f"{self.store.url}/{info.stored.basename}"
+        stored = read_object(self.store, name, info.stored.bytes)
+        for kind, digest in hash_bytes(stored.data, info.stored.hashes).items():
+            if digest != info.stored.hashes[kind]:
+                problem = f"{kind} {digest}, the index states {info.stored.hashes[kind]}"
+                raise BuildError(f"{where}: {problem}; see shardkit verify")
+        raw = decompress_shard("mds", info, stored, where) if info.compression else stored
+        return shard_from_raw(where, info, raw)
+
+
+@lru_cache(maxsize=1)
+def _open_store(files: StoreFiles) -> _TokenStore:
+    store = files.connect()
+    return _TokenStore(store, parse_index(f"{files.location}/{INDEX_NAME}", store.get(INDEX_NAME)))
+
+
+def pack_store(
+    store: str | Path,
+    output: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    workers: int | None = None,
+    engine: EngineName = "local",
+    progress: bool | Callable[[StageProgress], None] = True,
+    replace: bool = False,
+    storage: StorageOptions | None = None,
+) -> BuildResult:
+    """Pack the documents of a token store (a dataset of `output.format: tokens`) into the dataset `output`.
+
+    `overrides` are keys of a recipe's `pack` and `output`, such as "pack.sequence_length=32768". Both places
+    may be URLs. BuildError if `store` is no token store, or if another dataset is at `output` and `replace`
+    is not set; RecipeError. The same call continues.
+    """
+    start = time.perf_counter()
+    location = str(store).rstrip("/") if is_remote(str(store)) else str(local_path(store).absolute())
+    card = _card_of_store(StoreFiles(location, storage, ""))
+    recipe = _recipe_of(card, str(output), overrides)
+    target = RemoteOutput(str(output), storage) if is_remote(str(output)) else local_path(output).absolute()
+    files = StoreFiles(location, storage, digest_of(card.data))
+    execution = Execution(workers=workers, engine=engine)
+    beside = Path(f"{target}.work" if isinstance(target, Path) else target.work_name).absolute()
+    work = work_of(recipe, beside, None, execution)
+    watch = Watch(target, replace=replace)
+    clock = StageClock(make_listener(progress), start)
+    with clock as listener, open_runner(recipe, work, execution, listener) as runner:
+        built = _build(recipe, card, files, runner.run)
+        if runner.await_turn("publish", lambda: watch.shows(built.card)):
+            publish_dataset(built, target, runner, watch, listener, replace=replace)
+        ran = Ran(runner.seconds, runner.tasks, runner.tasks_reused, clock.times(runner.seconds))
+        runner.journal.remove()
+    return BuildResult.of_card(str(target), built.facts, time.perf_counter() - start, ran)
+
+
+def _card_of_store(files: StoreFiles) -> DatasetCard:
+    """The card of a token store; BuildError if it is another dataset, or none."""
+    contents = find_only_contents(files.connect())
+    card = None if contents is None else contents.card
+    try:
+        kind = card.recipe["output"]["format"] if card is not None else None
+    except (ShardError, KeyError, TypeError):
+        kind = None
+    if card is None or kind != "tokens":
+        raise BuildError(
+            f"{files.location}: is no token store; build one with `output: {{format: tokens, …}}`, or as one "
+            f"of several `outputs`"
+        )
+    return card
+
+
+def _recipe_of(card: DatasetCard, output: str, overrides: Sequence[str]) -> Recipe:
+    """The recipe with which a build would make this dataset from the raw inputs."""
+    content = {**card.recipe, "output": {"path": output}, "pack": {}}
+    part = content.pop("part", None)
+    for override in overrides:
+        if not override.startswith(_SETTINGS) or override.startswith("output.path"):
+            raise RecipeError(f"{override}: packing has the settings of a recipe's `pack` and `output` only")
+        content = apply_override(content, override)
+    recipe = recipe_from_mapping(content, folder=Path.cwd(), name="pack").of_part(part)
+    if recipe.output.format not in ("mds", "wds"):
+        raise RecipeError(f"output.format: rows are written as mds or wds, not {recipe.output.format}")
+    return recipe
+
+
+def _build(recipe: Recipe, card: DatasetCard, files: StoreFiles, run: RunTasks) -> BuiltDataset:
+    kept = card.funnel.kept
+    partitions = count_partitions(recipe, Count(kept.documents, kept.bytes))
+    [packed] = run(_pack_tasks(recipe, card, files, partitions))
+    parts = [Packed.of(commit) for commit in packed]
+    [numbered] = run(provenance.tasks(packed, [len(part.shards) for part in parts]))
+    tables = {provenance_name(n): commit for n, commit in enumerate(numbered)}
+    tables |= _copied(card, files, run)
+    made = [(commit, part.shards) for commit, part in zip(packed, parts, strict=True)]
+    return assemble(recipe, made, tables, lambda manifest: _card(card, recipe, manifest, parts))
+
+
+def _pack_tasks(recipe: Recipe, card: DatasetCard, files: StoreFiles, partitions: int) -> list[Task]:
+    tokenizer = card.data["tokenizer"]
+    eos_id, dtype = tokenizer["eos_id"], tokenizer["dtype"]
+    config = {
+        "pack": recipe.pack.model_dump(mode="json"),
+        "output": recipe.output.of_shards,
+        "seed": recipe.seed,
+        "partitions": partitions,
+    }
+    stored = card.packing["partitions"]
+    made = []
+    for number in range(partitions):
+        bounds = [partition_start(number + more, partitions) for more in (0, 1)]
+        last = partition_of(np.array([bounds[1] - 1], np.uint64), stored)
+        first = partition_of(np.array([bounds[0]], np.uint64), stored)
+        tables = range(int(first[0]), int(last[0]) + 1)
+        args = (files, tables, bounds, number, recipe.pack, recipe.output, recipe.seed, eos_id, dtype)
+        name, inputs = partition_name(number, partitions), {"store": files.digest}
+        digits = tar_key_digits(partitions)
+        weight = card.funnel.kept.bytes // partitions
+        task = config | {"partition": number}
+        made.append(Task("pack", name, task, pack_stored, (*args, digits), weight, inputs))
+    return made
+
+
+def pack_stored(
+    folder: Path,
+    files: StoreFiles,
+    tables: Sequence[int],
+    bounds: Sequence[int],
+    partition: int,
+    pack: PackConfig,
+    output: OutputConfig,
+    seed: int,
+    eos_id: int,
+    dtype: str,
+    key_digits: int,
+) -> Packed:
+    """Pack the documents of a store whose hashes lie in [first, stop), `bounds`; they are in its `tables`."""
+    store = files.open()
+    parts = [_documents(store, number, bounds, seed) for number in tables]
+    documents = pa.concat_tables(parts).combine_chunks()
+    tokens, starts = _tokens(store, documents, np.dtype(dtype))
+    table = documents.select(SPILL_SCHEMA.names).cast(SPILL_SCHEMA)
+    lengths = table.column("tokens").to_numpy()
+    part = Partition(tokens, starts, lengths, table)
+    return pack_documents(folder, part, partition, pack, output, seed, eos_id, key_digits)
+
+
+def _documents(store: _TokenStore, number: int, bounds: Sequence[int], seed: int) -> pa.Table:
+    """SPILL_SCHEMA, and `shard` and `row` in the store, of a table's documents that lie in the bounds."""
+    name = provenance_name(number)
+    try:
+        table = pq.read_table(pa.BufferReader(pa.py_buffer(read_object(store.store, name))))
+    except pa.ArrowException as error:
+        raise BuildError(f"{store.store.url}/{name}: {error}; see shardkit verify") from error
+    hashes = keyed_hashes(table.column("document_id").to_pylist(), seed, "shuffle")
+    inside = (hashes >= np.uint64(bounds[0])) & (hashes <= np.uint64(bounds[1] - 1))
+    sizes = table.column("token_end").to_numpy().astype(np.int64)
+    columns = {name: table.column(name) for name in ("shard", "row", *_OF_DOCUMENT)}
+    found = pa.table({"hash": pa.array(hashes), "tokens": pa.array(sizes), **columns})
+    return found.filter(pa.array(inside))
+
+
+def _tokens(
+    store: _TokenStore, documents: pa.Table, dtype: np.dtype[Any]
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """The documents' tokens one after the other, and where each begins."""
+    lengths = documents.column("tokens").to_numpy()
+    ends = np.cumsum(lengths)
+    tokens = np.empty(int(ends[-1]) if len(ends) else 0, dtype)
+    starts = ends - lengths
+    for at, values in enumerate(_samples(store, documents)):
+        if len(values) != lengths[at]:
+            raise BuildError(
+                f"{store.store.url}: document {documents.column('document_id')[at].as_py().hex()} has "
+                f"{len(values):,} tokens, provenance states {lengths[at]:,}; see shardkit verify"
+            )
+        tokens[starts[at] : ends[at]] = values
+    return tokens, starts
+
+
+def _samples(store: _TokenStore, documents: pa.Table) -> Iterator[npt.NDArray[Any]]:
+    places = zip(documents.column("shard").to_pylist(), documents.column("row").to_pylist(), strict=True)
+    for number, rows in groupby(places, key=lambda place: place[0]):
+        shard = store.shard(number)
+        for _, row in rows:
+            values = shard.sample(row)["tokens"]
+            assert isinstance(values, np.ndarray)
+            yield values
+
+
+def _copied(card: DatasetCard, files: StoreFiles, run: RunTasks) -> dict[str, Commit]:
+    """What lies beside the store's shards and is of the documents, not of their rows: copied as it is."""
+    of_rows = (REPORT_NAME, f"{PROVENANCE_FOLDER}/")
+    names = [name for name in card.file_names if not name.startswith(of_rows)]
+    tasks = []
+    for at in range(0, len(names), _FILES_OF_TASK):
+        group = names[at : at + _FILES_OF_TASK]
+        inputs = {"store": files.digest, "names": group}
+        tasks.append(Task("side_files", f"{at:07d}", {}, copy_files, (files, group), inputs=inputs))
+    [commits] = run(tasks)
+    found = {}
+    for commit in commits:
+        for name, output in commit.outputs.items():
+            found[name] = replace(commit, facts=facts_of({}, {name: Output(output.bytes, output.xxh3_128)}))
+    return found
+
+
+def copy_files(folder: Path, files: StoreFiles, names: Sequence[str]) -> dict[str, int]:
+    """Copy files of the store into `folder`."""
+    store = files.open()
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(read_object(store.store, name).tobytes())
+    return {}
+
+
+def _card(card: DatasetCard, recipe: Recipe, manifest: Manifest, parts: Sequence[Packed]) -> DatasetCard:
+    """The card that a build from the raw inputs would make: what is of documents is as in the store."""
+    content = recipe_content(recipe)
+    counts = [part.counts() for part in parts]
+    packed = {name: sum(part[name] for part in counts) for name in PACKED}
+    if (packed["documents"], packed["tokens"]) != (card.funnel.kept.documents, card.tokens):
+        raise BuildError(
+            f"{packed['documents']:,} documents of {packed['tokens']:,} tokens were packed, the store has "
+            f"{card.funnel.kept.documents:,} of {card.tokens:,}; see shardkit verify"
+        )
+    histograms = {"row_padding": Histogram(), "row_pieces": Histogram()}
+    for part in parts:
+        histograms["row_padding"].add(part.row_padding)
+        histograms["row_pieces"].add(part.row_pieces)
+    facts = {
+        **card.data,
+        "fingerprint": manifest.fingerprint,
+        "format": manifest.format,
+        "shards": len(manifest.shards),
+        "samples": manifest.samples,
+        "bytes": sum(shard.raw.bytes for shard in manifest.shards),
+        "stored_bytes": sum(shard.stored.bytes for shard in manifest.shards),
+        "sequence_length": recipe.pack.sequence_length,
+        "padding": packed["padding"],
+        "recipe_digest": digest_of(content),
+        "recipe": content,
+        "packing": {"partitions": len(parts), **packed},
+        "histograms": {
+            **card.data["histograms"],
+            **{name: histogram.to_dict() for name, histogram in histograms.items()},
+        },
+    }
+    del facts["files"]
+    return DatasetCard(facts)

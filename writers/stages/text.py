@@ -1,0 +1,321 @@
+"""Stage `text`: writes the documents that stay as Parquet or JSON lines, in the order of the inputs.
+
+A task takes neighboring splits with about `shard_bytes` of text and writes one or more files of at most that
+(a longer document makes a longer file). Which splits, and so every byte, follows from the commits before.
+Each document is one row (TEXT_SCHEMA): its text as the filters left it, where it is from, how many documents
+it stands for, its language if a filter determined that, and with `annotate` the value of every rule.
+
+`document_id` is what shardkit derives the place of a document in the training order from. A build that reads
+these files with `document_id: document_id` makes the same rows of tokens as a build from the raw inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shardkit.formats.compression import new_compressor, parse_compression
+from shardkit.hashing import hash_file
+from shardkit.manifest import Column, FileInfo, ShardInfo
+from shardkit.writers.annotations import ANNOTATIONS_FILE, annotation_values
+from shardkit.writers.dedup.duplicates import TwinsFile
+from shardkit.writers.dedup.lines import ROWS_FILE
+from shardkit.writers.dedup.removals import SplitRemovals
+from shardkit.writers.dedup.tables import Rows
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.inputs.scan import Split
+from shardkit.writers.kernels.text_arrays import text_offsets
+from shardkit.writers.languages import LANGUAGES_FILE
+from shardkit.writers.ledger import Count, Ledger
+from shardkit.writers.progress import PULSE
+from shardkit.writers.recipe import OutputConfig, Recipe
+from shardkit.writers.runs import DEFAULT_LIMITS, Limits
+from shardkit.writers.stages.clean import DOCUMENTS_FILE
+from shardkit.writers.stages.tokenize import remaining
+
+__all__ = ["TEXT_SCHEMA", "Written", "tasks", "write_text"]
+
+TEXT_SCHEMA = pa.schema(
+    [
+        pa.field("text", pa.large_string(), nullable=False),
+        pa.field("id", pa.string()),
+        pa.field("url", pa.string()),
+        pa.field("source", pa.string(), nullable=False),  # the label of the input
+        pa.field("file", pa.string(), nullable=False),
+        pa.field("record", pa.int64(), nullable=False),
+        pa.field("document_id", pa.string(), nullable=False),  # 32 hexadecimal digits
+        pa.field("copies", pa.int32(), nullable=False),  # documents it stands for, itself included
+        pa.field("metadata", pa.string()),  # JSON object; in JSON lines an object
+    ]
+)
+ROW_GROUP_BYTES = 32 << 20  # of text
+ROW_GROUP_DOCUMENTS = 8192
+_ZSTD_LEVEL = 3
+_SUFFIXES = {"zstd": "zst", "gz": "gz"}
+_PIECE_BYTES = 1 << 20
+_TYPES = {"string": "str", "large_string": "str", "double": "float64"}
+
+
+@dataclass(slots=True)
+class Written:
+    """Result of a task: the ledger of each of its splits, and the files, with the names in its folder."""
+
+    ledgers: list[Ledger]
+    shards: list[ShardInfo]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a commit."""
+        return {
+            "ledgers": [ledger.to_dict() for ledger in self.ledgers],
+            "shards": [asdict(shard) for shard in self.shards],
+        }
+
+    @classmethod
+    def of(cls, commit: Commit) -> Written:
+        """What a task of this stage committed."""
+        counts = commit.counts
+        return cls(
+            [Ledger.from_dict(ledger) for ledger in counts["ledgers"]],
+            [ShardInfo.from_dict(shard) for shard in counts["shards"]],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SplitText:
+    """The documents of one split, and what belongs to them, as an argument of a task.
+
+    `rows` leads from documents that are left after line dedup to those before, which the other files are of.
+    """
+
+    documents: Artifact
+    removed: SplitRemovals
+    source: str
+    labels: tuple[str, ...] | None
+    languages: Artifact
+    annotations: Artifact | None
+    rows: Artifact | None
+
+
+def tasks(
+    recipe: Recipe,
+    splits: Sequence[Split],
+    documents: Sequence[Commit],
+    removals: Sequence[SplitRemovals],
+    *,
+    cleaned: Sequence[Commit],
+    limits: Limits = DEFAULT_LIMITS,
+) -> list[Task]:
+    """A task for neighboring splits; `documents` are `cleaned`, or the commits that cut lines out."""
+    config = {"output": recipe.output.of_shards, "block_bytes": limits.block_bytes}
+    made: list[Task] = []
+    group: list[SplitText] = []
+    names: list[Any] = []
+    size = 0
+    for number, split in enumerate(splits):
+        commit, first = documents[number], cleaned[number]
+        labels = first.counts["languages"]
+        group.append(
+            SplitText(
+                commit.files / DOCUMENTS_FILE,
+                removals[number],
+                recipe.sources[split.source],
+                None if labels is None else tuple(labels),
+                first.files / LANGUAGES_FILE,
+                first.files / ANNOTATIONS_FILE if recipe.annotate else None,
+                None if commit is first else commit.files / ROWS_FILE,
+            )
+        )
+        kept = commit.ledger().kept.bytes
+        names.append([commit.content, first.content, removals[number].digest, group[-1].source])
+        size += kept
+        if size >= recipe.output.shard_bytes or number == len(splits) - 1:
+            args = tuple(group), recipe.output, recipe.memory // 2, limits
+            inputs = {"documents": names}
+            made.append(Task("text", f"{len(made):05d}", config, write_text, args, size, inputs))
+            group, names, size = [], [], 0
+    return made
+
+
+def write_text(
+    folder: Path, splits: Sequence[SplitText], output: OutputConfig, memory_bytes: int, limits: Limits
+) -> Written:
+    """Write the documents of `splits` into `folder`, and what was removed from them for `duplicates/`."""
+    written = Written([], [])
+    with TwinsFile(folder, memory_bytes=memory_bytes // 16, limits=limits) as twins:
+        file: _TextFile | None = None
+        for split in splits:
+            ledger = Ledger()
+            for table in _documents(split, ledger, twins):
+                sizes = np.diff(text_offsets(table.column("text").combine_chunks()))
+                start = 0
+                while start < table.num_rows:
+                    if file is None:
+                        file = _TextFile(folder, len(written.shards), table.schema, output)
+                    taken = file.take(sizes[start:])
+                    file.write(table.slice(start, taken), sizes[start : start + taken])
+                    start += taken
+                    if start < table.num_rows:
+                        written.shards.append(file.close())
+                        file = None
+                PULSE.tell(ledger)
+            ledger.check(str(folder))
+            written.ledgers.append(ledger)
+        if file is not None:
+            written.shards.append(file.close())
+    return written
+
+
+def _documents(split: SplitText, ledger: Ledger, twins: TwinsFile) -> Iterator[pa.Table]:
+    """The documents that stay, in batches, as rows of TEXT_SCHEMA and further columns."""
+    removed = split.removed.load()
+    beside = _beside(split)
+    start = 0
+    with split.documents.open_arrow(mapped=True) as source:
+        reader = pa.ipc.open_file(source)
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            more = [column[start : start + batch.num_rows] for column in beside.values()]
+            for name, column in zip(beside, more, strict=True):
+                batch = batch.append_column(f"+{name}", column)
+            part = removed.within(start, batch.num_rows)
+            start += batch.num_rows
+            kept, copies = remaining(batch, part, ledger, twins)
+            kept, copies = _not_empty(kept, copies, ledger, twins)
+            if kept.num_rows:
+                yield _rows(kept, copies, split.source, list(beside))
+
+
+def _not_empty(
+    batch: pa.RecordBatch, copies: npt.NDArray[np.int32], ledger: Ledger, twins: TwinsFile
+) -> tuple[pa.RecordBatch, npt.NDArray[np.int32]]:
+    """Without documents that have no text, which are booked; the others are booked as kept."""
+    sizes = np.diff(text_offsets(batch.column("text")))
+    if (empty := sizes == 0).any():
+        ledger.drop("empty", int(empty.sum()), 0)
+        twins.remove(batch, "empty", np.flatnonzero(empty))
+        batch, copies = batch.filter(pa.array(~empty)), copies[~empty]
+    ledger.kept += Count(batch.num_rows, int(sizes.sum()))
+    return batch, copies
+
+
+def _beside(split: SplitText) -> dict[str, pa.Array]:
+    """Further columns of all documents of the split: their languages, and values of filters."""
+    columns: dict[str, pa.Array] = {}
+    if split.labels is not None:
+        codes = Rows(split.languages, np.uint8).read()
+        columns["language"] = pa.array(split.labels, pa.string()).take(pa.array(codes))
+    if split.annotations is not None:
+        with split.annotations.open_arrow() as source:
+            columns["filters"] = annotation_values(source)
+    if split.rows is not None and columns:
+        rows = pa.array(Rows(split.rows, np.int64).read())
+        columns = {name: column.take(rows) for name, column in columns.items()}
+    return columns
+
+
+def _rows(
+    documents: pa.RecordBatch, copies: npt.NDArray[np.int32], source: str, beside: Sequence[str]
+) -> pa.Table:
+    columns: dict[str, Any] = {
+        name: documents.column(name) for name in ("text", "id", "url", "file", "record", "metadata")
+    }
+    columns["source"] = pa.repeat(pa.scalar(source), documents.num_rows)
+    ids = documents.column("document_id").to_pylist()
+    columns["document_id"] = pa.array([one.hex() for one in ids], pa.string())
+    columns["copies"] = pa.array(copies)
+    fields = list(TEXT_SCHEMA)
+    for name in beside:
+        columns[name] = documents.column(f"+{name}")
+        fields.append(pa.field(name, columns[name].type))
+    return pa.table([columns[field.name] for field in fields], schema=pa.schema(fields))
+
+
+class _TextFile:
+    """One file: whole documents up to `shard_bytes` of text, at least one."""
+
+    def __init__(self, folder: Path, number: int, schema: pa.Schema, output: OutputConfig) -> None:
+        self._output, self._schema = output, schema
+        self._left = output.shard_bytes
+        self._documents = self._pending_bytes = 0
+        self._pending: list[pa.Table] = []
+        self._path = folder / f"part-00000.{number:05d}.{output.format}"
+        self._file: Any
+        if output.format == "jsonl":
+            self._file = self._path.open("wb")
+        else:
+            self._file = pq.ParquetWriter(
+                self._path,
+                schema,
+                compression="zstd",
+                compression_level=_ZSTD_LEVEL,
+                use_dictionary=["source", "file", "language"],
+                write_page_index=True,
+            )
+
+    def take(self, sizes: npt.NDArray[np.int64]) -> int:
+        """How many of the next documents, of these sizes, the file has room for."""
+        fit = int(np.searchsorted(np.cumsum(sizes), self._left, side="right"))
+        return max(fit, 0 if self._documents else 1)
+
+    def write(self, rows: pa.Table, sizes: npt.NDArray[np.int64]) -> None:
+        """Append documents."""
+        self._left -= int(sizes.sum())
+        self._documents += rows.num_rows
+        if self._output.format == "jsonl":
+            self._file.writelines(map(_line, rows.to_pylist()))
+            return
+        self._pending.append(rows)
+        self._pending_bytes += int(sizes.sum())
+        waiting = sum(table.num_rows for table in self._pending)
+        if self._pending_bytes >= ROW_GROUP_BYTES or waiting >= ROW_GROUP_DOCUMENTS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if rows := sum(table.num_rows for table in self._pending):
+            self._file.write_table(pa.concat_tables(self._pending), row_group_size=rows)
+        self._pending, self._pending_bytes = [], 0
+
+    def close(self) -> ShardInfo:
+        """Finish the file; its entry for the list."""
+        if self._output.format == "parquet":
+            self._flush()
+        self._file.close()
+        columns = tuple(
+            Column(field.name, _TYPES.get(str(field.type), str(field.type))) for field in self._schema
+        )
+        if self._output.compression is None:
+            return ShardInfo(self._described(self._path), self._documents, columns)
+        raw = FileInfo(self._path.name, self._path.stat().st_size)
+        algorithm, stored = _compress(self._path, self._output.compression)
+        return ShardInfo(raw, self._documents, columns, zip=self._described(stored), compression=algorithm)
+
+    def _described(self, path: Path) -> FileInfo:
+        return FileInfo(path.name, path.stat().st_size, hash_file(path, self._output.hashes))
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    if row["metadata"] is not None:
+        row["metadata"] = orjson.loads(row["metadata"])
+    return orjson.dumps(row) + b"\n"
+
+
+def _compress(path: Path, compression: str) -> tuple[str, Path]:
+    """Replace a file by its compressed form; (algorithm, its path)."""
+    algorithm, _ = parse_compression(compression)
+    stored = path.with_name(f"{path.name}.{_SUFFIXES[algorithm]}")
+    compressor = new_compressor(compression, path.stat().st_size)
+    with path.open("rb") as source, stored.open("wb") as target:
+        while piece := source.read(_PIECE_BYTES):
+            target.write(compressor.compress(piece))
+        target.write(compressor.flush())
+    path.unlink()
+    return algorithm, stored
