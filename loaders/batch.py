@@ -2,8 +2,8 @@
 
 Every document in a packed row ends with the eos id, and no document is empty, so an eos directly after an eos
 is padding and nothing else is needed to know where documents begin and end. (Data whose documents begin with
-an id instead: `bos_id`.) All of it is worked out for many batches at once. With eos = 0 a row 5 6 0 7 0 0 0
-gives
+an id instead: `bos_id`; padding with an id of its own: `pad_id`.) All of it is worked out for many batches at
+once. With eos = 0 a row 5 6 0 7 0 0 0 gives
 
     labels        5 6 0 7 0 -100 -100      padding counts as one last segment of its own
                   -100 6 0 -100 0 -100 -100   with document starts masked
@@ -54,11 +54,12 @@ def find_segments(
     is_padding_row: _Bools | None = None,
     *,
     bos_id: int | None = None,
+    pad_id: int | None = None,
 ) -> Segments:
     """The documents in rows of tokens (rows, length), by the id that ends or begins each of them.
 
-    With neither id, a row is one document. Only the eos id tells padding inside a row. One pass over the
-    tokens finds the ids; what follows costs time for each document, not for each token.
+    With neither id, a row is one document. Padding inside a row is an eos behind an eos, and every `pad_id`.
+    One pass over the tokens finds each id; what follows costs time for each document, not for each token.
     """
     rows, length = tokens.shape
     inner = padding = np.empty(0, dtype=np.int64)
@@ -71,6 +72,12 @@ def find_segments(
         is_padding = follows_end[:-1] & (ends % length != 0)
         padding = ends[is_padding]
         inner = ends[~(is_padding & follows_end[1:])] + 1
+    if pad_id is not None:
+        pads = np.flatnonzero(tokens.reshape(-1) == pad_id)
+        first = np.diff(pads, prepend=-2) != 1
+        behind = pads[np.append(first[1:], True)] + 1 if len(pads) else pads
+        padding = np.sort(np.concatenate([padding, pads]))
+        inner = np.unique(np.concatenate([inner, pads[first], behind]))
     inner = inner[inner % length != 0]
     if is_padding_row is not None:
         inner = inner[~is_padding_row[inner // length]]
@@ -236,6 +243,7 @@ class BatchMaker:
         self._memory = OutputMemory()
         self._names = _field_names(list(columns), self._added_fields(), dict(config.rename or {}))
         has_padding = tokens.may_be_padded and tokens.eos_id is not None and config.bos_id is None
+        has_padding |= config.pad_id is not None
         self._loss_mask = LOSS_MASK if LOSS_MASK in columns else None
         masks_tokens = mark_padding or has_padding or tokens.mask is not None or self._loss_mask is not None
         self._masks_labels = config.labels is True or config.masks_document_starts or masks_tokens
@@ -294,7 +302,8 @@ class BatchMaker:
         assert isinstance(tokens, np.ndarray)
         segments: Segments | None = None
         if self._describes_documents or self._masks_labels:
-            segments = find_segments(tokens, column.eos_id, padding, bos_id=self.config.bos_id)
+            ids = {"bos_id": self.config.bos_id, "pad_id": self.config.pad_id}
+            segments = find_segments(tokens, column.eos_id, padding, **ids)
         rows: Columns = {}
         rows[column.key], labels = self._tokens_and_labels(tokens)
         if labels is not None:

@@ -136,6 +136,7 @@ class LoaderOptions(TypedDict, total=False):
     tensors: Literal["torch", "numpy"]
     eos_id: int | None
     bos_id: int | None
+    pad_id: int | None
     columns: Sequence[str] | None
     endless: bool
     restart: bool
@@ -152,6 +153,9 @@ class LoaderOptions(TypedDict, total=False):
     cache_bytes: int | str | None
     connections: int
     storage: StorageOptions | None
+    sequence_length: int | None
+    token_dtype: str | None
+    per_file: bool
     verify: bool
     metrics_file: str | os.PathLike[str] | None
     usage_log: str | os.PathLike[str] | None
@@ -213,6 +217,10 @@ class LoaderConfig:
     """The id that ends a document; default: as the dataset's card states."""
     bos_id: int | None = None
     """The id that begins each document, for data whose documents have no end: instead of `eos_id`."""
+    pad_id: int | None = None
+    """An id that is nothing but padding, anywhere in a row: labels are -100, and it counts as one document.
+
+    For data that others padded; rows that are padded by the eos id need no option."""
     columns: Sequence[str] | None = None
     """Deliver these columns only; default: all."""
     endless: bool = False
@@ -257,6 +265,14 @@ class LoaderConfig:
     """Shards, or ranges of shards, that a process fetches at a time."""
     storage: StorageOptions | None = None
     """Endpoint, region, profile, … of the store; default: the usual AWS environment."""
+    sequence_length: int | None = None
+    """Read flat files of tokens in place, as rows of this many: Megatron's .idx and .bin, other .bin, .npy.
+
+    Paths may be files, folders and patterns. Other datasets must have rows of this length, if it is given."""
+    token_dtype: str | None = None
+    """Type of the ids in flat files that do not state it (nanoGPT's .bin, OLMo's .npy), such as "uint32"."""
+    per_file: bool = False
+    """Begin a row at each flat file, and leave out the end of each that fills none; default: one stream."""
     verify: bool = False
     """Compare each local shard's hashes when it is first opened: 18 ms for 64 MiB by xxh64.
 
@@ -282,7 +298,13 @@ class LoaderConfig:
     """Take rank and world size from this process group."""
 
     def __post_init__(self) -> None:
-        _to_plain_int(self, "eos_id", "lanes", "window", "epoch_samples", "prefetch_batches", "connections")
+        _to_plain_int(
+            self, "eos_id", "pad_id", "lanes", "window", "epoch_samples", "prefetch_batches", "connections"
+        )
+        if self.sequence_length is None and (self.token_dtype is not None or self.per_file):
+            raise ValueError(
+                "token_dtype and per_file are for flat files of tokens: give sequence_length, too"
+            )
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
             raise ValueError(f"columns must be a list of at least one name, not {self.columns!r}")
         if self.mask_document_starts and not self.labels:
@@ -319,6 +341,8 @@ class LoaderConfig:
             raise ValueError(f'tensors must be "torch" or "numpy", not {self.tensors!r}')
         if self.eos_id is not None and self.bos_id is not None:
             raise ValueError("documents are found by eos_id or by bos_id: give one of the two")
+        if self.pad_id is not None and self.pad_id in (self.eos_id, self.bos_id):
+            raise ValueError("pad_id is for an id that neither ends nor begins documents: leave it out")
 
     @property
     def token_options(self) -> list[str]:

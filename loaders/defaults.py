@@ -68,7 +68,8 @@ def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -
             "--sequence-length L --drop-tail` makes rows of one length of arrays that each state their own"
         )
     # Shifted labels need no id: where none is stated, no padding is known, and nothing is masked.
-    needs_bounds = bool(config.document_options) or config.labels is True or config.masks_document_starts
+    finds_padding = config.labels is True and config.pad_id is None
+    needs_bounds = bool(config.document_options) or finds_padding or config.masks_document_starts
     stated: set[int] = set()
     for dataset, tokenizer in zip(streams.datasets, tokenizers, strict=True):
         eos_id = config.eos_id if config.eos_id is not None else tokenizer and tokenizer.eos_id
@@ -82,6 +83,10 @@ def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -
             )
     if len(stated) > 1:
         raise ValueError(f"streams end documents with different ids, {sorted(stated)}: give eos_id=…")
+    if config.pad_id is not None and config.pad_id in stated:
+        raise ValueError(
+            "pad_id is the id that ends documents, whose padding is found without it: leave it out"
+        )
     return next(iter(stated), None)
 
 

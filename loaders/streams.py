@@ -322,7 +322,15 @@ def open_streams(
     storage = config.storage or StorageOptions()
     # A store must not fail before the loader does: it retries for as long as a batch is waited for.
     storage = replace(storage, retry_seconds=max(storage.retry_seconds, config.timeout_seconds))
-    open_one = partial(open_dataset, storage=storage, cache=cache, verify=config.verify)
+    open_one = partial(
+        open_dataset,
+        storage=storage,
+        cache=cache,
+        verify=config.verify,
+        sequence_length=config.sequence_length,
+        token_dtype=config.token_dtype,
+        per_file=config.per_file,
+    )
     with ThreadPoolExecutor(_OPENED_AT_ONCE, thread_name_prefix="shardkit-open") as pool:
         opened = dict(zip(to_open, pool.map(open_one, to_open), strict=True))
     datasets = [path if isinstance(path, Dataset) else opened[path] for path in paths]

@@ -201,8 +201,8 @@ def map_path(file: Path) -> Bytes:
         os.close(descriptor)
 
 
-def map_file(descriptor: int, size: int, *, writable: bool = False) -> Bytes:
-    """An open file's bytes, mapped and shared with the file; they stay when the descriptor is closed.
+def map_file(descriptor: int, size: int, *, start: int = 0, writable: bool = False) -> Bytes:
+    """`size` bytes of an open file, mapped and shared with the file; they stay when the descriptor is closed.
 
     The map ends when the last array that shows it dies, and not before. `mmap.mmap` would hold a duplicate of
     the descriptor until then (Python 3.13 can do without it), and processes may open 1,024 files by default.
@@ -211,7 +211,9 @@ def map_file(descriptor: int, size: int, *, writable: bool = False) -> Bytes:
 
     if not size:
         return np.empty(0, dtype=np.uint8)
-    return np.asarray(_Map(descriptor, size, writable))
+    before = start % mmap.ALLOCATIONGRANULARITY
+    whole: Bytes = np.asarray(_Map(descriptor, before + size, start - before, writable))
+    return whole[before:] if before else whole
 
 
 def allocate(descriptor: int, size: int) -> None:
@@ -231,9 +233,9 @@ def open_maps() -> int:
 class _Map:
     """Owns a map; NumPy keeps it as the base of every array that shows the memory."""
 
-    def __init__(self, descriptor: int, size: int, writable: bool) -> None:
+    def __init__(self, descriptor: int, size: int, start: int, writable: bool) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, descriptor, 0)
+        address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, descriptor, start)
         if address == _FAILED:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))

@@ -1,8 +1,9 @@
 """The manifest: which shards a dataset has, in which order, and what each must contain.
 
-Both formats are described by one immutable `Manifest`; `shardkit.formats.mds` and `shardkit.formats.tar` read
-and write the files (`index.json`, `shards.json`) that carry it. Basenames are checked here, once, so that no
-reader can be led out of the dataset's folder.
+All formats are described by one immutable `Manifest`; `shardkit.formats.mds` and `shardkit.formats.tar` read
+and write the files (`index.json`, `shards.json`) that carry it, and `shardkit.datasets.token_rows` makes that
+of flat token files. Basenames are checked where they are read, so that no reader can be led out of the
+dataset's folder.
 
 Memory is O(#shards). A `ShardTable` has what 450,000 `ShardInfo` say in 25 MB instead of a gigabyte: shards
 of one dataset differ in name, size, samples and hashes, which it keeps in arrays; columns, compression and
@@ -42,7 +43,7 @@ __all__ = [
     "table_of",
 ]
 
-Format = Literal["mds", "tar", "parquet", "jsonl"]
+Format = Literal["mds", "tar", "tokens", "parquet", "jsonl"]
 
 UNKNOWN = -1  # the size or sample count of a tar that nothing describes
 
@@ -125,6 +126,8 @@ class Manifest:
 
     format: Format
     shards: Sequence[ShardInfo]
+    seen: str = ""
+    """A digest of what was seen of the content where nothing states hashes: part of the fingerprint."""
 
     @cached_property
     def shard_samples(self) -> Ints:
@@ -172,6 +175,7 @@ class Manifest:
             hashes = shard.raw.hashes or shard.stored.hashes
             digest = "{}:{}".format(*min(hashes.items())) if hashes else ""
             state.update(f"{shard.raw.basename}\0{shard.raw.bytes}\0{shard.samples}\0{digest}\n".encode())
+        state.update(self.seen.encode())
         return state.hexdigest()
 
 

@@ -1,8 +1,9 @@
 """Single rows of remote shards by ranged requests, so that the first batches need not wait for whole shards.
 
-Only where a row's place follows from the index: raw MDS shards whose columns all have a fixed size, and tars
-as shardkit writes them. No hash covers a part of an object, so each row is read twice, by two requests that
-must agree, and is compared again when its shard has come and been proved: a difference stops the run.
+Only where a row's place follows from the index: raw MDS shards whose columns all have a fixed size, ranges of
+flat token files, and tars as shardkit writes them. No hash covers a part of an object, so each row is read
+twice, by two requests that must agree, and is compared again when its shard has come and been proved: a
+difference stops the run.
 
 Replicas (tensor, pipeline and context parallel peers) need the same rows at the same time. Those of one
 machine read each row once: whoever gets the lease on a row reads it and leaves it in the cache folder as a
@@ -154,6 +155,8 @@ def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
     total = sum(size or 0 for size in sizes)
     if info.samples < 1 or not total or None in sizes or info.compression or total > MAX_ROW_BYTES:
         return None
+    if kind == "tokens":
+        return RowLayout(0, total, total)
     if kind == "mds":
         first = info.raw.bytes - info.samples * total  # samples fill the file's end
         return RowLayout(first, total, total) if first > 0 else None

@@ -112,6 +112,18 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="samples in an epoch of a mixture (default: the samples of all streams)",
     )
+    group = parser.add_argument_group("flat files of tokens, read in place")
+    group.add_argument(
+        "--sequence-length", type=count, metavar="L", help="tokens of a row (default: as the dataset has)"
+    )
+    group.add_argument(
+        "--token-dtype",
+        metavar="TYPE",
+        help="type of the ids in files that do not state it, such as uint16 (default: as stated)",
+    )
+    group.add_argument(
+        "--per-file", action="store_true", help="begin a new row at each file (default: one stream)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -135,8 +147,10 @@ def _audit(arguments: argparse.Namespace) -> AuditReport:
     from shardkit.tools.audit.logs import audit_logs
     from shardkit.tools.audit.plan import audit_plan
 
-    plan = ("lanes", "window", "epoch_samples") if arguments.logs is None else ()
-    options = {name: getattr(arguments, name) for name in plan}
+    names: tuple[str, ...] = ("sequence_length", "token_dtype", "per_file")
+    if arguments.logs is None:
+        names += ("lanes", "window", "epoch_samples")
+    options = {name: getattr(arguments, name) for name in names}
     config = LoaderConfig(**options, storage=storage_options(arguments))
     opened = open_streams(_streams(arguments), config, 1)
     if arguments.logs is not None:

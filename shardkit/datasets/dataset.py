@@ -1,4 +1,4 @@
-"""Any MDS dataset or folder of WebDataset tars, as one sequence of samples.
+"""Any MDS dataset, folder of WebDataset tars, or flat files of tokens, as one sequence of samples.
 
 `open_dataset` finds out what a path holds and reads the index only. Remote shards come through a cache; tars
 that no list describes are scanned to number their samples. Shards open when a sample of theirs is asked for,
@@ -33,6 +33,7 @@ from shardkit.cache.contract import CacheOptions
 from shardkit.card import DatasetCard
 from shardkit.datasets.locate import Found, LocalFiles, locate
 from shardkit.datasets.rows import RowChoice, Rows, is_single
+from shardkit.datasets.token_rows import RangeStore, RowCut
 from shardkit.errors import ShardError, warn_user
 from shardkit.facts import Described, Facts, listed
 from shardkit.files import Closing, open_maps
@@ -129,7 +130,10 @@ class Dataset(Closing, Described):
     @property
     def store(self) -> Store:
         """The store that holds the dataset's files, shards included."""
-        return LocalStore(self.path) if self.shards is None else self.shards.store
+        if self.shards is not None:
+            return self.shards.store
+        store = LocalStore(self.path)
+        return RangeStore(store) if self.manifest.format == "tokens" else store
 
     def where(self, number: int) -> str:
         """The path or URL of shard `number`, for messages."""
@@ -361,6 +365,10 @@ class Dataset(Closing, Described):
 
     def _local_shard(self, number: int, files: LocalFiles) -> ShardReader:
         info, options = self.manifest.shards[number], self._options
+        if files.dates is not None:
+            from shardkit.formats import tokens
+
+            return tokens.open_shard(files.folder, info, files.dates)
         verify = options.verify and not files.was_opened(number)
         if self.manifest.format == "mds":
             from shardkit.formats import mds
@@ -374,6 +382,10 @@ class Dataset(Closing, Described):
             from shardkit.formats import mds
 
             return mds.shard_from_raw(where, info, raw, allow_pickle=options.allow_pickle)
+        if self.manifest.format == "tokens":
+            from shardkit.formats.tokens import TokenShard
+
+            return TokenShard(where, info, raw)
         if self.manifest.format in TEXT_FORMATS:
             return TextShard(info, raw, self.manifest.format, file=where)
         from shardkit.formats import tar
@@ -431,6 +443,9 @@ def open_dataset(
     decode: bool | str = True,
     storage: StorageOptions | None = None,
     cache: CacheOptions | SharedCache | None = None,
+    sequence_length: int | None = None,
+    token_dtype: str | None = None,
+    per_file: bool = False,
 ) -> Dataset:
     """Open a folder or URL with index.json (MDS) or shards.json (tars), the index itself, or tars by name.
 
@@ -440,17 +455,25 @@ def open_dataset(
     `SharedCache` serves several datasets), by a store that is reached as `storage` says. `verify` compares
     each local shard's hashes when it is first opened (remote ones always are), and the card's fingerprint.
     `allow_pickle` lets pickled columns run their code.
+    Flat files of tokens (Megatron's .idx and .bin, llm.c's and nanoGPT's .bin, .npy; a file, a folder or a
+    pattern) are read in place as rows of `sequence_length`; `token_dtype` and `per_file` are those of
+    `RowCut` (`shardkit.datasets.token_rows`). Another dataset must have rows of `sequence_length`, if given.
     `decode` says what members of tars become: True decodes them, images into PIL's; "basic" leaves images as
     bytes; webdataset's "rgb8", "torchrgb", … give arrays and tensors; False leaves everything as bytes (see
     `shardkit.formats.tar.values`). ShardError says what is wrong with a dataset, or what was looked for.
     """
     options = ReadOptions(allow_pickle=allow_pickle, verify=verify, decode=checked_decode(decode))
-    from shardkit.cache.shards import SharedCache
+    from shardkit.cache.shards import CachedShards, SharedCache
 
     shared = cache if isinstance(cache, SharedCache) else SharedCache(cache or CacheOptions())
-    found = locate(path, storage, shared.indexes(storage))
+    cut = None
+    if sequence_length is not None:
+        cut = RowCut(sequence_length=sequence_length, token_dtype=token_dtype, per_file=per_file)
+    found = locate(path, storage, shared.indexes(storage), cut)
     manifest, shards, tar_indexes = found.manifest, None, None
-    if found.store is not None:
+    if found.store is not None and found.rows is not None:
+        shards = CachedShards(found.store, manifest, *shared.open(), objects=found.rows.objects())
+    elif found.store is not None:
         manifest, shards, tar_indexes = _open_remote(found.store, manifest, found.versions, shared)
     elif found.versions is not None:
         manifest, tar_indexes = _scan_local(found, found.versions, shared.options)
@@ -458,7 +481,11 @@ def open_dataset(
     if verify and card is not None:
         card.check_fingerprint(manifest.fingerprint)
     files = LocalFiles(replace(found, manifest=manifest)) if shards is None else None
-    return Dataset(files, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes)
+    dataset = Dataset(files, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes)
+    if cut is not None and dataset.sequence_length != cut.sequence_length:
+        length = "none of one length" if dataset.sequence_length is None else f"{dataset.sequence_length:,}"
+        raise ShardError(dataset.location, f"has rows of its own, {length}, not of {cut.sequence_length:,}")
+    return dataset
 
 
 def _open_remote(

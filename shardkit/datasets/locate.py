@@ -1,4 +1,4 @@
-"""Find a dataset and what describes it: the index, the list of tars, or the tars themselves.
+"""Find a dataset and what describes it: the index, the list of tars, the tars or flat token files themselves.
 
 Paths and URLs may name a folder, an index, or tars: one, a brace list, a pattern, several of these. Reads the
 index and the card, no shard. Tars that nothing describes are `Found` with their versions only, and scanned by
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardkit.card import CARD_NAME, DatasetCard
+from shardkit.datasets.token_rows import RowCut, TokenRows, find_token_rows, is_token_file
 from shardkit.errors import ShardError, ShardNotFoundError
 from shardkit.formats.text import TEXT_INDEX_NAME, parse_text_index
 from shardkit.manifest import Manifest, ShardInfo
@@ -51,7 +52,7 @@ class Found:
     """A dataset: the folder or the store that shards' names are relative to, its manifest and card.
 
     With `versions`, of tars that nothing describes, the manifest has only their names and sizes. `index` is
-    the local file that was read, and its version before that.
+    the local file that was read, and its version before that. `rows`: of flat files of tokens.
     """
 
     folder: Path | None
@@ -60,6 +61,7 @@ class Found:
     store: ResilientStore | None = None
     versions: Sequence[str] | None = None
     index: tuple[Path, FileVersion | None] | None = None
+    rows: TokenRows | None = None
 
 
 class LocalFiles:
@@ -83,6 +85,8 @@ class LocalFiles:
         if found.index is not None:
             self._index, self._version = found.index[0].absolute(), found.index[1]
         self._newer: tuple[FileVersion, Sequence[ShardInfo]] | None = None
+        self.dates: Mapping[str, FileVersion] | None = None if found.rows is None else found.rows.dates()
+        """Of flat files of tokens, whose shards are ranges of them."""
 
     def was_opened(self, number: int) -> bool:
         """Whether a shard has passed `check` before, so that its hashes need not be compared again."""
@@ -91,8 +95,11 @@ class LocalFiles:
     def check(self, number: int) -> None:
         """ShardError if shard `number`, mapped just now, may be another than that which the index described.
 
-        An index that was replaced must state the same hashes of the shard. Costs two calls of stat.
+        An index that was replaced must state the same hashes of the shard. Costs two calls of stat. Ranges of
+        token files are compared when they are mapped.
         """
+        if self.dates is not None:
+            return
         info = self._shards[number]
         file = self.folder / info.stored.basename
         if (found := _version(file)) is not None:  # MosaicML's caches may keep the decompressed file only
@@ -127,14 +134,33 @@ def locate(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     storage: StorageOptions | None = None,
     indexes: NodeIndexes | None = None,
+    cut: RowCut | None = None,
 ) -> Found:
     """The dataset at a path or URL, or of several that name tars; `indexes`: of remote ones, on this node.
 
-    ShardError says what is wrong with it, or what was looked for; StoreError.
+    `cut`: how rows are made of flat files of tokens. ShardError says what is wrong with it, or what was
+    looked for; StoreError.
     """
     if not isinstance(path, (str, os.PathLike)):
         return _find_tars([os.fspath(name) for name in path], storage)
     text = os.fspath(path)
+    if is_token_file(text):
+        return _find_rows(text, cut, storage)
+    try:
+        return _locate(text, storage, indexes)
+    except ShardNotFoundError:
+        if cut is None:
+            raise
+        return _find_rows(text, cut, storage)
+
+
+def _find_rows(path: str, cut: RowCut | None, storage: StorageOptions | None) -> Found:
+    rows = find_token_rows(path, cut, storage)
+    return Found(rows.folder, rows.manifest, store=rows.store, rows=rows)
+
+
+def _locate(text: str, storage: StorageOptions | None, indexes: NodeIndexes | None) -> Found:
+    """What a path or URL names that has an index, a list, or is a tar."""
     if not is_remote(text):
         return find_local(local_path(text), storage)
     from shardkit.formats.tar.shard_list import is_pattern, is_tar_name

@@ -14,6 +14,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shardkit as sk
@@ -109,6 +110,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Pat
     sk.build(recipe_from_mapping(mapping, folder=folder), workers=1, progress=False)
     for name in ("web", "code", "books", "out-val"):
         make_rows(folder / name, 150, 65)
+    for name, rows, length in (("out-2k", 40, 2049), ("out-8k", 12, 8193)):
+        make_rows(folder / name, rows, length)
+    (folder / "tokens").mkdir()
+    np.arange(60_001, dtype="<u2").tofile(folder / "tokens" / "part-000.npy")
     with mds.MdsWriter(folder / "photos", columns={"label": "int", "image": "bytes"}) as writer:
         for number in range(40):
             writer.write({"label": number % 3, "image": bytes([number])})

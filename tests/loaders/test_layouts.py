@@ -33,6 +33,7 @@ from support.loader_data import EOS, make_dataset, token_rows, write_card
 
 SAMPLES = 53
 BOS = 1
+PAD = 3
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # The plain reading.
 
 
-def documents_of(row: list[int], eos_id: int | None, bos_id: int | None) -> list[tuple[int, int, bool]]:
+def documents_of(
+    row: list[int], eos_id: int | None, bos_id: int | None, pad_id: int | None = None
+) -> list[tuple[int, int, bool]]:
     """(first token, end, whether it is padding) of each document of a row."""
     cuts, end = [0], len(row)
     padding = None
@@ -60,8 +63,13 @@ def documents_of(row: list[int], eos_id: int | None, bos_id: int | None) -> list
             padding[1] = i + 1
         elif eos_id is not None and row[i - 1] == eos_id:
             cuts.append(i)
+    if pad_id is not None:
+        edges = [i for i in range(1, end) if (row[i] == pad_id) != (row[i - 1] == pad_id)]
+        cuts = sorted({*cuts, *edges})
     is_padding = [
-        eos_id is not None and bos_id is None and i > 0 and row[i] == eos_id == row[i - 1] for i in cuts
+        row[i] == pad_id
+        or (eos_id is not None and bos_id is None and i > 0 and row[i] == eos_id == row[i - 1])
+        for i in cuts
     ]
     return [(*bounds, pad) for bounds, pad in zip(itertools.pairwise([*cuts, end]), is_padding, strict=True)]
 
@@ -77,7 +85,7 @@ def plain_batch(
     every: dict[str, Any] = {}
     bounds = [0]
     for row, is_padding_row, extra in zip(rows, padded, masks or [()] * len(rows), strict=True):
-        whole = documents_of(row, eos_id, config.bos_id)
+        whole = documents_of(row, eos_id, config.bos_id, config.pad_id)
         if is_padding_row:
             whole = [(0, len(row), True)]
         starts = {first for first, _, _ in whole}
@@ -137,6 +145,8 @@ def layouts(draw: st.DrawFn) -> tuple[LoaderConfig, int | None]:
         options["keep_length"] = labels == "shifted" and draw(st.booleans())
     if ids == "bos":
         options["bos_id"] = BOS
+    if draw(st.booleans()):
+        options["pad_id"] = PAD
     if draw(st.booleans()):
         options["tensors"] = "numpy"
     return LoaderConfig(labels=labels, **options), EOS if ids == "eos" else None
@@ -407,6 +417,24 @@ def test_data_whose_documents_begin_with_an_id_is_cut_before_it(tmp_path: Path) 
         LoaderConfig(eos_id=0, bos_id=9)
     with pytest.raises(ValueError, match="bos_id=… where an id"):
         StreamingLoader(tmp_path, labels=True, **options)
+
+
+def test_padding_with_an_id_of_its_own_is_no_target_and_no_document_text(tmp_path: Path) -> None:
+    rows = np.array([[5, 6, 0, 4, 9, 9], [9, 9, 5, 0, 0, 9]], np.uint16)
+    mds.write_index(tmp_path, [mds.write_rows_shard(tmp_path, "shard.00000.mds", rows)])
+    options: dict[str, Any] = {"batch_size": 2, "shuffle": "none", "rank": 0, "world_size": 1, "pad_id": 9}
+    with StreamingLoader(tmp_path, labels=True, **options) as loader:  # needs no id of ends
+        (batch,) = loader
+    assert batch["labels"].tolist() == [[5, 6, 0, 4, -100, -100], [-100, -100, 5, 0, 0, -100]]
+    with StreamingLoader(tmp_path, labels="shifted", eos_id=0, document_ids=True, **options) as loader:
+        (batch,) = loader
+    assert batch["document_ids"].tolist() == [[0, 0, 0, 1, 2], [0, 0, 1, 1, 2]]
+    assert batch["labels"].tolist() == [[6, 0, -100, -100, -100], [-100, -100, 0, -100, -100]]
+    with pytest.raises(ValueError, match="neither ends nor begins documents"):
+        LoaderConfig(eos_id=9, pad_id=9)
+    write_card(tmp_path)
+    with pytest.raises(ValueError, match="pad_id is the id that ends documents"):
+        StreamingLoader(tmp_path, labels=True, **(options | {"pad_id": EOS}))
 
 
 @pytest.mark.parametrize(

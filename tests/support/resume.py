@@ -35,7 +35,7 @@ class Resumable(Protocol):
 
 
 Maker = Callable[[], AbstractContextManager[Resumable]]
-RankMaker = Callable[[int, int], StreamingLoader]
+RankMaker = Callable[[int, int], AbstractContextManager[Resumable]]
 
 
 def batches(loader: Resumable | Iterable[Batch]) -> Iterator[Batch]:

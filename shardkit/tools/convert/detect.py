@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats.tar.shard_list import is_pattern
+from shardkit.formats.tokens import refuse_two_kinds
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
 from shardkit.tools.convert.read_arrow import ArrowSource, saved_files
@@ -128,9 +129,7 @@ def _named(path: str, suffixes: Sequence[str]) -> list[Path]:
 
 def _nanogpt_files(path: str) -> list[Path]:
     files = _named(path, (".bin",))
-    words = ("train", "val")
-    if all(any(word in file.name for file in files) for word in words):
-        raise ShardError(path, "has both training and validation files: name one kind, such as 'train*.bin'")
+    refuse_two_kinds(path, [file.name for file in files])
     return files
 
 

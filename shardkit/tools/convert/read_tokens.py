@@ -1,18 +1,7 @@
 """Tokens in .bin files: documents of Megatron's .bin/.idx pairs, and streams without any ends.
 
-Megatron's .bin has tokens one after the other, and its .idx says where documents lie:
-
-    .idx  "MMIDIDX" 00 00 | u64 version 1 | u8 dtype | u64 sequences n | u64 documents m
-          i32 sizes[n] | i64 pointers[n] (bytes into .bin) | i64 documents[m] (first sequence of each, then n)
-
-All writers put sequences one behind the other in order, so a .bin is one stream and is read as one; an index
-that says otherwise is refused. Every size, pointer and document is checked before it is used, in pieces: the
-memory does not grow with the number of sequences. Datasets with a mode for each sequence (multimodal) hold
-more than tokens and are refused.
-
-nanoGPT writes bare little-endian uint16. llm.c and modded-nanogpt put 256 int32 before the tokens: magic,
-version, number of tokens, zeros; 20240520 stands for uint16 (GPT-2), 20240801 for uint32 (Llama 3). Neither
-says where documents end, so the files are one stream, in the order in which they are named.
+What their headers mean is in `shardkit.formats.tokens`. Files of nanoGPT, llm.c and modded-nanogpt do not say
+where documents end: they are one stream, in the order in which they are named.
 """
 
 from __future__ import annotations
@@ -20,30 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
+from shardkit.formats.tokens import HEAD_BYTES, MegatronIndex, read_header
 from shardkit.hashing import hash_file, new_hash
 from shardkit.manifest import FileInfo
 from shardkit.tools.convert.source import BLOCK_BYTES, NO_ENDS, SOURCE_HASH, TokenBlock
 
 __all__ = ["MegatronSource", "NanogptSource", "megatron_files"]
-
-MAGIC = b"MMIDIDX\x00\x00"
-
-OLD_MAGIC = b"TNTIDX\x00\x00"
-
-MEGATRON_HEADER_BYTES = 34
-# 9 and 10 are those of Megatron-DeepSpeed and GPT-NeoX.
-DTYPES = {
-    1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16",
-    9: "uint32", 10: "uint64",
-}  # fmt: skip
-
-_PIECE = 1 << 18  # entries of the index looked at a time
 
 
 @dataclass(slots=True)
@@ -113,23 +90,22 @@ class MegatronSource:
         self._path, self._index = path, index
         self.digests: list[FileInfo] = []
         try:
+            self.bytes = path.stat().st_size
             with index.open("rb") as file:
-                self.dtype, self._sequences, self._documents = self._header(file)
-                self.bytes = path.stat().st_size
-                self._check_sequences(file)
-                self._check_documents(file)
+                self._checked = MegatronIndex(file, index, index.stat().st_size, path, self.bytes)
         except OSError as error:
             raise ShardError(error.filename or index, f"cannot be read: {error.strerror or error}") from error
+        self.dtype = self._checked.dtype
 
     @property
     def facts(self) -> Mapping[str, object]:
-        return {"sequences": self._sequences, "documents": max(0, self._documents - 1) or self._sequences}
+        return {"sequences": self._checked.sequences, "documents": self._checked.documents}
 
     def blocks(self) -> Iterator[TokenBlock]:
         """All tokens in order, and where documents end."""
         pieces = _Tokens(self._path, 0, self.dtype, self.bytes)
         with self._index.open("rb") as file:
-            ends = _Feed(self._document_ends(file))
+            ends = _Feed(self._checked.document_ends(file))
             start = document = document_start = 0
             for tokens, ends_file in pieces:
                 here = ends.take(start + len(tokens))
@@ -149,103 +125,6 @@ class MegatronSource:
         self.files_done = 1
         digest = hash_file(self._index, pieces.info.hashes)
         self.digests = [pieces.info, FileInfo(self._index.name, self._index.stat().st_size, digest)]
-
-    def _header(self, file: BinaryIO) -> tuple[np.dtype[Any], int, int]:
-        head = file.read(MEGATRON_HEADER_BYTES)
-        if head.startswith(OLD_MAGIC):
-            raise self._refused("is an index of the old cached or lazy kind; write it anew as mmap")
-        if not head.startswith(MAGIC):
-            raise self._refused("is no Megatron index: the magic is missing", 0)
-        if len(head) < MEGATRON_HEADER_BYTES:
-            raise self._refused(f"ends after {len(head):,} bytes, inside of its header")
-        version, sequences, documents = (int.from_bytes(head[at : at + 8], "little") for at in (9, 18, 26))
-        if version != 1:
-            raise self._refused(f"has version {version}; only version 1 is known", 9)
-        name = DTYPES.get(head[17])
-        if name is None or np.dtype(name).kind == "f":
-            raise self._refused(f"states {name or f'the unknown type {head[17]}'}, which is no token's", 17)
-        expected = MEGATRON_HEADER_BYTES + 12 * sequences + 8 * documents
-        size = self._index.stat().st_size
-        if size == expected + sequences and sequences:
-            raise self._refused(
-                "has a mode for each sequence: a multimodal dataset holds more than tokens, and is not "
-                "converted"
-            )
-        if size != expected:
-            raise self._refused(
-                f"has {size:,} bytes; {sequences:,} sequences and {documents:,} document marks take "
-                f"{expected:,}: it is cut short or damaged"
-            )
-        return np.dtype(name).newbyteorder("<"), sequences, documents
-
-    def _refused(self, problem: str, offset: int | None = None) -> ShardError:
-        return ShardError(self._index, problem, offset=offset)
-
-    def _check_sequences(self, file: BinaryIO) -> None:
-        """Sizes and pointers must cover the .bin from its start to its end without holes."""
-        expected = 0
-        for first in range(0, self._sequences, _PIECE):
-            count = min(_PIECE, self._sequences - first)
-            sizes = _read(file, MEGATRON_HEADER_BYTES + 4 * first, "<i4", count).astype(np.int64)
-            if (negative := sizes < 0).any():
-                number = first + int(negative.argmax())
-                at = MEGATRON_HEADER_BYTES + 4 * number
-                raise self._refused(f"sequence {number:,} has {sizes[number - first]:,} tokens", at)
-            ends = expected + np.cumsum(sizes) * self.dtype.itemsize
-            pointers = self._pointers(file, first, count)
-            wrong = pointers != np.concatenate([[expected], ends[:-1]])
-            if wrong.any():
-                number = first + int(wrong.argmax())
-                pointer, end = int(pointers[number - first]), int(ends[number - first])
-                due = end - int(sizes[number - first]) * self.dtype.itemsize
-                outside = " (outside of the .bin)" if not 0 <= pointer <= self.bytes else ""
-                raise self._refused(
-                    f"sequence {number:,} is said to begin at byte {pointer:,} of the .bin{outside}; the "
-                    f"sizes before it add up to {due:,}",
-                    MEGATRON_HEADER_BYTES + 4 * self._sequences + 8 * number,
-                )
-            expected = int(ends[-1])
-        if expected != self.bytes:
-            raise ShardError(
-                self._path,
-                f"has {self.bytes:,} bytes; the sizes in {self._index.name} add up to {expected:,}: one of "
-                "the two files is cut short or of another dataset",
-            )
-
-    def _check_documents(self, file: BinaryIO) -> None:
-        """Documents begin at the first sequence, end at the last, and never go back."""
-        start = MEGATRON_HEADER_BYTES + 12 * self._sequences
-        before = 0
-        for first in range(0, self._documents, _PIECE):
-            marks = _read(file, start + 8 * first, "<i8", min(_PIECE, self._documents - first))
-            if first == 0 and marks[0] != 0:
-                raise self._refused(f"the first document begins at sequence {marks[0]:,}", start)
-            bad = (np.diff(marks, prepend=before) < 0) | (marks > self._sequences)
-            if bad.any():
-                number = int(bad.argmax())
-                problem = f"document {first + number:,} begins at sequence {marks[number]:,}, out of order"
-                raise self._refused(f"{problem} or of {self._sequences:,}", start + 8 * (first + number))
-            before = int(marks[-1])
-        if self._documents and before != self._sequences:
-            problem = f"the last document ends at sequence {before:,} of {self._sequences:,}"
-            raise self._refused(problem, start + 8 * (self._documents - 1))
-
-    def _pointers(self, file: BinaryIO, first: int, count: int) -> npt.NDArray[np.int64]:
-        return _read(file, MEGATRON_HEADER_BYTES + 4 * self._sequences + 8 * first, "<i8", count)
-
-    def _document_ends(self, file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
-        """Where documents end, in tokens, piece by piece; each sequence is one if none are marked."""
-        marks_start, total = MEGATRON_HEADER_BYTES + 12 * self._sequences, self.bytes // self.dtype.itemsize
-        count = max(0, self._documents - 1) if self._documents else self._sequences
-        for first in range(0, count, _PIECE):
-            number = min(_PIECE, count - first)
-            if self._documents:
-                marks = _read(file, marks_start + 8 * (first + 1), "<i8", number)
-            else:
-                marks = np.arange(first + 1, first + 1 + number, dtype=np.int64)
-            low, high = int(marks[0]), min(int(marks[-1]), self._sequences - 1)
-            pointers = self._pointers(file, low, max(0, high - low + 1)) // self.dtype.itemsize
-            yield np.append(pointers, total).astype(np.int64)[marks - low]
 
 
 class _Feed:
@@ -269,20 +148,6 @@ class _Feed:
                 break
             self._waiting = following
         return np.concatenate(taken)
-
-
-def _read(file: BinaryIO, offset: int, dtype: str, count: int) -> npt.NDArray[Any]:
-    file.seek(offset)
-    data = file.read(count * np.dtype(dtype).itemsize)
-    values: npt.NDArray[Any] = np.frombuffer(data, dtype)
-    if len(values) != count:
-        raise ShardError(str(file.name), "was cut short while it was read", offset=offset)
-    return values
-
-
-NANOGPT_HEADER_BYTES = 1024
-# Magic -> (version, type of tokens).
-HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 
 
 class NanogptSource:
@@ -328,28 +193,13 @@ def _read_header(path: Path, source_dtype: str | None) -> tuple[int, str]:
     """(bytes before the tokens, name of their type)"""
     try:
         with path.open("rb") as file:
-            head = file.read(NANOGPT_HEADER_BYTES)
+            head = file.read(HEAD_BYTES)
         size = path.stat().st_size
     except OSError as error:
         raise ShardError(path, f"cannot be read: {error.strerror or error}") from error
-    words = np.frombuffer(head[: len(head) // 4 * 4], "<i4")
-    if len(words) >= 3 and int(words[0]) in HEADERS:
-        version, name = HEADERS[int(words[0])]
-        return _checked_header(path, words, size, version, name)
-    name = source_dtype or "uint16"
+    start, dtype = read_header(path, head, size)
+    name = source_dtype or "uint16" if dtype is None else dtype.name
     itemsize = np.dtype(name).itemsize
-    if size == 0 or size % itemsize:
+    if size == 0 or (size - start) % itemsize:
         raise ShardError(path, f"has {size:,} bytes, which are no {name} tokens (of {itemsize} bytes each)")
-    return 0, name
-
-
-def _checked_header(path: Path, words: Any, size: int, version: int, name: str) -> tuple[int, str]:
-    if len(words) < NANOGPT_HEADER_BYTES // 4:
-        raise ShardError(path, f"ends after {size:,} bytes, inside of its header")
-    if words[1] != version:
-        raise ShardError(path, f"has version {words[1]} of its kind; only {version} is known", offset=4)
-    itemsize, count = np.dtype(name).itemsize, int(words[2])
-    if size != NANOGPT_HEADER_BYTES + count * itemsize:
-        held = (size - NANOGPT_HEADER_BYTES) / itemsize
-        raise ShardError(path, f"states {count:,} tokens of {name}, and has room for {held:,.10g}", offset=8)
-    return NANOGPT_HEADER_BYTES, name
+    return start, name

@@ -1,0 +1,316 @@
+"""`LengthLoader`: every batch has rows of one length, and lengths change by shares or by a schedule.
+
+    loader = LengthLoader(["out-2k", "out-8k", "out-32k"], tokens_per_batch=65_536)        # buckets
+    loader = LengthLoader(["out-2k", "out-32k"], tokens_per_batch=65_536,
+                          length_schedule=[(0, "out-2k"), (10_000, "out-32k")])             # curriculum
+
+Each stream is a dataset of rows of one length, and a step takes all its rows, on all ranks, from one stream:
+`tokens_per_batch` / length rows per rank, so a step has the same number of tokens whatever its length. That
+is how dataset decomposition trains (Pouransari et al. 2024, arXiv:2405.13226: buckets of documents by powers
+of two), and curricula that grow the length (GrowLength, arXiv:2310.00576; SkyLadder, arXiv:2503.15450).
+
+How. Which stream step k takes is what `shardkit.order.mixture` says of position k: shares are exact in every
+block, and after k steps the number that each stream has had is arithmetic. Each stream is a `StreamingLoader`
+of its own that never ends. So each row of a stream comes once before any comes again, all ranks take the same
+number of steps, and the state is one number, `step`, beside constants. A restart may have other ranks, if the
+tokens of a step over all ranks stay the same: then the sets of rows do, too.
+
+Streams share one cache. A stream begins to be fetched up to 1,024 steps before its first batch.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, SupportsIndex, TypeAlias, Unpack, cast
+
+import numpy as np
+
+from shardkit.errors import StateError
+from shardkit.loaders.batch import Batch
+from shardkit.loaders.config import LoaderConfig, LoaderOptions, RunOptions, Stream, Weights
+from shardkit.loaders.defaults import find_eos_id
+from shardkit.loaders.loader import StreamingLoader
+from shardkit.loaders.metrics import LoaderStats
+from shardkit.loaders.placement import find_place, local_processes
+from shardkit.loaders.state import OnMismatch
+from shardkit.loaders.streams import named_weights, open_streams
+from shardkit.order.mixture import Mixture, Schedule
+from shardkit.units import parse_bytes, whole_number
+
+__all__ = ["LengthLoader", "LengthSchedule"]
+
+STATE_VERSION = 1
+MAX_STEP = 1 << 40  # times the rows of a step, positions stay below 2**62
+_AHEAD = 1024  # steps that are planned at a time
+_KEYS = {"version", "step", "tokens_per_step", "names", "lengths", "schedule", "runs"}
+_MOVING = ("position", "epoch_batches")  # of a stream's state: they follow from the step
+_REFUSED = ("schedule", "epoch_samples", "mixed_lengths", "global_batch", "restart", "metrics_file")
+
+LengthSchedule: TypeAlias = "Sequence[tuple[int, str | Weights]]"
+"""[(first step, stream or shares), …]: the name of the only stream, or {name: share of steps}."""
+
+
+class LengthLoader:
+    """Iterates over steps whose rows have one length each: {"tokens": int64[rows, length], …}.
+
+    `streams`: datasets of rows of constant length, as paths or `Stream`. `tokens_per_batch`: per rank and
+    step, a multiple of each length (with labels="shifted", of each length less one). By default a stream's
+    share of the steps is that of its tokens, times its `weight`: with weights of 1, all streams come to their
+    ends together, after len(loader) steps. `length_schedule` sets shares by step instead: a stream's name, or
+    {name: share}. Further options are those of `StreamingLoader`; `tail` is "carry". With `return_ids` a
+    batch has `stream_id` as well. `usage_log`: each stream logs to a sub-folder with its name, for `shardkit
+    audit DATASET --logs`.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[str | os.PathLike[str] | Stream],
+        *,
+        tokens_per_batch: int,
+        length_schedule: LengthSchedule | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        **options: Unpack[RunOptions],
+    ) -> None:
+        _refuse_options(options)
+        if isinstance(streams, (str, os.PathLike)) or not streams:
+            raise TypeError("expected a list of paths or Stream, one for each length")
+        specs = [spec if isinstance(spec, Stream) else Stream(spec) for spec in streams]
+        names = ("seed", "shuffle", "tail", "dtype", "return_ids")
+        config = LoaderConfig.of(cast(LoaderOptions, {k: v for k, v in options.items() if k not in names}))
+        place = find_place(rank, world_size, mesh=config.mesh, group=config.group)
+        self._opened = opened = open_streams(specs, config, local_processes(place), place=place)
+        find_eos_id(opened.streams.once, config, opened.streams.datasets[0].token_column)  # one for all
+        self.names = opened.streams.names
+        """The streams', as given or the last part of their paths."""
+        self._seed = operator.index(options.get("seed", 17))
+        self._endless = config.endless
+        rename = config.rename or {}
+        self._ids = [rename.get(name, name) for name in ("sample_id", "stream_id")]
+        options["endless"], options["prefetch_bytes"] = True, parse_bytes(config.prefetch_bytes) // len(specs)
+        lengths = []
+        for name, dataset in zip(self.names, opened.streams.datasets, strict=True):
+            length = dataset.sequence_length
+            if length is None:
+                raise ValueError(f"stream {name!r} has no rows of tokens of one length")
+            length -= config.labels == "shifted" and not config.keep_length
+            lengths.append(length)
+        sizes = [_batch_size(tokens_per_batch, *each) for each in zip(self.names, lengths, strict=True)]
+        self._loaders = [
+            StreamingLoader(
+                [replace(spec, path=dataset, name=name, weight=1)],
+                batch_size=size,
+                rank=rank,
+                world_size=world_size,
+                **cast(RunOptions, {**options, **_own(config, name)}),
+            )
+            for name, spec, dataset, size in zip(
+                self.names, specs, opened.streams.datasets, sizes, strict=True
+            )
+        ]
+        self.lengths = tuple(lengths)
+        """Tokens of a row of each stream, as batches have them."""
+        self.tokens_per_step = tokens_per_batch * place.world_size
+        """Over all ranks."""
+        self._tokens = [n * length for n, length in zip(opened.kept, lengths, strict=True)]
+        self._is_scheduled = length_schedule is not None
+        self._adopt(self._schedule(length_schedule, [spec.weight for spec in specs]))
+        self._step, self._iteration = 0, object()
+        self._running: dict[int, Iterator[Batch]] = {}
+
+    def __iter__(self) -> Iterator[Batch]:
+        for loader in self._loaders:
+            loader.prepare_workers()  # what ranks exchange is exchanged now, not in the middle of a run
+        for number, position in enumerate(self._positions(self._step)):
+            if self._loaders[number].position != position:  # an interrupt came between a batch and its count
+                self._running.pop(number, None)
+                self._loaders[number].seek(position)
+        self._iteration = object()
+        return self._deliver(self._iteration)
+
+    def _deliver(self, iteration: object) -> Iterator[Batch]:
+        end = None if self._endless else (self._step // len(self) + 1) * len(self)
+        planned: list[int] = []
+        while end is None or self._step < end:
+            if self._iteration is not iteration:
+                raise RuntimeError(
+                    "stale iterator: the loader was closed, re-iterated, or moved to another step"
+                )
+            if not planned:
+                planned = self._plan()
+            stream = planned.pop()
+            try:
+                batch = next(self._running[stream])
+            except BaseException:
+                self._running.pop(stream, None)
+                raise
+            self._step += 1
+            sample_id, stream_id = self._ids
+            if sample_id in batch:
+                batch[stream_id] = batch[sample_id] * 0 + stream
+            yield batch
+
+    def _plan(self) -> list[int]:
+        """The streams of the next steps, the last one first; those that are not read yet begin to be."""
+        streams, _ = self._mixture.locate(self._step, _AHEAD)
+        for stream in np.unique(streams).tolist():
+            if stream not in self._running:
+                self._running[stream] = iter(self._loaders[stream])
+        planned: list[int] = streams[::-1].tolist()
+        return planned
+
+    def __len__(self) -> int:
+        """Steps of an epoch: those that all tokens make, in whole steps."""
+        return max(1, sum(self._tokens) // self.tokens_per_step)
+
+    @property
+    def step(self) -> int:
+        """Steps delivered so far, over all epochs."""
+        return self._step
+
+    def stream_at(self, step: int) -> str:
+        """The stream that a step takes its rows from."""
+        return self.names[int(self._mixture.locate(step, 1)[0][0])]
+
+    def stream_samples(self) -> dict[str, int]:
+        """Rows that each stream has delivered so far, over all ranks and its epochs."""
+        return dict(zip(self.names, self._positions(self._step), strict=True))
+
+    def seek(self, step: SupportsIndex) -> None:
+        """Continue with this step, as the run that has come there."""
+        step = operator.index(step)
+        if not 0 <= step < MAX_STEP:
+            raise ValueError(f"a step is a whole number from 0 to 2**40, not {step:,}")
+        for loader, position in zip(self._loaders, self._positions(step), strict=True):
+            loader.seek(position)
+        self._moved(step)
+
+    def state_dict(self) -> dict[str, object]:
+        """Where the loop is, as plain data, the same on every rank; `load_state_dict` continues there."""
+        runs = {}
+        for number, loader in enumerate(self._loaders):
+            state = loader.state_at((0, 0))
+            runs[str(number)] = {name: value for name, value in state.items() if name not in _MOVING}
+        return {
+            "version": STATE_VERSION,
+            "step": self._step,
+            "tokens_per_step": self.tokens_per_step,
+            "names": list(self.names),
+            "lengths": list(self.lengths),
+            "schedule": self._mixture.schedule.to_list(),
+            "runs": runs,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, on_mismatch: OnMismatch = "error") -> None:
+        """Continue where `state` was taken, with other ranks if need be; StateError lists what differs.
+
+        A loader that was given a `schedule` keeps it, if it says the same of all steps before. "fork" takes
+        the step, with this loader's own data and seed, where those of single streams differ.
+        """
+        if not isinstance(state, Mapping) or set(state) != _KEYS or state["version"] != STATE_VERSION:
+            raise StateError("not a state of a LengthLoader (version 1): load what its state_dict() gave")
+        step, saved = state["step"], Schedule.from_list(state["schedule"])
+        if type(step) is not int or not 0 <= step < MAX_STEP:
+            raise StateError(f"a state's step is a whole number from 0 to 2**40, not {step!r:.50}")
+        for name, mine in (
+            ("names", list(self.names)),
+            ("lengths", list(self.lengths)),
+            ("tokens_per_step", self.tokens_per_step),
+        ):
+            if state[name] != mine:
+                advice = "; choose tokens_per_batch by the ranks" if name == "tokens_per_step" else ""
+                raise StateError(f"{name} was {state[name]!r:.200}, and is {mine!r:.200} here{advice}")
+        current = self._mixture.schedule
+        schedule = current if self._is_scheduled else saved
+        if not schedule.agrees_before(saved, step):
+            raise StateError(
+                f"the schedule differs from the saved one before step {step:,}, where the run is"
+            )
+        self._adopt(schedule)
+        try:
+            for number, (loader, position) in enumerate(
+                zip(self._loaders, self._positions(step), strict=True)
+            ):
+                moving = dict(zip(_MOVING, loader.plan.cursor_at(position), strict=True))
+                loader.load_state_dict({**state["runs"][str(number)], **moving}, on_mismatch=on_mismatch)
+        except (StateError, KeyError, TypeError) as error:
+            self._adopt(current)
+            self.seek(self._step)
+            raise StateError(f"stream {self.names[number]!r}: {error}") from error
+        self._moved(step)
+
+    def stats(self) -> dict[str, LoaderStats]:
+        """What this rank has waited for, of each stream."""
+        return {name: loader.stats() for name, loader in zip(self.names, self._loaders, strict=True)}
+
+    def close(self) -> None:
+        """Stop prefetching and close the shards; batches already handed out stay valid."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._moved(self._step)
+        self._loaders[0].__exit__(kind, error, trace)  # one of them tells the other ranks
+        for loader in self._loaders[1:]:
+            loader.close()
+        self._opened.streams.close()
+
+    def __repr__(self) -> str:
+        lengths = ", ".join(f"{n}: {length:,}" for n, length in zip(self.names, self.lengths, strict=True))
+        return f"LengthLoader({lengths}; {self.tokens_per_step:,} tokens a step, step {self._step:,})"
+
+    def _adopt(self, schedule: Schedule) -> None:
+        self._mixture = Mixture(self._seed, schedule)
+
+    def _positions(self, step: int) -> list[int]:
+        """Rows of each stream before a step, over all ranks."""
+        counts = self._mixture.counts(step).tolist()
+        return [n * loader.plan.global_batch for n, loader in zip(counts, self._loaders, strict=True)]
+
+    def _moved(self, step: int) -> None:
+        self._step, self._iteration = step, object()
+        self._running.clear()
+
+    def _schedule(self, given: LengthSchedule | None, weights: Sequence[Any]) -> Schedule:
+        """Shares of steps; ValueError for impossible ones."""
+        if given is None:
+            shares = [weight * tokens for weight, tokens in zip(weights, self._tokens, strict=True)]
+            return Schedule.of(shares)
+        entries = [(start, {what: 1} if isinstance(what, str) else what) for start, what in given]
+        if not entries or entries[0][0] != 0:
+            raise ValueError("a schedule of lengths begins at step 0")
+        schedule = Schedule.of(named_weights(self.names, entries[0][1]))
+        for start, shares_by_name in entries[1:]:
+            schedule = schedule.changed(operator.index(start), named_weights(self.names, shares_by_name))
+        return schedule
+
+
+def _refuse_options(options: RunOptions) -> None:
+    if options.get("tail", "carry") != "carry":
+        raise ValueError("a LengthLoader needs tail='carry': its streams run on across their epochs")
+    for name in _REFUSED:
+        if options.get(name):
+            raise ValueError(f"{name} is no option of a LengthLoader")
+
+
+def _batch_size(tokens_per_batch: int, name: str, length: int) -> int:
+    tokens = whole_number(tokens_per_batch, "tokens_per_batch")
+    if tokens < 1 or tokens % length:
+        raise ValueError(
+            f"tokens_per_batch of {tokens:,} is no multiple of {length:,}, the length of stream {name!r}"
+        )
+    return tokens // length
+
+
+def _own(config: LoaderConfig, name: str) -> dict[str, Any]:
+    """Options that differ from stream to stream."""
+    return {} if config.usage_log is None else {"usage_log": Path(config.usage_log) / name}

@@ -1,0 +1,441 @@
+"""Flat files of token ids, in a folder or a store, as a dataset of rows of constant length.
+
+`find_token_rows` reads headers (of a Megatron pair the whole .idx) and makes a manifest whose shards are
+ranges of bytes of these files: nothing is copied or converted, and whatever reads shards reads them (cache,
+prefetch, single rows, resume). Local ranges are mapped; remote ones are read by `RangeStore`, a store in
+which every range is an object.
+
+Rows. All files are one stream in the order of their names, cut every `sequence_length` tokens, as `shardkit
+convert --sequence-length L --drop-tail` cuts it: the rows are the same, byte for byte. A row that begins in
+one file and ends in another is a shard of its own. With `per_file`, each file is cut by itself, as OLMo-core
+does. What fills no row at the end is left out, and a warning says how much.
+
+Fingerprint. These files have no hashes, so it is made of names, sizes, the cut, and the bytes at a few places
+of each file (`_PROBES` over all files, at least the first 4 KiB of each). It is the same for copies of the
+files, wherever they are, and differs for other data of the same sizes. It does not notice a change between
+these places. Within a run, files are held to the version that was opened: one that is replaced is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardkit.errors import ShardError, ShardNotFoundError, warn_user
+from shardkit.formats.tar.shard_list import fixed_folder, is_pattern, matches
+from shardkit.formats.tokens import (
+    HEAD_BYTES,
+    MegatronIndex,
+    Piece,
+    name_of,
+    pieces_of,
+    read_header,
+    refuse_two_kinds,
+)
+from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
+from shardkit.storage.object_file import open_object
+from shardkit.storage.resilient import ResilientStore, connect
+from shardkit.storage.retry import RetryPolicy
+from shardkit.storage.store import (
+    BaseBody,
+    BaseStore,
+    Body,
+    ObjectInfo,
+    ObjectNotFoundError,
+    StorageOptions,
+    Store,
+    StoreError,
+    TransientError,
+    checked_range,
+)
+from shardkit.storage.url import is_remote, local_path, open_store, split_url
+from shardkit.units import whole_number
+
+__all__ = ["RangeStore", "RowCut", "TokenRows", "find_token_rows", "is_token_file"]
+
+SHARD_BYTES = 64 << 20  # of rows that are fetched together
+MAX_SHARDS = 1 << 15  # of one dataset; above two terabytes, shards grow
+MAX_ROW_TOKENS = 1 << 28  # longer rows are a mistake
+_PROBES, _PROBES_OF_FILE = 128, 16
+_THREADS = 32
+_SUFFIXES = (".idx", ".bin", ".npy")
+_SEPARATOR = "\n"  # between the versions of several files
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowCut:
+    """How flat files of tokens become rows; ValueError for impossible options."""
+
+    sequence_length: int
+    """Tokens of a row."""
+    token_dtype: str | None = None
+    """Type of the ids in files that do not state it: nanoGPT's .bin, OLMo's .npy."""
+    per_file: bool = False
+    """Begin a new row at each file, and leave out the end of each that fills none."""
+
+    def __post_init__(self) -> None:
+        length = whole_number(self.sequence_length, "sequence_length")
+        if not 1 <= length <= MAX_ROW_TOKENS:
+            raise ValueError(f"sequence_length must be from 1 to {MAX_ROW_TOKENS:,}, not {length:,}")
+        object.__setattr__(self, "sequence_length", length)
+        known = ("uint16", "uint32", "int32", "int64")
+        if self.token_dtype not in (None, *known):
+            raise ValueError(f"token_dtype must be one of {', '.join(known)}, not {self.token_dtype!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Rows in flat files: where they are, and which version of each file was seen."""
+
+    folder: Path | None
+    store: ResilientStore | None
+    manifest: Manifest
+    versions: Mapping[str, str]
+
+    def objects(self) -> dict[int, tuple[int, str]]:
+        """Size and version of each shard, for its cache."""
+        shards = enumerate(self.manifest.shards)
+        return {n: (info.raw.bytes, self._version(info.raw.basename)) for n, info in shards}
+
+    def dates(self) -> dict[str, tuple[int, int]]:
+        """(time of modification in ns, bytes) of each local file."""
+        parts = {name: version.split("-") for name, version in self.versions.items()}
+        return {name: (int(part[0]), int(part[-1])) for name, part in parts.items()}
+
+    def _version(self, shard: str) -> str:
+        return _SEPARATOR.join(self.versions[piece.file] for piece in pieces_of(shard))
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file of tokens: `count` of them behind its first `start` bytes."""
+
+    info: ObjectInfo
+    start: int
+    dtype: np.dtype[Any]
+    probe: bytes
+
+    @property
+    def count(self) -> int:
+        return (self.info.bytes - self.start) // self.dtype.itemsize
+
+
+def is_token_file(path: str) -> bool:
+    """Whether a path, URL or pattern names flat files of tokens."""
+    return path.endswith(_SUFFIXES)
+
+
+def find_token_rows(
+    path: str, cut: RowCut | None, storage: StorageOptions | None = None, *, shard_bytes: int = SHARD_BYTES
+) -> TokenRows:
+    """The rows in a file, a Megatron pair, a folder of files, or in those that a pattern matches.
+
+    Shards are of `shard_bytes` or less, unless there would be more than `MAX_SHARDS`. ShardError says what is
+    wrong with them, or what was looked for; StoreError.
+    """
+    if cut is None:
+        raise ShardError(path, "has token ids without rows: say how long a row is, sequence_length=2048")
+    base, name = _split(path)
+    store = _connect(base, storage)
+    objects = _find(path, store, name)
+    probes = max(1, min(_PROBES_OF_FILE, _PROBES // len(objects)))
+    places = [(info, at) for info, _ in objects for at in _places(info.bytes, probes)]
+    with ThreadPoolExecutor(min(_THREADS, len(places)), thread_name_prefix="shardkit-open") as pool:
+        seen: dict[str, list[bytes]] = {}
+        for (info, _), data in zip(
+            places, pool.map(lambda place: _probe(store, *place), places), strict=True
+        ):
+            seen.setdefault(info.key, []).append(data)
+        files = list(pool.map(lambda named: _look(store, named, cut, seen[named[0].key]), objects))
+    for file in files:
+        if file.dtype != files[0].dtype:
+            found = f"has {file.dtype.name}, {files[0].info.key} has {files[0].dtype.name}"
+            raise ShardError(store.where(file.info.key), f"{found}: open them as two streams")
+    manifest = _manifest(path, files, cut, shard_bytes)
+    folder = None if is_remote(path) else local_path(base or ".")
+    versions = {file.info.key: file.info.version for file in files}
+    return TokenRows(folder, store if isinstance(store, ResilientStore) else None, manifest, versions)
+
+
+def _split(path: str) -> tuple[str, str]:
+    """(folder, name or pattern in it); the name is "" where the path may be a folder."""
+    if is_pattern(path) and not (not is_remote(path) and local_path(path).exists()):
+        folder = fixed_folder(path)
+        return folder, path[len(folder) :].lstrip("/") if folder else path
+    if is_remote(path):
+        return split_url(path) if is_token_file(path) else (path.rstrip("/"), "")
+    place = local_path(path)
+    return (str(place), "") if place.is_dir() else (str(place.parent), place.name)
+
+
+def _connect(folder: str, storage: StorageOptions | None) -> AnyStore:
+    """The ranges of files at a path or URL; requests to remote ones are retried."""
+    options = storage or StorageOptions()
+    if not is_remote(folder):
+        return RangeStore(open_store(folder or ".", options))
+    ranges = RangeStore(open_store(connect(folder, options).pinned().url, options))  # of a branch, its commit
+    policy = RetryPolicy(deadline_seconds=options.retry_seconds)
+    return ResilientStore(ranges, policy, connections=options.connections, shares_limit=True)
+
+
+def _find(path: str, store: AnyStore, name: str) -> list[_Named]:
+    """The files that `name` means in a folder ("": all of it), in order."""
+    if name and (not is_pattern(name) or (not is_remote(path) and local_path(path).exists())):
+        return [_pair(store, name) or (store.head(name), None)]
+    listed = [info for info in _listed(store, name) if matches(info.key, name or "*")]
+    found = [info for info in listed if is_token_file(info.key)]
+    indexes = [info.key for info in found if info.key.endswith(".idx")]
+    if len(indexes) == 1:
+        pair = _pair(store, indexes[0])
+        assert pair is not None
+        return [pair]
+    if indexes:
+        raise ShardError(path, f"has {len(indexes)} Megatron indexes ({', '.join(indexes[:5])}): name one")
+    if not found:
+        raise ShardNotFoundError(path, "holds no files of tokens: looked for .npy, .bin, and .idx beside it")
+    if len({info.key[-4:] for info in found}) > 1:
+        raise ShardError(path, "has .bin and .npy files: name one kind, such as '*.npy'")
+    refuse_two_kinds(path, [info.key for info in found])
+    return [(info, None) for info in found]
+
+
+def _pair(store: AnyStore, name: str) -> _Named | None:
+    """(.bin, .idx) if `name` is either or their common prefix; None if there is no such pair."""
+    stem = name[:-4] if name.endswith((".bin", ".idx")) else name
+    if name.endswith(".npy"):
+        return None
+    try:
+        index = store.head(f"{stem}.idx")
+    except ObjectNotFoundError:
+        if name.endswith(".idx"):
+            raise
+        return None
+    return store.head(f"{stem}.bin"), index
+
+
+def _listed(store: AnyStore, pattern: str) -> list[ObjectInfo]:
+    """What may match a pattern ("": what lies directly in the folder), sorted."""
+    if is_remote(store.url):
+        prefix = fixed_folder(pattern) if pattern else ""
+        return list(store.list(f"{prefix}/" if prefix else ""))
+    names = sorted(file.relative_to(store.url).as_posix() for file in _files(Path(store.url), pattern or "*"))
+    return [store.head(name) for name in names]
+
+
+def _files(folder: Path, pattern: str) -> Iterator[Path]:
+    try:
+        yield from (file for file in folder.glob(pattern) if file.is_file())
+    except OSError as error:
+        raise ShardError(folder, f"cannot be listed: {error.strerror or error}") from error
+
+
+def _places(size: int, probes: int) -> list[int]:
+    """Where some bytes of a file are looked at: its start, its end, and places between."""
+    edges = np.linspace(0, max(0, size - HEAD_BYTES), probes, dtype=np.int64)
+    return sorted({int(edge) for edge in edges})
+
+
+def _probe(store: AnyStore, info: ObjectInfo, at: int) -> bytes:
+    return store.get(info.key, at, min(at + HEAD_BYTES, info.bytes), version=info.version)
+
+
+def _look(store: AnyStore, named: _Named, cut: RowCut, parts: Sequence[bytes]) -> _File:
+    """What the header of a file says; `parts`: the bytes at its `_places`."""
+    info, index = named
+    where = store.where(info.key)
+    if index is not None:
+        with open_object(store, index) as file:
+            checked = MegatronIndex(file, store.where(index.key), index.bytes, where, info.bytes)
+        start, dtype = 0, checked.dtype
+    else:
+        start, stated = read_header(where, parts[0], info.bytes)
+        dtype = _dtype(where, stated, cut.token_dtype)
+    if (info.bytes - start) % dtype.itemsize:
+        raise ShardError(where, f"has {info.bytes - start:,} bytes of tokens, which are no {dtype.name} ids")
+    return _File(info, start, dtype, b"".join(parts))
+
+
+def _dtype(where: str, stated: np.dtype[Any] | None, given: str | None) -> np.dtype[Any]:
+    if stated is None:
+        if given is None:
+            raise ShardError(
+                where, "does not state the type of its ids: give token_dtype='uint16' or 'uint32', as written"
+            )
+        return np.dtype(given).newbyteorder("<")
+    if given is not None and stated.name != given:
+        raise ShardError(where, f"states {stated.name} ids, not {given}: leave token_dtype out")
+    return stated
+
+
+def _manifest(path: str, files: Sequence[_File], cut: RowCut, shard_bytes: int) -> Manifest:
+    length, dtype = cut.sequence_length, files[0].dtype
+    column = Column("tokens", f"ndarray:{dtype.name}:{length}", length * dtype.itemsize)
+    total = sum(file.count for file in files)
+    shards = []
+    for pieces in _shards(files, cut, shard_bytes):
+        size = sum(piece.bytes for piece in pieces)
+        rows = size // (length * dtype.itemsize)
+        shards.append(ShardInfo(FileInfo(name_of(pieces), size), rows, (column,)))
+    rows = sum(info.samples for info in shards)
+    if not rows:
+        raise ShardError(path, f"has {total:,} tokens, which fill no row of {length:,}")
+    if tail := total - rows * length:
+        whose = "at the ends of its files" if cut.per_file and len(files) > 1 else "at its end"
+        warn_user(
+            f"{path}: {tail:,} of {total:,} tokens, {whose}, fill no row of {length:,} and are left out; "
+            "`shardkit convert` can fill them up (--eos, --pad)"
+        )
+    digest = hashlib.blake2b(f"{column.encoding}:{cut.per_file}".encode(), digest_size=16)
+    for file in files:
+        digest.update(f"\0{file.info.bytes}\0".encode() + file.probe)
+    return Manifest("tokens", shards, seen=digest.hexdigest())
+
+
+def _shards(files: Sequence[_File], cut: RowCut, shard_bytes: int) -> Iterator[list[Piece]]:
+    """The pieces of each shard: whole rows of one file, or one row across the ends of files."""
+    row_bytes = cut.sequence_length * files[0].dtype.itemsize
+    total = sum(file.info.bytes for file in files)
+    shard_bytes = max(1, max(shard_bytes, total // MAX_SHARDS) // row_bytes) * row_bytes
+    begun: list[Piece] = []  # a row that the next file continues
+    for file in files:
+        at, stop = file.start, file.info.bytes
+        if begun:
+            missing = row_bytes - sum(piece.bytes for piece in begun)
+            end = min(at + missing, stop)
+            if end > at:
+                begun.append(Piece(file.info.key, at, end))
+            if end - at < missing:
+                continue
+            yield begun
+            at, begun = end, []
+        whole = at + (stop - at) // row_bytes * row_bytes
+        for start in range(at, whole, shard_bytes):
+            yield [Piece(file.info.key, start, min(start + shard_bytes, whole))]
+        if whole < stop and not cut.per_file:
+            begun = [Piece(file.info.key, whole, stop)]
+
+
+class RangeStore(BaseStore):
+    """A store in which ranges of objects are objects, by the names of shards of tokens; for reading.
+
+    Other keys mean what they mean in the store below.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    def head(self, key: str) -> ObjectInfo:
+        if (pieces := _pieces(key)) is None:
+            return self._store.head(key)
+        found = [self._store.head(piece.file) for piece in pieces]
+        for piece, info in zip(pieces, found, strict=True):
+            _check_size(self.where(key), piece, info)
+        return _joined(key, pieces, [info.version for info in found])
+
+    def open(
+        self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
+    ) -> _Range:
+        pieces = _pieces(key)
+        if pieces is None:
+            body = self._store.open(key, start, stop, version=version)
+            end = body.info.bytes if stop is None else min(stop, body.info.bytes)
+            return _Range([(body, end - start)], body.info)
+        expected = [None] * len(pieces) if version is None else version.split(_SEPARATOR)
+        size = sum(piece.bytes for piece in pieces)
+        start, stop = checked_range(self.where(key), ObjectInfo(key, size, ""), start, stop, None)
+        bodies: list[tuple[Body, int]] = []
+        found, before = [], 0
+        try:
+            for piece, its_version in zip(pieces, expected, strict=True):
+                low, high = (piece.start + min(max(edge - before, 0), piece.bytes) for edge in (start, stop))
+                before += piece.bytes
+                if low < high:
+                    body = self._store.open(piece.file, low, high, version=its_version)
+                    bodies.append((body, high - low))
+                    info = body.info
+                else:  # nothing of it is read, but the version is that of all files
+                    info = self._store.head(piece.file)
+                _check_size(self.where(key), piece, info)
+                found.append(its_version or info.version)
+        except BaseException:
+            _Range(bodies, ObjectInfo(key, 0, "")).close()
+            raise
+        return _Range(bodies, _joined(key, pieces, found))
+
+    def put(
+        self,
+        key: str,
+        data: bytes | Path,
+        *,
+        if_absent: bool = False,
+        metadata: Mapping[str, str] | None = None,
+    ) -> ObjectInfo:
+        raise StoreError(self.where(key), "is read only: it is a range of other files")
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return self._store.list(prefix)
+
+    def delete(self, key: str) -> None:
+        raise StoreError(self.where(key), "is read only: it is a range of other files")
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class _Range(BaseBody):
+    """The bodies of pieces, one behind the other."""
+
+    def __init__(self, bodies: Sequence[tuple[Body, int]], info: ObjectInfo) -> None:
+        """`bodies` with the bytes that each has to give."""
+        self.info, self._bodies = info, [*bodies]
+
+    @property
+    def left(self) -> int:
+        return sum(left for _, left in self._bodies)
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        while self._bodies:
+            body, left = self._bodies[0]
+            if left:
+                count = body.readinto(buffer[:left])
+                if not count:  # else the next piece would take the place of what is missing
+                    raise TransientError(self.info.key, f"ended early: {left:,} bytes of a piece are missing")
+                self._bodies[0] = body, left - count
+                return count
+            self._bodies.pop(0)[0].close()
+        return 0
+
+    def close(self) -> None:
+        while self._bodies:
+            self._bodies.pop()[0].close()
+
+
+AnyStore = RangeStore | ResilientStore
+_Named = tuple[ObjectInfo, ObjectInfo | None]
+"""A file of tokens, and its .idx if it is Megatron's."""
+
+
+def _pieces(key: str) -> list[Piece] | None:
+    try:
+        return pieces_of(key)
+    except ValueError:
+        return None
+
+
+def _joined(key: str, pieces: Sequence[Piece], versions: Sequence[str]) -> ObjectInfo:
+    return ObjectInfo(key, sum(piece.bytes for piece in pieces), _SEPARATOR.join(versions))
+
+
+def _check_size(where: str, piece: Piece, info: ObjectInfo) -> None:
+    if info.bytes < piece.stop:
+        raise StoreError(where, f"{piece.file} has {info.bytes:,} bytes, which end before this range")

@@ -1,0 +1,16 @@
+"""Flat files of token ids: Megatron's, llm.c's, nanoGPT's, OLMo's and NumPy's."""
+
+from shardkit.formats.tokens.headers import HEAD_BYTES, MegatronIndex, read_header, refuse_two_kinds
+from shardkit.formats.tokens.shard import Piece, TokenShard, name_of, open_shard, pieces_of
+
+__all__ = [
+    "HEAD_BYTES",
+    "MegatronIndex",
+    "Piece",
+    "TokenShard",
+    "name_of",
+    "open_shard",
+    "pieces_of",
+    "read_header",
+    "refuse_two_kinds",
+]

@@ -1,0 +1,131 @@
+"""Rows of constant length in flat files of token ids, read in place.
+
+A *piece* is a range of bytes of a file. `TokenShard` shows the rows in one piece, or the single row that lies
+in several, the end of a file and the beginnings of those that follow. What it is called in a manifest says
+where it is: `tokens.npy@128-67108992`, or several such joined by "&".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.arrays import Bytes
+from shardkit.errors import ShardError, ShardNotFoundError
+from shardkit.files import map_file, open_regular
+from shardkit.manifest import Column, ShardInfo
+
+__all__ = ["Piece", "TokenShard", "name_of", "open_shard", "pieces_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The bytes `start` to `stop` of a file."""
+
+    file: str
+    start: int
+    stop: int
+
+    @property
+    def bytes(self) -> int:
+        return self.stop - self.start
+
+
+def name_of(pieces: Sequence[Piece]) -> str:
+    """What a manifest calls the shard in these pieces; `pieces_of` is the inverse."""
+    return "&".join(f"{quote(piece.file)}@{piece.start}-{piece.stop}" for piece in pieces)
+
+
+def pieces_of(name: str) -> list[Piece]:
+    """The pieces that a shard's name states; ValueError if it is none."""
+    found = []
+    for part in name.split("&"):
+        file, at, edges = part.rpartition("@")
+        start, dash, stop = edges.partition("-")
+        if not (at and dash and start.isdecimal() and stop.isdecimal()):
+            raise ValueError(f"{name!r:.200} is no range of bytes")
+        found.append(Piece(unquote(file), int(start), int(stop)))
+    return found
+
+
+class TokenShard:
+    """The rows of a shard of tokens: nothing but their ids, one row behind the other."""
+
+    def __init__(self, where: str | PathLike[str], info: ShardInfo, data: Bytes) -> None:
+        """`data` holds the shard's bytes; `where` is named in errors."""
+        self.info = info
+        self._where, self._data = where, data
+        [column] = info.columns
+        _, dtype, length = column.encoding.split(":")
+        self._dtype, self._length = np.dtype(dtype).newbyteorder("<"), int(length)
+        if len(data) != info.raw.bytes:
+            raise ShardError(where, f"has {len(data):,} bytes, expected {info.raw.bytes:,}; fetch it again")
+
+    def __len__(self) -> int:
+        return self.info.samples
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return self.info.columns
+
+    def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]:
+        """{"tokens": the row's ids}; IndexError outside of 0 to len - 1."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"{os.fspath(self._where)}: row {row} of {len(self)}")
+        [column] = self.info.columns
+        if columns is not None and column.name not in columns:
+            return {}
+        return {column.name: self._rows()[row].astype(self._dtype.newbyteorder("="))}
+
+    def fixed_rows(self, column: str) -> npt.NDArray[Any]:
+        """Read-only view (samples, length); no byte is copied, and it need not be aligned."""
+        if column != self.info.columns[0].name:
+            raise KeyError(
+                f"{os.fspath(self._where)}: no column {column!r}, only {self.info.columns[0].name}"
+            )
+        return self._rows()
+
+    def close(self) -> None:
+        """Let go of the file; views already handed out stay readable."""
+        self._data = np.empty(0, dtype=np.uint8)
+
+    def _rows(self) -> npt.NDArray[Any]:
+        return self._data.view(self._dtype).reshape(-1, self._length)
+
+
+def open_shard(folder: Path, info: ShardInfo, dates: Mapping[str, tuple[int, int]]) -> TokenShard:
+    """Map the rows that `info` names, in files below `folder`.
+
+    `dates`: (time of modification in ns, bytes) that each file must have: ShardError if it was replaced.
+    """
+    parts = [_map(folder / piece.file, piece, dates[piece.file]) for piece in pieces_of(info.raw.basename)]
+    data = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return TokenShard(folder / info.raw.basename, info, data)
+
+
+def _map(file: Path, piece: Piece, date: tuple[int, int]) -> Bytes:
+    try:
+        descriptor = open_regular(file)
+    except FileNotFoundError as error:
+        raise ShardNotFoundError(file, f"cannot be opened: {error.strerror}") from error
+    except OSError as error:
+        raise ShardError(file, f"cannot be opened: {error.strerror or error}") from error
+    try:
+        status = os.fstat(descriptor)
+        if (status.st_mtime_ns, status.st_size) != date:
+            raise ShardError(
+                file, "was replaced after its dataset was opened; open it again, with a new loader"
+            )
+        return map_file(descriptor, piece.bytes, start=piece.start)
+    except OSError as error:
+        raise ShardError(file, f"cannot be mapped: {error.strerror or error}") from error
+    finally:
+        os.close(descriptor)
