@@ -26,13 +26,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import naming_extras
-from shardkit.loaders.config import RunOptions, Stream
+from shardkit.loaders.config import Stream
 from shardkit.loaders.loader import StreamingLoader
 
 with naming_extras(__name__):
@@ -60,7 +60,7 @@ class ShardkitDataLoader(TextDataLoaderBase):
         dp_world_size: int = 1,
         dp_rank: int = 0,
         fs_local_rank: int | None = None,
-        **options: Unpack[RunOptions],
+        **options: Any,
     ) -> None:
         """`global_batch_size`: tokens of a step over all ranks; `collator`: for the trainer's evaluations.
 
@@ -75,13 +75,13 @@ class ShardkitDataLoader(TextDataLoaderBase):
             fs_local_rank=fs_local_rank,
         )
         self.sequence_length = sequence_length
-        defaults: RunOptions = {
+        defaults = {
             "labels": "shifted",
             "keep_length": True,
             "return_ids": True,
             "rename": {"tokens": "input_ids", "sample_id": "index"},
         }
-        self._options = defaults | options
+        self._options: dict[str, Any] = {**defaults, **options}
         self.loader = self._open(dataset)
         stored = self.loader.dataset.sequence_length
         if stored != sequence_length + (not self._options["keep_length"]):

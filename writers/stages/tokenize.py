@@ -425,14 +425,10 @@ def tokenize_split(
             )
             if kept.num_rows:
                 hashes = keyed_hashes(kept.column("document_id").to_pylist(), seed, "shuffle")
-                begin, end = encoder.bos_id, encoder.eos_id
-                ended = _with_marks(ids, tokens, begin, end)
-                mask = None
-                if masks is not None:
-                    mask = _with_marks(masks[0], tokens, None if begin is None else 0, masks[1])
-                    trained += int(mask.sum())
-                rows, payload = document_rows(kept, hashes, copies, ended, tokens + marks, mask)
-                run.write(rows, payload)
+                ended = _with_marks(ids, tokens, encoder.bos_id, encoder.eos_id)
+                mask = None if masks is None else _mask_of_marks(masks, tokens, encoder)
+                trained += 0 if mask is None else int(mask.sum())
+                run.write(*document_rows(kept, hashes, copies, ended, tokens + marks, mask))
             lengths.add(Histogram.of(tokens + marks))
             spilled += len(ids) + marks * len(tokens)
             if counts is not None:
@@ -552,6 +548,11 @@ def remaining(
     if keep.all():
         return batch, copies
     return batch.filter(pa.array(keep)), copies[keep]
+
+
+def _mask_of_marks(masks: _Masks, lengths: npt.NDArray[np.int64], encoder: Encoder) -> npt.NDArray[np.uint8]:
+    """The masks of documents with those of their bos, which is never trained on, and of their eos."""
+    return _with_marks(masks[0], lengths, None if encoder.bos_id is None else 0, masks[1])
 
 
 def _with_marks(
