@@ -37,6 +37,7 @@ __all__ = [
     "load_recipe",
     "open",
     "open_dataset",
+    "pack",
     "trace",
     "upload",
     "verify",
@@ -59,6 +60,7 @@ _PLACES = {  # module and name of each
     "load_recipe": ("shardkit.writers.recipe", "load_recipe"),
     "open": ("shardkit.datasets.dataset", "open_dataset"),
     "open_dataset": ("shardkit.datasets.dataset", "open_dataset"),
+    "pack": ("shardkit.writers.token_store", "pack_store"),
     "trace": ("shardkit.tools.trace.documents", "trace"),
     "upload": ("shardkit.publish", "upload"),
     "verify": ("shardkit.datasets.verify", "verify"),
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
     from shardkit.tools.convert import CutOptions, OutputOptions, convert
     from shardkit.tools.trace.documents import trace
     from shardkit.writers import BuildResult, Recipe, build, load_recipe
+    from shardkit.writers import pack_store as pack
 else:
 
     def __getattr__(name: str) -> object:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 from shardkit.errors import naming_extras
 
-__all__ = ["BuildResult", "DedupIndexResult", "Recipe", "build", "build_dedup_index", "load_recipe"]
+__all__ = [
+    "BuildResult",
+    "DedupIndexResult",
+    "Recipe",
+    "build",
+    "build_dedup_index",
+    "load_recipe",
+    "pack_store",
+]
 
 _MODULES = {
     "BuildResult": "result",
@@ -16,6 +24,7 @@ _MODULES = {
     "build": "pipeline",
     "build_dedup_index": "index_build",
     "load_recipe": "recipe",
+    "pack_store": "token_store",
 }
 
 if TYPE_CHECKING:
@@ -23,6 +32,7 @@ if TYPE_CHECKING:
     from shardkit.writers.pipeline import build
     from shardkit.writers.recipe import Recipe, load_recipe
     from shardkit.writers.result import BuildResult
+    from shardkit.writers.token_store import pack_store
 else:
 
     def __getattr__(name: str) -> object:

@@ -57,7 +57,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Pack, and print the result."""
-    from shardkit.writers.pack_store import pack_store
+    from shardkit.writers.token_store import pack_store
 
     given = {
         "pack.sequence_length": arguments.sequence_length,

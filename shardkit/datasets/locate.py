@@ -250,7 +250,8 @@ def find_remote(
             card = pending.result()
         has_index = any(text is not None for text in found.values())
         for name in names[1:]:
-            found[name] = None if card is not None and has_index else _get(store, name, errors)
+            is_known = has_index and (card is not None or name == TEXT_INDEX_NAME)  # text has a card
+            found[name] = None if is_known else _get(store, name, errors)
         return {CARD_NAME: card, TABLE_NAME: None} | found
 
     answers: Mapping[str, bytes | Path | None]

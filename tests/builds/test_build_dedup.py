@@ -109,6 +109,7 @@ def expected_copies(texts: dict[str, list[str]]) -> dict[str, int]:
     return kept
 
 
+@pytest.mark.extended
 def test_who_stays_is_who_the_rule_lets_stay(tmp_path: Path) -> None:
     texts = make_texts()
     result = build(make(tmp_path, texts=texts), progress=False)
@@ -268,6 +269,7 @@ def test_a_source_that_loses_too_much_stops_the_build(tmp_path: Path) -> None:
         build(make(tmp_path, texts=texts), progress=False)
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("small_memory")
 def test_a_new_dump_is_compared_with_the_index_of_an_old_one(tmp_path: Path) -> None:
     texts = make_texts()

@@ -140,6 +140,7 @@ def test_a_build_that_does_not_fit_writes_nothing_and_says_what_to_do(
     assert build(recipe, workers=1, progress=False).up_to_date  # the key decides no byte, and is in no card
 
 
+@pytest.mark.extended
 def test_the_same_build_goes_on_where_what_is_left_fits(
     tmp_path: Path, set_free: Callable[[int], None]
 ) -> None:

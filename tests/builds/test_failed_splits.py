@@ -99,6 +99,7 @@ def attempts(place: Path) -> int:
     return len(list(place.glob("attempt-*")))
 
 
+@pytest.mark.extended
 def test_a_split_that_kills_its_worker_twice_is_quarantined_and_not_tried_again(
     tmp_path: Path, poison: Callable[[str], Path]
 ) -> None:

@@ -16,8 +16,8 @@ import shardkit
 from shardkit.cli.main import main
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers import build
-from shardkit.writers.pack_store import pack_store
 from shardkit.writers.recipe_yaml import load_yaml
+from shardkit.writers.token_store import pack_store
 from support.small_build import make_corpus, text_of, tree
 
 SHARD = {"shard_bytes": "8KiB"}

@@ -331,6 +331,7 @@ def test_damaged_or_repeated_spills_stop_the_build(encoder: Encoder, tmp_path: P
             pack_all(tmp_path / str(len(damaged)), [folder], encoder, 1)
 
 
+@pytest.mark.extended
 def test_memory_is_the_partitions_tokens_once_and_one_shard(encoder: Encoder, tmp_path: Path) -> None:
     made = [f"{i} " + "\u0001" * 4000 for i in range(3000)]
     folder = spill(tmp_path / "s", Split("a.jsonl", 0, made), encoder)

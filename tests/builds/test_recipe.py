@@ -70,6 +70,7 @@ def test_documented_defaults_hold() -> None:
         "hashes": ("xxh64",),
         "prefixes": None,
         "pack": None,
+        "where": None,
     }
     assert (recipe.work, recipe.seed, recipe.memory, recipe.max_bad_fraction) == (None, 17, 2 * 10**9, 0)
     assert recipe.dedup.exact is None

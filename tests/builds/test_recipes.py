@@ -33,7 +33,7 @@ from shardkit.storage.hub import HubPlace
 from shardkit.tools.demo.run import RECIPE as DEMO_RECIPE
 from shardkit.tools.trace.text import Decoder
 from shardkit.writers import BuildResult, build, build_dedup_index, load_recipe
-from shardkit.writers.pack_store import pack_store
+from shardkit.writers.token_store import pack_store
 from support.default_cases import cases
 from support.hub_environment import hub_server
 from support.s3_moto import s3_server

@@ -182,6 +182,7 @@ def test_texts_are_a_sample_of_all_and_of_the_nearest_to_the_bound(
     assert all(texts_by_id()[row["id"]].startswith(row["text"]) for row in shown)
 
 
+@pytest.mark.extended
 def test_a_duplicate_of_another_corpus_leads_nowhere(tmp_path: Path) -> None:
     old = make(tmp_path / "old", RECIPE.replace("annotate: true\n", ""))
     build_dedup_index(old, tmp_path / "old.index", progress=False)

@@ -152,7 +152,9 @@ def test_time_left_is_told_once_a_twentieth_was_done_in_this_run(
 def test_a_task_tells_what_it_has_read_before_it_ends(tmp_path: Path) -> None:
     heard: list[StageProgress] = []
     recipe = make_corpus(tmp_path, 20)
-    texts = [json.dumps({"number": number, "text": f"{number} more words " * 100}) for number in range(6000)]
+    texts = [
+        json.dumps({"number": number, "text": f"{number} more words " * 100}) for number in range(24_000)
+    ]
     (tmp_path / "plain-0.jsonl").write_text("\n".join(texts))
     build(recipe, workers=1, progress=heard.append)
     running = [each for each in heard if each.stage == "clean" and not each.finished and each.documents]

@@ -81,6 +81,7 @@ def expected(documents: Sequence[Made], limits: HubLimits) -> tuple[set[Pair], i
     return {frozenset((documents[a].id, documents[b].id)) for a, b in pairs}, bounded
 
 
+@pytest.mark.extended
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),

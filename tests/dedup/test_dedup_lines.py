@@ -107,6 +107,7 @@ def brute_force(documents: list[Document], config: LinesDedupConfig, exact: bool
     return left
 
 
+@pytest.mark.extended
 @settings(max_examples=40, deadline=None)
 @given(
     texts=st.lists(TEXTS, max_size=14),

@@ -143,6 +143,7 @@ def test_a_task_that_hangs_is_killed_and_runs_again(tasks: ModuleType, work: Wor
     assert (commits[1].folder / "square.txt").read_text() == "9"
 
 
+@pytest.mark.extended
 def test_a_task_that_hangs_again_ends_the_build_with_its_name(
     tasks: ModuleType, work: Work, tmp_path: Path
 ) -> None:

@@ -285,6 +285,7 @@ def test_runs_that_someone_else_made_end_in_an_error_and_not_in_a_loop(tmp_path:
         Slice.whole(PLAIN, [Artifact(path)]).read()
 
 
+@pytest.mark.extended
 def test_memory_is_bounded_whatever_is_written_and_streamed(tmp_path: Path) -> None:
     limits = Limits(fan_in=8, block_bytes=1 << 14, read_bytes=1 << 15)
     rng = np.random.default_rng(1)

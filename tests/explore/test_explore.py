@@ -310,6 +310,7 @@ def test_two_builds_are_compared_by_step_and_document(out: Path, tmp_path: Path,
     assert re.search(rf"{SHORT}\s*\d+", back.words)
 
 
+@pytest.mark.extended
 def test_an_export_needs_no_server_and_all_its_links_lead_to_files(site: Site, tmp_path: Path) -> None:
     pages = export_site(site, tmp_path / "site")
     files = tree(tmp_path / "site")

@@ -120,6 +120,7 @@ def test_another_global_batch_continues_at_the_position_of_the_checkpoint(data: 
     assert train(data, run, resume=18, **more) == expected_ids(data, 6, 6, state)
 
 
+@pytest.mark.extended
 def test_checkpoints_that_would_lose_or_repeat_samples_are_refused(
     data: Path, run: Path, tmp_path: Path
 ) -> None:

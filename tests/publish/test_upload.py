@@ -391,6 +391,7 @@ def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
         send(tmp_path / "nowhere", fresh_memory())
 
 
+@pytest.mark.extended
 def test_files_that_the_card_leaves_to_a_list_are_part_of_the_dataset(tmp_path: Path) -> None:
     numbers = range(MOST_LISTED + 1)
     sides = {f"provenance/part-{number:05d}.parquet": b"table %d" % number for number in numbers}

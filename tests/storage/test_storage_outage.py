@@ -71,6 +71,7 @@ def unused_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@pytest.mark.extended
 def test_every_operation_rides_out_an_outage_and_reports_it_once(
     server: S3Server, proxy: FaultProxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,6 +108,7 @@ def test_every_operation_rides_out_an_outage_and_reports_it_once(
     store.close()
 
 
+@pytest.mark.extended
 def test_a_run_rides_out_an_outage_of_its_store(server: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
     ride_out(server, proxy, tmp_path, OUTAGE_SECONDS)
 

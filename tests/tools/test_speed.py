@@ -38,6 +38,7 @@ def test_rates_agree_with_each_other(dataset: Path) -> None:
     assert (files.cpu_seconds_per_token or 0) > 0
 
 
+@pytest.mark.extended
 def test_a_remote_dataset_is_fetched_once_and_then_read_from_the_cache(dataset: Path, tmp_path: Path) -> None:
     url = f"memory://speed-{uuid.uuid4().hex}/data"
     put_folder(dataset, MemoryStore(url))

@@ -211,7 +211,7 @@ def pack_documents(
 
 
 def store_documents(folder: Path, part: Partition, partition: int, output: OutputConfig, seed: int) -> Packed:
-    """Write whole documents in their order, one a sample, to be packed later (writers/pack_store.py)."""
+    """Write whole documents in their order, one a sample, to be packed later (writers/token_store.py)."""
     count = len(part.lengths)
     sizes = mds.array_bytes(part.lengths, part.tokens.dtype)
     starts = _cut_by_bytes(sizes, output.shard_bytes)
