@@ -114,8 +114,11 @@ def test_an_evaluation_reads_remote_data_through_the_cache_of_training(data: Pat
     url = fresh_url()
     put_folder(data, open_store(url))
     run = nanogpt(url, cache_dir=tmp_path / "cache", usage_log=tmp_path / "usage")
-    list(run.evaluation("val", 3))
-    assert list((tmp_path / "cache").rglob("*-xxh64-*")), "the shards"
+    for _ in range(20):  # its first batches are read by ranges, and may be all that it needs
+        list(run.evaluation("val", 3))
+        if shards := list((tmp_path / "cache").rglob("*-xxh64-*")):
+            break
+    assert shards
     assert not (tmp_path / "usage").exists(), "only training is logged"
 
 
