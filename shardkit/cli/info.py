@@ -139,8 +139,8 @@ def _card_lines(card: DatasetCard) -> list[tuple[str, str]]:
         share = 100 * card.padding / max(1, card.tokens + card.padding)
         lines.append(("tokens", f"{card.tokens:,}, and {card.padding:,} of padding ({share:.3f}%)"))
     if card.has("split"):
-        parts = ", ".join(f"{name} {count:,}" for name, count in card.split.documents.items())
-        lines.append(("split", f"{card.split.part}; documents of the other parts: {parts}"))
+        parts = [f"{name} {count:,}" for name, count in card.split.documents.items()]
+        lines.append(("split", f"{card.split.part}, of {', '.join(parts)} documents and train, the rest"))
     if card.has("tokenizer"):
         known = card.tokenizer
         eos = f"eos {known.eos} = {known.eos_id}"
