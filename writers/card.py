@@ -55,6 +55,8 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
     del content["outputs"], content["output"]["pack"]  # of one dataset: `Recipe.datasets`
     if recipe.output.where is None:
         del content["output"]["where"]
+    if not recipe.pack.row_bos:
+        del content["pack"]["row_bos"]
     if recipe.output.format not in ("mds", "wds"):
         del content["pack"]
     if recipe.part is not None:
@@ -135,7 +137,7 @@ def _of_tokens(tokenizer: Mapping[str, Any], funnel: Funnel, partitions: int) ->
         "sequence_length": funnel.sequence_length,
         "tokens": packed["tokens"],
         "padding": packed["padding"],
-        **({} if funnel.trained is None else {"trained_tokens": funnel.trained[0]}),
+        **({} if funnel.trained is None else {"trained_tokens": funnel.trained[1]}),
         "tokenizer": dict(tokenizer),
         "packing": {"partitions": partitions, **packed},
         "histograms": {name: histogram.to_dict() for name, histogram in funnel.histograms.items()},

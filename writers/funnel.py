@@ -29,9 +29,12 @@ from shardkit.errors import ConservationError
 from shardkit.writers.filters.chain import EXCERPTS, SAMPLE, Excerpt, FilterChain, Filtered
 from shardkit.writers.ledger import Ledger
 
-__all__ = ["PACKED", "FilterCounts", "Funnel", "filters_card"]
+__all__ = ["FilterCounts", "Funnel", "add_packed", "filters_card"]
 
-PACKED = ("shards", "documents", "rows", "tokens", "padding", "cut_documents", "needless_cuts", "pieces")
+
+def add_packed(partitions: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The sums of `Packed.counts` of all partitions, of which there is at least one."""
+    return {name: sum(part[name] for part in partitions) for name in partitions[0]}
 
 
 @dataclass(slots=True)
@@ -41,7 +44,7 @@ class Funnel:
     `removed` is what duplicate removal found, by the reason that the stages after it book. The `histograms`
     are "lengths" (`Tokenized`), "row_padding" and "row_pieces" (`Packed`); `source_languages` are
     documents and tokens of each source by language, if the recipe has a filter that knows. `trained` are the
-    tokens to train on as they were tokenized, and as they were packed, in builds with a loss mask.
+    tokens to train on, in builds with a loss mask, as they were tokenized, packed, and cropped.
     """
 
     stages: Mapping[str, list[Ledger]]
@@ -51,7 +54,7 @@ class Funnel:
     packed: dict[str, int] = field(default_factory=dict)
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     source_languages: list[dict[str, dict[str, int]]] | None = None
-    trained: tuple[int, int] | None = None
+    trained: tuple[int, int, int] | None = None
 
     @property
     def total(self) -> Ledger:
@@ -81,12 +84,14 @@ class Funnel:
             _same(reason, count, total.dropped.get(reason, Count()))
         _same("documents to write", total.kept.documents, self.packed["documents"])
         if "tokens" in self.packed:
-            _same("tokens to pack", self.tokens, self.packed["tokens"])
+            _same("tokens to pack", self.tokens, self.packed["tokens"] + self.packed.get("cropped", 0))
         if self.sequence_length is not None:
             cells = self.packed["rows"] * self.sequence_length
-            _same("tokens in rows", cells, self.packed["tokens"] + self.packed["padding"])
+            filled = self.packed["tokens"] + self.packed.get("repeated_bos", 0)
+            _same("tokens in rows", cells, filled + self.packed["padding"])
         if self.trained is not None:
-            _same("tokens to train on", *self.trained)
+            tokenized, packed, cropped = self.trained
+            _same("tokens to train on", tokenized, packed + cropped)
         self._check_histograms()
         for number, languages in enumerate(self.source_languages or ()):
             documents = sum(counts["documents"] for counts in languages.values())
@@ -101,7 +106,8 @@ class Funnel:
             "row_pieces": ("rows", "pieces"),
         }
         for name, histogram in self.histograms.items():
-            for packed, found in zip(whole[name], (histogram.count, histogram.sum), strict=True):
+            cropped = self.packed.get("cropped", 0) if name == "lengths" else 0
+            for packed, found in zip(whole[name], (histogram.count, histogram.sum - cropped), strict=True):
                 _same(f"{packed} of the histogram {name}", self.packed[packed], found)
 
     def to_dict(self) -> dict[str, Any]:

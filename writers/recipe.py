@@ -140,10 +140,28 @@ class PackConfig(StrictModel):
     """How documents become sequences of equal length."""
 
     sequence_length: int = Field(default=2048, ge=2, le=1 << 24, description="Tokens per sequence.")
-    strategy: Literal["best_fit", "concat"] = Field(
+    strategy: Literal["best_fit", "concat", "best_fit_truncate", "best_fit_crop"] = Field(
         default="best_fit",
-        description="best_fit: no avoidable cut, little padding; concat: cut anywhere, no padding.",
+        description="best_fit: no avoidable cut, little padding; concat: cut anywhere, no padding. Two begin "
+        "every row with a document, and leave tokens out: best_fit_truncate those beyond a row's length, as "
+        "TRL does; best_fit_crop all that do not fit, so that no row is padded, as nanochat does.",
     )
+    row_bos: bool = Field(
+        default=False,
+        description="Whether a row that continues a document begins with `tokenizer.bos` again, so that each "
+        "row begins with it (best_fit and concat).",
+    )
+
+    @property
+    def crops(self) -> bool:
+        """Whether tokens are left out."""
+        return self.strategy in ("best_fit_truncate", "best_fit_crop")
+
+    @model_validator(mode="after")
+    def _begins_rows_once(self) -> Self:
+        if self.row_bos and self.crops:
+            raise ValueError(f"row_bos: with {self.strategy} every row begins with a document already")
+        return self
 
 
 TEXT_FORMATS = ("parquet", "jsonl")
@@ -355,6 +373,11 @@ class Recipe(StrictModel):
         if self.is_masked and self.tokenizer is None:
             raise ValueError("tokenizer: is missing; its chat template renders messages")
         self._check_where()
+        packs = [self.pack, *(output.pack for output in self._all() if output.pack is not None)]
+        if any(pack.row_bos for pack in packs) and (self.tokenizer is None or self.tokenizer.bos is None):
+            raise ValueError(
+                "pack.row_bos: tokenizer.bos is missing; it names the token that rows begin with"
+            )
         if self.tokenizer is None and not all(output.is_text for output in self._all()):
             raise ValueError("tokenizer: is missing; only outputs of format parquet or jsonl need none")
         return self

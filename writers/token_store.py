@@ -44,7 +44,7 @@ from shardkit.writers.card import BuiltDataset, assemble, recipe_content
 from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.execution.task import Commit, Output, RunTasks, Task, facts_of, partition_name
 from shardkit.writers.executors import EngineName, Execution, open_runner, work_of
-from shardkit.writers.funnel import PACKED
+from shardkit.writers.funnel import add_packed
 from shardkit.writers.ledger import Count
 from shardkit.writers.pipeline import publish_dataset
 from shardkit.writers.progress import StageProgress
@@ -190,7 +190,7 @@ def _build(recipe: Recipe, card: DatasetCard, files: StoreFiles, run: RunTasks) 
 
 def _pack_tasks(recipe: Recipe, card: DatasetCard, files: StoreFiles, partitions: int) -> list[Task]:
     tokenizer = card.data["tokenizer"]
-    eos_id, dtype = tokenizer["eos_id"], tokenizer["dtype"]
+    eos_id, bos_id, dtype = tokenizer["eos_id"], tokenizer.get("bos_id"), tokenizer["dtype"]
     config = {
         "pack": recipe.pack.model_dump(mode="json"),
         "output": recipe.output.of_shards,
@@ -209,7 +209,7 @@ def _pack_tasks(recipe: Recipe, card: DatasetCard, files: StoreFiles, partitions
         digits = tar_key_digits(partitions)
         weight = card.funnel.kept.bytes // partitions
         task = config | {"partition": number}
-        made.append(Task("pack", name, task, pack_stored, (*args, digits), weight, inputs))
+        made.append(Task("pack", name, task, pack_stored, (*args, digits, bos_id), weight, inputs))
     return made
 
 
@@ -225,6 +225,7 @@ def pack_stored(
     eos_id: int,
     dtype: str,
     key_digits: int,
+    bos_id: int | None,
 ) -> Packed:
     """Pack the documents of a store whose hashes lie in [first, stop), `bounds`; they are in its `tables`."""
     store = files.open()
@@ -234,7 +235,7 @@ def pack_stored(
     table = documents.select(SPILL_SCHEMA.names).cast(SPILL_SCHEMA)
     lengths = table.column("tokens").to_numpy()
     part = Partition(tokens, starts, lengths, table)
-    return pack_documents(folder, part, partition, pack, output, seed, eos_id, key_digits)
+    return pack_documents(folder, part, partition, pack, output, seed, eos_id, key_digits, bos_id)
 
 
 def _documents(store: _TokenStore, number: int, bounds: Sequence[int], seed: int) -> pa.Table:
@@ -310,10 +311,11 @@ def _card(card: DatasetCard, recipe: Recipe, manifest: Manifest, parts: Sequence
     """The card that a build from the raw inputs would make: what is of documents is as in the store."""
     content = recipe_content(recipe)
     counts = [part.counts() for part in parts]
-    packed = {name: sum(part[name] for part in counts) for name in PACKED}
-    if (packed["documents"], packed["tokens"]) != (card.funnel.kept.documents, card.tokens):
+    packed = add_packed(counts)
+    tokens = packed["tokens"] + packed.get("cropped", 0)
+    if (packed["documents"], tokens) != (card.funnel.kept.documents, card.tokens):
         raise BuildError(
-            f"{packed['documents']:,} documents of {packed['tokens']:,} tokens were packed, the store has "
+            f"{packed['documents']:,} documents of {tokens:,} tokens were packed, the store has "
             f"{card.funnel.kept.documents:,} of {card.tokens:,}; see shardkit verify"
         )
     histograms = {"row_padding": Histogram(), "row_pieces": Histogram()}
@@ -329,6 +331,7 @@ def _card(card: DatasetCard, recipe: Recipe, manifest: Manifest, parts: Sequence
         "bytes": sum(shard.raw.bytes for shard in manifest.shards),
         "stored_bytes": sum(shard.stored.bytes for shard in manifest.shards),
         "sequence_length": recipe.pack.sequence_length,
+        "tokens": packed["tokens"],
         "padding": packed["padding"],
         "recipe_digest": digest_of(content),
         "recipe": content,

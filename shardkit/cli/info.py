@@ -138,6 +138,8 @@ def _card_lines(card: DatasetCard) -> list[tuple[str, str]]:
     if card.has("tokens", "padding"):
         share = 100 * card.padding / max(1, card.tokens + card.padding)
         lines.append(("tokens", f"{card.tokens:,}, and {card.padding:,} of padding ({share:.3f}%)"))
+    if card.has("packing") and (cropped := card.packing.get("cropped")):
+        lines.append(("left out", f"{cropped:,} tokens, the ends of documents (pack.strategy)"))
     if card.has("split"):
         parts = [f"{name} {count:,}" for name, count in card.split.documents.items()]
         lines.append(("split", f"{card.split.part}, of {', '.join(parts)} documents and train, the rest"))

@@ -31,7 +31,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("output", metavar="OUTPUT", help="folder or URL for the dataset")
     parser.add_argument("--sequence-length", type=count, metavar="L", help="tokens per row (default: 2048)")
     parser.add_argument(
-        "--strategy", choices=["best_fit", "concat"], help="how documents become rows (default: best_fit)"
+        "--strategy",
+        choices=["best_fit", "concat", "best_fit_truncate", "best_fit_crop"],
+        help="how documents become rows (default: best_fit)",
     )
     parser.add_argument("--format", choices=["mds", "wds"], help="format of the shards (default: mds)")
     parser.add_argument(

@@ -212,9 +212,11 @@ def _check_card(dataset: Dataset, card: DatasetCard) -> Iterator[Problem]:
             yield Problem(CARD_NAME, f"{name} is {stated!r}, the shards have {fact!r}")
     tokens, padding = card.data.get("tokens"), card.data.get("padding")
     if isinstance(tokens, int) and isinstance(padding, int) and length is not None:
-        cells = manifest.samples * length
-        if tokens + padding != cells:
-            yield Problem(CARD_NAME, f"{tokens:,} tokens and {padding:,} of padding; the rows hold {cells:,}")
+        cells, packing = manifest.samples * length, card.data.get("packing")
+        bos = packing.get("repeated_bos", 0) if isinstance(packing, dict) else 0
+        if tokens + padding + bos != cells:
+            stated = f"{tokens:,} tokens, {padding:,} of padding and {bos:,} of bos"
+            yield Problem(CARD_NAME, f"{stated}; the rows hold {cells:,}")
 
 
 def _check_files(dataset: Dataset, card: DatasetCard, *, quick: bool) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import zstandard
@@ -18,12 +19,13 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.writers import build
 from shardkit.writers.recipe_yaml import load_yaml
 from shardkit.writers.token_store import pack_store
-from support.small_build import make_corpus, text_of, tree
+from support.small_build import EOS, make_corpus, text_of, train_bpe, tree
 
 SHARD = {"shard_bytes": "8KiB"}
 OUTPUTS: dict[str, dict[str, Any]] = {
     "short": {"format": "mds", "pack": {"sequence_length": 64}, **SHARD},
     "tars": {"format": "wds", "pack": {"sequence_length": 32, "strategy": "concat"}, **SHARD},
+    "cropped": {"format": "mds", "pack": {"sequence_length": 48, "strategy": "best_fit_crop"}, **SHARD},
     "text": {"format": "parquet", **SHARD},
     "lines": {"format": "jsonl", "compression": "zstd", **SHARD},
     "store": {"format": "tokens", **SHARD},
@@ -197,6 +199,7 @@ def test_one_place_for_several_outputs_is_refused(recipe: dict[str, Any], tmp_pa
     ("name", "settings"),
     [
         ("short", ["pack.sequence_length=64"]),
+        ("cropped", ["pack.sequence_length=48", "pack.strategy=best_fit_crop"]),
         pytest.param(
             "tars",
             ["pack.sequence_length=32", "pack.strategy=concat", "output.format=wds"],
@@ -217,6 +220,53 @@ def test_packing_a_token_store_gives_the_bytes_of_a_build_of_that_length(
     assert tree(tmp_path / "packed") == tree(together / name)
     assert made.fingerprint == shardkit.open_dataset(together / name).fingerprint
     assert not (tmp_path / "packed.work").exists()
+
+
+@pytest.mark.parametrize("strategy", ["best_fit", "concat"])
+def test_rows_within_documents_begin_with_the_bos_again_from_a_store_too(
+    recipe: dict[str, Any], tmp_path: Path, strategy: str, inline_builds: None
+) -> None:
+    made = train_bpe([text_of(n) for n in range(50)], special=(EOS, "<s>"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = {"path": str(tmp_path / "tokenizer.json"), "eos": EOS, "bos": "<s>"}
+    pack = {"sequence_length": 32, "strategy": strategy, "row_bos": True}
+    outputs = [
+        {"path": str(tmp_path / "rows"), "pack": pack, **SHARD},
+        {"path": str(tmp_path / "store"), "format": "tokens", **SHARD},
+    ]
+    built = build(recipe | {"tokenizer": tokenizer, "outputs": outputs}, workers=1, progress=False)
+    data = built.open()
+    rows = np.stack([np.asarray(sample["tokens"]) for sample in data])
+    bos = int(rows[0, 0])
+    assert (rows[:, 0] == bos).all()
+    card = data.card
+    assert card is not None
+    documents = card.packing["documents"]
+    assert (rows == bos).sum() == documents + card.packing["repeated_bos"] > documents
+    assert card.tokens + card.padding + card.packing["repeated_bos"] == rows.size
+    assert shardkit.verify(tmp_path / "rows").ok
+    assert "begin with the bos again" in (tmp_path / "rows" / "report.html").read_text()
+    overrides = [f"pack.{key}={json.dumps(value)}" for key, value in pack.items()]
+    overrides.append("output.shard_bytes=8KiB")
+    pack_store(tmp_path / "store", tmp_path / "again", overrides=overrides, workers=1, progress=False)
+    assert tree(tmp_path / "again") == tree(tmp_path / "rows")
+    with pytest.raises(RecipeError, match=r"pack.row_bos: tokenizer.bos is missing"):
+        build(recipe | {"output": str(tmp_path / "none"), "pack": pack}, workers=1, progress=False)
+
+
+def test_what_cropping_leaves_out_is_booked_and_every_row_begins_with_a_document(together: Path) -> None:
+    data = shardkit.open(together / "cropped")
+    card, whole = data.card, shardkit.open(together / "store").card
+    assert card is not None
+    assert whole is not None
+    assert card.packing["documents"] == whole.packing["documents"]
+    assert card.tokens + card.packing["cropped"] == whole.tokens
+    assert card.packing["cropped_documents"] > 0
+    assert card.padding < 48 * card.packing["partitions"]
+    assert "Tokens left out" in (together / "cropped" / "report.html").read_text()
+    tables = [pq.read_table(file) for file in sorted((together / "cropped" / "provenance").iterdir())]
+    assert all(start == 0 for table in tables for start in table.column("document_start").to_pylist())
+    assert shardkit.verify(together / "cropped").ok
 
 
 def test_the_command_packs_and_says_what_it_made(

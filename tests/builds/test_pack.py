@@ -293,7 +293,7 @@ def test_the_last_partition_of_many_has_room_for_its_keys(
     tokens = Exchanged(TOKENS, [], DEFAULT_LIMITS)
     last = tasks(recipe, tokens, partitions, eos_id=encoder.eos_id, dtype="uint16")[-1]
     assert last.name == f"{partitions - 1:05d}-of-{partitions:05d}"
-    assert last.args[-2] == digits
+    assert digits in last.args
     assert (partitions - 1) * TAR_KEY_STEP + 10**8 <= 10**digits
 
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.writers.stages.packing import Placement, fill_rows, pack_best_fit, pack_concat
+from shardkit.writers.stages.packing import (
+    Placement,
+    fill_rows,
+    pack_best_fit,
+    pack_best_fit_crop,
+    pack_best_fit_truncate,
+    pack_concat,
+)
 
 Piece = tuple[int, int, int, int, int]  # document, start, length, row, column
 LENGTHS = st.lists(st.integers(2, 70), max_size=200)
-EOS = 9
+EOS, BOS = 9, 8
 
 
 def reference_best_fit(lengths: list[int], size: int, window: int) -> list[Piece]:
@@ -57,6 +66,26 @@ def reference_concat(lengths: list[int], size: int) -> list[Piece]:
     return pieces
 
 
+def reference_crop(lengths: list[int], size: int) -> list[Piece]:
+    """Look at all documents for every place: the longest that fits, else the shortest, cropped."""
+    left = list(range(len(lengths)))
+    pieces: list[Piece] = []
+    row, free = -1, 0
+    while left:
+        if free == 0:
+            row, free = row + 1, size
+        fitting = [i for i in left if lengths[i] <= free]
+        if fitting:
+            chosen = max(fitting, key=lambda i: (lengths[i], -i))
+        else:  # of those longer than a row the first: all of them are cropped to it
+            chosen = min(left, key=lambda i: (min(lengths[i], size + 1), i))
+        left.remove(chosen)
+        taken = min(lengths[chosen], free)
+        pieces.append((chosen, 0, taken, row, size - free))
+        free -= taken
+    return pieces
+
+
 def pieces_of(placement: Placement) -> list[Piece]:
     columns = (placement.document, placement.start, placement.length, placement.row, placement.column)
     return list(zip(*(column.tolist() for column in columns), strict=True))
@@ -91,6 +120,87 @@ def test_best_fit_equals_the_plain_reference(lengths: list[int], size: int, wind
 @given(LENGTHS, st.integers(2, 70))
 def test_concat_equals_the_plain_reference(lengths: list[int], size: int) -> None:
     assert pieces_of(pack_concat(np.array(lengths, np.int64), size)) == reference_concat(lengths, size)
+
+
+@settings(max_examples=150, deadline=None)
+@given(LENGTHS, st.integers(2, 70))
+def test_cropping_equals_the_plain_reference(lengths: list[int], size: int) -> None:
+    placement = pack_best_fit_crop(np.array(lengths, np.int64), size)
+    assert pieces_of(placement) == reference_crop(lengths, size)
+    assert placement.padding < size, "only the last row is padded"
+
+
+def test_cropping_equals_the_reference_where_the_bit_sets_have_several_levels() -> None:
+    lengths = np.random.default_rng(3).geometric(1 / 3000, 900) + 1
+    assert pieces_of(pack_best_fit_crop(lengths, 9000)) == reference_crop(lengths.tolist(), 9000)
+
+
+def test_cropping_with_all_documents_in_view_leaves_out_less_than_with_a_buffer_of_them() -> None:
+    """nanochat's way: a buffer of 1,000 documents, from which it takes in the same order."""
+    lengths = np.minimum(np.random.default_rng(4).lognormal(6, 1, 8000).astype(np.int64) + 2, 2048)
+    rest, buffer, kept = lengths.tolist(), list[int](), 0
+    while rest or buffer:
+        free = 2048
+        while free and (rest or buffer):
+            buffer += [rest.pop() for _ in range(min(len(rest), 1000 - len(buffer)))]
+            taken = max((n for n in buffer if n <= free), default=0) or min(buffer)
+            buffer.remove(taken)
+            free, kept = free - min(free, taken), kept + min(free, taken)
+    placement = pack_best_fit_crop(lengths, 2048)
+    assert lengths.sum() - placement.length.sum() < (lengths.sum() - kept) / 5
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, st.integers(2, 70))
+def test_truncating_keeps_the_beginning_of_every_document_in_one_piece(lengths: list[int], size: int) -> None:
+    placement = pack_best_fit_truncate(np.array(lengths, np.int64), size)
+    pieces = sorted(pieces_of(placement))
+    assert [piece[:3] for piece in pieces] == [(i, 0, min(n, size)) for i, n in enumerate(lengths)]
+    assert (placement.column + placement.length <= size).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(LENGTHS, st.integers(2, 70), st.sampled_from([pack_best_fit, pack_concat]))
+def test_with_row_bos_every_row_begins_with_a_bos_and_no_token_is_lost(
+    lengths: list[int], size: int, packer: Callable[..., Placement]
+) -> None:
+    tokens, sizes, starts = corpus(lengths)
+    placement = packer(sizes, size, row_bos=True)
+    tokens[starts] = BOS
+    rows = filled(placement, tokens, starts)
+    further = placement.start > 0
+    places = placement.row[further], placement.column[further] - 1
+    assert (placement.column[further] > 0).all()
+    assert (rows[places] == EOS).all(), "nothing else stands there"
+    rows[places] = BOS
+    assert (rows[:, 0] == BOS).all()
+    assert (rows == BOS).sum() == len(lengths) + placement.repeated_bos
+    covered = [np.zeros(n, int) for n in lengths]
+    for document, start, length, row, column in pieces_of(placement):
+        covered[document][start : start + length] += 1
+        whole = tokens[starts[document] + start :][:length]
+        assert rows[row, column : column + length].tolist() == whole.tolist()
+    assert all((c == 1).all() for c in covered)
+    ends = np.zeros(placement.rows, np.int64)
+    np.maximum.at(ends, placement.row, placement.column + placement.length)
+    assert placement.padding == (size - ends).sum(), "padding is at the ends of rows only"
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, st.integers(2, 70))
+def test_concat_with_row_bos_cuts_where_a_reference_does(lengths: list[int], size: int) -> None:
+    """One token at a time."""
+    pieces: list[Piece] = []
+    place = 0
+    for document, length in enumerate(lengths):
+        for token in range(length):
+            if token and place % size == 0:
+                place += 1
+            if token == 0 or pieces[-1][3] != place // size:
+                pieces.append((document, token, 0, place // size, place % size))
+            pieces[-1] = (*pieces[-1][:2], pieces[-1][2] + 1, *pieces[-1][3:])
+            place += 1
+    assert pieces_of(pack_concat(np.array(lengths, np.int64), size, row_bos=True)) == pieces
 
 
 @pytest.mark.parametrize("size", [64, 2048, 5000, 300_000])

@@ -223,6 +223,30 @@ def test_tables_prompts_and_plain_documents_share_a_dataset_and_labels_follow_th
             assert np.array_equal(np.asarray(batch["labels"])[0], expected)
 
 
+def test_truncated_conversations_keep_their_beginnings_and_all_masked_tokens_are_booked(
+    folder: Path, tmp_path: Path, inline_builds: None
+) -> None:
+    pairs = [{"p": "one", "c": " two" * (number % 7 + 1) + f" {number}"} for number in range(60)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    changes = {"inputs": [{"path": str(tmp_path / "pairs.jsonl"), "prompt": "p", "completion": "c"}]}
+    recipe = recipe_of(folder, tmp_path, CHATML, **changes)
+    whole = build(recipe | {"output": str(tmp_path / "whole")}, workers=1, progress=False).open()
+    pack = {"sequence_length": 12, "strategy": "best_fit_truncate"}
+    made = build(recipe | {"pack": pack}, workers=1, progress=False).open()
+    expected = sorted((ids[:12], mask[:12]) for ids, mask in documents(whole))
+    found = []
+    for row in range(len(made)):
+        tokens, mask = np.asarray(made[row]["tokens"]), np.asarray(made[row]["loss_mask"])
+        for document in made.documents(row):
+            start, stop = document.start, document.end
+            found.append((tuple(tokens[start:stop].tolist()), tuple(mask[start:stop].tolist())))
+    assert sorted(found) == [(tuple(ids), tuple(mask)) for ids, mask in expected]
+    card = made.card
+    assert card is not None
+    assert card.data["trained_tokens"] == sum(sum(mask) for _, mask in found)
+    assert card.packing["cropped"] > 0
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

@@ -292,7 +292,7 @@ def render_lengths(card: DatasetCard) -> str:
 def render_packing(card: DatasetCard) -> str:
     """What rows are made of."""
     packing, length = card.packing, card.sequence_length
-    cells, pieces = card.tokens + card.padding, card.histograms["row_pieces"]
+    cells, pieces = card.samples * length, card.histograms["row_pieces"]
     told = {
         "Strategy": card.recipe["pack"]["strategy"],
         "Partitions": f"{packing['partitions']:,}, packed each by itself",
@@ -300,6 +300,7 @@ def render_packing(card: DatasetCard) -> str:
         "Documents cut": f"{packing['cut_documents']:,} of {packing['documents']:,} "
         f"({percent(packing['cut_documents'], packing['documents'])}); {packing['needless_cuts']:,} of them "
         "would have fitted into one row",
+        **_policies(card),
         **_trained(card),
         "Pieces": f"{pieces.sum:,}, {pieces.sum / max(1, pieces.count):.2f} in a row on average",
     }
@@ -309,6 +310,20 @@ def render_packing(card: DatasetCard) -> str:
         _rows(card.histograms["row_padding"], ">tokens of padding", "Rows by their tokens of padding"),
         _rows(pieces, ">pieces", "Rows by the documents, or parts of some, in them"),
     )
+
+
+def _policies(card: DatasetCard) -> dict[str, str]:
+    """What strategies that crop left out, and how often the bos is repeated."""
+    packing, told = card.packing, {}
+    if "cropped" in packing:
+        cropped, all_tokens = packing["cropped"], card.tokens + packing["cropped"]
+        told["Tokens left out"] = (
+            f"{cropped:,} of {all_tokens:,} ({percent(cropped, all_tokens)}), the ends of "
+            f"{packing['cropped_documents']:,} documents"
+        )
+    if "repeated_bos" in packing:
+        told["Rows within a document"] = f"{packing['repeated_bos']:,} begin with the bos again"
+    return told
 
 
 def _trained(card: DatasetCard) -> dict[str, str]:

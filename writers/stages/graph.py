@@ -287,7 +287,11 @@ def _pack(
         tokens = exchange(
             run, "tokens", tokenize.TOKENS, tokenized[part], readers=partitions, limits=inputs.limits
         )
-        [packed] = run(pack.tasks(recipe, tokens, partitions, eos_id=facts.eos_id, dtype=facts.dtype))
+        [packed] = run(
+            pack.tasks(
+                recipe, tokens, partitions, eos_id=facts.eos_id, bos_id=facts.bos_id, dtype=facts.dtype
+            )
+        )
         parts = [Packed.of(commit) for commit in packed]
         [numbered] = run(provenance.tasks(packed, [len(part.shards) for part in parts]))
         entry = {

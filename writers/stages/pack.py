@@ -29,7 +29,14 @@ from shardkit.order.permutation import Permutation
 from shardkit.writers.exchange import Exchanged, Slice
 from shardkit.writers.execution.task import Commit, Task, partition_name
 from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe
-from shardkit.writers.stages.packing import Placement, fill_rows, pack_best_fit, pack_concat
+from shardkit.writers.stages.packing import (
+    Placement,
+    fill_rows,
+    pack_best_fit,
+    pack_best_fit_crop,
+    pack_best_fit_truncate,
+    pack_concat,
+)
 from shardkit.writers.stages.provenance import PROVENANCE_NAME, write_provenance
 from shardkit.writers.stages.tokenize import documents_of, partition_start
 from shardkit.writers.tokenizer import Tokens
@@ -50,6 +57,9 @@ _WIDE_KEY_DIGITS = 14  # of datasets of more partitions than 12 digits have room
 
 _SUMS = ("documents", "rows", "tokens", "padding", "cut_documents", "needless_cuts", "pieces")
 
+_OF_POLICIES = ("cropped", "cropped_documents", "repeated_bos")
+_MASKED = ("trained", "cropped_trained")
+
 _Ints = npt.NDArray[np.int64]
 
 
@@ -58,7 +68,11 @@ class Packed:
     """Result of one partition. `tokens` are those of documents, eos included, which lie in `pieces`;
     `cut_documents` are in more than one piece, and `needless_cuts` of them would have fitted into one row.
     `row_padding` and `row_pieces` are histograms over rows of their padding tokens and pieces.
-    `trained` are the tokens that a loss mask lets be trained on."""
+    `trained` are the tokens that a loss mask lets be trained on.
+
+    Of strategies that crop: `cropped` tokens of `cropped_documents` were left out, of which `cropped_trained`
+    would have been trained on. `repeated_bos` tokens begin rows within documents. None: not of this strategy.
+    """
 
     shards: list[ShardInfo] = field(default_factory=list)
     documents: int = 0
@@ -71,16 +85,21 @@ class Packed:
     row_padding: Histogram = field(default_factory=Histogram)
     row_pieces: Histogram = field(default_factory=Histogram)
     trained: int = 0
+    cropped: int | None = None
+    cropped_documents: int | None = None
+    repeated_bos: int | None = None
+    cropped_trained: int = 0
 
     def counts(self) -> dict[str, int]:
         """Sums for the dataset card."""
-        return {"shards": len(self.shards)} | {name: getattr(self, name) for name in _SUMS}
+        of_policies = {name: getattr(self, name) for name in _OF_POLICIES if getattr(self, name) is not None}
+        return {"shards": len(self.shards)} | {name: getattr(self, name) for name in _SUMS} | of_policies
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a commit."""
         histograms = {"row_padding": self.row_padding.to_dict(), "row_pieces": self.row_pieces.to_dict()}
         shards = [asdict(shard) for shard in self.shards]
-        packed = self.counts() | {"trained": self.trained}
+        packed = self.counts() | {name: getattr(self, name) for name in _MASKED}
         return {"packed": packed, "histograms": histograms, "shards": shards}
 
     @classmethod
@@ -92,17 +111,27 @@ class Packed:
             **{name: sums[name] for name in _SUMS},
             row_padding=Histogram.from_dict(histograms["row_padding"]),
             row_pieces=Histogram.from_dict(histograms["row_pieces"]),
-            trained=sums["trained"],
+            **{name: sums.get(name) for name in _OF_POLICIES},
+            **{name: sums[name] for name in _MASKED},
         )
 
 
-def tasks(recipe: Recipe, tokens: Exchanged, partitions: int, *, eos_id: int, dtype: str) -> list[Task]:
+def tasks(
+    recipe: Recipe,
+    tokens: Exchanged,
+    partitions: int,
+    *,
+    eos_id: int,
+    dtype: str,
+    bos_id: int | None = None,
+) -> list[Task]:
     """One task a partition of the exchanged runs of stage `tokenize`."""
     shared = {
         "pack": recipe.pack.model_dump(mode="json"),
         "output": recipe.output.of_shards,
         "seed": recipe.seed,
         "eos_id": eos_id,
+        "bos_id": bos_id,
         "dtype": dtype,
         "partitions": partitions,
         "masked": recipe.is_masked,
@@ -111,7 +140,16 @@ def tasks(recipe: Recipe, tokens: Exchanged, partitions: int, *, eos_id: int, dt
     made = []
     for number in range(partitions):
         mine = tokens.slice(partition_start(number, partitions), partition_start(number + 1, partitions))
-        settings = (recipe.pack, recipe.output, recipe.seed, eos_id, dtype, key_digits, recipe.is_masked)
+        settings = (
+            recipe.pack,
+            recipe.output,
+            recipe.seed,
+            eos_id,
+            dtype,
+            key_digits,
+            recipe.is_masked,
+            bos_id,
+        )
         args = (mine, number, *settings)
         name, config = partition_name(number, partitions), shared | {"partition": number}
         inputs = {"tokens": mine.digest}
@@ -135,6 +173,7 @@ def pack_partition(
     dtype: npt.DTypeLike,
     key_digits: int = KEY_DIGITS,
     masked: bool = False,
+    bos_id: int | None = None,
 ) -> Packed:
     """Pack the documents of `partition`; write its shards and provenance into `folder`.
 
@@ -143,7 +182,7 @@ def pack_partition(
     part = _read_partition(documents, np.dtype(dtype), masked=masked)
     if output.format == "tokens":
         return store_documents(folder, part, partition, output, seed)
-    return pack_documents(folder, part, partition, pack, output, seed, eos_id, key_digits)
+    return pack_documents(folder, part, partition, pack, output, seed, eos_id, key_digits, bos_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,17 +209,21 @@ def pack_documents(
     seed: int,
     eos_id: int,
     key_digits: int = KEY_DIGITS,
+    bos_id: int | None = None,
 ) -> Packed:
-    """Pack documents into rows, shuffle these, and write shards and provenance."""
-    packer = pack_best_fit if pack.strategy == "best_fit" else pack_concat
-    placement = packer(part.lengths, pack.sequence_length)
+    """Pack documents into rows, shuffle these, and write shards and provenance.
+
+    `bos_id` begins rows within documents if `pack.row_bos` is set.
+    """
+    placement = _place(part.lengths, pack)
     shuffle = Permutation(placement.rows, f"{seed}\0rows\0{partition}".encode())
     placement = placement.moved(shuffle(np.arange(placement.rows)))
-    result = _count(placement, part.lengths)
-    if result.tokens != int(part.lengths.sum()) or result.documents != part.table.num_rows:
+    result = _count(placement, part.lengths, pack)
+    booked = result.tokens + (result.cropped or 0)
+    if booked != int(part.lengths.sum()) or result.documents != part.table.num_rows:
         raise ConservationError(
-            f"{folder}: partition {partition} has {int(part.lengths.sum()):,} tokens, {result.tokens:,} were "
-            f"packed; this is a bug in shardkit, please report it"
+            f"{folder}: partition {partition} has {int(part.lengths.sum()):,} tokens, {booked:,} were "
+            f"packed or cropped; this is a bug in shardkit, please report it"
         )
     starts = _shard_starts(
         placement.rows, _row_bytes(pack.sequence_length, part.tokens.dtype, output, part), output
@@ -194,6 +237,9 @@ def pack_documents(
         fill_rows(
             part.tokens, sources[here], placement.length[here], in_shard, placement.column[here], rows, eos_id
         )
+        if pack.row_bos:
+            further = placement.start[here] > 0
+            rows[in_shard[further], placement.column[here][further] - 1] = bos_id
         name = f"part-{partition:05d}.{number:05d}"
         if part.masks is not None:
             assert part.mask_starts is not None
@@ -206,8 +252,28 @@ def pack_documents(
             continue
         keys = partition * TAR_KEY_STEP + int(starts[number]), key_digits
         result.shards.append(_write_shard(folder, name, rows, output, keys))
+    if part.masks is not None and pack.crops:
+        result.cropped_trained = _trained_of(part) - result.trained
     write_provenance(folder / PROVENANCE_NAME, placement, starts, part.table, seed=seed)
     return result
+
+
+def _place(lengths: _Ints, pack: PackConfig) -> Placement:
+    """Where the recipe's strategy puts documents."""
+    if pack.strategy == "concat":
+        return pack_concat(lengths, pack.sequence_length, row_bos=pack.row_bos)
+    if pack.strategy == "best_fit":
+        return pack_best_fit(lengths, pack.sequence_length, row_bos=pack.row_bos)
+    crop = pack_best_fit_crop if pack.strategy == "best_fit_crop" else pack_best_fit_truncate
+    return crop(lengths, pack.sequence_length)
+
+
+def _trained_of(part: Partition) -> int:
+    """Tokens of all documents that a loss mask lets be trained on."""
+    assert part.masks is not None
+    assert part.mask_starts is not None
+    places = zip(part.mask_starts, part.lengths, strict=True)
+    return sum(int(part.masks[start : start + length].sum()) for start, length in places)
 
 
 def store_documents(folder: Path, part: Partition, partition: int, output: OutputConfig, seed: int) -> Packed:
@@ -271,9 +337,11 @@ def _read_partition(documents: Slice, dtype: np.dtype[Any], *, masked: bool = Fa
     return Partition(tokens, starts // dtype.itemsize, lengths, table, *masks)
 
 
-def _count(placement: Placement, lengths: _Ints) -> Packed:
+def _count(placement: Placement, lengths: _Ints, pack: PackConfig) -> Packed:
+    cropped = lengths - np.bincount(placement.document, placement.length, len(lengths)).astype(np.int64)
     cut = np.bincount(placement.document, minlength=len(lengths)) > 1
-    filled = np.bincount(placement.row, placement.length, placement.rows).astype(np.int64)
+    filled = np.zeros(placement.rows, np.int64)
+    np.maximum.at(filled, placement.row, placement.column + placement.length)
     return Packed(
         documents=int((np.bincount(placement.document, minlength=len(lengths)) > 0).sum()),
         rows=placement.rows,
@@ -284,6 +352,9 @@ def _count(placement: Placement, lengths: _Ints) -> Packed:
         pieces=len(placement.row),
         row_padding=Histogram.of(placement.sequence_length - filled),
         row_pieces=Histogram.of(np.bincount(placement.row, minlength=placement.rows)),
+        cropped=int(cropped.sum()) if pack.crops else None,
+        cropped_documents=int((cropped > 0).sum()) if pack.crops else None,
+        repeated_bos=placement.repeated_bos if pack.row_bos else None,
     )
 
 

@@ -5,6 +5,11 @@ documents is cut without need. `pack_best_fit` cuts only documents longer than L
 remainder, and packs the remainders by best-fit-decreasing in windows of about 10,000: longest first, each
 into the open row with the least room that still holds it. Both keep every token exactly once.
 
+With these two a row may begin inside a document. With `row_bos` the bos id is repeated before every piece
+that continues a document, so that each row begins with it. `pack_best_fit_truncate` and `pack_best_fit_crop`
+begin every row with a document instead, and leave tokens out: the first what lies beyond L in a document, as
+packing in TRL does ("bfd"); the second all that does not fit, so that no row is padded, as nanochat does.
+
 A remainder of one token is a lone eos. After the end of another document it would look like padding, so it is
 placed first in its row, and a row takes only one.
 
@@ -15,14 +20,22 @@ arithmetic on lengths, without the GIL.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from shardkit.writers.kernels.numba_support import Int32s, Int64s, UInt8s, UInt64s, kernel
 from shardkit.writers.tokenizer import Tokens
 
-__all__ = ["WINDOW_PIECES", "Placement", "fill_rows", "pack_best_fit", "pack_concat"]
+__all__ = [
+    "WINDOW_PIECES",
+    "Placement",
+    "fill_rows",
+    "pack_best_fit",
+    "pack_best_fit_crop",
+    "pack_best_fit_truncate",
+    "pack_concat",
+]
 
 WINDOW_PIECES = 10_000
 
@@ -39,7 +52,8 @@ class Placement:
     """Pieces of documents and where they go: int64[pieces] each, one entry a piece.
 
     Tokens [start, start + length) of document number `document` are tokens [column, column + length) of row
-    number `row`. What no piece covers is padding, always at the end of a row.
+    number `row`. What no piece covers is padding, always at the end of a row; with `row_bos` there is also
+    a bos at `column - 1` of each piece that continues a document.
     """
 
     sequence_length: int
@@ -49,21 +63,30 @@ class Placement:
     length: Int64s
     row: Int64s
     column: Int64s
+    row_bos: bool = field(default=False, kw_only=True)
+
+    @property
+    def repeated_bos(self) -> int:
+        """Times that the bos is repeated."""
+        return int((self.start > 0).sum()) if self.row_bos else 0
 
     @property
     def padding(self) -> int:
         """Tokens of padding in all rows."""
-        return self.rows * self.sequence_length - int(self.length.sum())
+        return self.rows * self.sequence_length - int(self.length.sum()) - self.repeated_bos
 
     def moved(self, rows: Int64s) -> Placement:
         """The same placement with row r moved to `rows[r]`, and pieces sorted by (row, column)."""
         row = rows[self.row]
         order = _by_row(row, self.column, self.rows)
         columns = (self.document, self.start, self.length, row, self.column)
-        return Placement(self.sequence_length, self.rows, *(values[order] for values in columns))
+        moved = (values[order] for values in columns)
+        return Placement(self.sequence_length, self.rows, *moved, row_bos=self.row_bos)
 
 
-def pack_best_fit(lengths: Int64s, sequence_length: int, window: int = WINDOW_PIECES) -> Placement:
+def pack_best_fit(
+    lengths: Int64s, sequence_length: int, window: int = WINDOW_PIECES, *, row_bos: bool = False
+) -> Placement:
     """Place documents of `lengths` >= 2 tokens in rows of `sequence_length` >= 2 without a needless cut.
 
     The remainders are dealt evenly to windows of `window` to 2 * `window` - 1 (fewer if there are fewer).
@@ -71,15 +94,37 @@ def pack_best_fit(lengths: Int64s, sequence_length: int, window: int = WINDOW_PI
     _check(lengths, sequence_length)
     if window < 1:
         raise ValueError(f"a window needs at least one piece, not {window}")
-    rows, *columns = _best_fit(np.ascontiguousarray(lengths, np.int64), sequence_length, window)
+    lengths = np.ascontiguousarray(lengths, np.int64)
+    if row_bos:  # pieces k = 1, 2, ... of a document begin at k * L, with the bos as their first token
+        lengths = lengths + np.maximum(0, -(-(lengths - sequence_length) // (sequence_length - 1)))
+    rows, document, start, length, row, column = _best_fit(lengths, sequence_length, window)
+    if row_bos:
+        piece = start // sequence_length
+        further = (piece > 0).astype(np.int64)
+        start, length, column = start - piece + further, length - further, column + further
+    return Placement(sequence_length, int(rows), document, start, length, row, column, row_bos=row_bos)
+
+
+def pack_best_fit_truncate(lengths: Int64s, sequence_length: int, window: int = WINDOW_PIECES) -> Placement:
+    """Best fit of the documents' first L tokens: each is one piece, and what lies beyond is left out."""
+    return pack_best_fit(np.minimum(lengths, sequence_length), sequence_length, window)
+
+
+def pack_best_fit_crop(lengths: Int64s, sequence_length: int) -> Placement:
+    """Fill row after row: the longest document that fits, again and again, then the shortest one, cropped.
+
+    Every document is one piece that begins with its first token; only the last row is padded.
+    """
+    _check(lengths, sequence_length)
+    rows, *columns = _best_fit_crop(np.ascontiguousarray(lengths, np.int64), sequence_length)
     return Placement(sequence_length, int(rows), *columns)
 
 
-def pack_concat(lengths: Int64s, sequence_length: int) -> Placement:
+def pack_concat(lengths: Int64s, sequence_length: int, *, row_bos: bool = False) -> Placement:
     """Place documents one after the other, cut wherever a row ends; only the last row is padded."""
     _check(lengths, sequence_length)
-    rows, *columns = _concat(np.ascontiguousarray(lengths, np.int64), sequence_length)
-    return Placement(sequence_length, int(rows), *columns)
+    rows, *columns = _concat(np.ascontiguousarray(lengths, np.int64), sequence_length, int(row_bos))
+    return Placement(sequence_length, int(rows), *columns, row_bos=row_bos)
 
 
 def fill_rows(
@@ -275,11 +320,43 @@ def _lone_eos_first(sizes: Int32s, rows: int, used: int, row: Int64s, column: In
 
 
 @kernel
-def _concat(lengths: Int64s, size: int) -> tuple[int, Int64s, Int64s, Int64s, Int64s, Int64s]:
-    total, count = 0, 0
+def _best_fit_crop(lengths: Int64s, size: int) -> tuple[int, Int64s, Int64s, Int64s, Int64s, Int64s]:
+    """Documents of one length are taken as they stand; those longer than a row count as size + 1."""
+    count, most = len(lengths), size + 1
+    document, row, column = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
+    piece = np.empty(count, np.int64)
+    # Members of `up` are the lengths that are left, of `down` the same from `most` on downwards.
+    up, up_summary, _, _, ends = _new_buckets(most, 0)
+    down, down_summary, _, _, _ = _new_buckets(most, 0)
+    order, sizes = _longest_first(np.minimum(lengths, most).astype(np.int32), ends)
+    heads = np.zeros(most + 1, np.int32)
+    for k in range(count - 1, -1, -1):
+        heads[sizes[k]] = k
+        _set_bit(up, up_summary, sizes[k])
+        _set_bit(down, down_summary, most - sizes[k])
+    rows, free = 0, 0
+    for k in range(count):
+        if free == 0:
+            rows, free = rows + 1, size
+        found = _first_at_least(down, down_summary, most - free)
+        length = most - found if found >= 0 else _first_at_least(up, up_summary, free + 1)
+        document[k], row[k], column[k] = order[heads[length]], rows - 1, size - free
+        piece[k] = min(length, free)
+        free -= piece[k]
+        heads[length] += 1
+        if heads[length] == ends[length]:
+            _clear_bit(up, up_summary, length)
+            _clear_bit(down, down_summary, most - length)
+    return rows, document, np.zeros(count, np.int64), piece, row, column
+
+
+@kernel
+def _concat(lengths: Int64s, size: int, bos: int) -> tuple[int, Int64s, Int64s, Int64s, Int64s, Int64s]:
+    """`bos`: 1 if it is repeated where a row continues a document."""
+    total = 0
     for length in lengths:
-        count += (total + length - 1) // size - total // size + 1
         total += length
+    count = len(lengths) + -(-total // (size - bos))  # at most: a cut in every row
     document = np.empty(count, np.int64)
     start = np.empty(count, np.int64)
     piece = np.empty(count, np.int64)
@@ -289,13 +366,16 @@ def _concat(lengths: Int64s, size: int) -> tuple[int, Int64s, Int64s, Int64s, In
     for i in range(len(lengths)):
         done = 0
         while done < lengths[i]:
+            if done > 0:  # a new row
+                place += bos
             take = min(lengths[i] - done, size - place % size)
             document[made], start[made], piece[made] = i, done, take
             row[made], column[made] = place // size, place % size
             done += take
             place += take
             made += 1
-    return -(-total // size), document, start, piece, row, column
+    here = slice(0, made)
+    return -(-place // size), document[here], start[here], piece[here], row[here], column[here]
 
 
 @kernel

@@ -83,8 +83,10 @@ def _shown(
     is_padding = labels[0] == IGNORED_LABEL
     if documents is not None:  # what was packed, also where no eos marks it
         numbers, is_padding = np.full(len(tokens), -1), np.ones(len(tokens), np.bool_)
+        end_before = 0
         for number, document in enumerate(documents):
             low, high = document["tokens"]
+            low, end_before = end_before, high  # a bos that is repeated before a piece is shown as its own
             numbers[low:high], is_padding[low:high] = number, False
     cuts = np.flatnonzero(np.diff(numbers)) + 1
     found = []

@@ -91,7 +91,7 @@ class Tracer:
             if pieces is None:
                 answers[-1] |= {"padding": None, "documents": None}
                 continue
-            used = sum(piece.token_end - piece.token_start for piece in pieces)
+            used = max(piece.token_end for piece in pieces)
             answers[-1]["padding"] = None if length is None else length - used
             answers[-1]["documents"] = [self._facts(piece, texts.get(_key(piece))) for piece in pieces]
         return answers
