@@ -46,7 +46,7 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
     )
     if recipe.output.prefixes is None:
         del content["output"]["prefixes"]  # as in the recipes of older versions
-    for key in ("bos", "chat_template"):
+    for key in ("bos", "chat_template", "encoding"):
         if recipe.tokenizer is not None and getattr(recipe.tokenizer, key) is None:
             del content["tokenizer"][key]
     for key in ("limit", "split", "tokenizer"):

@@ -41,6 +41,7 @@ from shardkit.writers.settings import (
     Shorthand,
     StrictModel,
 )
+from shardkit.writers.tokenizer_file import EncodingName, TiktokenConfig
 
 __all__ = [
     "InputConfig",
@@ -116,8 +117,9 @@ class TokenizerConfig(StrictModel):
     """The tokenizer that turns documents into token ids."""
 
     path: LocalPath = Field(
-        description="A Hugging Face tokenizer.json, relative to the recipe's folder; a folder that has one; "
-        "or the name of a model whose tokenizer is in the Hugging Face cache of this machine, such as gpt2."
+        description="A Hugging Face tokenizer.json, a SentencePiece model or a .tiktoken file, relative to "
+        "the recipe's folder; a folder that has one; or the name of a model whose tokenizer is in the cache "
+        "of Hugging Face on this machine, such as gpt2."
     )
     eos: str = Field(
         min_length=1,
@@ -128,6 +130,12 @@ class TokenizerConfig(StrictModel):
         default=None,
         description="The special token that begins every document, as Llama's models expect; null: none.",
         examples=["<s>", "<|begin_of_text|>"],
+    )
+    encoding: EncodingName | TiktokenConfig | None = Field(
+        default=None,
+        description="Of files of byte pairs and ranks (tiktoken): the published encoding they are of, or "
+        "its pattern and special tokens; null: as the file is named.",
+        examples=["cl100k_base", {"pattern": "\\S+|\\s+", "special_tokens": {"<|end|>": 512}}],
     )
     chat_template: LocalPath | None = Field(
         default=None,

@@ -1,51 +1,59 @@
 """Text to token ids, with text kept text.
 
-`tokenizers` (Hugging Face) defines which ids are right; `gigatoken` computes them, some fifty times faster.
-The two are compared once per build on a sample of its documents (`check_parity`): on any difference, or when
-`gigatoken` does not know the tokenizer's parts, the whole build uses `tokenizers`, so that no byte depends on
-which task noticed. What a sample can miss are rare characters: the Unicode tables of both differ in age, so
-form C orders combining marks of young scripts in two ways. `unlike_characters` compares the engines on every
-combining mark; texts that hold one of those that differ are encoded by `tokenizers`, whatever the engine.
+The library that a tokenizer file is made for defines which ids are right (`own_engine`): `tokenizers` of
+Hugging Face for tokenizer.json, `sentencepiece` or `tiktoken` for theirs. `gigatoken` computes them, some
+fifty times faster. The two are compared once per build on a sample of its documents (`check_parity`): on any
+difference, or when `gigatoken` does not know the tokenizer's parts, the whole build uses the file's own
+library, so that no byte depends on which task noticed. What a sample can miss are rare characters: the
+Unicode tables of both differ in age, so form C orders combining marks of young scripts in two ways.
+`unlike_characters` compares the engines on every combining mark; texts that hold one of those that differ are
+encoded by the own library, whatever the engine.
 
-Both encode text that spells a special token as plain text, so that the eos id occurs exactly where a document
+All encode text that spells a special token as plain text, so that the eos id occurs exactly where a document
 ends; an id that breaks this stops the build. Unigram models list special tokens among their pieces and would
-find them in text; there those pieces get a name that no text has (`_hide_special_pieces`).
+find them in text; there those pieces get a name that no text has (`hide_special_pieces`). `sentencepiece`
+finds no control symbol in text; the user-defined symbols of its models are tokens wherever they are spelled.
 
 Cost: one core per process (no hidden thread pools), and memory for one piece of `ENCODE_BYTES` of text plus
-`CACHE_BYTES` of the engine's own word cache, which otherwise grows without limit.
+what the engine holds (shardkit.writers.tokenizer_engines).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import re
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from shardkit.errors import BuildError, MissingExtraError, RecipeError, warn_user
-from shardkit.files import load_json
+from shardkit.errors import BuildError, RecipeError, warn_user
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts
-from shardkit.writers.inputs.chat import SPECIAL, TRAINED, parts_of
+from shardkit.writers.inputs.chat import TRAINED, parts_of
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
 from shardkit.writers.kernels.simd import load_8_bytes
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets, text_pieces
 from shardkit.writers.kernels.utf8 import ASSIGNED, CODE_POINTS, next_character
+from shardkit.writers.tokenizer_engines import (
+    Gigatoken,
+    HuggingFace,
+    Ids,
+    Marked,
+    OwnEngine,
+    SentencePiece,
+    Tiktoken,
+)
+from shardkit.writers.tokenizer_file import Encoding, Engine, own_engine, tokenizer_config
 
 __all__ = [
     "Encoder",
-    "Engine",
     "EosInTextError",
     "Parity",
     "Tokens",
@@ -56,14 +64,11 @@ __all__ = [
     "unlike_characters",
 ]
 
-Engine = Literal["gigatoken", "tokenizers"]
 Tokens = npt.NDArray[np.uint16 | np.uint32]
-Ids = npt.NDArray[np.uint32]
 Ranges = tuple[tuple[int, int], ...]
 """Code points: the first and the last one of each range."""
 
 ENCODE_BYTES = 16 << 20  # text per call of an engine; its ids take up to four times as much
-CACHE_BYTES = 256 << 20  # gigatoken is loaded anew when its cache of words has grown by this
 PARITY_BYTES = 2 << 20  # `tokenizers` encodes one to three MB/s: about a second or two per build
 PARITY_CHARACTERS = 1 << 13  # of one document, so that a book does not stand for all others
 MAX_TOKENIZER_BYTES = 1 << 30  # the largest published tokenizer.json is about 40 MB
@@ -88,11 +93,12 @@ class EosInTextError(BuildError):
 
 
 class Encoder:
-    """One tokenizer.json, the id that ends documents, and the one that begins them if `bos` is given.
+    """One tokenizer file, the id that ends documents, and the one that begins them if `bos` is given.
 
-    `vocab_size` is one more than the greatest id; `dtype` is uint16 where that suffices, else uint32;
-    `digest` is the blake2b-128 of the file's bytes. Texts with a character of `unlike` are encoded by
-    `tokenizers` in any case. Raises RecipeError for a file that cannot be used.
+    `engine` None: the file's own. `vocab_size` is one more than the greatest id; `dtype` is uint16 where
+    that suffices, else uint32; `digest` is the blake2b-128 of the file's bytes. Texts with a character of
+    `unlike` are encoded by the file's own library in any case. Raises RecipeError for a file that cannot be
+    used.
     """
 
     def __init__(
@@ -101,26 +107,29 @@ class Encoder:
         eos: str,
         *,
         bos: str | None = None,
-        engine: Engine = "gigatoken",
+        encoding: Encoding | None = None,
+        engine: Engine | None = "gigatoken",
         unlike: Ranges = (),
     ) -> None:
         data = _read_tokenizer(path)
         self.path = path
         self.eos, self.bos = eos, bos
-        self.engine: Engine = engine
+        self.own_engine = own_engine(data)
+        self.engine: Engine = engine or self.own_engine
         self.digest = _digest(data)
-        self._config = config = _parse_tokenizer(path, data)
+        self._encoding = encoding
+        self._config = config = tokenizer_config(path, data, encoding)
         self._unlike = _table_of(unlike) if unlike and engine == "gigatoken" else None
         ids = _vocabulary_ids(config)
         for key, token in (("eos", eos), ("bos", bos)):
             if token is not None and token not in ids:
                 raise RecipeError(f"tokenizer.{key}: {path} has no token {token!r}; {_candidates(config)}")
         marks = {eos} if bos is None else {eos, bos}
-        self._encode: _Gigatoken | _Reference
-        if engine == "gigatoken":
-            self._encode = _Gigatoken(config, marks)
+        self._encode: Gigatoken | OwnEngine
+        if self.engine == "gigatoken":
+            self._encode = Gigatoken(config, marks)
         else:
-            self._encode = _Reference(path, config, marks)
+            self._encode = self._reference
             ids = self._encode.vocabulary()
         self.eos_id = ids[eos]
         self.bos_id = None if bos is None else ids[bos]
@@ -147,6 +156,13 @@ class Encoder:
             counts.append(lengths)
             row += len(piece)
         return np.concatenate(joined), np.concatenate(counts)
+
+    def probes(self) -> list[str]:
+        """Short texts on which engines are likely to differ; some spell special tokens."""
+        added = self._config.get("added_tokens") or ()
+        contents = [str(t["content"]) for t in added if t.get("content")][:64]
+        forms = [(content, f"a{content}b", f" {content}\n{content}") for content in contents]
+        return [*_PROBES, *(text for form in forms for text in form)]
 
     def special_id(self, token: str, key: str) -> int:
         """The id of a special token; RecipeError that names `key` if the tokenizer has none of that name."""
@@ -187,11 +203,14 @@ class Encoder:
         return np.concatenate([empty, *parts]), counts, np.concatenate([np.zeros(0, np.uint8), *masks]), last
 
     @cached_property
-    def _marked(self) -> _Marked:
-        return _Marked(self.path, self._config, self._reference)
+    def _marked(self) -> Marked:
+        assert isinstance(self._reference, HuggingFace), "ChatFormat.of refuses other files"
+        return Marked(self._config, self._reference)
 
     def _encode_piece(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
         rows = np.zeros(0, np.int64) if self._unlike is None else _rows_with(texts, self._unlike)
+        if self.own_engine == "tiktoken" and self.engine == "gigatoken":
+            rows = np.union1d(rows, _rows_ending_in_space(texts))  # its patterns treat the end in another way
         ids, lengths = self._encode(texts)
         if not len(rows):
             return ids, lengths
@@ -203,8 +222,14 @@ class Encoder:
         return np.concatenate(parts), lengths
 
     @cached_property
-    def _reference(self) -> _Reference:
-        return _Reference(self.path, self._config, {self.eos} if self.bos is None else {self.eos, self.bos})
+    def _reference(self) -> OwnEngine:
+        if self.own_engine == "sentencepiece":
+            return SentencePiece(self.path)
+        if self.own_engine == "tiktoken":
+            encoding = self._encoding or Encoding.named_by(self.path)
+            assert encoding is not None, "tokenizer_config has refused the file"
+            return Tiktoken(self.path, encoding)
+        return HuggingFace(self.path, self._config, {self.eos} if self.bos is None else {self.eos, self.bos})
 
     def _check(self, ids: Ids, lengths: npt.NDArray[np.int64], first_row: int) -> None:
         if len(ids) and int(ids.max()) >= self.vocab_size:
@@ -223,144 +248,6 @@ class Encoder:
                 )
 
 
-class _Gigatoken:
-    """The fast engine, on the calling thread, over Arrow's own buffers."""
-
-    def __init__(self, config: dict[str, Any], marks: Set[str]) -> None:
-        added = [
-            t
-            for t in config.get("added_tokens") or ()
-            if not t.get("special") and t.get("content") not in marks
-        ]
-        unused = {"post_processor": None, "truncation": None, "padding": None}
-        self._data = json.dumps(config | unused | {"added_tokens": added})
-        self._grown = 0
-        self._tokenizer = self._load()
-
-    def _load(self) -> Any:
-        try:
-            import gigatoken
-        except ImportError as error:
-            raise MissingExtraError("gigatoken", "write", "tokenizing") from error
-        try:
-            return gigatoken.Tokenizer.from_json(self._data)
-        except Exception as error:  # RuntimeError and ValueError for parts it does not know
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise BuildError(f"gigatoken cannot load this tokenizer ({reason}); use tokenizers") from error
-
-    def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
-        import awkward
-
-        contents = awkward.contents
-        strings = contents.ListOffsetArray(
-            awkward.index.Index64(text_offsets(texts)),
-            contents.NumpyArray(text_bytes(texts), parameters={"__array__": "char"}),
-            parameters={"__array__": "string"},
-        )
-        before = _resident_bytes()
-        encoded = self._tokenizer.encode_batch(awkward.Array(strings), parallel=False).layout
-        ids: Ids = np.asarray(encoded.content.data)
-        lengths = np.diff(np.asarray(encoded.offsets.data, np.int64))
-        self._grown += max(0, _resident_bytes() - before - ids.nbytes)
-        if self._grown > CACHE_BYTES:
-            self._tokenizer = self._load()
-            self._grown = 0
-        return ids, lengths
-
-
-class _Reference:
-    """`tokenizers`: slow, and right by definition. One document a call, so that it starts no threads."""
-
-    def __init__(self, path: Path, config: dict[str, Any], marks: Set[str]) -> None:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise MissingExtraError("tokenizers", "write", "tokenizing") from error
-        added = [
-            t | {"special": True} if t.get("content") in marks else t
-            for t in config.get("added_tokens") or ()
-        ]
-        # Cutting or padding documents is the packer's work, whatever the file asks for.
-        plain = config | {"added_tokens": added, "truncation": None, "padding": None}
-        try:
-            self._named = self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(plain))
-            if (hidden := _hide_special_pieces(plain, marks)) is not plain:
-                self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(hidden))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise RecipeError(f"tokenizer.path: {path} cannot be loaded by tokenizers: {error}") from error
-        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is eleven letters and signs
-        self.tokenizer = self._tokenizer
-
-    def vocabulary(self) -> dict[str, int]:
-        return dict(self._named.get_vocab(with_added_tokens=True))
-
-    def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
-        encode = self._tokenizer.encode_batch_fast
-        parts = [np.array(encode([t.as_py()], add_special_tokens=False)[0].ids, np.uint32) for t in texts]
-        lengths = np.fromiter(map(len, parts), np.int64, len(parts))
-        return np.concatenate(parts or [np.zeros(0, np.uint32)]), lengths
-
-
-class _Marked:
-    """Encodes texts whose special tokens are special only where their marks say so."""
-
-    def __init__(self, path: Path, config: dict[str, Any], plain: _Reference) -> None:
-        import tokenizers
-
-        self._plain = plain
-        self._ids = plain.vocabulary()
-        unused = {"truncation": None, "padding": None, "post_processor": None}
-        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(config | unused))
-        special = [t["content"] for t in config.get("added_tokens") or () if t.get("special")]
-        self._spelled = re.compile("|".join(map(re.escape, special)) or r"(?!)")
-
-    def encode(self, parts: Sequence[tuple[str, int]]) -> tuple[Ids, npt.NDArray[np.uint8]]:
-        """(ids, whether each is trained on) of the parts of one text."""
-        if not any(self._spelled.search(part) for part, flags in parts if not flags & SPECIAL):
-            return self._run(self._tokenizer, parts)
-        found = []
-        for is_special, group in groupby(parts, key=lambda part: part[1] & SPECIAL):
-            for run in [[part] for part in group] if is_special else [list(group)]:
-                if is_special:
-                    [(token, flags)] = run
-                    trained = np.array([flags & TRAINED > 0], np.uint8)
-                    found.append((np.array([self._ids[token]], np.uint32), trained))
-                else:
-                    found.append(self._run(self._plain.tokenizer, run))
-        return np.concatenate([ids for ids, _ in found]), np.concatenate([mask for _, mask in found])
-
-    def _run(self, tokenizer: Any, parts: Sequence[tuple[str, int]]) -> tuple[Ids, npt.NDArray[np.uint8]]:
-        """Ids of a text; those are trained on that share a character with a part that is."""
-        encoded = tokenizer.encode("".join(part for part, _ in parts), add_special_tokens=False)
-        sizes = [len(part) for part, _ in parts]
-        before = np.append(0, np.cumsum(np.repeat([flags & TRAINED > 0 for _, flags in parts], sizes)))
-        offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
-        starts = np.minimum(offsets[:, 0], len(before) - 1)
-        stops = np.minimum(np.maximum(offsets[:, 1], starts + 1), len(before) - 1)
-        mask = before[stops] > before[starts]
-        return np.array(encoded.ids, np.uint32), mask.astype(np.uint8)
-
-
-def _hide_special_pieces(config: dict[str, Any], marks: Set[str]) -> dict[str, Any]:
-    """The same tokenizer, whose Unigram model cannot find special tokens or `marks` in text, with its ids.
-
-    SentencePiece matches no control symbol in text either. Scores stay, because the least of them decides
-    what an unknown character costs. The added tokens of these pieces go: text is not searched for special
-    ones, and without a piece of that name they would get new ids.
-    """
-    vocabulary = config["model"].get("vocab")
-    if not isinstance(vocabulary, list):
-        return config
-    special = {*marks} | {t["content"] for t in config["added_tokens"] if t.get("special")}
-    hidden = special & {piece for piece, _ in vocabulary}
-    if not hidden:
-        return config
-    names = {piece: f"\U0010ffff{hashlib.sha256(piece.encode()).hexdigest()}" for piece in hidden}
-    model = config["model"] | {"vocab": [[names.get(piece, piece), score] for piece, score in vocabulary]}
-    added = [token for token in config["added_tokens"] if token["content"] not in hidden]
-    return config | {"model": model, "added_tokens": added}
-
-
 def unlike_characters(fast: Encoder, reference: Encoder) -> Ranges:
     """The characters whose texts the two engines may encode in different ways.
 
@@ -372,6 +259,8 @@ def unlike_characters(fast: Encoder, reference: Encoder) -> Ranges:
     unlike = young.copy()
     ids, right = (_split(*encoder.encode(texts)) for encoder in (fast, reference))
     unlike[codes] = [not np.array_equal(a, b) for a, b in zip(ids, right, strict=True)]
+    if reference.own_engine == "sentencepiece":
+        unlike[ord("\u2581")] = True  # its own sign for a space
     edges = np.flatnonzero(np.diff(unlike, prepend=False, append=False)).tolist()
     return tuple((first, stop - 1) for first, stop in zip(edges[::2], edges[1::2], strict=True))
 
@@ -414,6 +303,11 @@ def _rows_with(texts: pa.LargeStringArray, table: npt.NDArray[np.bool_]) -> npt.
     return np.flatnonzero(found)
 
 
+def _rows_ending_in_space(texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
+    lengths = (pc.binary_length(each).to_numpy() for each in (texts, pc.utf8_rtrim_whitespace(texts)))
+    return np.flatnonzero(np.not_equal(*lengths))
+
+
 @kernel
 def _find_characters(data: UInt8s, edges: Int64s, table: Bools, found: Bools) -> None:
     for text in range(len(found)):
@@ -429,12 +323,17 @@ def _find_characters(data: UInt8s, edges: Int64s, table: Bools, found: Bools) ->
 
 
 def load_encoder(
-    path: Path, eos: str, engine: Engine = "gigatoken", unlike: Ranges = (), bos: str | None = None
+    path: Path,
+    eos: str,
+    engine: Engine = "gigatoken",
+    unlike: Ranges = (),
+    bos: str | None = None,
+    encoding: Encoding | None = None,
 ) -> Encoder:
     """An Encoder, kept for the process's next task as long as the file's bytes stay the same."""
     status = path.stat()
     version = status.st_size, status.st_mtime_ns, status.st_ino
-    return _load_encoder(path, _digest_of_version(path, version), eos, engine, unlike, bos)
+    return _load_encoder(path, _digest_of_version(path, version), eos, engine, unlike, bos, encoding)
 
 
 @lru_cache(maxsize=4)
@@ -445,9 +344,15 @@ def _digest_of_version(path: Path, version: tuple[int, int, int]) -> str:
 
 @lru_cache(maxsize=2)
 def _load_encoder(
-    path: Path, digest: str, eos: str, engine: Engine, unlike: Ranges, bos: str | None
+    path: Path,
+    digest: str,
+    eos: str,
+    engine: Engine,
+    unlike: Ranges,
+    bos: str | None,
+    encoding: Encoding | None,
 ) -> Encoder:
-    encoder = Encoder(path, eos, bos=bos, engine=engine, unlike=unlike)
+    encoder = Encoder(path, eos, bos=bos, encoding=encoding, engine=engine, unlike=unlike)
     if encoder.digest != digest:
         raise BuildError(f"{path}: the tokenizer changed while the build ran; start the build again")
     return encoder
@@ -471,30 +376,32 @@ def check_parity(
     unlike: Ranges = (),
     *,
     bos: str | None = None,
+    encoding: Encoding | None = None,
     sample_bytes: int = PARITY_BYTES,
 ) -> Parity:
     """Compare both engines on a fixed sample of the build's documents (Arrow files of DOCUMENT_SCHEMA).
 
-    Texts with characters of `unlike` (`unlike_characters`) do not count: they are for `tokenizers` anyway.
+    Texts with characters of `unlike` (`unlike_characters`) do not count: the own engine gets them anyway.
     The sample depends on the files' contents and order only. Warns (RuntimeWarning) when the build has to
-    use `tokenizers`. Call it once per build and give the engine's name to every tokenize task.
+    use the file's own engine. Call it once per build and give the engine's name to every tokenize task.
     """
-    reference = Encoder(path, eos, bos=bos, engine="tokenizers")
-    texts = [*_probes(path), *sample_texts(documents, sample_bytes)]
+    reference = Encoder(path, eos, bos=bos, encoding=encoding, engine=None)
+    own = reference.engine
+    texts = [*reference.probes(), *sample_texts(documents, sample_bytes)]
     size = sum(len(text.encode()) for text in texts)
     try:
-        fast = Encoder(path, eos, bos=bos, engine="gigatoken", unlike=unlike)
+        fast = Encoder(path, eos, bos=bos, encoding=encoding, engine="gigatoken", unlike=unlike)
     except BuildError as error:
-        return _fall_back(path, Parity("tokenizers", len(texts), size, 0, str(error)))
+        return _fall_back(path, Parity(own, len(texts), size, 0, str(error)))
     facts = [(encoder.eos_id, encoder.bos_id, encoder.vocab_size) for encoder in (fast, reference)]
     if facts[0] != facts[1]:
-        reason = "the tokenizer file numbers its added tokens in another way than tokenizers does"
-        return _fall_back(path, Parity("tokenizers", len(texts), size, 0, reason))
+        reason = f"the tokenizer file numbers its added tokens in another way than {own} does"
+        return _fall_back(path, Parity(own, len(texts), size, 0, reason))
     different = [text for text in texts if not _agree(fast, reference, text)]
     if different:
         where = f"{len(different)} of {len(texts)} texts, first {different[0][:80]!r}"
-        reason = f"gigatoken and tokenizers differ on {where}"
-        return _fall_back(path, Parity("tokenizers", len(texts), size, len(different), reason))
+        reason = f"gigatoken and {own} differ on {where}"
+        return _fall_back(path, Parity(own, len(texts), size, len(different), reason))
     return Parity("gigatoken", len(texts), size)
 
 
@@ -511,7 +418,7 @@ def _agree(fast: Encoder, reference: Encoder, text: str) -> bool:
 
 
 def _fall_back(path: Path, parity: Parity) -> Parity:
-    warn_user(f"{path}: {parity.reason}; this build encodes with tokenizers (slow)")
+    warn_user(f"{path}: {parity.reason}; this build encodes with {parity.engine} (slow)")
     return parity
 
 
@@ -532,13 +439,6 @@ def sample_texts(documents: Sequence[Artifact], sample_bytes: int) -> Iterator[s
                     break
 
 
-def _probes(path: Path) -> list[str]:
-    config = _parse_tokenizer(path, _read_tokenizer(path))
-    contents = [str(t["content"]) for t in config.get("added_tokens") or () if t.get("content")][:64]
-    spelled = [text for content in contents for text in (content, f"a{content}b", f" {content}\n{content}")]
-    return [*_PROBES, *spelled]
-
-
 def _read_tokenizer(path: Path) -> bytes:
     try:
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
@@ -551,18 +451,6 @@ def _read_tokenizer(path: Path) -> bytes:
             f"tokenizer.path: {path} cannot be read ({error.strerror or error}); "
             f"give a Hugging Face tokenizer.json file"
         ) from error
-
-
-def _parse_tokenizer(path: Path, data: bytes) -> dict[str, Any]:
-    try:
-        config = load_json(data)
-    except ValueError as error:
-        raise RecipeError(
-            f"tokenizer.path: {path} is not JSON ({error}); give a Hugging Face tokenizer.json"
-        ) from error
-    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
-        raise RecipeError(f"tokenizer.path: {path} has no `model`; give a Hugging Face tokenizer.json")
-    return config
 
 
 def _vocabulary_ids(config: dict[str, Any]) -> dict[str, int]:
@@ -590,13 +478,3 @@ def tokenizer_digest(path: Path) -> str:
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _linux_resident_bytes() -> int:
-    with Path("/proc/self/statm").open("rb") as file:
-        return int(file.read().split()[1]) * _PAGE_BYTES
-
-
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_resident_bytes: Callable[[], int]
-_resident_bytes = _linux_resident_bytes if Path("/proc/self/statm").exists() else (lambda: 0)

@@ -215,7 +215,8 @@ def _check_card(dataset: Dataset, card: DatasetCard) -> Iterator[Problem]:
         cells, packing = manifest.samples * length, card.data.get("packing")
         bos = packing.get("repeated_bos", 0) if isinstance(packing, dict) else 0
         if tokens + padding + bos != cells:
-            stated = f"{tokens:,} tokens, {padding:,} of padding and {bos:,} of bos"
+            repeated = f" and {bos:,} of repeated bos" if bos else ""
+            stated = f"{tokens:,} tokens and {padding:,} of padding{repeated}"
             yield Problem(CARD_NAME, f"{stated}; the rows hold {cells:,}")
 
 

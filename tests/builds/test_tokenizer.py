@@ -20,17 +20,18 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from shardkit.errors import BuildError, RecipeError
-from shardkit.writers import build
+from shardkit.writers import build, tokenizer_engines
 from shardkit.writers import tokenizer as module
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.tokenizer import (
     Encoder,
-    Engine,
     check_parity,
     load_encoder,
     sample_texts,
     unlike_characters,
 )
+from shardkit.writers.tokenizer_engines import Gigatoken
+from shardkit.writers.tokenizer_file import Engine
 from support.documents import write_documents
 from support.small_build import EOS, make_corpus, train_bpe
 
@@ -157,10 +158,11 @@ def test_no_texts_give_no_ids(path: Path) -> None:
 def test_the_engine_is_loaded_anew_when_its_cache_has_grown(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CACHE_BYTES", 1 << 20)
+    monkeypatch.setattr(tokenizer_engines, "CACHE_BYTES", 1 << 20)
     sizes = iter(range(0, 1 << 40, 1 << 24))
-    monkeypatch.setattr(module, "_resident_bytes", lambda: next(sizes))
+    monkeypatch.setattr(tokenizer_engines, "_resident_bytes", lambda: next(sizes))
     encoder = Encoder(path, EOS)
+    assert isinstance(encoder._encode, Gigatoken)
     before = encoder._encode._tokenizer
     ids = encoder.encode(TEXTS)[0]
     assert encoder._encode._tokenizer is not before
@@ -332,13 +334,13 @@ def test_one_difference_in_the_sample_decides_for_the_whole_build(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = [write_documents(tmp_path / "a.arrow", TEXTS), write_documents(tmp_path / "b.arrow", ["odd one"])]
-    plain = module._Gigatoken.__call__
+    plain = Gigatoken.__call__
 
     def wrong(self: Any, texts: pa.Array) -> Any:
         ids, lengths = plain(self, texts)
         return (ids + 1 if texts[0].as_py() == "odd one" else ids), lengths
 
-    monkeypatch.setattr(module._Gigatoken, "__call__", wrong)
+    monkeypatch.setattr(Gigatoken, "__call__", wrong)
     with pytest.warns(RuntimeWarning, match="differ on 1 of .* 'odd one'"):
         parity = check_parity([Artifact(path) for path in files], path, EOS)
     assert (parity.engine, parity.differences) == ("tokenizers", 1)

@@ -61,7 +61,9 @@ def test_the_token_that_ends_documents_is_known_by_its_name(
     special: list[str], end: str | None, tmp_path: Path
 ) -> None:
     tokens = [{"content": token, "special": True} for token in special]
-    (tmp_path / "t.json").write_text(json.dumps({"added_tokens": [*tokens, {"content": "</end>"}]}))
+    (tmp_path / "t.json").write_text(
+        json.dumps({"model": {}, "added_tokens": [*tokens, {"content": "</end>"}]})
+    )
     assert end_token(tmp_path / "t.json") == end
 
 

@@ -95,7 +95,8 @@ DECIDES_NO_BYTE = {
 }
 # Distributions that are not installed are left out. Transports (boto3, fsspec) decide no byte, as above.
 LIBRARIES = (
-    *("numpy", "numba", "llvmlite", "pyarrow", "awkward", "orjson", "tokenizers", "gigatoken", "xxhash"),
+    *("numpy", "numba", "llvmlite", "pyarrow", "awkward", "orjson", "xxhash"),
+    *("tokenizers", "gigatoken", "sentencepiece", "tiktoken"),
     # Decompressors.
     *("zstandard", "isal", "lz4", "Brotli", "python-snappy"),
     # What a web page's main text is, with the parsers below; which language a text has, and how likely it is.

@@ -94,6 +94,8 @@ class ChatFormat:
             return None
         assert recipe.tokenizer is not None
         path = find_tokenizer(recipe.folder, recipe.tokenizer.path)
+        if path.suffix != ".json":
+            raise RecipeError(f"tokenizer.path: conversations need a tokenizer.json; {path} is none")
         facts = _json(path.with_name("tokenizer_config.json")) or {}
         special = [t["content"] for t in (_json(path) or {}).get("added_tokens") or () if t.get("special")]
         tokens = {name: _content(facts[name]) for name in _TOKENS if facts.get(name)}

@@ -45,7 +45,8 @@ from shardkit.writers.stages.pack import Packed
 from shardkit.writers.stages.record_counts import count_records
 from shardkit.writers.stages.split import PartsFound, SplitStage
 from shardkit.writers.stages.tokenize import Selection, TokenizerFacts, TokenizerFile
-from shardkit.writers.tokenizer import Engine, Parity
+from shardkit.writers.tokenizer import Parity
+from shardkit.writers.tokenizer_file import Engine
 
 __all__ = [
     "PARTITION_TEXT_BYTES",
@@ -420,7 +421,7 @@ def _tokenize(
             raise
     parity = Parity.of(compared)
     if parity.reason:
-        warn_user(f"{parity.reason}; encoding with tokenizers (slow)")
+        warn_user(f"{parity.reason}; encoding with {parity.engine} (slow)")
     if parity.engine != facts.engine:
         [tokenized] = run(tasks(parity.engine))
     return tokenized, parity.engine

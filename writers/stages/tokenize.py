@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -47,7 +47,6 @@ from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.stages.clean import DOCUMENTS_FILE, split_name
 from shardkit.writers.tokenizer import (
     Encoder,
-    Engine,
     EosInTextError,
     Parity,
     Ranges,
@@ -57,7 +56,7 @@ from shardkit.writers.tokenizer import (
     tokenizer_digest,
     unlike_characters,
 )
-from shardkit.writers.tokenizer_file import find_tokenizer
+from shardkit.writers.tokenizer_file import Encoding, Engine, find_tokenizer
 
 _Masks = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 """Of each token, and of the eos of each document."""
@@ -200,12 +199,15 @@ class TokenizerFile:
     digest: str
     eos: str
     bos: str | None = None
+    encoding: Encoding | None = None
     fim: tuple[tuple[str, str], ...] = ()
 
     @property
     def marks(self) -> dict[str, str]:
         """The tokens that documents end and begin with, by key of the recipe: what decides ids."""
-        return {"tokenizer.eos": self.eos} | ({} if self.bos is None else {"tokenizer.bos": self.bos})
+        encoding = {} if self.encoding is None else {"tokenizer.encoding": digest_of(asdict(self.encoding))}
+        bos = {} if self.bos is None else {"tokenizer.bos": self.bos}
+        return {"tokenizer.eos": self.eos} | bos | encoding
 
     @classmethod
     def of(cls, recipe: Recipe) -> TokenizerFile | None:
@@ -217,7 +219,9 @@ class TokenizerFile:
             (number, config.fim) for number, config in enumerate(recipe.inputs) if config.fim is not None
         ]
         fim = tuple((f"inputs[{number}].fim", token) for number, one in named for token in one.tokens)
-        return cls(Artifact(path), tokenizer_digest(path), recipe.tokenizer.eos, recipe.tokenizer.bos, fim)
+        given = recipe.tokenizer
+        encoding = Encoding.of(given.encoding) or Encoding.named_by(path)
+        return cls(Artifact(path), tokenizer_digest(path), given.eos, given.bos, encoding, fim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,27 +245,32 @@ class TokenizerFacts(PlainCounts):
 def tokenizer_task(tokenizer: TokenizerFile) -> Task:
     """The task that loads the tokenizer early, so that wrong files and eos tokens fail at once."""
     inputs = {"tokenizer": tokenizer.digest}
-    args = (tokenizer.file, tokenizer.eos, tokenizer.bos, tokenizer.fim)
+    args = (tokenizer.file, tokenizer.eos, tokenizer.bos, tokenizer.encoding, tokenizer.fim)
     config = tokenizer.marks | ({"fim": tokenizer.fim} if tokenizer.fim else {})
     return Task("tokenizer", "tokenizer", config, check_tokenizer, args, _FIRST, inputs)
 
 
 def check_tokenizer(
-    folder: Path, file: Artifact, eos: str, bos: str | None = None, fim: Sequence[tuple[str, str]] = ()
+    folder: Path,
+    file: Artifact,
+    eos: str,
+    bos: str | None = None,
+    encoding: Encoding | None = None,
+    fim: Sequence[tuple[str, str]] = (),
 ) -> TokenizerFacts:
-    """Load the tokenizer with the reference engine, and with the fast one if it supports the file."""
+    """Load the tokenizer with its own engine, and with the fast one if it supports the file."""
     path = file.local()
-    encoder = Encoder(path, eos, bos=bos, engine="tokenizers")
+    encoder = Encoder(path, eos, bos=bos, encoding=encoding, engine=None)
     for key, token in fim:
         encoder.special_id(token, key)
     facts = encoder.eos_id, encoder.bos_id, encoder.vocab_size, encoder.dtype.name
     try:  # choose the engine to start with; the parity check decides
-        fast = Encoder(path, eos, bos=bos, engine="gigatoken")
+        fast = Encoder(path, eos, bos=bos, encoding=encoding, engine="gigatoken")
         unlike = unlike_characters(fast, encoder)
     except MissingExtraError:
         raise
     except Exception:  # gigatoken raises exceptions of its own for tokenizers that it does not support
-        return TokenizerFacts(*facts, "tokenizers")
+        return TokenizerFacts(*facts, encoder.engine)
     return TokenizerFacts(*facts, "gigatoken", unlike)
 
 
@@ -273,7 +282,7 @@ def parity_task(documents: Sequence[Commit], tokenizer: TokenizerFile, unlike: R
     contents = digest_of([commit.outputs[DOCUMENTS_FILE].xxh3_128 for commit in documents])
     inputs = {"documents": contents, "tokenizer": tokenizer.digest}
     config = tokenizer.marks | {"unlike": digest_of(unlike)}
-    args = (paths, tokenizer.file, tokenizer.eos, tokenizer.bos, unlike)
+    args = (paths, tokenizer.file, tokenizer.eos, tokenizer.bos, tokenizer.encoding, unlike)
     return Task("parity", "parity", config, compare_engines, args, _FIRST, inputs)
 
 
@@ -283,12 +292,13 @@ def compare_engines(
     tokenizer: Artifact,
     eos: str,
     bos: str | None,
+    encoding: Encoding | None,
     unlike: Ranges,
 ) -> Parity:
     """`check_parity` without its warning, which the build issues even if this task is skipped."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return check_parity(documents, tokenizer.local(), eos, unlike, bos=bos)
+        return check_parity(documents, tokenizer.local(), eos, unlike, bos=bos, encoding=encoding)
 
 
 def tasks(
@@ -314,7 +324,7 @@ def tasks(
         "seed": recipe.seed,
         "block_bytes": limits.block_bytes,
     }
-    encoder = (tokenizer.file, tokenizer.eos, engine, unlike, tokenizer.bos)
+    encoder = (tokenizer.file, tokenizer.eos, engine, unlike, tokenizer.bos, tokenizer.encoding)
     selection = Selection.of(recipe)
     made = []
     for split, commit, removed, first in zip(splits, documents, removals, cleaned, strict=True):
@@ -358,7 +368,7 @@ def _tokenize(
     folder: Path,
     documents: Artifact,
     removed: SplitRemovals,
-    encoder: tuple[Artifact, str, Engine, Ranges, str | None],
+    encoder: tuple[Artifact, str, Engine, Ranges, str | None, Encoding | None],
     seed: int,
     memory_bytes: int,
     limits: Limits,
@@ -367,11 +377,11 @@ def _tokenize(
     selection: Selection | None = None,
 ) -> Tokenized:
     """Load the encoder, which the process caches, and the removed rows; then `tokenize_split`."""
-    file, eos, engine, unlike, bos = encoder
+    file, eos, engine, unlike, bos, encoding = encoder
     return tokenize_split(
         documents,
         removed.load(),
-        load_encoder(file.local(), eos, engine, unlike, bos),
+        load_encoder(file.local(), eos, engine, unlike, bos, encoding),
         seed=seed,
         folder=folder,
         memory_bytes=memory_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from shardkit.card import DatasetCard, TokenizerFacts
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import MissingExtraError, ShardError, ShardkitError, warn_user
+from shardkit.writers.tokenizer_file import Encoding, TiktokenConfig, tokenizer_config
 
 __all__ = ["Decoder", "find_tokenizer", "read_rows", "token_column"]
 
@@ -25,7 +27,7 @@ MAX_ROWS_AT_ONCE = 256  # of a remote dataset, read singly
 
 
 class Decoder:
-    """Decodes token ids by a tokenizer.json of Hugging Face's `tokenizers`.
+    """Decodes token ids by a tokenizer file, with Hugging Face's `tokenizers`.
 
     ShardkitError if it cannot be read; MissingExtraError without that package. Warns if it is another file
     than the one that the dataset's card names by its digest: ids may then mean other text.
@@ -40,7 +42,9 @@ class Decoder:
         stated = TokenizerFacts() if card is None else card.tokenizer
         try:
             data = path.read_bytes()
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
+            encoding = None if card is None else _encoding_of(card)
+            config = tokenizer_config(path, data, encoding)
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(config))
             if self._tokenizer.decoder is None and b'"ByteLevel"' in data:
                 self._tokenizer.decoder = tokenizers.decoders.ByteLevel()  # else it shows bytes as letters
         except Exception as error:  # of `tokenizers`, which raises plain ones
@@ -82,6 +86,12 @@ class Decoder:
         text = " ".join(self.text(tokens[:most]).strip("\ufffd").split())  # without what cuts leave
         cut = len(text) > characters or len(tokens) > most
         return text[: max(0, characters - 1)].rstrip() + "…" if cut else text
+
+
+def _encoding_of(card: DatasetCard) -> Encoding | None:
+    """What the recipe says of a file of byte pairs and ranks."""
+    given = card.data.get("recipe", {}).get("tokenizer", {}).get("encoding")
+    return Encoding.of(TiktokenConfig(**given) if isinstance(given, dict) else given)
 
 
 def find_tokenizer(dataset: Dataset) -> Path | None:

@@ -1,0 +1,246 @@
+"""The engines that encode text: gigatoken, and the libraries that tokenizer files are made for.
+
+Each is made once for a process and called with an Arrow array of texts; it returns their ids and how many of
+them each text has. None starts threads. gigatoken is loaded anew when its cache of words has grown by
+`CACHE_BYTES`, since it grows without limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shardkit.errors import BuildError, MissingExtraError, RecipeError
+from shardkit.writers.inputs.chat import SPECIAL, TRAINED
+from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
+from shardkit.writers.tokenizer_file import Encoding, read_ranks
+
+__all__ = [
+    "CACHE_BYTES",
+    "Gigatoken",
+    "HuggingFace",
+    "Ids",
+    "Marked",
+    "OwnEngine",
+    "SentencePiece",
+    "Tiktoken",
+]
+
+Ids = npt.NDArray[np.uint32]
+
+CACHE_BYTES = 256 << 20
+
+
+class Gigatoken:
+    """The fast engine, on the calling thread, over Arrow's own buffers."""
+
+    def __init__(self, config: dict[str, Any], marks: Set[str]) -> None:
+        added = [
+            t
+            for t in config.get("added_tokens") or ()
+            if not t.get("special") and t.get("content") not in marks
+        ]
+        unused = {"post_processor": None, "truncation": None, "padding": None}
+        self._data = json.dumps(config | unused | {"added_tokens": added})
+        self._grown = 0
+        self._tokenizer = self._load()
+
+    def _load(self) -> Any:
+        try:
+            import gigatoken
+        except ImportError as error:
+            raise MissingExtraError("gigatoken", "write", "tokenizing") from error
+        try:
+            return gigatoken.Tokenizer.from_json(self._data)
+        except Exception as error:  # RuntimeError and ValueError for parts it does not know
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise BuildError(f"gigatoken cannot load this tokenizer ({reason})") from error
+
+    def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
+        import awkward
+
+        contents = awkward.contents
+        strings = contents.ListOffsetArray(
+            awkward.index.Index64(text_offsets(texts)),
+            contents.NumpyArray(text_bytes(texts), parameters={"__array__": "char"}),
+            parameters={"__array__": "string"},
+        )
+        before = _resident_bytes()
+        encoded = self._tokenizer.encode_batch(awkward.Array(strings), parallel=False).layout
+        ids: Ids = np.asarray(encoded.content.data)
+        lengths = np.diff(np.asarray(encoded.offsets.data, np.int64))
+        self._grown += max(0, _resident_bytes() - before - ids.nbytes)
+        if self._grown > CACHE_BYTES:
+            self._tokenizer = self._load()
+            self._grown = 0
+        return ids, lengths
+
+
+class HuggingFace:
+    """`tokenizers`: slow, and right by definition. One document a call, so that it starts no threads."""
+
+    def __init__(self, path: Path, config: dict[str, Any], marks: Set[str]) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise MissingExtraError("tokenizers", "write", "tokenizing") from error
+        added = [
+            t | {"special": True} if t.get("content") in marks else t
+            for t in config.get("added_tokens") or ()
+        ]
+        # Cutting or padding documents is the packer's work, whatever the file asks for.
+        plain = config | {"added_tokens": added, "truncation": None, "padding": None}
+        try:
+            self._named = self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(plain))
+            if (hidden := hide_special_pieces(plain, marks)) is not plain:
+                self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(hidden))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise RecipeError(f"tokenizer.path: {path} cannot be loaded by tokenizers: {error}") from error
+        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is eleven letters and signs
+        self.tokenizer = self._tokenizer
+
+    def vocabulary(self) -> dict[str, int]:
+        return dict(self._named.get_vocab(with_added_tokens=True))
+
+    def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
+        encode = self._tokenizer.encode_batch_fast
+        return _joined(encode([text.as_py()], add_special_tokens=False)[0].ids for text in texts)
+
+
+class SentencePiece:
+    """`sentencepiece`: what a tokenizer.model of its kind is made for."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise MissingExtraError("sentencepiece", "sentencepiece", "tokenizer.model") from error
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+        except (RuntimeError, OSError) as error:
+            raise RecipeError(f"tokenizer.path: {path} cannot be loaded by sentencepiece: {error}") from error
+
+    def vocabulary(self) -> dict[str, int]:
+        count = self._processor.get_piece_size()
+        return {self._processor.id_to_piece(number): number for number in range(count)}
+
+    def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
+        return _joined(self._processor.encode(text.as_py(), out_type=int) for text in texts)
+
+
+class Tiktoken:
+    """`tiktoken`: what files of byte pairs and ranks are made for."""
+
+    def __init__(self, path: Path, encoding: Encoding) -> None:
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise MissingExtraError("tiktoken", "tiktoken", "byte pairs with ranks") from error
+        ranks = read_ranks(path, path.read_bytes())
+        self._special = encoding.special_ids(ranks)
+        self._names = {token.decode(errors="surrogateescape"): rank for token, rank in ranks.items()}
+        try:
+            self._encoding = tiktoken.Encoding(
+                path.name,
+                pat_str=encoding.pattern,
+                mergeable_ranks=ranks,
+                special_tokens=self._special,
+            )
+        except Exception as error:  # of a pattern: ValueError, or what the Rust side raises
+            raise RecipeError(f"tokenizer.encoding: tiktoken cannot use it: {error}") from error
+
+    def vocabulary(self) -> dict[str, int]:
+        return self._names | self._special
+
+    def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
+        return _joined(self._encoding.encode_ordinary(text.as_py()) for text in texts)
+
+
+OwnEngine = HuggingFace | SentencePiece | Tiktoken
+
+
+def _joined(encoded: Iterable[Sequence[int]]) -> tuple[Ids, npt.NDArray[np.int64]]:
+    parts = [np.array(ids, np.uint32) for ids in encoded]
+    return np.concatenate([np.zeros(0, np.uint32), *parts]), np.fromiter(
+        map(len, parts), np.int64, len(parts)
+    )
+
+
+class Marked:
+    """Encodes texts whose special tokens are special only where their marks say so."""
+
+    def __init__(self, config: dict[str, Any], plain: HuggingFace) -> None:
+        import tokenizers
+
+        self._plain = plain
+        self._ids = plain.vocabulary()
+        unused = {"truncation": None, "padding": None, "post_processor": None}
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(config | unused))
+        special = [t["content"] for t in config.get("added_tokens") or () if t.get("special")]
+        self._spelled = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+
+    def encode(self, parts: Sequence[tuple[str, int]]) -> tuple[Ids, npt.NDArray[np.uint8]]:
+        """(ids, whether each is trained on) of the parts of one text."""
+        if not any(self._spelled.search(part) for part, flags in parts if not flags & SPECIAL):
+            return self._run(self._tokenizer, parts)
+        found = []
+        for is_special, group in groupby(parts, key=lambda part: part[1] & SPECIAL):
+            for run in [[part] for part in group] if is_special else [list(group)]:
+                if is_special:
+                    [(token, flags)] = run
+                    trained = np.array([flags & TRAINED > 0], np.uint8)
+                    found.append((np.array([self._ids[token]], np.uint32), trained))
+                else:
+                    found.append(self._run(self._plain.tokenizer, run))
+        return np.concatenate([ids for ids, _ in found]), np.concatenate([mask for _, mask in found])
+
+    def _run(self, tokenizer: Any, parts: Sequence[tuple[str, int]]) -> tuple[Ids, npt.NDArray[np.uint8]]:
+        """Ids of a text; those are trained on that share a character with a part that is."""
+        encoded = tokenizer.encode("".join(part for part, _ in parts), add_special_tokens=False)
+        sizes = [len(part) for part, _ in parts]
+        before = np.append(0, np.cumsum(np.repeat([flags & TRAINED > 0 for _, flags in parts], sizes)))
+        offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
+        starts = np.minimum(offsets[:, 0], len(before) - 1)
+        stops = np.minimum(np.maximum(offsets[:, 1], starts + 1), len(before) - 1)
+        mask = before[stops] > before[starts]
+        return np.array(encoded.ids, np.uint32), mask.astype(np.uint8)
+
+
+def hide_special_pieces(config: dict[str, Any], marks: Set[str]) -> dict[str, Any]:
+    """The same tokenizer, whose Unigram model cannot find special tokens or `marks` in text, with its ids.
+
+    SentencePiece matches no control symbol in text either. Scores stay, because the least of them decides
+    what an unknown character costs. The added tokens of these pieces go: text is not searched for special
+    ones, and without a piece of that name they would get new ids.
+    """
+    vocabulary = config["model"].get("vocab")
+    if not isinstance(vocabulary, list):
+        return config
+    special = {*marks} | {t["content"] for t in config["added_tokens"] if t.get("special")}
+    hidden = special & {piece for piece, _ in vocabulary}
+    if not hidden:
+        return config
+    names = {piece: f"\U0010ffff{hashlib.sha256(piece.encode()).hexdigest()}" for piece in hidden}
+    model = config["model"] | {"vocab": [[names.get(piece, piece), score] for piece, score in vocabulary]}
+    added = [token for token in config["added_tokens"] if token["content"] not in hidden]
+    return config | {"model": model, "added_tokens": added}
+
+
+def _linux_resident_bytes() -> int:
+    with Path("/proc/self/statm").open("rb") as file:
+        return int(file.read().split()[1]) * _PAGE_BYTES
+
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_resident_bytes: Callable[[], int]
+_resident_bytes = _linux_resident_bytes if Path("/proc/self/statm").exists() else (lambda: 0)
