@@ -67,6 +67,7 @@ from shardkit.writers.ledger import (
 from shardkit.writers.progress import PULSE
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.removed import DROPPED_FILE, DroppedFile
+from shardkit.writers.score_tables import ScoreTable
 
 __all__ = [
     "DOCUMENTS_FILE",
@@ -127,8 +128,12 @@ def tasks(
     files: Mapping[str, str],
     folder: Artifact | None = None,
     masking: Masking | None = None,
+    scores: Sequence[ScoreTable] = (),
 ) -> list[Task]:
-    """One task a split; `files` are `filter_files`, and lie in `folder` if not where the recipe says."""
+    """One task a split; `files` are `filter_files`, and lie in `folder` if not where the recipe says.
+
+    `scores` are the tables of the `scores` filters, in order.
+    """
     exact = recipe.dedup.exact
     keys = normalization_version() if exact is not None and exact.text == "normalized" else "raw"
     shared = {
@@ -138,6 +143,8 @@ def tasks(
         "max_bad_fraction": recipe.max_bad_fraction,
         "max_record_bytes": recipe.max_record_bytes,
     }
+    if scores:
+        shared["scores"] = [table.content for table in scores]
     limit = recipe.max_failed_splits
     fallback = Fallback(FAILED_SPLITS, limit, "max_failed_splits", clean_split) if limit else None
     made = []
@@ -152,7 +159,7 @@ def tasks(
         config = shared | {"split": place, "inputs": fields}
         if masking is not None:
             config["masking"] = masking.digest if recipe.inputs[split.source].is_masked else ""
-        args = (split, recipe, folder, masking)
+        args = (split, recipe, folder, masking, tuple(scores))
         inputs = {"file": [split.input.bytes, split.input.version], "filter_files": dict(files)}
         name = split_name(split)
         made.append(Task("clean", name, config, clean_split, args, split.bytes, inputs, fallback))
@@ -225,6 +232,7 @@ def clean_split(
     recipe: Recipe,
     filter_folder: Artifact | None = None,
     masking: Masking | None = None,
+    scores: Sequence[ScoreTable] = (),
     failure: str | None = None,
 ) -> Cleaned:
     """Write the files of a split into `folder`, which exists and is empty.
@@ -239,9 +247,9 @@ def clean_split(
                     (filter_folder / name).local()
         recipe = recipe.in_folder(filter_folder.path)
     try:
-        return _clean(split, recipe, folder, masking, failure=failure)
+        return _clean(split, recipe, folder, masking, scores, failure=failure)
     except SuspectDataError as suspect:  # found at the end of the untrusted data, so start again without it
-        return _clean(split, recipe, folder, masking, suspect)
+        return _clean(split, recipe, folder, masking, scores, suspect)
 
 
 def _clean(
@@ -249,6 +257,7 @@ def _clean(
     recipe: Recipe,
     folder: Path,
     masking: Masking | None,
+    scores: Sequence[ScoreTable],
     suspect: SuspectDataError | None = None,
     *,
     failure: str | None = None,
@@ -256,7 +265,13 @@ def _clean(
     ledger, fields = Ledger(), NamedFields(recipe.inputs[split.source])
     exact = recipe.dedup.exact
     normalized = exact is not None and exact.text == "normalized"
-    chain = FilterChain(recipe.filter_chain(), recipe.folder, annotate=recipe.annotate, seed=recipe.seed)
+    chain = FilterChain(
+        recipe.filter_chain(),
+        recipe.folder,
+        annotate=recipe.annotate,
+        seed=recipe.seed,
+        lookups=[table.open() for table in scores],
+    )
     counts = FilterCounts.of_chain(chain)
     first_row = 0
     allowed = recipe.max_bad_fraction if failure is None else 1.0

@@ -15,7 +15,7 @@ that decides its outputs and nothing else, so a changed recipe redoes exactly wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardkit.card import DedupFacts
@@ -37,12 +37,14 @@ from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger, check_bad_fraction, first_of
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
+from shardkit.writers.score_tables import ScoreTable
 from shardkit.writers.settings import TRAIN
 from shardkit.writers.stages import clean, exact, pack, provenance, text, tokenize
 from shardkit.writers.stages.clean import Cleaned
 from shardkit.writers.stages.duplicate_losses import EXACT, LINES, NEAR, DuplicateLosses
 from shardkit.writers.stages.pack import Packed
 from shardkit.writers.stages.record_counts import count_records
+from shardkit.writers.stages.scores import ScoreFiles, find_score_files, sort_scores
 from shardkit.writers.stages.split import PartsFound, SplitStage
 from shardkit.writers.stages.tokenize import Selection, TokenizerFacts, TokenizerFile
 from shardkit.writers.tokenizer import Engine, Parity
@@ -67,7 +69,9 @@ class BuildInputs:
     """What a build reads, examined before the first task.
 
     `filter_files` are `clean.filter_files`; `filter_folder` is where tasks find these files, if not by their
-    paths in the recipe. `limits` are those of all exchanges: of small data that should behave as large data.
+    paths in the recipe. `scores` are the files of `scores` filters, which are sorted before stage `clean`;
+    `read_files` are the digests of all files that filters read. `limits` are those of all exchanges: of small
+    data that should behave as large data.
     """
 
     recipe: Recipe
@@ -77,6 +81,8 @@ class BuildInputs:
     filter_folder: Artifact | None = None
     masking: Masking | None = None
     limits: Limits = DEFAULT_LIMITS
+    scores: Sequence[ScoreFiles] = ()
+    read_files: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -101,11 +107,16 @@ class BuildInputs:
                 f"these a build of their own"
             )
         files, masking = clean.filter_files(recipe), Masking.of(recipe)
-        return cls(recipe, splits, indexes, files, masking=masking, limits=limits)
+        scores = find_score_files(recipe, storage)
+        read = files | {name: digest for one in scores for name, digest in one.digests().items()}
+        return cls(
+            recipe, splits, indexes, files, masking=masking, limits=limits, scores=scores, read_files=read
+        )
 
 
-def _clean_tasks(inputs: BuildInputs, splits: Sequence[Split]) -> list[Task]:
-    return clean.tasks(inputs.recipe, splits, inputs.filter_files, inputs.filter_folder, inputs.masking)
+def _clean_tasks(inputs: BuildInputs, splits: Sequence[Split], scores: Sequence[ScoreTable]) -> list[Task]:
+    files, folder = inputs.filter_files, inputs.filter_folder
+    return clean.tasks(inputs.recipe, splits, files, folder, inputs.masking, scores)
 
 
 @dataclass(frozen=True)
@@ -146,7 +157,8 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, concurrent: Sequence[T
     splits = count_records(inputs.splits, run)
     memory_bytes = task_memory(recipe)
 
-    others, cleaned = run(concurrent, _clean_tasks(inputs, splits))
+    scores = sort_scores(inputs.scores, run, memory_bytes, inputs.limits)
+    others, cleaned = run(concurrent, _clean_tasks(inputs, splits, scores))
     counts = [Cleaned.of(commit) for commit in cleaned]
     kept = _check_cleaned(recipe, splits, cleaned, counts)
     losses = DuplicateLosses(recipe.sources, splits, [one.ledger for one in counts])
