@@ -294,6 +294,7 @@ def stage_names(recipe: Recipe) -> list[str]:
         names += ["signatures", *(["planted"] if measured else []), "parts", "equal", "bands", "candidates"]
         names += ["shingles", "verify", "near", "near_equal", "near_lost", "near_kept", "near_removed"]
         names += ["measure"] if measured else []
+    names += ["buckets"] if recipe.buckets is not None and recipe.buckets.is_fitted else []
     if recipe.split is not None:
         names += ["split_propose", "split_tables", "split_probe", "split_choose", "split_rows", "split"]
     names += [] if all(texts) else ["parity", "tokenize", "pack", "provenance"]

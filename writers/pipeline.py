@@ -420,6 +420,7 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> BuiltDat
             dedup=survivors.card,
             filters=filters_card(counts.filters for counts in survivors.counts),
             filter_files=inputs.read_files,
+            buckets=None if survivors.buckets is None else survivors.buckets.facts,
         )
 
     return assemble(recipe, made, tables, describe)

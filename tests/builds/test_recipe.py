@@ -320,6 +320,7 @@ def test_a_recipe_with_every_filter_is_read_without_numba_arrow_or_a_model(tmp_p
         "decontamination": {"evaluations": [{"path": "test.jsonl"}]},
         "perplexity": {"model": "model.arpa"},
         "scores": {"path": "scores.parquet", "columns": {"quality": None}},
+        "buckets": {"scores": [{"column": "quality"}]},
         "unigram_log_prob": {"frequencies": "words.csv"},
         "profile": "fineweb",
     }

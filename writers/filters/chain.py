@@ -29,6 +29,7 @@ from shardkit.writers.filters.base import (
     SideOutput,
     first_failing,
 )
+from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.fasttext import LanguageConfig
 from shardkit.writers.filters.gopher import GopherQualityFilter
 from shardkit.writers.filters.scores import REFUSED, ScoreLookup, ScoresConfig, ScoresFilter
@@ -77,7 +78,7 @@ class Filtered:
     the value of every rule for every document of the batch (before dropping), and under "dropped" the reason
     it was dropped; `failed` has bool[n], which documents fail each rule. `side_rows` has rows for files next
     to the dataset, by file name. `languages` is object[n], the labels of the kept documents, if there is a
-    language filter.
+    language filter; `scores`, float64[n, scores], those of a `buckets` filter.
     """
 
     kept: pa.RecordBatch
@@ -92,6 +93,7 @@ class Filtered:
     failed: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
     side_rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     languages: npt.NDArray[np.object_] | None = None
+    scores: npt.NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ class FilterChain:
         gopher = [config for _, config in steps if isinstance(config, GopherQualityFilter)]
         self._stop_words = gopher[0].stop_words if gopher else ()
         self._language = next((name for name, config in steps if isinstance(config, LanguageConfig)), None)
+        self._buckets = next((name for name, config in steps if isinstance(config, BucketsConfig)), None)
 
     def apply(self, documents: pa.RecordBatch) -> Filtered:
         """Run all filters on a batch of DOCUMENT_SCHEMA."""
@@ -156,6 +159,8 @@ class FilterChain:
             result.kept = result.kept.filter(pa.array(codes == 0))
         if result.languages is not None:
             result.languages = result.languages[codes == 0]
+        if result.scores is not None:
+            result.scores = result.scores[codes == 0]
         return result
 
     @property
@@ -188,6 +193,8 @@ class FilterChain:
             first += len(step.work.reasons)
             if step.name == self._language:
                 [result.languages] = [rule.values for rule in rules if rule.name == "label"]
+            if step.name == self._buckets:
+                result.scores = np.stack([np.asarray(rule.values) for rule in rules], axis=1)
             if self._annotate:
                 _annotate(result, step.name, rules)
         return codes

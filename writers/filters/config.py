@@ -25,6 +25,7 @@ from pydantic import (
 
 from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.bounds import LengthFilter, RatiosFilter
+from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.c4 import C4ParagraphFilter, C4QualityEditor
 from shardkit.writers.filters.decontamination import DecontaminationConfig
 from shardkit.writers.filters.dolma import DolmaQualityFilter, DolmaRepetitionFilter
@@ -93,6 +94,9 @@ class FilterEntry(StrictModel):
     classifier: ClassifierConfig | None = Field(default=None, description="A fastText model of your own.")
     scores: ScoresConfig | None = Field(
         default=None, description="Scores that were computed elsewhere, joined by the document's id."
+    )
+    buckets: BucketsConfig | None = Field(
+        default=None, description="Quality classes by an ensemble of scores, to route documents by."
     )
     decontamination: DecontaminationConfig | None = Field(
         default=None, description="Overlap with evaluation sets."

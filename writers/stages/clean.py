@@ -6,6 +6,7 @@ The folder of a task receives
   keys.run          KEYS, one row for each kept document: what exact dedup needs
   quarantine.jsonl  unreadable records; often empty
   languages.npy     with a language filter: the language of each kept document (languages.py)
+  buckets.npy       with a buckets filter: the scores of each kept document (buckets.py)
   dropped.parquet  with filters: the documents that they drop, and why (removed.py)
   annotations.parquet  with `annotate`: the value of every filter for every document (annotations.py)
 Memory is one batch, one record and a run of keys, for a split of any size.
@@ -22,7 +23,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ from shardkit.writers.progress import PULSE
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.removed import DROPPED_FILE, DroppedFile
 from shardkit.writers.score_tables import ScoreTable
+from shardkit.writers.stages.buckets import BUCKETS_FILE, BucketFile
 
 __all__ = [
     "DOCUMENTS_FILE",
@@ -265,13 +267,7 @@ def _clean(
     ledger, fields = Ledger(), NamedFields(recipe.inputs[split.source])
     exact = recipe.dedup.exact
     normalized = exact is not None and exact.text == "normalized"
-    chain = FilterChain(
-        recipe.filter_chain(),
-        recipe.folder,
-        annotate=recipe.annotate,
-        seed=recipe.seed,
-        lookups=[table.open() for table in scores],
-    )
+    chain = _filter_chain(recipe, scores)
     counts = FilterCounts.of_chain(chain)
     first_row = 0
     allowed = recipe.max_bad_fraction if failure is None else 1.0
@@ -282,6 +278,7 @@ def _clean(
         DroppedFile(folder / DROPPED_FILE) if recipe.filters else nullcontext() as dropped,
         AnnotationFile(folder / ANNOTATIONS_FILE) if recipe.annotate else nullcontext() as annotations,
         LanguageFile(folder / LANGUAGES_FILE) if chain.has_languages else nullcontext() as languages,
+        _bucket_file(folder, recipe) as buckets,
         ExitStack() as stack,
         pa.OSFile(str(folder / DOCUMENTS_FILE), "wb") as file,
         pa.ipc.new_file(file, schema, options=DOCUMENT_OPTIONS) as documents,
@@ -306,12 +303,32 @@ def _clean(
                 if languages is not None:
                     assert filtered.languages is not None
                     languages.write(filtered.languages)
+                if buckets is not None:
+                    assert filtered.scores is not None
+                    buckets.write(kept, filtered.scores)
             PULSE.tell(ledger)
         where = f"{split.file} (split {split.index})"
         check_bad_fraction(where, ledger, recipe.max_bad_fraction, quarantine.first)
     ledger.check(where)
     labels = None if languages is None else languages.labels
     return Cleaned(ledger, counts, fields.to_dict(), hash_split(split), labels)
+
+
+def _filter_chain(recipe: Recipe, scores: Sequence[ScoreTable]) -> FilterChain:
+    return FilterChain(
+        recipe.filter_chain(),
+        recipe.folder,
+        annotate=recipe.annotate,
+        seed=recipe.seed,
+        lookups=[table.open() for table in scores],
+    )
+
+
+def _bucket_file(folder: Path, recipe: Recipe) -> AbstractContextManager[BucketFile | None]:
+    config = recipe.buckets
+    if config is None:
+        return nullcontext()
+    return BucketFile(folder / BUCKETS_FILE, len(config.scores), recipe.seed)
 
 
 def _read(

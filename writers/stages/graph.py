@@ -40,6 +40,7 @@ from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.score_tables import ScoreTable
 from shardkit.writers.settings import TRAIN
 from shardkit.writers.stages import clean, exact, pack, provenance, text, tokenize
+from shardkit.writers.stages.buckets import Buckets, fit_buckets
 from shardkit.writers.stages.clean import Cleaned
 from shardkit.writers.stages.duplicate_losses import EXACT, LINES, NEAR, DuplicateLosses
 from shardkit.writers.stages.pack import Packed
@@ -127,7 +128,7 @@ class Survivors:
     `documents` have documents.arrow, and are `cleaned` unless lines were cut. `removals` are the rows of
     each that were removed, `removed` the counts by reason that stage `tokenize` will book for them,
     `lines_cut` the ledgers of stage `lines`. `kept` is what the filters kept. `concurrent` are the commits of
-    the tasks that ran at the same time as stage `clean`.
+    the tasks that ran at the same time as stage `clean`, `buckets` how scores become labels.
     """
 
     cleaned: Sequence[Commit]
@@ -140,6 +141,7 @@ class Survivors:
     card: DedupFacts | None
     kept: Count
     concurrent: Sequence[Commit]
+    buckets: Buckets | None = None
 
 
 def task_memory(recipe: Recipe) -> int:
@@ -230,6 +232,8 @@ def run_stages(inputs: BuildInputs, tokenizer: TokenizerFile | None, run: RunTas
     recipe = inputs.recipe
     check = [] if tokenizer is None else [tokenize.tokenizer_task(tokenizer)]
     survivors = find_survivors(inputs, run, concurrent=check)
+    buckets = fit_buckets(recipe, run, survivors.cleaned, survivors.documents, survivors.removals)
+    survivors = replace(survivors, buckets=buckets)
     found = _find_parts(inputs, survivors, run)
     made = [Outputs(each, survivors, found) for each in recipe.datasets()]
     if tokenizer is not None:
@@ -331,6 +335,7 @@ def _write_text(inputs: BuildInputs, one: Outputs, run: RunTasks) -> Outputs:
             _removals(one),
             cleaned=survivors.cleaned,
             limits=inputs.limits,
+            buckets=survivors.buckets,
         )
     )
     return replace(one, texts=texts)
@@ -421,6 +426,7 @@ def _tokenize(
             engine=engine,
             unlike=facts.unlike,
             limits=inputs.limits,
+            buckets=survivors.buckets,
         )
 
     parity_task = tokenize.parity_task(survivors.documents, tokenizer, facts.unlike)

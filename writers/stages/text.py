@@ -39,6 +39,7 @@ from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.progress import PULSE
 from shardkit.writers.recipe import OutputConfig, Recipe
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
+from shardkit.writers.stages.buckets import BucketLabels, Buckets, marked_batches
 from shardkit.writers.stages.clean import DOCUMENTS_FILE
 from shardkit.writers.stages.tokenize import Selection, remaining
 
@@ -104,6 +105,7 @@ class SplitText:
     annotations: Artifact | None
     rows: Artifact | None
     selection: Selection | None
+    buckets: BucketLabels | None
 
 
 def tasks(
@@ -114,11 +116,13 @@ def tasks(
     *,
     cleaned: Sequence[Commit],
     limits: Limits = DEFAULT_LIMITS,
+    buckets: Buckets | None = None,
 ) -> list[Task]:
     """A task for neighboring splits; `documents` are `cleaned`, or the commits that cut lines out."""
     config = {"output": recipe.output.of_shards, "block_bytes": limits.block_bytes}
     selection = Selection.of(recipe)
     config |= {} if selection is None else {"where": selection.where}
+    config |= {} if buckets is None else {"buckets": buckets.facts}
     made: list[Task] = []
     group: list[SplitText] = []
     names: list[Any] = []
@@ -136,6 +140,7 @@ def tasks(
                 first.files / ANNOTATIONS_FILE if recipe.annotate else None,
                 None if commit is first else commit.files / ROWS_FILE,
                 selection,
+                None if buckets is None else BucketLabels.of(buckets, first, commit)[0],
             )
         )
         kept = commit.ledger().kept.bytes
@@ -185,8 +190,7 @@ def _documents(split: SplitText, ledger: Ledger, twins: TwinsFile) -> Iterator[p
     start = 0
     with split.documents.open_arrow(mapped=True) as source:
         reader = pa.ipc.open_file(source)
-        for number in range(reader.num_record_batches):
-            batch = reader.get_batch(number)
+        for batch in marked_batches(reader, split.buckets):
             more = [column[start : start + batch.num_rows] for column in beside.values()]
             for name, column in zip(beside, more, strict=True):
                 batch = batch.append_column(f"+{name}", column)

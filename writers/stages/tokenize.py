@@ -44,6 +44,7 @@ from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.progress import PULSE
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
+from shardkit.writers.stages.buckets import BucketLabels, Buckets, marked_batches
 from shardkit.writers.stages.clean import DOCUMENTS_FILE, split_name
 from shardkit.writers.tokenizer import (
     Encoder,
@@ -302,6 +303,7 @@ def tasks(
     engine: Engine,
     unlike: Ranges,
     limits: Limits = DEFAULT_LIMITS,
+    buckets: Buckets | None = None,
 ) -> list[Task]:
     """One task a split: its remaining documents, tokenized.
 
@@ -333,11 +335,12 @@ def tasks(
         if selection is not None:
             own = own | {"where": selection.where, "source": recipe.sources[split.source]}
         weight = commit.ledger().kept.bytes
-        made.append(
-            Task(
-                "tokenize", split_name(split), own, _tokenize, (*args, fim, selection), weight, inputs | named
-            )
-        )
+        labels = None
+        if buckets is not None:
+            labels, more = BucketLabels.of(buckets, first, commit)
+            named = named | more
+        all_args = (*args, fim, selection, labels)
+        made.append(Task("tokenize", split_name(split), own, _tokenize, all_args, weight, inputs | named))
     return made
 
 
@@ -365,6 +368,7 @@ def _tokenize(
     languages: LanguageLabels | None,
     fim: FimConfig | None = None,
     selection: Selection | None = None,
+    buckets: BucketLabels | None = None,
 ) -> Tokenized:
     """Load the encoder, which the process caches, and the removed rows; then `tokenize_split`."""
     file, eos, engine, unlike, bos = encoder
@@ -379,6 +383,7 @@ def _tokenize(
         languages=languages,
         fim=fim,
         selection=selection,
+        buckets=buckets,
     )
 
 
@@ -394,6 +399,7 @@ def tokenize_split(
     languages: LanguageLabels | None = None,
     fim: FimConfig | None = None,
     selection: Selection | None = None,
+    buckets: BucketLabels | None = None,
 ) -> Tokenized:
     """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) except removed ones; write them as a run.
 
@@ -410,8 +416,7 @@ def tokenize_split(
     ):
         reader = pa.ipc.open_file(source)
         start = 0
-        for number in range(reader.num_record_batches):
-            batch = reader.get_batch(number)
+        for batch in marked_batches(reader, buckets):
             if counts is not None:
                 batch = counts.beside(batch, start)
             part = removed.within(start, batch.num_rows)
