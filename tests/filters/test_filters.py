@@ -138,7 +138,7 @@ def test_results_do_not_depend_on_the_batch_nor_on_documents_that_are_not_wanted
     run(step, text_batch([]))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "buckets"])  # which drops none
 def test_some_documents_stay_and_some_go(name: str, folder: Path) -> None:
     rules, _ = run(made(name, folder), text_batch(TEXTS, URLS))
     dropped = np.any([rule.fails for rule in rules if rule.fails is not None], axis=0)

@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from shardkit.writers.filters.base import FilterSettings, Rule
-from shardkit.writers.filters.fasttext import ClassifierConfig
+from shardkit.writers.filters.fasttext import ClassifierConfig, ClassifierFilter
 from shardkit.writers.settings import FieldName, Listed, StrictModel
 
 if TYPE_CHECKING:
@@ -136,7 +136,9 @@ class BucketsFilter:
     def __init__(self, config: BucketsConfig, folder: Path) -> None:
         self.reasons = tuple(score.name for score in config.scores)
         models = [score.classifier for score in config.scores]
-        self._models = [None if model is None else model.build(folder) for model in models]
+        self._models = [
+            None if model is None else ClassifierFilter(model, folder, key="buckets") for model in models
+        ]
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge."""
