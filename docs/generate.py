@@ -93,7 +93,7 @@ def sections(model: Json, models: Json, prefix: str = "") -> Iterator[tuple[str,
     for name, field in model["properties"].items():
         key = reference(field)
         if key in models and "properties" in models[key]:
-            place = f"{prefix}{name}" + ("[]" if is_list(field) else ".NAME" if is_mapping(field) else "")
+            place = f"{prefix}{name}" + ("[]" if is_list(field) else ".name" if is_mapping(field) else "")
             yield key, place
             yield from sections(models[key], models, f"{place}.")
 

@@ -35,6 +35,7 @@ from shardkit.writers.recipe_problems import describe_problems
 from shardkit.writers.recipe_yaml import apply_override, load_yaml
 from shardkit.writers.settings import (
     TRAIN,
+    Bounds,
     FieldName,
     Listed,
     LocalPath,
@@ -210,11 +211,12 @@ class OutputConfig(StrictModel):
         description="mds: MosaicML Streaming; wds: WebDataset tar; parquet or jsonl: the documents' text; "
         "tokens: whole documents as MDS, for `shardkit pack`.",
     )
-    where: dict[FieldName, Listed[str]] | None = Field(
+    where: dict[FieldName, Listed[str] | Bounds] | None = Field(
         default=None,
         description="Only documents with one of these values: of `source`, of `language` (which needs that "
-        "filter), or of a field in `metadata`; null: all.",
-        examples=[{"language": ["de", "fr"]}, {"source": "web", "bucket": "high"}],
+        "filter), of a field in `metadata`, of the label of `buckets`, or of `copies`: how many documents it "
+        "stands for. Of numbers also bounds; null: all.",
+        examples=[{"language": ["de", "fr"]}, {"source": "web", "bucket": "high"}, {"copies": {"min": 2}}],
     )
     pack: PackConfig | None = Field(
         default=None,
@@ -412,13 +414,17 @@ class Recipe(StrictModel):
         for number, output in enumerate(self._all()):
             key = f"outputs[{number}].where" if self.outputs else "output.where"
             for name, values in (output.where or {}).items():
-                if name == "source" and (unknown := set(values) - set(self.sources)):
+                if isinstance(values, Bounds) and name in ("source", "language"):
+                    raise ValueError(f"{key}: {name} is no number; give the values")
+                if name == "source" and (unknown := {*values} - {*self.sources}):
                     known = ", ".join(dict.fromkeys(self.sources))
                     raise ValueError(f"{key}: there is no source {min(unknown)!r}; there are {known}")
                 if name == "language" and not any(step == "language" for step, _ in self.filter_chain()):
                     raise ValueError(f"{key}: only the `language` filter knows languages; add it to filters")
                 carried = {field for config in self.inputs for field in config.metadata}
-                own = name in ("source", "language") or any(config.path_fields for config in self.inputs)
+                own = name in ("source", "language", "copies") or any(
+                    config.path_fields for config in self.inputs
+                )
                 own = own or (self.buckets is not None and self.buckets.field == name)
                 if not own and name not in carried:
                     raise ValueError(f"{key}: no input keeps a field {name!r}; add it to inputs[].metadata")

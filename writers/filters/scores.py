@@ -20,38 +20,18 @@ import numpy.typing as npt
 from pydantic import BeforeValidator, Field, model_validator
 
 from shardkit.writers.filters.base import FilterSettings, Rule
-from shardkit.writers.settings import FieldName, Listed, Source, StrictModel
+from shardkit.writers.settings import Bounds, FieldName, Listed, Source
 
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["REFUSED", "Bounds", "ScoreLookup", "ScoresConfig", "ScoresFilter"]
+__all__ = ["REFUSED", "ScoreLookup", "ScoresConfig", "ScoresFilter"]
 
 MISSING = "missing"
 REFUSED = "refused"  # in place of it, where the build ends at such a document
 
 ScoreLookup = Callable[[Sequence[str | None]], npt.NDArray[np.float64]]
 """float64[n, columns] for n ids; NaN where there is none."""
-
-
-class Bounds(StrictModel):
-    """The least and the greatest number that passes, both included."""
-
-    min: float | None = Field(default=None, description="Least number that passes; null: no bound.")
-    max: float | None = Field(default=None, description="Greatest number that passes; null: no bound.")
-
-    @model_validator(mode="after")
-    def _some_value_passes(self) -> Self:
-        if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"min {self.min:g} is more than max {self.max:g}: no document can pass both")
-        return self
-
-    def fails(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_] | None:
-        """bool[n]: the numbers outside of the bounds, which NaN is not; None without bounds."""
-        if self.min is None and self.max is None:
-            return None
-        low = values < self.min if self.min is not None else np.zeros(len(values), np.bool_)
-        return low | (values > self.max) if self.max is not None else low
 
 
 def _no_bounds(given: object) -> object:

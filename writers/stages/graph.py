@@ -46,8 +46,9 @@ from shardkit.writers.stages.duplicate_losses import EXACT, LINES, NEAR, Duplica
 from shardkit.writers.stages.pack import Packed
 from shardkit.writers.stages.record_counts import count_records
 from shardkit.writers.stages.scores import ScoreFiles, find_score_files, sort_scores
+from shardkit.writers.stages.selection import NOT_SELECTED, Selection
 from shardkit.writers.stages.split import PartsFound, SplitStage
-from shardkit.writers.stages.tokenize import Selection, TokenizerFacts, TokenizerFile
+from shardkit.writers.stages.tokenize import TokenizerFacts, TokenizerFile
 from shardkit.writers.tokenizer import Engine, Parity
 
 __all__ = [
@@ -258,7 +259,7 @@ def _kept(made: Outputs) -> int:
     ledgers = [commit.ledger() for commit in made.tokenized]
     ledgers += [ledger for commit in made.texts for ledger in text.Written.of(commit).ledgers]
     lost = (item for ledger in ledgers for item in ledger.dropped.items())
-    others = f"{SPLIT}/", tokenize.NOT_SELECTED
+    others = f"{SPLIT}/", NOT_SELECTED
     elsewhere = sum(count.documents for reason, count in lost if reason.startswith(others))
     return sum(ledger.kept.documents for ledger in ledgers) + elsewhere
 

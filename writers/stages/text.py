@@ -41,7 +41,7 @@ from shardkit.writers.recipe import OutputConfig, Recipe
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.stages.buckets import BucketLabels, Buckets, marked_batches
 from shardkit.writers.stages.clean import DOCUMENTS_FILE
-from shardkit.writers.stages.tokenize import Selection, remaining
+from shardkit.writers.stages.selection import Selection, remaining
 
 __all__ = ["TEXT_SCHEMA", "Written", "tasks", "write_text"]
 
@@ -121,7 +121,7 @@ def tasks(
     """A task for neighboring splits; `documents` are `cleaned`, or the commits that cut lines out."""
     config = {"output": recipe.output.of_shards, "block_bytes": limits.block_bytes}
     selection = Selection.of(recipe)
-    config |= {} if selection is None else {"where": selection.where}
+    config |= {} if selection is None else {"where": selection.config}
     config |= {} if buckets is None else {"buckets": buckets.facts}
     made: list[Task] = []
     group: list[SplitText] = []
@@ -199,7 +199,7 @@ def _documents(split: SplitText, ledger: Ledger, twins: TwinsFile) -> Iterator[p
             others = None
             if split.selection is not None:
                 languages = batch.column("+language").to_pylist() if "language" in beside else None
-                others = split.selection.others(batch, languages)
+                others = split.selection.others(batch, languages, part)
             kept, copies = remaining(batch, part, ledger, twins, others)
             kept, copies = _not_empty(kept, copies, ledger, twins)
             if kept.num_rows:

@@ -22,7 +22,6 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import pyarrow as pa
 
 from shardkit.card import Histogram
@@ -46,6 +45,7 @@ from shardkit.writers.recipe import Recipe
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.stages.buckets import BucketLabels, Buckets, marked_batches
 from shardkit.writers.stages.clean import DOCUMENTS_FILE, split_name
+from shardkit.writers.stages.selection import Selection, remaining
 from shardkit.writers.tokenizer import (
     Encoder,
     Engine,
@@ -66,10 +66,8 @@ _Encode = Callable[[pa.RecordBatch], tuple[Tokens, npt.NDArray[np.int64]]]
 _Kind = TypeVar("_Kind", bound=np.generic)
 
 __all__ = [
-    "NOT_SELECTED",
     "SPILL_SCHEMA",
     "TOKENS",
-    "Selection",
     "Tokenized",
     "TokenizerFacts",
     "TokenizerFile",
@@ -79,7 +77,6 @@ __all__ = [
     "parity_task",
     "partition_of",
     "partition_start",
-    "remaining",
     "tasks",
     "tokenize_split",
     "tokenizer_task",
@@ -88,8 +85,6 @@ __all__ = [
 _FIRST = 1 << 60  # a weight that is scheduled before all others
 
 MAX_PARTITIONS = 1_000_000
-
-NOT_SELECTED = "output/elsewhere"  # the reason of documents that an output's `where` leaves out
 
 PARITY_SPLITS = 256  # at most so many splits give documents to the sample
 
@@ -333,7 +328,7 @@ def tasks(
         fim = recipe.inputs[split.source].fim
         own = config if fim is None else config | {"fim": fim.model_dump(mode="json")}
         if selection is not None:
-            own = own | {"where": selection.where, "source": recipe.sources[split.source]}
+            own = own | {"where": selection.config, "source": recipe.sources[split.source]}
         weight = commit.ledger().kept.bytes
         labels = None
         if buckets is not None:
@@ -424,7 +419,7 @@ def tokenize_split(
             encode = None if fim is None else partial(encode_fim, encoder, fim, seed)
             others = None
             if selection is not None:
-                others = selection.others(batch, None if counts is None else counts.labels_of(batch))
+                others = selection.others(batch, None if counts is None else counts.labels_of(batch), part)
             kept, copies, ids, tokens, masks = _tokenize_batch(
                 batch, part, encoder, ledger, twins, encode, others
             )
@@ -484,75 +479,6 @@ def _tokenize_batch(
         masks = None if masks is None else (masks[0], masks[1][~empty])
     ledger.kept += Count(batch.num_rows, int(sizes.sum()))
     return batch, copies, ids, lengths, masks
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which documents an output has: those with one of the values of each name; all without names.
-
-    `sources` are the labels of the recipe's inputs.
-    """
-
-    where: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    sources: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> Selection | None:
-        """That of the recipe of one dataset; None if it has all documents."""
-        where = recipe.output.where
-        return None if where is None else cls(tuple(sorted(where.items())), recipe.sources)
-
-    def others(
-        self, documents: pa.RecordBatch, languages: Sequence[str | None] | None
-    ) -> npt.NDArray[np.bool_]:
-        """bool[n]: the documents that are not in the output."""
-        left = np.zeros(documents.num_rows, np.bool_)
-        for name, values in self.where:
-            found: Sequence[object]
-            if name == "source":
-                found = [self.sources[number] for number in documents.column("source").to_pylist()]
-            elif name == "language":
-                assert languages is not None
-                found = languages
-            else:
-                rows = documents.column("metadata").to_pylist()
-                found = [None if row is None else orjson.loads(row).get(name) for row in rows]
-            wanted = set(values)
-            left |= [(one if isinstance(one, str) else str(one)) not in wanted for one in found]
-        return left
-
-
-def remaining(
-    batch: pa.RecordBatch,
-    removed: Removed,
-    ledger: Ledger,
-    twins: TwinsFile,
-    others: npt.NDArray[np.bool_] | None = None,
-) -> tuple[pa.RecordBatch, npt.NDArray[np.int32]]:
-    """The documents of a batch that stay, and how many documents each stands for; `others` go, too.
-
-    The ledger gets what is read and what goes; `twins` what goes as a duplicate, and what stays for one.
-    """
-    sizes = np.diff(text_offsets(batch.column("text")))
-    ledger.read += Count(batch.num_rows, int(sizes.sum()))
-    copies = np.ones(batch.num_rows, np.int32)
-    copies[removed.copied] = removed.copies
-    keep = np.ones(batch.num_rows, np.bool_)
-    for reason, losers in removed.rows.items():
-        if len(losers):
-            ledger.drop(reason, len(losers), int(sizes[losers].sum()))
-            twins.remove(batch, reason, losers, removed.outcomes.get(reason))
-            keep[losers] = False
-    twins.keep(batch, removed.copied)
-    elsewhere = removed.elsewhere(batch.num_rows)
-    elsewhere |= {} if others is None else {NOT_SELECTED: others}
-    for reason, rows in elsewhere.items():
-        rows = rows & keep
-        ledger.drop(reason, int(rows.sum()), int(sizes[rows].sum()))
-        keep &= ~rows
-    if keep.all():
-        return batch, copies
-    return batch.filter(pa.array(keep)), copies[keep]
 
 
 def _mask_of_marks(masks: _Masks, lengths: npt.NDArray[np.int64], encoder: Encoder) -> npt.NDArray[np.uint8]:
