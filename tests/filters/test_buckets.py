@@ -181,6 +181,15 @@ def test_a_sample_gives_nearly_the_same_edges_whatever_the_order(folder: Path, i
     assert all(abs(edge - (n + 1) / 10) < 0.15 for n, edge in enumerate(facts["edges"]["a"]))
 
 
+def test_equal_scores_share_the_highest_bin_of_theirs_and_the_lowest_score_is_in_bin_0(
+    folder: Path, inline_builds: None
+) -> None:
+    a = [0.0] * 70 + [0.5] * 10 + [1.0] * 20
+    pq.write_table(pa.table({"id": range(COUNT), "a": a, "b": a}), folder / "scores.parquet")
+    run(recipe_in(folder, scores={"column": "a"}, labels=None))
+    assert labels_in(folder) == {n: "0" if n < 70 else "7" if n < 80 else "9" for n in range(COUNT)}
+
+
 @given(
     st.lists(st.tuples(st.floats(0, 1) | st.just(float("nan")), st.integers(0, 3)), min_size=1, max_size=50),
     st.sampled_from(["max", "mean"]),

@@ -7,7 +7,8 @@ sample. The tasks that tokenize a split, or write its text, put the labels in (`
 
 The edge of bin j of n is the value at place floor(j * count / n) of the sorted sample; a score is in bin j
 if it reaches j edges: without ties each bin has its share of the sample to within one document. Documents of
-equal scores are in one bin, the highest that one of them would be in.
+equal scores are in one bin, the highest that one of them would be in; but those of the lowest score are all
+in bin 0, however many they are (of a score that is mostly 0, a zero says nothing good).
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ def _fit(
         values = sample["values"][:, number]
         values = np.sort(values[~np.isnan(values)])
         places = np.arange(1, bins) * len(values) // bins
-        edges.append(values[places].tolist() if len(values) else [])
+        above_least = np.nextafter(values[:1], np.inf)  # so that the lowest score reaches no edge
+        edges.append(np.maximum(values[places], above_least).tolist() if len(values) else [])
     return _Edges(edges, len(sample), documents)
 
 
