@@ -15,7 +15,8 @@ import shardkit
 from shardkit.errors import RecipeError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.writers import build
-from support.small_build import train_bpe
+from shardkit.writers.token_store import pack_store
+from support.small_build import train_bpe, tree
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 
@@ -120,6 +121,21 @@ def test_copies_of_an_earlier_build_are_a_field_like_any_other(
         "output": {"path": str(tmp_path / "out"), "where": {"copies": {"min": 5}}},
     }
     assert build(again, workers=1, progress=False).funnel.kept.documents == 8
+
+
+@pytest.mark.extended
+def test_packing_a_store_of_some_documents_gives_the_bytes_of_a_build_of_these(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    where = {"where": {"copies": {"min": 2}}}
+    outputs = [
+        {"path": str(tmp_path / "rows"), **where},
+        {"path": str(tmp_path / "store"), "format": "tokens", **where},
+    ]
+    build(recipe | {"outputs": outputs}, workers=1, progress=False)
+    overrides = ["pack.sequence_length=128"]
+    pack_store(tmp_path / "store", tmp_path / "packed", overrides=overrides, workers=1, progress=False)
+    assert tree(tmp_path / "packed") == tree(tmp_path / "rows")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from shardkit.writers.recipe import recipe_from_mapping
 from shardkit.writers.runs import DEFAULT_LIMITS
 from shardkit.writers.score_tables import BLOCK_ROWS, INDEX_FILE, SCORES_FILE, ScoreTable, score_dtype
 from shardkit.writers.stages.scores import find_score_files, sort_scores
+from support.s3_moto import s3_server
+from support.small_build import tree
 
 COUNT = 60
 
@@ -137,6 +139,30 @@ def test_the_scores_of_a_text_output_are_joined_by_its_document_ids(
     files = str(folder / "scores" / "c.parquet")
     run(recipe_in(folder, path=files, key="document_id", document="document_id"))
     assert kept_in(folder).keys() == {n for n in range(COUNT) if score_of(n) >= 2.0}
+
+
+@pytest.mark.extended
+def test_score_files_and_work_in_a_bucket_give_the_same_dataset(folder: Path) -> None:
+    """The table of scores is fetched from there."""
+    buckets = {"buckets": {"scores": {"column": "edu"}, "bins": 4}}
+    recipe = recipe_in(folder)
+    recipe["filters"].append(buckets)
+    build(recipe, workers=2, progress=False)
+    with s3_server() as server:
+        client = server.client()
+        client.create_bucket(Bucket="bucket")
+        for file in (folder / "scores").iterdir():
+            client.put_object(Bucket="bucket", Key=f"scores/{file.name}", Body=file.read_bytes())
+        remote = recipe_in(folder, path=["s3://bucket/scores/*.parquet", "s3://bucket/scores/*.jsonl"])
+        remote["filters"].append(buckets)
+        places = {"work": "s3://bucket/work", "scratch": str(folder / "scratch")}
+        remote |= places | {"output": recipe["output"] | {"path": str(folder / "second")}}
+        build(remote, workers=2, progress=False)
+    stated = {"dataset.json", "report.html"}  # of the places of score files
+    first, second = (tree(folder / name) for name in ("out", "second"))
+    assert {k: v for k, v in first.items() if k not in stated} == {
+        k: v for k, v in second.items() if k not in stated
+    }
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 Each score puts a document into a bin: with `thresholds`, the number of them that it reaches; else one of
 `bins` classes of equal size, whose edges are percentiles of the corpus itself. The bins of all scores are
 combined, by their maximum or mean, and `labels` name ranges of the result. This is how Nemotron-CC
-(arXiv 2412.02595) classifies pages: three classifiers, 20 bins each, the maximum, five labels; and with one score and `{high: 9, low: 0}` of ten bins, "high" is the best tenth, which DCLM keeps.
+(arXiv 2412.02595) classifies pages: three classifiers, 20 bins each, the maximum, five labels; and with one
+score and `{high: 9, low: 0}` of ten bins, "high" is the best tenth, which DCLM (arXiv 2406.11794) keeps.
 
 Percentiles are those of the documents that are left after duplicate removal, so they are known only then: the
 filter computes the scores, and stage `buckets` the labels (stages/buckets.py). A label is a field of the
