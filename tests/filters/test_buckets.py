@@ -96,6 +96,9 @@ def test_percentile_buckets_are_the_ranks_of_the_corpus_without_its_duplicates(
     assert (facts["sampled"], facts["documents"]) == (COUNT, COUNT)
     assert {name: len(edges) for name, edges in facts["edges"].items()} == {"a": 9, "b": 9}
     assert facts["labels"] == {"high": 9, "medium": 5, "low": 0}
+    report = (folder / "text" / "report.html").read_text()
+    assert "Edges are percentiles of 100 of 100 documents" in report
+    assert "high from bin 9, medium from bin 5, low from bin 0" in report
 
 
 def test_labels_follow_documents_when_lines_of_others_are_cut(folder: Path, inline_builds: None) -> None:
@@ -155,6 +158,7 @@ def test_bins_by_given_thresholds_and_their_mean(folder: Path, inline_builds: No
         expected[number] = "high" if mean >= 1.5 else "some" if mean >= 0.5 else "none"
     assert labels_in(folder) == expected
     assert card_of(folder / "text")["buckets"]["edges"] == {"a": [0.25, 0.5], "b": [0.5]}
+    assert "The recipe gives the edges." in (folder / "text" / "report.html").read_text()
 
 
 def test_models_of_the_ensemble_score_as_the_classifier_does_and_annotations_have_the_scores(

@@ -90,9 +90,8 @@ class Buckets:
         """Plain data, for the card and as what tasks depend on."""
         names = [score.name for score in self.config.scores]
         settings = self.config.model_dump(mode="json", include={"field", "combine", "labels"})
-        fitted = {"sampled": self.sampled, "documents": self.documents} if self.config.is_fitted else {}
         edges = dict(zip(names, [list(edges) for edges in self.edges], strict=True))
-        return settings | {"edges": edges} | fitted
+        return settings | {"edges": edges, "sampled": self.sampled, "documents": self.documents}
 
     def labels(self, scores: npt.NDArray[np.float64]) -> list[str]:
         """The label of each of n documents by its scores, float64[n, scores]."""
