@@ -139,8 +139,8 @@ def render_buckets(card: DatasetCard) -> str:
     ranges = sorted((buckets.labels or {}).items(), key=lambda item: -item[1])
     labels = ", ".join(f"{name} from bin {least:g}" for name, least in ranges) or "the bin itself"
     note = (
-        f'<p class="note">{fitted if buckets.documents else given} A score'
-        f"'s bin is how many edges it reaches; the {text(buckets.combine)} of a document's bins gives the field "
+        f'<p class="note">{fitted if buckets.documents else given} The bin of a score is how many edges '
+        f"it reaches; the {text(buckets.combine)} of a document's bins gives the field "
         f"<code>{text(buckets.field)}</code>: {text(labels)}.</p>"
     )
     head = ("score", ">edges", ">lowest", ">middle", ">highest")
