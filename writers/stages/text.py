@@ -227,7 +227,9 @@ def _beside(split: SplitText) -> dict[str, pa.Array]:
         columns["language"] = pa.array(split.labels, pa.string()).take(pa.array(codes))
     if split.annotations is not None:
         with split.annotations.open_arrow() as source:
-            columns["filters"] = annotation_values(source)
+            values = annotation_values(source)
+        if values.type.num_fields:  # Parquet has no structs without fields
+            columns["filters"] = values
     if split.rows is not None and columns:
         rows = pa.array(Rows(split.rows, np.int64).read())
         columns = {name: column.take(rows) for name, column in columns.items()}
