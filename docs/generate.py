@@ -93,7 +93,7 @@ def sections(model: Json, models: Json, prefix: str = "") -> Iterator[tuple[str,
     for name, field in model["properties"].items():
         key = reference(field)
         if key in models and "properties" in models[key]:
-            place = f"{prefix}{name}" + ("[]" if is_list(field) else "")
+            place = f"{prefix}{name}" + ("[]" if is_list(field) else ".name" if is_mapping(field) else "")
             yield key, place
             yield from sections(models[key], models, f"{place}.")
 
@@ -108,9 +108,10 @@ def alternatives(field: Json) -> Iterator[Json]:
 
 
 def reference(field: Json) -> str | None:
-    """The model that a field holds, or a list of which it holds."""
+    """The model that a field holds, or of which it holds a list, or a mapping from names."""
     for choice in alternatives(field):
-        for inner in alternatives(choice.get("items", choice)):
+        values = choice.get("additionalProperties")
+        for inner in alternatives(choice.get("items", values if isinstance(values, dict) else choice)):
             if "$ref" in inner:
                 return str(inner["$ref"]).rpartition("/")[2]
     return None
@@ -118,6 +119,10 @@ def reference(field: Json) -> str | None:
 
 def is_list(field: Json) -> bool:
     return any("items" in choice for choice in alternatives(field))
+
+
+def is_mapping(field: Json) -> bool:
+    return any(isinstance(choice.get("additionalProperties"), dict) for choice in alternatives(field))
 
 
 def table(model: Json, models: Json) -> str:

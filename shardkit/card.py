@@ -37,6 +37,7 @@ __all__ = [
     "MAX_CARD_BYTES",
     "MAX_FILES_BYTES",
     "Bin",
+    "BucketFacts",
     "Count",
     "CounterFacts",
     "DatasetCard",
@@ -274,6 +275,23 @@ class DedupFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class BucketFacts:
+    """How scores became labels, which are the `field` of documents' metadata.
+
+    A score is in the bin that is the number of its `edges` that it reaches; bins are combined by `combine`,
+    "max" or "mean", and `labels` are the least combined bin of each, null: the bin is the label. `sampled` of
+    `documents` gave the edges; 0 of 0: the recipe did.
+    """
+
+    field: str
+    combine: str
+    labels: dict[str, float] | None
+    edges: dict[str, list[float]]
+    sampled: int
+    documents: int
+
+
+@dataclass(frozen=True, slots=True)
 class SplitFacts:
     """The parts of a split: this dataset is `part`, "train" being what is left of the others.
 
@@ -411,6 +429,7 @@ class DatasetCard:
     packing = _Stated(dict[str, int])
     histograms = _Stated(dict[str, Histogram])  # "lengths" of documents, "row_padding", "row_pieces"
     split = _Stated(SplitFacts)
+    buckets = _Stated(BucketFacts)
 
     @classmethod
     def read(cls, file: Path) -> DatasetCard | None:

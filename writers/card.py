@@ -85,6 +85,7 @@ def make_card(
     dedup: DedupFacts | None = None,
     filters: FilterFacts | None = None,
     filter_files: Mapping[str, str] | None = None,
+    buckets: Mapping[str, Any] | None = None,
 ) -> DatasetCard:
     """The card of a dataset, without its `files`."""
     content = recipe_content(recipe)
@@ -114,6 +115,8 @@ def make_card(
         "filters": None if filters is None else asdict(filters),
         "filter_files": dict(filter_files or {}),
     }
+    if buckets is not None:
+        facts["buckets"] = dict(buckets)
     if tokenizer is not None:
         facts |= _of_tokens(tokenizer, funnel, partitions)
     if split is not None:

@@ -256,6 +256,7 @@ def explain_work(recipe: Recipe, work: Work, storage: StorageOptions | None) -> 
 
 # Which stage reads what is merged in stages `<exchange>-merge-1`, …, if its name is not that of the exchange.
 _READERS = {
+    "scores": "score_tables",
     "lost": "bands",
     "bands": "candidates",
     "pairs": "shingles",
@@ -283,7 +284,9 @@ def stage_names(recipe: Recipe) -> list[str]:
     """The stages of a recipe in order, without merges, of which there are as many as the data needs."""
     dedup = recipe.dedup
     texts = [one.output.is_text for one in recipe.datasets()]
-    names = ["clean"] if all(texts) else ["tokenizer", "clean"]
+    has_scores = any(name == "scores" for name, _ in recipe.filter_chain())
+    names = ["scores", "score_tables"] if has_scores else []
+    names += ["clean"] if all(texts) else ["tokenizer", "clean"]
     names += ["exact", "exact_removed"] if dedup.exact is not None else []
     names += ["line_keys", "line_losers", "lines_removed", "lines"] if dedup.lines is not None else []
     if dedup.near is not None:
@@ -291,6 +294,7 @@ def stage_names(recipe: Recipe) -> list[str]:
         names += ["signatures", *(["planted"] if measured else []), "parts", "equal", "bands", "candidates"]
         names += ["shingles", "verify", "near", "near_equal", "near_lost", "near_kept", "near_removed"]
         names += ["measure"] if measured else []
+    names += ["buckets"] if recipe.buckets is not None and recipe.buckets.is_fitted else []
     if recipe.split is not None:
         names += ["split_propose", "split_tables", "split_probe", "split_choose", "split_rows", "split"]
     names += [] if all(texts) else ["parity", "tokenize", "pack", "provenance"]

@@ -316,7 +316,7 @@ def _difference(
         near = None if card.dedup is None else card.dedup.near
         if recipe.dedup.near and (near is None or near.indexes != [index.digest for index in inputs.indexes]):
             return "made against other indexes"
-        if card.filter_files != inputs.filter_files:
+        if card.filter_files != inputs.read_files:
             return "made with other lists or models of its filters"
         names = ("source", "files", "bytes", "digest")
         stated = [{name: getattr(entry, name) for name in names} for entry in card.inputs]
@@ -397,7 +397,8 @@ def _count(inputs: BuildInputs, outputs: Outputs) -> Funnel:
 def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> BuiltDataset:
     """What is published of one dataset; BuildError if there is no sample."""
     recipe, survivors = outputs.recipe, outputs.survivors
-    check_unchanged({split.input for split in inputs.splits})
+    scores = (split for one in inputs.scores for split in one.splits)
+    check_unchanged({split.input for split in (*inputs.splits, *scores)})
     if recipe.output.is_text:
         made = [(commit, Written.of(commit).shards) for commit in outputs.texts]
     else:
@@ -418,7 +419,8 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> BuiltDat
             split=outputs.found,
             dedup=survivors.card,
             filters=filters_card(counts.filters for counts in survivors.counts),
-            filter_files=inputs.filter_files,
+            filter_files=inputs.read_files,
+            buckets=None if survivors.buckets is None else survivors.buckets.facts,
         )
 
     return assemble(recipe, made, tables, describe)

@@ -39,7 +39,9 @@ _BAR = 1000  # steps of a bar
 # Steps, and CPU seconds of their stages for 0.7 GB of JSON lines, 1.2 million documents, Gopher's filters.
 # Stages that are not here take hardly any.
 _STEPS: Mapping[str, Mapping[str, float]] = {
-    "read and filter": {"record_counts": 0, "tokenizer": 0, "clean": 150},
+    "read and filter": {
+        "record_counts": 0, "scores": 0, "scores-merge": 0, "score_tables": 0, "tokenizer": 0, "clean": 150,
+    },
     "exact duplicates": {"exact-merge": 1, "exact": 1, "exact_removed": 0.2},
     "repeated lines": {"line_keys": 8, "line_keys-merge": 3, "line_losers": 1, "lines": 15},
     "near-duplicates": {

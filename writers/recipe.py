@@ -27,12 +27,15 @@ from shardkit.hashing import HASH_NAMES
 from shardkit.units import parse_bytes
 from shardkit.writers.dedup.config import DedupConfig
 from shardkit.writers.filters.base import FilterSettings
+from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.config import FilterEntry, entry_named
+from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.input_config import InputConfig
 from shardkit.writers.recipe_problems import describe_problems
 from shardkit.writers.recipe_yaml import apply_override, load_yaml
 from shardkit.writers.settings import (
     TRAIN,
+    Bounds,
     FieldName,
     Listed,
     LocalPath,
@@ -216,11 +219,12 @@ class OutputConfig(StrictModel):
         description="mds: MosaicML Streaming; wds: WebDataset tar; parquet or jsonl: the documents' text; "
         "tokens: whole documents as MDS, for `shardkit pack`.",
     )
-    where: dict[FieldName, Listed[str]] | None = Field(
+    where: dict[FieldName, Listed[str] | Bounds] | None = Field(
         default=None,
         description="Only documents with one of these values: of `source`, of `language` (which needs that "
-        "filter), or of a field in `metadata`; null: all.",
-        examples=[{"language": ["de", "fr"]}, {"source": "web", "bucket": "high"}],
+        "filter), of a field in `metadata`, of the label of `buckets`, or of `copies`: how many documents it "
+        "stands for. Of numbers also bounds; null: all.",
+        examples=[{"language": ["de", "fr"]}, {"source": "web", "bucket": "high"}, {"copies": {"min": 2}}],
     )
     pack: PackConfig | None = Field(
         default=None,
@@ -380,6 +384,7 @@ class Recipe(StrictModel):
             raise ValueError("fim moves parts of documents, so a loss mask cannot be kept: use two builds")
         if self.is_masked and self.tokenizer is None:
             raise ValueError("tokenizer: is missing; its chat template renders messages")
+        self._check_buckets()
         self._check_where()
         packs = [self.pack, *(output.pack for output in self._all() if output.pack is not None)]
         if any(pack.row_bos for pack in packs) and (self.tokenizer is None or self.tokenizer.bos is None):
@@ -390,18 +395,45 @@ class Recipe(StrictModel):
             raise ValueError("tokenizer: is missing; only outputs of format parquet or jsonl need none")
         return self
 
+    def _check_buckets(self) -> None:
+        """ValueError for buckets of scores that there are not, or under a name that is taken."""
+        columns: set[str] = set()
+        found = 0
+        for _, config in self.filter_chain():
+            if isinstance(config, ScoresConfig):
+                if twice := sorted(columns & config.columns.keys()):
+                    raise ValueError(f"filters: two `scores` filters have a column {twice[0]!r}")
+                columns |= config.columns.keys()
+            if not isinstance(config, BucketsConfig):
+                continue
+            found += 1
+            if unknown := [one.column for one in config.scores if one.column and one.column not in columns]:
+                raise ValueError(
+                    f"filters: buckets: no `scores` filter before it has the column {unknown[0]!r}"
+                )
+            taken = {"source", "language", "copies"}.union(*(config.metadata for config in self.inputs))
+            if config.field in taken:
+                raise ValueError(f"filters: buckets.field: documents have a {config.field!r} already")
+        if found > 1:
+            raise ValueError("filters: a recipe has one `buckets` filter; give it all scores")
+
     def _check_where(self) -> None:
         """ValueError for a `where` of something that documents of this recipe do not have."""
         for number, output in enumerate(self._all()):
             key = f"outputs[{number}].where" if self.outputs else "output.where"
             for name, values in (output.where or {}).items():
-                if name == "source" and (unknown := set(values) - set(self.sources)):
+                if isinstance(values, Bounds) and name in ("source", "language"):
+                    raise ValueError(f"{key}: {name} is no number; give the values")
+                if name == "source" and (unknown := {*values} - {*self.sources}):
                     known = ", ".join(dict.fromkeys(self.sources))
                     raise ValueError(f"{key}: there is no source {min(unknown)!r}; there are {known}")
                 if name == "language" and not any(step == "language" for step, _ in self.filter_chain()):
                     raise ValueError(f"{key}: only the `language` filter knows languages; add it to filters")
                 carried = {field for config in self.inputs for field in config.metadata}
-                own = name in ("source", "language") or any(config.path_fields for config in self.inputs)
+                own = name in ("source", "language", "copies") or any(
+                    config.path_fields for config in self.inputs
+                )
+                own = own or (self.buckets is not None and self.buckets.field == name)
                 if not own and name not in carried:
                     raise ValueError(f"{key}: no input keeps a field {name!r}; add it to inputs[].metadata")
 
@@ -466,6 +498,11 @@ class Recipe(StrictModel):
     def sources(self) -> tuple[str, ...]:
         """The label of each input."""
         return tuple(config.source or f"input-{number}" for number, config in enumerate(self.inputs))
+
+    @property
+    def buckets(self) -> BucketsConfig | None:
+        """The settings of its `buckets` filter, if it has one."""
+        return next((one for _, one in self.filter_chain() if isinstance(one, BucketsConfig)), None)
 
     def filter_chain(self) -> tuple[tuple[str, FilterSettings], ...]:
         """(name, settings) of every filter in order, profiles expanded."""

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+import numpy as np
+import numpy.typing as npt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic_core import core_schema
 
 __all__ = [
     "TRAIN",
+    "Bounds",
     "FieldName",
     "Listed",
     "LocalPath",
@@ -37,6 +48,26 @@ class StrictModel(BaseModel):
     """A frozen section of a recipe: unknown keys are errors and values are never converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
+
+
+class Bounds(StrictModel):
+    """The least and the greatest number that passes, both included."""
+
+    min: float | None = Field(default=None, description="Least number that passes; null: no bound.")
+    max: float | None = Field(default=None, description="Greatest number that passes; null: no bound.")
+
+    @model_validator(mode="after")
+    def _some_value_passes(self) -> Self:
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min:g} is more than max {self.max:g}: no document can pass both")
+        return self
+
+    def fails(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_] | None:
+        """bool[n]: the numbers outside of the bounds, which NaN is not; None without bounds."""
+        if self.min is None and self.max is None:
+            return None
+        low = values < self.min if self.min is not None else np.zeros(len(values), np.bool_)
+        return low | (values > self.max) if self.max is not None else low
 
 
 class _OneOrMany:

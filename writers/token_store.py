@@ -164,7 +164,8 @@ def _card_of_store(files: StoreFiles) -> DatasetCard:
 
 def _recipe_of(card: DatasetCard, output: str, overrides: Sequence[str]) -> Recipe:
     """The recipe with which a build would make this dataset from the raw inputs."""
-    content = {**card.recipe, "output": {"path": output}, "pack": {}}
+    routed = {key: value for key, value in card.recipe["output"].items() if key == "where"}
+    content = {**card.recipe, "output": {"path": output} | routed, "pack": {}}
     part = content.pop("part", None)
     for override in overrides:
         if not override.startswith(_SETTINGS) or override.startswith("output.path"):

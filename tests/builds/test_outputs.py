@@ -334,6 +334,15 @@ def test_outputs_that_divide_the_documents_have_each_of_them_once(
     assert rows.tokens == low.tokens
 
 
+def test_text_is_annotated_only_if_filters_have_values(
+    recipe: dict[str, Any], tmp_path: Path, inline_builds: None
+) -> None:
+    output = {"path": str(tmp_path / "out"), "format": "parquet"}
+    made = build(recipe | {"filters": [], "output": output}, workers=1, progress=False)
+    assert recipe["annotate"]
+    assert "filters" not in pq.read_schema(next(made.output.glob("text-*.parquet"))).names
+
+
 @pytest.mark.parametrize(
     ("where", "problem"),
     [

@@ -9,6 +9,7 @@ import gzip
 import importlib.util
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from shardkit.tools.demo.run import RECIPE as DEMO_RECIPE
 from shardkit.tools.trace.text import Decoder
 from shardkit.writers import BuildResult, build, build_dedup_index, load_recipe
 from shardkit.writers.token_store import pack_store
+from shardkit.writers.train_classifier import TrainingSettings, train_classifier
 from support.default_cases import cases
 from support.hub_environment import hub_server
 from support.s3_moto import s3_server
@@ -47,9 +49,11 @@ PROFILES = {
     "chat-midtraining",
     "code",
     "continue-pretraining",
+    "dclm",
     "demo",
     "gopher",
     "long-context",
+    "nemotron-cc",
     "wikipedia",
 }
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
@@ -515,3 +519,81 @@ def test_chat_midtraining_trains_on_answers_and_whole_documents(folder: Path) ->
     begins = [0, *ends[:-1].tolist()]
     found = {decoder.text(tokens[a:b][mask[a:b] == 1]) for a, b in zip(begins, ends.tolist(), strict=True)}
     assert found == {"Anna did\n", " the harbour", PAGE}
+
+
+def essay(number: int) -> str:
+    """Sentences of the story and the page, in an order of their own."""
+    sentences = " ".join((STORY + PAGE).split("\n")).split(". ")
+    return ". ".join(random.Random(number).sample(sentences, 10)) + "."
+
+
+ADVERTISING = (
+    "Buy the {} {} today, and you will have it with you by {}.",
+    "There is no better {} {} to be found; click here for offer {}.",
+    "Our prices of {} {} goods fall until day {}, so be quick!",
+    "A voucher for your next {} {} comes with order {} of this shop.",
+    "Sign up that we can tell you when a {} {} is on sale for {} points.",
+    "Delivery of the {} {} is free from {} euros on, and returns are, too.",
+)
+
+
+def advertisement(number: int) -> str:
+    """Sentences that only want something."""
+    rng = random.Random(number)
+    kinds, things = (
+        ["shiny", "cheap", "golden", "light", "rare"],
+        ["shoe", "lamp", "phone", "chair", "watch", "coat"],
+    )
+    chosen = rng.sample(ADVERTISING, len(ADVERTISING))
+    return " ".join(
+        one.format(f"{rng.choice(kinds)}-{rng.randrange(99)}", rng.choice(things), rng.randrange(10**5))
+        for one in chosen
+    )
+
+
+def train(folder: Path, name: str, labels: tuple[str, str]) -> None:
+    """A stand-in for a quality model, which knows essays from advertisements."""
+    (folder / "models").mkdir(exist_ok=True)
+    records = [{"text": essay(n), "label": labels[0]} for n in range(1000, 1060)]
+    records += [{"text": advertisement(n), "label": labels[1]} for n in range(1000, 1060)]
+    write_lines(folder / "labelled.jsonl", records)
+    settings = TrainingSettings(dimensions=8, buckets=1000)
+    train_classifier(folder / "labelled.jsonl", folder / "models" / name, settings=settings)
+
+
+@pytest.mark.extended
+def test_dclm_keeps_the_best_tenth_of_what_is_not_a_duplicate(folder: Path) -> None:
+    pytest.importorskip("floret", reason="it trains")
+    train(folder, "quality.bin", ("hq", "cc"))
+    good = [essay(n) for n in range(4)]
+    pages = [*good, *(advertisement(n) for n in range(36)), good[0], DANISH.replace("\n", " ")]
+    write_lines(folder / "data" / "web" / "a.jsonl.gz", [{"text": page} for page in pages])
+    result = run(folder, "dclm")
+    assert texts(result, folder) == sorted(good)
+    assert dropped(result) == {"exact_duplicate": 1, "language/label": 1, "output/elsewhere": 36}
+    facts = json.loads((result.output / "dataset.json").read_text())["buckets"]
+    assert (facts["sampled"], facts["documents"]) == (40, 40)
+    assert len(facts["edges"]["quality.hq"]) == 9
+
+
+@pytest.mark.extended
+def test_nemotron_cc_makes_a_dataset_of_each_quality_by_the_best_of_three_scores(folder: Path) -> None:
+    pytest.importorskip("floret", reason="it trains")
+    train(folder, "quality.bin", ("hq", "cc"))
+    train(folder, "informative.bin", ("informative", "not"))
+    pages = [essay(n) for n in range(4)] + [advertisement(n) for n in range(56)]
+    records = [{"text": page, "id": f"page-{n}"} for n, page in enumerate(pages)]
+    write_lines(folder / "data" / "web" / "a.jsonl.gz", records)
+    (folder / "data" / "scores").mkdir()
+    edu = [float(n == 40) * 5 for n in range(60)]  # one advertisement is educational
+    scores = {"id": [record["id"] for record in records], "edu": edu}
+    pq.write_table(pa.table(scores), folder / "data" / "scores" / "a.parquet")
+    result = run(folder, "nemotron-cc")
+    parts = [result, *result.others]
+    assert sum(part.funnel.kept.documents for part in parts) == 60
+    found = [json.loads(row["metadata"])["quality"] for row in provenance(result)]
+    ids = {row["id"] for row in provenance(result)}
+    assert {"page-0", "page-1", "page-2", "page-3", "page-40"} <= ids
+    assert set(found) <= {"high", "medium-high"}
+    low = pq.read_table(sorted((folder / "out" / "nemotron-cc" / "low").glob("text-*.parquet")))
+    assert {json.loads(one)["quality"] for one in low.column("metadata").to_pylist()} == {"low"}

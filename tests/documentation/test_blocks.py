@@ -110,6 +110,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Pat
     sk.build(recipe_from_mapping(mapping, folder=folder), workers=1, progress=False)
     for name in ("web", "code", "books", "out-val"):
         make_rows(folder / name, 150, 65)
+    for name in ("once", "few", "many"):
+        make_rows(folder / name, 12, 65)
     for name, rows, length in (("out-2k", 40, 2049), ("out-8k", 12, 8193)):
         make_rows(folder / name, rows, length)
     (folder / "tokens").mkdir()

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from shardkit.errors import BuildError
 from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.filters.base import (
     Edit,
@@ -28,8 +29,10 @@ from shardkit.writers.filters.base import (
     SideOutput,
     first_failing,
 )
+from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.fasttext import LanguageConfig
 from shardkit.writers.filters.gopher import GopherQualityFilter
+from shardkit.writers.filters.scores import REFUSED, ScoreLookup, ScoresConfig, ScoresFilter
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.ledger import Count
 
@@ -75,7 +78,7 @@ class Filtered:
     the value of every rule for every document of the batch (before dropping), and under "dropped" the reason
     it was dropped; `failed` has bool[n], which documents fail each rule. `side_rows` has rows for files next
     to the dataset, by file name. `languages` is object[n], the labels of the kept documents, if there is a
-    language filter.
+    language filter; `scores`, float64[n, scores], those of a `buckets` filter.
     """
 
     kept: pa.RecordBatch
@@ -90,6 +93,7 @@ class Filtered:
     failed: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
     side_rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     languages: npt.NDArray[np.object_] | None = None
+    scores: npt.NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,8 @@ class _Step:
 class FilterChain:
     """The filters of a recipe, built once per process and applied to many batches.
 
-    `folder` is the base of the recipe's relative paths. `seed` selects the sample.
+    `folder` is the base of the recipe's relative paths. `seed` selects the sample. `lookups` find the scores
+    of each `scores` filter, in order.
     """
 
     def __init__(
@@ -111,8 +116,16 @@ class FilterChain:
         *,
         annotate: bool = False,
         seed: int = 0,
+        lookups: Sequence[ScoreLookup] = (),
     ) -> None:
-        self._steps = [_Step(name, config.build(folder or Path())) for name, config in steps]
+        left = iter(lookups)
+        self._steps = [
+            _Step(name, ScoresFilter(config, next(left)))
+            if isinstance(config, ScoresConfig) and lookups
+            else _Step(name, config.build(folder or Path()))
+            for name, config in steps
+        ]
+        self._scores = [config for _, config in steps if isinstance(config, ScoresConfig)]
         self._annotate, self._seed = annotate, seed
         self.reasons = tuple(f"{step.name}/{reason}" for step in self._steps for reason in step.work.reasons)
         editors = [(step.name, step.work) for step in self._steps if isinstance(step.work, Editor)]
@@ -122,6 +135,7 @@ class FilterChain:
         gopher = [config for _, config in steps if isinstance(config, GopherQualityFilter)]
         self._stop_words = gopher[0].stop_words if gopher else ()
         self._language = next((name for name, config in steps if isinstance(config, LanguageConfig)), None)
+        self._buckets = next((name for name, config in steps if isinstance(config, BucketsConfig)), None)
 
     def apply(self, documents: pa.RecordBatch) -> Filtered:
         """Run all filters on a batch of DOCUMENT_SCHEMA."""
@@ -131,6 +145,7 @@ class FilterChain:
         batch = TextBatch(documents, stop_words=self._stop_words)
         hashes = keyed_hashes(documents.column("document_id").to_pylist(), self._seed, "filter sample")
         codes = self._codes(batch, result, hashes)
+        self._refuse_missing(result)
         for work in self._sides:
             result.side_rows.setdefault(work.side_file, []).extend(work.take_rows())
         if self._annotate:
@@ -144,6 +159,8 @@ class FilterChain:
             result.kept = result.kept.filter(pa.array(codes == 0))
         if result.languages is not None:
             result.languages = result.languages[codes == 0]
+        if result.scores is not None:
+            result.scores = result.scores[codes == 0]
         return result
 
     @property
@@ -176,9 +193,26 @@ class FilterChain:
             first += len(step.work.reasons)
             if step.name == self._language:
                 [result.languages] = [rule.values for rule in rules if rule.name == "label"]
+            if step.name == self._buckets:
+                result.scores = np.stack([np.asarray(rule.values) for rule in rules], axis=1)
             if self._annotate:
                 _annotate(result, step.name, rules)
         return codes
+
+    def _refuse_missing(self, result: Filtered) -> None:
+        """BuildError for a document without scores, where the recipe refuses those."""
+        lost = [one.documents for one in result.removed if one.rule == f"scores/{REFUSED}"]
+        if not lost:
+            return
+        config, documents = next(one for one in self._scores if one.missing == "refuse"), lost[0]
+        file, record, own = (
+            documents.column(name)[0].as_py() for name in ("file", "record", config.document)
+        )
+        raise BuildError(
+            f"{file}: record {record:,}: filters: scores: no row of {', '.join(config.path)} has all scores "
+            f"of its {config.document} {own.hex() if isinstance(own, bytes) else own!r}; add them, or set "
+            f"`missing` to drop or keep"
+        )
 
     def _sample(self, documents: pa.RecordBatch, hashes: npt.NDArray[np.uint64], result: Filtered) -> None:
         """Count each rule independently over the documents that the hash selects."""

@@ -25,6 +25,7 @@ from pydantic import (
 
 from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.bounds import LengthFilter, RatiosFilter
+from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.c4 import C4ParagraphFilter, C4QualityEditor
 from shardkit.writers.filters.decontamination import DecontaminationConfig
 from shardkit.writers.filters.dolma import DolmaQualityFilter, DolmaRepetitionFilter
@@ -34,6 +35,7 @@ from shardkit.writers.filters.gopher import GopherQualityFilter, GopherRepetitio
 from shardkit.writers.filters.perplexity import PerplexityConfig, UnigramLogProbConfig
 from shardkit.writers.filters.pii import PiiEditor
 from shardkit.writers.filters.repeated_lines import RepeatedLinesEditor
+from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.filters.url_lists import UrlListsConfig
 from shardkit.writers.filters.user import PythonConfig
 from shardkit.writers.filters.word_lists import BadWordsConfig, StopWordsConfig
@@ -90,6 +92,12 @@ class FilterEntry(StrictModel):
     pii: PiiEditor | None = Field(default=None, description="Redact addresses and phone numbers.")
     language: LanguageConfig | None = Field(default=None, description="Language identification by fastText.")
     classifier: ClassifierConfig | None = Field(default=None, description="A fastText model of your own.")
+    scores: ScoresConfig | None = Field(
+        default=None, description="Scores that were computed elsewhere, joined by the document's id."
+    )
+    buckets: BucketsConfig | None = Field(
+        default=None, description="Quality classes by an ensemble of scores, to route documents by."
+    )
     decontamination: DecontaminationConfig | None = Field(
         default=None, description="Overlap with evaluation sets."
     )

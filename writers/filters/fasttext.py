@@ -167,14 +167,14 @@ class ClassifierFilter:
 
     reasons = ("score",)
 
-    def __init__(self, config: ClassifierConfig, folder: Path) -> None:
+    def __init__(self, config: ClassifierConfig, folder: Path, key: str = "classifier") -> None:
         path = folder / config.model
         self._config = config
-        self._scorer = _scorer(path, *file_version(path, "classifier.model"))
+        self._scorer = _scorer(path, *file_version(path, f"{key}.model"))
         labels = self._scorer.model.labels
         if config.label not in labels:
             shown = ", ".join(labels[:12]) + (", …" if len(labels) > 12 else "")
-            raise RecipeError(f"classifier.label: {path} has no label {config.label!r}; it has {shown}")
+            raise RecipeError(f"{key}.label: {path} has no label {config.label!r}; it has {shown}")
         self._label = labels.index(config.label)
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:

@@ -19,13 +19,15 @@ class TextBatch:
     """Documents of DOCUMENT_SCHEMA, whose texts editors replace.
 
     `wanted` is a mask of the documents to look at. Statistics are computed for those only and stay valid
-    while documents only leave the mask. `stop_words` are counted unless a filter asks for others.
+    while documents only leave the mask. `stop_words` are counted unless a filter asks for others. `scores`,
+    float64[n] by name, are what filters joined to the documents, for those after them.
     """
 
     def __init__(self, documents: pa.RecordBatch, *, stop_words: tuple[str, ...] = ()) -> None:
         self._documents = documents
         self.wanted = np.ones(len(documents), np.bool_)
         self._stop_words = stop_words
+        self.scores: dict[str, npt.NDArray[np.float64]] = {}
         self.set_texts(documents.column("text"))
 
     def __len__(self) -> int:

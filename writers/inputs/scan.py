@@ -153,8 +153,11 @@ def scan_inputs(
     *,
     split_bytes: int = SPLIT_BYTES,
     kept: KeptCuts | None = None,
+    key: str = "inputs[{}].path",
 ) -> list[Split]:
     """All splits in order of input, file name and position; `storage` says how URLs are reached.
+
+    `key` is the key path of an input's files by its number, for errors.
 
     RecipeError when an input matches nothing or cannot be listed, a file belongs to two inputs, two files
     have one name, or a format is unknown; BuildError when a file cannot be read.
@@ -163,17 +166,17 @@ def scan_inputs(
     owners: dict[str, tuple[int, str]] = {}
     names: dict[str, InputFile] = {}
     for source, config in enumerate(recipe.inputs):
-        key = f"inputs[{source}].path"
-        for name, file in find_files(recipe, config, key, storage).items():
+        where = key.format(source)
+        for name, file in find_files(recipe, config, where, storage).items():
             if file.identity in owners:
                 owner, other = owners[file.identity]
                 raise RecipeError(
-                    f"{key}: {name} is the same file as {other} of inputs[{owner}]; "
+                    f"{where}: {name} is the same file as {other} of inputs[{owner}]; "
                     "its documents would be read twice"
                 )
             if name in names:
                 raise RecipeError(
-                    f"{key}: {file.path} and {names[name].path} would both be called {name}, and their "
+                    f"{where}: {file.path} and {names[name].path} would both be called {name}, and their "
                     "documents have the same ids; change inputs[].base"
                 )
             try:
@@ -182,7 +185,7 @@ def scan_inputs(
                 problem = f"inputs[{source}].path_fields: {error}; leave the file out with exclude"
                 raise RecipeError(problem) from None
             owners[file.identity], names[name] = (source, name), file
-            found.append((source, file, *_format_of(name, config, key)))
+            found.append((source, file, *_format_of(name, config, where)))
 
     kept = KeptCuts() if kept is None else kept
 

@@ -124,6 +124,29 @@ def _tokens(card: DatasetCard) -> int:
     return card.tokens if card.has("tokens") else 0
 
 
+def render_buckets(card: DatasetCard) -> str:
+    """The edges of each score's bins, and what labels come of them."""
+    buckets = card.buckets
+    rows = [
+        [cell(name), number(len(edges)), *(number(f"{edges[at]:.4g}" if edges else "") for at in places)]
+        for name, edges in buckets.edges.items()
+        for places in [(0, len(edges) // 2, -1)]
+    ]
+    given = "The recipe gives the edges."
+    fitted = (
+        f"Edges are percentiles of {buckets.sampled:,} of {buckets.documents:,} documents without duplicates."
+    )
+    ranges = sorted((buckets.labels or {}).items(), key=lambda item: -item[1])
+    labels = ", ".join(f"{name} from bin {least:g}" for name, least in ranges) or "the bin itself"
+    note = (
+        f'<p class="note">{fitted if buckets.documents else given} The bin of a score is how many edges '
+        f"it reaches; the {text(buckets.combine)} of a document's bins gives the field "
+        f"<code>{text(buckets.field)}</code>: {text(labels)}.</p>"
+    )
+    head = ("score", ">edges", ">lowest", ">middle", ">highest")
+    return section("Quality classes", table(head, rows, caption="Edges of the bins of each score"), note)
+
+
 def render_split(card: DatasetCard) -> str:
     """The parts of a split, and what stayed in train because it is like another document."""
     split = card.split
@@ -379,6 +402,7 @@ def render_report(card: DatasetCard) -> bytes:
         render_languages(card),
         render_filters(card.filters, card.funnel.read) if card.filters else "",
         render_dedup(card.dedup) if card.dedup else "",
+        render_buckets(card) if card.has("buckets") else "",
         render_split(card) if card.has("split") else "",
         render_lengths(card) if card.has("histograms") else "",
         render_packing(card) if card.has("sequence_length") else "",

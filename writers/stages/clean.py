@@ -6,6 +6,7 @@ The folder of a task receives
   keys.run          KEYS, one row for each kept document: what exact dedup needs
   quarantine.jsonl  unreadable records; often empty
   languages.npy     with a language filter: the language of each kept document (languages.py)
+  buckets.npy       with a buckets filter: the scores of each kept document (buckets.py)
   dropped.parquet  with filters: the documents that they drop, and why (removed.py)
   annotations.parquet  with `annotate`: the value of every filter for every document (annotations.py)
 Memory is one batch, one record and a run of keys, for a split of any size.
@@ -22,7 +23,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ from shardkit.writers.ledger import (
 from shardkit.writers.progress import PULSE
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.removed import DROPPED_FILE, DroppedFile
+from shardkit.writers.score_tables import ScoreTable
+from shardkit.writers.stages.buckets import BUCKETS_FILE, BucketFile
 
 __all__ = [
     "DOCUMENTS_FILE",
@@ -127,8 +130,12 @@ def tasks(
     files: Mapping[str, str],
     folder: Artifact | None = None,
     masking: Masking | None = None,
+    scores: Sequence[ScoreTable] = (),
 ) -> list[Task]:
-    """One task a split; `files` are `filter_files`, and lie in `folder` if not where the recipe says."""
+    """One task a split; `files` are `filter_files`, and lie in `folder` if not where the recipe says.
+
+    `scores` are the tables of the `scores` filters, in order.
+    """
     exact = recipe.dedup.exact
     keys = normalization_version() if exact is not None and exact.text == "normalized" else "raw"
     shared = {
@@ -138,6 +145,8 @@ def tasks(
         "max_bad_fraction": recipe.max_bad_fraction,
         "max_record_bytes": recipe.max_record_bytes,
     }
+    if scores:
+        shared["scores"] = [table.content for table in scores]
     limit = recipe.max_failed_splits
     fallback = Fallback(FAILED_SPLITS, limit, "max_failed_splits", clean_split) if limit else None
     made = []
@@ -152,7 +161,7 @@ def tasks(
         config = shared | {"split": place, "inputs": fields}
         if masking is not None:
             config["masking"] = masking.digest if recipe.inputs[split.source].is_masked else ""
-        args = (split, recipe, folder, masking)
+        args = (split, recipe, folder, masking, tuple(scores))
         inputs = {"file": [split.input.bytes, split.input.version], "filter_files": dict(files)}
         name = split_name(split)
         made.append(Task("clean", name, config, clean_split, args, split.bytes, inputs, fallback))
@@ -225,6 +234,7 @@ def clean_split(
     recipe: Recipe,
     filter_folder: Artifact | None = None,
     masking: Masking | None = None,
+    scores: Sequence[ScoreTable] = (),
     failure: str | None = None,
 ) -> Cleaned:
     """Write the files of a split into `folder`, which exists and is empty.
@@ -239,9 +249,9 @@ def clean_split(
                     (filter_folder / name).local()
         recipe = recipe.in_folder(filter_folder.path)
     try:
-        return _clean(split, recipe, folder, masking, failure=failure)
+        return _clean(split, recipe, folder, masking, scores, failure=failure)
     except SuspectDataError as suspect:  # found at the end of the untrusted data, so start again without it
-        return _clean(split, recipe, folder, masking, suspect)
+        return _clean(split, recipe, folder, masking, scores, suspect)
 
 
 def _clean(
@@ -249,6 +259,7 @@ def _clean(
     recipe: Recipe,
     folder: Path,
     masking: Masking | None,
+    scores: Sequence[ScoreTable],
     suspect: SuspectDataError | None = None,
     *,
     failure: str | None = None,
@@ -256,7 +267,7 @@ def _clean(
     ledger, fields = Ledger(), NamedFields(recipe.inputs[split.source])
     exact = recipe.dedup.exact
     normalized = exact is not None and exact.text == "normalized"
-    chain = FilterChain(recipe.filter_chain(), recipe.folder, annotate=recipe.annotate, seed=recipe.seed)
+    chain = _filter_chain(recipe, scores)
     counts = FilterCounts.of_chain(chain)
     first_row = 0
     allowed = recipe.max_bad_fraction if failure is None else 1.0
@@ -267,6 +278,7 @@ def _clean(
         DroppedFile(folder / DROPPED_FILE) if recipe.filters else nullcontext() as dropped,
         AnnotationFile(folder / ANNOTATIONS_FILE) if recipe.annotate else nullcontext() as annotations,
         LanguageFile(folder / LANGUAGES_FILE) if chain.has_languages else nullcontext() as languages,
+        _bucket_file(folder, recipe) as buckets,
         ExitStack() as stack,
         pa.OSFile(str(folder / DOCUMENTS_FILE), "wb") as file,
         pa.ipc.new_file(file, schema, options=DOCUMENT_OPTIONS) as documents,
@@ -291,12 +303,32 @@ def _clean(
                 if languages is not None:
                     assert filtered.languages is not None
                     languages.write(filtered.languages)
+                if buckets is not None:
+                    assert filtered.scores is not None
+                    buckets.write(kept, filtered.scores)
             PULSE.tell(ledger)
         where = f"{split.file} (split {split.index})"
         check_bad_fraction(where, ledger, recipe.max_bad_fraction, quarantine.first)
     ledger.check(where)
     labels = None if languages is None else languages.labels
     return Cleaned(ledger, counts, fields.to_dict(), hash_split(split), labels)
+
+
+def _filter_chain(recipe: Recipe, scores: Sequence[ScoreTable]) -> FilterChain:
+    return FilterChain(
+        recipe.filter_chain(),
+        recipe.folder,
+        annotate=recipe.annotate,
+        seed=recipe.seed,
+        lookups=[table.open() for table in scores],
+    )
+
+
+def _bucket_file(folder: Path, recipe: Recipe) -> AbstractContextManager[BucketFile | None]:
+    config = recipe.buckets
+    if config is None:
+        return nullcontext()
+    return BucketFile(folder / BUCKETS_FILE, len(config.scores), recipe.seed)
 
 
 def _read(

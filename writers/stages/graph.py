@@ -15,7 +15,7 @@ that decides its outputs and nothing else, so a changed recipe redoes exactly wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardkit.card import DedupFacts
@@ -37,14 +37,18 @@ from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger, check_bad_fraction, first_of
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
+from shardkit.writers.score_tables import ScoreTable
 from shardkit.writers.settings import TRAIN
 from shardkit.writers.stages import clean, exact, pack, provenance, text, tokenize
+from shardkit.writers.stages.buckets import Buckets, fit_buckets
 from shardkit.writers.stages.clean import Cleaned
 from shardkit.writers.stages.duplicate_losses import EXACT, LINES, NEAR, DuplicateLosses
 from shardkit.writers.stages.pack import Packed
 from shardkit.writers.stages.record_counts import count_records
+from shardkit.writers.stages.scores import ScoreFiles, find_score_files, sort_scores
+from shardkit.writers.stages.selection import NOT_SELECTED, Selection
 from shardkit.writers.stages.split import PartsFound, SplitStage
-from shardkit.writers.stages.tokenize import Selection, TokenizerFacts, TokenizerFile
+from shardkit.writers.stages.tokenize import TokenizerFacts, TokenizerFile
 from shardkit.writers.tokenizer import Parity
 from shardkit.writers.tokenizer_file import Engine
 
@@ -68,7 +72,9 @@ class BuildInputs:
     """What a build reads, examined before the first task.
 
     `filter_files` are `clean.filter_files`; `filter_folder` is where tasks find these files, if not by their
-    paths in the recipe. `limits` are those of all exchanges: of small data that should behave as large data.
+    paths in the recipe. `scores` are the files of `scores` filters, which are sorted before stage `clean`;
+    `read_files` are the digests of all files that filters read. `limits` are those of all exchanges: of small
+    data that should behave as large data.
     """
 
     recipe: Recipe
@@ -78,6 +84,8 @@ class BuildInputs:
     filter_folder: Artifact | None = None
     masking: Masking | None = None
     limits: Limits = DEFAULT_LIMITS
+    scores: Sequence[ScoreFiles] = ()
+    read_files: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -102,11 +110,16 @@ class BuildInputs:
                 f"these a build of their own"
             )
         files, masking = clean.filter_files(recipe), Masking.of(recipe)
-        return cls(recipe, splits, indexes, files, masking=masking, limits=limits)
+        scores = find_score_files(recipe, storage)
+        read = files | {name: digest for one in scores for name, digest in one.digests().items()}
+        return cls(
+            recipe, splits, indexes, files, masking=masking, limits=limits, scores=scores, read_files=read
+        )
 
 
-def _clean_tasks(inputs: BuildInputs, splits: Sequence[Split]) -> list[Task]:
-    return clean.tasks(inputs.recipe, splits, inputs.filter_files, inputs.filter_folder, inputs.masking)
+def _clean_tasks(inputs: BuildInputs, splits: Sequence[Split], scores: Sequence[ScoreTable]) -> list[Task]:
+    files, folder = inputs.filter_files, inputs.filter_folder
+    return clean.tasks(inputs.recipe, splits, files, folder, inputs.masking, scores)
 
 
 @dataclass(frozen=True)
@@ -117,7 +130,7 @@ class Survivors:
     `documents` have documents.arrow, and are `cleaned` unless lines were cut. `removals` are the rows of
     each that were removed, `removed` the counts by reason that stage `tokenize` will book for them,
     `lines_cut` the ledgers of stage `lines`. `kept` is what the filters kept. `concurrent` are the commits of
-    the tasks that ran at the same time as stage `clean`.
+    the tasks that ran at the same time as stage `clean`, `buckets` how scores become labels.
     """
 
     cleaned: Sequence[Commit]
@@ -130,6 +143,7 @@ class Survivors:
     card: DedupFacts | None
     kept: Count
     concurrent: Sequence[Commit]
+    buckets: Buckets | None = None
 
 
 def task_memory(recipe: Recipe) -> int:
@@ -147,7 +161,8 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, concurrent: Sequence[T
     splits = count_records(inputs.splits, run)
     memory_bytes = task_memory(recipe)
 
-    others, cleaned = run(concurrent, _clean_tasks(inputs, splits))
+    scores = sort_scores(inputs.scores, run, memory_bytes, inputs.limits)
+    others, cleaned = run(concurrent, _clean_tasks(inputs, splits, scores))
     counts = [Cleaned.of(commit) for commit in cleaned]
     kept = _check_cleaned(recipe, splits, cleaned, counts)
     losses = DuplicateLosses(recipe.sources, splits, [one.ledger for one in counts])
@@ -219,6 +234,8 @@ def run_stages(inputs: BuildInputs, tokenizer: TokenizerFile | None, run: RunTas
     recipe = inputs.recipe
     check = [] if tokenizer is None else [tokenize.tokenizer_task(tokenizer)]
     survivors = find_survivors(inputs, run, concurrent=check)
+    buckets = fit_buckets(recipe, run, survivors.cleaned, survivors.documents, survivors.removals)
+    survivors = replace(survivors, buckets=buckets)
     found = _find_parts(inputs, survivors, run)
     made = [Outputs(each, survivors, found) for each in recipe.datasets()]
     if tokenizer is not None:
@@ -243,7 +260,7 @@ def _kept(made: Outputs) -> int:
     ledgers = [commit.ledger() for commit in made.tokenized]
     ledgers += [ledger for commit in made.texts for ledger in text.Written.of(commit).ledgers]
     lost = (item for ledger in ledgers for item in ledger.dropped.items())
-    others = f"{SPLIT}/", tokenize.NOT_SELECTED
+    others = f"{SPLIT}/", NOT_SELECTED
     elsewhere = sum(count.documents for reason, count in lost if reason.startswith(others))
     return sum(ledger.kept.documents for ledger in ledgers) + elsewhere
 
@@ -320,6 +337,7 @@ def _write_text(inputs: BuildInputs, one: Outputs, run: RunTasks) -> Outputs:
             _removals(one),
             cleaned=survivors.cleaned,
             limits=inputs.limits,
+            buckets=survivors.buckets,
         )
     )
     return replace(one, texts=texts)
@@ -410,6 +428,7 @@ def _tokenize(
             engine=engine,
             unlike=facts.unlike,
             limits=inputs.limits,
+            buckets=survivors.buckets,
         )
 
     parity_task = tokenize.parity_task(survivors.documents, tokenizer, facts.unlike)

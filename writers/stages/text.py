@@ -39,8 +39,9 @@ from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.progress import PULSE
 from shardkit.writers.recipe import OutputConfig, Recipe
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
+from shardkit.writers.stages.buckets import BucketLabels, Buckets, marked_batches
 from shardkit.writers.stages.clean import DOCUMENTS_FILE
-from shardkit.writers.stages.tokenize import Selection, remaining
+from shardkit.writers.stages.selection import Selection, remaining
 
 __all__ = ["TEXT_SCHEMA", "Written", "tasks", "write_text"]
 
@@ -104,6 +105,7 @@ class SplitText:
     annotations: Artifact | None
     rows: Artifact | None
     selection: Selection | None
+    buckets: BucketLabels | None
 
 
 def tasks(
@@ -114,11 +116,13 @@ def tasks(
     *,
     cleaned: Sequence[Commit],
     limits: Limits = DEFAULT_LIMITS,
+    buckets: Buckets | None = None,
 ) -> list[Task]:
     """A task for neighboring splits; `documents` are `cleaned`, or the commits that cut lines out."""
     config = {"output": recipe.output.of_shards, "block_bytes": limits.block_bytes}
     selection = Selection.of(recipe)
-    config |= {} if selection is None else {"where": selection.where}
+    config |= {} if selection is None else {"where": selection.config}
+    config |= {} if buckets is None else {"buckets": buckets.facts}
     made: list[Task] = []
     group: list[SplitText] = []
     names: list[Any] = []
@@ -136,6 +140,7 @@ def tasks(
                 first.files / ANNOTATIONS_FILE if recipe.annotate else None,
                 None if commit is first else commit.files / ROWS_FILE,
                 selection,
+                None if buckets is None else BucketLabels.of(buckets, first, commit)[0],
             )
         )
         kept = commit.ledger().kept.bytes
@@ -185,8 +190,7 @@ def _documents(split: SplitText, ledger: Ledger, twins: TwinsFile) -> Iterator[p
     start = 0
     with split.documents.open_arrow(mapped=True) as source:
         reader = pa.ipc.open_file(source)
-        for number in range(reader.num_record_batches):
-            batch = reader.get_batch(number)
+        for batch in marked_batches(reader, split.buckets):
             more = [column[start : start + batch.num_rows] for column in beside.values()]
             for name, column in zip(beside, more, strict=True):
                 batch = batch.append_column(f"+{name}", column)
@@ -195,7 +199,7 @@ def _documents(split: SplitText, ledger: Ledger, twins: TwinsFile) -> Iterator[p
             others = None
             if split.selection is not None:
                 languages = batch.column("+language").to_pylist() if "language" in beside else None
-                others = split.selection.others(batch, languages)
+                others = split.selection.others(batch, languages, part)
             kept, copies = remaining(batch, part, ledger, twins, others)
             kept, copies = _not_empty(kept, copies, ledger, twins)
             if kept.num_rows:
@@ -223,7 +227,9 @@ def _beside(split: SplitText) -> dict[str, pa.Array]:
         columns["language"] = pa.array(split.labels, pa.string()).take(pa.array(codes))
     if split.annotations is not None:
         with split.annotations.open_arrow() as source:
-            columns["filters"] = annotation_values(source)
+            values = annotation_values(source)
+        if values.type.num_fields:  # Parquet has no structs without fields
+            columns["filters"] = values
     if split.rows is not None and columns:
         rows = pa.array(Rows(split.rows, np.int64).read())
         columns = {name: column.take(rows) for name, column in columns.items()}

@@ -22,7 +22,6 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import pyarrow as pa
 
 from shardkit.card import Histogram
@@ -44,7 +43,9 @@ from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.progress import PULSE
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
+from shardkit.writers.stages.buckets import BucketLabels, Buckets, marked_batches
 from shardkit.writers.stages.clean import DOCUMENTS_FILE, split_name
+from shardkit.writers.stages.selection import Selection, remaining
 from shardkit.writers.tokenizer import (
     Encoder,
     EosInTextError,
@@ -64,10 +65,8 @@ _Encode = Callable[[pa.RecordBatch], tuple[Tokens, npt.NDArray[np.int64]]]
 _Kind = TypeVar("_Kind", bound=np.generic)
 
 __all__ = [
-    "NOT_SELECTED",
     "SPILL_SCHEMA",
     "TOKENS",
-    "Selection",
     "Tokenized",
     "TokenizerFacts",
     "TokenizerFile",
@@ -77,7 +76,6 @@ __all__ = [
     "parity_task",
     "partition_of",
     "partition_start",
-    "remaining",
     "tasks",
     "tokenize_split",
     "tokenizer_task",
@@ -86,8 +84,6 @@ __all__ = [
 _FIRST = 1 << 60  # a weight that is scheduled before all others
 
 MAX_PARTITIONS = 1_000_000
-
-NOT_SELECTED = "output/elsewhere"  # the reason of documents that an output's `where` leaves out
 
 PARITY_SPLITS = 256  # at most so many splits give documents to the sample
 
@@ -312,6 +308,7 @@ def tasks(
     engine: Engine,
     unlike: Ranges,
     limits: Limits = DEFAULT_LIMITS,
+    buckets: Buckets | None = None,
 ) -> list[Task]:
     """One task a split: its remaining documents, tokenized.
 
@@ -341,13 +338,14 @@ def tasks(
         fim = recipe.inputs[split.source].fim
         own = config if fim is None else config | {"fim": fim.model_dump(mode="json")}
         if selection is not None:
-            own = own | {"where": selection.where, "source": recipe.sources[split.source]}
+            own = own | {"where": selection.config, "source": recipe.sources[split.source]}
         weight = commit.ledger().kept.bytes
-        made.append(
-            Task(
-                "tokenize", split_name(split), own, _tokenize, (*args, fim, selection), weight, inputs | named
-            )
-        )
+        labels = None
+        if buckets is not None:
+            labels, more = BucketLabels.of(buckets, first, commit)
+            named = named | more
+        all_args = (*args, fim, selection, labels)
+        made.append(Task("tokenize", split_name(split), own, _tokenize, all_args, weight, inputs | named))
     return made
 
 
@@ -375,6 +373,7 @@ def _tokenize(
     languages: LanguageLabels | None,
     fim: FimConfig | None = None,
     selection: Selection | None = None,
+    buckets: BucketLabels | None = None,
 ) -> Tokenized:
     """Load the encoder, which the process caches, and the removed rows; then `tokenize_split`."""
     file, eos, engine, unlike, bos, encoding = encoder
@@ -389,6 +388,7 @@ def _tokenize(
         languages=languages,
         fim=fim,
         selection=selection,
+        buckets=buckets,
     )
 
 
@@ -404,6 +404,7 @@ def tokenize_split(
     languages: LanguageLabels | None = None,
     fim: FimConfig | None = None,
     selection: Selection | None = None,
+    buckets: BucketLabels | None = None,
 ) -> Tokenized:
     """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) except removed ones; write them as a run.
 
@@ -420,8 +421,7 @@ def tokenize_split(
     ):
         reader = pa.ipc.open_file(source)
         start = 0
-        for number in range(reader.num_record_batches):
-            batch = reader.get_batch(number)
+        for batch in marked_batches(reader, buckets):
             if counts is not None:
                 batch = counts.beside(batch, start)
             part = removed.within(start, batch.num_rows)
@@ -429,7 +429,7 @@ def tokenize_split(
             encode = None if fim is None else partial(encode_fim, encoder, fim, seed)
             others = None
             if selection is not None:
-                others = selection.others(batch, None if counts is None else counts.labels_of(batch))
+                others = selection.others(batch, None if counts is None else counts.labels_of(batch), part)
             kept, copies, ids, tokens, masks = _tokenize_batch(
                 batch, part, encoder, ledger, twins, encode, others
             )
@@ -489,75 +489,6 @@ def _tokenize_batch(
         masks = None if masks is None else (masks[0], masks[1][~empty])
     ledger.kept += Count(batch.num_rows, int(sizes.sum()))
     return batch, copies, ids, lengths, masks
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which documents an output has: those with one of the values of each name; all without names.
-
-    `sources` are the labels of the recipe's inputs.
-    """
-
-    where: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    sources: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> Selection | None:
-        """That of the recipe of one dataset; None if it has all documents."""
-        where = recipe.output.where
-        return None if where is None else cls(tuple(sorted(where.items())), recipe.sources)
-
-    def others(
-        self, documents: pa.RecordBatch, languages: Sequence[str | None] | None
-    ) -> npt.NDArray[np.bool_]:
-        """bool[n]: the documents that are not in the output."""
-        left = np.zeros(documents.num_rows, np.bool_)
-        for name, values in self.where:
-            found: Sequence[object]
-            if name == "source":
-                found = [self.sources[number] for number in documents.column("source").to_pylist()]
-            elif name == "language":
-                assert languages is not None
-                found = languages
-            else:
-                rows = documents.column("metadata").to_pylist()
-                found = [None if row is None else orjson.loads(row).get(name) for row in rows]
-            wanted = set(values)
-            left |= [(one if isinstance(one, str) else str(one)) not in wanted for one in found]
-        return left
-
-
-def remaining(
-    batch: pa.RecordBatch,
-    removed: Removed,
-    ledger: Ledger,
-    twins: TwinsFile,
-    others: npt.NDArray[np.bool_] | None = None,
-) -> tuple[pa.RecordBatch, npt.NDArray[np.int32]]:
-    """The documents of a batch that stay, and how many documents each stands for; `others` go, too.
-
-    The ledger gets what is read and what goes; `twins` what goes as a duplicate, and what stays for one.
-    """
-    sizes = np.diff(text_offsets(batch.column("text")))
-    ledger.read += Count(batch.num_rows, int(sizes.sum()))
-    copies = np.ones(batch.num_rows, np.int32)
-    copies[removed.copied] = removed.copies
-    keep = np.ones(batch.num_rows, np.bool_)
-    for reason, losers in removed.rows.items():
-        if len(losers):
-            ledger.drop(reason, len(losers), int(sizes[losers].sum()))
-            twins.remove(batch, reason, losers, removed.outcomes.get(reason))
-            keep[losers] = False
-    twins.keep(batch, removed.copied)
-    elsewhere = removed.elsewhere(batch.num_rows)
-    elsewhere |= {} if others is None else {NOT_SELECTED: others}
-    for reason, rows in elsewhere.items():
-        rows = rows & keep
-        ledger.drop(reason, int(rows.sum()), int(sizes[rows].sum()))
-        keep &= ~rows
-    if keep.all():
-        return batch, copies
-    return batch.filter(pa.array(keep)), copies[keep]
 
 
 def _mask_of_marks(masks: _Masks, lengths: npt.NDArray[np.int64], encoder: Encoder) -> npt.NDArray[np.uint8]:
