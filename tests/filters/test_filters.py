@@ -37,6 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "c4_paragraph": ({"min_paragraph_len": 30, "min_paragraphs": 1}, ()),
     "dolma_quality": ({"min_word_count": 5}, ()),
     "dolma_repetition": ({}, ()),
+    "code_quality": ({"min_alphabetic_ratio": 0.5}, ()),
     "repeated_lines": ({"max_cut_fraction": 0.5}, ()),
     "url_lists": ({"domains": ["hosts.txt"]}, ("hosts.txt",)),
     "bad_words": ({"lists": ["bad.txt"]}, ("bad.txt",)),

@@ -14,13 +14,21 @@ from shardkit.writers.filters.base import Edit, Editor, Filter, FilterSettings, 
 from shardkit.writers.filters.text_batch import TextBatch
 
 
-def documents(texts: Sequence[str], urls: Sequence[str | None] = (), *, file: str = "f") -> pa.RecordBatch:
-    """Documents of one file with these texts and URLs."""
+def documents(
+    texts: Sequence[str],
+    urls: Sequence[str | None] = (),
+    *,
+    file: str = "f",
+    metadata: Sequence[str | None] = (),
+) -> pa.RecordBatch:
+    """Documents of one file with these texts, URLs and JSON metadata."""
     ids = document_ids(file, range(len(texts)))
     rows = [
         {"document_id": ids[n], "source": 0, "file": file, "record": n, "text": text, "url": url}
         for n, (text, url) in enumerate(zip(texts, urls or [None] * len(texts), strict=True))
     ]
+    for row, kept in zip(rows, metadata or [None] * len(rows), strict=True):
+        row["metadata"] = kept
     return pa.RecordBatch.from_pylist(rows, schema=DOCUMENT_SCHEMA)
 
 
@@ -30,9 +38,13 @@ def text_batch(
     *,
     wanted: Sequence[bool] | None = None,
     stop_words: tuple[str, ...] = (),
+    metadata: Sequence[str | None] = (),
 ) -> TextBatch:
     """A slice from the middle of larger arrays: filters must not take offsets to begin at 0."""
-    around = documents(["before", *texts, "after"], [None, *(urls or [None] * len(texts)), None])
+    urls = [None, *(urls or [None] * len(texts)), None]
+    around = documents(
+        ["before", *texts, "after"], urls, metadata=[None, *metadata, None] if metadata else ()
+    )
     batch = TextBatch(around.slice(1, len(texts)), stop_words=stop_words)
     if wanted is not None:
         batch.wanted = np.array(wanted, np.bool_)

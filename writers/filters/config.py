@@ -27,6 +27,7 @@ from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.bounds import LengthFilter, RatiosFilter
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.c4 import C4ParagraphFilter, C4QualityEditor
+from shardkit.writers.filters.code import CodeQualityFilter
 from shardkit.writers.filters.decontamination import DecontaminationConfig
 from shardkit.writers.filters.dolma import DolmaQualityFilter, DolmaRepetitionFilter
 from shardkit.writers.filters.fasttext import ClassifierConfig, LanguageConfig
@@ -81,6 +82,9 @@ class FilterEntry(StrictModel):
     dolma_quality: DolmaQualityFilter | None = Field(default=None, description="dolma's quality rules.")
     dolma_repetition: DolmaRepetitionFilter | None = Field(
         default=None, description="dolma's repetition rules."
+    )
+    code_quality: CodeQualityFilter | None = Field(
+        default=None, description="StarCoder's rules for source files."
     )
     repeated_lines: RepeatedLinesEditor | None = Field(
         default=None, description="Cut lines that occurred earlier in the document."
