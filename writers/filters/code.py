@@ -101,7 +101,7 @@ class CodeQualityFilter(FilterSettings):
     max_line_length: int | None = Field(
         default=1000,
         ge=1,
-        description="Most characters of a line; 100,000 in HTML, JSON, Markdown, Roff, SMT, TeX, text and XML.",
+        description="Most characters of a line; 100,000 in HTML, JSON, Markdown, Roff, SMT, TeX, XML, text.",
     )
     max_mean_line_length: float | None = Field(
         default=100, gt=0, description="Most characters of lines on average; not for those languages."
