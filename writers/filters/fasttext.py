@@ -134,9 +134,15 @@ def unknown_languages(unknown: Iterable[str], model: str, labels: Collection[str
     """The sentence that says which languages a model does not have, and which of its labels are like them."""
     names = sorted(unknown)
     known = sorted(labels)
-    near = [close for name in names[:5] for close in difflib.get_close_matches(name, known, n=3)]
+    near = [label for name in names[:5] for label in _near(name, known)]
     hint = f"did you mean {_some(list(dict.fromkeys(near)))}? It has" if near else "its labels are"
     return f"{model} has no language {_some(names)}; {hint} {_some(known, 200)}"
+
+
+def _near(name: str, known: Sequence[str]) -> Sequence[str]:
+    """Up to three labels that begin with a name, or else are spelled like it."""
+    longer = [label for label in known if label.startswith(f"{name}_")]
+    return longer[:3] or difflib.get_close_matches(name, known, n=3)
 
 
 def _some(names: Sequence[str], most: int = 10) -> str:
