@@ -248,6 +248,13 @@ def test_languages_that_are_not_named_are_dropped_or_take_the_default_as_asked(f
         ([{"language": {}, "by_language": {"de": {"characters": 3}}}], "characters .* same for all"),
         (["language", {"c4_quality": {}, "by_language": {"de": {"min_num_sentences": 3}}}], "only filters"),
         (
+            [
+                "language",
+                {"scores": {"path": "s", "columns": {"x": {}}}, "by_language": {"de": {"missing": "keep"}}},
+            ],
+            "only filters",
+        ),
+        (
             ["language", {"gopher_repetition": {}, "by_language": {"de": {"top_n_grams": [[2, 0.3]]}}}],
             "the rules must be the same ones in all languages",
         ),

@@ -55,7 +55,11 @@ _FINEWEB2 = frozenset(
         *("new_line_ratio", "max_avg_word_length", "min_avg_word_length", "max_non_alpha_words_ratio"),
     }
 )
-_JUDGES_ONLY = "only filters that judge documents can differ by language, not those that edit them"
+_SAME_FOR_ALL = ("buckets", "decontamination", "scores")
+_JUDGES_ONLY = (
+    "only filters that judge documents by themselves can differ by language: not those that edit texts, nor "
+    f"{', '.join(_SAME_FOR_ALL)}"
+)
 _FRACTIONS = ("dup_line_frac", "line_punct_thr")
 
 
@@ -137,7 +141,7 @@ def with_overrides(
 ) -> tuple[tuple[str, FilterSettings], ...]:
     """The filters of an entry with what `given` says of languages; ValueError for keys that fit none."""
     _check_keys(steps, given)
-    return tuple((name, _differing(config, given)) for name, config in steps)
+    return tuple((name, _differing(name, config, given)) for name, config in steps)
 
 
 def _check_keys(steps: Sequence[tuple[str, FilterSettings]], given: Overrides) -> None:
@@ -152,7 +156,7 @@ def _check_keys(steps: Sequence[tuple[str, FilterSettings]], given: Overrides) -
         raise ValueError(f"by_language: has no key of {names}; its keys are {', '.join(sorted(known))}")
 
 
-def _differing(config: FilterSettings, given: Overrides) -> FilterSettings:
+def _differing(name: str, config: FilterSettings, given: Overrides) -> FilterSettings:
     known = type(config).model_fields.keys()
     own = {
         label: {key: value for key, value in keys.items() if key in known} for label, keys in given.items()
@@ -161,7 +165,7 @@ def _differing(config: FilterSettings, given: Overrides) -> FilterSettings:
         return config
     if isinstance(config, LanguageConfig):
         return _with_thresholds(config, own)
-    if isinstance(config, Editor):
+    if isinstance(config, Editor) or name in _SAME_FOR_ALL:
         raise ValueError(f"by_language: {_JUDGES_ONLY}")
     found = {label: _validated(config, f".{label}", keys) for label, keys in own.items()}
     if isinstance(config, Filter):

@@ -80,8 +80,8 @@ class Filtered:
     the value of every rule for every document of the batch (before dropping), and under "dropped" the reason
     it was dropped; `failed` has bool[n], which documents fail each rule. `side_rows` has rows for files next
     to the dataset, by file name. `languages` is object[n], the labels of the kept documents, if there is a
-    language filter; `scores`, float64[n, scores], those of a `buckets` filter. `by_language` counts, in chains
-    with settings by language, the documents of each language by the rule that dropped them, "" for those
+    language filter; `scores`, float64[n, scores], those of a `buckets` filter. `by_language` counts, where
+    settings differ by language, the documents of each language by the rule that dropped them, "" for those
     that stay; documents that were dropped before have none.
     """
 
