@@ -48,6 +48,26 @@ Each entry of `filters` is one of the filters below, or a profile. Filters run i
 fails drops the document. Words are separated by white space (`str.split`), so outcomes equal datatrove's with a white-space
 splitter, not with its default spaCy splitter. *Editors* change documents; later filters judge the edited text.
 """
+BY_LANGUAGE = """\
+### by_language
+
+{meaning}
+
+```yaml
+filters:
+  - language: {{model: glotlid.bin}}
+    by_language: {{deu_Latn: {{threshold: 0.8}}, zho_Hans: {{threshold: 0.7}}, default: {{threshold: 0.9}}}}
+  - length: {{min_words: 20}}
+    by_language: {{zho_Hans: {{min_words: 0, min_chars: 100}}}}
+```
+
+A document is judged by the settings of its language, which a `language` filter has found before: those of the entry, with the
+keys of that language in their place. Other languages are judged by the entry's own settings, or with the keys of `default`.
+Beside `language` itself the key is `threshold`; then languages that are not named are dropped, unless there is a `default` or
+`languages` names them. `by_language: configs/*.yml` reads `configs/deu_Latn.yml` and the others, which may have the keys of
+FineWeb2's published configurations; each filter takes its own. `{{files: configs/*.yml, deu_Latn: {{…}}}}` has both files and
+settings that win over them. Filters that edit documents have the same settings for all languages.
+"""
 PROFILES_HEAD = """\
 ### profile
 
@@ -78,13 +98,14 @@ def recipe_reference() -> str:
         parts += [f"## {place}\n", summary(models[key]), table(models[key], models)]
     parts.append(FILTERS_HEAD)
     for name, field in filters.items():
-        if name == "profile":
+        if name in ("profile", "by_language"):
             continue
         model = models[reference(field) or ""]
         parts += [f"### {name}\n", summary(model), table(model, models)]
         for inner, place in sections(model, models, f"{name}."):
             parts += [f"#### {place}\n", summary(models[inner]), table(models[inner], models)]
     rows = [f"| `profile: {name}` | {', '.join(map(entry_text, PROFILES[name]))} |" for name in PROFILES]
+    parts.append(BY_LANGUAGE.format(meaning=meaning(filters["by_language"])))
     return "\n".join([*parts, PROFILES_HEAD + "\n".join(rows), ""])
 
 

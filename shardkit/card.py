@@ -166,13 +166,18 @@ class CounterFacts:
 
 @dataclass(frozen=True, slots=True)
 class FilterFacts:
-    """Rules in the order in which they were tried; all judged `sampled` documents, one in `one_in`."""
+    """Rules in the order in which they were tried; all judged `sampled` documents, one in `one_in`.
+
+    `languages` are documents by language and by the rule that dropped them, "" for those that stayed; {}
+    unless the recipe has settings by language.
+    """
 
     sampled: int
     one_in: int
     rules: list[RuleFacts]
     cut: list[EditFacts]
     counts: list[CounterFacts]
+    languages: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

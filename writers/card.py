@@ -69,7 +69,7 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
             del entry["on_bad_text"]
         if "messages" not in entry:
             del entry["tools"], entry["train_on"]
-    content["filters"] = [{name: config.model_dump(mode="json")} for name, config in recipe.filter_chain()]
+    content["filters"] = [config.entry(name) for name, config in recipe.filter_chain()]
     return content
 
 
@@ -112,7 +112,7 @@ def make_card(
         "inputs": sources,
         "funnel": funnel.to_dict(),
         "dedup": None if dedup is None else asdict(dedup),
-        "filters": None if filters is None else asdict(filters),
+        "filters": None if filters is None else _plain(filters),
         "filter_files": dict(filter_files or {}),
     }
     if buckets is not None:
@@ -129,6 +129,11 @@ def make_card(
             "similarity": recipe.split.similarity,
         }
     return DatasetCard(facts)
+
+
+def _plain(filters: FilterFacts) -> dict[str, Any]:
+    """Without counts by language, where settings are the same for all."""
+    return {key: value for key, value in asdict(filters).items() if key != "languages" or value}
 
 
 def _of_tokens(tokenizer: Mapping[str, Any], funnel: Funnel, partitions: int) -> dict[str, Any]:

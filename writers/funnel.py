@@ -152,6 +152,7 @@ class FilterCounts:
     alone: Counter[str] = field(default_factory=Counter)
     sampled: int = 0
     excerpts: dict[str, list[Excerpt]] = field(default_factory=dict)
+    by_language: dict[str, Counter[str]] = field(default_factory=dict)
 
     @classmethod
     def of_chain(cls, chain: FilterChain) -> FilterCounts:
@@ -165,6 +166,8 @@ class FilterCounts:
         for ours, theirs in ((self.cut, other.cut), (self.counts, other.counts), (self.alone, other.alone)):
             ours.update(theirs)  # adds, and keeps negative sums: texts may grow
         self.sampled += other.sampled
+        for label, reasons in other.by_language.items():
+            self.by_language.setdefault(label, Counter()).update(reasons)
         for reason, shown in other.excerpts.items():
             self.excerpts[reason] = sorted([*self.excerpts.get(reason, ()), *shown])[:EXCERPTS]
 
@@ -201,7 +204,15 @@ def filters_card(splits: Iterable[FilterCounts]) -> FilterFacts | None:
         rules=rules,
         cut=[EditFacts(edit, total.cut[edit]) for edit in total.edits],
         counts=[CounterFacts(name, total.counts[name]) for name in sorted(total.counts)],
+        languages=_languages(total),
     )
+
+
+def _languages(total: FilterCounts) -> dict[str, dict[str, int]]:
+    """Most documents first; of a language first what stayed, then reasons in their order."""
+    order = sorted(total.by_language.items(), key=lambda item: (-item[1].total(), item[0]))
+    names = ("", *total.reasons)
+    return {label: {name: counts[name] for name in names if counts[name]} for label, counts in order}
 
 
 def _distinct(names: Iterable[str]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 A recipe's language filter labels every document it lets through; the label is that of the text as the filter
 saw it, before later steps edited it. Cleaning a split keeps the labels of what stays as LANGUAGES_FILE,
-uint8[n] in the order of documents.arrow, and the labels that the codes stand for in its commit. Tokenizing
+uint16[n] in the order of documents.arrow, and the labels that the codes stand for in its commit. Tokenizing
 counts by them what is left after duplicate removal.
 """
 
@@ -21,9 +21,17 @@ import pyarrow as pa
 from shardkit.writers.dedup.tables import Rows, RowsWriter
 from shardkit.writers.execution.artifacts import Artifact
 
-__all__ = ["LANGUAGES_FILE", "LanguageCounts", "LanguageFile", "LanguageLabels", "add_languages"]
+__all__ = [
+    "LANGUAGES_FILE",
+    "LANGUAGE_CODE",
+    "LanguageCounts",
+    "LanguageFile",
+    "LanguageLabels",
+    "add_languages",
+]
 
 LANGUAGES_FILE = "languages.npy"
+LANGUAGE_CODE = np.uint16  # models have up to some thousands of labels
 _COLUMN = "language"
 
 
@@ -31,7 +39,7 @@ class LanguageFile:
     """Writes the labels of a split's documents; `labels[c]` is what code c stands for."""
 
     def __init__(self, path: Path) -> None:
-        self._rows = RowsWriter(path, np.uint8)  # the model knows 176 languages
+        self._rows = RowsWriter(path, LANGUAGE_CODE)
         self._codes: dict[str, int] = {}
 
     def __enter__(self) -> LanguageFile:
@@ -51,7 +59,7 @@ class LanguageFile:
     def write(self, labels: npt.NDArray[np.object_]) -> None:
         """Append the labels of a batch."""
         codes = [self._codes.setdefault(label, len(self._codes)) for label in labels.tolist()]
-        self._rows.write(np.array(codes, np.uint8))
+        self._rows.write(np.array(codes, LANGUAGE_CODE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +71,8 @@ class LanguageLabels:
     rows: Artifact | None = None
 
     def open(self) -> LanguageCounts:
-        """Read them, a byte a document."""
-        codes = Rows(self.codes, np.uint8).read()
+        """Read them, two bytes a document."""
+        codes = Rows(self.codes, LANGUAGE_CODE).read()
         if self.rows is not None:
             codes = codes[Rows(self.rows, np.int64).read()]
         return LanguageCounts(self.labels, codes)
@@ -73,7 +81,7 @@ class LanguageLabels:
 class LanguageCounts:
     """Counts the documents of a split, and their tokens, by language."""
 
-    def __init__(self, labels: Sequence[str], codes: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, labels: Sequence[str], codes: npt.NDArray[np.uint16]) -> None:
         self._labels, self._codes = labels, codes
         self._documents = np.zeros(len(labels), np.int64)
         self._tokens = np.zeros(len(labels), np.int64)

@@ -28,7 +28,7 @@ from shardkit.units import parse_bytes
 from shardkit.writers.dedup.config import DedupConfig
 from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.buckets import BucketsConfig
-from shardkit.writers.filters.config import FilterEntry, entry_named
+from shardkit.writers.filters.config import FilterEntry, entry_named, with_known_languages
 from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.input_config import InputConfig
 from shardkit.writers.recipe_problems import describe_problems
@@ -280,7 +280,9 @@ class Recipe(StrictModel):
         description="Sources; earlier ones win over later duplicates.",
         examples=["data/*.jsonl", [{"path": "data/*.jsonl", "text": "text"}]],
     )
-    filters: Listed[Annotated[FilterEntry, Shorthand(text=entry_named)]] = Field(
+    filters: Annotated[
+        Listed[Annotated[FilterEntry, Shorthand(text=entry_named)]], AfterValidator(with_known_languages)
+    ] = Field(
         default=(),
         max_length=64,
         description="Applied in order; the first rule that fails drops a document.",
@@ -512,7 +514,7 @@ class Recipe(StrictModel):
 def recipe_from_mapping(data: object, *, folder: Path, name: str = "recipe") -> Recipe:
     """A Recipe from plain data; RecipeError lists all problems, each with its key path."""
     try:
-        return Recipe.model_validate(data).in_folder(folder)
+        return Recipe.model_validate(data, context={"folder": folder}).in_folder(folder)
     except ValidationError as error:
         raise RecipeError(describe_problems(name, error, Recipe)) from None
 

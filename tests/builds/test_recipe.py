@@ -324,7 +324,9 @@ def test_a_recipe_with_every_filter_is_read_without_numba_arrow_or_a_model(tmp_p
         "unigram_log_prob": {"frequencies": "words.csv"},
         "profile": "fineweb",
     }
-    entries = [{name: required.get(name, {})} for name in FilterEntry.model_fields]
+    names = [name for name in FilterEntry.model_fields if name != "by_language"]
+    entries: list[dict[str, object]] = [{name: required.get(name, {})} for name in names]
+    entries.append({"gopher_quality": {}, "by_language": {"en": {"min_doc_words": 3}}})
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps({**SMALLEST, "filters": entries}))
     heavy = ["numba", "pyarrow", "kenlm", "tokenizers", "torch"]

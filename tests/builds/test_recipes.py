@@ -53,6 +53,7 @@ PROFILES = {
     "continue-pretraining",
     "dclm",
     "demo",
+    "fineweb2",
     "gopher",
     "long-context",
     "nemotron-cc",
@@ -87,6 +88,13 @@ Om vinteren frøs vandet til is, og de kunne gå helt ud til øen og hjem igen p
 Den ældste ville gerne have et skib, men der var aldrig penge nok. Den yngste læste hellere om stjerner.
 En morgen kom der et brev fra Amerika, som ingen af dem havde ventet.
 De talte om det hele natten, og til sidst blev de enige om at rejse.
+"""
+GERMAN = """\
+Die beiden Schwestern wohnten in einem Haus an der Mauer, und dahinter lag ein Garten mit alten Birnbäumen.
+Im Winter kam das Wasser bis an die Treppe, und sie fuhren mit dem Boot zu den Nachbarn und wieder zurück.
+Die ältere wollte auf den Markt in der Stadt, aber von dem Geld war nie genug da.
+Die jüngere las sich durch die Bücher des Vaters und schrieb auf, was darin fehlte.
+Eines Morgens stand ein Brief auf dem Tisch, mit dem niemand gerechnet hatte.
 """
 TEXTS = [PROSE.replace("plan", f"plan{n}") for n in range(30)]
 
@@ -381,6 +389,61 @@ def test_gopher_drops_repetition_evaluations_and_near_duplicates(folder: Path) -
         "near_duplicate": 1,
     }
     assert texts(result, folder) == sorted([STORY, PAGE])
+
+
+def test_fineweb2_judges_each_language_by_its_own_configuration(folder: Path) -> None:
+    pytest.importorskip("floret", reason="pip install 'shardkit[classifier]'")
+    shutil.copytree(FOLDER / "fineweb2", folder / "fineweb2")
+    lines = {"dan_Latn": DANISH, "deu_Latn": GERMAN, "eng_Latn": STORY + PAGE}
+    spoken = [{"text": line, "label": label} for label, text in lines.items() for line in text.splitlines()]
+    write_lines(folder / "languages.jsonl", spoken * 4)
+    (folder / "glotlid").mkdir()
+    training = TrainingSettings(epochs=60, dimensions=8, word_ngrams=1, buckets=1, held_out=0)
+    train_classifier(folder / "languages.jsonl", folder / "glotlid" / "model.bin", settings=training)
+
+    def in_short_lines(text: str) -> str:
+        words = text.split()
+        return "\n".join(" ".join(words[at : at + 5]) + "." for at in range(0, len(words), 5)) + "\n"
+
+    stops = {"die", "und", "in", "der", "zu", "von", "den", "das", "mit", "sich", "des", "auf"}
+    pages = [
+        in_short_lines(DANISH),
+        in_short_lines(GERMAN),  # German may have fewer lines a word
+        GERMAN + "Schreibt an anna@museum.example.org oder kommt vorbei.\n",
+        " ".join(word for word in GERMAN.split() if word.lower() not in stops) + "\n",
+        GERMAN.splitlines()[0] + "\n" + GERMAN.splitlines()[0] + "\n" + GERMAN,
+        STORY,
+        DANISH.replace("Amerika", "Afrika"),
+    ]
+    write_lines(folder / "data" / "web" / "a.jsonl.gz", [{"text": page} for page in pages])
+    result = run(folder, "fineweb2", "dedup.near.measure.planted=4")
+    assert dropped(result) == {
+        "language/label": 1,
+        "gopher_quality/gopher_enough_stop_words": 1,
+        "gopher_repetition/duplicated_5_n_grams": 1,
+        "fineweb_quality/list_ratio": 1,
+        "near_duplicate": 1,
+    }
+    assert texts(result, folder) == sorted(
+        [in_short_lines(DANISH), pages[2].replace("anna@museum.example.org", "email@example.com")]
+    )
+    with open_dataset(result.location) as dataset:
+        assert dataset.card is not None
+        filters = dataset.card.filters
+    assert filters is not None
+    assert filters.languages == {
+        "deu_Latn": {
+            "": 1,
+            "gopher_quality/gopher_enough_stop_words": 1,
+            "gopher_repetition/duplicated_5_n_grams": 1,
+            "fineweb_quality/list_ratio": 1,
+        },
+        "dan_Latn": {"": 2},
+        "eng_Latn": {"language/label": 1},
+    }
+    assert (
+        "What the language filter and those after it dropped" in (result.output / "report.html").read_text()
+    )
 
 
 def test_starcoder_keeps_permitted_files_that_people_wrote(folder: Path) -> None:

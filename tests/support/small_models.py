@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,7 +27,12 @@ def quantised(rows: int, columns: int, rng: np.random.Generator, width: int, nor
 
 
 def model_bytes(
-    loss: str = "softmax", *, ngrams: tuple[int, int, int] = (1, 2, 4), pruned: bool = False, seed: int = 1
+    loss: str = "softmax",
+    *,
+    ngrams: tuple[int, int, int] = (1, 2, 4),
+    pruned: bool = False,
+    labels: Sequence[bytes] = LABELS,
+    seed: int = 1,
 ) -> bytes:
     """A model as fastText writes it: random numbers, of 97 buckets all or 40 (then quantised)."""
     rng, buckets = np.random.default_rng(seed), 97
@@ -34,15 +40,15 @@ def model_bytes(
     numbers = (DIMENSIONS, 5, 5, 1, 5, word_ngrams, LOSSES[loss], 3, buckets, least, most, 100, 1e-4)
     kept = rng.permutation(buckets)[:40] if pruned else None
     data = struct.pack("<2i12id", 793712314, 12, *numbers)
-    data += struct.pack("<3iqq", len(WORDS) + len(LABELS), len(WORDS), len(LABELS), 99, 40 if pruned else -1)
-    for kind, names in enumerate((WORDS, LABELS)):
+    data += struct.pack("<3iqq", len(WORDS) + len(labels), len(WORDS), len(labels), 99, 40 if pruned else -1)
+    for kind, names in enumerate((WORDS, labels)):
         for count, name in enumerate(names):
-            data += name + b"\0" + struct.pack("<qb", 50 - 7 * count, kind)
+            data += name + b"\0" + struct.pack("<qb", 50 - 7 * count % 50, kind)
     if kept is not None:
         data += bytes(np.stack([kept, rng.permutation(40)], axis=1).astype(np.int32).data)
         data += b"\1" + quantised(len(WORDS) + 40, DIMENSIONS, rng, 2, norms=True)
-        return data + b"\1" + quantised(len(LABELS), DIMENSIONS, rng, 3, norms=False)
-    for rows in (len(WORDS) + buckets, len(LABELS)):
+        return data + b"\1" + quantised(len(labels), DIMENSIONS, rng, 3, norms=False)
+    for rows in (len(WORDS) + buckets, len(labels)):
         values = rng.normal(size=rows * DIMENSIONS).astype(np.float32).tobytes()
         data += b"\0" + struct.pack("<qq", rows, DIMENSIONS) + values
     return data

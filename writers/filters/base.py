@@ -74,6 +74,10 @@ class FilterSettings(StrictModel):
         """Paths, relative to the recipe's folder, of the lists and models that the filter uses."""
         return ()
 
+    def entry(self, name: str) -> dict[str, Any]:
+        """The entry of a recipe's `filters` that stands for these settings, as plain data."""
+        return {name: self.model_dump(mode="json")}
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -81,13 +85,13 @@ class Rule:
 
     `fails` is bool[n], or None if the rule is switched off. `values` [n] are the numbers or labels that were
     compared. Both are meaningful only where `batch.wanted` is true. `bound` is the limit that numbers were
-    compared with, if there is one.
+    compared with, if there is one: one for all, or float64[n] with NaN for none.
     """
 
     name: str
     fails: npt.NDArray[np.bool_] | None
     values: npt.NDArray[Any] | None = None
-    bound: float | None = None
+    bound: float | npt.NDArray[np.float64] | None = None
 
 
 @runtime_checkable

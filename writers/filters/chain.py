@@ -8,6 +8,7 @@ was kept or dropped; `_run` asserts this for every edit.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shardkit.errors import BuildError
+from shardkit.errors import BuildError, RecipeError
 from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.filters.base import (
     Edit,
@@ -30,7 +31,8 @@ from shardkit.writers.filters.base import (
     first_failing,
 )
 from shardkit.writers.filters.buckets import BucketsConfig
-from shardkit.writers.filters.fasttext import LanguageConfig
+from shardkit.writers.filters.by_language import ByLanguage, FilterByLanguage
+from shardkit.writers.filters.fasttext import LanguageConfig, LanguageFilter, unknown_languages
 from shardkit.writers.filters.gopher import GopherQualityFilter
 from shardkit.writers.filters.scores import REFUSED, ScoreLookup, ScoresConfig, ScoresFilter
 from shardkit.writers.filters.text_batch import TextBatch
@@ -57,14 +59,14 @@ class Excerpt:
 class Dropped:
     """Documents (DOCUMENT_SCHEMA) that one rule dropped, as it judged them.
 
-    `hashes`, uint64[n], choose a sample; `values` [n] and `bound` are those of the rule.
+    `hashes`, uint64[n], choose a sample; `values` [n] and `bound`, one or float64[n], are those of the rule.
     """
 
     rule: str
     documents: pa.RecordBatch
     hashes: npt.NDArray[np.uint64]
     values: npt.NDArray[Any] | None
-    bound: float | None
+    bound: float | npt.NDArray[np.float64] | None
 
 
 @dataclass
@@ -78,7 +80,9 @@ class Filtered:
     the value of every rule for every document of the batch (before dropping), and under "dropped" the reason
     it was dropped; `failed` has bool[n], which documents fail each rule. `side_rows` has rows for files next
     to the dataset, by file name. `languages` is object[n], the labels of the kept documents, if there is a
-    language filter; `scores`, float64[n, scores], those of a `buckets` filter.
+    language filter; `scores`, float64[n, scores], those of a `buckets` filter. `by_language` counts, where
+    settings differ by language, the documents of each language by the rule that dropped them, "" for those
+    that stay; documents that were dropped before have none.
     """
 
     kept: pa.RecordBatch
@@ -94,6 +98,7 @@ class Filtered:
     side_rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     languages: npt.NDArray[np.object_] | None = None
     scores: npt.NDArray[np.float64] | None = None
+    by_language: dict[str, Counter[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,22 @@ class FilterChain:
         self._stop_words = gopher[0].stop_words if gopher else ()
         self._language = next((name for name, config in steps if isinstance(config, LanguageConfig)), None)
         self._buckets = next((name for name, config in steps if isinstance(config, BucketsConfig)), None)
+        self._differs = any(isinstance(config, ByLanguage) for _, config in steps)
+        self._check_languages()
+
+    def _check_languages(self) -> None:
+        """RecipeError unless all languages with settings of their own are labels of the language filter."""
+        labels: tuple[str, ...] | None = None
+        for step in self._steps:
+            if isinstance(step.work, LanguageFilter):
+                labels = step.work.labels
+            if not isinstance(step.work, FilterByLanguage):
+                continue
+            if labels is None:
+                raise RecipeError(f"{step.name}.by_language: needs a language filter before it")
+            if unknown := set(step.work.languages) - set(labels):
+                problem = unknown_languages(unknown, "the model of the language filter", labels)
+                raise RecipeError(f"{step.name}.by_language: {problem}")
 
     def apply(self, documents: pa.RecordBatch) -> Filtered:
         """Run all filters on a batch of DOCUMENT_SCHEMA."""
@@ -158,10 +179,25 @@ class FilterChain:
         if codes.any():
             result.kept = result.kept.filter(pa.array(codes == 0))
         if result.languages is not None:
+            if self._differs:
+                result.by_language = self._counts(codes, result.languages)
             result.languages = result.languages[codes == 0]
         if result.scores is not None:
             result.scores = result.scores[codes == 0]
         return result
+
+    def _counts(
+        self, codes: npt.NDArray[np.int64], labels: npt.NDArray[np.object_]
+    ) -> dict[str, Counter[str]]:
+        """Filtered.by_language."""
+        first = next(number for number, step in enumerate(self._steps) if step.name == self._language)
+        before = sum(len(step.work.reasons) for step in self._steps[:first])
+        names = ("", *self.reasons)
+        counts: dict[str, Counter[str]] = {}
+        for code, label in zip(codes.tolist(), labels.tolist(), strict=True):
+            if not 1 <= code <= before:
+                counts.setdefault(label, Counter())[names[code]] += 1
+        return counts
 
     @property
     def has_languages(self) -> bool:
@@ -181,7 +217,7 @@ class FilterChain:
             alive = codes == 0
             if not self._annotate:
                 batch.wanted = alive
-            rules, edit = _run(step, batch)
+            rules, edit = self._run(step, batch)
             if edit is not None:
                 _book(result.cut, step.name, edit.cut, alive)
                 _book(result.counts, step.name, edit.counts, alive)
@@ -192,7 +228,7 @@ class FilterChain:
                 _drop(result, self.reasons[first + number - 1], rules[number - 1], batch, chosen, hashes)
             first += len(step.work.reasons)
             if step.name == self._language:
-                [result.languages] = [rule.values for rule in rules if rule.name == "label"]
+                result.languages = batch.languages
             if step.name == self._buckets:
                 result.scores = np.stack([np.asarray(rule.values) for rule in rules], axis=1)
             if self._annotate:
@@ -222,10 +258,17 @@ class FilterChain:
             return
         batch = TextBatch(documents.take(pa.array(chosen)), stop_words=self._stop_words)
         for step in self._steps:
-            rules, _ = _run(step, batch)
+            rules, _ = self._run(step, batch)
             for rule in rules:
                 if rule.fails is not None and rule.fails.any():
                     result.alone[f"{step.name}/{rule.name}"] = int(rule.fails.sum())
+
+    def _run(self, step: _Step, batch: TextBatch) -> tuple[Sequence[Rule], Edit | None]:
+        """Run a step on a batch, and keep the languages that it found."""
+        rules, edit = _run(step, batch)
+        if step.name == self._language:
+            [batch.languages] = [rule.values for rule in rules if rule.name == "label"]
+        return rules, edit
 
 
 def _run(step: _Step, batch: TextBatch) -> tuple[Sequence[Rule], Edit | None]:
@@ -268,7 +311,8 @@ def _drop(
     documents = batch.documents
     values = None if rule.values is None else rule.values[chosen]
     removed = documents.take(pa.array(chosen))
-    result.removed.append(Dropped(reason, removed, hashes[chosen], values, rule.bound))
+    bound = rule.bound[chosen] if isinstance(rule.bound, np.ndarray) else rule.bound
+    result.removed.append(Dropped(reason, removed, hashes[chosen], values, bound))
     files, records = documents.column("file"), documents.column("record")
     shown = [
         Excerpt(int(hashes[row]), files[row].as_py(), records[row].as_py(), _beginning(batch, row))

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     ConfigDict,
     Field,
+    PrivateAttr,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -26,6 +30,7 @@ from pydantic import (
 from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.bounds import LengthFilter, RatiosFilter
 from shardkit.writers.filters.buckets import BucketsConfig
+from shardkit.writers.filters.by_language import ByLanguage, read_overrides, with_overrides
 from shardkit.writers.filters.c4 import C4ParagraphFilter, C4QualityEditor
 from shardkit.writers.filters.code import CodeQualityFilter
 from shardkit.writers.filters.decontamination import DecontaminationConfig
@@ -40,9 +45,19 @@ from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.filters.url_lists import UrlListsConfig
 from shardkit.writers.filters.user import PythonConfig
 from shardkit.writers.filters.word_lists import BadWordsConfig, StopWordsConfig
-from shardkit.writers.settings import StrictModel
+from shardkit.writers.settings import FieldName, StrictModel
 
-__all__ = ["PROFILES", "FilterEntry", "entry_named"]
+__all__ = ["PROFILES", "FilterEntry", "entry_named", "with_known_languages"]
+
+_ByLanguage = dict[FieldName, dict[FieldName, Any]]
+_BY_LANGUAGE_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "object", "additionalProperties": {"type": ["object", "string", "array"]}},
+    ]
+}
+_NO_FILTERS = ("profile", "by_language")
 
 _Entry = Mapping[str, Mapping[str, Any]]
 
@@ -62,13 +77,22 @@ PROFILES: Mapping[str, tuple[_Entry, ...]] = {
     "fineweb_rules": (*_GOPHER, *_FINEWEB),
     # Soldaini et al. 2024: the rules of Dolma v1.5's web pages, without its classifiers and deduplication.
     "dolma": ({"dolma_quality": {}}, {"dolma_repetition": {}}),
+    # Penedo et al. 2025: what is the same for all languages; `by_language` has the rest.
+    "fineweb2": (
+        {"gopher_quality": {}},
+        {"gopher_repetition": {"dup_para_frac": 0.0, "dup_line_char_frac": 0.0, "dup_para_char_frac": 0.0}},
+        {"fineweb_quality": {"short_line_thr": 1.0, "char_duplicates_ratio": 0.1}},
+    ),
 }
 
 
 class FilterEntry(StrictModel):
-    """One step of filtering: exactly one key, the filter's name with its settings, or `profile`."""
+    """One step of filtering: one key, the filter's name with its settings, or `profile`.
 
-    model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
+    `by_language` may stand beside it.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 2})
 
     length: LengthFilter | None = Field(default=None, description="Bounds on words and characters.")
     ratios: RatiosFilter | None = Field(default=None, description="Bounds on kinds of characters.")
@@ -109,9 +133,17 @@ class FilterEntry(StrictModel):
     unigram_log_prob: UnigramLogProbConfig | None = Field(
         default=None, description="Mean log-probability of words."
     )
-    profile: Literal["c4", "dolma", "fineweb", "fineweb_rules", "gopher", "minimal"] | None = Field(
-        default=None, description="A named list of filters, such as gopher."
+    profile: Literal["c4", "dolma", "fineweb", "fineweb2", "fineweb_rules", "gopher", "minimal"] | None = (
+        Field(default=None, description="A named list of filters, such as gopher.")
     )
+    by_language: Annotated[_ByLanguage, WithJsonSchema(_BY_LANGUAGE_SCHEMA)] | None = Field(
+        default=None,
+        description="Beside a filter or profile: its settings that differ by language, by label; `default`: "
+        "of languages that are not named. Or a glob of files with such settings, named by label.",
+        examples=[{"deu_Latn": {"max_avg_word_length": 15}}, "configs/*.yml"],
+    )
+
+    _steps: tuple[tuple[str, FilterSettings], ...] = PrivateAttr(default=())
 
     @model_validator(mode="before")
     @classmethod
@@ -119,19 +151,27 @@ class FilterEntry(StrictModel):
         """`- gopher_quality:` and `- gopher_quality: true` mean its defaults."""
         if isinstance(data, dict):
             return {
-                k: {} if (v is None or v is True) and k in cls.model_fields and k != "profile" else v
+                k: {} if (v is None or v is True) and k in cls.model_fields and k not in _NO_FILTERS else v
                 for k, v in data.items()
             }
         return data
 
+    @field_validator("by_language", mode="before")
+    @classmethod
+    def _with_files(cls, given: object, info: ValidationInfo) -> object:
+        folder = (info.context or {}).get("folder")
+        return read_overrides(given, folder)
+
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        names = [name for name in type(self).model_fields if name != "by_language"]
+        given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
                 f"each entry of the list is one filter, this one has {', '.join(given) or 'none'}; write "
                 "each as an entry of its own, such as [{length: {min_words: 50}}, gopher_quality]"
             )
+        self._steps = with_overrides(self._shared(), self.by_language or {})
         return self
 
     @model_serializer(mode="wrap")
@@ -140,10 +180,14 @@ class FilterEntry(StrictModel):
 
     def filters(self) -> tuple[tuple[str, FilterSettings], ...]:
         """(name, settings) of the filters this entry stands for, in order."""
+        return self._steps
+
+    def _shared(self) -> tuple[tuple[str, FilterSettings], ...]:
+        """The same without what differs by language."""
         if self.profile is not None:
             entries = [FilterEntry.model_validate(entry) for entry in PROFILES[self.profile]]
             return tuple(step for entry in entries for step in entry.filters())
-        named = ((name, getattr(self, name)) for name in type(self).model_fields)
+        named = ((name, getattr(self, name)) for name in type(self).model_fields if name not in _NO_FILTERS)
         return tuple((name, config) for name, config in named if config is not None)
 
 
@@ -151,9 +195,22 @@ def entry_named(name: str) -> dict[str, object]:
     """The entry for a bare name: a filter with its defaults, or a profile. ValueError if there is none."""
     if name in PROFILES:
         return {"profile": name}
-    known = [*FilterEntry.model_fields, *PROFILES]
-    if name not in FilterEntry.model_fields or name == "profile":
+    known = [*(field for field in FilterEntry.model_fields if field not in _NO_FILTERS), *PROFILES]
+    if name not in known:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
         raise ValueError(f"there is no filter {name!r}; {hint}")
     return {name: {}}
+
+
+def with_known_languages(entries: tuple[FilterEntry, ...]) -> tuple[FilterEntry, ...]:
+    """The filters of a recipe; ValueError if some differ by language before a filter finds languages."""
+    found = False
+    for number, entry in enumerate(entries):
+        for name, config in entry.filters():
+            if isinstance(config, ByLanguage) and not found:
+                raise ValueError(
+                    f"by_language of filters[{number}]: {name} needs a `language` filter before it"
+                )
+            found |= isinstance(config, LanguageConfig)
+    return entries

