@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from reference.filters import reference_overlaps
+from shardkit.writers import build
 from shardkit.writers.filters.decontamination import (
+    CutConfig,
     DecontaminationConfig,
+    DecontaminationEditor,
     DecontaminationFilter,
     EvaluationConfig,
+    Overlap,
+    cut_out,
     read_items,
 )
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.kernels import hash_tables
-from support.filter_runs import documents, fails, text_batch, values
+from support.filter_runs import decisions, documents, fails, judge, text_batch, values
+from support.small_build import make_corpus
 
 QUESTION = "A farmer has seventeen sheep, and all but nine of them run away at night: how many are left?"
 
@@ -29,7 +38,19 @@ QUESTION = "A farmer has seventeen sheep, and all but nine of them run away at n
 def made(folder: Path, items: list[str], **settings: Any) -> DecontaminationFilter:
     (folder / "eval.jsonl").write_text("".join(json.dumps({"text": item}) + "\n" for item in items))
     config = DecontaminationConfig(evaluations=(EvaluationConfig(path="eval.jsonl"),), **settings)
-    return config.build(folder)
+    found = config.build(folder)
+    assert isinstance(found, DecontaminationFilter)
+    return found
+
+
+def editor(folder: Path, items: list[str], cut: dict[str, Any], **settings: Any) -> DecontaminationEditor:
+    (folder / "eval.jsonl").write_text("".join(json.dumps({"text": item}) + "\n" for item in items))
+    config = DecontaminationConfig(
+        evaluations=(EvaluationConfig(path="eval.jsonl"),), cut=CutConfig(**cut), **settings
+    )
+    made = config.build(folder)
+    assert isinstance(made, DecontaminationEditor)
+    return made
 
 
 def dropped(folder: Path, texts: list[str], items: list[str], **settings: Any) -> list[bool] | None:
@@ -129,4 +150,75 @@ def test_items_come_from_fields_lists_lines_and_gzip(tmp_path: Path) -> None:
     assert [(item.evaluation, item.record) for item in read] == [("sheep", 0), ("b.txt", 1)]
     assert read[0].text == f"{QUESTION}\nnine words that are in a list of choices"
     batch = text_batch([QUESTION, "ein satz MIT neun wörtern die alle hintereinander stehen"])
-    assert values(config.build(tmp_path).judge(batch)[1]) == ["sheep:0", "b.txt:1"]
+    assert values(judge(config, batch, tmp_path)[1]) == ["sheep:0", "b.txt:1"]
+
+
+def test_an_overlap_goes_with_its_margins_as_for_gpt_3(tmp_path: Path) -> None:
+    before, after = "before it, " * 60, "after it, " * 60
+    texts = [f"{before}{QUESTION}{after}", "nothing of it", f"{'short. ' * 20}{QUESTION}", QUESTION * 2, ""]
+    step = editor(tmp_path, [QUESTION], {})
+    batch = text_batch(texts)
+    made = step.edit(batch)
+    kept = [before[: len(before) - 200], after[200 - 1 :]]  # the question mark is no part of a word
+    assert made.texts.to_pylist() == ["\n\n".join(kept), *texts[1:]]
+    assert decisions(made.rules, 5) == [None, None, "nothing_left", "nothing_left", None]
+    sizes = [len(text.encode()) for text in made.texts.to_pylist()]
+    assert (batch.sizes - made.cut["overlap"]).tolist() == sizes
+    assert [row["item"] for row in step.take_rows()] == [0] * 4
+    assert step.take_rows() == []
+    many = f"{'piece of it, ' * 60}{QUESTION}" * 11
+    assert decisions(step.edit(text_batch([many])).rules, 1) == ["too_many_pieces"]
+
+
+WORDS = st.sampled_from(["one", "TWO", "three,", "fo\u0301ur", "\u4e94", "-", "  ", "six"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(WORDS, max_size=40), st.integers(0, 6), st.integers(1, 8))
+def test_what_is_left_is_what_a_plain_reference_leaves(words: list[str], margin: int, least: int) -> None:
+    text = unicodedata.normalize("NFC", " ".join(words))
+    item = ["two", "three"]
+    found = [match.span() for match in re.finditer(r"\w+", text)]
+    names = [text[begin:end].lower() for begin, end in found]
+    gone = [False] * len(text)
+    cuts = []
+    for at in range(len(names) - 1):
+        if names[at : at + 2] == item:
+            begin, end = found[at][0] - margin, found[at + 1][1] + margin
+            cuts.append((max(0, begin), end))
+            gone[max(0, begin) : end] = [True] * (min(end, len(text)) - max(0, begin))
+    expected, piece = [], ""
+    for character, is_gone in zip([*text, ""], [*gone, True], strict=True):
+        if is_gone and piece:
+            expected.append(piece)
+        piece = "" if is_gone else piece + character
+    expected = [each for each in expected if len(each) >= least]
+    overlaps = [Overlap("e", 0, at, at + 2, 0) for at in range(len(names) - 1) if names[at : at + 2] == item]
+    cut = CutConfig(margin=margin, min_piece=least)
+    assert cut_out(" ".join(words), overlaps, cut) == ("\n\n".join(expected), len(expected))
+
+
+def test_cutting_and_marking_exclude_each_other() -> None:
+    evaluations = (EvaluationConfig(path="e"),)
+    with pytest.raises(ValidationError, match="keep their text"):
+        DecontaminationConfig(evaluations=evaluations, cut=CutConfig(), action="mark")
+    assert "cut" not in DecontaminationConfig(evaluations=evaluations).model_dump(mode="json")
+
+
+def test_a_build_cuts_overlaps_and_books_their_bytes(tmp_path: Path, inline_builds: None) -> None:
+    recipe = make_corpus(tmp_path, 80)
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"text": QUESTION}) + "\n")
+    texts = [f"page {number}. {'Some text before it. ' * 30}{QUESTION}" for number in range(3)]
+    (tmp_path / "plain-0.jsonl").write_text(
+        "".join(json.dumps({"text": text, "number": 1}) + "\n" for text in texts)
+    )
+    cut = {"decontamination": {"evaluations": [{"path": "eval.jsonl"}], "cut": {}}}
+    overrides = [f"filters={json.dumps([cut])}", "output.format=jsonl"]
+    made = build(recipe, overrides=overrides, workers=1, progress=False).open()
+    left = [str(row["text"]) for row in made if str(row["text"]).startswith("page ")]
+    assert sorted(left) == sorted(text[: text.index(QUESTION) - 200] for text in texts)
+    assert made.card is not None
+    assert made.card.filters is not None
+    [edit] = made.card.filters.cut
+    assert (edit.edit, edit.bytes) == ("decontamination/overlap", 3 * (200 + len(QUESTION)))
+    assert len((made.path / "decontamination.jsonl").read_text().splitlines()) == 3

@@ -1,4 +1,4 @@
-"""Decontamination: drop or mark documents that contain a run of words of an evaluation set.
+"""Decontamination: drop, cut or mark documents that contain a run of words of an evaluation set.
 
 A document overlaps an item if `ngram` consecutive normalized words are the same (13, as for GPT-3), or all
 words of a shorter item; items of fewer than `min_item_words` words are ignored. Words are those of
@@ -8,7 +8,10 @@ Hashes of 64 bits find candidates at the speed of hashing, and comparing the wor
 document is called contaminated by chance. If two n-grams of the evaluation sets share a hash, only the first
 is stored: an overlap is missed with probability (number of n-grams) / 2^64.
 
-Every overlap is reported: after `judge`, `take_rows` returns the spans of the judged documents, which the
+With `cut` only the overlap goes, and a margin on both sides, as for GPT-3 (Brown et al. 2020, appendix C):
+what is left of the document between cuts stays if it is long enough; a document in too many pieces goes.
+
+Every overlap is reported: after `judge` or `edit`, `take_rows` returns the spans of the documents, which the
 build writes to a file next to the dataset.
 """
 
@@ -25,11 +28,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from shardkit.errors import RecipeError
 from shardkit.files import load_json
-from shardkit.writers.filters.base import FilterSettings, Rule, file_version
+from shardkit.writers.filters.base import Edit, FilterSettings, Rule, above, file_version
 from shardkit.writers.settings import FieldName, Listed, StrictModel
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ __all__ = [
 _WORDS = re.compile(r"\w+")
 _EXCERPT = 400  # characters of a span that are reported
 _MAX_ITEM_BYTES = 1 << 26  # a line of an evaluation file; the largest items are books of a few MB
+_JOINT = "\n\n"  # between pieces of a document that was cut
 _BITS_PER_KEY = 16  # a hash that is not in the table passes its bits once in 16 times
 
 
@@ -60,6 +64,14 @@ class EvaluationConfig(StrictModel):
     )
 
 
+class CutConfig(StrictModel):
+    """How overlaps are cut out of a document. Characters are code points."""
+
+    margin: int = Field(default=200, ge=0, description="Characters that go on both sides of an overlap, too.")
+    min_piece: int = Field(default=200, ge=1, description="Shorter pieces between cuts go.")
+    max_pieces: int = Field(default=10, ge=1, description="A document that is cut into more pieces goes.")
+
+
 class DecontaminationConfig(FilterSettings):
     """Evaluation sets that documents must not contain, and what counts as an overlap."""
 
@@ -70,6 +82,22 @@ class DecontaminationConfig(FilterSettings):
     )
     min_matches: int = Field(default=1, ge=1, description="Overlapping n-grams that drop a document.")
     action: Literal["drop", "mark"] = Field(default="drop", description="mark: only report overlaps.")
+    cut: CutConfig | None = Field(
+        default=None,
+        description="Cut overlaps out of documents in place of dropping these; {} is as for GPT-3.",
+        examples=[{"margin": 200, "min_piece": 200, "max_pieces": 10}],
+    )
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without `cut` as in older versions."""
+        return {key: value for key, value in handler(self).items() if key != "cut" or value is not None}
+
+    @model_validator(mode="after")
+    def _either(self) -> Self:
+        if self.cut is not None and self.action == "mark":
+            raise ValueError("cut: documents that are only marked keep their text; leave out one of the two")
+        return self
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
@@ -78,9 +106,10 @@ class DecontaminationConfig(FilterSettings):
             raise ValueError(f"two evaluations have the same name among {', '.join(names)}; set name")
         return self
 
-    def build(self, folder: Path) -> DecontaminationFilter:
+    def build(self, folder: Path) -> DecontaminationFilter | DecontaminationEditor:
         """See FilterSettings.build."""
-        return DecontaminationFilter(self, folder)
+        found = DecontaminationFilter(self, folder)
+        return found if self.cut is None else DecontaminationEditor(self, self.cut, found)
 
     def files(self) -> tuple[str, ...]:
         """See FilterSettings.files."""
@@ -118,7 +147,7 @@ class DecontaminationFilter:
         counts = np.zeros(len(batch), np.int64)
         first = np.full(len(batch), "", np.object_)
         self._rows = []
-        for at, matches, overlaps in self._overlaps(texts):
+        for at, matches, overlaps in self.overlaps(texts):
             number = int(rows[at])
             counts[number] = matches
             first[number] = f"{overlaps[0].evaluation}:{overlaps[0].item}"
@@ -139,7 +168,7 @@ class DecontaminationFilter:
         rows, self._rows = self._rows, []
         return rows
 
-    def _overlaps(self, texts: pa.LargeStringArray) -> Iterator[tuple[int, int, list[Overlap]]]:
+    def overlaps(self, texts: pa.LargeStringArray) -> Iterator[tuple[int, int, list[Overlap]]]:
         """(index, n-grams, spans) of the texts that overlap."""
         from shardkit.writers.kernels.hash_tables import find_matches
         from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
@@ -182,6 +211,69 @@ class DecontaminationFilter:
             else:
                 spans.append(Overlap(item.evaluation, item.record, begin, begin + length, item_begin))
         return spans
+
+
+class DecontaminationEditor:
+    """Cuts overlaps with an evaluation set out of documents."""
+
+    reasons = ("nothing_left", "too_many_pieces", "item")
+    edits = ("overlap",)
+    side_file = DecontaminationFilter.side_file
+
+    def __init__(self, config: DecontaminationConfig, cut: CutConfig, found: DecontaminationFilter) -> None:
+        self._least, self._cut, self._found = config.min_matches, cut, found
+        self._rows: list[dict[str, Any]] = []
+
+    def edit(self, batch: TextBatch) -> Edit:
+        """See Editor.edit. Texts that are cut are in normalization form C. Values: pieces; the first item."""
+        import pyarrow as pa
+
+        pieces = np.ones(len(batch), np.int64)
+        first = np.full(len(batch), "", np.object_)
+        nothing = np.zeros(len(batch), np.bool_)
+        rows, texts = batch.wanted_texts()
+        new: dict[int, str] = {}
+        self._rows = []
+        for at, matches, overlaps in self._found.overlaps(texts):
+            number = int(rows[at])
+            self._rows += _rows(batch, number, overlaps)
+            if matches < self._least:
+                continue
+            first[number] = f"{overlaps[0].evaluation}:{overlaps[0].item}"
+            left, pieces[number] = cut_out(texts[at].as_py(), overlaps, self._cut)
+            nothing[number] = not left
+            if left and pieces[number] <= self._cut.max_pieces:
+                new[number] = left
+        edited = [new.get(row, text) for row, text in enumerate(batch.texts.to_pylist())] if new else None
+        made = batch.texts if edited is None else pa.array(edited, pa.large_string())
+        cut = np.zeros(len(batch), np.int64)
+        for number in new:
+            cut[number] = batch.sizes[number] - len(new[number].encode())
+        rules = [
+            Rule("nothing_left", nothing),
+            above("too_many_pieces", pieces, self._cut.max_pieces),
+            Rule("item", None, first),
+        ]
+        return Edit(made, rules, {"overlap": cut})
+
+    def take_rows(self) -> list[dict[str, Any]]:
+        """See SideOutput.take_rows: the overlaps that the last `edit` found."""
+        rows, self._rows = self._rows, []
+        return rows
+
+
+def cut_out(text: str, overlaps: Sequence[Overlap], cut: CutConfig) -> tuple[str, int]:
+    """(what is left of a text in normalization form C, in how many pieces that are long enough)."""
+    text = unicodedata.normalize("NFC", text)
+    edges = [match.span() for match in _WORDS.finditer(text)]
+    spans = sorted((edges[one.begin][0], edges[one.end - 1][1]) for one in overlaps)
+    pieces, start = [], 0
+    for begin, end in spans:
+        pieces.append(text[start : max(start, begin - cut.margin)])
+        start = max(start, end + cut.margin)
+    pieces.append(text[start:])
+    kept = [piece for piece in pieces if len(piece) >= cut.min_piece]
+    return _JOINT.join(kept), len(kept)
 
 
 def _load(config: DecontaminationConfig, folder: Path) -> tuple[list[EvaluationItem], list[HashTable]]:
