@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import unicodedata
 
@@ -80,12 +81,12 @@ def test_every_pair_that_form_c_makes_one_is_found() -> None:
 
 
 @settings(deadline=None)
-@given(TEXTS, st.sampled_from(["words", "characters"]), st.integers(1, 7))
+@given(TEXTS, st.sampled_from(["words", "characters", "auto"]), st.integers(1, 7))
 def test_shingles_are_those_of_plain_python(texts: list[str], unit: str, ngram: int) -> None:
     check_shingles(texts, MinHashConfig.model_validate({"unit": unit, "ngram": ngram}))
 
 
-@pytest.mark.parametrize("unit", ["words", "characters"])
+@pytest.mark.parametrize("unit", ["words", "characters", "auto"])
 def test_shingles_of_long_texts_do_not_depend_on_segments(unit: str) -> None:
     check_shingles(LONG, MinHashConfig.model_validate({"unit": unit}))
     shifted = [" " * shift + "é" + "ab cd " * 700 + "ef字 " * 700 for shift in (0, 1, 7, 63, 64)]
@@ -102,14 +103,14 @@ def check_shingles(texts: list[str], config: MinHashConfig) -> None:
 
 def test_equal_hashes_mean_equal_shingles() -> None:
     texts = [f"w{a} w{b} some words w{a * b}" for a in range(60) for b in range(60)]
-    for unit in ("words", "characters"):
+    for unit in ("words", "characters", "auto"):
         config = MinHashConfig.model_validate({"unit": unit, "ngram": 3})
         hashes, _ = shingle_batch(texts_of(texts), config)
         assert len(np.unique(hashes)) == len(set().union(*(reference_shingles(t, config) for t in texts)))
 
 
 @settings(deadline=None)
-@given(TEXTS, st.sampled_from(["words", "characters"]))
+@given(TEXTS, st.sampled_from(["words", "characters", "auto"]))
 def test_signatures_keys_and_bands_are_those_of_plain_python(texts: list[str], unit: str) -> None:
     config = MinHashConfig.model_validate({"unit": unit, "ngram": 2, "permutations": 24, "seed": 5})
     signed = sign_batch(texts_of(texts), config)
@@ -163,3 +164,26 @@ def test_signatures_agree_as_often_as_sets_do(similarity: float) -> None:
 def test_every_unit_is_separate_from_its_neighbours() -> None:
     assert text_units("a b", "characters") == ["a", " ", "b"]
     assert text_units("  a--b  ", "characters") == ["a", " ", "b"]
+
+
+def test_each_character_of_a_script_without_spaces_is_a_word_of_its_own() -> None:
+    text = "In 2024 \u6771\u4eac\u30bf\u30ef\u30fc \u0e17\u0e35\u0e48 x\u6771y caf\u00e9 \uc548\ub155"
+    japanese, korean = [*"\u6771\u4eac\u30bf\u30ef\u30fc"], "\uc548\ub155"
+    expected = ["in", "2024", *japanese, "\u0e17", "x", "\u6771", "y", "caf\u00e9", korean]
+    assert text_units(text, "auto") == expected
+    assert text_units("No such character.", "auto") == text_units("No such character.", "words")
+
+
+def test_a_chinese_text_with_a_few_other_characters_is_alike_by_auto_and_not_by_words() -> None:
+    draw = random.Random(3)
+    clauses = ["".join(chr(draw.randrange(0x4E00, 0x9000)) for _ in range(14)) for _ in range(40)]
+    other = [clause[:-1] + "\u9f9f" if number % 5 == 0 else clause for number, clause in enumerate(clauses)]
+    texts = ["\uff0c".join(clauses), "\uff0c".join(other)]
+
+    def similarity(unit: str) -> float:
+        config = MinHashConfig.model_validate({"unit": unit})
+        one, two = (reference_shingles(text, config) for text in texts)
+        return len(one & two) / len(one | two)
+
+    assert similarity("words") < 0.05
+    assert similarity("auto") > 0.8

@@ -7,6 +7,7 @@ of buckets and hubs, the comparison of two sets, and the rule.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -39,7 +40,7 @@ def reference_word_hash(word: str) -> int:
 def reference_shingles(text: str, config: MinHashConfig) -> set[str]:
     """The set of n-grams of a text as strings: units joined by spaces, or as they stand if characters."""
     units = text_units(text, config.unit)
-    joint = " " if config.unit == "words" else ""
+    joint = "" if config.unit == "characters" else " "
     count = max(1, len(units) - config.ngram + 1) if units else 0
     return {joint.join(units[at : at + config.ngram]) for at in range(count)}
 
@@ -58,9 +59,22 @@ def reference_key(text: str, config: MinHashConfig) -> bytes:
     return (first & _MASK).to_bytes(8, "little") + (second & _MASK).to_bytes(8, "little")
 
 
+def is_alone(unit: str) -> bool:
+    """Whether a unit is a character of a script that is written without spaces."""
+    name = unicodedata.name(unit[0], "")
+    scripts = ("CJK ", "HIRAGANA ", "KATAKANA", "HALFWIDTH KATAKANA", "THAI ", "LAO ", "MYANMAR ", "KHMER ")
+    return len(unit) == 1 and (name.startswith(scripts) or unit in "\u3005\u3006\u3007")
+
+
 def _reference_unit_hash(unit: str, kind: str) -> int:
     if kind == "words":
         return reference_word_hash(unit)
+    if kind == "auto" and not is_alone(unit):
+        value = 32
+        for character in unit:
+            value = (value ^ ord(character) + 1) * _CHARACTER & _MASK
+            value ^= value >> 32
+        return value
     value = (ord(unit) + 1) * _CHARACTER & _MASK
     return value ^ value >> 32
 

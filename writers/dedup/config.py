@@ -44,9 +44,10 @@ class LinesDedupConfig(StrictModel):
 class MinHashConfig(StrictModel):
     """How a document becomes a MinHash signature; signatures compare only where all of this is the same."""
 
-    unit: Literal["words", "characters"] = Field(
+    unit: Literal["words", "characters", "auto"] = Field(
         default="words",
-        description="n-grams of words, or of the normalized text's characters (scripts without spaces).",
+        description="n-grams of words, or of the normalized text's characters; auto: of words, with each "
+        "Chinese, Japanese, Thai, Lao, Khmer or Burmese character a word by itself.",
     )
     ngram: int = Field(default=5, ge=1, le=64, description="Units in one n-gram (shingle).")
     permutations: int = Field(

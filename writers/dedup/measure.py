@@ -53,6 +53,7 @@ from shardkit.writers.documents import (
 from shardkit.writers.exchange import Slice, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.shingles import text_units
+from shardkit.writers.kernels.words import UNSPACED_CLASS
 
 __all__ = [
     "BAND_EDGES",
@@ -121,7 +122,12 @@ _GOLDEN = 0.6180339887498949  # its multiples, modulo 1, spread evenly whatever 
 
 _IDEOGRAPHS = range(0x20000, 0x2A6D0)  # CJK Extension B: letters, without case, that texts rarely have
 
-_PIECES = {"words": re.compile(r"\w+"), "characters": re.compile(r"\w")}
+_ALONE = re.compile(f"[{UNSPACED_CLASS}]")
+_PIECES = {
+    "words": re.compile(r"\w+"),
+    "characters": re.compile(r"\w"),
+    "auto": re.compile(rf"(?!\W)[{UNSPACED_CLASS}]|[^\W{UNSPACED_CLASS}]+"),
+}
 
 
 class Lowest:
@@ -179,7 +185,7 @@ def checkable(ranks: npt.NDArray[np.uint8], losers: npt.NDArray[np.void], count:
 def ngrams(text: str, config: MinHashConfig) -> list[str]:
     """The n-grams of a text as strings, in order and with repetitions."""
     units = text_units(text, config.unit)
-    joint = " " if config.unit == "words" else ""
+    joint = "" if config.unit == "characters" else " "
     count = max(1, len(units) - config.ngram + 1) if units else 0
     return [joint.join(units[at : at + config.ngram]) for at in range(count)]
 
@@ -254,15 +260,15 @@ def _near_copy(text: str, before: Sequence[str], target: float, key: bytes, conf
     result, end = [], 0
     for number, place in enumerate(places):
         piece = pieces[place]
-        result += [text[end : piece.start()], _foreign(key, number, config)]
+        result += [text[end : piece.start()], _foreign(key, number, config, piece[0])]
         end = piece.end()
     return "".join([*result, text[end:]])
 
 
-def _foreign(key: bytes, number: int, config: MinHashConfig) -> str:
-    """A word, or a character, that the corpus has not."""
+def _foreign(key: bytes, number: int, config: MinHashConfig, piece: str) -> str:
+    """A word, or a character, that the corpus has not, in place of `piece`."""
     value = xxhash.xxh3_64_intdigest(key, number)
-    if config.unit == "characters":
+    if config.unit == "characters" or (config.unit == "auto" and _ALONE.match(piece)):
         return chr(_IDEOGRAPHS[value % len(_IDEOGRAPHS)])
     return f"{value:016x}"
 

@@ -40,7 +40,7 @@ from shardkit.writers.exchange import RunWriter, Slice, StepReader, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt32s, UInt64s, kernel
-from shardkit.writers.kernels.shingles import make_shingle_scratch, next_shingles
+from shardkit.writers.kernels.shingles import UNITS, make_shingle_scratch, next_shingles
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.words import CharacterTables, character_tables, composed
 
@@ -98,8 +98,8 @@ def sign_batch(texts: pa.LargeStringArray, config: MinHashConfig) -> Signatures:
     factors = permutations(config.permutations, config.seed)
     values = np.full((len(texts), len(factors)), _EMPTY)
     keys, shingles = np.zeros((len(texts), 2), np.uint64), np.zeros(len(texts), np.int64)
-    characters = config.unit == "characters"
-    _sign(data, edges, config.ngram, characters, character_tables(), factors, values, keys, shingles)
+    unit = UNITS.index(config.unit)
+    _sign(data, edges, config.ngram, unit, character_tables(), factors, values, keys, shingles)
     return Signatures(values, keys.astype("<u8").view(np.uint8).reshape(-1, 16), shingles)
 
 
@@ -130,7 +130,7 @@ def _sign(
     data: UInt8s,
     edges: Int64s,
     ngram: int,
-    characters: bool,
+    unit: int,
     tables: CharacterTables,
     factors: UInt32s,
     values: UInt32s,
@@ -145,7 +145,7 @@ def _sign(
         key, lowest = keys[text], values[text]  # here, because a view costs a counted reference
         count = 0
         while at < stop:
-            found, at, state = next_shingles(data, at, stop, state, ngram, characters, tables, scratch, key)
+            found, at, state = next_shingles(data, at, stop, state, ngram, unit, tables, scratch, key)
             count += found
             if some:
                 _lower_values(hashes, found, factors, lowest)

@@ -1,6 +1,7 @@
 """n-grams (shingles) of texts as 64-bit hashes, the units of similarity.
 
-Units are a text's normalized words (`words.py`), or the characters of those words joined by single spaces. An
+Units are a text's normalized words (`words.py`), or the characters of those words joined by single spaces, or
+("auto") words of which each character of a script without spaces is one by itself. An
 n-gram's hash is made of its n units' hashes u: the sum of u[i] * _BASE ** (n - 1 - i), then h ^= h >> 32; h
 *= _SCATTER; h ^= h >> 29, modulo 2**64. A text of fewer than n units has one n-gram, all of them; a text
 without any unit has none. Two different n-grams share a hash with probability 2**-64.
@@ -10,6 +11,7 @@ without any unit has none. Two different n-grams share a hash with probability 2
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +23,8 @@ from shardkit.writers.kernels.utf8 import character_before, next_character
 from shardkit.writers.kernels.words import (
     SCRATCH_WORDS,
     SEGMENT_BYTES,
+    UNSPACED,
+    UNSPACED_CLASS,
     WORD,
     CharacterTables,
     character_tables,
@@ -31,6 +35,7 @@ from shardkit.writers.kernels.words import (
 )
 
 __all__ = [
+    "UNITS",
     "NgramUnits",
     "Ngrams",
     "Shingles",
@@ -45,6 +50,8 @@ _BASE, _SCATTER = np.uint64(0xD6E8FEB86659FD93), np.uint64(0xFF51AFD7ED558CCD)
 _CHARACTER = np.uint64(0xC2B2AE3D27D4EB4F)
 _U29, _U32 = np.uint64(29), np.uint64(32)
 _SPACE = 32
+UNITS = ("words", "characters", "auto")
+_MIXED = re.compile(f"[{UNSPACED_CLASS}]|[^{UNSPACED_CLASS}]+")
 _OPEN_BYTES = 4 << 20  # texts of so many bytes get room for the most n-grams they can have without counting
 
 
@@ -53,7 +60,7 @@ class NgramUnits(Protocol):
 
     @property
     def unit(self) -> str:
-        """words or characters."""
+        """words, characters or auto."""
 
     @property
     def ngram(self) -> int:
@@ -61,7 +68,7 @@ class NgramUnits(Protocol):
 
 
 class Ngrams(NamedTuple):
-    """n-grams of words, unless `unit` is "characters"."""
+    """n-grams of words, unless `unit` is "characters" or "auto"."""
 
     ngram: int
     unit: str = "words"
@@ -78,8 +85,7 @@ def shingle_batch(texts: pa.LargeStringArray, config: NgramUnits) -> Shingles:
     """All n-grams of each text (large_string without nulls)."""
     texts = composed(texts)
     data, edges = text_bytes(texts), text_offsets(texts)
-    characters = config.unit == "characters"
-    arguments = (data, edges, config.ngram, characters, character_tables())
+    arguments = (data, edges, config.ngram, UNITS.index(config.unit), character_tables())
     room = int(edges[-1] - edges[0]) + len(texts)  # a character each; words have a byte between them
     if room > _OPEN_BYTES:
         room = int(_count_shingles(*arguments))
@@ -106,20 +112,23 @@ def next_shingles(
     stop: int,
     state: tuple[int, int],
     ngram: int,
-    characters: bool,
+    unit: int,
     tables: CharacterTables,
     scratch: _Scratch,
     key: UInt64s,
 ) -> tuple[int, int, tuple[int, int]]:
     """The next n-grams of data[at:stop] into scratch's hashes: (how many, where to go on, state).
 
-    `state` is (units kept in scratch from before, n-grams so far), at first (0, 0); `stop` is the text's end.
+    `unit` is an index of UNITS; `state` is (units kept in scratch from before, n-grams so far), at first
+    (0, 0); `stop` is the text's end.
     `key`, uint64[2], receives what `add_to_key` makes of the n-grams; zeros at first.
     """
     word_scratch, units, hashes = scratch
     kept, total = state
-    if characters:
+    if unit == 1:
         count, at = _next_characters(data, at, stop, tables, units, kept, kept + total > 0)
+    elif unit == 2:
+        count, at = _next_mixed(data, at, stop, tables, units, kept)
     else:
         count, at = next_words(data, at, stop, tables, word_scratch, units, kept)
     found = count - ngram + 1
@@ -192,21 +201,50 @@ def _next_characters(
 
 
 @kernel
+def _next_mixed(
+    data: UInt8s, at: int, stop: int, tables: CharacterTables, out: UInt64s, count: int
+) -> tuple[int, int]:
+    """As `next_words`; each character of a script without spaces is a word."""
+    flags, lower = tables
+    limit = count + 2 * SEGMENT_BYTES - 2
+    value, inside = _U32, False
+    while at < stop and (inside or count < limit):
+        code, at = next_character(data, at)
+        is_alone = flags[code] & UNSPACED
+        if inside and (is_alone or not flags[code] & WORD):
+            out[count] = value
+            count += 1
+            inside = False
+        if not flags[code] & WORD:
+            continue
+        if is_alone:
+            out[count] = _hash_character(lower[code])
+            count += 1
+            continue
+        value = value if inside else _U32
+        value = (value ^ np.uint64(lower[code] + 1)) * _CHARACTER
+        value ^= value >> _U32
+        inside = True
+    if inside:
+        out[count] = value
+        count += 1
+    return count, at
+
+
+@kernel
 def _hash_character(code: int) -> np.uint64:
     value = np.uint64(code + 1) * _CHARACTER
     return value ^ value >> _U32
 
 
 @kernel
-def _count_shingles(
-    data: UInt8s, edges: Int64s, ngram: int, characters: bool, tables: CharacterTables
-) -> int:
+def _count_shingles(data: UInt8s, edges: Int64s, ngram: int, unit: int, tables: CharacterTables) -> int:
     scratch, key = make_shingle_scratch(ngram), np.zeros(2, np.uint64)
     total = 0
     for text in range(len(edges) - 1):
         at, stop, state = edges[text], edges[text + 1], (0, 0)
         while at < stop:
-            found, at, state = next_shingles(data, at, stop, state, ngram, characters, tables, scratch, key)
+            found, at, state = next_shingles(data, at, stop, state, ngram, unit, tables, scratch, key)
             total += found
     return total
 
@@ -216,7 +254,7 @@ def _collect_shingles(
     data: UInt8s,
     edges: Int64s,
     ngram: int,
-    characters: bool,
+    unit: int,
     tables: CharacterTables,
     out: UInt64s,
     offsets: Int64s,
@@ -227,7 +265,7 @@ def _collect_shingles(
     for text in range(len(edges) - 1):
         at, stop, state = edges[text], edges[text + 1], (0, 0)
         while at < stop:
-            found, at, state = next_shingles(data, at, stop, state, ngram, characters, tables, scratch, key)
+            found, at, state = next_shingles(data, at, stop, state, ngram, unit, tables, scratch, key)
             target = out[total:]
             for i in range(found):
                 target[i] = hashes[i]
@@ -236,6 +274,8 @@ def _collect_shingles(
 
 
 def text_units(text: str, unit: str) -> list[str]:
-    """The units of a text: normalized words, or the characters of those joined by spaces."""
+    """The units of a text: normalized words, or the characters of those joined by spaces, or both."""
     words = normalized_words(text)
+    if unit == "auto":
+        return [each for word in words for each in _MIXED.findall(word)]
     return words if unit == "words" else list(" ".join(words))

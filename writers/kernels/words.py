@@ -34,6 +34,8 @@ __all__ = [
     "NORMALIZATION",
     "SCRATCH_WORDS",
     "SEGMENT_BYTES",
+    "UNSPACED",
+    "UNSPACED_CLASS",
     "WORD",
     "CharacterTables",
     "character_tables",
@@ -50,6 +52,15 @@ WORD = 1
 CHANGING = 2  # form C writes it differently
 LEADING = 4  # form C may make one of it and a JOINING character after it
 JOINING = 8
+UNSPACED = 16  # of a script that is written without spaces between words
+_UNSPACED_SCRIPTS = (
+    *((0x0E00, 0x0E7F), (0x0E80, 0x0EFF)),  # Thai, Lao
+    *((0x1000, 0x109F), (0xA9E0, 0xA9FF), (0xAA60, 0xAA7F)),  # Burmese
+    *((0x1780, 0x17FF), (0x19E0, 0x19FF)),  # Khmer
+    *((0x3005, 0x3007), (0x3041, 0x30FF), (0x31F0, 0x31FF), (0xFF66, 0xFF9F)),  # Kana
+    *((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x323AF)),  # Chinese characters
+)
+UNSPACED_CLASS = "".join(f"{chr(first)}-{chr(last)}" for first, last in _UNSPACED_SCRIPTS)
 _SPECIAL_LOWER = {0x0130: 0x69, 0x03C2: 0x03C3}  # dotted capital I, final sigma
 _HANGUL_INITIALS, _HANGUL_SYLLABLES = range(0x1100, 0x1113), range(0xAC00, 0xD7A4)
 _HANGUL_VOWELS, _HANGUL_FINALS = range(0x1161, 0x1176), range(0x11A8, 0x11C3)
@@ -85,6 +96,8 @@ def character_tables() -> CharacterTables:
     every = [chr(code) for code in range(ASSIGNED)]
     flags[:ASSIGNED] |= np.fromiter(map(str.isalnum, every), np.uint8, ASSIGNED) * np.uint8(WORD)
     flags[ord("_")] |= WORD
+    for first, last in _UNSPACED_SCRIPTS:
+        flags[first : last + 1] |= UNSPACED
     for code, character in enumerate(every):
         low = character.lower()
         if low != character and len(low) == 1:
