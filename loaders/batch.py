@@ -86,6 +86,31 @@ def find_segments(
     return Segments((rows, length), starts, padding, is_padding_row)
 
 
+_LONGEST_PERIOD = 13  # tokens, as in OLMo-core's instance filter
+
+
+def repetitive_rows(tokens: _Array, most: int, *, eos_id: int | None = None) -> _Bools:
+    """bool[rows]: whether the same 1 to 13 tokens follow each other more than `most` times (rows, length).
+
+    Runs of `eos_id`, which are padding, do not count. Groeneveld et al. 2024 (OLMo 2) mask the loss of rows
+    with 32 repetitions or more.
+    """
+    found = np.zeros(len(tokens), np.bool_)
+    for period in range(1, _LONGEST_PERIOD + 1):
+        least = period * most  # tokens, each equal to the one a period before
+        if period + least > tokens.shape[1]:
+            break
+        same = tokens[:, period:] == tokens[:, :-period]
+        # So long a run holds a whole block of half its length: rows without any are done.
+        block = (least + 1) // 2
+        blocks = same[:, : same.shape[1] // block * block].reshape(len(tokens), -1, block)
+        for row in np.flatnonzero(blocks.all(axis=2).any(axis=1) & ~found).tolist():
+            run = same[row] & (tokens[row, period:] != eos_id) if eos_id is not None else same[row]
+            edges = np.flatnonzero(np.diff(run, prepend=False, append=False))
+            found[row] = (edges[1::2] - edges[::2]).max(initial=0) >= least
+    return found
+
+
 LOSS_MASK = "loss_mask"  # a column of builds of conversations: 1 where a token is trained on
 
 
@@ -246,6 +271,7 @@ class BatchMaker:
         has_padding |= config.pad_id is not None
         self._loss_mask = LOSS_MASK if LOSS_MASK in columns else None
         masks_tokens = mark_padding or has_padding or tokens.mask is not None or self._loss_mask is not None
+        masks_tokens |= config.max_repetitions is not None
         self._masks_labels = config.labels is True or config.masks_document_starts or masks_tokens
         self._describes_documents = bool(config.document_options)
         self._only_columns = not (return_ids or mark_padding or config.reads_tokens)
@@ -317,6 +343,8 @@ class BatchMaker:
                     assert isinstance(trained, np.ndarray)
                     of_labels = trained[:, shift:]
                     labels[:, : of_labels.shape[1]][of_labels == 0] = IGNORED_LABEL
+                if (most := self.config.max_repetitions) is not None:
+                    labels[repetitive_rows(tokens, most, eos_id=column.eos_id)] = IGNORED_LABEL
                 if column.mask is not None:
                     places = column.mask.places(sample_ids, tokens.shape[1])
                     segments.ignore(labels, places, shift=shift)

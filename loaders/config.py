@@ -137,6 +137,7 @@ class LoaderOptions(TypedDict, total=False):
     eos_id: int | None
     bos_id: int | None
     pad_id: int | None
+    max_repetitions: int | None
     columns: Sequence[str] | None
     endless: bool
     restart: bool
@@ -221,6 +222,10 @@ class LoaderConfig:
     """An id that is nothing but padding, anywhere in a row: labels are -100, and it counts as one document.
 
     For data that others padded; rows that are padded by the eos id need no option."""
+    max_repetitions: int | None = None
+    """A row in which the same 1 to 13 tokens follow each other more than this many times has no labels.
+
+    OLMo 2 trains with 31; such rows make the loss spike."""
     columns: Sequence[str] | None = None
     """Deliver these columns only; default: all."""
     endless: bool = False
@@ -299,7 +304,9 @@ class LoaderConfig:
 
     def __post_init__(self) -> None:
         _to_plain_int(
-            self, "eos_id", "pad_id", "lanes", "window", "epoch_samples", "prefetch_batches", "connections"
+            self,
+            *("eos_id", "pad_id", "max_repetitions"),
+            *("lanes", "window", "epoch_samples", "prefetch_batches", "connections"),
         )
         if self.sequence_length is None and (self.token_dtype is not None or self.per_file):
             raise ValueError(
@@ -343,6 +350,8 @@ class LoaderConfig:
             raise ValueError("documents are found by eos_id or by bos_id: give one of the two")
         if self.pad_id is not None and self.pad_id in (self.eos_id, self.bos_id):
             raise ValueError("pad_id is for an id that neither ends nor begins documents: leave it out")
+        if self.max_repetitions is not None and (self.max_repetitions < 1 or not self.labels):
+            raise ValueError('max_repetitions is at least 1, and needs labels=True or labels="shifted"')
 
     @property
     def token_options(self) -> list[str]:

@@ -46,6 +46,7 @@ EncodingName = Literal["r50k_base", "p50k_base", "cl100k_base", "o200k_base", "l
 NAME = "tokenizer.json"
 _NAMES = (NAME, "tokenizer.model", "qwen.tiktoken")
 _HUB_NAME = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?")
+_HEAD_BYTES = 1 << 12  # which tell what a file is
 _FILE_ENDINGS = (".json", ".model", ".tiktoken", ".txt", ".bin")
 # Tokens that end documents in published models, most usual first.
 _END_TOKENS = (
@@ -196,8 +197,15 @@ ENCODINGS: Mapping[str, Encoding] = {
 """Published ones, by tiktoken's names; llama3 is that of Llama 3 and 4, qwen that of Qwen and Qwen 2."""
 
 
-def own_engine(data: bytes) -> Engine:
-    """The library that says what ids the tokenizer file with this content gives."""
+def own_engine(source: bytes | Path) -> Engine:
+    """The library that says what ids a tokenizer file gives, or one with this content."""
+    if isinstance(source, Path):
+        try:
+            with source.open("rb") as file:
+                source = file.read(_HEAD_BYTES)
+        except OSError:
+            return "tokenizers"  # reading it reports what is wrong with it
+    data = source
     if data.lstrip()[:1] in (b"{", b""):
         return "tokenizers"
     return "tiktoken" if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", data) else "sentencepiece"

@@ -268,3 +268,16 @@ def test_folders_and_names_find_models_of_every_kind(tmp_path: Path) -> None:
     assert find_tokenizer(tmp_path, "a").name == "tokenizer.model"
     assert own_engine((tmp_path / "a" / "tokenizer.model").read_bytes()) == "sentencepiece"
     assert Encoding.of(TiktokenConfig(pattern="x")) == Encoding("x")
+
+
+def test_prompts_need_a_tokenizer_whose_specials_text_can_mark(tmp_path: Path, inline_builds: None) -> None:
+    path = train(tmp_path, "llama2").path
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"p": "a", "c": "b"}) + "\n")
+    pairs = {"path": str(tmp_path / "pairs.jsonl"), "prompt": "p", "completion": "c"}
+    recipe = {
+        "inputs": [pairs],
+        "tokenizer": {"path": str(path), "eos": "</s>"},
+        "output": str(tmp_path / "o"),
+    }
+    with pytest.raises(RecipeError, match=r"need a tokenizer\.json; .*tokenizer\.model is none"):
+        build(recipe, workers=1, progress=False)

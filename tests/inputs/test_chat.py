@@ -252,6 +252,10 @@ def test_truncated_conversations_keep_their_beginnings_and_all_masked_tokens_are
     [
         ({"dedup": {"lines": True}}, "dedup.lines would cut into conversations"),
         ({"filters": ["c4_quality"]}, "c4_quality edits texts"),
+        (
+            {"filters": [{"decontamination": {"evaluations": [{"path": "e"}], "cut": {}}}]},
+            "decontamination edits texts",
+        ),
         ({"output": {"path": "o", "format": "wds"}}, "are written as mds"),
         ({"inputs": [{"path": "a.jsonl", "prompt": "p"}]}, "name both"),
     ],

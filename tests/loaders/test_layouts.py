@@ -23,7 +23,7 @@ from shardkit.cli.main import main
 from shardkit.formats import mds
 from shardkit.formats.usage_log import scan
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.loaders.batch import BatchMaker, TokenColumn
+from shardkit.loaders.batch import BatchMaker, TokenColumn, repetitive_rows
 from shardkit.loaders.block_mask import block_mask_of
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.cuda import CudaPrefetcher
@@ -435,6 +435,55 @@ def test_padding_with_an_id_of_its_own_is_no_target_and_no_document_text(tmp_pat
     write_card(tmp_path)
     with pytest.raises(ValueError, match="pad_id is the id that ends documents"):
         StreamingLoader(tmp_path, labels=True, **(options | {"pad_id": EOS}))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 4), max_size=12),
+    st.lists(st.integers(0, 3), min_size=1, max_size=16),
+    st.integers(0, 9),
+    st.lists(st.integers(1, 4), max_size=40),
+    st.integers(1, 6),
+)
+def test_rows_that_repeat_themselves_are_those_of_a_plain_reading(
+    before: list[int], unit: list[int], times: int, after: list[int], most: int
+) -> None:
+    row = [*before, *unit * times, *after] or [7]
+
+    def repeats(period: int, start: int) -> int:
+        times = 1
+        while (
+            row[start : start + period] == row[start + times * period :][:period]
+            and EOS not in row[start + (times - 1) * period : start + (times + 1) * period]
+        ):
+            times += 1
+        return times
+
+    expected = any(
+        start + period <= len(row) and repeats(period, start) > most
+        for period in range(1, 14)
+        for start in range(len(row))
+    )
+    rows = np.array([row, [5] + [EOS] * (len(row) - 1)], np.uint16)
+    assert repetitive_rows(rows, most, eos_id=EOS).tolist() == [expected, False]
+
+
+def test_rows_that_repeat_themselves_have_no_labels(tmp_path: Path) -> None:
+    rows = np.arange(3 * 64, dtype=np.uint16).reshape(3, 64) + 1
+    rows[1, 7:61] = np.tile(rows[1, 7:9], 27)
+    rows[2, 20:] = EOS
+    mds.write_index(tmp_path, [mds.write_rows_shard(tmp_path, "shard.00000.mds", rows)])
+    options: dict[str, Any] = {"batch_size": 3, "shuffle": "none", "rank": 0, "world_size": 1, "eos_id": EOS}
+    with StreamingLoader(tmp_path, labels=True, **options) as loader:
+        (plain,) = loader
+    for most, is_masked in ((26, True), (27, False)):
+        with StreamingLoader(tmp_path, labels=True, max_repetitions=most, **options) as loader:
+            (batch,) = loader
+        expected = plain["labels"].clone()
+        expected[1] = -100 if is_masked else expected[1]
+        assert torch.equal(batch["labels"], expected)
+    with pytest.raises(ValueError, match="max_repetitions is at least 1, and needs labels"):
+        LoaderConfig(max_repetitions=31)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ from shardkit.writers.dedup.removals import NOTHING, SPLIT, SplitRemovals
 from shardkit.writers.exchange import exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, RunTasks, Task
+from shardkit.writers.filters.base import FilterSettings
+from shardkit.writers.filters.decontamination import DecontaminationConfig
 from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.fields import check_named_fields
 from shardkit.writers.inputs.scan import Split
@@ -62,7 +64,7 @@ __all__ = [
     "run_stages",
 ]
 
-_EDITORS = frozenset({"c4_quality", "pii", "python", "repeated_lines"})  # filters that may change texts
+_EDITORS = frozenset({"c4_quality", "pii", "python", "repeated_lines"})  # these may change texts
 
 PARTITION_TEXT_BYTES = 256_000_000  # at most, of one task of `pack`, so that several workers have tasks
 
@@ -104,9 +106,10 @@ class BuildInputs:
             index.check(near, key)
             indexes.append(index)
         limits = DEFAULT_LIMITS.within(recipe.memory)
-        if recipe.is_masked and (editing := {name for name, _ in recipe.filter_chain()} & _EDITORS):
+        editing = [name for name, config in recipe.filter_chain() if _edits(name, config)]
+        if recipe.is_masked and editing:
             raise RecipeError(
-                f"filters: {editing.pop()} edits texts, and would cut into conversations and prompts; give "
+                f"filters: {editing[0]} edits texts, and would cut into conversations and prompts; give "
                 f"these a build of their own"
             )
         files, masking = clean.filter_files(recipe), Masking.of(recipe)
@@ -144,6 +147,11 @@ class Survivors:
     kept: Count
     concurrent: Sequence[Commit]
     buckets: Buckets | None = None
+
+
+def _edits(name: str, config: FilterSettings) -> bool:
+    """Whether a filter may change texts."""
+    return name in _EDITORS or (isinstance(config, DecontaminationConfig) and config.cut is not None)
 
 
 def task_memory(recipe: Recipe) -> int:

@@ -57,7 +57,7 @@ from shardkit.writers.tokenizer import (
     tokenizer_digest,
     unlike_characters,
 )
-from shardkit.writers.tokenizer_file import Encoding, Engine, find_tokenizer
+from shardkit.writers.tokenizer_file import Encoding, Engine, find_tokenizer, own_engine
 
 _Masks = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 """Of each token, and of the eos of each document."""
@@ -215,6 +215,10 @@ class TokenizerFile:
             (number, config.fim) for number, config in enumerate(recipe.inputs) if config.fim is not None
         ]
         fim = tuple((f"inputs[{number}].fim", token) for number, one in named for token in one.tokens)
+        if recipe.is_masked and own_engine(path) != "tokenizers":
+            raise RecipeError(
+                f"tokenizer.path: conversations and prompts need a tokenizer.json; {path} is none"
+            )
         given = recipe.tokenizer
         encoding = Encoding.of(given.encoding) or Encoding.named_by(path)
         return cls(Artifact(path), tokenizer_digest(path), given.eos, given.bos, encoding, fim)
