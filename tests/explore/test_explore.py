@@ -30,8 +30,9 @@ from shardkit.tools.explore.server import page_address
 from shardkit.tools.explore.site import Site, shown
 from shardkit.tools.explore.summary import RuleValues, _bin_key, _bin_value, _count_rule
 from shardkit.tools.trace.text import read_rows
+from shardkit.writers import build
 from support.explored_build import HOSTILE, Page, explore, make_explored, served, text_of
-from support.small_build import tree
+from support.small_build import EOS, train_bpe, tree
 
 SHORT = "length/too_few_words"
 MOST_OF_A_PAGE = 6  # that the crawl visits
@@ -180,6 +181,28 @@ def test_a_row_is_shown_as_it_was_packed(site: Site, out: Path) -> None:
     assert all("label −100" in str(span["title"]) for span in padded)
     text = "".join(site.explored.decoder.piece(None, [one]) for one in tokens[:5].tolist())  # type: ignore[union-attr]
     assert text in show(site, "row", row=0).words
+
+
+def test_a_row_shows_what_its_loss_mask_leaves_out(tmp_path: Path, inline_builds: None) -> None:
+    made = train_bpe(["what is two", "it is two"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"p": "what is two", "c": " it is two"}) + "\n")
+    recipe = {
+        "inputs": [{"path": str(tmp_path / "a.jsonl"), "prompt": "p", "completion": "c"}],
+        "tokenizer": {"path": str(tmp_path / "tokenizer.json"), "eos": EOS},
+        "pack": {"sequence_length": 64},
+        "output": str(tmp_path / "out"),
+    }
+    build(recipe, workers=1, progress=False)
+    [row] = open_dataset(tmp_path / "out")
+    page = show(Site(explore(tmp_path / "out")), "row", row=0)
+    spans = [each for tag, each in page.tags if tag == "span" and "title" in each]
+    kinds = Counter(str(span["class"]).split()[0] for span in spans)
+    mask = np.asarray(row["loss_mask"])
+    length = int(np.flatnonzero(np.asarray(row["tokens"]) == made.token_to_id(EOS))[0]) + 1
+    assert kinds == {"masked": length - mask.sum(), "d0": mask.sum(), "pad": 64 - length}
+    assert sum("label −100 (masked)" in str(span["title"]) for span in spans) == kinds["masked"] > 0
+    assert f"the loss mask lets {mask.sum()} be trained on" in page.words
 
 
 def test_a_cluster_marks_the_words_that_differ(site: Site) -> None:

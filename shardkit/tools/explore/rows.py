@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardkit.errors import ShardkitError
-from shardkit.loaders.batch import IGNORED_LABEL, find_segments
+from shardkit.loaders.batch import IGNORED_LABEL, LOSS_MASK, find_segments
 from shardkit.loaders.state import LoaderState
 from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params, number_param
 from shardkit.tools.trace.answers import parse_row, trace_step
@@ -56,12 +56,15 @@ def show_row(explored: Explored, params: Params) -> dict[str, object]:
     [(_, tokens)] = read_rows(dataset, [number])
     [facts] = explored.tracer.rows([number], excerpts=False)
     first = number_param(params, "from", 0, most=len(tokens))
-    shown = _shown(explored, tokens, facts["documents"], first, first + _TOKENS_ON_PAGE)
+    has_mask = any(column.name == LOSS_MASK for column in dataset.columns)
+    mask = np.asarray(dataset[number][LOSS_MASK]) if has_mask else np.ones(len(tokens), np.uint8)
+    shown = _shown(explored, tokens, facts["documents"], mask, first, first + _TOKENS_ON_PAGE)
     end = first + _TOKENS_ON_PAGE
     return page | {
         "facts": facts,
         "spans": shown,
         "length": len(tokens),
+        "trained": int(np.count_nonzero(mask)) if has_mask else None,
         "first": first,
         "next": end if end < len(tokens) else None,
         "padding": int(sum(token.document is None for token in shown)) if end >= len(tokens) else None,
@@ -69,7 +72,12 @@ def show_row(explored: Explored, params: Params) -> dict[str, object]:
 
 
 def _shown(
-    explored: Explored, tokens: Row, documents: list[dict[str, Any]] | None, first: int, end: int
+    explored: Explored,
+    tokens: Row,
+    documents: list[dict[str, Any]] | None,
+    mask: Row,
+    first: int,
+    end: int,
 ) -> list[TokenShown]:
     eos = None if explored.card is None else explored.card.tokenizer.eos_id
     segments = find_segments(tokens[None], eos)
@@ -100,7 +108,7 @@ def _shown(
                 int(positions[0, at]),
                 ids == [eos],
                 bool(starts[at]),
-                None if is_padding[at] else ids[0],
+                None if is_padding[at] or not mask[at] else ids[0],
             )
         )
     return found
