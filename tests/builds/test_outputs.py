@@ -222,7 +222,7 @@ def test_packing_a_token_store_gives_the_bytes_of_a_build_of_that_length(
     assert not (tmp_path / "packed.work").exists()
 
 
-@pytest.mark.parametrize("strategy", ["best_fit", "concat"])
+@pytest.mark.parametrize("strategy", ["best_fit", pytest.param("concat", marks=pytest.mark.extended)])
 def test_rows_within_documents_begin_with_the_bos_again_from_a_store_too(
     recipe: dict[str, Any], tmp_path: Path, strategy: str, inline_builds: None
 ) -> None:

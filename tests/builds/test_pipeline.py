@@ -136,6 +136,7 @@ def test_a_changed_key_redoes_what_depends_on_it(
     assert verify(result.output).ok
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("format", ["mds", pytest.param("wds", marks=pytest.mark.extended)])
 def test_shards_in_many_folders_are_the_same_dataset_under_other_names(
     corpus: Path, tmp_path: Path, format: str

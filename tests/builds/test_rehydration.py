@@ -71,6 +71,7 @@ def documents_in(folder: Path) -> dict[bytes, int]:
     return {row["document_id"]: row["copies"] for row in rows}
 
 
+@pytest.mark.extended
 def test_copies_are_those_of_exact_and_near_duplicates_together_and_route_documents(parts: Path) -> None:
     found = {name: Counter(documents_in(parts / name).values()) for name in RANGES}
     assert found == {"once": {1: 20}, "some": {2: 12}, "often": {5: 8}}
@@ -101,6 +102,7 @@ def test_a_mixture_of_the_parts_repeats_each_document_as_often_as_its_part_says(
     assert seen.total() == epoch
 
 
+@pytest.mark.extended
 def test_a_field_of_the_inputs_is_compared_as_a_number(recipe: dict[str, Any], tmp_path: Path) -> None:
     where = {"number": {"min": 10, "max": 30.5}}
     build(
@@ -113,6 +115,7 @@ def test_a_field_of_the_inputs_is_compared_as_a_number(recipe: dict[str, Any], t
     assert [line["metadata"]["number"] for line in lines] == list(range(10, 31))
 
 
+@pytest.mark.extended
 def test_copies_of_an_earlier_build_are_a_field_like_any_other(
     recipe: dict[str, Any], parts: Path, tmp_path: Path
 ) -> None:
@@ -138,6 +141,7 @@ def test_packing_a_store_of_some_documents_gives_the_bytes_of_a_build_of_these(
     assert tree(tmp_path / "packed") == tree(tmp_path / "rows")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("where", "problem"),
     [

@@ -376,6 +376,7 @@ def test_golden_ids_of_real_tokenizers(name: str, key: str) -> None:
         assert encoded == [row["ids"][key] for row in rows]
 
 
+@pytest.mark.extended
 def test_documents_begin_with_bos_and_end_with_eos_as_the_models_own_tokenizer_makes_them(
     tmp_path: Path, inline_builds: None
 ) -> None:

@@ -210,6 +210,7 @@ def test_a_build_with_a_sentencepiece_model_traces_its_text(
     assert shown == {str(row["text"]).strip() for row in text}, "t5 drops spaces at the end"
 
 
+@pytest.mark.extended
 def test_a_build_with_byte_pairs_names_their_encoding(tmp_path: Path, inline_builds: None) -> None:
     recipe = make_corpus(tmp_path / "corpus", 60)
     pattern = r"\w+|\W+"

@@ -101,6 +101,7 @@ def test_percentile_buckets_are_the_ranks_of_the_corpus_without_its_duplicates(
     assert "high from bin 9, medium from bin 5, low from bin 0" in report
 
 
+@pytest.mark.extended
 def test_labels_follow_documents_when_lines_of_others_are_cut(folder: Path, inline_builds: None) -> None:
     """Documents of others' lines vanish, so that rows before and after the cut differ."""
     recipe = recipe_in(folder) | {"dedup": {"exact": True, "lines": {"min_characters": 1}}}
