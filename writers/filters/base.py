@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from shardkit.errors import RecipeError
 from shardkit.writers.settings import StrictModel
@@ -31,24 +31,31 @@ from shardkit.writers.settings import StrictModel
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from shardkit.writers.filters.spacy_words import SpacyWords
     from shardkit.writers.filters.text_batch import TextBatch
 
 __all__ = [
+    "WHITE_SPACE",
     "Edit",
     "Editor",
     "Filter",
     "FilterSettings",
     "Rule",
     "SideOutput",
+    "WordSettings",
     "above",
     "below",
     "file_version",
     "first_failing",
     "load_list",
+    "load_splitter",
     "ratio",
 ]
 
 _Loaded = TypeVar("_Loaded")
+
+
+WHITE_SPACE = "whitespace"
 
 
 class FilterSettings(StrictModel):
@@ -77,6 +84,37 @@ class FilterSettings(StrictModel):
     def entry(self, name: str) -> dict[str, Any]:
         """The entry of a recipe's `filters` that stands for these settings, as plain data."""
         return {name: self.model_dump(mode="json")}
+
+
+class WordSettings(FilterSettings):
+    """The settings of a filter whose rules count words."""
+
+    words: Annotated[str, StringConstraints(pattern=r"^(whitespace|spacy:[a-z]{2,3})$")] = Field(
+        default=WHITE_SPACE,
+        description="What a word is. `whitespace`: as `str.split()` has it; `spacy:en`: as spaCy's rules for "
+        "a language have it (`xx`: those that all share), which is what datatrove counts.",
+        examples=["spacy:en"],
+    )
+
+    def build(self, folder: Path) -> Filter | Editor:
+        """See FilterSettings.build."""
+        if self.words != WHITE_SPACE:
+            load_splitter(self.words)
+        return super().build(folder)
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """See FilterSettings.entry."""
+        own = self.model_dump(mode="json")
+        if self.words == WHITE_SPACE:
+            del own["words"]  # as in the recipes of older versions
+        return {name: own}
+
+
+def load_splitter(words: str) -> SpacyWords:
+    """What splits texts as `words` of WordSettings says, which is not at white space."""
+    from shardkit.writers.filters.spacy_words import spacy_words
+
+    return spacy_words(words.partition(":")[2])
 
 
 @dataclass(frozen=True, slots=True)

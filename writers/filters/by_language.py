@@ -85,13 +85,13 @@ class ByLanguage(FilterSettings):
 
     def entry(self, name: str) -> dict[str, Any]:
         """See FilterSettings.entry."""
-        own = self.base.model_dump(mode="json")
+        entry, own = self.base.entry(name), self.base.model_dump(mode="json")
         dumps = {label: config.model_dump(mode="json") for label, config in self.languages.items()}
         differ = {
             label: {key: value for key, value in dump.items() if value != own[key]}
             for label, dump in sorted(dumps.items())
         }
-        return {name: own, "by_language": differ}
+        return {**entry, "by_language": differ}
 
 
 class FilterByLanguage:

@@ -63,6 +63,17 @@ _Entry = Mapping[str, Mapping[str, Any]]
 
 _GOPHER: tuple[_Entry, ...] = ({"gopher_quality": {}}, {"gopher_repetition": {}})
 _FINEWEB: tuple[_Entry, ...] = ({"c4_quality": {"filter_no_terminal_punct": False}}, {"fineweb_quality": {}})
+_ENGLISH: _Entry = {"language": {"languages": ["en"], "threshold": 0.65}}
+
+
+def _with_words(words: str, entries: tuple[_Entry, ...]) -> tuple[_Entry, ...]:
+    """The entries, with what a word is."""
+    return tuple(
+        {name: settings if name == "c4_quality" else {**settings, "words": words}}
+        for entry in entries
+        for name, settings in entry.items()
+    )
+
 
 PROFILES: Mapping[str, tuple[_Entry, ...]] = {
     # At least ten words.
@@ -72,7 +83,13 @@ PROFILES: Mapping[str, tuple[_Entry, ...]] = {
     # Raffel et al. 2020, without its list of bad words.
     "c4": ({"c4_quality": {}},),
     # Penedo et al. 2024, as datatrove's examples/fineweb.py has it; lists of URLs are the user's.
-    "fineweb": (*_GOPHER, {"language": {"languages": ["en"], "threshold": 0.65}}, *_FINEWEB),
+    "fineweb": (*_GOPHER, _ENGLISH, *_FINEWEB),
+    # The same with datatrove's own words, spaCy's: FineWeb as it was published.
+    "fineweb_published": (
+        *_with_words("spacy:en", _GOPHER),
+        _ENGLISH,
+        *_with_words("spacy:en", _FINEWEB),
+    ),
     # The same without the language model.
     "fineweb_rules": (*_GOPHER, *_FINEWEB),
     # Soldaini et al. 2024: the rules of Dolma v1.5's web pages, without its classifiers and deduplication.
@@ -133,9 +150,12 @@ class FilterEntry(StrictModel):
     unigram_log_prob: UnigramLogProbConfig | None = Field(
         default=None, description="Mean log-probability of words."
     )
-    profile: Literal["c4", "dolma", "fineweb", "fineweb2", "fineweb_rules", "gopher", "minimal"] | None = (
-        Field(default=None, description="A named list of filters, such as gopher.")
-    )
+    profile: (
+        Literal[
+            "c4", "dolma", "fineweb", "fineweb2", "fineweb_published", "fineweb_rules", "gopher", "minimal"
+        ]
+        | None
+    ) = Field(default=None, description="A named list of filters, such as gopher.")
     by_language: Annotated[_ByLanguage, WithJsonSchema(_BY_LANGUAGE_SCHEMA)] | None = Field(
         default=None,
         description="Beside a filter or profile: its settings that differ by language, by label; `default`: "

@@ -1,4 +1,4 @@
-"""FineWeb's line rules: every decision equals datatrove's FineWebQualityFilter, on `str.split()` words.
+"""FineWeb's line rules: every decision equals datatrove's FineWebQualityFilter on the same words.
 
 Source: Penedo et al. 2024 (the FineWeb paper), as implemented in `fineweb_quality_filter.py`. Lines are cut
 at newlines and blank ones do not count; a document without any line is "empty".
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from shardkit.writers.filters.base import FilterSettings, Rule, above, ratio
+from shardkit.writers.filters.base import Rule, WordSettings, above, ratio
 from shardkit.writers.settings import Ratio
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["FinewebQualityFilter"]
 
 
-class FinewebQualityFilter(FilterSettings):
-    """FineWeb's own line rules as datatrove counts them, on white-space words."""
+class FinewebQualityFilter(WordSettings):
+    """FineWeb's own line rules as datatrove counts them."""
 
     reasons: ClassVar = ("empty", "line_punct_ratio", "short_line_ratio", "char_dup_ratio", "list_ratio")
 
@@ -40,7 +40,7 @@ class FinewebQualityFilter(FilterSettings):
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge."""
-        lines, words = batch.lines(self.short_line_length), batch.words()
+        lines, words = batch.lines(self.short_line_length), batch.words(splitter=self.words)
         terminal = ratio(lines.terminal_lines, lines.lines)
         unpunctuated = terminal < self.line_punct_thr
         if self.line_punct_exclude_zero:

@@ -1,4 +1,4 @@
-"""Gopher's quality and repetition rules: every decision equals datatrove's, on `str.split()` words.
+"""Gopher's quality and repetition rules: every decision equals datatrove's on the same words.
 
 Source: Rae et al. 2021, table A1, as implemented by datatrove's GopherQualityFilter and
 GopherRepetitionFilter (`gopher_quality_filter.py`, `gopher_repetition_filter.py`).
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
-from shardkit.writers.filters.base import FilterSettings, Rule, above, below, ratio
+from shardkit.writers.filters.base import WHITE_SPACE, Rule, WordSettings, above, below, ratio
 from shardkit.writers.settings import FieldName, Listed, Ratio
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ NgramBound = Annotated[
 ]
 
 
-class GopherQualityFilter(FilterSettings):
-    """Gopher's quality rules as datatrove counts them, on white-space words. null: no rule."""
+class GopherQualityFilter(WordSettings):
+    """Gopher's quality rules as datatrove counts them. null: no rule."""
 
     reasons: ClassVar = (
         "gopher_short_doc",
@@ -83,7 +83,7 @@ class GopherQualityFilter(FilterSettings):
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge."""
-        counts = batch.words(self.stop_words)
+        counts = batch.words(self.stop_words, self.words)
         words, lines, plain = counts.words, counts.lines, counts.plain_words
         mean = ratio(counts.plain_word_characters, plain)
         low, high = self.min_avg_word_length, self.max_avg_word_length
@@ -112,8 +112,8 @@ class GopherQualityFilter(FilterSettings):
         ]
 
 
-class GopherRepetitionFilter(FilterSettings):
-    """Gopher's repetition rules as datatrove counts them, on white-space words. null or 0: no rule."""
+class GopherRepetitionFilter(WordSettings):
+    """Gopher's repetition rules as datatrove counts them. null or 0: no rule."""
 
     dup_line_frac: Ratio | None = Field(
         default=0.3, description="Greatest fraction of lines that repeat an earlier one."
@@ -158,9 +158,9 @@ class GopherRepetitionFilter(FilterSettings):
 
         where = (batch.data, batch.offsets, batch.wanted)
         jobs = [(n, TOP) for n, _ in self.top_n_grams] + [(n, EXCESS) for n, _ in self.dup_n_grams]
-        counts = ngram_statistics(*where, jobs)
+        counts = ngram_statistics(*batch.split(self.words), batch.wanted, jobs)
         lines, paragraphs = line_repetition(*where, LINES), line_repetition(*where, PARAGRAPHS)
-        whole = counts.characters
+        whole = counts.characters if self.words == WHITE_SPACE else batch.words().characters
         rules = [
             Rule("empty", batch.sizes == 0, whole),
             above(

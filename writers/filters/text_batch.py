@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from shardkit.writers.filters.base import WHITE_SPACE, load_splitter
 from shardkit.writers.kernels.lines import LineStatistics, line_statistics
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.word_statistics import WordStatistics, word_statistics
@@ -42,7 +44,8 @@ class TextBatch:
         self.texts = texts
         self.offsets = text_offsets(texts)
         self.data = text_bytes(texts)
-        self._words: dict[tuple[str, ...], WordStatistics] = {}
+        self._words: dict[tuple[str, tuple[str, ...]], WordStatistics] = {}
+        self._split: dict[str, tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]] = {}
         self._parts: dict[bytes, TextBatch] = {}
 
     @property
@@ -75,12 +78,25 @@ class TextBatch:
         values: list[Any] = self._documents.column(name).to_pylist()
         return values
 
-    def words(self, stop_words: tuple[str, ...] | None = None) -> WordStatistics:
-        """Word statistics; with these distinct stop words, if given."""
-        key = self._stop_words if stop_words is None else stop_words
+    def words(self, stop_words: tuple[str, ...] | None = None, splitter: str = WHITE_SPACE) -> WordStatistics:
+        """Statistics of the words of a splitter; with these distinct stop words, if given."""
+        key = splitter, self._stop_words if stop_words is None else stop_words
         if key not in self._words:
-            self._words[key] = word_statistics(self.data, self.offsets, self.wanted, key)
+            found = word_statistics(*self.split(splitter), self.wanted, key[1])
+            if splitter != WHITE_SPACE:  # characters, symbols and lines are those of the text
+                of_text = self.words(key[1])
+                names = ("words", "plain_words", "plain_word_characters", "letter_words", "stop_words")
+                found = replace(of_text, **{name: getattr(found, name) for name in names})
+            self._words[key] = found
         return self._words[key]
+
+    def split(self, splitter: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+        """Data and offsets of texts in which white space stands between all words of a splitter."""
+        if splitter == WHITE_SPACE:
+            return self.data, self.offsets
+        if splitter not in self._split:
+            self._split[splitter] = load_splitter(splitter).split(self.data, self.offsets, self.wanted)
+        return self._split[splitter]
 
     def lines(self, short_line_length: int) -> LineStatistics:
         """Line statistics."""

@@ -6,15 +6,25 @@ All arrays are large_string without nulls. `text_offsets` and `text_bytes` are v
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shardkit.writers.kernels.numba_support import Int64s, UInt8s, kernel
+from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
+from shardkit.writers.kernels.utf8 import SPACE, character_flags, next_character
 
-__all__ = ["copy_texts", "replace_texts", "text_bytes", "text_offsets", "text_pieces"]
+__all__ = [
+    "Chunks",
+    "copy_texts",
+    "replace_texts",
+    "split_chunks",
+    "text_bytes",
+    "text_offsets",
+    "text_pieces",
+]
 
 
 def text_offsets(texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
@@ -59,3 +69,78 @@ def copy_texts(source: UInt8s, starts: Int64s, sizes: Int64s, target: UInt8s, pl
         text, place = source[starts[number] :], target[places[number] :]
         for byte in range(sizes[number]):
             place[byte] = text[byte]
+
+
+class Chunks(NamedTuple):
+    """What stands between white space in n texts.
+
+    `texts` are the chunks of all texts, and `firsts`, int64[n + 1], the numbers of the texts' first ones;
+    `joined`, bool[chunks]: just one space, U+0020, stands between a chunk and the one before it in its text.
+    """
+
+    texts: pa.LargeStringArray
+    firsts: Int64s
+    joined: Bools
+
+
+def split_chunks(data: UInt8s, offsets: Int64s, wanted: Bools) -> Chunks:
+    """`str.split()` of the texts data[offsets[i]:offsets[i + 1]], valid UTF-8; none where not `wanted`."""
+    flags = character_flags()
+    counts = np.zeros(len(wanted), np.int64)
+    sizes = np.zeros(len(wanted), np.int64)
+    _count_chunks(data, offsets, wanted, flags, counts, sizes)
+    firsts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+    ends = np.zeros(firsts[-1] + 1, np.int64)
+    joined = np.zeros(firsts[-1], np.bool_)
+    chunks = np.empty(max(1, int(sizes.sum())), np.uint8)
+    _copy_chunks(data, offsets, wanted, flags, chunks, ends, joined)
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(chunks)]
+    return Chunks(pa.LargeStringArray.from_buffers(len(joined), buffers[1], buffers[2]), firsts, joined)
+
+
+@kernel
+def _count_chunks(
+    data: UInt8s, offsets: Int64s, wanted: Bools, flags: UInt8s, counts: Int64s, sizes: Int64s
+) -> None:
+    for text in range(len(wanted)):
+        if not wanted[text]:
+            continue
+        at, inside = offsets[text], False
+        while at < offsets[text + 1]:
+            code, after = next_character(data, at)
+            space = (flags[code] & SPACE) != 0
+            if not space:
+                sizes[text] += after - at
+                counts[text] += not inside
+            inside = not space
+            at = after
+
+
+@kernel
+def _copy_chunks(
+    data: UInt8s, offsets: Int64s, wanted: Bools, flags: UInt8s, chunks: UInt8s, ends: Int64s, joined: Bools
+) -> None:
+    chunk = size = 0
+    for text in range(len(wanted)):
+        if not wanted[text]:
+            continue
+        at, begin, inside, gap, only = offsets[text], chunk, False, 0, False
+        while at < offsets[text + 1]:
+            code, after = next_character(data, at)
+            if flags[code] & SPACE:
+                if inside:
+                    ends[chunk] = size
+                    gap, inside = 0, False
+                gap += 1
+                only = code == 32
+            else:
+                if not inside:
+                    joined[chunk] = gap == 1 and only and chunk > begin
+                    chunk += 1
+                    inside = True
+                for byte in range(at, after):
+                    chunks[size] = data[byte]
+                    size += 1
+            at = after
+        if inside:
+            ends[chunk] = size
