@@ -290,10 +290,15 @@ def _answers(
         before = run(messages[:number], tools, True) if number else ""
         after = run(messages[: number + 1], tools, False)
         if not (text.startswith(after) and after.startswith(before)):
+            problem = (
+                f"does not begin message {number} with the prompt it writes for it"
+                if text.startswith(after)
+                else f"writes message {number} in another way once others follow"
+            )
             raise ChatError(
                 "unproved_mask",
-                f"the chat template writes message {number} in another way once others follow, and has no "
-                f"generation blocks, so what to train on is not known; add the blocks, or set train_on: all",
+                f"the chat template {problem}, and has no generation blocks, so what to train on is not known; "
+                f"add the blocks (TRL has such templates of many models), or set train_on: all",
             )
         end = len(after)
         ends = [found.end() for found in pattern.finditer(after, len(before))]
