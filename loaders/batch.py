@@ -34,6 +34,7 @@ from shardkit.loaders.block_mask import BLOCK_MASK_FIELDS, DEFAULT_BLOCK, block_
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.streams import Columns
+from shardkit.manifest import LOSS_MASK
 from shardkit.order.token_mask import TokenMask
 
 __all__ = ["IGNORED_LABEL", "Batch", "BatchMaker", "Segments", "TokenColumn", "find_segments"]
@@ -109,9 +110,6 @@ def repetitive_rows(tokens: _Array, most: int, *, eos_id: int | None = None) -> 
             edges = np.flatnonzero(np.diff(run, prepend=False, append=False))
             found[row] = (edges[1::2] - edges[::2]).max(initial=0) >= least
     return found
-
-
-LOSS_MASK = "loss_mask"  # a column of builds of conversations: 1 where a token is trained on
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ renames them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from shardkit.card import Histogram
 from shardkit.errors import BuildError, ConservationError
 from shardkit.formats import mds, tar
 from shardkit.formats.tar.writer import KEY_DIGITS
-from shardkit.manifest import ShardInfo
+from shardkit.manifest import LOSS_MASK, ShardInfo
 from shardkit.order.permutation import Permutation
 from shardkit.writers.exchange import Exchanged, Slice
 from shardkit.writers.execution.task import Commit, Task, partition_name
@@ -54,6 +55,8 @@ __all__ = [
 TAR_KEY_STEP = 10**8  # keys of a partition's rows begin at partition * this: unique over the dataset
 
 _WIDE_KEY_DIGITS = 14  # of datasets of more partitions than 12 digits have room for
+
+_TOKENS = "tokens"
 
 _SUMS = ("documents", "rows", "tokens", "padding", "cut_documents", "needless_cuts", "pieces")
 
@@ -228,34 +231,41 @@ def pack_documents(
     starts = _shard_starts(
         placement.rows, _row_bytes(pack.sequence_length, part.tokens.dtype, output, part), output
     )
-    sources = part.starts[placement.document] + placement.start
-    pieces = np.searchsorted(placement.row, starts)
     for number in range(len(starts) - 1):
-        here = slice(int(pieces[number]), int(pieces[number + 1]))
-        rows = np.empty((int(starts[number + 1] - starts[number]), pack.sequence_length), part.tokens.dtype)
-        in_shard = placement.row[here] - starts[number]
-        fill_rows(
-            part.tokens, sources[here], placement.length[here], in_shard, placement.column[here], rows, eos_id
-        )
-        if pack.row_bos:
-            further = placement.start[here] > 0
-            rows[in_shard[further], placement.column[here][further] - 1] = bos_id
-        name = f"part-{partition:05d}.{number:05d}"
-        if part.masks is not None:
-            assert part.mask_starts is not None
-            masks = np.empty(rows.shape, np.uint8)
-            places = (part.mask_starts[placement.document] + placement.start)[here]
-            columns = placement.column[here]
-            fill_rows(part.masks, places, placement.length[here], in_shard, columns, masks, 0)
+        first, stop = int(starts[number]), int(starts[number + 1])
+        columns = _columns_of_rows(part, placement, range(first, stop), eos_id, bos_id)
+        if (masks := columns.get(LOSS_MASK)) is not None:
             result.trained += int(masks.sum())
-            result.shards.append(_write_masked_shard(folder, name, rows, masks, output))
-            continue
-        keys = partition * TAR_KEY_STEP + int(starts[number]), key_digits
-        result.shards.append(_write_shard(folder, name, rows, output, keys))
+        name, keys = f"part-{partition:05d}.{number:05d}", (partition * TAR_KEY_STEP + first, key_digits)
+        result.shards.append(_write_shard(folder, name, columns, output, keys))
     if part.masks is not None and pack.crops:
         result.cropped_trained = _trained_of(part) - result.trained
     write_provenance(folder / PROVENANCE_NAME, placement, starts, part.table, seed=seed)
     return result
+
+
+def _columns_of_rows(
+    part: Partition, placement: Placement, rows: range, eos_id: int, bos_id: int | None
+) -> dict[str, npt.NDArray[Any]]:
+    """The columns of some rows, in the unsigned types in which they are stored."""
+    here = slice(*np.searchsorted(placement.row, (rows.start, rows.stop)).tolist())
+    in_shard, column = placement.row[here] - rows.start, placement.column[here]
+    length, start, document = placement.length[here], placement.start[here], placement.document[here]
+    tokens = np.empty((len(rows), placement.sequence_length), part.tokens.dtype)
+    fill_rows(part.tokens, part.starts[document] + start, length, in_shard, column, tokens, eos_id)
+    if placement.row_bos:
+        further = start > 0
+        tokens[in_shard[further], column[further] - 1] = bos_id
+    columns: dict[str, npt.NDArray[Any]] = {_TOKENS: tokens.view(_stored_type(tokens.dtype))}
+    if part.masks is not None:
+        assert part.mask_starts is not None
+        masks = columns[LOSS_MASK] = np.empty(tokens.shape, np.uint8)
+        fill_rows(part.masks, part.mask_starts[document] + start, length, in_shard, column, masks, 0)
+    return columns
+
+
+def _stored_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if dtype.itemsize == 2 else np.uint32)
 
 
 def _place(lengths: _Ints, pack: PackConfig) -> Placement:
@@ -281,7 +291,7 @@ def store_documents(folder: Path, part: Partition, partition: int, output: Outpu
     count = len(part.lengths)
     sizes = mds.array_bytes(part.lengths, part.tokens.dtype)
     starts = _cut_by_bytes(sizes, output.shard_bytes)
-    kind = np.dtype(np.uint16 if part.tokens.dtype.itemsize == 2 else np.uint32)
+    kind = _stored_type(part.tokens.dtype)
     shards = []
     for number in range(len(starts) - 1):
         rows = range(int(starts[number]), int(starts[number + 1]))
@@ -360,10 +370,10 @@ def _count(placement: Placement, lengths: _Ints, pack: PackConfig) -> Packed:
 
 def _row_bytes(sequence_length: int, dtype: np.dtype[Any], output: OutputConfig, part: Partition) -> int:
     """Bytes that one row takes in an uncompressed shard."""
-    tokens = sequence_length * (dtype.itemsize + (part.masks is not None))
+    columns = [dtype] if part.masks is None else [dtype, part.masks.dtype]
     if output.format == "mds":
-        return tokens + 4  # the offset
-    return 512 + -(-(128 + tokens) // 512) * 512  # a tar header, and the npy file padded to whole blocks
+        return sequence_length * sum(column.itemsize for column in columns) + 4  # the offset
+    return sum(tar.member_bytes(sequence_length, column) for column in columns)
 
 
 def _shard_starts(rows: int, row_bytes: int, output: OutputConfig) -> _Ints:
@@ -373,33 +383,31 @@ def _shard_starts(rows: int, row_bytes: int, output: OutputConfig) -> _Ints:
 
 
 def _write_shard(
-    folder: Path, name: str, block: Tokens, output: OutputConfig, keys: tuple[int, int]
+    folder: Path,
+    name: str,
+    columns: Mapping[str, npt.NDArray[Any]],
+    output: OutputConfig,
+    keys: tuple[int, int],
 ) -> ShardInfo:
     """`keys` are the first key of a tar's rows, and the digits of each."""
-    rows = block.view(np.uint16) if block.dtype.itemsize == 2 else block.view(np.uint32)
     if output.format == "wds":
         first, digits = keys
-        return tar.write_rows_shard(
-            folder, f"{name}.tar", rows, key_start=first, key_digits=digits, hashes=output.hashes
+        return tar.write_columns_shard(
+            folder, f"{name}.tar", columns, key_start=first, key_digits=digits, hashes=output.hashes
+        )
+    if LOSS_MASK in columns:
+        return mds.write_columns_shard(
+            folder,
+            f"{name}.mds",
+            columns,
+            compression=output.compression,
+            hashes=output.hashes,
+            size_limit=output.shard_bytes,
         )
     return mds.write_rows_shard(
         folder,
         f"{name}.mds",
-        rows,
-        compression=output.compression,
-        hashes=output.hashes,
-        size_limit=output.shard_bytes,
-    )
-
-
-def _write_masked_shard(
-    folder: Path, name: str, tokens: Tokens, masks: npt.NDArray[np.uint8], output: OutputConfig
-) -> ShardInfo:
-    kind = np.dtype(np.uint16 if tokens.dtype.itemsize == 2 else np.uint32)
-    return mds.write_columns_shard(
-        folder,
-        f"{name}.mds",
-        {"loss_mask": masks, "tokens": tokens.view(kind)},
+        columns[_TOKENS],
         compression=output.compression,
         hashes=output.hashes,
         size_limit=output.shard_bytes,

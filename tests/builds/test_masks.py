@@ -1,0 +1,105 @@
+"""Loss masks: the same rows in every format, from every place, and every masked token accounted for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import webdataset
+
+import shardkit
+from shardkit.cli.main import main
+from shardkit.loaders import StreamingLoader
+from shardkit.writers import build
+from support.small_build import EOS, train_bpe
+
+SHARD = {"shard_bytes": "8KiB"}
+LENGTH = 48
+OUTPUTS: dict[str, dict[str, Any]] = {
+    "mds": {"format": "mds", **SHARD},
+    "wds": {"format": "wds", **SHARD},
+}
+ANSWERS = ("it is two", "two and two", "no", "it is " * 30)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Prompts and plain documents, of which some are longer than a row."""
+    folder = tmp_path_factory.mktemp("masks")
+    train_bpe(["what is two and two, it is no 0123456789"] * 5).save(str(folder / "tokenizer.json"))
+    pairs = [{"p": f"what is {n}? ", "c": f"{ANSWERS[n % 4]} {n}"} for n in range(150)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    plain = [{"text": f"it is {n} " * (n % 9 + 1)} for n in range(80)]
+    (folder / "plain.jsonl").write_text("".join(json.dumps(one) + "\n" for one in plain))
+    return {
+        "inputs": [
+            {"path": str(folder / "pairs.jsonl"), "prompt": "p", "completion": "c", "base": str(folder)},
+            {"path": str(folder / "plain.jsonl"), "base": str(folder)},
+        ],
+        "tokenizer": {"path": str(folder / "tokenizer.json"), "eos": EOS},
+        "dedup": None,
+        "pack": {"sequence_length": LENGTH},
+        "memory": "256MiB",
+    }
+
+
+@pytest.fixture(scope="module")
+def together(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("together")
+    outputs = [{"path": str(folder / name)} | output for name, output in OUTPUTS.items()]
+    build(recipe | {"outputs": outputs}, workers=1, progress=False)
+    return folder
+
+
+def rows_of(path: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """(tokens, loss masks) of all rows."""
+    data = shardkit.open_dataset(path)
+    assert data.loss_mask_column is not None
+    columns = data[:].to_numpy()
+    return columns[data.token_column or ""], columns[data.loss_mask_column]
+
+
+def test_tars_hold_the_rows_and_masks_of_mds(together: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tokens, masks), (same, also) = rows_of(together / "mds"), rows_of(together / "wds")
+    np.testing.assert_array_equal(same, tokens)
+    np.testing.assert_array_equal(also, masks)
+    assert 0 < masks.sum() < masks.size
+    shards = sorted(str(path) for path in (together / "wds").glob("*.tar"))
+    assert len(shards) > 2
+    found = list(webdataset.WebDataset(shards, shardshuffle=False).decode())
+    np.testing.assert_array_equal([sample["tokens.npy"] for sample in found], tokens)
+    np.testing.assert_array_equal([sample["loss_mask.npy"] for sample in found], masks)
+    cards = [json.loads((together / name / "dataset.json").read_text()) for name in OUTPUTS]
+    assert {card["trained_tokens"] for card in cards} == {int(masks.sum())}
+    for name in OUTPUTS:
+        assert shardkit.verify(together / name).ok
+        assert main(["info", str(together / name)]) == 0
+        assert f"{int(masks.sum()):,}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("labels", [True, "shifted"])
+def test_batches_of_tars_are_those_of_mds(together: Path, labels: Any) -> None:
+    options: dict[str, Any] = {
+        "batch_size": 4,
+        "labels": labels,
+        "return_ids": True,
+        "tensors": "numpy",
+        "shuffle": "none",
+    }
+    shift = int(labels == "shifted")
+    tokens, masks = rows_of(together / "mds")
+    with (
+        StreamingLoader(together / "mds", **options) as one,
+        StreamingLoader(together / "wds", **options) as two,
+    ):
+        for number, (expected, batch) in enumerate(zip(one, two, strict=True)):
+            assert list(batch) == list(expected)
+            for name, values in expected.items():
+                np.testing.assert_array_equal(batch[name], values, err_msg=f"batch {number}, {name}")
+            masked = masks[batch["sample_id"]][:, shift:] == 0
+            assert (batch["labels"][masked] == -100).all()
+            assert np.array_equal(batch["tokens"], tokens[batch["sample_id"]][:, : LENGTH - shift])
