@@ -380,10 +380,6 @@ class Recipe(StrictModel):
             raise ValueError(
                 "dedup.lines would cut into conversations and prompts; give those a build of their own"
             )
-        if self.is_masked and any(output.format == "tokens" for output in self._all()):
-            raise ValueError(
-                "a token store keeps no loss mask, of messages or prompts: write rows as mds or wds"
-            )
         if self.is_masked and any(config.fim for config in self.inputs):
             raise ValueError("fim moves parts of documents, so a loss mask cannot be kept: use two builds")
         if self.is_masked and self.tokenizer is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,21 @@ import webdataset
 
 import shardkit
 from shardkit.cli.main import main
+from shardkit.errors import BuildError
 from shardkit.loaders import StreamingLoader
 from shardkit.writers import build
-from support.small_build import EOS, train_bpe
+from shardkit.writers.token_store import pack_store
+from support.small_build import EOS, train_bpe, tree
 
 SHARD = {"shard_bytes": "8KiB"}
 LENGTH = 48
 OUTPUTS: dict[str, dict[str, Any]] = {
     "mds": {"format": "mds", **SHARD},
     "wds": {"format": "wds", **SHARD},
+    "cropped": {"pack": {"sequence_length": 32, "strategy": "best_fit_truncate"}, **SHARD},
+    "store": {"format": "tokens", **SHARD},
 }
+ROWS = ("mds", "wds")
 ANSWERS = ("it is two", "two and two", "no", "it is " * 30)
 
 
@@ -73,9 +80,9 @@ def test_tars_hold_the_rows_and_masks_of_mds(together: Path, capsys: pytest.Capt
     found = list(webdataset.WebDataset(shards, shardshuffle=False).decode())
     np.testing.assert_array_equal([sample["tokens.npy"] for sample in found], tokens)
     np.testing.assert_array_equal([sample["loss_mask.npy"] for sample in found], masks)
-    cards = [json.loads((together / name / "dataset.json").read_text()) for name in OUTPUTS]
+    cards = [json.loads((together / name / "dataset.json").read_text()) for name in (*ROWS, "store")]
     assert {card["trained_tokens"] for card in cards} == {int(masks.sum())}
-    for name in OUTPUTS:
+    for name in ROWS:
         assert shardkit.verify(together / name).ok
         assert main(["info", str(together / name)]) == 0
         assert f"{int(masks.sum()):,}" in capsys.readouterr().out
@@ -103,3 +110,49 @@ def test_batches_of_tars_are_those_of_mds(together: Path, labels: Any) -> None:
             masked = masks[batch["sample_id"]][:, shift:] == 0
             assert (batch["labels"][masked] == -100).all()
             assert np.array_equal(batch["tokens"], tokens[batch["sample_id"]][:, : LENGTH - shift])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("mds", [f"pack.sequence_length={LENGTH}"]),
+        ("wds", [f"pack.sequence_length={LENGTH}", "output.format=wds"]),
+        ("cropped", ["pack.sequence_length=32", "pack.strategy=best_fit_truncate"]),
+    ],
+)
+def test_packing_a_store_with_masks_gives_the_bytes_of_a_build(
+    together: Path, tmp_path: Path, name: str, settings: list[str], inline_builds: None
+) -> None:
+    overrides = [*settings, "output.shard_bytes=8KiB"]
+    pack_store(together / "store", tmp_path / "out", overrides=overrides, workers=1, progress=False)
+    assert tree(tmp_path / "out") == tree(together / name)
+
+
+def test_a_store_keeps_the_mask_of_every_document(together: Path) -> None:
+    store, made = shardkit.open_dataset(together / "store"), shardkit.open_dataset(together / "mds")
+    pieces: dict[str, list[tuple[int, list[int], list[int]]]] = {}
+    for row in range(len(made)):
+        tokens, mask = (np.asarray(made[row][name]).tolist() for name in ("tokens", "loss_mask"))
+        for one in made.documents(row):
+            here = slice(one.start, one.end)
+            pieces.setdefault(one.document_id, []).append((one.document_start, tokens[here], mask[here]))
+    assert any(len(some) > 1 for some in pieces.values())
+    for row in range(len(store)):
+        [document] = store.documents(row)
+        _, *joined = map(list, zip(*sorted(pieces.pop(document.document_id)), strict=True))
+        expected = [[*chain(*values)] for values in joined]
+        assert [np.asarray(store[row][name]).tolist() for name in ("tokens", "loss_mask")] == expected
+    assert not pieces
+    assert shardkit.verify(together / "store").ok
+
+
+def test_a_store_whose_masks_do_not_fit_its_card_is_refused(
+    together: Path, tmp_path: Path, inline_builds: None
+) -> None:
+    copy = tmp_path / "store"
+    shutil.copytree(together / "store", copy)
+    card = json.loads((copy / "dataset.json").read_text())
+    card["trained_tokens"] += 1
+    (copy / "dataset.json").write_text(json.dumps(card))
+    with pytest.raises(BuildError, match=r"tokens to train on were packed or cropped, the store has"):
+        pack_store(copy, tmp_path / "out", workers=1, progress=False)

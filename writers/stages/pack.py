@@ -289,21 +289,24 @@ def _trained_of(part: Partition) -> int:
 def store_documents(folder: Path, part: Partition, partition: int, output: OutputConfig, seed: int) -> Packed:
     """Write whole documents in their order, one a sample, to be packed later (writers/token_store.py)."""
     count = len(part.lengths)
-    sizes = mds.array_bytes(part.lengths, part.tokens.dtype)
+    columns = {_TOKENS: (part.tokens.view(_stored_type(part.tokens.dtype)), part.starts)}
+    if part.masks is not None:
+        assert part.mask_starts is not None
+        columns[LOSS_MASK] = part.masks, part.mask_starts
+    sizes = mds.array_bytes(part.lengths, *(values.dtype for values, _ in columns.values()))
     starts = _cut_by_bytes(sizes, output.shard_bytes)
-    kind = _stored_type(part.tokens.dtype)
     shards = []
     for number in range(len(starts) - 1):
         rows = range(int(starts[number]), int(starts[number + 1]))
-        arrays = [
-            part.tokens[part.starts[row] : part.starts[row] + part.lengths[row]].view(kind) for row in rows
-        ]
+        samples = {
+            name: [values[begins[row] : begins[row] + part.lengths[row]] for row in rows]
+            for name, (values, begins) in columns.items()
+        }
         shards.append(
             mds.write_arrays_shard(
                 folder,
                 f"part-{partition:05d}.{number:05d}.mds",
-                arrays,
-                kind,
+                samples,
                 compression=output.compression,
                 hashes=output.hashes,
                 size_limit=output.shard_bytes,
@@ -315,7 +318,8 @@ def store_documents(folder: Path, part: Partition, partition: int, output: Outpu
     write_provenance(folder / PROVENANCE_NAME, placement, starts, part.table, seed=seed)
     histograms = Histogram.of(zeros), Histogram.of(zeros + 1)
     tokens = int(part.lengths.sum())
-    return Packed(shards, count, count, tokens, 0, 0, 0, count, *histograms)
+    trained = 0 if part.masks is None else _trained_of(part)
+    return Packed(shards, count, count, tokens, 0, 0, 0, count, *histograms, trained=trained)
 
 
 def _cut_by_bytes(sizes: _Ints, most: int) -> _Ints:
