@@ -35,7 +35,7 @@ from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.streams import Columns
 from shardkit.manifest import LOSS_MASK
-from shardkit.order.token_mask import TokenMask
+from shardkit.order.token_mask import LONGEST_PERIOD, TokenMask
 
 __all__ = ["IGNORED_LABEL", "Batch", "BatchMaker", "Segments", "TokenColumn", "find_segments"]
 
@@ -87,9 +87,6 @@ def find_segments(
     return Segments((rows, length), starts, padding, is_padding_row)
 
 
-_LONGEST_PERIOD = 13  # tokens, as in OLMo-core's instance filter
-
-
 def repetitive_rows(tokens: _Array, most: int, *, eos_id: int | None = None) -> _Bools:
     """bool[rows]: whether the same 1 to 13 tokens follow each other more than `most` times (rows, length).
 
@@ -97,7 +94,7 @@ def repetitive_rows(tokens: _Array, most: int, *, eos_id: int | None = None) -> 
     with 32 repetitions or more.
     """
     found = np.zeros(len(tokens), np.bool_)
-    for period in range(1, _LONGEST_PERIOD + 1):
+    for period in range(1, LONGEST_PERIOD + 1):
         least = period * most  # tokens, each equal to the one a period before
         if period + least > tokens.shape[1]:
             break

@@ -328,11 +328,12 @@ def _card(card: DatasetCard, recipe: Recipe, manifest: Manifest, parts: Sequence
             f"{card.funnel.kept.documents:,} of {card.tokens:,}; see shardkit verify"
         )
     trained = sum(part.trained for part in parts)
-    booked = trained + sum(part.cropped_trained for part in parts)
-    if recipe.is_masked and booked != card.data["trained_tokens"]:
+    booked = trained + sum(part.cropped_trained for part in parts) + packed.get("repeated", 0)
+    stored = card.data["trained_tokens"] if recipe.is_masked else card.tokens
+    if recipe.has_masked_rows and booked != stored:
         raise BuildError(
-            f"{booked:,} tokens to train on were packed or cropped, the store has "
-            f"{card.data['trained_tokens']:,}; see shardkit verify"
+            f"{booked:,} tokens to train on were packed, cropped or masked, the store has {stored:,}; see "
+            "shardkit verify"
         )
     histograms = {"row_padding": Histogram(), "row_pieces": Histogram()}
     for part in parts:
@@ -349,7 +350,7 @@ def _card(card: DatasetCard, recipe: Recipe, manifest: Manifest, parts: Sequence
         "sequence_length": recipe.pack.sequence_length,
         "tokens": packed["tokens"],
         "padding": packed["padding"],
-        **({"trained_tokens": trained} if recipe.is_masked else {}),
+        **({"trained_tokens": trained} if recipe.has_masked_rows else {}),
         "recipe_digest": digest_of(content),
         "recipe": content,
         "packing": {"partitions": len(parts), **packed},

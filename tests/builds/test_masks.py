@@ -12,12 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import webdataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import shardkit
 from shardkit.cli.main import main
 from shardkit.errors import BuildError
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.batch import repetitive_rows
 from shardkit.writers import build
+from shardkit.writers.kernels.repetitions import mask_repetitions
 from shardkit.writers.token_store import pack_store
 from support.small_build import EOS, train_bpe, tree
 
@@ -154,5 +158,119 @@ def test_a_store_whose_masks_do_not_fit_its_card_is_refused(
     card = json.loads((copy / "dataset.json").read_text())
     card["trained_tokens"] += 1
     (copy / "dataset.json").write_text(json.dumps(card))
-    with pytest.raises(BuildError, match=r"tokens to train on were packed or cropped, the store has"):
+    with pytest.raises(BuildError, match=r"tokens to train on were packed, cropped or masked, the store"):
         pack_store(copy, tmp_path / "out", workers=1, progress=False)
+
+
+def repeated_tokens(tokens: list[int], most: int) -> set[int]:
+    """The reference: every token of every stretch that repeats its first 1 to 13 tokens too often."""
+    found: set[int] = set()
+    for period in range(1, 14):
+        for begin in range(len(tokens) - period * (most + 1) + 1):
+            unit = tokens[begin : begin + period]
+            if tokens[begin : begin + period * (most + 1)] == unit * (most + 1):
+                found.update(range(begin, begin + period * (most + 1)))
+    return found
+
+
+SOME_TOKENS = st.lists(st.integers(0, 2), max_size=40)
+REPEATED = st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=15), st.integers(1, 9)).map(
+    lambda pair: pair[0] * pair[1]
+)
+DOCUMENTS = st.lists(
+    st.lists(SOME_TOKENS | REPEATED, max_size=4).map(lambda parts: [*chain(*parts)]), max_size=5
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    documents=DOCUMENTS,
+    most=st.integers(1, 6),
+    wide=st.booleans(),
+    seed=st.integers(0, 99),
+    gaps=st.lists(st.integers(0, 3), min_size=10, max_size=10),
+)
+def test_the_tokens_of_repetitions_are_masked_and_no_others(
+    documents: list[list[int]], most: int, wide: bool, seed: int, gaps: list[int]
+) -> None:
+    lengths = np.array([len(one) for one in documents], np.int64)
+    starts, mask_starts = (
+        np.array([sum(gap[: n + 1]) + lengths[:n].sum() for n in range(len(documents))], np.int64)
+        for gap in (gaps[:5], gaps[5:])
+    )
+    size = int(sum(gaps) + lengths.sum())
+    tokens = np.zeros(size, np.uint32) if wide else np.zeros(size, np.uint16)
+    masks = np.random.default_rng(seed).integers(0, 2, len(tokens)).astype(np.uint8)
+    expected, lost = masks.copy(), []
+    for document, start, place in zip(documents, starts, mask_starts, strict=True):
+        tokens[start : start + len(document)] = document
+        hidden = [place + at for at in repeated_tokens(document, most)]
+        lost.append(int(expected[hidden].sum()))
+        expected[hidden] = 0
+        row = np.array([document], tokens.dtype)
+        assert bool(hidden) == (len(document) > 0 and bool(repetitive_rows(row, most)[0]))
+    assert mask_repetitions(tokens, starts, lengths, masks, mask_starts, most).tolist() == lost
+    np.testing.assert_array_equal(masks, expected)
+
+
+def test_documents_outside_of_their_tokens_are_refused() -> None:
+    tokens, masks, one = np.zeros(9, np.uint16), np.ones(5, np.uint8), np.array([6])
+    with pytest.raises(IndexError, match="outside the tokens or the masks"):
+        mask_repetitions(tokens, np.array([0]), one, masks, np.array([0]), 2)
+
+
+REPETITIONS = {"sequence_length": LENGTH, "max_repetitions": 7}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "masked", "form"),
+    [
+        ("best_fit", True, "mds"),
+        ("best_fit", False, "wds"),
+        ("concat", False, "mds"),
+        ("best_fit_truncate", True, "wds"),
+        ("best_fit_crop", False, "mds"),
+    ],
+)
+def test_repetitions_are_masked_counted_and_packed_alike_from_a_store(
+    recipe: dict[str, Any], tmp_path: Path, strategy: str, masked: bool, form: str, inline_builds: None
+) -> None:
+    pack = REPETITIONS | {"strategy": strategy}
+    recipe = recipe | ({} if masked else {"inputs": recipe["inputs"][1:]})
+    outputs = [
+        {"path": str(tmp_path / "rows"), "format": form, "pack": pack, **SHARD},
+        {"path": str(tmp_path / "store"), "format": "tokens", **SHARD},
+    ]
+    build(recipe | {"outputs": outputs}, workers=1, progress=False)
+    rows, store = (shardkit.open_dataset(tmp_path / name) for name in ("rows", "store"))
+    card, whole = rows.card, store.card
+    assert card is not None
+    assert whole is not None
+    hidden: dict[str, npt.NDArray[np.bool_]] = {}
+    masks: dict[str, npt.NDArray[np.uint8]] = {}
+    for row, sample in enumerate(store):
+        [document] = store.documents(row)
+        tokens = np.asarray(sample["tokens"])
+        mask = np.asarray(sample["loss_mask"]) if masked else np.ones(len(tokens), np.uint8)
+        repeated = [*repeated_tokens(tokens.tolist(), 7)]
+        hidden[document.document_id] = np.isin(np.arange(len(tokens)), repeated) & (mask == 1)
+        masks[document.document_id] = np.where(hidden[document.document_id], 0, mask)
+    assert card.packing["repeated"] == sum(int(one.sum()) for one in hidden.values()) > 100
+    assert card.packing["repeated_documents"] == sum(bool(one.any()) for one in hidden.values())
+    _, stored = rows_of(tmp_path / "rows")
+    assert card.data["trained_tokens"] == int(stored.sum())
+    if not card.packing.get("cropped"):
+        before = whole.data["trained_tokens"] if masked else whole.tokens
+        assert card.data["trained_tokens"] + card.packing["repeated"] == before
+    for row in range(len(rows)):
+        expected = np.zeros(LENGTH, np.uint8)
+        for one in rows.documents(row):
+            here = slice(one.document_start, one.document_start + one.tokens)
+            expected[one.start : one.end] = masks[one.document_id][here]
+        np.testing.assert_array_equal(stored[row], expected)
+    assert shardkit.verify(tmp_path / "rows").ok
+    assert "follow each other more than 7 times" in (tmp_path / "rows" / "report.html").read_text()
+    overrides = [f"pack.{key}={value}" for key, value in pack.items()]
+    overrides += ["output.shard_bytes=8KiB", f"output.format={form}"]
+    pack_store(tmp_path / "store", tmp_path / "again", overrides=overrides, workers=1, progress=False)
+    assert tree(tmp_path / "again") == tree(tmp_path / "rows")

@@ -13,7 +13,7 @@ renames them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from shardkit.manifest import LOSS_MASK, ShardInfo
 from shardkit.order.permutation import Permutation
 from shardkit.writers.exchange import Exchanged, Slice
 from shardkit.writers.execution.task import Commit, Task, partition_name
+from shardkit.writers.kernels.repetitions import mask_repetitions
 from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe
 from shardkit.writers.stages.packing import (
     Placement,
@@ -60,7 +61,7 @@ _TOKENS = "tokens"
 
 _SUMS = ("documents", "rows", "tokens", "padding", "cut_documents", "needless_cuts", "pieces")
 
-_OF_POLICIES = ("cropped", "cropped_documents", "repeated_bos")
+_OF_POLICIES = ("cropped", "cropped_documents", "repeated_bos", "repeated", "repeated_documents")
 _MASKED = ("trained", "cropped_trained")
 
 _Ints = npt.NDArray[np.int64]
@@ -74,7 +75,9 @@ class Packed:
     `trained` are the tokens that a loss mask lets be trained on.
 
     Of strategies that crop: `cropped` tokens of `cropped_documents` were left out, of which `cropped_trained`
-    would have been trained on. `repeated_bos` tokens begin rows within documents. None: not of this strategy.
+    would have been trained on. `repeated_bos` tokens begin rows within documents. `repeated` tokens of
+    `repeated_documents`, cropped ones too, would be trained on if they did not repeat themselves. None: not
+    of these settings.
     """
 
     shards: list[ShardInfo] = field(default_factory=list)
@@ -91,6 +94,8 @@ class Packed:
     cropped: int | None = None
     cropped_documents: int | None = None
     repeated_bos: int | None = None
+    repeated: int | None = None
+    repeated_documents: int | None = None
     cropped_trained: int = 0
 
     def counts(self) -> dict[str, int]:
@@ -218,10 +223,13 @@ def pack_documents(
 
     `bos_id` begins rows within documents if `pack.row_bos` is set.
     """
+    repeated = None
+    if pack.max_repetitions is not None:
+        part, repeated = _without_repetitions(part, pack.max_repetitions)
     placement = _place(part.lengths, pack)
     shuffle = Permutation(placement.rows, f"{seed}\0rows\0{partition}".encode())
     placement = placement.moved(shuffle(np.arange(placement.rows)))
-    result = _count(placement, part.lengths, pack)
+    result = _count(placement, part.lengths, pack, repeated)
     booked = result.tokens + (result.cropped or 0)
     if booked != int(part.lengths.sum()) or result.documents != part.table.num_rows:
         raise ConservationError(
@@ -242,6 +250,19 @@ def pack_documents(
         result.cropped_trained = _trained_of(part) - result.trained
     write_provenance(folder / PROVENANCE_NAME, placement, starts, part.table, seed=seed)
     return result
+
+
+def _without_repetitions(part: Partition, most: int) -> tuple[Partition, _Ints]:
+    """Documents whose loss masks leave out repetitions, and how many tokens of each that takes away."""
+    if part.masks is None or part.mask_starts is None:
+        ends = np.cumsum(part.lengths)
+        total = int(ends[-1]) if len(ends) else 0
+        part = replace(part, masks=np.ones(total, np.uint8), mask_starts=ends - part.lengths)
+    assert part.masks is not None
+    assert part.mask_starts is not None
+    tokens = part.tokens.view(_stored_type(part.tokens.dtype))
+    found = mask_repetitions(tokens, part.starts, part.lengths, part.masks, part.mask_starts, most)
+    return part, found
 
 
 def _columns_of_rows(
@@ -351,7 +372,7 @@ def _read_partition(documents: Slice, dtype: np.dtype[Any], *, masked: bool = Fa
     return Partition(tokens, starts // dtype.itemsize, lengths, table, *masks)
 
 
-def _count(placement: Placement, lengths: _Ints, pack: PackConfig) -> Packed:
+def _count(placement: Placement, lengths: _Ints, pack: PackConfig, repeated: _Ints | None) -> Packed:
     cropped = lengths - np.bincount(placement.document, placement.length, len(lengths)).astype(np.int64)
     cut = np.bincount(placement.document, minlength=len(lengths)) > 1
     filled = np.zeros(placement.rows, np.int64)
@@ -369,6 +390,8 @@ def _count(placement: Placement, lengths: _Ints, pack: PackConfig) -> Packed:
         cropped=int(cropped.sum()) if pack.crops else None,
         cropped_documents=int((cropped > 0).sum()) if pack.crops else None,
         repeated_bos=placement.repeated_bos if pack.row_bos else None,
+        repeated=None if repeated is None else int(repeated.sum()),
+        repeated_documents=None if repeated is None else int((repeated > 0).sum()),
     )
 
 
