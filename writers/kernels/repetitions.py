@@ -4,7 +4,7 @@ The same 1 to `LONGEST_PERIOD` tokens that follow each other more than `most` ti
 tokens each equal to the one a period before, and the period before the run. All of its tokens are masked.
 
 A run that is long enough has `period * most` tokens, so only one token in as many is looked at where nothing
-repeats: from there back to the last token that does not. That is about a nanosecond for 10 tokens of text.
+repeats: from there back to the last token that does not. It takes about a nanosecond a token.
 """
 
 from __future__ import annotations
