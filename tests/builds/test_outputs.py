@@ -371,7 +371,7 @@ def test_kills_at_any_time_end_in_the_bytes_of_an_undisturbed_build(
         (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
         prompts = {"path": str(tmp_path / "pairs.jsonl"), "prompt": "p", "completion": "c"}
         many["inputs"] = [*many["inputs"], prompts]
-        pack += ["--set", "output.format=wds"]
+        pack += ["--set", "output.format=wds", "--set", "pack.max_repetitions=20"]
     commands = [["build", "recipe.yaml", "--quiet", "--workers", "1"], pack]
 
     def start(folder: Path, command: list[str]) -> subprocess.Popen[bytes]:
