@@ -150,6 +150,18 @@ def test_a_store_keeps_the_mask_of_every_document(together: Path) -> None:
     assert shardkit.verify(together / "store").ok
 
 
+@pytest.mark.parametrize("name", ["mds", "wds", "store"])
+def test_verify_compares_the_masks_with_the_card(together: Path, tmp_path: Path, name: str) -> None:
+    copy = tmp_path / name
+    shutil.copytree(together / name, copy)
+    card = json.loads((copy / "dataset.json").read_text())
+    trained = card["trained_tokens"]
+    (copy / "dataset.json").write_text(json.dumps(card | {"trained_tokens": trained - 1}))
+    [problem] = shardkit.verify(copy).problems
+    assert problem.problem == f"trained_tokens is {trained - 1}, the loss masks have {trained:,}"
+    assert shardkit.verify(copy, quick=True).ok
+
+
 def test_a_store_whose_masks_do_not_fit_its_card_is_refused(
     together: Path, tmp_path: Path, inline_builds: None
 ) -> None:
