@@ -34,7 +34,8 @@ from shardkit.loaders.block_mask import BLOCK_MASK_FIELDS, DEFAULT_BLOCK, block_
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.streams import Columns
-from shardkit.order.token_mask import TokenMask
+from shardkit.manifest import LOSS_MASK
+from shardkit.order.token_mask import LONGEST_PERIOD, TokenMask
 
 __all__ = ["IGNORED_LABEL", "Batch", "BatchMaker", "Segments", "TokenColumn", "find_segments"]
 
@@ -86,9 +87,6 @@ def find_segments(
     return Segments((rows, length), starts, padding, is_padding_row)
 
 
-_LONGEST_PERIOD = 13  # tokens, as in OLMo-core's instance filter
-
-
 def repetitive_rows(tokens: _Array, most: int, *, eos_id: int | None = None) -> _Bools:
     """bool[rows]: whether the same 1 to 13 tokens follow each other more than `most` times (rows, length).
 
@@ -96,7 +94,7 @@ def repetitive_rows(tokens: _Array, most: int, *, eos_id: int | None = None) -> 
     with 32 repetitions or more.
     """
     found = np.zeros(len(tokens), np.bool_)
-    for period in range(1, _LONGEST_PERIOD + 1):
+    for period in range(1, LONGEST_PERIOD + 1):
         least = period * most  # tokens, each equal to the one a period before
         if period + least > tokens.shape[1]:
             break
@@ -109,9 +107,6 @@ def repetitive_rows(tokens: _Array, most: int, *, eos_id: int | None = None) -> 
             edges = np.flatnonzero(np.diff(run, prepend=False, append=False))
             found[row] = (edges[1::2] - edges[::2]).max(initial=0) >= least
     return found
-
-
-LOSS_MASK = "loss_mask"  # a column of builds of conversations: 1 where a token is trained on
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from shardkit.errors import ShardError
 from shardkit.formats.mds.encodings import constant_layout
 from shardkit.loaders.gather import FixedColumn, FixedRows
 from shardkit.loaders.streams import Columns, ReadRows, Streams
-from shardkit.manifest import Column
+from shardkit.manifest import LOSS_MASK, Column
 
 if TYPE_CHECKING:
     import torch
@@ -84,9 +84,10 @@ def open_source(
 ) -> SourceInfo:
     """The source of `columns` (None: all); tokens are converted to `dtype`.
 
-    In tars, tokens lie in members called `tokens.npy`; batches call them `tokens` as for MDS. ValueError for
-    unknown names, and for streams whose columns could not be in one batch. `keep_stored`: leave the
-    conversion to the receiver, who reads the tokens first, if all streams store them in one type.
+    In tars, tokens lie in members called `tokens.npy`, and loss masks in `loss_mask.npy`; batches call them
+    `tokens` and `loss_mask` as for MDS. ValueError for unknown names, and for streams whose columns could
+    not be in one batch. `keep_stored`: leave the conversion to the receiver, who reads the tokens first, if
+    all streams store them in one type.
     """
     once = streams.once
     each = [_open_one(dataset, columns, dtype) for dataset in once.datasets]
@@ -225,9 +226,13 @@ def _batch_names(dataset: Dataset, columns: Sequence[str] | None) -> dict[str, s
     short = {"tokens": "tokens.npy"} if token_column == "tokens.npy" else {}
     known = [column.name for column in _columns(dataset)]
     is_tar = dataset.manifest.format == "tar"
+    of_rows = [token_column]
+    if short and dataset.loss_mask_column is not None:
+        short[LOSS_MASK] = dataset.loss_mask_column
+        of_rows.append(dataset.loss_mask_column)
     if columns is None:
         # A key names a sample of a foreign tar; that of a packed row is only its number again.
-        chosen = known if not is_tar or known == [token_column] else ["__key__", *known]
+        chosen = known if not is_tar or {*known} == {*of_rows} else ["__key__", *known]
     else:
         chosen = [short.get(name, name) for name in columns]
         unknown = [name for name in chosen if name not in known and not (is_tar and name == "__key__")]

@@ -30,6 +30,7 @@ from shardkit.arrays import Bytes, Ints
 from shardkit.errors import ShardError
 
 __all__ = [
+    "LOSS_MASK",
     "UNKNOWN",
     "Column",
     "FileInfo",
@@ -44,6 +45,9 @@ __all__ = [
 ]
 
 Format = Literal["mds", "tar", "tokens", "parquet", "jsonl"]
+
+LOSS_MASK = "loss_mask"
+"""A column beside the tokens, in tars `loss_mask.npy`: 1 where a token is trained on, 0 elsewhere."""
 
 UNKNOWN = -1  # the size or sample count of a tar that nothing describes
 

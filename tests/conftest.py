@@ -51,7 +51,11 @@ def inline_builds() -> Iterator[None]:
     """
     from shardkit.writers import executors
     from shardkit.writers.execution.engine import InlineEngine
+    from shardkit.writers.progress import PULSE
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executors, "LocalEngine", lambda workers, **options: InlineEngine())
+        patch.setattr(
+            PULSE, "send", None
+        )  # each task sets it; restored for tests that call stages themselves
         yield

@@ -57,6 +57,8 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
         del content["output"]["where"]
     if not recipe.pack.row_bos:
         del content["pack"]["row_bos"]
+    if recipe.pack.max_repetitions is None:
+        del content["pack"]["max_repetitions"]
     if recipe.output.format not in ("mds", "wds"):
         del content["pack"]
     if recipe.part is not None:
@@ -145,7 +147,7 @@ def _of_tokens(tokenizer: Mapping[str, Any], funnel: Funnel, partitions: int) ->
         "sequence_length": funnel.sequence_length,
         "tokens": packed["tokens"],
         "padding": packed["padding"],
-        **({} if funnel.trained is None else {"trained_tokens": funnel.trained[1]}),
+        **({} if funnel.trained is None else {"trained_tokens": funnel.trained.packed}),
         "tokenizer": dict(tokenizer),
         "packing": {"partitions": partitions, **packed},
         "histograms": {name: histogram.to_dict() for name, histogram in funnel.histograms.items()},

@@ -349,7 +349,8 @@ def _corpus(inputs: BuildInputs, scales: _Scales, made: Outputs, documents: floa
         documents=max(1, int(documents)),
         text_bytes=max(1, int(text)),
         tokens=max(1, int(tokens)),
-        token_bytes=4 if made.tokenizer is None else np.dtype(made.tokenizer["dtype"]).itemsize,
+        token_bytes=(4 if made.tokenizer is None else np.dtype(made.tokenizer["dtype"]).itemsize)
+        + inputs.recipe.is_masked,
         memory=inputs.recipe.memory,
         shard_bytes=inputs.recipe.output.shard_bytes,
         has_exact=inputs.recipe.dedup.exact is not None,

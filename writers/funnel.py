@@ -4,6 +4,7 @@
     what one stage keeps is what the next one reads
     documents kept = documents written, of a dataset of text
     tokens encoded = tokens packed;  rows * sequence_length = tokens + padding
+    tokens to train on = those packed + cropped + masked as repetitions, of a dataset with loss masks
     every histogram holds all documents, or all rows, and adds up to what they come to
 
 `Funnel.check` holds all of it over a whole build; a build that does not add up is not published.
@@ -29,12 +30,23 @@ from shardkit.errors import ConservationError
 from shardkit.writers.filters.chain import EXCERPTS, SAMPLE, Excerpt, FilterChain, Filtered
 from shardkit.writers.ledger import Ledger
 
-__all__ = ["FilterCounts", "Funnel", "add_packed", "filters_card"]
+__all__ = ["FilterCounts", "Funnel", "Trained", "add_packed", "filters_card"]
 
 
 def add_packed(partitions: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """The sums of `Packed.counts` of all partitions, of which there is at least one."""
     return {name: sum(part[name] for part in partitions) for name in partitions[0]}
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Tokens that a loss mask lets be trained on: as they were tokenized, packed, cropped, and those that
+    repeat themselves, which packing masked before it cropped any."""
+
+    tokenized: int
+    packed: int
+    cropped: int
+    repeated: int
 
 
 @dataclass(slots=True)
@@ -43,8 +55,8 @@ class Funnel:
 
     `removed` is what duplicate removal found, by the reason that the stages after it book. The `histograms`
     are "lengths" (`Tokenized`), "row_padding" and "row_pieces" (`Packed`); `source_languages` are
-    documents and tokens of each source by language, if the recipe has a filter that knows. `trained` are the
-    tokens to train on, in builds with a loss mask, as they were tokenized, packed, and cropped.
+    documents and tokens of each source by language, if the recipe has a filter that knows. `trained` is of
+    builds with a loss mask.
     """
 
     stages: Mapping[str, list[Ledger]]
@@ -54,7 +66,7 @@ class Funnel:
     packed: dict[str, int] = field(default_factory=dict)
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     source_languages: list[dict[str, dict[str, int]]] | None = None
-    trained: tuple[int, int, int] | None = None
+    trained: Trained | None = None
 
     @property
     def total(self) -> Ledger:
@@ -90,8 +102,8 @@ class Funnel:
             filled = self.packed["tokens"] + self.packed.get("repeated_bos", 0)
             _same("tokens in rows", cells, filled + self.packed["padding"])
         if self.trained is not None:
-            tokenized, packed, cropped = self.trained
-            _same("tokens to train on", tokenized, packed + cropped)
+            found = self.trained
+            _same("tokens to train on", found.tokenized, found.packed + found.cropped + found.repeated)
         self._check_histograms()
         for number, languages in enumerate(self.source_languages or ()):
             documents = sum(counts["documents"] for counts in languages.values())

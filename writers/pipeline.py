@@ -42,7 +42,7 @@ from shardkit.writers.execution.scheduler import TaskSlice
 from shardkit.writers.execution.task import Commit, facts_of
 from shardkit.writers.execution.work import Work
 from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, place_of, work_of
-from shardkit.writers.funnel import Funnel, add_packed, filters_card
+from shardkit.writers.funnel import Funnel, Trained, add_packed, filters_card
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.files import check_unchanged
 from shardkit.writers.inputs.scan import Split, describe_inputs, hash_splits
@@ -350,7 +350,7 @@ def _count(inputs: BuildInputs, outputs: Outputs) -> Funnel:
     tokens = [0 for _ in sources]
     languages: list[list[Any]] = [[] for _ in sources]
     histograms: dict[str, Histogram] = {}
-    trained: tuple[int, int, int] | None = None
+    trained: Trained | None = None
     if recipe.output.is_text:
         written = [Written.of(commit) for commit in outputs.texts]
         of_splits["writing"] = [ledger for one in written for ledger in one.ledgers]
@@ -366,11 +366,13 @@ def _count(inputs: BuildInputs, outputs: Outputs) -> Funnel:
             languages[split.source].append(tokenized.languages)
         counts = [part.counts() for part in outputs.parts]
         packed = add_packed(counts)
-        if recipe.is_masked:
-            trained = (
-                sum(Tokenized.of(commit).trained for commit in outputs.tokenized),
+        if recipe.is_masked or recipe.has_masked_rows:
+            tokenized_trained = sum(Tokenized.of(commit).trained for commit in outputs.tokenized)
+            trained = Trained(
+                tokenized_trained if recipe.is_masked else sum(tokens),
                 sum(part.trained for part in outputs.parts),
                 sum(part.cropped_trained for part in outputs.parts),
+                packed.get("repeated", 0),
             )
         for part in outputs.parts:
             histograms["row_padding"].add(part.row_padding)

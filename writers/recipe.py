@@ -162,6 +162,12 @@ class PackConfig(StrictModel):
         description="Whether a row that continues a document begins with `tokenizer.bos` again, so that each "
         "row begins with it (best_fit and concat).",
     )
+    max_repetitions: Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
+        default=None,
+        description="Rows get a loss mask that leaves out the tokens of spans in which the same 1 to 13 "
+        "tokens follow each other more than so many times; null: none. 31 finds what OLMo 2 leaves out with "
+        "the whole row.",
+    )
 
     @property
     def crops(self) -> bool:
@@ -380,8 +386,6 @@ class Recipe(StrictModel):
             raise ValueError(
                 "dedup.lines would cut into conversations and prompts; give those a build of their own"
             )
-        if self.is_masked and any(output.format not in ("mds", "parquet", "jsonl") for output in self._all()):
-            raise ValueError("rows with a loss mask, of messages or prompts, are written as mds")
         if self.is_masked and any(config.fim for config in self.inputs):
             raise ValueError("fim moves parts of documents, so a loss mask cannot be kept: use two builds")
         if self.is_masked and self.tokenizer is None:
@@ -444,8 +448,14 @@ class Recipe(StrictModel):
 
     @property
     def is_masked(self) -> bool:
-        """Whether datasets of rows have a loss mask."""
+        """Whether documents have a loss mask: all rows and token stores have it then."""
         return any(config.is_masked for config in self.inputs)
+
+    @property
+    def has_masked_rows(self) -> bool:
+        """Whether the rows of this dataset have a loss mask, that of documents or of repetitions."""
+        is_packed = self.output.format in ("mds", "wds")
+        return is_packed and (self.is_masked or self.pack.max_repetitions is not None)
 
     @property
     def part(self) -> str | None:

@@ -1,8 +1,9 @@
 """`shardkit pack`: rows of any length from a token store, without raw text or tokenizer.
 
 A token store is a dataset with `output.format: tokens`: whole documents, one an MDS sample of the column
-`tokens`, in the order of training, with the provenance and the card of any dataset. Packing it repeats stage
-`pack` and nothing before it, so one store gives datasets of many lengths in minutes:
+`tokens`, in the order of training, with the provenance and the card of any dataset. Builds with a loss mask
+have it in a second column, `loss_mask`. Packing a store repeats stage `pack` and nothing before it, so one
+store gives datasets of many lengths in minutes:
 
     card -> the recipe that would have made the dataset -> partitions -> pack -> provenance -> publish
 
@@ -14,7 +15,7 @@ of the store's provenance tables, and from the store's shards the documents that
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -33,7 +34,7 @@ from shardkit.formats.mds.index import INDEX_NAME
 from shardkit.formats.provenance import PROVENANCE_FOLDER, provenance_name
 from shardkit.formats.stored import decompress_shard
 from shardkit.hashing import digest_of, hash_bytes
-from shardkit.manifest import Manifest
+from shardkit.manifest import LOSS_MASK, Manifest
 from shardkit.progress import make_listener
 from shardkit.publish.contents import find_only_contents
 from shardkit.storage.local import LocalStore
@@ -197,7 +198,9 @@ def _pack_tasks(recipe: Recipe, card: DatasetCard, files: StoreFiles, partitions
         "output": recipe.output.of_shards,
         "seed": recipe.seed,
         "partitions": partitions,
+        "masked": recipe.is_masked,
     }
+    digits = tar_key_digits(partitions)
     stored = card.packing["partitions"]
     made = []
     for number in range(partitions):
@@ -205,12 +208,12 @@ def _pack_tasks(recipe: Recipe, card: DatasetCard, files: StoreFiles, partitions
         last = partition_of(np.array([bounds[1] - 1], np.uint64), stored)
         first = partition_of(np.array([bounds[0]], np.uint64), stored)
         tables = range(int(first[0]), int(last[0]) + 1)
-        args = (files, tables, bounds, number, recipe.pack, recipe.output, recipe.seed, eos_id, dtype)
+        settings = (recipe.pack, recipe.output, recipe.seed, eos_id, dtype)
+        args = (files, tables, bounds, number, *settings, digits, recipe.is_masked, bos_id)
         name, inputs = partition_name(number, partitions), {"store": files.digest}
-        digits = tar_key_digits(partitions)
         weight = card.funnel.kept.bytes // partitions
         task = config | {"partition": number}
-        made.append(Task("pack", name, task, pack_stored, (*args, digits, bos_id), weight, inputs))
+        made.append(Task("pack", name, task, pack_stored, args, weight, inputs))
     return made
 
 
@@ -226,16 +229,19 @@ def pack_stored(
     eos_id: int,
     dtype: str,
     key_digits: int,
+    masked: bool,
     bos_id: int | None,
 ) -> Packed:
     """Pack the documents of a store whose hashes lie in [first, stop), `bounds`; they are in its `tables`."""
     store = files.open()
     parts = [_documents(store, number, bounds, seed) for number in tables]
     documents = pa.concat_tables(parts).combine_chunks()
-    tokens, starts = _tokens(store, documents, np.dtype(dtype))
+    types = {"tokens": np.dtype(dtype)} | ({LOSS_MASK: np.dtype(np.uint8)} if masked else {})
+    columns, starts = _columns(store, documents, types)
     table = documents.select(SPILL_SCHEMA.names).cast(SPILL_SCHEMA)
     lengths = table.column("tokens").to_numpy()
-    part = Partition(tokens, starts, lengths, table)
+    masks = (columns[LOSS_MASK], starts) if masked else (None, None)
+    part = Partition(columns["tokens"], starts, lengths, table, *masks)
     return pack_documents(folder, part, partition, pack, output, seed, eos_id, key_digits, bos_id)
 
 
@@ -254,32 +260,34 @@ def _documents(store: _TokenStore, number: int, bounds: Sequence[int], seed: int
     return found.filter(pa.array(inside))
 
 
-def _tokens(
-    store: _TokenStore, documents: pa.Table, dtype: np.dtype[Any]
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """The documents' tokens one after the other, and where each begins."""
+def _columns(
+    store: _TokenStore, documents: pa.Table, types: Mapping[str, np.dtype[Any]]
+) -> tuple[dict[str, npt.NDArray[Any]], npt.NDArray[np.int64]]:
+    """The documents' tokens and masks one after the other, and where each begins."""
     lengths = documents.column("tokens").to_numpy()
     ends = np.cumsum(lengths)
-    tokens = np.empty(int(ends[-1]) if len(ends) else 0, dtype)
+    columns = {name: np.empty(int(ends[-1]) if len(ends) else 0, dtype) for name, dtype in types.items()}
     starts = ends - lengths
-    for at, values in enumerate(_samples(store, documents)):
-        if len(values) != lengths[at]:
-            raise BuildError(
-                f"{store.store.url}: document {documents.column('document_id')[at].as_py().hex()} has "
-                f"{len(values):,} tokens, provenance states {lengths[at]:,}; see shardkit verify"
-            )
-        tokens[starts[at] : ends[at]] = values
-    return tokens, starts
+    for at, sample in enumerate(_samples(store, documents)):
+        for name, column in columns.items():
+            values = sample.get(name, ())
+            assert isinstance(values, Sized)
+            if len(values) != lengths[at]:
+                raise BuildError(
+                    f"{store.store.url}: document {documents.column('document_id')[at].as_py().hex()} has "
+                    f"{len(values):,} values in {name}, provenance states {lengths[at]:,} tokens; see "
+                    "shardkit verify"
+                )
+            column[starts[at] : ends[at]] = values
+    return columns, starts
 
 
-def _samples(store: _TokenStore, documents: pa.Table) -> Iterator[npt.NDArray[Any]]:
+def _samples(store: _TokenStore, documents: pa.Table) -> Iterator[dict[str, object]]:
     places = zip(documents.column("shard").to_pylist(), documents.column("row").to_pylist(), strict=True)
     for number, rows in groupby(places, key=lambda place: place[0]):
         shard = store.shard(number)
         for _, row in rows:
-            values = shard.sample(row)["tokens"]
-            assert isinstance(values, np.ndarray)
-            yield values
+            yield shard.sample(row)
 
 
 def _copied(card: DatasetCard, files: StoreFiles, run: RunTasks) -> dict[str, Commit]:
@@ -319,6 +327,14 @@ def _card(card: DatasetCard, recipe: Recipe, manifest: Manifest, parts: Sequence
             f"{packed['documents']:,} documents of {tokens:,} tokens were packed, the store has "
             f"{card.funnel.kept.documents:,} of {card.tokens:,}; see shardkit verify"
         )
+    trained = sum(part.trained for part in parts)
+    booked = trained + sum(part.cropped_trained for part in parts) + packed.get("repeated", 0)
+    stored = card.data["trained_tokens"] if recipe.is_masked else card.tokens
+    if recipe.has_masked_rows and booked != stored:
+        raise BuildError(
+            f"{booked:,} tokens to train on were packed, cropped or masked, the store has {stored:,}; see "
+            "shardkit verify"
+        )
     histograms = {"row_padding": Histogram(), "row_pieces": Histogram()}
     for part in parts:
         histograms["row_padding"].add(part.row_padding)
@@ -334,6 +350,7 @@ def _card(card: DatasetCard, recipe: Recipe, manifest: Manifest, parts: Sequence
         "sequence_length": recipe.pack.sequence_length,
         "tokens": packed["tokens"],
         "padding": packed["padding"],
+        **({"trained_tokens": trained} if recipe.has_masked_rows else {}),
         "recipe_digest": digest_of(content),
         "recipe": content,
         "packing": {"partitions": len(parts), **packed},

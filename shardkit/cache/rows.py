@@ -32,35 +32,53 @@ from shardkit.cache.contract import Cache, Lease
 from shardkit.cache.fetcher import FetchTimeoutError, arrival
 from shardkit.cache.subfolder import CacheFolderError
 from shardkit.errors import ShardError
-from shardkit.formats.tar.members import BLOCK, padded
+from shardkit.formats.tar.members import BLOCK
 from shardkit.formats.tar.values import make_npy_header
-from shardkit.formats.tar.writer import RECORD_BYTES
+from shardkit.formats.tar.writer import RECORD_BYTES, member_bytes
 from shardkit.manifest import Manifest, ShardInfo
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError
 from shardkit.storage.threads import Workers
 
-__all__ = ["FetchedRows", "NodeRows", "RowLayout", "RowReader", "RowRequests", "row_layout"]
+__all__ = ["ColumnPlace", "FetchedRows", "NodeRows", "RowLayout", "RowReader", "RowRequests", "row_layout"]
 
 MAX_ROW_BYTES = 4 << 20
 MAX_UNPROVED = 4096  # rows kept for a later comparison
 _READS = 4  # of one row, before the store is called unreliable
+_NAME_BYTES = 100  # of a member, at the start of its header
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnPlace:
+    """Values are the `size` bytes from `at` on in a row: of all columns together, or of a member of a tar.
+
+    Before those of a member come the .npy header `head`, and the block with its name, which has `suffix`.
+    """
+
+    at: int
+    size: int
+    head: bytes = b""
+    suffix: bytes = b""
+
+    def is_in(self, row: bytes) -> bool:
+        """Whether what comes before the values is in a row."""
+        start = self.at - len(self.head)
+        name = row[max(0, start - BLOCK) : start][:_NAME_BYTES].rstrip(b"\0")
+        return row.startswith(self.head, start) and name.endswith(self.suffix)
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Row r is the bytes [first + r * stride, + size) of a shard; `head` must precede its columns in it."""
+    """Row r is the bytes [first + r * stride, + size) of a shard, with values of `columns` in their order."""
 
     first: int
     stride: int
     size: int
-    head: bytes = b""
-    head_at: int = 0
+    columns: tuple[ColumnPlace, ...]
 
-    @property
-    def columns_at(self) -> int:
-        """Where the columns' bytes begin in a row."""
-        return self.head_at + len(self.head)
+    def values(self, row: Bytes | bytes) -> bytes:
+        """The columns' bytes in a row, one after the other."""
+        return b"".join(bytes(row[column.at : column.at + column.size]) for column in self.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,19 +174,25 @@ def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
     if info.samples < 1 or not total or None in sizes or info.compression or total > MAX_ROW_BYTES:
         return None
     if kind == "tokens":
-        return RowLayout(0, total, total)
+        return RowLayout(0, total, total, (ColumnPlace(0, total),))
     if kind == "mds":
         first = info.raw.bytes - info.samples * total  # samples fill the file's end
-        return RowLayout(first, total, total) if first > 0 else None
-    if kind != "tar":
+        return RowLayout(first, total, total, (ColumnPlace(0, total),)) if first > 0 else None
+    names = [column.name for column in info.columns]
+    if kind != "tar" or names != sorted(names):  # as members are written; lists of others have any order
         return None
-    parts = info.columns[0].encoding.split(":")
-    if len(info.columns) != 1 or len(parts) != 3 or not parts[2].isdigit():
-        return None
-    head = make_npy_header(np.dtype(parts[1]), int(parts[2]))
-    size = BLOCK + padded(len(head) + total)
+    places, size = [], 0
+    for column in info.columns:
+        parts = column.encoding.split(":")
+        if len(parts) != 3 or not parts[2].isdigit():
+            return None
+        dtype, length = np.dtype(parts[1]), int(parts[2])
+        head = make_npy_header(dtype, length)
+        at, name = size + BLOCK + len(head), f".{column.name}".encode()
+        places.append(ColumnPlace(at, length * dtype.itemsize, head, name))
+        size += member_bytes(length, dtype)
     end = -(-(info.samples * size + 2 * BLOCK) // RECORD_BYTES) * RECORD_BYTES
-    return RowLayout(0, size, size, head, BLOCK) if end == info.raw.bytes else None
+    return RowLayout(0, size, size, tuple(places)) if end == info.raw.bytes else None
 
 
 class RowReader:
@@ -306,8 +330,8 @@ class RowReader:
             layout = self.layout(number)
             assert layout is not None
             for row, data in zip(fetched.rows.tolist(), fetched.data, strict=True):
-                start = layout.first + row * layout.stride + layout.columns_at
-                if not np.array_equal(raw[start : start + len(data)], data):
+                start = layout.first + row * layout.stride
+                if layout.values(raw[start : start + layout.size]) != data.tobytes():
                     problem = f"row {row:,} was damaged identically in two ranged reads, and was delivered"
                     raise ShardError(self._where(number), f"{problem}; go back to the last checkpoint")
 
@@ -360,11 +384,10 @@ class RowReader:
         number, row = place
         layout = self.layout(number)
         assert layout is not None
-        if len(data) != layout.size or not data.startswith(layout.head, layout.head_at):
+        if len(data) != layout.size or not all(column.is_in(data) for column in layout.columns):
             problem, start = f"row {row:,} is not where the index says", layout.first + row * layout.stride
             raise ShardError(self._where(number), f"{problem}; run shardkit verify", offset=start)
-        used = sum(column.size or 0 for column in self._manifest.shards[number].columns)
-        return data[layout.columns_at : layout.columns_at + used]
+        return layout.values(data)
 
     def _where(self, number: int) -> str:
         return f"{self._store.url}/{self._manifest.shards[number].stored.basename}"

@@ -138,6 +138,15 @@ def _card_lines(card: DatasetCard) -> list[tuple[str, str]]:
     if card.has("tokens", "padding"):
         share = 100 * card.padding / max(1, card.tokens + card.padding)
         lines.append(("tokens", f"{card.tokens:,}, and {card.padding:,} of padding ({share:.3f}%)"))
+    if card.has("trained_tokens"):
+        trained = card.data["trained_tokens"]
+        share = 100 * trained / max(1, card.tokens)
+        lines.append(("trained on", f"{trained:,} tokens ({share:.3f}%); the loss mask leaves out the rest"))
+    if card.has("packing") and "repeated" in card.packing:
+        repeated, documents = card.packing["repeated"], card.packing["repeated_documents"]
+        lines.append(
+            ("repeated", f"{repeated:,} tokens of {documents:,} documents, masked (max_repetitions)")
+        )
     if card.has("packing") and (cropped := card.packing.get("cropped")):
         lines.append(("left out", f"{cropped:,} tokens, the ends of documents (pack.strategy)"))
     if card.has("split"):

@@ -40,7 +40,7 @@ from shardkit.files import Closing, open_maps
 from shardkit.formats.stored import load_raw
 from shardkit.formats.tar.values import checked_decode
 from shardkit.formats.text import TEXT_FORMATS, TextShard
-from shardkit.manifest import Column, Manifest, ShardInfo, ShardTable, merge_columns
+from shardkit.manifest import LOSS_MASK, Column, Manifest, ShardInfo, ShardTable, merge_columns
 from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StorageOptions, Store
@@ -265,6 +265,15 @@ class Dataset(Closing, Described):
         if column is None or (not preferred and len(candidates) > 1):
             return None
         return column.name if all(column in columns for columns in self.shard_columns()) else None
+
+    @property
+    def loss_mask_column(self) -> str | None:
+        """The column with a 1 for each token that is trained on and a 0 for each other one, or None.
+
+        "loss_mask" (in tars: "loss_mask.npy"), if there is one.
+        """
+        name = f"{LOSS_MASK}.npy" if self.manifest.format == "tar" else LOSS_MASK
+        return name if any(column.name == name for column in self.columns) else None
 
     def shard_columns(self) -> Iterator[tuple[Column, ...]]:
         """The columns of the shards that have samples, those that are alike once.

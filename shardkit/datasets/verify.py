@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shardkit.cache.download import check_hashes, unpack
 from shardkit.card import CARD_NAME, FILES_NAME, DatasetCard
 from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
@@ -88,8 +90,8 @@ def verify(
 ) -> VerifyReport:
     """Check the dataset at `path`: sizes and structure of all shards, their hashes, the index and the card.
 
-    `quick` leaves out the hashes, so that no sample is read; of remote shards it checks the sizes only.
-    Shards without any hash have their samples read one by one instead. Damage is reported, not raised;
+    `quick` leaves out hashes and loss masks, so that no sample is read; of remote shards it checks the sizes
+    only. Shards without any hash have their samples read one by one instead. Damage is reported, not raised;
     ShardError only if there is no dataset at all.
     """
     # Nothing is unpickled: see _check_samples.
@@ -97,11 +99,15 @@ def verify(
     shards = dataset.manifest.shards
     count = min(threads or os.cpu_count() or 1, MAX_THREADS)
     problems: list[Problem] = []
+    trained = 0
     with ThreadPoolExecutor(count) as pool:
         for found in pool.map(lambda info: _check_shard(dataset, info, quick=quick), shards):
-            problems += [found] if found else []
+            problems += [found] if isinstance(found, Problem) else []
+            trained += 0 if isinstance(found, Problem) else found
     problems += _check_names(dataset)
     if dataset.card is not None:
+        if not quick and not problems:
+            problems += _check_trained(dataset.card, trained)
         problems += _check_card(dataset, dataset.card)
         problems += _check_files(dataset, dataset.card, quick=quick)
     hashed = 0 if quick else sum(1 for info in shards if _hashes(info))
@@ -123,7 +129,8 @@ def _hashes(info: ShardInfo) -> bool:
     return bool(info.stored.hashes or info.raw.hashes)
 
 
-def _check_shard(dataset: Dataset, info: ShardInfo, *, quick: bool) -> Problem | None:
+def _check_shard(dataset: Dataset, info: ShardInfo, *, quick: bool) -> Problem | int:
+    """What is wrong, or how many tokens the shard's loss masks let be trained on (`quick`: 0)."""
     name = info.stored.basename
     try:
         if (unknown := {*info.stored.hashes, *info.raw.hashes} - HASH_NAMES) and not quick:
@@ -131,10 +138,12 @@ def _check_shard(dataset: Dataset, info: ShardInfo, *, quick: bool) -> Problem |
                 name, f"its index states hashes that cannot be checked: {', '.join(sorted(unknown))}"
             )
         if dataset.shards is not None and quick:
-            return _check_size(dataset, info)
+            return _check_size(dataset, info) or 0
         shard = _open(dataset, info, verify=not quick)
         if not quick and not _hashes(info):
             _check_samples(shard)
+        states_masks = dataset.card is not None and "trained_tokens" in dataset.card.data
+        trained = _count_trained(dataset, shard) if states_masks and not quick else 0
         shard.close()
     except ShardError as error:
         return Problem(
@@ -144,7 +153,7 @@ def _check_shard(dataset: Dataset, info: ShardInfo, *, quick: bool) -> Problem |
         return Problem(name, str(error))
     except MemoryError:
         return Problem(name, f"cannot be held in memory ({info.raw.bytes:,} bytes raw); use fewer threads")
-    return None
+    return trained
 
 
 def _check_size(dataset: Dataset, info: ShardInfo) -> Problem | None:
@@ -179,6 +188,24 @@ def _check_samples(shard: ShardReader) -> None:
     if not any(column.encoding == "pkl" for column in shard.columns):  # reading one could run any code
         for row in range(len(shard)):
             shard.sample(row)
+
+
+def _count_trained(dataset: Dataset, shard: ShardReader) -> int:
+    """Tokens that the loss masks of a shard let be trained on; 0 if it has none that are plain arrays."""
+    column = next((column for column in shard.columns if column.name == dataset.loss_mask_column), None)
+    if column is None or not column.encoding.startswith("ndarray"):
+        return 0
+    if (rows := shard.fixed_rows(column.name)) is not None:
+        return int(np.count_nonzero(rows))
+    if dataset.manifest.format != "mds":  # members of tars are bytes here
+        return 0
+    samples = (shard.sample(row, {column.name}) for row in range(len(shard)))
+    return sum(int(np.count_nonzero(np.asarray(sample[column.name]))) for sample in samples)
+
+
+def _check_trained(card: DatasetCard, trained: int) -> Iterator[Problem]:
+    if (stated := card.data.get("trained_tokens", trained)) != trained:
+        yield Problem(CARD_NAME, f"trained_tokens is {stated!r}, the loss masks have {trained:,}")
 
 
 def _check_names(dataset: Dataset) -> Iterator[Problem]:

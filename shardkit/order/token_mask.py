@@ -21,7 +21,10 @@ from shardkit.arrays import Ints
 from shardkit.order.exclusions import FINGERPRINT_LINE
 from shardkit.order.order import MAX_SAMPLES
 
-__all__ = ["TokenMask"]
+__all__ = ["LONGEST_PERIOD", "TokenMask"]
+
+LONGEST_PERIOD = 13
+"""Tokens that may follow each other again and again to be a repetition: as in OLMo-core's instance filter."""
 
 _LINE = re.compile(r"([0-9]+)\s+([0-9]+)\s*:\s*([0-9]+)")
 

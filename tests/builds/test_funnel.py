@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 from shardkit.writers.filters.bounds import LengthFilter
 from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.filters.gopher import GopherQualityFilter
-from shardkit.writers.funnel import FilterCounts, Funnel, filters_card
+from shardkit.writers.funnel import FilterCounts, Funnel, Trained, filters_card
 from shardkit.writers.ledger import Ledger
 from shardkit.writers.recipe import recipe_from_mapping
 from shardkit.writers.report.page import render_filters
@@ -55,6 +56,7 @@ def make_funnel() -> Funnel:
     funnel.packed = dict(zip(names, (1, 12, 10, 95, 5, 2, 0), strict=True)) | {"pieces": 13}
     sums = {"lengths": (12, 95), "row_padding": (10, 5), "row_pieces": (10, 13)}
     funnel.histograms = {name: Histogram([count], [total]) for name, (count, total) in sums.items()}
+    funnel.trained = Trained(tokenized=95, packed=60, cropped=0, repeated=35)
     return funnel
 
 
@@ -99,6 +101,11 @@ def forget_a_loser(funnel: Funnel) -> None:
     funnel.removed = {"exact_duplicate": Count(2, 20)}
 
 
+def lose_masked_tokens(funnel: Funnel) -> None:
+    assert funnel.trained is not None
+    funnel.trained = replace(funnel.trained, repeated=34)
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
@@ -108,6 +115,7 @@ def forget_a_loser(funnel: Funnel) -> None:
         (lose_padding, "tokens in rows: 100 before, 99 after"),
         (lose_a_document, "documents to write: 12 before, 11 after"),
         (forget_a_loser, "exact_duplicate"),
+        (lose_masked_tokens, "tokens to train on: 95 before, 94 after"),
     ],
 )
 def test_anything_lost_between_stages_is_an_error(harm: object, message: str) -> None:
@@ -134,6 +142,8 @@ def test_the_recipe_digest_ignores_places_only() -> None:
 
     assert content() == content(work="elsewhere", output={"path": "other"})
     assert content() != content(seed=3)
+    assert content() == content(pack={"sequence_length": 10, "max_repetitions": None})
+    assert content() != content(pack={"sequence_length": 10, "max_repetitions": 31})
     assert content() != content(output={"path": "out", "format": "wds"})
 
 

@@ -359,15 +359,20 @@ def test_a_selection_by_what_documents_lack_is_refused(
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
 def test_kills_at_any_time_end_in_the_bytes_of_an_undisturbed_build(
-    recipe: dict[str, Any], tmp_path: Path
+    recipe: dict[str, Any], tmp_path: Path, masked: bool
 ) -> None:
     many = recipe | {"outputs": outputs_in(Path("made")), "split": {"validation": 0.2}, "work": "work"}
     many["dedup"] = {"exact": True, "near": 0.8}
-    commands = [
-        ["build", "recipe.yaml", "--quiet", "--workers", "1"],
-        ["pack", "made/store/train", "packed", "--sequence-length", "64", "--quiet", "--workers", "1"],
-    ]
+    pack = ["pack", "made/store/train", "packed", "--sequence-length", "64", "--quiet", "--workers", "1"]
+    if masked:
+        pairs = [{"p": text_of(n), "c": " " + text_of(n + 50) + " again" * (n % 90)} for n in range(120)]
+        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        prompts = {"path": str(tmp_path / "pairs.jsonl"), "prompt": "p", "completion": "c"}
+        many["inputs"] = [*many["inputs"], prompts]
+        pack += ["--set", "output.format=wds", "--set", "pack.max_repetitions=20"]
+    commands = [["build", "recipe.yaml", "--quiet", "--workers", "1"], pack]
 
     def start(folder: Path, command: list[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-m", "shardkit", *command], cwd=folder)
@@ -394,4 +399,6 @@ def test_kills_at_any_time_end_in_the_bytes_of_an_undisturbed_build(
         trees.append({**tree(folder / "made"), **tree(folder / "packed")})
         assert sorted(path.name for path in folder.iterdir()) == ["made", "packed", "recipe.yaml", "work"]
     assert trees[0] == trees[1]
+    columns = shardkit.open_dataset(tmp_path / "killed" / "packed").loss_mask_column
+    assert columns == ("loss_mask.npy" if masked else None)
     assert kills > 4

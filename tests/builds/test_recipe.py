@@ -61,7 +61,12 @@ def test_a_full_recipe_reads_as_written(tmp_path: Path) -> None:
 
 def test_documented_defaults_hold() -> None:
     recipe = recipe_from_mapping(SMALLEST, folder=Path())
-    assert recipe.pack.model_dump() == {"sequence_length": 2048, "strategy": "best_fit", "row_bos": False}
+    assert recipe.pack.model_dump() == {
+        "sequence_length": 2048,
+        "strategy": "best_fit",
+        "row_bos": False,
+        "max_repetitions": None,
+    }
     assert recipe.output.model_dump() == {
         "path": "out",
         "format": "mds",

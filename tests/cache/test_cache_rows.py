@@ -100,13 +100,30 @@ def test_all_rows_are_where_the_layout_says(
     folder, rows = tmp_path_factory.mktemp("shard"), matrix(count, length, dtype)
     shard, layout = written(kind, folder, rows)
     raw = raw_of(folder, shard)
-    size = rows.dtype.itemsize * length
     for row, expected in enumerate(rows):
         start = layout.first + row * layout.stride
-        assert raw[start : start + layout.size].tobytes().startswith(layout.head, layout.head_at)
-        found = raw[start + layout.columns_at : start + layout.columns_at + size]
-        assert found.tobytes() == expected.tobytes()
+        data = raw[start : start + layout.size].tobytes()
+        assert all(column.is_in(data) for column in layout.columns)
+        assert layout.values(data) == expected.tobytes()
     assert layout.first + count * layout.stride <= len(raw)
+
+
+def test_rows_of_tars_with_a_loss_mask_are_found(tmp_path: Path) -> None:
+    tokens, masks = matrix(60, 333), matrix(60, 333, np.uint8)
+    columns = {"tokens": tokens, "loss_mask": masks}
+    shard = tar.write_columns_shard(tmp_path, "s.tar", columns, key_start=10**11)
+    raw, layout = raw_of(tmp_path, shard), row_layout("tar", shard)
+    assert layout is not None
+    rows = reader("tar", tmp_path, [shard])
+    found = read(rows, 0, 7, 59).data
+    np.testing.assert_array_equal(found[:, :333], masks[[0, 7, 59]])
+    np.testing.assert_array_equal(found[:, 333:].copy().view(np.uint16), tokens[[0, 7, 59]])
+    rows.prove(0, raw)
+    assert row_layout("tar", replace(shard, columns=shard.columns[::-1])) is None, "members of unknown order"
+    raw[5 * layout.stride + layout.columns[1].at - 128 - 512 + 20] ^= 1  # the second member's name
+    (tmp_path / "s.tar").write_bytes(raw.tobytes())
+    with pytest.raises(ShardError, match="row 5 is not where the index says"):
+        read(reader("tar", tmp_path, [shard]), 5)
 
 
 def test_rows_of_a_foreign_mds_with_several_fixed_columns_are_found(tmp_path: Path) -> None:
@@ -231,8 +248,8 @@ def test_one_corrupt_read_of_a_row_does_no_harm(kind: Format, tmp_path: Path, ba
     shard, layout = written(kind, tmp_path, rows)
     place = {
         "first byte": 0,
-        "head": layout.head_at,
-        "columns": layout.columns_at + 3,
+        "head": layout.columns[0].at - len(layout.columns[0].head),
+        "columns": layout.columns[0].at + 3,
         "end": layout.size - 1,
     }
 
@@ -249,7 +266,7 @@ def test_a_row_that_differs_at_every_read_is_an_error_that_names_it(kind: Format
     shard, layout = written(kind, tmp_path, matrix(9, 50))
 
     def corrupt(number: int, data: bytearray) -> None:
-        data[layout.columns_at] ^= number + 1
+        data[layout.columns[0].at] ^= number + 1
 
     reading = reader(kind, tmp_path, [shard], corrupt)
     with pytest.raises(
@@ -264,7 +281,7 @@ def test_a_tar_row_that_is_not_where_the_index_says_is_an_error_that_names_its_p
     file = tmp_path / shard.raw.basename
     data = bytearray(file.read_bytes())
     start = 4 * layout.stride
-    data[start + layout.head_at] ^= 1
+    data[start + layout.columns[0].at - 128] ^= 1
     file.write_bytes(data)
     reading = reader("tar", tmp_path, [shard])
     with pytest.raises(ShardError, match="row 4 is not where the index says; run shardkit verify") as info:
@@ -329,7 +346,7 @@ def test_a_row_corrupt_twice_alike_is_found_out_when_its_shard_has_come(kind: Fo
     shard, layout = written(kind, tmp_path, matrix(9, 50))
 
     def corrupt(number: int, data: bytearray) -> None:
-        data[layout.columns_at + 99] ^= 1
+        data[layout.columns[0].at + 99] ^= 1
 
     reading = reader(kind, tmp_path, [shard], corrupt)
     read(reading, 2, 4)
@@ -356,7 +373,7 @@ def test_exactly_the_wrong_rows_that_were_delivered_are_found_out(
     for some in wanted:
         read(reading, *sorted(some))
     raw = raw_of(folder, shard)
-    raw[layout.first + bad * layout.stride + layout.columns_at + bit] ^= (
+    raw[layout.first + bad * layout.stride + layout.columns[0].at + bit] ^= (
         128  # it is the proved bytes that count
     )
     if any(bad in some for some in wanted):

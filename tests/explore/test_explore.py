@@ -183,7 +183,8 @@ def test_a_row_is_shown_as_it_was_packed(site: Site, out: Path) -> None:
     assert text in show(site, "row", row=0).words
 
 
-def test_a_row_shows_what_its_loss_mask_leaves_out(tmp_path: Path, inline_builds: None) -> None:
+@pytest.mark.parametrize("form", ["mds", "wds"])
+def test_a_row_shows_what_its_loss_mask_leaves_out(tmp_path: Path, form: str, inline_builds: None) -> None:
     made = train_bpe(["what is two", "it is two"])
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_text(json.dumps({"p": "what is two", "c": " it is two"}) + "\n")
@@ -191,10 +192,11 @@ def test_a_row_shows_what_its_loss_mask_leaves_out(tmp_path: Path, inline_builds
         "inputs": [{"path": str(tmp_path / "a.jsonl"), "prompt": "p", "completion": "c"}],
         "tokenizer": {"path": str(tmp_path / "tokenizer.json"), "eos": EOS},
         "pack": {"sequence_length": 64},
-        "output": str(tmp_path / "out"),
+        "output": {"path": str(tmp_path / "out"), "format": form},
     }
     build(recipe, workers=1, progress=False)
-    [row] = open_dataset(tmp_path / "out")
+    [stored] = open_dataset(tmp_path / "out")
+    row = {name.removesuffix(".npy"): value for name, value in stored.items()}
     page = show(Site(explore(tmp_path / "out")), "row", row=0)
     spans = [each for tag, each in page.tags if tag == "span" and "title" in each]
     kinds = Counter(str(span["class"]).split()[0] for span in spans)

@@ -113,6 +113,30 @@ def test_arrays_and_single_rows_give_the_same_files(
     assert files(folders[0]) == files(folders[1])
 
 
+@pytest.mark.parametrize("names", [["tokens"], ["tokens", "loss_mask"]])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_a_shard_of_arrays_of_any_lengths_is_the_one_mosaicml_writes(
+    tmp_path: Path, names: list[str], dtype: str
+) -> None:
+    lengths = np.array([1, 2, 255, 256, 3000, 65_535, 65_536, 7])
+    columns = {
+        name: [tokens(1, size, dtype if name == "tokens" else "uint8")[0] for size in lengths.tolist()]
+        for name in names
+    }
+    (tmp_path / "ours").mkdir()
+    settings: dict[str, Any] = {"hashes": ["xxh64"], "size_limit": 1 << 26}
+    info = mds.write_arrays_shard(tmp_path / "ours", "shard.00000.mds", columns, **settings)
+    mds.write_index(tmp_path / "ours", [info])
+    encodings = {name: f"ndarray:{arrays[0].dtype.name}" for name, arrays in columns.items()}
+    samples = [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    peers.write_with_streaming(tmp_path / "theirs", encodings, samples, **settings)
+    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
+    sizes = mds.array_bytes(lengths, *(arrays[0].dtype for arrays in columns.values()))
+    header = len((tmp_path / "ours" / "shard.00000.mds").read_bytes()) - sizes.sum()
+    with mds.MdsWriter(tmp_path / "none", columns=encodings, hashes=["xxh64"]) as writer:
+        assert header == 8 + len(writer._file.config)
+
+
 @pytest.mark.parametrize("shape", [(7,), (7, 2, 3)])
 def test_numbers_and_higher_arrays_can_be_written_at_once(tmp_path: Path, shape: tuple[int, ...]) -> None:
     rows = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)

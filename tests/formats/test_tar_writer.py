@@ -7,12 +7,16 @@ import io
 import subprocess
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import webdataset
 
 from shardkit.formats import tar
+from shardkit.formats.tar.members import group_members, walk_members
+from shardkit.formats.tar.stride import index_constant_stride
 from shardkit.hashing import hash_file
 from shardkit.manifest import Column
 
@@ -62,6 +66,36 @@ def test_tarfile_and_gnu_tar_read_every_row(tmp_path: Path, count: int, length: 
     np.testing.assert_array_equal(
         np.frombuffer(out, dtype).reshape(count, -1)[:, 128 // rows.itemsize :], rows
     )
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 1), (70, 385), (300, 2048)])
+def test_several_columns_are_members_that_every_reader_finds(tmp_path: Path, count: int, length: int) -> None:
+    rows = make_rows(count, length)
+    columns: dict[str, npt.NDArray[Any]] = {"tokens": rows, "loss_mask": (rows % 2).astype(np.uint8)}
+    info = tar.write_columns_shard(tmp_path, "s.tar", columns, key_start=9 * 10**7, hashes=["xxh64"])
+    assert [column.name for column in info.columns] == ["loss_mask.npy", "tokens.npy"]
+    shard = tar.open_shard(tmp_path, info, verify=True)
+    for name, values in columns.items():
+        view = shard.fixed_rows(name)
+        assert view is not None
+        np.testing.assert_array_equal(view, values)
+        assert view.ctypes.data % 64 == 0
+    found = list(webdataset.WebDataset(str(tmp_path / "s.tar"), shardshuffle=False).decode())
+    assert [sample["__key__"] for sample in found] == [f"{9 * 10**7 + i:012d}" for i in range(count)]
+    for name, values in columns.items():
+        np.testing.assert_array_equal([sample[f"{name}.npy"] for sample in found], values)
+    data = np.fromfile(tmp_path / "s.tar", np.uint8)
+    walked = group_members(walk_members(data.data, "s.tar"), "s.tar")
+    at_once = index_constant_stride(data, "s.tar")
+    assert (at_once is None) == (count < 8)
+    if at_once is not None:
+        for name in ("starts", "offsets", "sizes", "kinds", "extensions"):
+            np.testing.assert_array_equal(getattr(at_once, name), getattr(walked, name))
+    listed = subprocess.run(["tar", "tf", tmp_path / "s.tar"], capture_output=True, text=True, check=True)
+    assert len(listed.stdout.splitlines()) == 2 * count
+    short = {"loss_mask": make_rows(2, 8), "tokens": make_rows(1, 8)}
+    with pytest.raises(ValueError, match="column 'tokens' has 1 rows, others 2"):
+        tar.write_columns_shard(tmp_path, "t.tar", short, key_start=0)
 
 
 def test_headers_are_those_of_tarfile(tmp_path: Path) -> None:

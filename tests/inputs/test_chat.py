@@ -256,7 +256,6 @@ def test_truncated_conversations_keep_their_beginnings_and_all_masked_tokens_are
             {"filters": [{"decontamination": {"evaluations": [{"path": "e"}], "cut": {}}}]},
             "decontamination edits texts",
         ),
-        ({"output": {"path": "o", "format": "wds"}}, "are written as mds"),
         ({"inputs": [{"path": "a.jsonl", "prompt": "p"}]}, "name both"),
     ],
 )

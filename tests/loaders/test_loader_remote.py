@@ -132,7 +132,7 @@ def test_shards_that_come_in_several_ranges_are_the_same(datasets: Datasets, kin
 
 
 @pytest.mark.parametrize("most", [0, 5, 1 << 30])
-@pytest.mark.parametrize("kind", ["mds", "mds_foreign", "tar"])
+@pytest.mark.parametrize("kind", ["mds", "mds_foreign", "tar", "tar_masked"])
 def test_rows_that_were_fetched_one_by_one_are_the_same(datasets: Datasets, kind: str, most: int) -> None:
     folder, url = datasets[kind]
     remote = Remote.open(MemoryStore(url), limits=FetchLimits(single_rows=most))

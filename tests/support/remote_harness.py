@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.contract import Cache
@@ -27,7 +28,7 @@ from shardkit.datasets.dataset import Dataset
 from shardkit.datasets.locate import find_remote
 from shardkit.formats import mds, tar
 from shardkit.loaders import StreamingLoader
-from shardkit.manifest import ShardInfo
+from shardkit.manifest import LOSS_MASK, ShardInfo
 from shardkit.order.order import Order, OrderSpec
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy
@@ -52,7 +53,7 @@ __all__ = [
 ]
 
 REMOTE_KINDS = [
-    "mds", "mds_zstd", "tar",  # as we write them, with hashes
+    "mds", "mds_zstd", "tar", "tar_masked",  # as we write them, with hashes
     "mds_foreign", "mds_zstd_foreign", "tar_foreign", "columns",  # as others do: indexes without hashes
 ]  # fmt: skip
 QUICK: Mapping[str, Any] = {"rank": 0, "world_size": 1, "return_ids": True, "window": 9, "connections": 4}
@@ -110,16 +111,19 @@ def write_hashed(
     folder.mkdir(parents=True)
     infos = []
     for number, (low, high) in enumerate(pieces):
-        if kind == "tar":
+        if kind.startswith("tar"):
+            columns = {"tokens": rows[low:high]}
+            if kind == "tar_masked":
+                columns[LOSS_MASK] = (rows[low:high] % 3 > 0).astype(np.uint8)
             name = f"shard-{number:05d}.tar"
-            info = tar.write_rows_shard(folder, name, rows[low:high], key_start=low, hashes=["xxh64"])
+            info = tar.write_columns_shard(folder, name, columns, key_start=low, hashes=["xxh64"])
         else:
             compression = "zstd" if kind == "mds_zstd" else None
             info = mds.write_rows_shard(
                 folder, f"shard.{number:05d}.mds", rows[low:high], compression=compression, hashes=["xxh64"]
             )
         infos.append(info)
-    (tar.write_shard_list if kind == "tar" else mds.write_index)(folder, infos)
+    (tar.write_shard_list if kind.startswith("tar") else mds.write_index)(folder, infos)
     return infos
 
 

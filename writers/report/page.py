@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardkit.card import Count, DatasetCard, FilterFacts, Histogram, InputFacts, LanguageCounts
+from shardkit.order.token_mask import LONGEST_PERIOD
 from shardkit.units import format_bytes
 from shardkit.writers.report.dedup import render_dedup
 from shardkit.writers.report.html import (
@@ -385,7 +386,15 @@ def _trained(card: DatasetCard) -> dict[str, str]:
         return {}
     trained = card.data["trained_tokens"]
     share = percent(trained, card.tokens)
-    return {"Trained on": f"{trained:,} tokens, {share}; the loss mask leaves out the rest"}
+    told = {"Trained on": f"{trained:,} tokens, {share}; the loss mask leaves out the rest"}
+    if "repeated" in card.packing:
+        most = card.recipe["pack"]["max_repetitions"]
+        documents = card.packing["repeated_documents"]
+        told["Repetitions masked"] = (
+            f"{card.packing['repeated']:,} tokens of {documents:,} documents, where the same 1 to "
+            f"{LONGEST_PERIOD} tokens follow each other more than {most:,} times"
+        )
+    return told
 
 
 def _rows(histogram: Histogram, name: str, caption: str) -> str:

@@ -408,7 +408,10 @@ def _describe(commits: Sequence[Commit]) -> list[SplitDocuments]:
 def count_partitions(recipe: Recipe, kept: Count) -> int:
     """Enough to fit the memory and to keep several workers busy; depends on documents and recipe only."""
     shard = recipe.output.shard_bytes
-    needed = tokenize.choose_partitions(kept.bytes, kept.documents, recipe.memory, shard_bytes=shard)
+    token_bytes = 4 if recipe.pack.max_repetitions is None else 5  # masks are made beside the tokens
+    needed = tokenize.choose_partitions(
+        kept.bytes, kept.documents, recipe.memory, token_bytes=token_bytes, shard_bytes=shard
+    )
     return max(needed, min(-(-kept.bytes // PARTITION_TEXT_BYTES), tokenize.MAX_PARTITIONS))
 
 

@@ -12,7 +12,8 @@ renames them.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from shardkit.card import Histogram
 from shardkit.errors import BuildError, ConservationError
 from shardkit.formats import mds, tar
 from shardkit.formats.tar.writer import KEY_DIGITS
-from shardkit.manifest import ShardInfo
+from shardkit.manifest import LOSS_MASK, ShardInfo
 from shardkit.order.permutation import Permutation
 from shardkit.writers.exchange import Exchanged, Slice
 from shardkit.writers.execution.task import Commit, Task, partition_name
+from shardkit.writers.kernels.repetitions import mask_repetitions
 from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe
 from shardkit.writers.stages.packing import (
     Placement,
@@ -55,9 +57,11 @@ TAR_KEY_STEP = 10**8  # keys of a partition's rows begin at partition * this: un
 
 _WIDE_KEY_DIGITS = 14  # of datasets of more partitions than 12 digits have room for
 
+_TOKENS = "tokens"
+
 _SUMS = ("documents", "rows", "tokens", "padding", "cut_documents", "needless_cuts", "pieces")
 
-_OF_POLICIES = ("cropped", "cropped_documents", "repeated_bos")
+_OF_POLICIES = ("cropped", "cropped_documents", "repeated_bos", "repeated", "repeated_documents")
 _MASKED = ("trained", "cropped_trained")
 
 _Ints = npt.NDArray[np.int64]
@@ -71,7 +75,9 @@ class Packed:
     `trained` are the tokens that a loss mask lets be trained on.
 
     Of strategies that crop: `cropped` tokens of `cropped_documents` were left out, of which `cropped_trained`
-    would have been trained on. `repeated_bos` tokens begin rows within documents. None: not of this strategy.
+    would have been trained on. `repeated_bos` tokens begin rows within documents. `repeated` tokens of
+    `repeated_documents`, cropped ones too, would be trained on if they did not repeat themselves. None: not
+    of these settings.
     """
 
     shards: list[ShardInfo] = field(default_factory=list)
@@ -88,6 +94,8 @@ class Packed:
     cropped: int | None = None
     cropped_documents: int | None = None
     repeated_bos: int | None = None
+    repeated: int | None = None
+    repeated_documents: int | None = None
     cropped_trained: int = 0
 
     def counts(self) -> dict[str, int]:
@@ -215,10 +223,13 @@ def pack_documents(
 
     `bos_id` begins rows within documents if `pack.row_bos` is set.
     """
+    repeated = None
+    if pack.max_repetitions is not None:
+        part, repeated = _without_repetitions(part, pack.max_repetitions)
     placement = _place(part.lengths, pack)
     shuffle = Permutation(placement.rows, f"{seed}\0rows\0{partition}".encode())
     placement = placement.moved(shuffle(np.arange(placement.rows)))
-    result = _count(placement, part.lengths, pack)
+    result = _count(placement, part.lengths, pack, repeated)
     booked = result.tokens + (result.cropped or 0)
     if booked != int(part.lengths.sum()) or result.documents != part.table.num_rows:
         raise ConservationError(
@@ -228,34 +239,54 @@ def pack_documents(
     starts = _shard_starts(
         placement.rows, _row_bytes(pack.sequence_length, part.tokens.dtype, output, part), output
     )
-    sources = part.starts[placement.document] + placement.start
-    pieces = np.searchsorted(placement.row, starts)
     for number in range(len(starts) - 1):
-        here = slice(int(pieces[number]), int(pieces[number + 1]))
-        rows = np.empty((int(starts[number + 1] - starts[number]), pack.sequence_length), part.tokens.dtype)
-        in_shard = placement.row[here] - starts[number]
-        fill_rows(
-            part.tokens, sources[here], placement.length[here], in_shard, placement.column[here], rows, eos_id
-        )
-        if pack.row_bos:
-            further = placement.start[here] > 0
-            rows[in_shard[further], placement.column[here][further] - 1] = bos_id
-        name = f"part-{partition:05d}.{number:05d}"
-        if part.masks is not None:
-            assert part.mask_starts is not None
-            masks = np.empty(rows.shape, np.uint8)
-            places = (part.mask_starts[placement.document] + placement.start)[here]
-            columns = placement.column[here]
-            fill_rows(part.masks, places, placement.length[here], in_shard, columns, masks, 0)
+        first, stop = int(starts[number]), int(starts[number + 1])
+        columns = _columns_of_rows(part, placement, range(first, stop), eos_id, bos_id)
+        if (masks := columns.get(LOSS_MASK)) is not None:
             result.trained += int(masks.sum())
-            result.shards.append(_write_masked_shard(folder, name, rows, masks, output))
-            continue
-        keys = partition * TAR_KEY_STEP + int(starts[number]), key_digits
-        result.shards.append(_write_shard(folder, name, rows, output, keys))
+        name, keys = f"part-{partition:05d}.{number:05d}", (partition * TAR_KEY_STEP + first, key_digits)
+        result.shards.append(_write_shard(folder, name, columns, output, keys))
     if part.masks is not None and pack.crops:
         result.cropped_trained = _trained_of(part) - result.trained
     write_provenance(folder / PROVENANCE_NAME, placement, starts, part.table, seed=seed)
     return result
+
+
+def _without_repetitions(part: Partition, most: int) -> tuple[Partition, _Ints]:
+    """Documents whose loss masks leave out repetitions, and how many tokens of each that takes away."""
+    if part.masks is None or part.mask_starts is None:
+        ends = np.cumsum(part.lengths)
+        total = int(ends[-1]) if len(ends) else 0
+        part = replace(part, masks=np.ones(total, np.uint8), mask_starts=ends - part.lengths)
+    assert part.masks is not None
+    assert part.mask_starts is not None
+    tokens = part.tokens.view(_stored_type(part.tokens.dtype))
+    found = mask_repetitions(tokens, part.starts, part.lengths, part.masks, part.mask_starts, most)
+    return part, found
+
+
+def _columns_of_rows(
+    part: Partition, placement: Placement, rows: range, eos_id: int, bos_id: int | None
+) -> dict[str, npt.NDArray[Any]]:
+    """The columns of some rows, in the unsigned types in which they are stored."""
+    here = slice(*np.searchsorted(placement.row, (rows.start, rows.stop)).tolist())
+    in_shard, column = placement.row[here] - rows.start, placement.column[here]
+    length, start, document = placement.length[here], placement.start[here], placement.document[here]
+    tokens = np.empty((len(rows), placement.sequence_length), part.tokens.dtype)
+    fill_rows(part.tokens, part.starts[document] + start, length, in_shard, column, tokens, eos_id)
+    if placement.row_bos:
+        further = start > 0
+        tokens[in_shard[further], column[further] - 1] = bos_id
+    columns: dict[str, npt.NDArray[Any]] = {_TOKENS: tokens.view(_stored_type(tokens.dtype))}
+    if part.masks is not None:
+        assert part.mask_starts is not None
+        masks = columns[LOSS_MASK] = np.empty(tokens.shape, np.uint8)
+        fill_rows(part.masks, part.mask_starts[document] + start, length, in_shard, column, masks, 0)
+    return columns
+
+
+def _stored_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if dtype.itemsize == 2 else np.uint32)
 
 
 def _place(lengths: _Ints, pack: PackConfig) -> Placement:
@@ -279,21 +310,24 @@ def _trained_of(part: Partition) -> int:
 def store_documents(folder: Path, part: Partition, partition: int, output: OutputConfig, seed: int) -> Packed:
     """Write whole documents in their order, one a sample, to be packed later (writers/token_store.py)."""
     count = len(part.lengths)
-    sizes = mds.array_bytes(part.lengths, part.tokens.dtype)
+    columns = {_TOKENS: (part.tokens.view(_stored_type(part.tokens.dtype)), part.starts)}
+    if part.masks is not None:
+        assert part.mask_starts is not None
+        columns[LOSS_MASK] = part.masks, part.mask_starts
+    sizes = mds.array_bytes(part.lengths, *(values.dtype for values, _ in columns.values()))
     starts = _cut_by_bytes(sizes, output.shard_bytes)
-    kind = np.dtype(np.uint16 if part.tokens.dtype.itemsize == 2 else np.uint32)
     shards = []
     for number in range(len(starts) - 1):
         rows = range(int(starts[number]), int(starts[number + 1]))
-        arrays = [
-            part.tokens[part.starts[row] : part.starts[row] + part.lengths[row]].view(kind) for row in rows
-        ]
+        samples = {
+            name: [values[begins[row] : begins[row] + part.lengths[row]] for row in rows]
+            for name, (values, begins) in columns.items()
+        }
         shards.append(
             mds.write_arrays_shard(
                 folder,
                 f"part-{partition:05d}.{number:05d}.mds",
-                arrays,
-                kind,
+                samples,
                 compression=output.compression,
                 hashes=output.hashes,
                 size_limit=output.shard_bytes,
@@ -305,7 +339,8 @@ def store_documents(folder: Path, part: Partition, partition: int, output: Outpu
     write_provenance(folder / PROVENANCE_NAME, placement, starts, part.table, seed=seed)
     histograms = Histogram.of(zeros), Histogram.of(zeros + 1)
     tokens = int(part.lengths.sum())
-    return Packed(shards, count, count, tokens, 0, 0, 0, count, *histograms)
+    trained = 0 if part.masks is None else _trained_of(part)
+    return Packed(shards, count, count, tokens, 0, 0, 0, count, *histograms, trained=trained)
 
 
 def _cut_by_bytes(sizes: _Ints, most: int) -> _Ints:
@@ -337,7 +372,7 @@ def _read_partition(documents: Slice, dtype: np.dtype[Any], *, masked: bool = Fa
     return Partition(tokens, starts // dtype.itemsize, lengths, table, *masks)
 
 
-def _count(placement: Placement, lengths: _Ints, pack: PackConfig) -> Packed:
+def _count(placement: Placement, lengths: _Ints, pack: PackConfig, repeated: _Ints | None) -> Packed:
     cropped = lengths - np.bincount(placement.document, placement.length, len(lengths)).astype(np.int64)
     cut = np.bincount(placement.document, minlength=len(lengths)) > 1
     filled = np.zeros(placement.rows, np.int64)
@@ -355,15 +390,17 @@ def _count(placement: Placement, lengths: _Ints, pack: PackConfig) -> Packed:
         cropped=int(cropped.sum()) if pack.crops else None,
         cropped_documents=int((cropped > 0).sum()) if pack.crops else None,
         repeated_bos=placement.repeated_bos if pack.row_bos else None,
+        repeated=None if repeated is None else int(repeated.sum()),
+        repeated_documents=None if repeated is None else int((repeated > 0).sum()),
     )
 
 
 def _row_bytes(sequence_length: int, dtype: np.dtype[Any], output: OutputConfig, part: Partition) -> int:
     """Bytes that one row takes in an uncompressed shard."""
-    tokens = sequence_length * (dtype.itemsize + (part.masks is not None))
+    columns = [dtype] if part.masks is None else [dtype, part.masks.dtype]
     if output.format == "mds":
-        return tokens + 4  # the offset
-    return 512 + -(-(128 + tokens) // 512) * 512  # a tar header, and the npy file padded to whole blocks
+        return sequence_length * sum(column.itemsize for column in columns) + 4  # the offset
+    return sum(tar.member_bytes(sequence_length, column) for column in columns)
 
 
 def _shard_starts(rows: int, row_bytes: int, output: OutputConfig) -> _Ints:
@@ -373,33 +410,31 @@ def _shard_starts(rows: int, row_bytes: int, output: OutputConfig) -> _Ints:
 
 
 def _write_shard(
-    folder: Path, name: str, block: Tokens, output: OutputConfig, keys: tuple[int, int]
+    folder: Path,
+    name: str,
+    columns: Mapping[str, npt.NDArray[Any]],
+    output: OutputConfig,
+    keys: tuple[int, int],
 ) -> ShardInfo:
     """`keys` are the first key of a tar's rows, and the digits of each."""
-    rows = block.view(np.uint16) if block.dtype.itemsize == 2 else block.view(np.uint32)
     if output.format == "wds":
         first, digits = keys
-        return tar.write_rows_shard(
-            folder, f"{name}.tar", rows, key_start=first, key_digits=digits, hashes=output.hashes
+        return tar.write_columns_shard(
+            folder, f"{name}.tar", columns, key_start=first, key_digits=digits, hashes=output.hashes
+        )
+    if LOSS_MASK in columns:
+        return mds.write_columns_shard(
+            folder,
+            f"{name}.mds",
+            columns,
+            compression=output.compression,
+            hashes=output.hashes,
+            size_limit=output.shard_bytes,
         )
     return mds.write_rows_shard(
         folder,
         f"{name}.mds",
-        rows,
-        compression=output.compression,
-        hashes=output.hashes,
-        size_limit=output.shard_bytes,
-    )
-
-
-def _write_masked_shard(
-    folder: Path, name: str, tokens: Tokens, masks: npt.NDArray[np.uint8], output: OutputConfig
-) -> ShardInfo:
-    kind = np.dtype(np.uint16 if tokens.dtype.itemsize == 2 else np.uint32)
-    return mds.write_columns_shard(
-        folder,
-        f"{name}.mds",
-        {"loss_mask": masks, "tokens": tokens.view(kind)},
+        columns[_TOKENS],
         compression=output.compression,
         hashes=output.hashes,
         size_limit=output.shard_bytes,

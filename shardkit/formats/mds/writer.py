@@ -87,35 +87,40 @@ def write_columns_shard(
 def write_arrays_shard(
     folder: Path,
     basename: str,
-    arrays: Sequence[npt.NDArray[Any]],
-    dtype: np.dtype[Any],
+    columns: Mapping[str, Sequence[npt.NDArray[Any]]],
     *,
-    column: str = "tokens",
     compression: str | None = None,
     hashes: Sequence[str] = (),
     size_limit: int | None = DEFAULT_SHARD_BYTES,
 ) -> ShardInfo:
-    """Write 1-D `arrays` of any lengths above 0 as one shard of one column `ndarray:dtype`.
+    """Write samples of 1-D arrays of any lengths above 0 as one shard of columns `ndarray:dtype`.
 
-    Returns its index entry; `array_bytes` says what an array takes. Otherwise as `write_rows_shard`.
+    Each column has one array a sample, all of one type, and samples one length in all columns. Returns the
+    index entry; `array_bytes` says what a sample takes. Otherwise as `write_rows_shard`.
     """
-    columns = make_columns({column: f"ndarray:{dtype.name}"})
-    shard = _ShardFile(Path(folder), columns, compression, hashes, size_limit)
-    sizes = array_bytes(np.fromiter(map(len, arrays), np.int64, len(arrays)), dtype) - _OFFSET_BYTES
-    return shard.write(basename, sizes, _sample_pieces(arrays, sizes), sync=False)
+    described = make_columns({name: f"ndarray:{arrays[0].dtype.name}" for name, arrays in columns.items()})
+    sorted_columns = [columns[column.name] for column in described]
+    shard = _ShardFile(Path(folder), described, compression, hashes, size_limit)
+    lengths = np.fromiter(map(len, sorted_columns[0]), np.int64, len(sorted_columns[0]))
+    sizes = array_bytes(lengths, *(arrays[0].dtype for arrays in sorted_columns)) - _OFFSET_BYTES
+    return shard.write(basename, sizes, _sample_pieces(sorted_columns), sync=False)
 
 
-def array_bytes(lengths: npt.NDArray[np.int64], dtype: np.dtype[Any]) -> npt.NDArray[np.int64]:
-    """int64[n]: what arrays of these lengths take in a shard of `write_arrays_shard`, with their offsets."""
-    dims = np.where(lengths <= 0xFF, 1, np.where(lengths <= 0xFFFF, 2, 4))
-    return _OFFSET_BYTES + 4 + 1 + dims + lengths * dtype.itemsize
+def array_bytes(lengths: npt.NDArray[np.int64], *dtypes: np.dtype[Any]) -> npt.NDArray[np.int64]:
+    """int64[n]: what arrays of these lengths in columns of these types take, with the samples' offsets."""
+    head = 4 + 1 + np.where(lengths <= 0xFF, 1, np.where(lengths <= 0xFFFF, 2, 4))
+    return _OFFSET_BYTES + len(dtypes) * head + lengths * sum(dtype.itemsize for dtype in dtypes)
 
 
-def _sample_pieces(arrays: Sequence[npt.NDArray[Any]], sizes: npt.NDArray[np.int64]) -> Iterator[memoryview]:
-    for array, size in zip(arrays, sizes.tolist(), strict=True):
-        word = np.uint32(size - 4).astype("<u4").tobytes()
-        yield memoryview(word + encode_shape(array.shape))
-        yield _as_bytes(array)
+def _sample_pieces(columns: Sequence[Sequence[npt.NDArray[Any]]]) -> Iterator[memoryview]:
+    for arrays in zip(*columns, strict=True):
+        heads = [encode_shape(array.shape) for array in arrays]
+        sizes = [len(head) + array.nbytes for head, array in zip(heads, arrays, strict=True)]
+        yield memoryview(np.array(sizes, "<u4").tobytes() + heads[0])
+        yield _as_bytes(arrays[0])
+        for head, array in zip(heads[1:], arrays[1:], strict=True):
+            yield memoryview(head)
+            yield _as_bytes(array)
 
 
 class MdsWriter:

@@ -8,15 +8,17 @@ ShardError with the file and, where known, the byte.
 
 from shardkit.formats.tar.shard import TarShard, open_shard, scan_folder, shard_from_raw
 from shardkit.formats.tar.shard_list import parse_shard_list, shard_list_bytes, write_shard_list
-from shardkit.formats.tar.writer import write_rows_shard
+from shardkit.formats.tar.writer import member_bytes, write_columns_shard, write_rows_shard
 
 __all__ = [
     "TarShard",
+    "member_bytes",
     "open_shard",
     "parse_shard_list",
     "scan_folder",
     "shard_from_raw",
     "shard_list_bytes",
+    "write_columns_shard",
     "write_rows_shard",
     "write_shard_list",
 ]

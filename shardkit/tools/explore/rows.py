@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardkit.errors import ShardkitError
-from shardkit.loaders.batch import IGNORED_LABEL, LOSS_MASK, find_segments
+from shardkit.loaders.batch import IGNORED_LABEL, find_segments
 from shardkit.loaders.state import LoaderState
 from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params, number_param
 from shardkit.tools.trace.answers import parse_row, trace_step
@@ -56,15 +56,15 @@ def show_row(explored: Explored, params: Params) -> dict[str, object]:
     [(_, tokens)] = read_rows(dataset, [number])
     [facts] = explored.tracer.rows([number], excerpts=False)
     first = number_param(params, "from", 0, most=len(tokens))
-    has_mask = any(column.name == LOSS_MASK for column in dataset.columns)
-    mask = np.asarray(dataset[number][LOSS_MASK]) if has_mask else np.ones(len(tokens), np.uint8)
+    name = dataset.loss_mask_column
+    mask = np.ones(len(tokens), np.uint8) if name is None else np.asarray(dataset[number][name])
     shown = _shown(explored, tokens, facts["documents"], mask, first, first + _TOKENS_ON_PAGE)
     end = first + _TOKENS_ON_PAGE
     return page | {
         "facts": facts,
         "spans": shown,
         "length": len(tokens),
-        "trained": int(np.count_nonzero(mask)) if has_mask else None,
+        "trained": None if name is None else int(np.count_nonzero(mask)),
         "first": first,
         "next": end if end < len(tokens) else None,
         "padding": int(sum(token.document is None for token in shown)) if end >= len(tokens) else None,

@@ -1,0 +1,69 @@
+"""Tokens of documents that repeat themselves, to be left out of the loss.
+
+The same 1 to `LONGEST_PERIOD` tokens that follow each other more than `most` times are a span: a run of
+tokens each equal to the one a period before, and the period before the run. All of its tokens are masked.
+
+A run that is long enough has `period * most` tokens, so only one token in as many is looked at where nothing
+repeats: from there back to the last token that does not. It takes about a nanosecond a token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.order.token_mask import LONGEST_PERIOD
+from shardkit.writers.kernels.numba_support import Int64s, UInt8s, kernel
+
+__all__ = ["mask_repetitions"]
+
+_Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+
+def mask_repetitions(
+    tokens: _Tokens, starts: Int64s, lengths: Int64s, masks: UInt8s, mask_starts: Int64s, most: int
+) -> Int64s:
+    """Set `masks` to 0 in spans of documents; int64[documents]: how many of its tokens were 1 before.
+
+    Document i has `lengths[i]` tokens from `starts[i]` on, and their masks from `mask_starts[i]` on.
+    IndexError if it lies outside of either.
+    """
+    for values, begins in ((tokens, starts), (masks, mask_starts)):
+        if ((begins < 0) | (lengths < 0) | (begins + lengths > len(values))).any():
+            raise IndexError("a document lies outside the tokens or the masks")
+    masked = np.zeros(len(lengths), np.int64)
+    _mask(tokens, starts, lengths, masks, mask_starts, most, LONGEST_PERIOD, masked)
+    return masked
+
+
+@kernel
+def _mask(
+    tokens: _Tokens,
+    starts: Int64s,
+    lengths: Int64s,
+    masks: UInt8s,
+    mask_starts: Int64s,
+    most: int,
+    longest: int,
+    masked: Int64s,
+) -> None:
+    for number in range(len(lengths)):
+        first, stop = starts[number], starts[number] + lengths[number]
+        to_mask = mask_starts[number] - first
+        for period in range(1, longest + 1):
+            least = period * most
+            begin = first + period  # of a run, which the token before it does not belong to
+            while begin + least <= stop:
+                at = begin + least - 1
+                while at >= begin and tokens[at] == tokens[at - period]:
+                    at -= 1
+                if at >= begin:
+                    begin = at + 1
+                    continue
+                end = begin + least
+                while end < stop and tokens[end] == tokens[end - period]:
+                    end += 1
+                for place in range(begin - period + to_mask, end + to_mask):
+                    masked[number] += masks[place]
+                    masks[place] = 0
+                begin = end + 1
