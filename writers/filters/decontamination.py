@@ -109,11 +109,15 @@ class DecontaminationConfig(FilterSettings):
                 )
             return self
         if self.cut is not None:
-            raise ValueError("cut: questions are found by a score, without exact bounds; leave out one of the two")
+            raise ValueError(
+                "cut: questions are found by a score, without exact bounds; leave out one of the two"
+            )
         if given := [key for key in _OF_RUNS if key in self.model_fields_set]:
             raise ValueError(f"{given[0]}: of runs of words only; set it in `questions` or leave it out")
         if any(one.fields != ("text",) for one in self.evaluations):
-            raise ValueError("evaluations: fields is of runs of words only; name question, answer and passage")
+            raise ValueError(
+                "evaluations: fields is of runs of words only; name question, answer and passage"
+            )
         return self
 
     @model_validator(mode="after")
@@ -357,7 +361,8 @@ def _item(record: EvaluationRecord, config: EvaluationConfig) -> EvaluationItem:
         texts = [joined(field_value(record.content, field)) for field in config.fields]
         if all(text is None for text in texts):
             raise RecipeError(
-                f"{record.where} has no text under {', '.join(config.fields)}; set fields to those of your file"
+                f"{record.where} has no text under {', '.join(config.fields)}; "
+                "set fields to those of your file"
             )
         text = plain_text("\n".join(filter(None, texts)))
     return EvaluationItem(config.label, record.number, text)

@@ -75,7 +75,9 @@ _BITS_PER_KEY = 16
 class QuestionsConfig(StrictModel):
     """How questions are found, and what makes a document contain one."""
 
-    threshold: Ratio = Field(default=0.8, gt=0, description="Score from which on a document contains an item.")
+    threshold: Ratio = Field(
+        default=0.8, gt=0, description="Score from which on a document contains an item."
+    )
     ngram: int = Field(default=4, ge=1, le=64, description="Words of the n-grams of questions.")
     min_item_words: int = Field(
         default=15,
@@ -247,7 +249,7 @@ class QuestionIndex:
     def _best(
         self, document: _Document, question: int, begin: int, end: int, weight: int
     ) -> list[QuestionMatch]:
-        """The item of a question with the best score, if it reaches the threshold; of equal ones the first."""
+        """A question's item with the best score, if that reaches the threshold; of equal ones the first."""
         best: QuestionMatch | None = None
         overlap = weight / int(self._totals[question])
         for item in self._items[question]:
@@ -348,112 +350,107 @@ def _load(
 ) -> QuestionIndex:
     """The index, cached for the process's next task while the files stay the same."""
     parts = [part for one in evaluations for part in _read(one, folder / one.path)]
-    questions, question_of = _distinct([part.question for part in parts])
-    flat = [(number, answer) for number, part in enumerate(parts) for answer in part.answers]
-    answers, answer_of = _distinct([answer for _, answer in flat])
-    passages, passage_of = _distinct([part.passage or "" for part in parts])
-    counts = [_words(texts) for texts in (questions, answers, passages)]
-    answers_of: list[list[int]] = [[] for _ in parts]
-    for (number, _), answer in zip(flat, answer_of.tolist(), strict=True):
-        answers_of[number].append(answer)
+    columns = [
+        _Column(list(texts))
+        for texts in ([p.question for p in parts], [p.answer for p in parts], [p.passage for p in parts])
+    ]
+    words = [column.words for column in columns]
+    kept = (words[0] >= config.ngram) & (sum(words) >= config.min_item_words)
+    numbers = [column.keep(kept) for column in columns]
     items: dict[tuple[int, int, int], Item] = {}
-    for number, part in enumerate(parts):
-        question = int(question_of[number])
-        passage = int(passage_of[number]) if part.passage is not None else -1
-        for answer in answers_of[number] or [-1]:
-            key = (question, answer, passage)
-            numbers = zip(counts, key, strict=True)
-            words = sum(int(count[at]) for count, at in numbers if at >= 0)
-            if counts[0][question] >= config.ngram and words >= config.min_item_words:
-                items.setdefault(key, Item(*key, part.evaluation, part.record))
-    kept = sorted({item.question for item in items.values()})
-    renumbered = {old: new for new, old in enumerate(kept)}
-    return QuestionIndex(
-        config,
-        [
-            Item(renumbered[one.question], one.answer, one.passage, one.evaluation, one.record)
-            for one in items.values()
-        ],
-        _grams([questions[number] for number in kept], config.ngram),
-        _grams(answers, _ANSWER_NGRAM),
-        _grams(passages, _PASSAGE_NGRAM),
-    )
+    for row, question, answer, passage in zip(np.flatnonzero(kept).tolist(), *numbers, strict=True):
+        item = Item(question, answer, passage, parts[row].evaluation, parts[row].record)
+        items.setdefault((question, answer, passage), item)
+    grams = [
+        _grams(column.texts, ngram)
+        for column, ngram in zip(columns, (config.ngram, _ANSWER_NGRAM, _PASSAGE_NGRAM), strict=True)
+    ]
+    return QuestionIndex(config, list(items.values()), *grams)
 
 
 class _Parts(NamedTuple):
-    """What a record holds."""
+    """A question of a record, with one of its answers."""
 
     evaluation: str
     record: int
     question: str
-    answers: tuple[str, ...]
+    answer: str | None
     passage: str | None
 
 
 def _read(config: EvaluationConfig, path: Path) -> list[_Parts]:
-    parts = [_parts(record, config) for record in read_records(config, path)]
+    parts = [part for record in read_records(config, path) for part in _parts(record, config)]
     for role in config.roles():
-        if parts and not any(part.passage if role == "passage" else part.answers for part in parts):
-            if role == "question":
-                continue  # each record has one
+        if parts and all(getattr(part, role) is None for part in parts):
             raise RecipeError(
-                f"decontamination: {path}: no record has a text under {getattr(config, role)!r}; set {role} "
+                f"decontamination: {path}: no record has a text under {getattr(config, role)}; set {role} "
                 "to a field of your file, or leave it out"
             )
     return parts
 
 
-def _parts(record: EvaluationRecord, config: EvaluationConfig) -> _Parts:
+def _parts(record: EvaluationRecord, config: EvaluationConfig) -> list[_Parts]:
     if isinstance(record.content, str):
-        raise RecipeError(f"{record.where} is plain text; `questions` needs JSON lines or Parquet with fields")
+        raise RecipeError(
+            f"{record.where} is plain text; `questions` needs the fields of JSON lines or Parquet"
+        )
     name = config.question or "question"
     question = joined(field_value(record.content, name))
     if question is None:
         raise RecipeError(f"{record.where} has no text under {name}; set question to a field of your file")
     passage = joined(field_value(record.content, config.passage or "passage"))
     answers = field_value(record.content, config.answer or "answer")
-    texts = (_answer(one) for one in (answers if isinstance(answers, list) else [answers]))
-    return _Parts(
-        config.label,
-        record.number,
-        plain_text(question),
-        tuple(plain_text(text) for text in texts if text),
-        plain_text(passage) if passage else None,
-    )
+    texts = [_answer(one) for one in (answers if isinstance(answers, list) else [answers])]
+    no_answer: list[str | None] = [None]
+    return [
+        _Parts(
+            config.label,
+            record.number,
+            plain_text(question),
+            answer,
+            plain_text(passage) if passage else None,
+        )
+        for answer in [text for text in texts if text] or no_answer
+    ]
 
 
 def _answer(value: object) -> str | None:
     """A text, or a number as text."""
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value) if isinstance(value, str | int | float) else None
+    return plain_text(str(value)) if isinstance(value, str | int | float) else None
 
 
-def _distinct(texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """The first text of each sequence of words, and for each text the number of its words' one."""
-    from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
+class _Column:
+    """Texts of one kind, some None: those with different words, and which of them each is, or -1."""
 
-    hashes, offsets = shingle_batch(_array(texts), Ngrams(1))
-    numbers: dict[bytes, int] = {}
-    chosen: list[str] = []
-    of = np.zeros(len(texts), np.int64)
-    for at, text in enumerate(texts):
-        of[at] = numbers.setdefault(hashes[offsets[at] : offsets[at + 1]].tobytes(), len(chosen))
-        if of[at] == len(chosen):
-            chosen.append(text)
-    return chosen, of
+    def __init__(self, texts: Sequence[str | None]) -> None:
+        from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
+
+        hashes, edges = shingle_batch(_array([text or "" for text in texts]), Ngrams(1))
+        numbers: dict[bytes, int] = {}
+        self.texts: list[str] = []
+        self._of = np.full(len(texts), -1, np.int64)
+        for at, text in enumerate(texts):
+            if text is not None:
+                key = hashes[edges[at] : edges[at + 1]].tobytes()
+                self._of[at] = numbers.setdefault(key, len(self.texts))
+                if self._of[at] == len(self.texts):
+                    self.texts.append(text)
+        self.words = np.diff(edges)  # of each text, 0 of None
+
+    def keep(self, chosen: npt.NDArray[np.bool_]) -> list[int]:
+        """Leave out the texts of other rows; the new numbers of those of the chosen rows."""
+        of = self._of[chosen]
+        used = np.unique(of[of >= 0])
+        self.texts = [self.texts[number] for number in used.tolist()]
+        return [int(number) for number in np.where(of < 0, -1, np.searchsorted(used, of))]
 
 
 def _array(texts: Sequence[str]) -> pa.LargeStringArray:
     import pyarrow as pa
 
     return pa.array(texts, pa.large_string())
-
-
-def _words(texts: Sequence[str]) -> npt.NDArray[np.int64]:
-    from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
-
-    return np.diff(shingle_batch(_array(texts), Ngrams(1)).offsets)
 
 
 def _grams(texts: Sequence[str], ngram: int) -> Grams:
@@ -471,7 +468,7 @@ def _grams(texts: Sequence[str], ngram: int) -> Grams:
     frequencies, of = np.unique(counts, return_inverse=True)
     weights = [max(1, round(_UNIT * math.log((len(texts) + 1) / df))) for df in frequencies.tolist()]
     return Grams(
-        _words(texts),
+        np.diff(shingle_batch(_array(texts), Ngrams(1)).offsets),
         hashes,
         np.array(weights, np.int64)[of][which] if len(hashes) else np.zeros(0, np.int64),
         np.searchsorted(owners, np.arange(len(texts) + 1)).astype(np.int64),
@@ -481,7 +478,7 @@ def _grams(texts: Sequence[str], ngram: int) -> Grams:
 def _seeds(
     grams: Grams, totals: npt.NDArray[np.int64], needs: npt.NDArray[np.int64]
 ) -> tuple[_Seeds, QuestionGrams]:
-    """The first n-grams of each question, the heaviest first, that weigh more than its total less its need."""
+    """The heaviest n-grams of each question, which together weigh more than its total less its need."""
     from shardkit.writers.kernels.hash_tables import fill_places
     from shardkit.writers.kernels.question_clusters import QuestionGrams
 
