@@ -215,6 +215,13 @@ def test_items_come_from_json_lines_gzip_and_parquet_with_fields_of_any_name(tmp
         ),
         ("e.jsonl", b'{"question": "x"}\n', {"passage": "context"}, "under context; set passage"),
         ("e.jsonl", b'"x"\n', {}, "line 1 has no text under question"),
+        ("e.jsonl", b'{"question": "x", "choices": ["a", "b"], "answer": 1}\n', {}, "set answer to choices"),
+        (
+            "e.jsonl",
+            b'{"question": "x", "options": {"text": ["a"]}, "key": "B"}\n',
+            {"answer": "key"},
+            "line 1 has the answer B and a list of options; set answer to options.text",
+        ),
         ("e.txt", b"a question\n", {}, "line 1 is plain text"),
         ("e.parquet", b"PAR1 or not", {}, "not a Parquet file that can be read"),
     ],
@@ -263,39 +270,71 @@ def test_nothing_is_found_where_there_is_nothing_to_find(tmp_path: Path) -> None
     assert scores(tmp_path, [], [LONG_ITEM]) == []
 
 
-WORD = st.sampled_from(["a", "B", "b", "c", "d,", "é", "e\u0301", "中", "1", "...", "\u2028"])
-TEXT = st.lists(WORD, max_size=14).map(" ".join)
-ITEM = st.tuples(TEXT, st.none() | TEXT.filter(bool), st.none() | TEXT.filter(bool))
+Parts = tuple[str, str | None, str | None]
+VOCABULARY = ["a", "B", "b", "c", "d,", "é", "e\u0301", "中", "1", "...", "\u2028", *"fghjklmnopqrstuvwxyz"]
 
 
-@settings(max_examples=300, deadline=None)
+def parts_and_text(rng: random.Random) -> tuple[list[Parts], str]:
+    """Items, and a text of their parts in some order, with words changed, left out and put in between."""
+
+    def words(most: int, vocabulary: list[str]) -> list[str]:
+        return rng.choices(vocabulary, k=rng.randrange(1, most))
+
+    shared = [words(9, VOCABULARY) for _ in range(3)]
+
+    def part(most: int) -> str:
+        return " ".join(words(most, VOCABULARY) + rng.choice([[], *shared]) + words(most, VOCABULARY))
+
+    items: list[Parts] = []
+    for _ in range(rng.randrange(1, 6)):
+        most = rng.choice([4, 12, 30])
+        answer, passage = [rng.choice([None, part(rng.choice([2, 4, 20]))]) for _ in range(2)]
+        question = rng.choice(items)[0] if items and rng.random() < 0.3 else part(most)
+        items.append((question, answer, passage))
+    text: list[str] = []
+    change = rng.choice([0, 0.05, 0.15])
+    for _ in range(rng.randrange(1, 4)):
+        question, *others = rng.choice(items)
+        item = [question, *(one for one in others if one and rng.random() < 0.7)]
+        if rng.random() < 0.5:
+            rng.shuffle(item)
+        for piece in item:
+            text += [word if rng.random() >= change else f"other{rng.random()}" for word in piece.split()]
+            text += [f"between{rng.random()}"] * rng.choice([0, 0, 3, rng.randrange(150)])
+    start = rng.choice([0, 0, rng.randrange(len(text))])
+    return items, " ".join(text[start:])
+
+
+@settings(max_examples=400, deadline=None)
 @given(
-    items=st.lists(ITEM, min_size=1, max_size=4),
-    pieces=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)) | TEXT, max_size=8),
-    given_settings=st.fixed_dictionaries(
+    seed=st.integers(0, 2**32),
+    chosen=st.fixed_dictionaries(
         {
             "ngram": st.integers(1, 4),
-            "min_item_words": st.integers(1, 6),
-            "max_misses": st.integers(0, 6),
-            "long_question": st.none() | st.integers(1, 12),
-            "answer_window": st.integers(1, 12),
-            "threshold": st.sampled_from([0.301, 0.51, 0.667, 0.801, 1.0]),
+            "min_item_words": st.sampled_from([1, 8, 15]),
+            "max_misses": st.sampled_from([0, 2, 5, 11]),
+            "long_question": st.none() | st.integers(1, 40),
+            "answer_window": st.sampled_from([1, 5, 50]),
+            "threshold": st.sampled_from([0.101, 0.301, 0.51, 0.667, 0.801, 1.0]),
         }
     ),
 )
 def test_scores_are_those_of_the_plain_reference(
-    tmp_path_factory: pytest.TempPathFactory,
-    items: list[tuple[str, str | None, str | None]],
-    pieces: list[tuple[int, int] | str],
-    given_settings: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory, seed: int, chosen: dict[str, Any]
 ) -> None:
-    """Texts are made of parts of the items, in some order, and of other words."""
-    chosen = [one if isinstance(one, str) else items[one[0] % len(items)][one[1]] or "" for one in pieces]
-    text = " ".join(chosen)
+    items, text = parts_and_text(random.Random(seed))
     records = [dict(zip(("question", "answer", "passage"), item, strict=True)) for item in items]
-    found = scores(tmp_path_factory.getbasetemp(), [FILLER, text], records, **given_settings)
-    expected = reference_question_score(text, items, **given_settings)
+    found = scores(tmp_path_factory.getbasetemp(), [FILLER, text], records, **chosen)
+    expected = reference_question_score(text, items, **chosen)
     assert found == [0, pytest.approx(expected, abs=2e-6)]
+
+
+def test_of_items_with_equal_scores_the_first_is_named(tmp_path: Path) -> None:
+    other: dict[str, Any] = {"question": SHORT, "answer": ["The Rhone", "The Rhine"]}
+    items = [*OTHERS, other, SHORT_ITEM]
+    text = inside(f"{SHORT} a) The Rhine b) the Aare")
+    assert values(made(tmp_path, items).judge(text_batch([text]))[1]) == ["eval.jsonl:8"]
+    assert values(made(tmp_path, items[::-1]).judge(text_batch([text]))[1]) == ["eval.jsonl:0"]
 
 
 def test_a_build_drops_what_holds_questions_and_says_which(tmp_path: Path, inline_builds: None) -> None:

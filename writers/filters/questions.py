@@ -171,9 +171,13 @@ class Grams(NamedTuple):
     def overlap(self, number: int, others: npt.NDArray[np.uint64]) -> float:
         """The weight of a text's n-grams that are among others, by the weight of all."""
         chosen = slice(self.offsets[number], self.offsets[number + 1])
-        weights = self.weights[chosen]
-        found = int(weights[np.isin(self.hashes[chosen], others)].sum())
-        return found / int(weights.sum()) if found else 0.0
+        hashes, weights = self.hashes[chosen], self.weights[chosen]
+        if not len(hashes):
+            return 0.0
+        places = np.searchsorted(hashes, others) % len(hashes)
+        is_there = np.zeros(len(hashes), np.bool_)
+        is_there[places[hashes[places] == others]] = True
+        return int(weights[is_there].sum()) / int(weights.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +225,7 @@ class QuestionIndex:
         sizes = self._sizes(item)
         least = _required(sizes.total, self._config.threshold)
         share = _shares(sizes)[0]
-        need = least if share == 1 else 1 - (1 - least) / share
-        if self._config.long_question is not None and sizes.question >= self._config.long_question:
-            need = min(need, least)
-        return max(_LEAST_OVERLAP, need)
+        return max(_LEAST_OVERLAP, 1 - (1 - least) / share)  # at most `least`, which long questions need
 
     def matches(self, texts: pa.LargeStringArray) -> Iterable[tuple[int, list[QuestionMatch]]]:
         """(index, items in the order of the text) of the texts that contain some."""
@@ -401,6 +402,7 @@ def _parts(record: EvaluationRecord, config: EvaluationConfig) -> list[_Parts]:
     passage = joined(field_value(record.content, config.passage or "passage"))
     answers = field_value(record.content, config.answer or "answer")
     texts = [_answer(one) for one in (answers if isinstance(answers, list) else [answers])]
+    _refuse_index(record, answers, texts[0] if texts else None)
     no_answer: list[str | None] = [None]
     return [
         _Parts(
@@ -412,6 +414,19 @@ def _parts(record: EvaluationRecord, config: EvaluationConfig) -> list[_Parts]:
         )
         for answer in [text for text in texts if text] or no_answer
     ]
+
+
+def _refuse_index(record: EvaluationRecord, answers: object, text: str | None) -> None:
+    """RecipeError for an answer that is the number or letter of a choice: no document has it as a text."""
+    if isinstance(answers, list) or text is None or len(text.strip()) > 1:
+        return
+    for name in ("choices", "options", "choices.text", "options.text"):
+        if isinstance(field_value(record.content, name), list):
+            first = name.split(".")[0]
+            raise RecipeError(
+                f"{record.where} has the answer {text} and a list of {first}; set answer to {name}, so that "
+                "any of these counts, or to a field with the answer's text"
+            )
 
 
 def _answer(value: object) -> str | None:
