@@ -167,6 +167,18 @@ def test_the_report_tells_the_item_the_words_and_the_overlaps(tmp_path: Path) ->
     assert second.items() >= {"item": 9, "score": 1, "answer": 1, "text": SHORT[:-1]}.items()
 
 
+def test_questions_of_scripts_without_spaces_are_found_by_their_characters(tmp_path: Path) -> None:
+    question, answer = "下列关于细胞膜的说法中哪一项是正确的？(GSM 8)", "磷脂双分子层"
+    item = {"question": question, "answer": answer}
+    others = [{"question": question.replace("细胞膜", name), "answer": name} for name in ("线粒体", "叶绿体")]
+    texts = [f"今天下雨。{question}答案：{end}今天又下雨。" for end in (answer, "叶绿体")]
+    step = made(tmp_path, [*others, item], unit="auto", long_question=40)
+    assert values(step.judge(text_batch(texts))[0]) == [1, 0]
+    [row] = step.take_rows()
+    assert (row["item"], row["begin"], row["end"], row["text"]) == (2, 4, 24, question[:-1])
+    assert scores(tmp_path, texts, [*others, item], long_question=40) == [0, 0]
+
+
 def test_marking_reports_and_drops_nothing(tmp_path: Path) -> None:
     (tmp_path / "eval.jsonl").write_text(json.dumps(LONG_ITEM))
     config = {"evaluations": {"path": "eval.jsonl"}, "questions": {}, "action": "mark"}
@@ -271,7 +283,21 @@ def test_nothing_is_found_where_there_is_nothing_to_find(tmp_path: Path) -> None
 
 
 Parts = tuple[str, str | None, str | None]
-VOCABULARY = ["a", "B", "b", "c", "d,", "é", "e\u0301", "中", "1", "...", "\u2028", *"fghjklmnopqrstuvwxyz"]
+VOCABULARY = [
+    "a",
+    "B",
+    "b",
+    "c",
+    "d,",
+    "é",
+    "e\u0301",
+    "中文",
+    "は1",
+    "1",
+    "...",
+    "\u2028",
+    *"fghjklmnopqrstuvwxyz",
+]
 
 
 def parts_and_text(rng: random.Random) -> tuple[list[Parts], str]:
@@ -311,6 +337,7 @@ def parts_and_text(rng: random.Random) -> tuple[list[Parts], str]:
     chosen=st.fixed_dictionaries(
         {
             "ngram": st.integers(1, 4),
+            "unit": st.sampled_from(["words", "auto"]),
             "min_item_words": st.sampled_from([1, 8, 15]),
             "max_misses": st.sampled_from([0, 2, 5, 11]),
             "long_question": st.none() | st.integers(1, 40),
@@ -363,6 +390,7 @@ def test_defaults_are_those_of_the_documented_formula() -> None:
     assert QuestionsConfig().model_dump() == {
         "threshold": 0.8,
         "ngram": 4,
+        "unit": "words",
         "min_item_words": 15,
         "max_misses": 11,
         "long_question": 20,

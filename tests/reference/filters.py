@@ -13,6 +13,7 @@ from statistics import median
 from shardkit.writers.kernels.dolma_statistics import LONGEST
 from shardkit.writers.kernels.lines import ALL_LINES, PARAGRAPHS, LineStatistics
 from shardkit.writers.kernels.ngrams import COPIES, TOP
+from shardkit.writers.kernels.shingles import text_units
 from shardkit.writers.kernels.utf8 import PUNCTUATION, TERMINAL, characters_with
 from shardkit.writers.kernels.word_statistics import WordStatistics
 from shardkit.writers.kernels.words import normalized_words
@@ -163,6 +164,7 @@ def reference_question_score(
     text: str,
     items: Sequence[tuple[str, str | None, str | None]],
     *,
+    unit: str = "words",
     ngram: int,
     min_item_words: int,
     max_misses: int,
@@ -174,17 +176,18 @@ def reference_question_score(
     items = [
         item
         for item in items
-        if len(_words_of(item[0])) >= ngram and sum(len(_words_of(part)) for part in item) >= min_item_words
+        if len(_words_of(item[0], unit)) >= ngram
+        and sum(len(_words_of(part, unit)) for part in item) >= min_item_words
     ]
     parts: list[dict[tuple[str, ...], float]] = []
     for which, size in ((0, ngram), (1, 3), (2, 4)):
-        distinct = {tuple(_words_of(item[which])) for item in items if item[which] is not None}
+        distinct = {tuple(_words_of(item[which], unit)) for item in items if item[which] is not None}
         grams = [_grams_of(words, size) for words in distinct]
         seen = Counter(gram for some in grams for gram in some)
         parts.append({gram: math.log((len(distinct) + 1) / count) for gram, count in seen.items()})
-    words, best = _words_of(text), 0.0
+    words, best = _words_of(text, unit), 0.0
     for item in items:
-        theirs = _grams_of(tuple(_words_of(item[0])), ngram)
+        theirs = _grams_of(tuple(_words_of(item[0], unit)), ngram)
         at = [n for n in range(len(words) - ngram + 1) if tuple(words[n : n + ngram]) in theirs]
         breaks = [n for n in range(1, len(at)) if at[n] - at[n - 1] > max_misses + 1]
         for first, last in zip([0, *breaks], [*breaks, len(at)], strict=True):
@@ -194,7 +197,7 @@ def reference_question_score(
             begin, end = cluster[0], cluster[-1] + ngram
             sure = 1 / 2 + min(len(theirs), 20) / 40
             q = _share([words[n : n + ngram] for n in cluster], theirs, parts[0])
-            a, p, a_words, p_words = None, None, _words_of(item[1]), _words_of(item[2])
+            a, p, a_words, p_words = None, None, _words_of(item[1], unit), _words_of(item[2], unit)
             if item[1] is not None:
                 size = min(3, len(a_words))
                 after = words[end : end + max(answer_window, 2 * len(a_words))]
@@ -213,8 +216,8 @@ def reference_question_score(
                 given = 0.7 * (1 - sure)
                 of_answer = (0.2 + given / 2) * (1 / 2 + min(len(a_words), 4) / 8)
                 score = 0.7 * sure * q + of_answer * a + (0.3 + given - of_answer) * p
-            length = len(_words_of(item[0])) + len(a_words) + len(p_words)
-            if long_question is not None and len(_words_of(item[0])) >= long_question:
+            length = len(_words_of(item[0], unit)) + len(a_words) + len(p_words)
+            if long_question is not None and len(_words_of(item[0], unit)) >= long_question:
                 score = max(score, q)
             if score < 1 - 1e-12:
                 score *= threshold / (1 - (1 - threshold) * min(1, max(0, (length - 15) / 25)))
@@ -224,8 +227,8 @@ def reference_question_score(
     return best
 
 
-def _words_of(text: str | None) -> list[str]:
-    return normalized_words(text or "")
+def _words_of(text: str | None, unit: str) -> list[str]:
+    return text_units(text or "", unit)
 
 
 def _runs(words: Sequence[str], size: int) -> list[Sequence[str]]:

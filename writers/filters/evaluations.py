@@ -158,7 +158,10 @@ def field_value(record: object, name: str) -> object:
 
 
 def report_rows(
-    batch: TextBatch, number: int, spans: Iterable[tuple[int, int, Mapping[str, Any]]]
+    batch: TextBatch,
+    number: int,
+    spans: Iterable[tuple[int, int, Mapping[str, Any]]],
+    words: re.Pattern[str] = WORDS,
 ) -> Iterator[dict[str, Any]]:
     """For each (begin, end, facts) where the document is from, the facts, and its text of these words.
 
@@ -167,7 +170,7 @@ def report_rows(
     [row] = batch.documents.select(["document_id", "file", "record"]).slice(number, 1).to_pylist()
     where = row | {"document_id": row["document_id"].hex()}
     text = unicodedata.normalize("NFC", batch.texts[number].as_py())
-    edges = [match.span() for match in WORDS.finditer(text)]
+    edges = [match.span() for match in words.finditer(text)]
     for first, last, facts in spans:
         begin, end = edges[first][0], edges[last - 1][1]
         yield where | facts | {"text": text[begin : min(end, begin + _EXCERPT)]}

@@ -3,7 +3,8 @@
 The idea is that of decon (https://github.com/allenai/decon, doc/simple-details.md), which cleaned the data of
 OLMo 3. An item has a question, and may have an answer and a passage. Words are those of near-duplicate
 removal; an n-gram's weight is its inverse document frequency ln((N + 1) / df), N being the number of
-distinct questions (answers, passages) and df how many of them have it.
+distinct questions (answers, passages) and df how many of them have it. With `unit: auto` each character of
+a script without spaces is a word.
 
 1. A cluster is a stretch of the document between n-grams of a question (`ngram` words), without more than
    `max_misses` n-grams of other words in a row (`kernels/question_clusters.py`).
@@ -36,7 +37,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 
     from shardkit.writers.filters.text_batch import TextBatch
     from shardkit.writers.kernels.question_clusters import QuestionGrams
+    from shardkit.writers.kernels.shingles import Ngrams
 
 __all__ = ["Item", "QuestionFilter", "QuestionIndex", "QuestionMatch", "QuestionsConfig", "item_score"]
 
@@ -79,6 +81,10 @@ class QuestionsConfig(StrictModel):
         default=0.8, gt=0, description="Score from which on a document contains an item."
     )
     ngram: int = Field(default=4, ge=1, le=64, description="Words of the n-grams of questions.")
+    unit: Literal["words", "auto"] = Field(
+        default="words",
+        description="auto: each Chinese, Japanese, Thai, Lao, Khmer or Burmese character is a word by itself.",
+    )
     min_item_words: int = Field(
         default=15,
         ge=1,
@@ -139,6 +145,8 @@ class QuestionFilter:
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge. Values: the best score, and "<evaluation>:<line or row>" of its item."""
+        from shardkit.writers.kernels.shingles import UNIT_PATTERNS
+
         rows, texts = batch.wanted_texts()
         scores = np.zeros(len(batch), np.float64)
         items = np.full(len(batch), "", np.object_)
@@ -147,7 +155,7 @@ class QuestionFilter:
             number, best = int(rows[at]), max(matches, key=lambda match: match.score)
             scores[number], items[number] = best.score, f"{best.evaluation}:{best.item}"
             spans = ((one.begin, one.end, asdict(one)) for one in matches)
-            self._rows += report_rows(batch, number, spans)
+            self._rows += report_rows(batch, number, spans, UNIT_PATTERNS[self._config.unit])
         threshold = self._config.threshold
         return [
             Rule("question", scores >= threshold if self._drops else None, scores, threshold),
@@ -235,11 +243,11 @@ class QuestionIndex:
 
         if not self._items:
             return
-        hashes, offsets = shingle_batch(texts, Ngrams(self._config.ngram))
+        hashes, offsets = shingle_batch(texts, Ngrams(self._config.ngram, self._config.unit))
         hits = find_matches(hashes, self._seeds.bits, self._seeds.keys, self._seeds.places)
         clusters = find_clusters(hashes, offsets, hits, self._grams, self._config.max_misses)
         for text in np.unique(clusters[:, 0]).tolist():
-            document = _Document(texts.slice(text, 1))
+            document = _Document(texts.slice(text, 1), self._config.unit)
             found = []
             for _, question, begin, end, weight in clusters[clusters[:, 0] == text].tolist():
                 first, last = begin - int(offsets[text]), end - int(offsets[text])
@@ -290,8 +298,8 @@ class _Sizes(NamedTuple):
 class _Document:
     """n-grams of parts of a text, made when they are first asked for."""
 
-    def __init__(self, text: pa.LargeStringArray) -> None:
-        self._text = text
+    def __init__(self, text: pa.LargeStringArray, unit: str) -> None:
+        self._text, self._unit = text, unit
         self._hashes: dict[int, npt.NDArray[np.uint64]] = {}
 
     def grams(self, size: int, begin: int, end: int) -> npt.NDArray[np.uint64]:
@@ -301,7 +309,7 @@ class _Document:
         if size < 1:
             return np.zeros(0, np.uint64)
         if size not in self._hashes:
-            self._hashes[size] = shingle_batch(self._text, Ngrams(size)).hashes
+            self._hashes[size] = shingle_batch(self._text, Ngrams(size, self._unit)).hashes
         return self._hashes[size][max(0, begin) : max(0, end - size + 1)]
 
 
@@ -350,9 +358,11 @@ def _load(
     _versions: tuple[tuple[int, int], ...],
 ) -> QuestionIndex:
     """The index, cached for the process's next task while the files stay the same."""
+    from shardkit.writers.kernels.shingles import Ngrams
+
     parts = [part for one in evaluations for part in _read(one, folder / one.path)]
     columns = [
-        _Column(list(texts))
+        _Column(list(texts), config.unit)
         for texts in ([p.question for p in parts], [p.answer for p in parts], [p.passage for p in parts])
     ]
     words = [column.words for column in columns]
@@ -363,7 +373,7 @@ def _load(
         item = Item(question, answer, passage, parts[row].evaluation, parts[row].record)
         items.setdefault((question, answer, passage), item)
     grams = [
-        _grams(column.texts, ngram)
+        _grams(column.texts, Ngrams(ngram, config.unit))
         for column, ngram in zip(columns, (config.ngram, _ANSWER_NGRAM, _PASSAGE_NGRAM), strict=True)
     ]
     return QuestionIndex(config, list(items.values()), *grams)
@@ -439,10 +449,10 @@ def _answer(value: object) -> str | None:
 class _Column:
     """Texts of one kind, some None: those with different words, and which of them each is, or -1."""
 
-    def __init__(self, texts: Sequence[str | None]) -> None:
+    def __init__(self, texts: Sequence[str | None], unit: str) -> None:
         from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
 
-        hashes, edges = shingle_batch(_array([text or "" for text in texts]), Ngrams(1))
+        hashes, edges = shingle_batch(_array([text or "" for text in texts]), Ngrams(1, unit))
         numbers: dict[bytes, int] = {}
         self.texts: list[str] = []
         self._of = np.full(len(texts), -1, np.int64)
@@ -468,11 +478,11 @@ def _array(texts: Sequence[str]) -> pa.LargeStringArray:
     return pa.array(texts, pa.large_string())
 
 
-def _grams(texts: Sequence[str], ngram: int) -> Grams:
+def _grams(texts: Sequence[str], config: Ngrams) -> Grams:
     """The distinct n-grams of each text, of distinct texts; of a shorter text all its words."""
-    from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
+    from shardkit.writers.kernels.shingles import shingle_batch
 
-    hashes, edges = shingle_batch(_array(texts), Ngrams(ngram))
+    hashes, edges = shingle_batch(_array(texts), config)
     owners = np.repeat(np.arange(len(texts)), np.diff(edges))
     order = np.lexsort((hashes, owners))
     hashes, owners = hashes[order], owners[order]
@@ -483,7 +493,7 @@ def _grams(texts: Sequence[str], ngram: int) -> Grams:
     frequencies, of = np.unique(counts, return_inverse=True)
     weights = [max(1, round(_UNIT * math.log((len(texts) + 1) / df))) for df in frequencies.tolist()]
     return Grams(
-        np.diff(shingle_batch(_array(texts), Ngrams(1)).offsets),
+        np.diff(shingle_batch(_array(texts), config._replace(ngram=1)).offsets),
         hashes,
         np.array(weights, np.int64)[of][which] if len(hashes) else np.zeros(0, np.int64),
         np.searchsorted(owners, np.arange(len(texts) + 1)).astype(np.int64),
