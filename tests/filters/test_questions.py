@@ -8,7 +8,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from reference.filters import reference_question_score
+from shardkit.cli.main import main
 from shardkit.errors import RecipeError
 from shardkit.writers import build
 from shardkit.writers.filters.base import Filter
@@ -364,7 +364,9 @@ def test_of_items_with_equal_scores_the_first_is_named(tmp_path: Path) -> None:
     assert values(made(tmp_path, items[::-1]).judge(text_batch([text]))[1]) == ["eval.jsonl:0"]
 
 
-def test_a_build_drops_what_holds_questions_and_says_which(tmp_path: Path, inline_builds: None) -> None:
+def test_a_build_drops_what_holds_questions_and_says_which(
+    tmp_path: Path, inline_builds: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = make_corpus(tmp_path, 80)
     (tmp_path / "eval.jsonl").write_text(json.dumps(LONG_ITEM) + "\n" + json.dumps(SHORT_ITEM) + "\n")
     texts = [inside(LONG), inside(f"{SHORT} The Aare."), inside(f"{SHORT} Who knows.")]
@@ -383,7 +385,13 @@ def test_a_build_drops_what_holds_questions_and_says_which(tmp_path: Path, inlin
     [removed] = (result.output / "dropped").glob("*.parquet")
     dropped = [row for row in pq.read_table(removed).to_pylist() if "question" in str(row)]
     assert len(dropped) == 2
-    assert np.all([row["value"] == 1.0 for row in dropped])
+    assert [(row["value"], row["bound"], row["label"]) for row in dropped] == [
+        (1.0, 0.8, "eval.jsonl:0"),
+        (1.0, 0.8, "eval.jsonl:1"),
+    ]
+    assert main(["why", str(result.output), "--file", "plain-0.jsonl", "--record", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert "dropped by decontamination/question: 1 of eval.jsonl:0, bound 0.8" in printed
 
 
 def test_defaults_are_those_of_the_documented_formula() -> None:

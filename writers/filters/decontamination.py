@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -182,6 +182,7 @@ class DecontaminationFilter:
                 counts >= self._config.min_matches if drops else None,
                 counts,
                 self._config.min_matches,
+                first,
             ),
             Rule("item", None, first),
         ]
@@ -273,8 +274,8 @@ class DecontaminationEditor:
         for number in new:
             cut[number] = batch.sizes[number] - len(new[number].encode())
         rules = [
-            Rule("nothing_left", nothing),
-            above("too_many_pieces", pieces, self._cut.max_pieces),
+            Rule("nothing_left", nothing, labels=first),
+            replace(above("too_many_pieces", pieces, self._cut.max_pieces), labels=first),
             Rule("item", None, first),
         ]
         return Edit(made, rules, {"overlap": cut})

@@ -83,7 +83,7 @@ class QuestionsConfig(StrictModel):
     ngram: int = Field(default=4, ge=1, le=64, description="Words of the n-grams of questions.")
     unit: Literal["words", "auto"] = Field(
         default="words",
-        description="auto: each Chinese, Japanese, Thai, Lao, Khmer or Burmese character is a word by itself.",
+        description="auto: each Chinese, Japanese, Thai, Lao, Khmer or Burmese character is a word.",
     )
     min_item_words: int = Field(
         default=15,
@@ -158,7 +158,7 @@ class QuestionFilter:
             self._rows += report_rows(batch, number, spans, UNIT_PATTERNS[self._config.unit])
         threshold = self._config.threshold
         return [
-            Rule("question", scores >= threshold if self._drops else None, scores, threshold),
+            Rule("question", scores >= threshold if self._drops else None, scores, threshold, items),
             Rule("item", None, items),
         ]
 
