@@ -356,6 +356,31 @@ def test_scores_are_those_of_the_plain_reference(
     assert found == [0, pytest.approx(expected, abs=2e-6)]
 
 
+def test_a_document_is_judged_by_itself(tmp_path: Path) -> None:
+    """Other documents of the batch, and its place among them, do not matter."""
+    rng = random.Random(3)
+    items, texts = [], []
+    for _ in range(40):
+        some, text = parts_and_text(rng)
+        items += [dict(zip(("question", "answer", "passage"), item, strict=True)) for item in some]
+        texts += [text, f"{text} {FILLER}"]
+    step = made(tmp_path, items, threshold=0.5)
+    expected = values(step.judge(text_batch(texts))[0])
+    rows = step.take_rows()
+    assert 10 < sum(score > 0 for score in expected) < 70
+    order = list(range(len(texts)))
+    rng.shuffle(order)
+    mixed = values(step.judge(text_batch([texts[at] for at in order]))[0])
+    assert mixed == [expected[at] for at in order]
+    assert len(step.take_rows()) == len(rows)
+    assert [values(step.judge(text_batch([text]))[0])[0] for text in texts] == expected
+    wanted = [at % 3 != 0 for at in range(len(texts))]
+    some_scores = values(step.judge(text_batch(texts, wanted=wanted))[0])
+    assert some_scores == [
+        score if is_wanted else 0 for score, is_wanted in zip(expected, wanted, strict=True)
+    ]
+
+
 def test_of_items_with_equal_scores_the_first_is_named(tmp_path: Path) -> None:
     other: dict[str, Any] = {"question": SHORT, "answer": ["The Rhone", "The Rhine"]}
     items = [*OTHERS, other, SHORT_ITEM]
