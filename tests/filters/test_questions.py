@@ -176,7 +176,8 @@ def test_questions_of_scripts_without_spaces_are_found_by_their_characters(tmp_p
     assert values(step.judge(text_batch(texts))[0]) == [1, 0]
     [row] = step.take_rows()
     assert (row["item"], row["begin"], row["end"], row["text"]) == (2, 4, 24, question[:-1])
-    assert scores(tmp_path, texts, [*others, item], long_question=40) == [0, 0]
+    with pytest.raises(RecipeError, match=r"too short; .* set questions\.unit to auto"):
+        made(tmp_path, [*others, item])
 
 
 def test_marking_reports_and_drops_nothing(tmp_path: Path) -> None:
@@ -234,6 +235,7 @@ def test_items_come_from_json_lines_gzip_and_parquet_with_fields_of_any_name(tmp
             {"answer": "key"},
             "line 1 has the answer B and a list of options; set answer to options.text",
         ),
+        ("e.jsonl", b'{"question": "how long is it"}\n', {}, "all items \\(1\\) are too short"),
         ("e.txt", b"a question\n", {}, "line 1 is plain text"),
         ("e.parquet", b"PAR1 or not", {}, "not a Parquet file that can be read"),
     ],
@@ -278,7 +280,7 @@ def test_recipes_of_runs_of_words_keep_their_digests_and_cards_can_be_read_again
 
 def test_nothing_is_found_where_there_is_nothing_to_find(tmp_path: Path) -> None:
     assert scores(tmp_path, [FILLER, ""], []) == [0, 0]
-    assert scores(tmp_path, [FILLER, ""], [{"question": "", "answer": "x " * 30}]) == [0, 0]
+    assert scores(tmp_path, [FILLER, ""], [{"question": "", "answer": "x " * 30}, LONG_ITEM]) == [0, 0]
     assert scores(tmp_path, [], [LONG_ITEM]) == []
 
 
@@ -350,6 +352,7 @@ def test_scores_are_those_of_the_plain_reference(
     tmp_path_factory: pytest.TempPathFactory, seed: int, chosen: dict[str, Any]
 ) -> None:
     items, text = parts_and_text(random.Random(seed))
+    items.append((LONG, LONG_ITEM["answer"], None))  # one that is never too short
     records = [dict(zip(("question", "answer", "passage"), item, strict=True)) for item in items]
     found = scores(tmp_path_factory.getbasetemp(), [FILLER, text], records, **chosen)
     expected = reference_question_score(text, items, **chosen)

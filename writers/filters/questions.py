@@ -360,13 +360,15 @@ def _load(
     """The index, cached for the process's next task while the files stay the same."""
     from shardkit.writers.kernels.shingles import Ngrams
 
-    parts = [part for one in evaluations for part in _read(one, folder / one.path)]
+    files = [_read(one, folder / one.path) for one in evaluations]
+    parts = [part for file in files for part in file]
     columns = [
         _Column(list(texts), config.unit)
         for texts in ([p.question for p in parts], [p.answer for p in parts], [p.passage for p in parts])
     ]
     words = [column.words for column in columns]
     kept = (words[0] >= config.ngram) & (sum(words) >= config.min_item_words)
+    _refuse_unused(config, [folder / one.path for one in evaluations], [len(file) for file in files], kept)
     numbers = [column.keep(kept) for column in columns]
     items: dict[tuple[int, int, int], Item] = {}
     for row, question, answer, passage in zip(np.flatnonzero(kept).tolist(), *numbers, strict=True):
@@ -377,6 +379,20 @@ def _load(
         for column, ngram in zip(columns, (config.ngram, _ANSWER_NGRAM, _PASSAGE_NGRAM), strict=True)
     ]
     return QuestionIndex(config, list(items.values()), *grams)
+
+
+def _refuse_unused(
+    config: QuestionsConfig, paths: Sequence[Path], sizes: Sequence[int], kept: npt.NDArray[np.bool_]
+) -> None:
+    """RecipeError for a file of items that are all too short."""
+    start = 0
+    for path, size in zip(paths, sizes, strict=True):
+        if size and not kept[start : start + size].any():
+            raise RecipeError(
+                f"decontamination: {path}: all items ({size:,}) are too short; lower questions.min_item_"
+                f"words, which is {config.min_item_words}, or set questions.unit to auto for text without spaces"
+            )
+        start += size
 
 
 class _Parts(NamedTuple):
