@@ -22,7 +22,7 @@ a script without spaces is a word.
    15 words to the threshold at 40: short items must match perfectly.
 
 A document contains the item if O_q >= 1/2 and S >= `threshold`. decon counts tokens of cl100k_base where
-this counts words, and does not have step 6; its `short_answer` rules are those of step 3.
+this counts words, samples n-grams where this looks up all, and does not have step 6.
 
 Weights are integers (billionths), so sums do not depend on the order of items, and scores are rounded to six
 decimals. Equal questions are one question with several answers, so items that are repeated do not matter.
@@ -389,8 +389,9 @@ def _refuse_unused(
     for path, size in zip(paths, sizes, strict=True):
         if size and not kept[start : start + size].any():
             raise RecipeError(
-                f"decontamination: {path}: all items ({size:,}) are too short; lower questions.min_item_"
-                f"words, which is {config.min_item_words}, or set questions.unit to auto for text without spaces"
+                f"decontamination: {path}: all items ({size:,}) are too short; lower "
+                f"questions.min_item_words, which is {config.min_item_words}, or set questions.unit to auto "
+                "for text without spaces"
             )
         start += size
 
