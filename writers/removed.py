@@ -131,6 +131,8 @@ def _dropped_rows(dropped: Dropped) -> pa.Table:
         labels = pa.array(values, pa.string())
     elif values is not None:
         numbers = values.astype(np.float64)
+    if dropped.labels is not None:
+        labels = pa.array(dropped.labels, pa.string())
     bound = np.nan if dropped.bound is None else dropped.bound
     distance = np.abs(numbers - bound)
     lowest = np.argsort(dropped.hashes)[:_TEXTS_OF_RULE]

@@ -45,7 +45,7 @@ DROPPED_SCHEMA = pa.schema(
         *_DOCUMENT,
         pa.field("rule", pa.string(), nullable=False),  # "<filter>/<rule>"
         pa.field("value", pa.float64()),  # the number that the rule judged
-        pa.field("label", pa.string()),  # or the label
+        pa.field("label", pa.string()),  # or the label; beside a number, what that is about
         pa.field("bound", pa.float64()),  # the limit that the number was compared with
         pa.field("text", pa.string()),
     ]

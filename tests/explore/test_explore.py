@@ -32,7 +32,7 @@ from shardkit.tools.explore.summary import RuleValues, _bin_key, _bin_value, _co
 from shardkit.tools.trace.text import read_rows
 from shardkit.writers import build
 from support.explored_build import HOSTILE, Page, explore, make_explored, served, text_of
-from support.small_build import EOS, train_bpe, tree
+from support.small_build import EOS, make_corpus, train_bpe, tree
 
 SHORT = "length/too_few_words"
 MOST_OF_A_PAGE = 6  # that the crawl visits
@@ -75,6 +75,19 @@ def assert_harmless(html: str) -> None:
     names = {name for _, attributes in Page(html).tags for name in attributes}
     assert not {name for name in names if name.startswith("on") or name in ("src", "style")}
     assert not [c for c in html if (ord(c) < 32 and c not in "\n\t") or c in "\u202e\u202c\x7f"]
+
+
+def test_a_number_is_shown_with_what_it_is_about(tmp_path: Path, inline_builds: None) -> None:
+    recipe = make_corpus(tmp_path, 80)
+    question = {"question": " ".join(f"word{number}" for number in range(30)), "answer": "yes"}
+    (tmp_path / "eval.jsonl").write_text(json.dumps(question))
+    (tmp_path / "plain-0.jsonl").write_text(json.dumps({"text": question["question"], "number": 1}) + "\n")
+    decontamination = {"evaluations": [{"path": "eval.jsonl", "name": "<b>set</b>"}], "questions": {}}
+    overrides = [f"filters={json.dumps([{'decontamination': decontamination}])}"]
+    made = Site(explore(Path(build(recipe, overrides=overrides, progress=False).output)))
+    page = show(made, "rule", rule="decontamination/question")
+    assert "1 <b>set</b>:0 bound 0.8" in page.words
+    assert links_to(page, "removed")
 
 
 def test_every_link_of_the_site_leads_to_a_harmless_page(site: Site, address: str) -> None:

@@ -22,11 +22,11 @@ from shardkit.writers.filters.decontamination import (
     DecontaminationConfig,
     DecontaminationEditor,
     DecontaminationFilter,
-    EvaluationConfig,
     Overlap,
     cut_out,
     read_items,
 )
+from shardkit.writers.filters.evaluations import EvaluationConfig
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.kernels import hash_tables
 from support.filter_runs import decisions, documents, fails, judge, text_batch, values

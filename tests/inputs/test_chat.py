@@ -267,6 +267,32 @@ def test_recipes_that_would_break_a_mask_are_refused(
         build(recipe_of(folder, tmp_path, CHATML, **changes), workers=1, progress=False)
 
 
+def test_conversations_with_a_question_of_an_evaluation_set_go_and_the_others_keep_their_masks(
+    folder: Path, tmp_path: Path, inline_builds: None
+) -> None:
+    """A filter that only judges may see conversations, unlike one that edits them."""
+    question = "Which of the two towers that stand at the gate of the old town is the taller one?"
+    items = [{"question": question, "answer": "the northern tower"}]
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "e.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    asked = [
+        [{"role": "user", "content": question}, {"role": "assistant", "content": f"It is {tower}."}]
+        for tower in ("the northern tower", "the other one")
+    ]
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"messages": talk}) + "\n" for talk in [*TALKS, *asked])
+    )
+    evaluations = [{"path": str(tmp_path / "eval" / "e.jsonl")}]
+    filters = [{"decontamination": {"evaluations": evaluations, "questions": {}}}]
+    result = build(recipe_of(folder, tmp_path, CHATML, filters=filters), workers=1, progress=False)
+    assert result.funnel.dropped["decontamination/question"].documents == 1
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"messages": talk}) + "\n" for talk in [*TALKS, asked[1]])
+    )
+    plain = recipe_of(folder, tmp_path, CHATML, output=str(tmp_path / "plain"))
+    assert documents(result.open()) == documents(build(plain, workers=1, progress=False).open())
+
+
 def test_a_record_that_is_refused_is_named(folder: Path, tmp_path: Path, inline_builds: None) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "user"}]}) + "\n")
     with pytest.raises(BuildError, match=r"a.jsonl: record 0 .*bad_messages: the chat template refuses it"):

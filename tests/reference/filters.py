@@ -13,6 +13,7 @@ from statistics import median
 from shardkit.writers.kernels.dolma_statistics import LONGEST
 from shardkit.writers.kernels.lines import ALL_LINES, PARAGRAPHS, LineStatistics
 from shardkit.writers.kernels.ngrams import COPIES, TOP
+from shardkit.writers.kernels.shingles import text_units
 from shardkit.writers.kernels.utf8 import PUNCTUATION, TERMINAL, characters_with
 from shardkit.writers.kernels.word_statistics import WordStatistics
 from shardkit.writers.kernels.words import normalized_words
@@ -157,3 +158,90 @@ def reference_overlaps(text: str, items: Sequence[str], *, ngram: int, min_item_
         theirs = {tuple(item[at : at + size]) for at in range(len(item) - size + 1)}
         found |= {at for at in range(len(words) - size + 1) if tuple(words[at : at + size]) in theirs}
     return found
+
+
+def reference_question_score(
+    text: str,
+    items: Sequence[tuple[str, str | None, str | None]],
+    *,
+    unit: str = "words",
+    ngram: int,
+    min_item_words: int,
+    max_misses: int,
+    long_question: int | None,
+    answer_window: int,
+    threshold: float,
+) -> float:
+    """The best score of (question, answer, passage) items in a text, step by step; 0 below the threshold."""
+    items = [
+        item
+        for item in items
+        if len(_words_of(item[0], unit)) >= ngram
+        and sum(len(_words_of(part, unit)) for part in item) >= min_item_words
+    ]
+    parts: list[dict[tuple[str, ...], float]] = []
+    for which, size in ((0, ngram), (1, 3), (2, 4)):
+        distinct = {tuple(_words_of(item[which], unit)) for item in items if item[which] is not None}
+        grams = [_grams_of(words, size) for words in distinct]
+        seen = Counter(gram for some in grams for gram in some)
+        parts.append({gram: math.log((len(distinct) + 1) / count) for gram, count in seen.items()})
+    words, best = _words_of(text, unit), 0.0
+    for item in items:
+        theirs = _grams_of(tuple(_words_of(item[0], unit)), ngram)
+        at = [n for n in range(len(words) - ngram + 1) if tuple(words[n : n + ngram]) in theirs]
+        breaks = [n for n in range(1, len(at)) if at[n] - at[n - 1] > max_misses + 1]
+        for first, last in zip([0, *breaks], [*breaks, len(at)], strict=True):
+            cluster = at[first:last]
+            if not cluster:
+                continue
+            begin, end = cluster[0], cluster[-1] + ngram
+            sure = 1 / 2 + min(len(theirs), 20) / 40
+            q = _share([words[n : n + ngram] for n in cluster], theirs, parts[0])
+            a, p, a_words, p_words = None, None, _words_of(item[1], unit), _words_of(item[2], unit)
+            if item[1] is not None:
+                size = min(3, len(a_words))
+                after = words[end : end + max(answer_window, 2 * len(a_words))]
+                a = _share(_runs(after, size), _grams_of(tuple(a_words), 3), parts[1])
+            if item[2] is not None:
+                size, reach = min(4, len(p_words)), len(p_words) + 100
+                around = [words[max(0, begin - reach) : begin], words[end : end + reach]]
+                runs = [run for some in around for run in _runs(some, size)]
+                p = _share(runs, _grams_of(tuple(p_words), 4), parts[2])
+            score = q
+            if a is not None and p is None:
+                score = 0.75 * sure * q + (1 - 0.75 * sure) * a
+            elif a is None and p is not None:
+                score = 0.85 * sure * q + (1 - 0.85 * sure) * p
+            elif a is not None and p is not None:
+                given = 0.7 * (1 - sure)
+                of_answer = (0.2 + given / 2) * (1 / 2 + min(len(a_words), 4) / 8)
+                score = 0.7 * sure * q + of_answer * a + (0.3 + given - of_answer) * p
+            length = len(_words_of(item[0], unit)) + len(a_words) + len(p_words)
+            if long_question is not None and len(_words_of(item[0], unit)) >= long_question:
+                score = max(score, q)
+            if score < 1 - 1e-12:
+                score *= threshold / (1 - (1 - threshold) * min(1, max(0, (length - 15) / 25)))
+            score = round(score, 6)
+            if q >= 0.5 and score >= threshold:
+                best = max(best, score)
+    return best
+
+
+def _words_of(text: str | None, unit: str) -> list[str]:
+    return text_units(text or "", unit)
+
+
+def _runs(words: Sequence[str], size: int) -> list[Sequence[str]]:
+    return [words[n : n + size] for n in range(len(words) - size + 1)] if size else []
+
+
+def _grams_of(words: tuple[str, ...], size: int) -> set[tuple[str, ...]]:
+    return {words[n : n + size] for n in range(max(1, len(words) - size + 1))} if words else set()
+
+
+def _share(
+    runs: Sequence[Sequence[str]], theirs: set[tuple[str, ...]], weights: dict[tuple[str, ...], float]
+) -> float:
+    """What n-grams of an item are among the runs, by weight."""
+    found = {tuple(run) for run in runs} & theirs
+    return math.fsum(weights[g] for g in found) / math.fsum(weights[g] for g in theirs) if found else 0.0

@@ -123,13 +123,15 @@ class Rule:
 
     `fails` is bool[n], or None if the rule is switched off. `values` [n] are the numbers or labels that were
     compared. Both are meaningful only where `batch.wanted` is true. `bound` is the limit that numbers were
-    compared with, if there is one: one for all, or float64[n] with NaN for none.
+    compared with, if there is one: one for all, or float64[n] with NaN for none. `labels`, object[n], say
+    what numbers are about, such as the evaluation item that was found.
     """
 
     name: str
     fails: npt.NDArray[np.bool_] | None
     values: npt.NDArray[Any] | None = None
     bound: float | npt.NDArray[np.float64] | None = None
+    labels: npt.NDArray[np.object_] | None = None
 
 
 @runtime_checkable

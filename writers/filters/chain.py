@@ -59,7 +59,8 @@ class Excerpt:
 class Dropped:
     """Documents (DOCUMENT_SCHEMA) that one rule dropped, as it judged them.
 
-    `hashes`, uint64[n], choose a sample; `values` [n] and `bound`, one or float64[n], are those of the rule.
+    `hashes`, uint64[n], choose a sample; `values` [n], `bound`, one or float64[n], and `labels`, object[n],
+    are those of the rule.
     """
 
     rule: str
@@ -67,6 +68,7 @@ class Dropped:
     hashes: npt.NDArray[np.uint64]
     values: npt.NDArray[Any] | None
     bound: float | npt.NDArray[np.float64] | None
+    labels: npt.NDArray[np.object_] | None = None
 
 
 @dataclass
@@ -312,7 +314,8 @@ def _drop(
     values = None if rule.values is None else rule.values[chosen]
     removed = documents.take(pa.array(chosen))
     bound = rule.bound[chosen] if isinstance(rule.bound, np.ndarray) else rule.bound
-    result.removed.append(Dropped(reason, removed, hashes[chosen], values, bound))
+    labels = None if rule.labels is None else rule.labels[chosen]
+    result.removed.append(Dropped(reason, removed, hashes[chosen], values, bound, labels))
     files, records = documents.column("file"), documents.column("record")
     shown = [
         Excerpt(int(hashes[row]), files[row].as_py(), records[row].as_py(), _beginning(batch, row))

@@ -1,5 +1,7 @@
 """Decontamination: drop, cut or mark documents that contain a run of words of an evaluation set.
 
+`questions` judges by questions, answers and passages instead (`questions.py`).
+
 A document overlaps an item if `ngram` consecutive normalized words are the same (13, as for GPT-3), or all
 words of a shorter item; items of fewer than `min_item_words` words are ignored. Words are those of
 near-duplicate removal (`kernels/words.py`): lower case, without punctuation.
@@ -17,23 +19,31 @@ build writes to a file next to the dataset.
 
 from __future__ import annotations
 
-import gzip
-import re
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from shardkit.errors import RecipeError
-from shardkit.files import load_json
 from shardkit.writers.filters.base import Edit, FilterSettings, Rule, above, file_version
-from shardkit.writers.settings import FieldName, Listed, StrictModel
+from shardkit.writers.filters.evaluations import (
+    WORDS,
+    EvaluationConfig,
+    EvaluationRecord,
+    field_value,
+    joined,
+    plain_text,
+    read_records,
+    report_rows,
+)
+from shardkit.writers.filters.questions import QuestionFilter, QuestionsConfig
+from shardkit.writers.settings import Listed, StrictModel
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -43,25 +53,12 @@ if TYPE_CHECKING:
 __all__ = [
     "DecontaminationConfig",
     "DecontaminationFilter",
-    "EvaluationConfig",
     "Overlap",
 ]
 
-_WORDS = re.compile(r"\w+")
-_EXCERPT = 400  # characters of a span that are reported
-_MAX_ITEM_BYTES = 1 << 26  # a line of an evaluation file; the largest items are books of a few MB
+_OF_RUNS = ("ngram", "min_item_words", "min_matches")  # settings that `questions` has no use for
 _JOINT = "\n\n"  # between pieces of a document that was cut
 _BITS_PER_KEY = 16  # a hash that is not in the table passes its bits once in 16 times
-
-
-class EvaluationConfig(StrictModel):
-    """One file of evaluation items."""
-
-    path: FieldName = Field(description="JSONL, or text with one item per line; plain or .gz.")
-    name: str | None = Field(default=None, description="Name in reports; null: the name of the file.")
-    fields: Listed[FieldName] = Field(
-        default=("text",), min_length=1, description="JSONL: fields whose texts make an item."
-    )
 
 
 class CutConfig(StrictModel):
@@ -87,16 +84,40 @@ class DecontaminationConfig(FilterSettings):
         description="Cut overlaps out of documents in place of dropping these; {} is as for GPT-3.",
         examples=[{"margin": 200, "min_piece": 200, "max_pieces": 10}],
     )
+    questions: QuestionsConfig | None = Field(
+        default=None,
+        description="In place of runs of words, find questions with their answers and passages, as decon "
+        "does.",
+        examples=[{"threshold": 0.8, "long_question": 20}],
+    )
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without `cut` as in older versions."""
-        return {key: value for key, value in handler(self).items() if key != "cut" or value is not None}
+        """Without `cut` and `questions` as in older versions; with `questions` without what it replaces."""
+        left_out = set(_OF_RUNS) if self.questions is not None else set()
+        left_out |= {key for key in ("cut", "questions") if getattr(self, key) is None}
+        return {key: value for key, value in handler(self).items() if key not in left_out}
 
     @model_validator(mode="after")
     def _either(self) -> Self:
         if self.cut is not None and self.action == "mark":
             raise ValueError("cut: documents that are only marked keep their text; leave out one of the two")
+        if self.questions is None:
+            if roles := [role for one in self.evaluations for role in one.roles()]:
+                raise ValueError(
+                    f"evaluations: {roles[0]} is for `questions`; add `questions: {{}}`, or name it in fields"
+                )
+            return self
+        if self.cut is not None:
+            raise ValueError(
+                "cut: questions are found by a score, without exact bounds; leave out one of the two"
+            )
+        if given := [key for key in _OF_RUNS if key in self.model_fields_set]:
+            raise ValueError(f"{given[0]}: of runs of words only; set it in `questions` or leave it out")
+        if any(one.fields != ("text",) for one in self.evaluations):
+            raise ValueError(
+                "evaluations: fields is of runs of words only; name question, answer and passage"
+            )
         return self
 
     @model_validator(mode="after")
@@ -106,8 +127,10 @@ class DecontaminationConfig(FilterSettings):
             raise ValueError(f"two evaluations have the same name among {', '.join(names)}; set name")
         return self
 
-    def build(self, folder: Path) -> DecontaminationFilter | DecontaminationEditor:
+    def build(self, folder: Path) -> DecontaminationFilter | DecontaminationEditor | QuestionFilter:
         """See FilterSettings.build."""
+        if self.questions is not None:
+            return QuestionFilter(self.questions, self.evaluations, folder, drops=self.action == "drop")
         found = DecontaminationFilter(self, folder)
         return found if self.cut is None else DecontaminationEditor(self, self.cut, found)
 
@@ -159,6 +182,7 @@ class DecontaminationFilter:
                 counts >= self._config.min_matches if drops else None,
                 counts,
                 self._config.min_matches,
+                first,
             ),
             Rule("item", None, first),
         ]
@@ -250,8 +274,8 @@ class DecontaminationEditor:
         for number in new:
             cut[number] = batch.sizes[number] - len(new[number].encode())
         rules = [
-            Rule("nothing_left", nothing),
-            above("too_many_pieces", pieces, self._cut.max_pieces),
+            Rule("nothing_left", nothing, labels=first),
+            replace(above("too_many_pieces", pieces, self._cut.max_pieces), labels=first),
             Rule("item", None, first),
         ]
         return Edit(made, rules, {"overlap": cut})
@@ -265,7 +289,7 @@ class DecontaminationEditor:
 def cut_out(text: str, overlaps: Sequence[Overlap], cut: CutConfig) -> tuple[str, int]:
     """(what is left of a text in normalization form C, in how many pieces that are long enough)."""
     text = unicodedata.normalize("NFC", text)
-    edges = [match.span() for match in _WORDS.finditer(text)]
+    edges = [match.span() for match in WORDS.finditer(text)]
     spans = sorted((edges[one.begin][0], edges[one.end - 1][1]) for one in overlaps)
     pieces, start = [], 0
     for begin, end in spans:
@@ -291,14 +315,7 @@ def _load_cached(
 
 
 def _rows(batch: TextBatch, number: int, overlaps: Sequence[Overlap]) -> Iterator[dict[str, Any]]:
-    """Where the document is from, the span in words, and its text in normalization form C."""
-    [row] = batch.documents.select(["document_id", "file", "record"]).slice(number, 1).to_pylist()
-    where = row | {"document_id": row["document_id"].hex()}
-    text = unicodedata.normalize("NFC", batch.texts[number].as_py())
-    edges = [match.span() for match in _WORDS.finditer(text)]
-    for overlap in overlaps:
-        begin, end = edges[overlap.begin][0], edges[overlap.end - 1][1]
-        yield where | asdict(overlap) | {"text": text[begin : min(end, begin + _EXCERPT)]}
+    return report_rows(batch, number, ((one.begin, one.end, asdict(one)) for one in overlaps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,52 +351,22 @@ class HashTable:
 
 def read_items(config: DecontaminationConfig, folder: Path) -> list[EvaluationItem]:
     """All items; RecipeError for a file or a line that cannot be read."""
-    return [item for one in config.evaluations for item in _read(one, folder / one.path)]
+    return [
+        _item(record, one) for one in config.evaluations for record in read_records(one, folder / one.path)
+    ]
 
 
-def _read(config: EvaluationConfig, path: Path) -> Iterator[EvaluationItem]:
-    name = config.name or Path(config.path).name
-    is_jsonl = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
-    try:
-        with path.open("rb") as raw:
-            file = cast(BinaryIO, gzip.open(raw)) if path.suffix == ".gz" else raw  # noqa: SIM115
-            number = 0
-            while line := file.readline(_MAX_ITEM_BYTES):
-                where = f"decontamination: {path}: line {number + 1:,}"
-                text = _decoded(line, where)
-                if text.strip():
-                    text = _item(text, config.fields, where) if is_jsonl else text
-                    yield EvaluationItem(name, number, text)
-                number += 1
-    except (OSError, EOFError) as error:
-        raise RecipeError(f"decontamination: {path}: {error}") from None
-
-
-def _decoded(line: bytes, where: str) -> str:
-    if len(line) == _MAX_ITEM_BYTES and not line.endswith(b"\n"):
-        raise RecipeError(f"{where} is longer than {_MAX_ITEM_BYTES:,} bytes")
-    try:
-        return line.decode()
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{where} is not UTF-8: {error}") from None
-
-
-def _item(line: str, fields: Sequence[str], where: str) -> str:
-    try:
-        record = load_json(line)
-    except ValueError as error:
-        raise RecipeError(f"{where} is not JSON: {error}") from None
-    texts = [_text(record.get(field)) if isinstance(record, dict) else None for field in fields]
-    if all(text is None for text in texts):
-        raise RecipeError(f"{where} has no text under {', '.join(fields)}; set fields to those of your file")
-    return "\n".join(filter(None, texts)).encode(errors="replace").decode()
-
-
-def _text(value: Any) -> str | None:
-    """A string, or the strings of a list such as choices."""
-    if isinstance(value, list):
-        return "\n".join(one for one in value if isinstance(one, str))
-    return value if isinstance(value, str) else None
+def _item(record: EvaluationRecord, config: EvaluationConfig) -> EvaluationItem:
+    text = record.content
+    if not isinstance(text, str):
+        texts = [joined(field_value(record.content, field)) for field in config.fields]
+        if all(text is None for text in texts):
+            raise RecipeError(
+                f"{record.where} has no text under {', '.join(config.fields)}; "
+                "set fields to those of your file"
+            )
+        text = plain_text("\n".join(filter(None, texts)))
+    return EvaluationItem(config.label, record.number, text)
 
 
 def make_tables(items: Sequence[EvaluationItem], config: DecontaminationConfig) -> list[HashTable]:

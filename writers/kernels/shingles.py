@@ -36,6 +36,7 @@ from shardkit.writers.kernels.words import (
 
 __all__ = [
     "UNITS",
+    "UNIT_PATTERNS",
     "NgramUnits",
     "Ngrams",
     "Shingles",
@@ -52,6 +53,10 @@ _U29, _U32 = np.uint64(29), np.uint64(32)
 _SPACE = 32
 UNITS = ("words", "characters", "auto")
 _MIXED = re.compile(f"[{UNSPACED_CLASS}]|[^{UNSPACED_CLASS}]+")
+UNIT_PATTERNS = {
+    "words": re.compile(r"\w+"),
+    "auto": re.compile(rf"(?=\w)[{UNSPACED_CLASS}]|(?:(?![{UNSPACED_CLASS}])\w)+"),
+}
 _OPEN_BYTES = 4 << 20  # texts of so many bytes get room for the most n-grams they can have without counting
 
 

@@ -1,0 +1,542 @@
+"""Decontamination by questions: find documents that repeat a question together with its answer or passage.
+
+The idea is that of decon (https://github.com/allenai/decon, doc/simple-details.md), which cleaned the data of
+OLMo 3. An item has a question, and may have an answer and a passage. Words are those of near-duplicate
+removal; an n-gram's weight is its inverse document frequency ln((N + 1) / df), N being the number of
+distinct questions (answers, passages) and df how many of them have it. With `unit: auto` each character of
+a script without spaces is a word.
+
+1. A cluster is a stretch of the document between n-grams of a question (`ngram` words), without more than
+   `max_misses` n-grams of other words in a row (`kernels/question_clusters.py`).
+2. O_q, the question's overlap: the weight of the question's distinct n-grams in the cluster by that of all.
+3. O_a: the same of the answer's trigrams (of a shorter answer all its words: it is there or not), among the
+   words after the cluster, `answer_window` of them or twice as many as the answer has, if that is more.
+4. O_p: the same of the passage's 4-grams, among the words around the cluster, on either side as many as the
+   passage has, and 100 more.
+5. S = w_q O_q + w_a O_a + w_p O_p. The weights are 0.7, 0.2, 0.1; 0.75, 0.25 without a passage; 0.85, 0.15
+   without an answer; 1 for a question alone. A question of Q < 20 distinct n-grams keeps the share
+   1/2 + Q/40 of its weight, and gives the rest to the others in equal parts; then an answer of A < 4 words
+   with a passage beside it keeps 1/2 + A/8 of its weight and gives the rest to the passage.
+6. If the question has at least `long_question` words, S is at least O_q: it counts without its answer.
+7. If S < 1, and the item has fewer than 40 words, S is multiplied by threshold / T, with T falling from 1 at
+   15 words to the threshold at 40: short items must match perfectly.
+
+A document contains the item if O_q >= 1/2 and S >= `threshold`. decon counts tokens of cl100k_base where
+this counts words, samples n-grams where this looks up all, and does not have step 6.
+
+Weights are integers (billionths), so sums do not depend on the order of items, and scores are rounded to six
+decimals. Equal questions are one question with several answers, so items that are repeated do not matter.
+n-grams are compared by 64-bit hashes: a score needs many n-grams, so hashes that are equal by chance cannot
+make one. Clusters that cannot reach the threshold, whatever their answers, are not scored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from shardkit.errors import RecipeError
+from shardkit.writers.filters.base import Rule, file_version
+from shardkit.writers.filters.evaluations import (
+    EvaluationConfig,
+    EvaluationRecord,
+    field_value,
+    joined,
+    plain_text,
+    read_records,
+    report_rows,
+)
+from shardkit.writers.settings import Ratio, StrictModel
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.kernels.question_clusters import QuestionGrams
+    from shardkit.writers.kernels.shingles import Ngrams
+
+__all__ = ["Item", "QuestionFilter", "QuestionIndex", "QuestionMatch", "QuestionsConfig", "item_score"]
+
+_ANSWER_NGRAM, _PASSAGE_NGRAM = 3, 4
+_PASSAGE_DISTANCE = 100  # words between a question and its passage
+_FULL_QUESTION, _FULL_ANSWER = 20, 4  # n-grams and words from which on the weights are the full ones
+_PERFECT_WORDS, _ENOUGH_WORDS = 15, 40  # 20 and 50 tokens of decon: short items must match perfectly
+_LEAST_OVERLAP = 0.5
+_UNIT = 10**9  # of a weight
+_BITS_PER_KEY = 16
+
+
+class QuestionsConfig(StrictModel):
+    """How questions are found, and what makes a document contain one."""
+
+    threshold: Ratio = Field(
+        default=0.8, gt=0, description="Score from which on a document contains an item."
+    )
+    ngram: int = Field(default=4, ge=1, le=64, description="Words of the n-grams of questions.")
+    unit: Literal["words", "auto"] = Field(
+        default="words",
+        description="auto: each Chinese, Japanese, Thai, Lao, Khmer or Burmese character is a word.",
+    )
+    min_item_words: int = Field(
+        default=15,
+        ge=1,
+        description="Items with fewer words in question, answer and passage together are ignored, and so "
+        "are questions of fewer than `ngram` words.",
+    )
+    max_misses: int = Field(
+        default=11, ge=0, description="n-grams of other words in a row inside of a repeated question."
+    )
+    long_question: int | None = Field(
+        default=20,
+        ge=1,
+        description="Questions of so many words count without their answer; null: none does, as in decon.",
+    )
+    answer_window: int = Field(
+        default=50, ge=1, description="Words after a question in which its answer is looked for."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Numbers of an item's question, answer and passage (-1: none), its set, and its record in the file."""
+
+    question: int
+    answer: int
+    passage: int
+    evaluation: str
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionMatch:
+    """Words begin to end - 1 of a document repeat the question of an item; its score and overlaps."""
+
+    evaluation: str
+    item: int  # its line or row in the file, from 0
+    begin: int
+    end: int
+    score: float
+    question: float
+    answer: float | None
+    passage: float | None
+
+
+class QuestionFilter:
+    """Drops or marks documents that contain an item. Raises RecipeError for a bad file."""
+
+    reasons = ("question", "item")
+    side_file = "decontamination.jsonl"
+
+    def __init__(
+        self, config: QuestionsConfig, evaluations: Sequence[EvaluationConfig], folder: Path, *, drops: bool
+    ) -> None:
+        versions = [file_version(folder / one.path, "decontamination.evaluations") for one in evaluations]
+        self._config, self._drops = config, drops
+        self._index = _load(config, tuple(evaluations), folder, tuple(versions))
+        self._rows: list[dict[str, Any]] = []
+
+    def judge(self, batch: TextBatch) -> Sequence[Rule]:
+        """See Filter.judge. Values: the best score, and "<evaluation>:<line or row>" of its item."""
+        from shardkit.writers.kernels.shingles import UNIT_PATTERNS
+
+        rows, texts = batch.wanted_texts()
+        scores = np.zeros(len(batch), np.float64)
+        items = np.full(len(batch), "", np.object_)
+        self._rows = []
+        for at, matches in self._index.matches(texts):
+            number, best = int(rows[at]), max(matches, key=lambda match: match.score)
+            scores[number], items[number] = best.score, f"{best.evaluation}:{best.item}"
+            spans = ((one.begin, one.end, asdict(one)) for one in matches)
+            self._rows += report_rows(batch, number, spans, UNIT_PATTERNS[self._config.unit])
+        threshold = self._config.threshold
+        return [
+            Rule("question", scores >= threshold if self._drops else None, scores, threshold, items),
+            Rule("item", None, items),
+        ]
+
+    def take_rows(self) -> list[dict[str, Any]]:
+        """See SideOutput.take_rows: the items that the last `judge` found."""
+        rows, self._rows = self._rows, []
+        return rows
+
+
+class Grams(NamedTuple):
+    """Of n texts: words of each, and their distinct n-grams hashes[offsets[i]:offsets[i + 1]], ascending."""
+
+    words: npt.NDArray[np.int64]
+    hashes: npt.NDArray[np.uint64]
+    weights: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+
+    def overlap(self, number: int, others: npt.NDArray[np.uint64]) -> float:
+        """The weight of a text's n-grams that are among others, by the weight of all."""
+        chosen = slice(self.offsets[number], self.offsets[number + 1])
+        hashes, weights = self.hashes[chosen], self.weights[chosen]
+        if not len(hashes):
+            return 0.0
+        places = np.searchsorted(hashes, others) % len(hashes)
+        is_there = np.zeros(len(hashes), np.bool_)
+        is_there[places[hashes[places] == others]] = True
+        return int(weights[is_there].sum()) / int(weights.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Seeds:
+    """The seeds of all questions as a table of hashes (`kernels/hash_tables.py`)."""
+
+    bits: npt.NDArray[np.uint64]
+    keys: npt.NDArray[np.uint64]
+    places: npt.NDArray[np.int64]
+
+
+class QuestionIndex:
+    """Items of evaluation sets, and how they are found in texts."""
+
+    def __init__(
+        self,
+        config: QuestionsConfig,
+        items: Sequence[Item],
+        questions: Grams,
+        answers: Grams,
+        passages: Grams,
+    ) -> None:
+        self._config = config
+        self._questions, self._answers, self._passages = questions, answers, passages
+        self._items: list[list[Item]] = [[] for _ in questions.words]
+        needs = np.full(len(questions.words), np.inf)
+        for item in items:
+            self._items[item.question].append(item)
+            needs[item.question] = min(needs[item.question], self._need(item))
+        self._totals = np.add.reduceat(questions.weights, questions.offsets[:-1]) if len(needs) else needs
+        wanted = np.maximum(0, np.floor(needs * self._totals * (1 - 1e-9))).astype(np.int64)
+        self._seeds, self._grams = _seeds(questions, self._totals.astype(np.int64), wanted)
+
+    def _sizes(self, item: Item) -> _Sizes:
+        grams = self._questions.offsets
+        return _Sizes(
+            int(grams[item.question + 1] - grams[item.question]),
+            int(self._questions.words[item.question]),
+            None if item.answer < 0 else int(self._answers.words[item.answer]),
+            None if item.passage < 0 else int(self._passages.words[item.passage]),
+        )
+
+    def _need(self, item: Item) -> float:
+        """The overlap of its question without which an item cannot reach the threshold."""
+        sizes = self._sizes(item)
+        least = _required(sizes.total, self._config.threshold)
+        share = _shares(sizes)[0]
+        return max(_LEAST_OVERLAP, 1 - (1 - least) / share)  # at most `least`, which long questions need
+
+    def matches(self, texts: pa.LargeStringArray) -> Iterable[tuple[int, list[QuestionMatch]]]:
+        """(index, items in the order of the text) of the texts that contain some."""
+        from shardkit.writers.kernels.hash_tables import find_matches
+        from shardkit.writers.kernels.question_clusters import find_clusters
+        from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
+
+        if not self._items:
+            return
+        hashes, offsets = shingle_batch(texts, Ngrams(self._config.ngram, self._config.unit))
+        hits = find_matches(hashes, self._seeds.bits, self._seeds.keys, self._seeds.places)
+        clusters = find_clusters(hashes, offsets, hits, self._grams, self._config.max_misses)
+        for text in np.unique(clusters[:, 0]).tolist():
+            document = _Document(texts.slice(text, 1), self._config.unit)
+            found = []
+            for _, question, begin, end, weight in clusters[clusters[:, 0] == text].tolist():
+                first, last = begin - int(offsets[text]), end - int(offsets[text])
+                found += self._best(document, question, first, last + self._config.ngram - 1, weight)
+            if found:
+                yield text, sorted(found, key=lambda match: (match.begin, match.end, match.evaluation))
+
+    def _best(
+        self, document: _Document, question: int, begin: int, end: int, weight: int
+    ) -> list[QuestionMatch]:
+        """A question's item with the best score, if that reaches the threshold; of equal ones the first."""
+        best: QuestionMatch | None = None
+        overlap = weight / int(self._totals[question])
+        for item in self._items[question]:
+            answer = passage = None
+            if item.answer >= 0:
+                words = int(self._answers.words[item.answer])
+                stop = end + max(self._config.answer_window, 2 * words)
+                near = document.grams(min(words, _ANSWER_NGRAM), end, stop)
+                answer = self._answers.overlap(item.answer, near)
+            if item.passage >= 0:
+                words = int(self._passages.words[item.passage])
+                size, reach = min(words, _PASSAGE_NGRAM), words + _PASSAGE_DISTANCE
+                around = document.grams(size, begin - reach, begin), document.grams(size, end, end + reach)
+                passage = self._passages.overlap(item.passage, np.concatenate(around))
+            score = item_score(self._config, self._sizes(item), overlap, answer, passage)
+            if score >= self._config.threshold and (best is None or score > best.score):
+                rounded = [None if one is None else round(one, 6) for one in (answer, passage)]
+                best = QuestionMatch(
+                    item.evaluation, item.record, begin, end, score, round(overlap, 6), *rounded
+                )
+        return [] if best is None else [best]
+
+
+class _Sizes(NamedTuple):
+    """Of an item: distinct n-grams of the question; words of question, answer and passage."""
+
+    grams: int
+    question: int
+    answer: int | None
+    passage: int | None
+
+    @property
+    def total(self) -> int:
+        return self.question + (self.answer or 0) + (self.passage or 0)
+
+
+class _Document:
+    """n-grams of parts of a text, made when they are first asked for."""
+
+    def __init__(self, text: pa.LargeStringArray, unit: str) -> None:
+        self._text, self._unit = text, unit
+        self._hashes: dict[int, npt.NDArray[np.uint64]] = {}
+
+    def grams(self, size: int, begin: int, end: int) -> npt.NDArray[np.uint64]:
+        """The n-grams of `size` words among the words begin to end - 1."""
+        from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
+
+        if size < 1:
+            return np.zeros(0, np.uint64)
+        if size not in self._hashes:
+            self._hashes[size] = shingle_batch(self._text, Ngrams(size, self._unit)).hashes
+        return self._hashes[size][max(0, begin) : max(0, end - size + 1)]
+
+
+def _required(words: int, threshold: float) -> float:
+    """The score that an item of so many words needs."""
+    part = (words - _PERFECT_WORDS) / (_ENOUGH_WORDS - _PERFECT_WORDS)
+    return 1 - (1 - threshold) * min(1.0, max(0.0, part))
+
+
+def _shares(sizes: _Sizes) -> tuple[float, float, float]:
+    """Weights of question, answer and passage."""
+    sure = 0.5 + 0.5 * min(1.0, sizes.grams / _FULL_QUESTION)
+    if sizes.answer is None and sizes.passage is None:
+        return 1.0, 0.0, 0.0
+    if sizes.passage is None:
+        return 0.75 * sure, 1 - 0.75 * sure, 0.0
+    if sizes.answer is None:
+        return 0.85 * sure, 0.0, 1 - 0.85 * sure
+    moved = 0.7 * (1 - sure) / 2
+    answer = (0.2 + moved) * (0.5 + 0.5 * min(1.0, sizes.answer / _FULL_ANSWER))
+    return 0.7 * sure, answer, 1 - 0.7 * sure - answer
+
+
+def item_score(
+    config: QuestionsConfig, sizes: _Sizes, question: float, answer: float | None, passage: float | None
+) -> float:
+    """The score of an item by the overlaps of its parts, None for those it does not have; see above."""
+    if question < _LEAST_OVERLAP:
+        return 0.0
+    if question == 1 and answer in (1, None) and passage in (1, None):
+        return 1.0
+    shares = _shares(sizes)
+    score = shares[0] * question + shares[1] * (answer or 0.0) + shares[2] * (passage or 0.0)
+    if config.long_question is not None and sizes.question >= config.long_question:
+        score = max(score, question)
+    if score < 1:
+        score *= config.threshold / _required(sizes.total, config.threshold)
+    return round(min(1.0, score), 6)
+
+
+@lru_cache(maxsize=2)
+def _load(
+    config: QuestionsConfig,
+    evaluations: tuple[EvaluationConfig, ...],
+    folder: Path,
+    _versions: tuple[tuple[int, int], ...],
+) -> QuestionIndex:
+    """The index, cached for the process's next task while the files stay the same."""
+    from shardkit.writers.kernels.shingles import Ngrams
+
+    files = [_read(one, folder / one.path) for one in evaluations]
+    parts = [part for file in files for part in file]
+    columns = [
+        _Column(list(texts), config.unit)
+        for texts in ([p.question for p in parts], [p.answer for p in parts], [p.passage for p in parts])
+    ]
+    words = [column.words for column in columns]
+    kept = (words[0] >= config.ngram) & (sum(words) >= config.min_item_words)
+    _refuse_unused(config, [folder / one.path for one in evaluations], [len(file) for file in files], kept)
+    numbers = [column.keep(kept) for column in columns]
+    items: dict[tuple[int, int, int], Item] = {}
+    for row, question, answer, passage in zip(np.flatnonzero(kept).tolist(), *numbers, strict=True):
+        item = Item(question, answer, passage, parts[row].evaluation, parts[row].record)
+        items.setdefault((question, answer, passage), item)
+    grams = [
+        _grams(column.texts, Ngrams(ngram, config.unit))
+        for column, ngram in zip(columns, (config.ngram, _ANSWER_NGRAM, _PASSAGE_NGRAM), strict=True)
+    ]
+    return QuestionIndex(config, list(items.values()), *grams)
+
+
+def _refuse_unused(
+    config: QuestionsConfig, paths: Sequence[Path], sizes: Sequence[int], kept: npt.NDArray[np.bool_]
+) -> None:
+    """RecipeError for a file of items that are all too short."""
+    start = 0
+    for path, size in zip(paths, sizes, strict=True):
+        if size and not kept[start : start + size].any():
+            raise RecipeError(
+                f"decontamination: {path}: all items ({size:,}) are too short; lower "
+                f"questions.min_item_words, which is {config.min_item_words}, or set questions.unit to auto "
+                "for text without spaces"
+            )
+        start += size
+
+
+class _Parts(NamedTuple):
+    """A question of a record, with one of its answers."""
+
+    evaluation: str
+    record: int
+    question: str
+    answer: str | None
+    passage: str | None
+
+
+def _read(config: EvaluationConfig, path: Path) -> list[_Parts]:
+    parts = [part for record in read_records(config, path) for part in _parts(record, config)]
+    for role in config.roles():
+        if parts and all(getattr(part, role) is None for part in parts):
+            raise RecipeError(
+                f"decontamination: {path}: no record has a text under {getattr(config, role)}; set {role} "
+                "to a field of your file, or leave it out"
+            )
+    return parts
+
+
+def _parts(record: EvaluationRecord, config: EvaluationConfig) -> list[_Parts]:
+    if isinstance(record.content, str):
+        raise RecipeError(
+            f"{record.where} is plain text; `questions` needs the fields of JSON lines or Parquet"
+        )
+    name = config.question or "question"
+    question = joined(field_value(record.content, name))
+    if question is None:
+        raise RecipeError(f"{record.where} has no text under {name}; set question to a field of your file")
+    passage = joined(field_value(record.content, config.passage or "passage"))
+    answers = field_value(record.content, config.answer or "answer")
+    texts = [_answer(one) for one in (answers if isinstance(answers, list) else [answers])]
+    _refuse_index(record, answers, texts[0] if texts else None)
+    no_answer: list[str | None] = [None]
+    return [
+        _Parts(
+            config.label,
+            record.number,
+            plain_text(question),
+            answer,
+            plain_text(passage) if passage else None,
+        )
+        for answer in [text for text in texts if text] or no_answer
+    ]
+
+
+def _refuse_index(record: EvaluationRecord, answers: object, text: str | None) -> None:
+    """RecipeError for an answer that is the number or letter of a choice: no document has it as a text."""
+    if isinstance(answers, list) or text is None or len(text.strip()) > 1:
+        return
+    for name in ("choices", "options", "choices.text", "options.text"):
+        if isinstance(field_value(record.content, name), list):
+            first = name.split(".")[0]
+            raise RecipeError(
+                f"{record.where} has the answer {text} and a list of {first}; set answer to {name}, so that "
+                "any of these counts, or to a field with the answer's text"
+            )
+
+
+def _answer(value: object) -> str | None:
+    """A text, or a number as text."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return plain_text(str(value)) if isinstance(value, str | int | float) else None
+
+
+class _Column:
+    """Texts of one kind, some None: those with different words, and which of them each is, or -1."""
+
+    def __init__(self, texts: Sequence[str | None], unit: str) -> None:
+        from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
+
+        hashes, edges = shingle_batch(_array([text or "" for text in texts]), Ngrams(1, unit))
+        numbers: dict[bytes, int] = {}
+        self.texts: list[str] = []
+        self._of = np.full(len(texts), -1, np.int64)
+        for at, text in enumerate(texts):
+            if text is not None:
+                key = hashes[edges[at] : edges[at + 1]].tobytes()
+                self._of[at] = numbers.setdefault(key, len(self.texts))
+                if self._of[at] == len(self.texts):
+                    self.texts.append(text)
+        self.words = np.diff(edges)  # of each text, 0 of None
+
+    def keep(self, chosen: npt.NDArray[np.bool_]) -> list[int]:
+        """Leave out the texts of other rows; the new numbers of those of the chosen rows."""
+        of = self._of[chosen]
+        used = np.unique(of[of >= 0])
+        self.texts = [self.texts[number] for number in used.tolist()]
+        return [int(number) for number in np.where(of < 0, -1, np.searchsorted(used, of))]
+
+
+def _array(texts: Sequence[str]) -> pa.LargeStringArray:
+    import pyarrow as pa
+
+    return pa.array(texts, pa.large_string())
+
+
+def _grams(texts: Sequence[str], config: Ngrams) -> Grams:
+    """The distinct n-grams of each text, of distinct texts; of a shorter text all its words."""
+    from shardkit.writers.kernels.shingles import shingle_batch
+
+    hashes, edges = shingle_batch(_array(texts), config)
+    owners = np.repeat(np.arange(len(texts)), np.diff(edges))
+    order = np.lexsort((hashes, owners))
+    hashes, owners = hashes[order], owners[order]
+    is_new = np.ones(len(hashes), np.bool_)
+    is_new[1:] = (hashes[1:] != hashes[:-1]) | (owners[1:] != owners[:-1])
+    hashes, owners = hashes[is_new], owners[is_new]
+    _, which, counts = np.unique(hashes, return_inverse=True, return_counts=True)
+    frequencies, of = np.unique(counts, return_inverse=True)
+    weights = [max(1, round(_UNIT * math.log((len(texts) + 1) / df))) for df in frequencies.tolist()]
+    return Grams(
+        np.diff(shingle_batch(_array(texts), config._replace(ngram=1)).offsets),
+        hashes,
+        np.array(weights, np.int64)[of][which] if len(hashes) else np.zeros(0, np.int64),
+        np.searchsorted(owners, np.arange(len(texts) + 1)).astype(np.int64),
+    )
+
+
+def _seeds(
+    grams: Grams, totals: npt.NDArray[np.int64], needs: npt.NDArray[np.int64]
+) -> tuple[_Seeds, QuestionGrams]:
+    """The heaviest n-grams of each question, which together weigh more than its total less its need."""
+    from shardkit.writers.kernels.hash_tables import fill_places
+    from shardkit.writers.kernels.question_clusters import QuestionGrams
+
+    owners = np.repeat(np.arange(len(needs)), np.diff(grams.offsets))
+    order = np.lexsort((grams.hashes, -grams.weights, owners))
+    weights = grams.weights[order]  # of one question after the other, as before
+    before = np.cumsum(weights) - weights
+    before -= before[grams.offsets[:-1]][owners] if len(needs) else 0
+    chosen = order[before <= (totals - needs)[owners]]
+    seeds, which = np.unique(grams.hashes[chosen], return_inverse=True)
+    by_seed = np.lexsort((owners[chosen], which))
+    slots = 1 << (2 * len(seeds) + 1).bit_length()
+    bits = np.zeros(max(1, slots * _BITS_PER_KEY // 128), np.uint64)
+    keys, places = np.zeros(slots, np.uint64), np.full(slots, -1, np.int64)
+    fill_places(seeds, bits, keys, places)
+    offsets = np.searchsorted(which[by_seed], np.arange(len(seeds) + 1)).astype(np.int64)
+    return _Seeds(bits, keys, places), QuestionGrams(
+        grams.hashes, grams.weights, grams.offsets, needs, owners[chosen][by_seed], offsets
+    )

@@ -1,0 +1,115 @@
+"""Where documents repeat the questions of evaluation sets: clusters of n-grams that both have.
+
+A cluster of a question in a text begins and ends with one of the question's n-grams, and has no more than
+`max_misses` n-grams of other words in a row. Its weight is the sum of the weights of the question's
+distinct n-grams in it.
+
+Only clusters that reach the question's need are wanted, so not every n-gram leads to its questions. With the
+n-grams of a question in some order, a cluster without one of the first ones, which together weigh more than
+the question's weight less its need, cannot reach the need (prefix filtering, Chaudhuri et al. 2006). These
+are its seeds. With the heaviest first, they are the rare n-grams, and boilerplate leads to few questions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from shardkit.writers.kernels.numba_support import Int64s, UInt64s, int64, kernel
+
+__all__ = ["QuestionGrams", "find_clusters"]
+
+_FIRST_ROOM = 64  # rows of the first result
+
+
+class QuestionGrams(NamedTuple):
+    """Distinct n-grams of q questions, and the questions that each of s seeds leads to.
+
+    N-grams of question i are hashes[offsets[i]:offsets[i + 1]], ascending, with their `weights`; a cluster
+    needs the weight needs[i]. Seed j leads to seed_questions[seed_offsets[j]:seed_offsets[j + 1]].
+    """
+
+    hashes: UInt64s
+    weights: Int64s
+    offsets: Int64s
+    needs: Int64s
+    seed_questions: Int64s
+    seed_offsets: Int64s
+
+
+@kernel
+def find_clusters(
+    hashes: UInt64s, offsets: Int64s, matches: Int64s, grams: QuestionGrams, max_misses: int
+) -> Int64s:
+    """int64[m, 5]: (text, question, begin, end, weight) of the clusters that reach the question's need.
+
+    Text i has the n-grams hashes[offsets[i]:offsets[i + 1]]; `begin` and `end` are indexes of hashes.
+    `matches`, int64[k, 2], ascending, are the indexes of seeds and the seeds.
+    """
+    found = np.empty((_FIRST_ROOM, 5), np.int64)
+    ends = np.zeros(len(grams.needs), np.int64)  # of the last cluster of each question
+    seen = np.zeros(np.max(np.diff(grams.offsets)), np.int64)  # the last expansion that found each n-gram
+    count, text, expansion = 0, 0, 0
+    for row in range(len(matches)):
+        at, seed = matches[row, 0], matches[row, 1]
+        while offsets[text + 1] <= at:
+            text += 1
+        for place in range(grams.seed_offsets[seed], grams.seed_offsets[seed + 1]):
+            question = grams.seed_questions[place]
+            if at < ends[question]:
+                continue
+            expansion += 1
+            limits = (offsets[text], offsets[text + 1])
+            begin, end, weight = _expand(hashes, at, limits, grams, question, max_misses, seen, expansion)
+            ends[question] = end
+            if weight < grams.needs[question]:
+                continue
+            if count == len(found):
+                found = np.concatenate((found, np.empty_like(found)))
+            found[count, 0], found[count, 1], found[count, 2] = text, question, begin
+            found[count, 3], found[count, 4] = end, weight
+            count += 1
+    return found[:count]
+
+
+@kernel
+def _expand(
+    hashes: UInt64s,
+    at: int,
+    limits: tuple[int, int],
+    grams: QuestionGrams,
+    question: int,
+    max_misses: int,
+    seen: Int64s,
+    expansion: int,
+) -> tuple[int, int, int]:
+    """(begin, end, weight) of the question's cluster around the n-gram `at`, which is one of its n-grams."""
+    first, last = grams.offsets[question], grams.offsets[question + 1]
+    begin, end, weight = int64(at), int64(at + 1), int64(0)
+    for step in (1, -1):
+        place, misses = at if step == 1 else at - 1, 0
+        while limits[0] <= place < limits[1] and misses <= max_misses:
+            gram = _find(hashes[place], grams.hashes, first, last)
+            misses += 1
+            if gram >= 0:
+                misses = 0
+                begin, end = min(begin, place), max(end, place + 1)
+                if seen[gram - first] != expansion:
+                    seen[gram - first] = expansion
+                    weight += grams.weights[gram]
+            place += step
+    return begin, end, weight
+
+
+@kernel
+def _find(value: np.uint64, hashes: UInt64s, first: int, last: int) -> int:
+    """Index of a value among hashes[first:last], which ascend, or -1."""
+    stop = last
+    while first < last:
+        middle = (first + last) >> 1
+        if hashes[middle] < value:
+            first = middle + 1
+        else:
+            last = middle
+    return int64(first) if first < stop and hashes[first] == value else int64(-1)
