@@ -15,9 +15,27 @@ __all__ = [
     "MeasureConfig",
     "MinHashConfig",
     "NearDedupConfig",
+    "UrlDedupConfig",
 ]
 
 MAX_PERMUTATIONS = 1024
+
+
+class UrlDedupConfig(StrictModel):
+    """Of documents with the same canonical URL (dedup/urls.py) one stays; those without URL all do."""
+
+    keep: Literal["first", "longest"] = Field(
+        default="first",
+        description="first: of the first input, then of the lowest hash; longest: the longest text of all "
+        "inputs, then as first.",
+    )
+    drop_parameters: Listed[Annotated[str, Field(min_length=1, pattern=r"^[^*]+\*?$")]] = Field(
+        default=(),
+        max_length=1000,
+        description="Parameters of the query that make no difference, besides utm_* and others that track "
+        "visitors; ref_* is all names that begin so, and case makes no difference.",
+        examples=[["sessionid", "ref_*"]],
+    )
 
 
 class ExactDedupConfig(StrictModel):
@@ -131,6 +149,9 @@ class NearDedupConfig(StrictModel):
 class DedupConfig(StrictModel):
     """Removal of repeated documents."""
 
+    url: Annotated[UrlDedupConfig | None, Shorthand(switch=True)] = Field(
+        default=None, description="true: remove documents of equal URLs; null: keep them.", examples=[True]
+    )
     exact: Annotated[ExactDedupConfig | None, Shorthand(switch=True)] = Field(
         default=None, description="true: remove equal texts; null: keep them.", examples=[True]
     )

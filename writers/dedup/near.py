@@ -325,7 +325,7 @@ def find_equal(
         RunWriter(folder / EQUALS.file, EQUALS, memory_bytes=share) as equals,
     ):
         # Several indexes may hold the same document: the first one keeps it.
-        for found in find_copies(keys, memory_bytes, longest_first=True, above=first_index):
+        for found in find_copies(keys, memory_bytes, order="longest_of_source", above=first_index):
             rows = np.empty(len(found.lost), EQUALS.dtype)
             rows["key"] = _numbers(found.kept, starts, first_index)
             rows["loser"] = _numbers(found.lost, starts, first_index)
