@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from reference.near import reference_shingles
-from shardkit.errors import BuildError
+from shardkit.errors import BuildError, RecipeError
 from shardkit.writers import build, build_dedup_index, executors, index_build, pipeline
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.measure import NAMESPACE
@@ -67,7 +67,9 @@ def make_texts() -> dict[str, list[str]]:
 def make(folder: Path, changes: str = "", texts: dict[str, list[str]] | None = None) -> Path:
     recipe = make_corpus(folder, documents=4, recipe=RECIPE + changes)
     for name, some in (make_texts() if texts is None else texts).items():
-        lines = [json.dumps({"text": text, "id": f"{name} {row}"}) for row, text in enumerate(some)]
+        urls = [f"https://a.org/{name}/{row - (row % 6 == 5)}" for row in range(len(some))]
+        rows = [{"text": text, "id": f"{name} {row}", "url": urls[row]} for row, text in enumerate(some)]
+        lines = [json.dumps(row) for row in rows]
         (folder / name).write_text("\n".join(lines) + "\n")
     return recipe
 
@@ -149,7 +151,9 @@ def kept_texts(folder: Path, files: dict[str, list[str]], change: str) -> list[s
     recipe = make(folder, texts={})
     (folder / "input").mkdir()
     for name, texts in files.items():
-        lines = [json.dumps({"text": text, "id": text}) for text in texts]
+        urls = [f"https://a.org/?page={sum(text.encode()) % 50}&gclid={name}" for text in texts]
+        rows = zip(texts, urls, strict=True)
+        lines = [json.dumps({"text": text, "id": text, "url": url}) for text, url in rows]
         (folder / "input" / name).write_text("\n".join(lines) + "\n")
     result = build(recipe, overrides=changes, progress=False)
     left: dict[str, str] = {}
@@ -163,10 +167,12 @@ def kept_texts(folder: Path, files: dict[str, list[str]], change: str) -> list[s
     "change",
     [
         "dedup={exact: {text: normalized}}",
+        "dedup={url: true}",
+        "dedup={url: {keep: longest}, exact: true}",
         pytest.param("dedup={near: {small_shingles: 0}}", marks=pytest.mark.extended),
         pytest.param("dedup={lines: {}}", marks=pytest.mark.extended),
     ],
-    ids=["equal words", "near", "lines"],
+    ids=["equal words", "urls", "longest of urls", "near", "lines"],
 )
 def test_which_texts_stay_does_not_depend_on_names_and_order_of_files(tmp_path: Path, change: str) -> None:
     texts = texts_in_ties()
@@ -225,7 +231,7 @@ class StoppingEngine(InlineEngine):
 def test_a_build_that_is_stopped_after_any_task_goes_on_to_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = ["dedup.lines={min_characters: 20}", ALL]
+    changes = ["dedup.url=true", "dedup.lines={min_characters: 20}", ALL]
     whole = build(make(tmp_path / "whole"), overrides=changes, progress=False)
     monkeypatch.setattr(executors, "LocalEngine", lambda workers, **options: StoppingEngine())
     recipe = make(tmp_path / "stopped")
@@ -250,6 +256,41 @@ def test_repeated_lines_are_cut_and_accounted_for(tmp_path: Path) -> None:
     assert lines.most_common(1)[0][0] == LINE
     assert lost.bytes == sum((len(line) + 1) * (count - 1) for line, count in lines.items())
     result.funnel.check("the build")
+
+
+@pytest.mark.usefixtures("small_memory")
+def test_equal_urls_are_removed_alike_whatever_the_splits_and_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = ["dedup.url=true", "dedup.near=null"]
+    small = build(make(tmp_path / "small"), overrides=changes, progress=False)
+    monkeypatch.setattr("shardkit.writers.stages.graph.task_memory", lambda recipe: 1 << 28)
+    monkeypatch.setattr(pipeline.scan, "scan_inputs", partial(scan.scan_inputs, split_bytes=1 << 20))
+    large = build(make(tmp_path / "large"), overrides=changes, progress=False)
+    assert small.tasks > large.tasks + 5
+    assert small.fingerprint == large.fingerprint
+    assert provenance(small.output) == provenance(large.output)
+    counts = {name: len(some) for name, some in make_texts().items()}
+    lost = small.funnel.dropped
+    assert lost["url_duplicate"].documents == sum(count // 6 for count in counts.values())
+    card = json.loads((small.output / "dataset.json").read_text())
+    assert card["recipe"]["dedup"]["url"] == {"drop_parameters": [], "keep": "first"}
+    assert [stage["stage"] for stage in card["dedup"]["stages"]] == ["url_duplicate", "exact_duplicate"]
+    copies = Counter(line["copies"] for line in provenance(small.output).values())
+    groups = {group["copies"]: group["groups"] for group in card["dedup"]["groups"]}
+    assert (groups["1"], groups["2"], groups["3-10"]) == (
+        copies[1], copies[2], sum(count for number, count in copies.items() if number > 2),
+    )  # fmt: skip
+    assert card["dedup"]["largest_group"] == max(copies)
+    assert "url duplicate" in (small.output / "report.html").read_text()
+
+
+def test_a_build_that_compares_urls_and_has_none_says_so(tmp_path: Path) -> None:
+    recipe = make_corpus(tmp_path, documents=4, recipe=RECIPE)
+    (tmp_path / "first-0.jsonl").write_text('{"text": "some words", "url": "N/A"}\n')
+    (tmp_path / "second-0.jsonl").write_text('{"text": "some more words"}\n')
+    with pytest.raises(RecipeError, match=r"^dedup\.url: no document has a URL; name the field"):
+        build(recipe, overrides=["dedup.url=true"], progress=False)
 
 
 def test_words_alone_may_decide_about_equal_texts(tmp_path: Path) -> None:

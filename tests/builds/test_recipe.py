@@ -98,6 +98,8 @@ def test_messages_name_what_yaml_has_and_no_class_of_ours() -> None:
         ),
         ({"filters": {"language": {"languages": "en"}}}, {"filters": [{"language": {"languages": ["en"]}}]}),
         ({"dedup": {"exact": True, "near": 0.7}}, {"dedup": {"exact": {}, "near": {"similarity": 0.7}}}),
+        ({"dedup": {"url": True}}, {"dedup": {"url": {"keep": "first"}}}),
+        ({"dedup": {"url": {"drop_parameters": "sid"}}}, {"dedup": {"url": {"drop_parameters": ["sid"]}}}),
         ({"dedup": {"near": 1}}, {"dedup": {"near": {"similarity": 1.0}}}),
         (
             {"dedup": {"exact": False, "lines": True, "near": {"measure": True}}},
