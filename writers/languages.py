@@ -72,10 +72,12 @@ class LanguageLabels:
 
     def open(self) -> LanguageCounts:
         """Read them, two bytes a document."""
-        codes = Rows(self.codes, LANGUAGE_CODE).read()
-        if self.rows is not None:
-            codes = codes[Rows(self.rows, np.int64).read()]
-        return LanguageCounts(self.labels, codes)
+        return LanguageCounts(self.labels, self.read())
+
+    def read(self) -> npt.NDArray[np.uint16]:
+        """uint16[n]: the place of each document's label in `labels`."""
+        codes: npt.NDArray[np.uint16] = Rows(self.codes, LANGUAGE_CODE).read()
+        return codes if self.rows is None else codes[Rows(self.rows, np.int64).read()]
 
 
 class LanguageCounts:

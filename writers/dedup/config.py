@@ -6,11 +6,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from shardkit.writers.settings import Listed, Ratio, Shorthand, StrictModel
+from shardkit.writers.settings import FieldName, Listed, Ratio, Shorthand, StrictModel
 
 __all__ = [
     "DedupConfig",
     "ExactDedupConfig",
+    "FieldScope",
     "LinesDedupConfig",
     "MeasureConfig",
     "MinHashConfig",
@@ -83,6 +84,12 @@ class MeasureConfig(StrictModel):
     )
 
 
+class FieldScope(StrictModel):
+    """Documents are compared where they have the same value of a field; those without it among themselves."""
+
+    field: FieldName = Field(description="A field that inputs keep in `metadata`, or a path field.")
+
+
 class NearDedupConfig(StrictModel):
     """A document goes if and only if one that stays, of higher priority, verifies as similar to it."""
 
@@ -98,8 +105,11 @@ class NearDedupConfig(StrictModel):
         default=14, ge=1, description="Bands of the signature; null (with rows): best for the similarity."
     )
     rows: int | None = Field(default=8, ge=1, description="Values in a band; bands x rows <= permutations.")
-    scope: Literal["global", "source"] = Field(
-        default="global", description="global: among all inputs; source: within each input alone."
+    scope: Literal["global", "source", "language"] | FieldScope = Field(
+        default="global",
+        description="global: among all inputs; source: within each input alone; language: within each "
+        "language that the `language` filter found; {field: NAME}: among documents of the same value.",
+        examples=["source", {"field": "dump"}],
     )
     small_shingles: int = Field(
         default=20, ge=0, description="Documents with fewer distinct n-grams are compared more strictly,"
@@ -139,11 +149,16 @@ class NearDedupConfig(StrictModel):
                 f"{self.bands} bands x {self.rows} rows need {needed} permutations, minhash.permutations is "
                 f"{self.minhash.permutations}"
             )
-        if self.against and self.scope == "source":
+        if self.against and self.scope != "global":
             raise ValueError(
                 "against compares with other corpora, which have other sources: use scope: global"
             )
         return self
+
+    @property
+    def scope_name(self) -> str:
+        """The scope in a word or two."""
+        return f"field {self.scope.field}" if isinstance(self.scope, FieldScope) else self.scope
 
 
 class DedupConfig(StrictModel):

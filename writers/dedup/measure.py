@@ -85,6 +85,7 @@ PROPOSED = Table(
             ("batch", "<i4"),
             ("in_batch", "<i4"),
             ("at", "<i8"),
+            ("group", "<u8"),
             ("split", "<i4"),
         ]
     ),
@@ -102,6 +103,7 @@ PLANTED = np.dtype(
         ("split", "<i4"),  # of the original, and its rows in documents.arrow and in the part
         ("row", "<i8"),
         ("at", "<i8"),
+        ("group", "<u8"),  # with a scope that has groups
         ("shared", "<i8"),  # distinct n-grams that both have
         ("union", "<i8"),  # distinct n-grams that either has
     ]
@@ -212,7 +214,8 @@ def plant(
                         copy = _near_copy(text, before, _target(rank), copy_id, config)
                         known, found = set(before), set(ngrams(copy, config))
                         shared, union = len(known & found), len(known | found)
-                        rows[written] = (split, original["row"], original["at"], shared, union)
+                        place = [original[name] for name in ("split", "row", "at", "group")]
+                        rows[written] = (*place, shared, union)
                         write(copy_id, batch.column("source")[at].as_py(), rank, copy)
                         written += 1
     np.save(folder / PLANTED_FILE, rows)

@@ -76,6 +76,7 @@ from shardkit.writers.dedup.signatures import (
     bands_and_rows,
     part_settings,
     sign_documents,
+    value_groups,
     write_bands,
 )
 from shardkit.writers.dedup.verify import PLANTED_EDGES, VerifiedBlock, block_bits, verify_block
@@ -85,6 +86,7 @@ from shardkit.writers.execution.engine import InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, contents, partition_name
 from shardkit.writers.kernels.words import normalization_version
+from shardkit.writers.languages import LanguageLabels
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 
 __all__ = [
@@ -123,7 +125,7 @@ class NearStages:
         tasks = []
         for split, removed in zip(self.splits, self.removals, strict=True):
             inputs = {"documents": split.digest, "removed": removed.digest}
-            args = (split.documents, removed, self.config, proposed, self.memory_bytes)
+            args = (split.documents, removed, self.config, proposed, self.memory_bytes, split.languages)
             tasks.append(Task("signatures", split.name, config, _sign, args, split.bytes, inputs))
         return tasks
 
@@ -292,9 +294,13 @@ def _sign(
     config: NearDedupConfig,
     proposed: int,
     memory_bytes: int,
+    languages: LanguageLabels | None,
 ) -> SignedPart:
     gone = removed.load()
-    return sign_documents(documents, gone, config, folder, memory_bytes=memory_bytes, proposed=proposed)
+    groups = None if languages is None else value_groups(languages.labels)[languages.read()]
+    return sign_documents(
+        documents, gone, config, folder, memory_bytes=memory_bytes, proposed=proposed, groups=groups
+    )
 
 
 def _plant(
@@ -304,7 +310,9 @@ def _plant(
     originals = proposed.read()[0][:count]
     plant(originals, file.documents(originals["split"]), config.minhash, folder)
     texts = Artifact(folder / PLANTED_DOCUMENTS)
-    return sign_documents(texts, Removed(), config, folder, as_source=_PLANTED_SOURCE)
+    has_groups = config.scope not in ("global", "source")
+    groups = np.load(folder / PLANTED_FILE)["group"] if has_groups else None
+    return sign_documents(texts, Removed(), config, folder, as_source=_PLANTED_SOURCE, groups=groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ lowest source, the longest text, the lowest content rank (writers/documents.py);
     documents.npy    DOCUMENT, as many rows as the part has documents
     signatures.npy   uint32[n, permutations]
     keys.run         KEYS (shardkit.writers.dedup.exact): the hash of the normalized words
+    groups.npy       uint64[n], with a scope of language or field: documents are compared where it is the same
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.languages import LanguageLabels
 
 __all__ = [
     "DOCUMENT",
     "DOCUMENTS_FILE",
+    "GROUPS_FILE",
     "PAIR",
     "PARTS_FILE",
     "SIGNATURES_FILE",
@@ -40,6 +43,7 @@ __all__ = [
 
 DOCUMENTS_FILE = "documents.npy"
 SIGNATURES_FILE = "signatures.npy"
+GROUPS_FILE = "groups.npy"
 
 DOCUMENT = np.dtype(
     [
@@ -55,12 +59,13 @@ PAIR = np.dtype([("a", "<u8"), ("b", "<u8")])  # two numbers, a < b
 
 @dataclass(frozen=True, slots=True)
 class SplitDocuments:
-    """The documents of one split: the name of its tasks, the Arrow file, and the digest of that."""
+    """The documents of one split: the name of its tasks, the Arrow file, and the digest of what is read."""
 
     name: str
     documents: Artifact
     digest: str
     bytes: int
+    languages: LanguageLabels | None = None  # where documents are compared by language
 
 
 Kind = Literal["input", "planted", "index"]

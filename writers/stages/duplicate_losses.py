@@ -130,7 +130,7 @@ def _near_facts(recipe: Recipe, near: NearResult, indexes: Sequence[DedupIndex])
         permutations=config.minhash.permutations,
         bands=bands,
         rows=rows,
-        scope=config.scope,
+        scope=config.scope_name,
         against=list(config.against),
         indexes=[index.digest for index in indexes],
         counts=dict(near.counts),

@@ -21,6 +21,7 @@ from typing import Any
 
 from shardkit.card import DedupFacts
 from shardkit.errors import BuildError, RecipeError, warn_user
+from shardkit.hashing import digest_of
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.writers.dedup import lines
@@ -207,9 +208,11 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, concurrent: Sequence[T
 
     near = None
     if config.near is not None:
-        stages = NearStages(
-            config.near, _describe(documents), removals, memory_bytes, recipe.seed, inputs.limits
-        )
+        described = _describe(documents)
+        if config.near.scope == "language":
+            pairs = zip(described, cleaned, documents, strict=True)
+            described = [_with_languages(own, first, commit) for own, first, commit in pairs]
+        stages = NearStages(config.near, described, removals, memory_bytes, recipe.seed, inputs.limits)
         near = remove_near(run, stages, inputs.indexes)
         losses.add(NEAR, near.removed)
         removals = [own.also(NEAR, table) for own, table in zip(removals, near.removed, strict=True)]
@@ -422,6 +425,11 @@ def _describe(commits: Sequence[Commit]) -> list[SplitDocuments]:
         file = commit.files / clean.DOCUMENTS_FILE
         described.append(SplitDocuments(commit.name, file, output.xxh3_128, output.bytes))
     return described
+
+
+def _with_languages(split: SplitDocuments, cleaned: Commit, documents: Commit) -> SplitDocuments:
+    languages, named = tokenize.split_languages(cleaned, documents)
+    return replace(split, languages=languages, digest=digest_of([split.digest, named]))
 
 
 def count_partitions(recipe: Recipe, kept: Count) -> int:

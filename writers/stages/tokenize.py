@@ -76,6 +76,7 @@ __all__ = [
     "parity_task",
     "partition_of",
     "partition_start",
+    "split_languages",
     "tasks",
     "tokenize_split",
     "tokenizer_task",
@@ -329,7 +330,7 @@ def tasks(
     selection = Selection.of(recipe)
     made = []
     for split, commit, removed, first in zip(splits, documents, removals, cleaned, strict=True):
-        languages, named = _languages(first, commit)
+        languages, named = split_languages(first, commit)
         inputs = {
             "documents": commit.outputs[DOCUMENTS_FILE].xxh3_128,
             "removed": removed.digest,
@@ -353,7 +354,7 @@ def tasks(
     return made
 
 
-def _languages(cleaned: Commit, documents: Commit) -> tuple[LanguageLabels | None, dict[str, Any]]:
+def split_languages(cleaned: Commit, documents: Commit) -> tuple[LanguageLabels | None, dict[str, Any]]:
     """The languages of a split's documents, and the inputs that a task depends on if it reads them."""
     labels = cleaned.counts["languages"]
     if labels is None:
