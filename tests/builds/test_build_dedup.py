@@ -68,8 +68,9 @@ def make(folder: Path, changes: str = "", texts: dict[str, list[str]] | None = N
     recipe = make_corpus(folder, documents=4, recipe=RECIPE + changes)
     for name, some in (make_texts() if texts is None else texts).items():
         urls = [f"https://a.org/{name}/{row - (row % 6 == 5)}" for row in range(len(some))]
+        facts = {"dump": name.partition("-")[0]}
         rows = [{"text": text, "id": f"{name} {row}", "url": urls[row]} for row, text in enumerate(some)]
-        lines = [json.dumps(row) for row in rows]
+        lines = [json.dumps(row | facts) for row in rows]
         (folder / name).write_text("\n".join(lines) + "\n")
     return recipe
 
@@ -247,6 +248,50 @@ def test_a_build_that_is_stopped_after_any_task_goes_on_to_the_same_bytes(
     assert tree(result.output) == tree(whole.output)
 
 
+def test_a_scope_of_a_field_is_that_of_sources_where_each_has_a_value_of_its_own(tmp_path: Path) -> None:
+    dumps = "first", "second"
+    inputs = ", ".join(f"{{path: {one}-*.jsonl, source: {one}, metadata: dump}}" for one in dumps)
+    kept = {}
+    for name, scope in (("field", "{field: dump}"), ("source", "source"), ("global", "global")):
+        inputs = ", ".join(
+            f"{{path: {one}-*.jsonl, source: {one}, metadata: dump}}" for one in ("first", "second")
+        )
+        changes = [f"inputs=[{inputs}]", f"dedup.near.scope={scope}", "dedup.lines={min_characters: 20}", ALL]
+        result = build(make(tmp_path / name), overrides=changes, progress=False)
+        kept[name] = {id: row["copies"] for id, row in provenance(result.output).items()}
+        card = json.loads((result.output / "dataset.json").read_text())["dedup"]
+        assert card["near"]["scope"] == {"field": "field dump"}.get(name, name)
+        high = [band for band in card["recall"]["bands"] if band["low"] >= 0.9]
+        assert sum(band["verified"] for band in high) == sum(band["pairs"] for band in high) > 0
+        assert card["precision"]["wrong"] == 0
+    assert kept["field"] == kept["source"] != kept["global"]
+
+
+@pytest.mark.parametrize("lines", ["null", "{min_characters: 20}"])
+def test_near_duplicates_are_removed_within_a_language_if_so_wanted(tmp_path: Path, lines: str) -> None:
+    english = "This page is about the history of the town and of the people who lived here."
+    german = "Diese Seite handelt von der Geschichte der Stadt und von den Menschen dort."
+    some = []
+    for number in range(12):
+        body = " ".join(words_of(number, 150))
+        some += [
+            LINE,
+            f"{english} {body}",
+            f"{german} {body}",
+            f"{english} {body} end",
+            f"{german} {body} Ende",
+        ]
+    changes = ["filters=[{language: {characters: 70, threshold: 0}}]", f"dedup.lines={lines}"]
+    kept = {}
+    for scope in ("language", "global"):
+        recipe = make(tmp_path / scope, texts={"first-0.jsonl": some[:37], "second-0.jsonl": some[37:]})
+        result = build(recipe, overrides=[*changes, f"dedup.near.scope={scope}"], progress=False)
+        dropped = result.funnel.dropped
+        kept[scope] = dropped["near_duplicate"].documents
+        assert dropped["exact_duplicate"].documents == 11
+    assert kept == {"language": 24, "global": 36}
+
+
 def test_repeated_lines_are_cut_and_accounted_for(tmp_path: Path) -> None:
     result = build(make(tmp_path), overrides=["dedup.lines={}"], progress=False)
     lost = result.funnel.dropped["duplicate_lines"]  # `repeated_lines` is a filter
@@ -265,7 +310,7 @@ def test_equal_urls_are_removed_alike_whatever_the_splits_and_the_memory(
     changes = ["dedup.url=true", "dedup.near=null"]
     small = build(make(tmp_path / "small"), overrides=changes, progress=False)
     monkeypatch.setattr("shardkit.writers.stages.graph.task_memory", lambda recipe: 1 << 28)
-    monkeypatch.setattr(pipeline.scan, "scan_inputs", partial(scan.scan_inputs, split_bytes=1 << 20))
+    monkeypatch.setattr(scan, "scan_inputs", partial(scan.scan_inputs, split_bytes=1 << 20))
     large = build(make(tmp_path / "large"), overrides=changes, progress=False)
     assert small.tasks > large.tasks + 5
     assert small.fingerprint == large.fingerprint

@@ -205,6 +205,14 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
         ({"dedup": {"near": {"bands": 7}}}, "dedup.near: bands and rows are set together"),
         ({"dedup": {"near": {"bands": 20, "rows": 6}}}, "20 bands x 6 rows need 120 permutations"),
         ({"dedup": {"near": {"scope": "source", "against": ["x"]}}}, "use scope: global"),
+        ({"dedup": {"near": {"scope": {"field": "dump"}, "against": ["x"]}}}, "use scope: global"),
+        (
+            {"dedup": {"near": {"scope": {"field": "dump"}}}},
+            "dedup.near.scope: no input keeps a field 'dump'",
+        ),
+        ({"dedup": {"near": {"scope": "language"}}}, "dedup.near.scope: only the `language` filter knows"),
+        ({"dedup": {"near": {"scope": "host"}}}, "dedup.near.scope: should be"),
+        ({"dedup": {"url": {"drop_parameters": ["*_id"]}}}, "dedup.url.drop_parameters[0]: should"),
         ({"output": {"path": "o", "shard_bytes": "3x"}}, "output.shard_bytes: not a size: '3x'"),
         (
             {"output": {"path": "o", "shard_bytes": "4GiB"}},

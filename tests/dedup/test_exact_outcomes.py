@@ -190,7 +190,7 @@ def test_urls_are_compared_first_and_those_who_stay_stand_for_what_lost_to_them(
     rows, rng = rows_of(seed, count, texts), random.Random(seed)
     names = [rng.randbytes(16) for _ in range(texts)]
     urls = [rng.choice([None, *names]) for _ in rows]
-    cut, cut_urls = ([every[at::splits] for at in range(splits)] for every in (rows, urls))
+    cut, cut_urls = [rows[at::splits] for at in range(splits)], [urls[at::splits] for at in range(splits)]
     folder = tmp_path_factory.mktemp("urls")
     cleaned = [clean(folder / f"clean-{at}", own, cut_urls[at]) for at, own in enumerate(cut)]
     run, limits = TaskFolders(folder), replace(SMALL, partition_bytes=count // partitions * 56 + 1)

@@ -330,7 +330,7 @@ def sign_documents(
             keys.write(rows)
             values.write(signed.values.astype("<u4", copy=False))
             table.write(described)
-            if written is not None:
+            if written is not None and own is not None:
                 written.write(own)
     if proposed:
         with RunWriter(folder / PROPOSED.file, PROPOSED, memory_bytes=memory_bytes // 8) as run:

@@ -117,9 +117,8 @@ class Cleaned:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a commit."""
-        plain = {"ledger": self.ledger.to_dict(), "filters": self.filters.to_dict()}
-        plain |= {"languages": self.languages, "fields": self.fields, "input": self.input}
-        return plain | {"urls": self.urls}
+        plain = {"ledger": self.ledger.to_dict(), "filters": self.filters.to_dict(), "urls": self.urls}
+        return plain | {"languages": self.languages, "fields": self.fields, "input": self.input}
 
     @classmethod
     def of(cls, commit: Commit) -> Cleaned:
@@ -308,12 +307,12 @@ def _clean(
                 annotations.write(batch, filtered)
             if kept.num_rows:
                 documents.write_batch(kept)
-                rows = exact_keys(kept, normalized, first_row=first_row)
-                keys.write(rows)
+                of_texts = exact_keys(kept, normalized, first_row=first_row)
+                keys.write(of_texts)
                 if urls is not None:
-                    rows = url_keys(rows, kept.column("url"), tracking)
-                    urls.write(rows)
-                    with_url += len(rows)
+                    of_urls = url_keys(of_texts, kept.column("url"), tracking)
+                    urls.write(of_urls)
+                    with_url += len(of_urls)
                 first_row += kept.num_rows
                 if languages is not None:
                     assert filtered.languages is not None
