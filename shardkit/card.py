@@ -69,7 +69,7 @@ MAX_CARD_BYTES = 64 << 20  # of those that older versions made for 500,000 files
 MAX_FILES_BYTES = 1 << 30  # eight million files
 MOST_LISTED = 1000
 _OTHERS = ("split", "output")  # reasons of documents that other datasets of a build have
-_DUPLICATES = ("exact_duplicate", "duplicate_lines", "near_duplicate")
+_DUPLICATES = ("url_duplicate", "exact_duplicate", "duplicate_lines", "near_duplicate")
 _T = TypeVar("_T")
 
 

@@ -353,6 +353,7 @@ def _corpus(inputs: BuildInputs, scales: _Scales, made: Outputs, documents: floa
         + inputs.recipe.is_masked,
         memory=inputs.recipe.memory,
         shard_bytes=inputs.recipe.output.shard_bytes,
+        has_url=inputs.recipe.dedup.url is not None,
         has_exact=inputs.recipe.dedup.exact is not None,
         has_near=inputs.recipe.dedup.near is not None,
         lines=0 if inputs.recipe.dedup.lines is None else int(text * LINES),

@@ -9,8 +9,7 @@ counts by them what is left after duplicate removal.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -18,20 +17,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from shardkit.writers.dedup.tables import Rows, RowsWriter
-from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.dedup.population import LANGUAGE_CODE, LanguageLabels
+from shardkit.writers.dedup.tables import RowsWriter
 
 __all__ = [
     "LANGUAGES_FILE",
-    "LANGUAGE_CODE",
     "LanguageCounts",
     "LanguageFile",
-    "LanguageLabels",
     "add_languages",
 ]
 
 LANGUAGES_FILE = "languages.npy"
-LANGUAGE_CODE = np.uint16  # models have up to some thousands of labels
 _COLUMN = "language"
 
 
@@ -62,29 +58,13 @@ class LanguageFile:
         self._rows.write(np.array(codes, LANGUAGE_CODE))
 
 
-@dataclass(frozen=True, slots=True)
-class LanguageLabels:
-    """Where the labels of a split's documents lie: `rows` leads from those left after line dedup to them."""
-
-    codes: Artifact
-    labels: tuple[str, ...]
-    rows: Artifact | None = None
-
-    def open(self) -> LanguageCounts:
-        """Read them, two bytes a document."""
-        codes = Rows(self.codes, LANGUAGE_CODE).read()
-        if self.rows is not None:
-            codes = codes[Rows(self.rows, np.int64).read()]
-        return LanguageCounts(self.labels, codes)
-
-
 class LanguageCounts:
     """Counts the documents of a split, and their tokens, by language."""
 
-    def __init__(self, labels: Sequence[str], codes: npt.NDArray[np.uint16]) -> None:
-        self._labels, self._codes = labels, codes
-        self._documents = np.zeros(len(labels), np.int64)
-        self._tokens = np.zeros(len(labels), np.int64)
+    def __init__(self, languages: LanguageLabels) -> None:
+        self._labels, self._codes = languages.labels, languages.read()
+        self._documents = np.zeros(len(self._labels), np.int64)
+        self._tokens = np.zeros(len(self._labels), np.int64)
 
     def beside(self, batch: pa.RecordBatch, start: int) -> pa.RecordBatch:
         """The batch of rows from `start` on, with its languages as one more column."""

@@ -287,6 +287,8 @@ def stage_names(recipe: Recipe) -> list[str]:
     has_scores = any(name == "scores" for name, _ in recipe.filter_chain())
     names = ["scores", "score_tables"] if has_scores else []
     names += ["clean"] if all(texts) else ["tokenizer", "clean"]
+    names += ["url", "url_removed"] if dedup.url is not None else []
+    names += ["url_left"] if dedup.url is not None and dedup.exact is not None else []
     names += ["exact", "exact_removed"] if dedup.exact is not None else []
     names += ["line_keys", "line_losers", "lines_removed", "lines"] if dedup.lines is not None else []
     if dedup.near is not None:

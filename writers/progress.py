@@ -42,7 +42,8 @@ _STEPS: Mapping[str, Mapping[str, float]] = {
     "read and filter": {
         "record_counts": 0, "scores": 0, "scores-merge": 0, "score_tables": 0, "tokenizer": 0, "clean": 150,
     },
-    "exact duplicates": {"exact-merge": 1, "exact": 1, "exact_removed": 0.2},
+    "equal URLs": {"url-merge": 1, "url": 1, "url_removed": 0.2},
+    "exact duplicates": {"url_left": 1, "exact-merge": 1, "exact": 1, "exact_removed": 0.2},
     "repeated lines": {"line_keys": 8, "line_keys-merge": 3, "line_losers": 1, "lines": 15},
     "near-duplicates": {
         "planted": 1, "signatures": 14, "parts": 0.1, "equal": 0.4, "bands": 5, "bands-merge": 5,
@@ -199,6 +200,7 @@ class WholeBuild:
         texts = [one.output.is_text for one in recipe.datasets()]
         has_tokens = not all(texts)
         asked = {
+            "equal URLs": recipe.dedup.url,
             "exact duplicates": recipe.dedup.exact,
             "repeated lines": recipe.dedup.lines,
             "near-duplicates": recipe.dedup.near,

@@ -25,7 +25,7 @@ from pydantic import (
 from shardkit.errors import RecipeError
 from shardkit.hashing import HASH_NAMES
 from shardkit.units import parse_bytes
-from shardkit.writers.dedup.config import DedupConfig
+from shardkit.writers.dedup.config import DedupConfig, FieldScope
 from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.config import FilterEntry, entry_named, with_known_languages
@@ -392,6 +392,7 @@ class Recipe(StrictModel):
             raise ValueError("tokenizer: is missing; its chat template renders messages")
         self._check_buckets()
         self._check_where()
+        self._check_scope()
         packs = [self.pack, *(output.pack for output in self._all() if output.pack is not None)]
         if any(pack.row_bos for pack in packs) and (self.tokenizer is None or self.tokenizer.bos is None):
             raise ValueError(
@@ -422,6 +423,20 @@ class Recipe(StrictModel):
                 raise ValueError(f"filters: buckets.field: documents have a {config.field!r} already")
         if found > 1:
             raise ValueError("filters: a recipe has one `buckets` filter; give it all scores")
+
+    def _check_scope(self) -> None:
+        """ValueError for near-duplicates by what documents of this recipe do not have."""
+        scope = None if self.dedup.near is None else self.dedup.near.scope
+        if scope == "language" and not any(step == "language" for step, _ in self.filter_chain()):
+            raise ValueError(
+                "dedup.near.scope: only the `language` filter knows languages; add it to filters"
+            )
+        if not isinstance(scope, FieldScope) or any(config.path_fields for config in self.inputs):
+            return
+        if not any(scope.field in config.metadata for config in self.inputs):
+            raise ValueError(
+                f"dedup.near.scope: no input keeps a field {scope.field!r}; add it to inputs[].metadata"
+            )
 
     def _check_where(self) -> None:
         """ValueError for a `where` of something that documents of this recipe do not have."""

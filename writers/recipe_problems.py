@@ -21,7 +21,9 @@ __all__ = ["describe_problems"]
 _MAX_SHOWN = 80
 _MAX_KEYS = 12
 # What pydantic adds to the location of a problem for each member of a union.
-_UNION_MEMBER = re.compile(r"constrained-\w+|function-\w+\[.*|(?:dict|tuple|list|union)\[.*|float|int|str")
+_UNION_MEMBER = re.compile(
+    r"constrained-\w+|function-\w+\[.*|(?:dict|tuple|list|union|literal)\[.*|float|int|str|FieldScope"
+)
 
 _WANTED = {
     "bool_type": "true or false",

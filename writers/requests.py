@@ -24,7 +24,7 @@ from shardkit.writers.dedup.bands import BANDS
 from shardkit.writers.dedup.bands import partitions_for as band_partitions
 from shardkit.writers.dedup.candidates import PAIRS_BY_FIRST
 from shardkit.writers.dedup.duplicates import DUPLICATES_OF_FILE
-from shardkit.writers.dedup.exact import KEYS
+from shardkit.writers.dedup.exact import KEYS, WEIGHTED_KEYS
 from shardkit.writers.dedup.lines import LINE_KEYS, LINE_LOSERS
 from shardkit.writers.dedup.measure import PROPOSED
 from shardkit.writers.dedup.near import PROPOSED_BY_SPLIT
@@ -66,6 +66,7 @@ class Corpus:
     token_bytes: int = 4
     memory: int = 2_000_000_000
     shard_bytes: int = 1 << 26
+    has_url: bool = False
     has_exact: bool = True
     has_near: bool = True
     lines: int = 0
@@ -143,9 +144,19 @@ class Model:
         c = self.corpus
         text = c.text_bytes * DOCUMENTS
         readers = c.limits.partitions(c.documents, KEYS.dtype)
-        self._add("clean", c.splits, 0, 0, files=3, written=text + c.documents * KEYS.dtype.itemsize)
+        keys_bytes = (1 + c.has_url) * c.documents * KEYS.dtype.itemsize
+        self._add("clean", c.splits, 0, 0, files=3 + c.has_url, written=text + keys_bytes)
+        if c.has_url:
+            keys = self.exchange("url", KEYS.dtype, c.splits, c.documents, readers)
+            self._add("url", readers, *self._slices(keys, readers), files=1)
+            self._by_split("url_removed", OUTCOMES.dtype, readers, c.documents * 0.01)
         if c.has_exact:
-            keys = self.exchange("exact", KEYS.dtype, c.splits, c.documents, readers)
+            if c.has_url:
+                read = c.documents * KEYS.dtype.itemsize
+                written = c.documents * WEIGHTED_KEYS.dtype.itemsize
+                self._add("url_left", c.splits, 2 * c.splits, read, files=1, written=written)
+            dtype = WEIGHTED_KEYS.dtype if c.has_url else KEYS.dtype
+            keys = self.exchange("exact", dtype, c.splits, c.documents, readers)
             self._add("exact", readers, *self._slices(keys, readers), files=1)
             self._by_split("exact_removed", OUTCOMES.dtype, readers, c.documents * 0.01)
         if c.lines:
@@ -162,7 +173,7 @@ class Model:
         written = c.tokens * c.token_bytes
         self._add("pack", partitions, *self._slices(tokens, partitions), files=shards + 1, written=written)
         self._add("provenance", partitions, 2 * partitions, files=1)
-        removed = c.documents * LOSERS * (c.has_exact or c.has_near)
+        removed = c.documents * LOSERS * (c.has_url or c.has_exact or c.has_near)
         files = max(1, ceil(removed / DUPLICATES_OF_FILE))
         twins = self.exchange("duplicates", None, c.splits, 2 * removed, files, TWIN_BYTES)
         self._add("duplicates", files, *self._slices(twins, files), files=1, written=removed * TWIN_BYTES)

@@ -4,7 +4,7 @@ Together with `provenance/*.parquet` (documents that are) and `quarantine.jsonl`
 read) they account for every document of the inputs; records without one, such as redirects in a WARC, are
 only counted. `dropped` has what filters dropped, a file for each split that lost something. `duplicates` has
 what was removed after that, sorted by the document that stays, so that its duplicates lie together. A
-document that stays for an exact duplicate may itself be removed as a near-duplicate: follow
+document that stays for an exact duplicate, or one of its URL, may itself be removed in a later stage: follow
 `kept_document_id` until it is in no line as `document_id`.
 
 Texts are the beginnings of a bounded sample of documents, as they were when they were removed; null for the
@@ -54,9 +54,9 @@ DROPPED_SCHEMA = pa.schema(
 DUPLICATES_SCHEMA = pa.schema(
     [
         *_DOCUMENT,
-        # exact_duplicate, near_duplicate; duplicate_lines and empty: nothing was left of it
+        # url_duplicate, exact_duplicate, near_duplicate; duplicate_lines and empty: nothing was left of it
         pa.field("reason", pa.string(), nullable=False),
-        pa.field("similarity", pa.float32()),  # Jaccard similarity to the document that stays; 1 for exact
+        pa.field("similarity", pa.float32()),  # Jaccard, with what stays; 1 for exact, null for url
         # Null where nothing was left, and where it duplicates a document of an index of another corpus.
         pa.field("kept_document_id", pa.binary(16)),
         pa.field("kept_source", pa.int32()),

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from reference.near import reference_shingles
-from shardkit.errors import BuildError
+from shardkit.errors import BuildError, RecipeError
 from shardkit.writers import build, build_dedup_index, executors, index_build, pipeline
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.measure import NAMESPACE
@@ -67,7 +67,10 @@ def make_texts() -> dict[str, list[str]]:
 def make(folder: Path, changes: str = "", texts: dict[str, list[str]] | None = None) -> Path:
     recipe = make_corpus(folder, documents=4, recipe=RECIPE + changes)
     for name, some in (make_texts() if texts is None else texts).items():
-        lines = [json.dumps({"text": text, "id": f"{name} {row}"}) for row, text in enumerate(some)]
+        urls = [f"https://a.org/{name}/{row - (row % 6 == 5)}" for row in range(len(some))]
+        facts = {"dump": name.partition("-")[0]}
+        rows = [{"text": text, "id": f"{name} {row}", "url": urls[row]} for row, text in enumerate(some)]
+        lines = [json.dumps(row | facts) for row in rows]
         (folder / name).write_text("\n".join(lines) + "\n")
     return recipe
 
@@ -149,7 +152,9 @@ def kept_texts(folder: Path, files: dict[str, list[str]], change: str) -> list[s
     recipe = make(folder, texts={})
     (folder / "input").mkdir()
     for name, texts in files.items():
-        lines = [json.dumps({"text": text, "id": text}) for text in texts]
+        urls = [f"https://a.org/?page={sum(text.encode()) % 50}&gclid={name}" for text in texts]
+        rows = zip(texts, urls, strict=True)
+        lines = [json.dumps({"text": text, "id": text, "url": url}) for text, url in rows]
         (folder / "input" / name).write_text("\n".join(lines) + "\n")
     result = build(recipe, overrides=changes, progress=False)
     left: dict[str, str] = {}
@@ -163,10 +168,12 @@ def kept_texts(folder: Path, files: dict[str, list[str]], change: str) -> list[s
     "change",
     [
         "dedup={exact: {text: normalized}}",
+        "dedup={url: true}",
+        "dedup={url: {keep: longest}, exact: true}",
         pytest.param("dedup={near: {small_shingles: 0}}", marks=pytest.mark.extended),
         pytest.param("dedup={lines: {}}", marks=pytest.mark.extended),
     ],
-    ids=["equal words", "near", "lines"],
+    ids=["equal words", "urls", "longest of urls", "near", "lines"],
 )
 def test_which_texts_stay_does_not_depend_on_names_and_order_of_files(tmp_path: Path, change: str) -> None:
     texts = texts_in_ties()
@@ -225,7 +232,7 @@ class StoppingEngine(InlineEngine):
 def test_a_build_that_is_stopped_after_any_task_goes_on_to_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = ["dedup.lines={min_characters: 20}", ALL]
+    changes = ["dedup.url=true", "dedup.lines={min_characters: 20}", ALL]
     whole = build(make(tmp_path / "whole"), overrides=changes, progress=False)
     monkeypatch.setattr(executors, "LocalEngine", lambda workers, **options: StoppingEngine())
     recipe = make(tmp_path / "stopped")
@@ -241,6 +248,50 @@ def test_a_build_that_is_stopped_after_any_task_goes_on_to_the_same_bytes(
     assert tree(result.output) == tree(whole.output)
 
 
+def test_a_scope_of_a_field_is_that_of_sources_where_each_has_a_value_of_its_own(tmp_path: Path) -> None:
+    dumps = "first", "second"
+    inputs = ", ".join(f"{{path: {one}-*.jsonl, source: {one}, metadata: dump}}" for one in dumps)
+    kept = {}
+    for name, scope in (("field", "{field: dump}"), ("source", "source"), ("global", "global")):
+        inputs = ", ".join(
+            f"{{path: {one}-*.jsonl, source: {one}, metadata: dump}}" for one in ("first", "second")
+        )
+        changes = [f"inputs=[{inputs}]", f"dedup.near.scope={scope}", "dedup.lines={min_characters: 20}", ALL]
+        result = build(make(tmp_path / name), overrides=changes, progress=False)
+        kept[name] = {id: row["copies"] for id, row in provenance(result.output).items()}
+        card = json.loads((result.output / "dataset.json").read_text())["dedup"]
+        assert card["near"]["scope"] == {"field": "field dump"}.get(name, name)
+        high = [band for band in card["recall"]["bands"] if band["low"] >= 0.9]
+        assert sum(band["verified"] for band in high) == sum(band["pairs"] for band in high) > 0
+        assert card["precision"]["wrong"] == 0
+    assert kept["field"] == kept["source"] != kept["global"]
+
+
+@pytest.mark.parametrize("lines", ["null", "{min_characters: 20}"])
+def test_near_duplicates_are_removed_within_a_language_if_so_wanted(tmp_path: Path, lines: str) -> None:
+    english = "This page is about the history of the town and of the people who lived here."
+    german = "Diese Seite handelt von der Geschichte der Stadt und von den Menschen dort."
+    some = []
+    for number in range(12):
+        body = " ".join(words_of(number, 150))
+        some += [
+            LINE,
+            f"{english} {body}",
+            f"{german} {body}",
+            f"{english} {body} end",
+            f"{german} {body} Ende",
+        ]
+    changes = ["filters=[{language: {characters: 70, threshold: 0}}]", f"dedup.lines={lines}"]
+    kept = {}
+    for scope in ("language", "global"):
+        recipe = make(tmp_path / scope, texts={"first-0.jsonl": some[:37], "second-0.jsonl": some[37:]})
+        result = build(recipe, overrides=[*changes, f"dedup.near.scope={scope}"], progress=False)
+        dropped = result.funnel.dropped
+        kept[scope] = dropped["near_duplicate"].documents
+        assert dropped["exact_duplicate"].documents == 11
+    assert kept == {"language": 24, "global": 36}
+
+
 def test_repeated_lines_are_cut_and_accounted_for(tmp_path: Path) -> None:
     result = build(make(tmp_path), overrides=["dedup.lines={}"], progress=False)
     lost = result.funnel.dropped["duplicate_lines"]  # `repeated_lines` is a filter
@@ -250,6 +301,41 @@ def test_repeated_lines_are_cut_and_accounted_for(tmp_path: Path) -> None:
     assert lines.most_common(1)[0][0] == LINE
     assert lost.bytes == sum((len(line) + 1) * (count - 1) for line, count in lines.items())
     result.funnel.check("the build")
+
+
+@pytest.mark.usefixtures("small_memory")
+def test_equal_urls_are_removed_alike_whatever_the_splits_and_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = ["dedup.url=true", "dedup.near=null"]
+    small = build(make(tmp_path / "small"), overrides=changes, progress=False)
+    monkeypatch.setattr("shardkit.writers.stages.graph.task_memory", lambda recipe: 1 << 28)
+    monkeypatch.setattr(scan, "scan_inputs", partial(scan.scan_inputs, split_bytes=1 << 20))
+    large = build(make(tmp_path / "large"), overrides=changes, progress=False)
+    assert small.tasks > large.tasks + 5
+    assert small.fingerprint == large.fingerprint
+    assert provenance(small.output) == provenance(large.output)
+    counts = {name: len(some) for name, some in make_texts().items()}
+    lost = small.funnel.dropped
+    assert lost["url_duplicate"].documents == sum(count // 6 for count in counts.values())
+    card = json.loads((small.output / "dataset.json").read_text())
+    assert card["recipe"]["dedup"]["url"] == {"drop_parameters": [], "keep": "first"}
+    assert [stage["stage"] for stage in card["dedup"]["stages"]] == ["url_duplicate", "exact_duplicate"]
+    copies = Counter(line["copies"] for line in provenance(small.output).values())
+    groups = {group["copies"]: group["groups"] for group in card["dedup"]["groups"]}
+    assert (groups["1"], groups["2"], groups["3-10"]) == (
+        copies[1], copies[2], sum(count for number, count in copies.items() if number > 2),
+    )  # fmt: skip
+    assert card["dedup"]["largest_group"] == max(copies)
+    assert "url duplicate" in (small.output / "report.html").read_text()
+
+
+def test_a_build_that_compares_urls_and_has_none_says_so(tmp_path: Path) -> None:
+    recipe = make_corpus(tmp_path, documents=4, recipe=RECIPE)
+    (tmp_path / "first-0.jsonl").write_text('{"text": "some words", "url": "N/A"}\n')
+    (tmp_path / "second-0.jsonl").write_text('{"text": "some more words"}\n')
+    with pytest.raises(RecipeError, match=r"^dedup\.url: no document has a URL; name the field"):
+        build(recipe, overrides=["dedup.url=true"], progress=False)
 
 
 def test_words_alone_may_decide_about_equal_texts(tmp_path: Path) -> None:

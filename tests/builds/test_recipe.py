@@ -103,6 +103,8 @@ def test_messages_name_what_yaml_has_and_no_class_of_ours() -> None:
         ),
         ({"filters": {"language": {"languages": "en"}}}, {"filters": [{"language": {"languages": ["en"]}}]}),
         ({"dedup": {"exact": True, "near": 0.7}}, {"dedup": {"exact": {}, "near": {"similarity": 0.7}}}),
+        ({"dedup": {"url": True}}, {"dedup": {"url": {"keep": "first"}}}),
+        ({"dedup": {"url": {"drop_parameters": "sid"}}}, {"dedup": {"url": {"drop_parameters": ["sid"]}}}),
         ({"dedup": {"near": 1}}, {"dedup": {"near": {"similarity": 1.0}}}),
         (
             {"dedup": {"exact": False, "lines": True, "near": {"measure": True}}},
@@ -208,6 +210,14 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
         ({"dedup": {"near": {"bands": 7}}}, "dedup.near: bands and rows are set together"),
         ({"dedup": {"near": {"bands": 20, "rows": 6}}}, "20 bands x 6 rows need 120 permutations"),
         ({"dedup": {"near": {"scope": "source", "against": ["x"]}}}, "use scope: global"),
+        ({"dedup": {"near": {"scope": {"field": "dump"}, "against": ["x"]}}}, "use scope: global"),
+        (
+            {"dedup": {"near": {"scope": {"field": "dump"}}}},
+            "dedup.near.scope: no input keeps a field 'dump'",
+        ),
+        ({"dedup": {"near": {"scope": "language"}}}, "dedup.near.scope: only the `language` filter knows"),
+        ({"dedup": {"near": {"scope": "host"}}}, "dedup.near.scope: should be"),
+        ({"dedup": {"url": {"drop_parameters": ["*_id"]}}}, "dedup.url.drop_parameters[0]: should"),
         ({"output": {"path": "o", "shard_bytes": "3x"}}, "output.shard_bytes: not a size: '3x'"),
         (
             {"output": {"path": "o", "shard_bytes": "4GiB"}},

@@ -17,6 +17,7 @@ from shardkit.formats.removed import TEXT_CHARACTERS
 from shardkit.writers import build, build_dedup_index, index_build, pipeline, removed
 from shardkit.writers.dedup import duplicates as of_duplicates
 from shardkit.writers.dedup.config import MinHashConfig
+from shardkit.writers.dedup.urls import canonical_url
 from shardkit.writers.inputs import scan
 from support.small_build import make_corpus, tree
 
@@ -37,6 +38,7 @@ pack: {sequence_length: 64}
 output: {path: out, shard_bytes: 8KiB}
 """
 LINES = RECIPE.replace("  near:", "  lines: {min_characters: 20}\n  near:")
+URLS = LINES.replace("  exact:", "  url: {keep: longest}\n  exact:")
 BOILERPLATE = "This very line stands at the end of many documents of both sources."
 
 
@@ -68,12 +70,18 @@ def make_texts() -> dict[str, list[str]]:
     return texts
 
 
+def url_of(name: str, row: int) -> str:
+    """Every seventh page is that of the row before, and every eleventh that of the same row in first-0."""
+    if row % 7 == 5:
+        return f"HTTP://www.A.org:80/{name}/{row - 1}/?utm_source=feed#top"
+    return f"https://a.org/{'first-0.jsonl' if row % 11 == 6 else name}/{row}"
+
+
 def make(folder: Path, recipe: str) -> Path:
     path = make_corpus(folder, documents=4, recipe=recipe)
     for name, some in make_texts().items():
         rows = [
-            {"text": text, "id": f"{name} {row}", "url": f"https://a.org/{name}/{row}"}
-            for row, text in enumerate(some)
+            {"text": text, "id": f"{name} {row}", "url": url_of(name, row)} for row, text in enumerate(some)
         ]
         lines = [json.dumps(row) for row in rows]
         lines[3] = "{not JSON"
@@ -96,7 +104,7 @@ def texts_by_id() -> dict[str, str]:
     return {f"{name} {row}": text for name, some in make_texts().items() for row, text in enumerate(some)}
 
 
-@pytest.mark.parametrize("recipe", [RECIPE, LINES], ids=["plain", "lines"])
+@pytest.mark.parametrize("recipe", [RECIPE, LINES, URLS], ids=["plain", "lines", "urls"])
 def test_every_record_is_in_one_table_and_every_duplicate_leads_to_a_document_that_stays(
     tmp_path: Path, recipe: str
 ) -> None:
@@ -112,12 +120,12 @@ def test_every_record_is_in_one_table_and_every_duplicate_leads_to_a_document_th
     assert counts == {
         reason: lost.documents for reason, lost in result.funnel.dropped.items() if lost.documents
     }
-    lines = recipe == LINES
-    assert len(counts) == (5 if lines else 4)
+    lines = recipe != RECIPE
+    assert len(counts) == {RECIPE: 4, LINES: 5, URLS: 6}[recipe]
     assert ("duplicate_lines" in counts) == lines
     config, copies = MinHashConfig(), Counter[bytes]()
     for row in duplicates:
-        assert row["url"] == f"https://a.org/{row['file']}/{row['record']}"
+        assert row["url"] == url_of(row["file"], row["record"])
         if row["reason"] == "duplicate_lines":
             assert row["kept_document_id"] is None
             assert row["similarity"] is None
@@ -127,7 +135,11 @@ def test_every_record_is_in_one_table_and_every_duplicate_leads_to_a_document_th
             name: row[name] for name in ("kept_file", "kept_record", "kept_id", "kept_url", "kept_source")
         }
         ours, theirs = texts[row["id"]], texts[stays["id"]]
-        if row["reason"] == "exact_duplicate":
+        if row["reason"] == "url_duplicate":
+            assert row["similarity"] is None
+            assert canonical_url(row["url"]) == canonical_url(stays["url"])
+            assert len(ours.encode()) <= len(theirs.encode())
+        elif row["reason"] == "exact_duplicate":
             assert (ours, row["similarity"]) == (theirs, 1)
             assert row["document_id"] != stays["document_id"]
         elif not lines:

@@ -16,7 +16,7 @@ from shardkit.writers.dedup.config import LinesDedupConfig
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.lines import LINE_KEYS, LineKeys, remaining, remove_lines, write_line_keys
 from shardkit.writers.dedup.population import SplitDocuments
-from shardkit.writers.dedup.removals import NOTHING, OUTCOME
+from shardkit.writers.dedup.removals import OUTCOME, SplitRemovals
 from shardkit.writers.exchange import Limits, RunWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit
@@ -72,15 +72,16 @@ def dedup(
             SplitDocuments(source.name, cleaned[-1].files / "documents.arrow", str(number), size)
         )
     run = TaskFolders(folder)
-    tables = [NOTHING] * len(splits)
+    removals = [SplitRemovals() for _ in splits]
     if exact:
         count = sum(map(len, splits))
         halves = replace(SMALL, partition_bytes=(count // 2 + 1) * KEYS.dtype.itemsize)
         _, tables = remove_exact(run, cleaned, count, 1 << 20, limits=halves)
+        removals = [SplitRemovals({"exact_duplicate": table}) for table in tables]
     lines = sum(text.count("\n") + 1 for split in splits for *_, text in split)
     rows = max(1, -(-lines // partitions))
     limits = replace(SMALL, partition_bytes=rows * LINE_KEYS.dtype.itemsize)
-    return remove_lines(run, described, tables, config, 5000, limits=limits)
+    return remove_lines(run, described, removals, config, 5000, limits=limits)
 
 
 def _priority(document: Document) -> tuple[int, bytes, bytes]:
@@ -204,5 +205,5 @@ def test_a_line_of_every_document_costs_partitions_one_row_a_chunk(tmp_path: Pat
     config = LinesDedupConfig(min_characters=5)
     file = Artifact(tmp_path / "documents.arrow")
     for memory_bytes, chunks in ((1 << 20, 1), (32_000, 10)):
-        counts = write_line_keys(tmp_path, file, config, NOTHING, memory_bytes)
+        counts = write_line_keys(tmp_path, file, config, SplitRemovals(), memory_bytes)
         assert counts == LineKeys(lines=1000, compared=1000, keys=500 + chunks)

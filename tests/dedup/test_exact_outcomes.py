@@ -6,17 +6,20 @@ import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.writers.dedup.exact import KEYS, find_copies, rank_copies
+from shardkit.writers.dedup.config import UrlDedupConfig
+from shardkit.writers.dedup.exact import KEYS, Order, find_copies, rank_copies
 from shardkit.writers.dedup.removals import SplitRemovals, SplitTable
+from shardkit.writers.dedup.urls import URL_KEYS
 from shardkit.writers.exchange import Limits, RunWriter, exchange
 from shardkit.writers.execution.task import Commit
-from shardkit.writers.stages.exact import ExactDuplicates, remove_exact
+from shardkit.writers.stages.exact import ExactDuplicates, remove_exact, remove_urls
 from support.task_folders import TaskFolders, commit_folder
 
 Row = tuple[bytes, bytes, int, int]  # key, id, bytes, source
@@ -32,8 +35,8 @@ def rows_of(seed: int, count: int, texts: int) -> list[Row]:
     return [(key, rng.randbytes(16), rng.randrange(99), rng.randrange(3)) for key in keys]
 
 
-def clean(folder: Path, rows: list[Row]) -> Commit:
-    """The commit of the split's task that wrote its keys."""
+def clean(folder: Path, rows: list[Row], urls: list[bytes | None] | None = None) -> Commit:
+    """The commit of the split's task that wrote its keys, and those of its URLs."""
     folder.mkdir(parents=True)
     keys = np.zeros(len(rows), KEYS.dtype)
     for at, (key, id, size, source) in enumerate(rows):
@@ -41,6 +44,12 @@ def clean(folder: Path, rows: list[Row]) -> Commit:
         keys[at]["id"] = [int.from_bytes(id[half : half + 8], "big") for half in (0, 8)]
         keys[at]["row"], keys[at]["bytes"], keys[at]["source"], keys[at]["split"] = at, size, source, -1
     with RunWriter(folder / KEYS.file, KEYS, memory_bytes=1 << 20) as writer:
+        writer.write(keys)
+    with RunWriter(folder / URL_KEYS.file, URL_KEYS, memory_bytes=1 << 20) as writer:
+        some = [at for at, url in enumerate(urls or []) if url is not None]
+        keys = keys[some]
+        keys["key"] = [int.from_bytes(url[:8], "big") for url in urls or [] if url is not None]
+        keys["low"] = [int.from_bytes(url[8:], "big") for url in urls or [] if url is not None]
         writer.write(keys)
     return commit_folder(folder, "clean", folder.name)
 
@@ -59,14 +68,15 @@ def remove(
 
 
 def brute_force(
-    splits: list[list[Row]], *, longest_first: bool = False, above: int = 1 << 31
+    splits: list[list[Row]], *, order: Order = "first", above: int = 1 << 31
 ) -> dict[Place, Place]:
     """{loser: its winner} by one dictionary over everything."""
-    groups: dict[bytes, list[tuple[int, int, bytes, Place]]] = {}
+    groups: dict[bytes, list[tuple[tuple[int, ...], bytes, Place]]] = {}
     for split, rows in enumerate(splits):
         for at, (key, id, size, source) in enumerate(rows):
             tier = split - len(splits) if split >= above else source
-            groups.setdefault(key, []).append((tier, -size * longest_first, id, (split, at)))
+            rank = {"first": (tier,), "longest_of_source": (tier, -size), "longest": (-size, tier)}[order]
+            groups.setdefault(key, []).append((rank, id, (split, at)))
     return {rank[-1]: min(group)[-1] for group in groups.values() for rank in group if rank != min(group)}
 
 
@@ -125,7 +135,7 @@ def test_outcomes_are_those_of_a_dictionary_for_any_splits_partitions_and_memory
     texts=st.integers(2, 30),
     splits=st.integers(1, 5),
     above=st.integers(0, 5),
-    longest_first=st.booleans(),
+    order=st.sampled_from(get_args(Order)),
     memory_bytes=st.sampled_from([100, 20_000, 40_000, 1 << 20]),
 )
 def test_each_loser_comes_with_who_stays_for_any_memory(
@@ -135,7 +145,7 @@ def test_each_loser_comes_with_who_stays_for_any_memory(
     texts: int,
     splits: int,
     above: int,
-    longest_first: bool,
+    order: Order,
     memory_bytes: int,
 ) -> None:
     rows = rows_of(seed, count, texts)
@@ -145,7 +155,7 @@ def test_each_loser_comes_with_who_stays_for_any_memory(
     whole = exchange(TaskFolders(folder), "keys", KEYS, runs, readers=1, limits=SMALL).slice(0, 1 << 64)
     winners: dict[Place, Place] = {}
     represented: dict[Place, int] = {}
-    for found in find_copies(whole, memory_bytes, longest_first=longest_first, above=above):
+    for found in find_copies(whole, memory_bytes, order=order, above=above):
         lost, kept, several = (
             list(zip(rows["split"].tolist(), rows["row"].tolist(), strict=True))
             for rows in (found.lost, found.kept, found.winners)
@@ -153,8 +163,67 @@ def test_each_loser_comes_with_who_stays_for_any_memory(
         assert not winners.keys() & set(lost)
         winners |= zip(lost, kept, strict=True)
         represented |= zip(several, found.represented.tolist(), strict=True)
-    assert winners == brute_force(cut, longest_first=longest_first, above=above)
+    assert winners == brute_force(cut, order=order, above=above)
     assert represented == {place: 1 + losers for place, losers in Counter(winners.values()).items()}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    count=st.integers(0, 60),
+    texts=st.integers(2, 30),
+    splits=st.integers(1, 5),
+    partitions=st.integers(1, 9),
+    keep=st.sampled_from(["first", "longest"]),
+    memory_bytes=st.sampled_from([100, 5000, 1 << 20]),
+)
+def test_urls_are_compared_first_and_those_who_stay_stand_for_what_lost_to_them(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    count: int,
+    texts: int,
+    splits: int,
+    partitions: int,
+    keep: Literal["first", "longest"],
+    memory_bytes: int,
+) -> None:
+    rows, rng = rows_of(seed, count, texts), random.Random(seed)
+    names = [rng.randbytes(16) for _ in range(texts)]
+    urls = [rng.choice([None, *names]) for _ in rows]
+    cut, cut_urls = [rows[at::splits] for at in range(splits)], [urls[at::splits] for at in range(splits)]
+    folder = tmp_path_factory.mktemp("urls")
+    cleaned = [clean(folder / f"clean-{at}", own, cut_urls[at]) for at, own in enumerate(cut)]
+    run, limits = TaskFolders(folder), replace(SMALL, partition_bytes=count // partitions * 56 + 1)
+    config = UrlDedupConfig(keep=keep)
+    known = sum(url is not None for url in urls)
+    by_url, tables = remove_urls(run, cleaned, known, config, memory_bytes, limits=limits)
+    by_text, texts_tables = remove_exact(run, cleaned, count, memory_bytes, urls=tables, limits=limits)
+    # A document without URL, or that lost before, has a key of its own.
+    of_urls = [
+        [(url or bytes([split, at]), *row[1:]) for at, (row, url) in enumerate(zip(own, its, strict=True))]
+        for split, (own, its) in enumerate(zip(cut, cut_urls, strict=True))
+    ]
+    lost = brute_force(of_urls, order="longest" if keep == "longest" else "first")
+    left = [
+        [(bytes([split, at]) if (split, at) in lost else row[0], *row[1:]) for at, row in enumerate(own)]
+        for split, own in enumerate(cut)
+    ]
+    lost_texts = brute_force(left)
+    assert not lost.keys() & lost_texts.keys()
+    stands = Counter((split, at) for split, own in enumerate(cut) for at in range(len(own)))
+    for loser, winner in [*lost.items(), *lost_texts.items()]:
+        stands[winner] += stands.pop(loser)
+    for split, pair in enumerate(zip(tables, texts_tables, strict=True)):
+        removed = SplitRemovals({"url": pair[0], "exact": pair[1]}).load()
+        for reason, expected in (("url", lost), ("exact", lost_texts)):
+            assert removed.rows[reason].tolist() == sorted(row for at, row in expected if at == split)
+        copies = dict(zip(removed.copied.tolist(), removed.copies.tolist(), strict=True))
+        expected_copies = {row: number for (at, row), number in stands.items() if at == split and number > 1}
+        assert {row: n for row, n in copies.items() if (split, row) in stands} == expected_copies
+    groups = np.sum([one.groups for one in (*by_url, *by_text)], axis=0).tolist()
+    assert groups[1] == sum(number == 2 for number in stands.values())
+    assert sum(groups) == sum(number > 1 for number in stands.values())
+    assert max(one.largest_group for one in (*by_url, *by_text)) == max([1, *stands.values()])
 
 
 def test_a_file_more_changes_the_removals_of_those_splits_only_that_lose_other_documents(
@@ -177,7 +246,7 @@ def test_a_file_more_changes_the_removals_of_those_splits_only_that_lose_other_d
     assert same == [True, False, True, True]
 
 
-def test_the_first_source_wins_then_the_longest_text_if_so_wanted_then_the_lowest_id() -> None:
+def test_who_wins_is_by_source_and_if_so_wanted_by_length_and_then_the_lowest_id() -> None:
     rows = np.zeros(5, KEYS.dtype)
     rows["source"] = [1, 0, 0, 0, 0]
     rows["bytes"] = [9, 5, 5, 6, 1]
@@ -185,5 +254,7 @@ def test_the_first_source_wins_then_the_longest_text_if_so_wanted_then_the_lowes
     rows["key"][4] = 1
     chosen, winners = rank_copies(rows)
     assert (chosen.tolist(), winners.tolist()) == ([2, 1, 3, 0], [0, 0, 0, 0])
-    chosen, winners = rank_copies(rows, longest_first=True)
+    chosen, winners = rank_copies(rows, order="longest_of_source")
     assert (chosen.tolist(), winners.tolist()) == ([3, 2, 1, 0], [0, 0, 0, 0])
+    chosen, winners = rank_copies(rows, order="longest")
+    assert (chosen.tolist(), winners.tolist()) == ([0, 3, 2, 1], [0, 0, 0, 0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ def make_texts(rng: random.Random, count: int) -> list[Text]:
     families = [[f"w{rng.randrange(5000)}" for _ in range(rng.choice([8, 40, 70]))] for _ in range(4)]
     families += [["buy", "now"] * 90, ["ÄHNLICH"]]
     texts = []
-    for _ in range(count):
+    for number in range(count):
         words = list(rng.choice(families))
         if len(words) > 1:
             for _ in range(rng.choice([0, 0, 1, 1, 2])):
@@ -42,13 +43,20 @@ def make_texts(rng: random.Random, count: int) -> list[Text]:
             words = words[: len(words) - rng.choice([0, 0, 0, 1, 3])]
         text = rng.choice([" ", ", "]).join(words)
         text = rng.choice([text, text.upper(), text + "!", "..." if rng.random() < 0.2 else text])
-        texts.append(Text("input", rng.randrange(2), rng.randbytes(16), text))
+        value = (None, "x.org", "é")[number % 3]
+        texts.append(Text("input", rng.randrange(2), rng.randbytes(16), text, value))
     return texts
 
 
 def write_texts(path: Path, texts: list[Text], rng: random.Random) -> None:
     """An Arrow file of documents, in batches of any size."""
-    columns = {"document_id": [text.id for text in texts], "source": [text.source for text in texts]}
+    columns: dict[str, list[Any]] = {
+        "document_id": [text.id for text in texts],
+        "source": [text.source for text in texts],
+        "metadata": [
+            None if text.value is None else json.dumps({"a": 1, "site": text.value}) for text in texts
+        ],
+    }
     write_documents(path, [text.text for text in texts], batch_rows=rng.choice([1, 7, 1000]), **columns)
 
 
@@ -108,7 +116,7 @@ def by_ids(texts: list[Text], result: ReferenceResult) -> IdResult:
     return removed, {texts[at].id: count for at, count in result.copies.items()}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(5))
 def test_the_stages_remove_what_the_reference_removes(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     texts = make_texts(rng, 60)
@@ -117,6 +125,7 @@ def test_the_stages_remove_what_the_reference_removes(tmp_path: Path, seed: int)
         {"containment": 0.8, "similarity": 0.9},
         {"scope": "source", "small_shingles": 0},
         {"minhash": MinHashConfig(permutations=32, unit="characters", ngram=7)},
+        {"scope": {"field": "site"}},
     ]
     config = NearDedupConfig.model_validate(CONFIG.model_dump() | changes[seed])
     expected = by_ids(texts, reference_near(texts, config))

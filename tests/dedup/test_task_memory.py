@@ -27,7 +27,7 @@ from shardkit.writers.dedup.population import (
     PopulationFile,
     write_parts,
 )
-from shardkit.writers.dedup.removals import NOTHING, Removed
+from shardkit.writers.dedup.removals import Removed, SplitRemovals
 from shardkit.writers.dedup.signatures import LOST, sign_documents, write_bands
 from shardkit.writers.dedup.tables import RowsWriter
 from shardkit.writers.exchange import RunWriter, Slice, Table
@@ -92,7 +92,7 @@ def line_keys(folder: Path, documents: int) -> Work:
     texts = [f"first line of document {at}\na line that all of them have" for at in range(documents)]
     path = write_documents(folder / "documents.arrow", texts, batch_rows=4096)
     config = LinesDedupConfig(min_characters=20)
-    return lambda made: write_line_keys(made, Artifact(path), config, NOTHING, MEMORY)
+    return lambda made: write_line_keys(made, Artifact(path), config, SplitRemovals(), MEMORY)
 
 
 def lines(folder: Path, documents: int, copies: int) -> Work:

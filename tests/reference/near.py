@@ -7,6 +7,7 @@ of buckets and hubs, the comparison of two sets, and the rule.
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -98,13 +99,13 @@ def reference_signature(text: str, config: MinHashConfig) -> list[int]:
 
 
 def reference_band_keys(
-    signature: Sequence[int], bands: int, rows: int, source: int | None = None
+    signature: Sequence[int], bands: int, rows: int, group: int | None = None
 ) -> list[int]:
     """The band keys of one signature, in plain Python."""
     keys = []
     for band in range(bands):
         value = _BAND_SEED ^ band
-        value = (value ^ (-1 if source is None else source) & _MASK) * _FACTOR & _MASK
+        value = (value ^ (-1 if group is None else group) & _MASK) * _FACTOR & _MASK
         for number in signature[band * rows : (band + 1) * rows]:
             value ^= value >> 32
             value = (value ^ number) * _FACTOR & _MASK
@@ -272,6 +273,7 @@ class Text(NamedTuple):
     source: int
     id: bytes
     text: str
+    value: str | None = None  # of the field that a scope names
 
     @property
     def rank(self) -> bytes:
@@ -345,9 +347,17 @@ def _equal(documents: Iterable[tuple[Text, tuple[str, ...], int]], config: NearD
     """{loser: winner} among documents of equal units."""
     groups: dict[Hashable, list[tuple[tuple[int, int, bytes], int]]] = {}
     for document, units, at in documents:
-        source = document.source if config.scope == "source" else None
-        groups.setdefault((source, units), []).append((document.priority, at))
+        groups.setdefault((_group(document, config), units), []).append((document.priority, at))
     return {at: min(group)[1] for group in groups.values() for _, at in sorted(group)[1:]}
+
+
+def _group(document: Text, config: NearDedupConfig) -> int | None:
+    """Only documents of the same group are compared."""
+    if config.scope == "global":
+        return None
+    if config.scope == "source":
+        return document.source
+    return xxhash.xxh3_64_intdigest(json.dumps(document.value, ensure_ascii=False).encode())
 
 
 def _candidates(
@@ -357,8 +367,7 @@ def _candidates(
     described = []
     for document in documents:
         signature = reference_signature(document.text, config.minhash)
-        source = document.source if config.scope == "source" else None
-        keys = reference_band_keys(signature, bands, rows, source)
+        keys = reference_band_keys(signature, bands, rows, _group(document, config))
         first, length, id = document.priority
         priority = (first, length, int.from_bytes(id, "big"))
         described.append(ReferenceDocument(signature, priority, document.kind, keys))

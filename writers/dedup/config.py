@@ -6,18 +6,37 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from shardkit.writers.settings import Listed, Ratio, Shorthand, StrictModel
+from shardkit.writers.settings import FieldName, Listed, Ratio, Shorthand, StrictModel
 
 __all__ = [
     "DedupConfig",
     "ExactDedupConfig",
+    "FieldScope",
     "LinesDedupConfig",
     "MeasureConfig",
     "MinHashConfig",
     "NearDedupConfig",
+    "UrlDedupConfig",
 ]
 
 MAX_PERMUTATIONS = 1024
+
+
+class UrlDedupConfig(StrictModel):
+    """Of documents with the same canonical URL one stays, and all without one; the guide has the rules."""
+
+    keep: Literal["first", "longest"] = Field(
+        default="first",
+        description="first: of the first input, then of the lowest hash; longest: the longest text of all "
+        "inputs, then as first.",
+    )
+    drop_parameters: Listed[Annotated[str, Field(min_length=1, pattern=r"^[^*]+\*?$")]] = Field(
+        default=(),
+        max_length=1000,
+        description="Parameters of the query that make no difference, besides utm_* and others that track "
+        "visitors; ref_* is all names that begin so, and case makes no difference.",
+        examples=[["sessionid", "ref_*"]],
+    )
 
 
 class ExactDedupConfig(StrictModel):
@@ -65,6 +84,12 @@ class MeasureConfig(StrictModel):
     )
 
 
+class FieldScope(StrictModel):
+    """Documents are compared where they have the same value of a field; those without it among themselves."""
+
+    field: FieldName = Field(description="A field that inputs keep in `metadata`, or a path field.")
+
+
 class NearDedupConfig(StrictModel):
     """A document goes if and only if one that stays, of higher priority, verifies as similar to it."""
 
@@ -80,8 +105,11 @@ class NearDedupConfig(StrictModel):
         default=14, ge=1, description="Bands of the signature; null (with rows): best for the similarity."
     )
     rows: int | None = Field(default=8, ge=1, description="Values in a band; bands x rows <= permutations.")
-    scope: Literal["global", "source"] = Field(
-        default="global", description="global: among all inputs; source: within each input alone."
+    scope: Literal["global", "source", "language"] | FieldScope = Field(
+        default="global",
+        description="global: among all inputs; source: within each input alone; language: within each "
+        "language that the `language` filter found; {field: NAME}: among documents of the same value.",
+        examples=["source", {"field": "dump"}],
     )
     small_shingles: int = Field(
         default=20, ge=0, description="Documents with fewer distinct n-grams are compared more strictly,"
@@ -121,16 +149,24 @@ class NearDedupConfig(StrictModel):
                 f"{self.bands} bands x {self.rows} rows need {needed} permutations, minhash.permutations is "
                 f"{self.minhash.permutations}"
             )
-        if self.against and self.scope == "source":
+        if self.against and self.scope != "global":
             raise ValueError(
                 "against compares with other corpora, which have other sources: use scope: global"
             )
         return self
 
+    @property
+    def scope_name(self) -> str:
+        """The scope in a word or two."""
+        return f"field {self.scope.field}" if isinstance(self.scope, FieldScope) else self.scope
+
 
 class DedupConfig(StrictModel):
     """Removal of repeated documents."""
 
+    url: Annotated[UrlDedupConfig | None, Shorthand(switch=True)] = Field(
+        default=None, description="true: remove documents of equal URLs; null: keep them.", examples=[True]
+    )
     exact: Annotated[ExactDedupConfig | None, Shorthand(switch=True)] = Field(
         default=None, description="true: remove equal texts; null: keep them.", examples=[True]
     )

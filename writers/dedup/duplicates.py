@@ -43,8 +43,8 @@ _LAST = np.iinfo(np.uint64).max
 
 _U64 = npt.NDArray[np.uint64]
 
-_REASONS = ("exact_duplicate", "near_duplicate", "duplicate_lines", "empty")
-_LEFT_NOTHING = 2  # from here on, they have no document that stays for them
+_REASONS = ("url_duplicate", "exact_duplicate", "near_duplicate", "duplicate_lines", "empty")
+_LEFT_NOTHING = 3  # from here on, they have no document that stays for them
 
 _STRINGS = ("file", "id", "url", "text")
 

@@ -1,26 +1,39 @@
 """Documents with equal keys (hashes of their text or of its words), found partition by partition.
 
 A key is 128 bits; two different texts share one with probability 10^-19 among 10^10 documents. Among equal
-keys the winner is the document of the lowest source, then (with `longest_first`) of the longest text, then of
-the lowest content rank (writers/documents.py): neither the number of partitions nor names and order of files
-change which text stays.
+keys the winner is the document of the lowest source, then of the lowest content rank (writers/documents.py).
+In the order "longest_of_source" the longest text comes between these two, in the order "longest" before them.
+Neither the number of partitions nor names and order of files change which text stays.
 
 Tasks write KEYS runs, which the exchange sorts by the first half of the key; a partition is a range of these
 halves, so all copies of a text meet in one. `find_copies` streams a partition, so its memory does not grow
 with it: a key of more documents than fit is read twice, for its winner, and for those who lose to it.
+
+Documents of equal URLs have keys in the same way (urls.py). Rows of WEIGHTED_KEYS stand for the documents
+that lost to them before, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.writers.exchange import Slice, Table
 
-__all__ = ["KEYS", "Copies", "find_copies", "partition_bounds", "rank_copies", "repeated", "row_batches"]
+__all__ = [
+    "KEYS",
+    "WEIGHTED_KEYS",
+    "Copies",
+    "Order",
+    "find_copies",
+    "partition_bounds",
+    "rank_copies",
+    "repeated",
+    "row_batches",
+]
 
 KEYS = Table(
     "keys.run",
@@ -40,7 +53,15 @@ KEYS = Table(
 
 _PEAK_BYTES_PER_ROW_RANKED = 250  # measured where all rows are copies: rows, their order, what is lost
 
+WEIGHTED_KEYS = Table(
+    "weighted_keys.run",
+    np.dtype([*KEYS.dtype.descr, ("copies", "<i4")]),  # documents that this one stands for, itself included
+    origin="split",
+)
+
 _NO_SPLIT = 1 << 31
+
+Order = Literal["first", "longest_of_source", "longest"]
 
 _Rows = npt.NDArray[np.void]
 
@@ -75,26 +96,35 @@ def repeated(high: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
 
 
 def rank_copies(
-    rows: _Rows, *, longest_first: bool = False
+    rows: _Rows, *, order: Order = "first"
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """The rows of KEYS whose key occurs several times, from the winner of each key down, and their winners.
 
     (indices into `rows`; for each of these the position, among these, of the winner of its key)
     """
     chosen = repeated(rows["key"])
-    order, is_copy = _ranked(rows[chosen], longest_first)
-    return chosen[order], np.maximum.accumulate(np.where(is_copy, 0, np.arange(len(chosen))))
+    ranked, is_copy = _ranked(rows[chosen], order)
+    return chosen[ranked], np.maximum.accumulate(np.where(is_copy, 0, np.arange(len(chosen))))
 
 
-def _ranked(rows: _Rows, longest_first: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+def _ranked(rows: _Rows, by: Order) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """The order of rows by key, those of one key from the winner down; which of them are not winners."""
-    sizes = [-rows["bytes"]] if longest_first else []
-    by = [rows["id"][:, 1], rows["id"][:, 0], *sizes, *(rows[name] for name in ("source", "low", "key"))]
-    order: npt.NDArray[np.int64] = np.lexsort(by)
+    priority = [rows["source"]]
+    if by != "first":
+        priority.insert(1 if by == "longest_of_source" else 0, -rows["bytes"])
+    columns = [rows["key"], rows["low"], *priority, rows["id"][:, 0], rows["id"][:, 1]]
+    order: npt.NDArray[np.int64] = np.lexsort(columns[::-1])
     is_copy = np.zeros(len(order), np.bool_)
     is_copy[1:] = np.diff(rows["key"][order]) == 0
     is_copy[1:] &= np.diff(rows["low"][order]) == 0
     return order, is_copy
+
+
+def _weights(rows: _Rows) -> npt.NDArray[np.int64]:
+    """How many documents each row stands for."""
+    if "copies" not in (rows.dtype.names or ()):
+        return np.ones(len(rows), np.int64)
+    return rows["copies"].astype(np.int64)
 
 
 def row_batches(keys: Slice, memory_bytes: int) -> Iterator[_Rows]:
@@ -113,51 +143,53 @@ def _most_rows(memory_bytes: int) -> int:
 
 
 def find_copies(
-    keys: Slice, memory_bytes: int, *, longest_first: bool = False, above: int = _NO_SPLIT
+    keys: Slice, memory_bytes: int, *, order: Order = "first", above: int = _NO_SPLIT
 ) -> Iterator[Copies]:
     """The copies of a partition, some keys at a time; losers of a key in the order (split, row).
 
     Takes three quarters of the memory. Documents of splits from `above` on win over all others, those of the
     lowest such split first.
     """
-    carried, decided = np.empty(0, KEYS.dtype), None
+    carried, decided = np.empty(0, keys.table.dtype), None
     for batch in row_batches(keys, memory_bytes):
         rows = np.concatenate([carried, batch])
         rows = rows[rows["key"] != decided] if decided is not None else rows
         last = int(rows["key"][-1]) if len(rows) else 0
         begin = int(np.searchsorted(rows["key"], np.uint64(last)))
         carried = rows[begin:]  # the next batch may have more of this key
-        yield _copies(rows[:begin], longest_first, above)
+        yield _copies(rows[:begin], order, above)
         if len(carried) > _most_rows(memory_bytes):
-            yield from _copies_of_one(keys.within(last, last + 1), memory_bytes, longest_first, above)
+            yield from _copies_of_one(keys.within(last, last + 1), memory_bytes, order, above)
             carried, decided = carried[:0], np.uint64(last)
-    yield _copies(carried, longest_first, above)
+    yield _copies(carried, order, above)
 
 
-def _copies(rows: _Rows, longest_first: bool, above: int) -> Copies:
+def _copies(rows: _Rows, order: Order, above: int) -> Copies:
     """The copies among rows that have all rows of their keys."""
-    chosen, winners = rank_copies(_with_sources(rows, above), longest_first=longest_first)
+    chosen, winners = rank_copies(_with_sources(rows, above), order=order)
     lost = np.flatnonzero(winners != np.arange(len(chosen)))
     lost = lost[np.argsort(chosen[lost])]
-    first, losers = np.unique(winners[lost], return_counts=True)
-    return Copies(rows[chosen[lost]], rows[chosen[winners[lost]]], rows[chosen[first]], losers + 1)
+    first, groups = np.unique(winners[lost], return_inverse=True)
+    represented = _weights(rows[chosen[first]])
+    np.add.at(represented, groups, _weights(rows[chosen[lost]]))
+    return Copies(rows[chosen[lost]], rows[chosen[winners[lost]]], rows[chosen[first]], represented)
 
 
-def _copies_of_one(keys: Slice, memory_bytes: int, longest_first: bool, above: int) -> Iterator[Copies]:
+def _copies_of_one(keys: Slice, memory_bytes: int, order: Order, above: int) -> Iterator[Copies]:
     """The copies of one key, however many, while its range is being read: half as much is read ahead."""
-    winners, represented = np.empty(0, KEYS.dtype), np.empty(0, np.int64)
+    winners, represented = np.empty(0, keys.table.dtype), np.empty(0, np.int64)
     for batch in row_batches(keys, memory_bytes // 2):  # there are several if first halves are equal only
         rows = np.concatenate([winners, batch])
-        counts = np.concatenate([represented, np.ones(len(batch), np.int64)])
-        order, is_copy = _ranked(_with_sources(rows, above), longest_first)
+        counts = np.concatenate([represented, _weights(batch)])
+        ranked, is_copy = _ranked(_with_sources(rows, above), order)
         starts = np.flatnonzero(~is_copy)
-        winners, represented = rows[order[starts]], np.add.reduceat(counts[order], starts)
+        winners, represented = rows[ranked[starts]], np.add.reduceat(counts[ranked], starts)
     nothing, none = winners[:0], represented[:0]
     for batch in row_batches(keys, memory_bytes // 2):
         kept = winners[np.searchsorted(winners["low"], batch["low"])]
         is_lost = (kept["split"] != batch["split"]) | (kept["row"] != batch["row"])
         yield Copies(batch[is_lost], kept[is_lost], nothing, none)
-    several = represented > 1
+    several = represented > _weights(winners)
     yield Copies(nothing, nothing, winners[several], represented[several])
 
 

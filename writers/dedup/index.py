@@ -287,8 +287,8 @@ def check_indexable(config: NearDedupConfig | None, sketch: int) -> NearDedupCon
         raise RecipeError("dedup.near: is not set, and an index is of its signatures; {} sets the defaults")
     if config.scope != "global":
         raise RecipeError(
-            f"dedup.near.scope: is {config.scope}, so nothing could be compared with other corpora; an index "
-            "needs global"
+            f"dedup.near.scope: is {config.scope_name}, so nothing could be compared with other corpora; an "
+            "index needs global"
         )
     if sketch and not MIN_SKETCH <= sketch <= MAX_SKETCH:
         raise ValueError(f"a sketch of {sketch:,} hashes: from {MIN_SKETCH} to {MAX_SKETCH:,}, or 0 for all")

@@ -13,13 +13,13 @@ that any two of n different lines share their 128-bit hash, so that one is cut i
 2. `find_line_losers`, a task a partition of keys, decides which documents lose which lines:
        line_losers.run  LINE_LOSERS, which go back to their splits (dedup/removals.py)
 3. `cut_lines`, a task a split, writes the documents again:
-       documents.arrow  DOCUMENT_SCHEMA, in the same order, without exact duplicates (later stages have none
-                        to skip) and without documents that have only white space left
+       documents.arrow  DOCUMENT_SCHEMA, in the same order, without duplicates by URL or text (later stages
+                        have none to skip) and without documents that have only white space left
        rows.npy         int64[n]: the row that each document had before
-       outcomes.bin     removals.OUTCOME: documents that exact duplicates lost to, with new rows
+       outcomes.bin     removals.OUTCOME: documents that these duplicates lost to, with new rows
        duplicates.run   what is gone, and what stays for it (duplicates.py)
-   Its ledger: read = kept + dropped["exact_duplicate"] + dropped["duplicate_lines"]; the latter counts all
-   bytes that were cut, and the documents of which nothing is left.
+   Its ledger: read = kept + dropped, by the reasons of earlier removals and "duplicate_lines", which counts
+   all bytes that were cut, and the documents of which nothing is left.
 
 Memory: a batch of documents and a share of the budget. Step 1 holds a chunk of lines (with less memory there
 are more chunks, so more keys, and the same lines are cut), step 2 a part of a partition: of the line that it
@@ -28,7 +28,7 @@ ends with, the documents that keep it so far are carried on. Keys take 48 bytes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,15 @@ from shardkit.writers.dedup.config import LinesDedupConfig
 from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.exact import partition_bounds, repeated, row_batches
 from shardkit.writers.dedup.population import SplitDocuments
-from shardkit.writers.dedup.removals import OUTCOME, SplitRows, SplitTable, by_split, document_keys
+from shardkit.writers.dedup.removals import (
+    OUTCOME,
+    SplitRemovals,
+    SplitRows,
+    SplitTable,
+    by_split,
+    document_keys,
+    latest_outcomes,
+)
 from shardkit.writers.dedup.tables import Rows, RowsWriter
 from shardkit.writers.documents import (
     DOCUMENT_OPTIONS,
@@ -114,11 +122,11 @@ def write_line_keys(
     folder: Path,
     documents: Artifact,
     config: LinesDedupConfig,
-    exact: SplitTable,
+    removals: SplitRemovals,
     memory_bytes: int,
 ) -> LineKeys:
-    """Step 1, a task a split: the keys of all lines of the documents that `exact` dedup left."""
-    outcomes = SplitRows(OUTCOME, exact.pieces(OUTCOME))
+    """Step 1, a task a split: the keys of all lines of the documents that earlier `removals` left."""
+    decided = removals.stream()
     lines = compared = start = 0
     piece_bytes = memory_bytes // 8 // _PEAK_BYTES_PER_UNIT * (config.min_characters + 1)
     with _KeyWriter(folder, config.keep, memory_bytes) as writer, documents.open_arrow() as file:
@@ -128,7 +136,8 @@ def write_line_keys(
             for first, stop in text_pieces(whole.column("text"), piece_bytes):
                 batch = whole.slice(first, stop - first)
                 wanted = np.ones(batch.num_rows, np.bool_)
-                wanted[_lost_rows(outcomes.before(start + batch.num_rows)) - start] = False
+                for outcomes in decided.values():
+                    wanted[_lost_rows(outcomes.before(start + batch.num_rows)) - start] = False
                 texts = batch.column("text")
                 units = find_units(texts, wanted, config)
                 ranks = content_ranks(text_digests(texts), batch.column("document_id")).view(">u8")
@@ -271,18 +280,17 @@ def cut_lines(
     config: LinesDedupConfig,
     keys_folder: Artifact,
     line_losers: SplitTable,
-    exact: SplitTable,
+    removals: SplitRemovals,
     memory_bytes: int,
     limits: Limits,
 ) -> CutLines:
     """Step 3, a task a split: write the four files.
 
-    `keys_folder` is the split's own of step 1, `line_losers` its rows (CUT_LINE) of step 2, `exact` its
-    outcomes of exact dedup.
+    `keys_folder` is the split's own of step 1, `line_losers` its rows (CUT_LINE) of step 2.
     """
     own = Rows(keys_folder / _OWN_LOSERS_FILE, CUT_LINE, header=False)
     cuts = SplitRows(CUT_LINE, [(own, 0, len(own)), *line_losers.pieces(CUT_LINE)], then=["unit"])
-    outcomes = SplitRows(OUTCOME, exact.pieces(OUTCOME))
+    decided = removals.stream()
     ledger = Ledger()
     lines = changed = start = 0
     with (
@@ -296,12 +304,10 @@ def cut_lines(
             end = start + whole.num_rows
             mine = cuts.before(end)
             cut_rows = mine["row"].astype(np.int64) - start
-            decided = outcomes.before(end)
-            lost, winners = decided[decided["copies"] == 0], decided[decided["copies"] > 0]
-            kept = np.ones(whole.num_rows, np.bool_)
-            kept[_lost_rows(lost) - start] = False
-            twins.remove(whole, "exact_duplicate", np.flatnonzero(~kept), lost)
+            found = {reason: outcomes.before(end) for reason, outcomes in decided.items()}
+            winners = latest_outcomes(rows[rows["copies"] > 0] for rows in found.values())
             twins.keep(whole, winners["row"].astype(np.int64) - start)
+            kept = _without_lost(whole, start, found, twins, ledger)
             batch, left = _cut_batch(whole, cut_rows, mine["unit"], kept, config, ledger)
             twins.remove(whole, "duplicate_lines", np.flatnonzero(kept & ~left))
             writer.write(batch, np.flatnonzero(left) + start, winners)
@@ -310,6 +316,26 @@ def cut_lines(
             start = end
     ledger.check(str(folder))
     return CutLines(ledger, lines, changed)
+
+
+def _without_lost(
+    batch: pa.RecordBatch,
+    start: int,
+    found: Mapping[str, npt.NDArray[np.void]],
+    twins: TwinsFile,
+    ledger: Ledger,
+) -> npt.NDArray[np.bool_]:
+    """Book what earlier stages removed from a batch, whose first row is `start`; which documents are left."""
+    sizes = np.diff(text_offsets(batch.column("text")))
+    kept = np.ones(batch.num_rows, np.bool_)
+    for reason, outcomes in found.items():
+        lost = outcomes[outcomes["copies"] == 0]
+        rows = _lost_rows(lost) - start
+        if len(rows):
+            twins.remove(batch, reason, rows, lost)
+            ledger.drop(reason, len(rows), int(sizes[rows].sum()))
+            kept[rows] = False
+    return kept
 
 
 def _cut_batch(
@@ -323,11 +349,9 @@ def _cut_batch(
     """(What is left of a batch, which documents those are) without units[i] of document rows[i]; booked."""
     sizes = np.diff(text_offsets(batch.column("text")))
     ledger.read += Count(batch.num_rows, int(sizes.sum()))
-    if not kept.all():
-        ledger.drop("exact_duplicate", int((~kept).sum()), int(sizes[~kept].sum()))
     if len(rows):
         texts, blank = cut_units(batch.column("text"), rows, units, config)
-        assert kept[rows].all(), "no line of an exact duplicate was compared"
+        assert kept[rows].all(), "no line of a removed document was compared"
         kept = kept & ~blank
         left = np.where(kept, np.diff(text_offsets(texts)), 0)
         before = int(sizes[kept | blank].sum())
@@ -371,14 +395,14 @@ class _Writer:
 def remove_lines(
     run: RunTasks,
     splits: Sequence[SplitDocuments],
-    exact: Sequence[SplitTable],
+    removals: Sequence[SplitRemovals],
     config: LinesDedupConfig,
     memory_bytes: int,
     *,
     limits: Limits = DEFAULT_LIMITS,
 ) -> list[Commit]:
-    """Run all steps: a commit for each split. `exact` are the outcomes of each split in exact dedup."""
-    [keys] = run(_key_tasks(splits, exact, config, memory_bytes))
+    """Run all steps: a commit for each split. `removals` are what each split lost before."""
+    [keys] = run(_key_tasks(splits, removals, config, memory_bytes))
     partitions = limits.partitions(sum(LineKeys.of(commit).keys for commit in keys), LINE_KEYS.dtype)
     exchanged = exchange(run, "line_keys", LINE_KEYS, keys, readers=partitions, limits=limits)
     tasks = []
@@ -389,12 +413,12 @@ def remove_lines(
         tasks.append(Task("line_losers", name, settings, find_line_losers, args, piece.bytes, inputs))
     [decided] = run(tasks)
     losers = by_split(run, "lines_removed", LINE_LOSERS, decided, len(splits), limits=limits)
-    [cut] = run(_cut_tasks(splits, keys, losers, exact, config, memory_bytes, limits))
+    [cut] = run(_cut_tasks(splits, keys, losers, removals, config, memory_bytes, limits))
     return cut
 
 
 def remaining(cut: Commit) -> SplitTable:
-    """The outcomes of a split whose lines were cut: who represents exact duplicates that are gone."""
+    """The outcomes of a split whose lines were cut: who represents duplicates that are gone."""
     output = cut.outputs[_OUTCOMES_FILE]
     count = output.bytes // OUTCOME.itemsize
     return SplitTable(cut.files / _OUTCOMES_FILE, 0, count, output.xxh3_128 if count else "")
@@ -402,15 +426,15 @@ def remaining(cut: Commit) -> SplitTable:
 
 def _key_tasks(
     splits: Sequence[SplitDocuments],
-    exact: Sequence[SplitTable],
+    removals: Sequence[SplitRemovals],
     config: LinesDedupConfig,
     memory_bytes: int,
 ) -> list[Task]:
     settings = {"dedup.lines": config.model_dump(mode="json")}
     tasks = []
-    for split, own in zip(splits, exact, strict=True):
+    for split, own in zip(splits, removals, strict=True):
         args = (split.documents, config, own, memory_bytes)
-        inputs = {"documents": split.digest, "exact": own.digest}
+        inputs = {"documents": split.digest, "removed": own.digest}
         tasks.append(Task("line_keys", split.name, settings, write_line_keys, args, split.bytes, inputs))
     return tasks
 
@@ -419,20 +443,20 @@ def _cut_tasks(
     splits: Sequence[SplitDocuments],
     keys: Sequence[Commit],
     losers: Sequence[SplitTable],
-    exact: Sequence[SplitTable],
+    removals: Sequence[SplitRemovals],
     config: LinesDedupConfig,
     memory_bytes: int,
     limits: Limits,
 ) -> list[Task]:
     settings = {"dedup.lines": config.model_dump(mode="json")}
     tasks = []
-    for split, own, lost, outcomes in zip(splits, keys, losers, exact, strict=True):
+    for split, own, lost, removed in zip(splits, keys, losers, removals, strict=True):
         inputs = {
             "documents": split.digest,
             "own": own.outputs[_OWN_LOSERS_FILE].xxh3_128,
             "losers": lost.digest,
-            "exact": outcomes.digest,
+            "removed": removed.digest,
         }
-        args = (split.documents, config, own.files, lost, outcomes, memory_bytes, limits)
+        args = (split.documents, config, own.files, lost, removed, memory_bytes, limits)
         tasks.append(Task("lines", split.name, settings, cut_lines, args, split.bytes, inputs))
     return tasks

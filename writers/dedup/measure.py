@@ -85,6 +85,7 @@ PROPOSED = Table(
             ("batch", "<i4"),
             ("in_batch", "<i4"),
             ("at", "<i8"),
+            ("group", "<u8"),
             ("split", "<i4"),
         ]
     ),
@@ -102,6 +103,7 @@ PLANTED = np.dtype(
         ("split", "<i4"),  # of the original, and its rows in documents.arrow and in the part
         ("row", "<i8"),
         ("at", "<i8"),
+        ("group", "<u8"),  # with a scope that has groups
         ("shared", "<i8"),  # distinct n-grams that both have
         ("union", "<i8"),  # distinct n-grams that either has
     ]
@@ -157,17 +159,21 @@ def lowest_end(wanted: int, documents: int) -> int:
 
 
 def proposals(
-    ids: Sequence[bytes], shingles: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+    ids: Sequence[bytes],
+    shingles: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
+    groups: npt.NDArray[np.uint64] | None = None,
 ) -> npt.NDArray[np.void]:
     """PROPOSED of those documents of a batch that are neither too short nor too long.
 
-    `rows` are in the batch, of which `row` and `at` count, too.
+    `rows` are in the batch, of which `row` and `at` count, too; `groups` are those of `rows`.
     """
     chosen = np.flatnonzero((shingles >= MIN_NGRAMS) & (shingles <= MAX_NGRAMS))
     found = np.zeros(len(chosen), PROPOSED.dtype)
     found["key"] = keyed_hashes([ids[row] for row in rows[chosen].tolist()], 0, "planted")
     found["row"] = found["in_batch"] = rows[chosen]
     found["at"] = chosen
+    found["group"] = 0 if groups is None else groups[chosen]
     return found
 
 
@@ -212,7 +218,8 @@ def plant(
                         copy = _near_copy(text, before, _target(rank), copy_id, config)
                         known, found = set(before), set(ngrams(copy, config))
                         shared, union = len(known & found), len(known | found)
-                        rows[written] = (split, original["row"], original["at"], shared, union)
+                        place = [original[name] for name in ("split", "row", "at", "group")]
+                        rows[written] = (*place, shared, union)
                         write(copy_id, batch.column("source")[at].as_py(), rank, copy)
                         written += 1
     np.save(folder / PLANTED_FILE, rows)

@@ -54,6 +54,7 @@ from shardkit.writers.dedup.measure import (
 from shardkit.writers.dedup.measure import TEXTS_FILE as PLANTED_DOCUMENTS
 from shardkit.writers.dedup.population import (
     Kind,
+    LanguageLabels,
     Part,
     Population,
     PopulationFile,
@@ -76,6 +77,7 @@ from shardkit.writers.dedup.signatures import (
     bands_and_rows,
     part_settings,
     sign_documents,
+    value_groups,
     write_bands,
 )
 from shardkit.writers.dedup.verify import PLANTED_EDGES, VerifiedBlock, block_bits, verify_block
@@ -123,7 +125,7 @@ class NearStages:
         tasks = []
         for split, removed in zip(self.splits, self.removals, strict=True):
             inputs = {"documents": split.digest, "removed": removed.digest}
-            args = (split.documents, removed, self.config, proposed, self.memory_bytes)
+            args = (split.documents, removed, self.config, proposed, self.memory_bytes, split.languages)
             tasks.append(Task("signatures", split.name, config, _sign, args, split.bytes, inputs))
         return tasks
 
@@ -292,9 +294,13 @@ def _sign(
     config: NearDedupConfig,
     proposed: int,
     memory_bytes: int,
+    languages: LanguageLabels | None,
 ) -> SignedPart:
     gone = removed.load()
-    return sign_documents(documents, gone, config, folder, memory_bytes=memory_bytes, proposed=proposed)
+    groups = None if languages is None else value_groups(languages.labels)[languages.read()]
+    return sign_documents(
+        documents, gone, config, folder, memory_bytes=memory_bytes, proposed=proposed, groups=groups
+    )
 
 
 def _plant(
@@ -304,7 +310,9 @@ def _plant(
     originals = proposed.read()[0][:count]
     plant(originals, file.documents(originals["split"]), config.minhash, folder)
     texts = Artifact(folder / PLANTED_DOCUMENTS)
-    return sign_documents(texts, Removed(), config, folder, as_source=_PLANTED_SOURCE)
+    has_groups = config.scope not in ("global", "source")
+    groups = np.load(folder / PLANTED_FILE)["group"] if has_groups else None
+    return sign_documents(texts, Removed(), config, folder, as_source=_PLANTED_SOURCE, groups=groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +333,7 @@ def find_equal(
         RunWriter(folder / EQUALS.file, EQUALS, memory_bytes=share) as equals,
     ):
         # Several indexes may hold the same document: the first one keeps it.
-        for found in find_copies(keys, memory_bytes, longest_first=True, above=first_index):
+        for found in find_copies(keys, memory_bytes, order="longest_of_source", above=first_index):
             rows = np.empty(len(found.lost), EQUALS.dtype)
             rows["key"] = _numbers(found.kept, starts, first_index)
             rows["loser"] = _numbers(found.lost, starts, first_index)

@@ -8,6 +8,7 @@ lowest source, the longest text, the lowest content rank (writers/documents.py);
     documents.npy    DOCUMENT, as many rows as the part has documents
     signatures.npy   uint32[n, permutations]
     keys.run         KEYS (shardkit.writers.dedup.exact): the hash of the normalized words
+    groups.npy       uint64[n], with a scope of language or field: documents are compared where it is the same
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.writers.dedup.tables import Rows
 from shardkit.writers.execution.artifacts import Artifact
 
 __all__ = [
     "DOCUMENT",
     "DOCUMENTS_FILE",
+    "GROUPS_FILE",
+    "LANGUAGE_CODE",
     "PAIR",
     "PARTS_FILE",
     "SIGNATURES_FILE",
     "Kind",
+    "LanguageLabels",
     "Part",
     "Population",
     "PopulationFile",
@@ -40,6 +45,7 @@ __all__ = [
 
 DOCUMENTS_FILE = "documents.npy"
 SIGNATURES_FILE = "signatures.npy"
+GROUPS_FILE = "groups.npy"
 
 DOCUMENT = np.dtype(
     [
@@ -53,14 +59,35 @@ DOCUMENT = np.dtype(
 PAIR = np.dtype([("a", "<u8"), ("b", "<u8")])  # two numbers, a < b
 
 
+LANGUAGE_CODE = np.uint16  # models have up to some thousands of labels
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageLabels:
+    """Where the languages of a split's documents lie (writers/languages.py).
+
+    `labels` are what `codes` stand for; `rows` leads from documents left after line dedup to their codes.
+    """
+
+    codes: Artifact
+    labels: tuple[str, ...]
+    rows: Artifact | None = None
+
+    def read(self) -> npt.NDArray[np.uint16]:
+        """The codes, two bytes a document."""
+        codes: npt.NDArray[np.uint16] = Rows(self.codes, LANGUAGE_CODE).read()
+        return codes if self.rows is None else codes[Rows(self.rows, np.int64).read()]
+
+
 @dataclass(frozen=True, slots=True)
 class SplitDocuments:
-    """The documents of one split: the name of its tasks, the Arrow file, and the digest of that."""
+    """The documents of one split: the name of its tasks, the Arrow file, and the digest of what is read."""
 
     name: str
     documents: Artifact
     digest: str
     bytes: int
+    languages: LanguageLabels | None = None  # where documents are compared by language
 
 
 Kind = Literal["input", "planted", "index"]

@@ -51,6 +51,7 @@ __all__ = [
     "by_split",
     "count_groups",
     "document_keys",
+    "latest_outcomes",
     "outcomes",
 ]
 
@@ -319,6 +320,10 @@ class SplitRemovals:
         """With what a later stage decided."""
         return replace(self, tables={**self.tables, reason: table})
 
+    def stream(self) -> dict[str, SplitRows]:
+        """By reason, readers of the tables' rows of OUTCOME, in step with a pass over the documents."""
+        return {reason: SplitRows(OUTCOME, table.pieces(OUTCOME)) for reason, table in self.tables.items()}
+
     def of_part(self, part: Part) -> SplitRemovals:
         """With all documents that are not in `part`."""
         return replace(self, part=part)
@@ -327,23 +332,28 @@ class SplitRemovals:
         """Read all tables."""
         rows: dict[str, npt.NDArray[np.int64]] = {}
         outcomes: dict[str, npt.NDArray[np.void]] = {}
-        others = [np.empty(0, OUTCOME)]
+        others = []
         for reason, table in self.tables.items():
             found = table.read(OUTCOME)
             lost = found["copies"] == 0
             outcomes[reason] = found[lost]
             rows[reason] = outcomes[reason]["row"].astype(np.int64)
             others.append(found[~lost])
-        kept = np.concatenate(others)
-        kept = kept[np.argsort(kept["row"], kind="stable")]
-        latest = np.append(kept["row"][1:] != kept["row"][:-1], True)[: len(kept)]
-        kept = kept[latest]
+        kept = latest_outcomes(others)
         copied, copies = (kept[name].astype(np.int64) for name in ("row", "copies"))
         if self.part is None:
             return Removed(rows, copied, copies, outcomes)
         parts = self.part.table.read(PART)
         codes = parts["part"].astype(np.int32)
         return Removed(rows, copied, copies, outcomes, self.part, parts["row"].astype(np.int64), codes)
+
+
+def latest_outcomes(tables: Iterable[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
+    """Rows of OUTCOME by row; of a document that several tables have, that of the last."""
+    rows = np.concatenate([np.empty(0, OUTCOME), *tables])
+    rows = rows[np.argsort(rows["row"], kind="stable")]
+    latest: npt.NDArray[np.void] = rows[np.append(rows["row"][1:] != rows["row"][:-1], True)[: len(rows)]]
+    return latest
 
 
 Piece = tuple[Rows, int, int]  # rows [begin, end) of a table

@@ -5,9 +5,10 @@ upper half of an n-gram's 64-bit hash; a_i is odd. (Hashes are random already: a
 orders more independent.) Two signatures agree in a value with a probability near the Jaccard similarity of
 the sets of n-grams.
 
-A band is some neighbouring values; its key is a 64-bit hash of them, of the band's number, and of the source
-where documents are compared within their source only. Texts without any word have no signature: they are
-like nothing. From UTF-8 to signatures takes about 2 ns a byte with 112 functions on a core with AVX-512.
+A band is some neighbouring values; its key is a 64-bit hash of them, of the band's number, and of the group
+(source, language, or value of a field) where documents are compared within their group only. Texts without
+any word have no signature: they are like nothing. From UTF-8 to signatures takes about 2 ns a byte with 112
+functions on a core with AVX-512.
 
 A part of the population: the documents of one split that can be near-duplicates, with their signatures.
 
@@ -19,20 +20,23 @@ documents, or what a run is sorted in, whatever the split's size.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import pyarrow as pa
+import xxhash
 
 from shardkit.writers.dedup.bands import BANDS, optimal_parameters
-from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
+from shardkit.writers.dedup.config import FieldScope, MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.measure import PROPOSED, Lowest, proposals
-from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE, Part
+from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, GROUPS_FILE, SIGNATURES_FILE, Part
 from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter
 from shardkit.writers.documents import content_ranks, text_digests
@@ -54,6 +58,7 @@ __all__ = [
     "permutations",
     "sign_batch",
     "sign_documents",
+    "value_groups",
     "word_keys",
     "write_bands",
 ]
@@ -115,13 +120,13 @@ def band_keys(
     signatures: npt.NDArray[np.uint32],
     bands: int,
     rows: int,
-    sources: npt.NDArray[np.int32] | None = None,
+    groups: npt.NDArray[np.integer[Any]] | None = None,
 ) -> npt.NDArray[np.uint64]:
-    """uint64[n, bands] of uint32[n, permutations]; int32[n] `sources` keep different ones apart."""
+    """uint64[n, bands] of uint32[n, permutations]; int[n] `groups` keep different ones apart."""
     assert bands * rows <= signatures.shape[1]
     keys = np.empty((len(signatures), bands), np.uint64)
-    groups = np.full(len(signatures), _GLOBAL) if sources is None else sources.astype(np.int64)
-    _hash_bands(signatures, groups, rows, keys)
+    apart = np.full(len(signatures), _GLOBAL) if groups is None else groups.astype(np.int64)
+    _hash_bands(signatures, apart, rows, keys)
     return keys
 
 
@@ -215,13 +220,47 @@ def bands_and_rows(config: NearDedupConfig) -> tuple[int, int]:
 def part_settings(config: NearDedupConfig) -> dict[str, Any]:
     """All of the settings that decide a part's files: parts compare only where these are the same."""
     bands, rows = bands_and_rows(config)
-    return {
+    scope = {"scope": config.model_dump(mode="json")["scope"]} if _has_groups(config) else {}
+    return scope | {
         # Older indexes name their scheme, so that those of another one are refused.
         "minhash": config.minhash.model_dump(mode="json") | {"scheme": "shardkit"},
         "bands": bands,
         "rows": rows,
         "by_source": config.scope == "source",
     }
+
+
+def _has_groups(config: NearDedupConfig) -> bool:
+    """Whether documents are compared within groups that are not their sources."""
+    return config.scope not in ("global", "source")
+
+
+def value_groups(values: Sequence[object]) -> npt.NDArray[np.uint64]:
+    """uint64[n]: hashes of values, as JSON has them; two values share one with probability 2^-64."""
+    texts = [orjson.dumps(value, option=orjson.OPT_SORT_KEYS) for value in values]
+    return np.array([xxhash.xxh3_64_intdigest(text) for text in texts], np.uint64)
+
+
+def _batch_groups(
+    batch: pa.RecordBatch,
+    rows: npt.NDArray[np.int64],
+    start: int,
+    config: NearDedupConfig,
+    known: npt.NDArray[np.uint64] | None,
+) -> npt.NDArray[np.uint64] | None:
+    """The groups of `rows` of a batch, whose first row is `start`; `known` are those of all rows of the file."""
+    if known is not None:
+        return known[start + rows]
+    if isinstance(config.scope, FieldScope):
+        name = config.scope.field
+        metadata = batch.column("metadata").take(pa.array(rows)).to_pylist()
+        return value_groups([None if row is None else orjson.loads(row).get(name) for row in metadata])
+    if config.scope == "language":
+        raise ValueError("scope: language: files of documents have no languages; use {field: NAME}")
+    if config.scope == "source":
+        sources: npt.NDArray[np.uint64] = batch.column("source").to_numpy()[rows].astype(np.uint64)
+        return sources
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,16 +284,17 @@ def sign_documents(
     memory_bytes: int = 64 << 20,
     as_source: int | None = None,
     proposed: int = 0,
+    groups: npt.NDArray[np.uint64] | None = None,
 ) -> SignedPart:
     """Write the part of `documents` (an Arrow file of DOCUMENT_SCHEMA) into `folder`.
 
     Of what is `removed` already there is no trace but the number of copies that others stand for. `as_source`
     replaces the documents' own where documents of equal words are ranked. At most `proposed` documents are
-    proposed for planting; `eligible` ones could be.
+    proposed for planting; `eligible` ones could be. `groups` are those of all rows where the documents
+    themselves do not tell.
     """
     lowest, eligible = Lowest(PROPOSED, proposed), 0
     losers = np.sort(np.concatenate([np.zeros(0, np.int64), *removed.rows.values()]))
-    by_source = config.scope == "source"
     start = wordless = 0
     with ExitStack() as stack:
         source = stack.enter_context(documents.open_arrow())
@@ -262,17 +302,21 @@ def sign_documents(
         width = config.minhash.permutations
         values = stack.enter_context(RowsWriter(folder / SIGNATURES_FILE, "<u4", width=width))
         keys = stack.enter_context(RunWriter(folder / KEYS.file, KEYS, memory_bytes=memory_bytes // 2))
-        reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=[0, 1, 4]))
+        stored = RowsWriter(folder / GROUPS_FILE, "<u8") if _has_groups(config) else nullcontext()
+        written = stack.enter_context(stored)
+        fields = [0, 1, 4, 7] if isinstance(config.scope, FieldScope) else [0, 1, 4]
+        reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
             kept = _kept_rows(losers, start, batch.num_rows)
             signed, described = _sign_batch(batch, kept, config)
+            own = _batch_groups(batch, described["row"], start, config, groups)
             copies, here = np.ones(batch.num_rows, np.int64), removed.within(start, batch.num_rows)
             copies[here.copied] = here.copies
             described["copies"] = copies[described["row"]]
             if proposed:
                 ids = batch.column("document_id").to_pylist()
-                found = proposals(ids, signed.shingles, described["row"])
+                found = proposals(ids, signed.shingles, described["row"], own)
                 found["row"] += start
                 found["at"] += table.rows
                 found["batch"] = number
@@ -281,13 +325,11 @@ def sign_documents(
             described["row"] += start
             start += batch.num_rows
             wordless += len(kept) - len(described)
-            rows = _key_rows(signed, described, by_source)
-            rows["row"] = np.arange(table.rows, table.rows + len(rows))
-            if as_source is not None:
-                rows["source"] = as_source
-            keys.write(rows)
+            keys.write(_key_rows(signed, described, own, table.rows, as_source))
             values.write(signed.values.astype("<u4", copy=False))
             table.write(described)
+            if written is not None and own is not None:
+                written.write(own)
     if proposed:
         with RunWriter(folder / PROPOSED.file, PROPOSED, memory_bytes=memory_bytes // 8) as run:
             run.write(lowest.rows)
@@ -319,10 +361,12 @@ def write_bands(
             stop = min(start + most, part.documents)
             losers = (gone.before(lost.start + stop)["key"] - np.uint64(lost.start)).astype(np.int64)
             kept = start + _kept_rows(losers, start, stop - start)
-            sources = None
+            groups = None
             if config.scope == "source":
-                sources = described.read(start, stop)["source"][kept - start]
-            keys = band_keys(signatures.read(kept), bands, band_rows, sources)
+                groups = described.read(start, stop)["source"][kept - start]
+            elif config.scope != "global":
+                groups = Rows(part.folder / GROUPS_FILE, "<u8").read(start, stop)[kept - start]
+            keys = band_keys(signatures.read(kept), bands, band_rows, groups)
             entries = np.empty(keys.size, BANDS.dtype)
             entries["key"], entries["number"] = keys.reshape(-1), np.repeat(first + kept, bands)
             run.write(entries)
@@ -355,13 +399,20 @@ def _sign_batch(
     return signed, described
 
 
-def _key_rows(signed: Signatures, described: npt.NDArray[np.void], by_source: bool) -> npt.NDArray[np.void]:
+def _key_rows(
+    signed: Signatures,
+    described: npt.NDArray[np.void],
+    groups: npt.NDArray[np.uint64] | None,
+    first_row: int,
+    as_source: int | None,
+) -> npt.NDArray[np.void]:
     rows = np.empty(len(described), KEYS.dtype)
     rows["key"], rows["low"] = signed.keys.view(">u8").T
-    if by_source:  # equal words of different sources must not meet
-        rows["key"] ^= (described["source"].astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    if groups is not None:  # equal words of different groups must not meet
+        rows["key"] ^= (groups + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     rows["id"] = np.ascontiguousarray(described["id"]).view(">u8")
     rows["split"] = -1  # its number, once the exchange reads it
-    for name in ("bytes", "source"):
-        rows[name] = described[name]
+    rows["row"] = np.arange(first_row, first_row + len(rows))
+    rows["bytes"] = described["bytes"]
+    rows["source"] = described["source"] if as_source is None else as_source
     return rows

@@ -4,6 +4,7 @@ One task a split, named after its file and its start in the file, so that a new 
 The folder of a task receives
   documents.arrow   kept documents in record order (Arrow IPC file, DOCUMENT_SCHEMA, zstd)
   keys.run          KEYS, one row for each kept document: what exact dedup needs
+  url_keys.run      with `dedup.url`: the same of each kept document with a URL, by its URL
   quarantine.jsonl  unreadable records; often empty
   languages.npy     with a language filter: the language of each kept document (languages.py)
   buckets.npy       with a buckets filter: the scores of each kept document (buckets.py)
@@ -38,6 +39,7 @@ from shardkit.hashing import digest_of, hash_file
 from shardkit.writers.annotations import ANNOTATIONS_FILE, AnnotationFile
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.signatures import word_keys
+from shardkit.writers.dedup.urls import URL_KEYS, Tracking, url_keys
 from shardkit.writers.documents import (
     DOCUMENT_OPTIONS,
     DOCUMENT_SCHEMA,
@@ -102,7 +104,8 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 class Cleaned:
     """Result of a split: its checked ledger, counts of each filter, and the meaning of language codes.
 
-    `fields` are named fields that no record had (`NamedFields.to_dict`); `input` is `hash_split`.
+    `fields` are named fields that no record had (`NamedFields.to_dict`); `input` is `hash_split`. `urls` are
+    kept documents with a URL, in builds that compare these.
     """
 
     ledger: Ledger
@@ -110,10 +113,11 @@ class Cleaned:
     fields: Mapping[str, Any]
     input: str
     languages: Sequence[str] | None = None
+    urls: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a commit."""
-        plain = {"ledger": self.ledger.to_dict(), "filters": self.filters.to_dict()}
+        plain = {"ledger": self.ledger.to_dict(), "filters": self.filters.to_dict(), "urls": self.urls}
         return plain | {"languages": self.languages, "fields": self.fields, "input": self.input}
 
     @classmethod
@@ -121,7 +125,8 @@ class Cleaned:
         """What a task of this stage committed."""
         counts = commit.counts
         filters = FilterCounts.from_dict(counts["filters"])
-        return cls(commit.ledger(), filters, counts["fields"], counts["input"], counts["languages"])
+        facts = counts["fields"], counts["input"], counts["languages"], counts["urls"]
+        return cls(commit.ledger(), filters, *facts)
 
 
 def tasks(
@@ -145,6 +150,8 @@ def tasks(
         "max_bad_fraction": recipe.max_bad_fraction,
         "max_record_bytes": recipe.max_record_bytes,
     }
+    if recipe.dedup.url is not None:
+        shared["dedup.url.drop_parameters"] = list(recipe.dedup.url.drop_parameters)
     if scores:
         shared["scores"] = [table.content for table in scores]
     limit = recipe.max_failed_splits
@@ -265,16 +272,18 @@ def _clean(
     failure: str | None = None,
 ) -> Cleaned:
     ledger, fields = Ledger(), NamedFields(recipe.inputs[split.source])
-    exact = recipe.dedup.exact
-    normalized = exact is not None and exact.text == "normalized"
+    dedup = recipe.dedup
+    normalized = dedup.exact is not None and dedup.exact.text == "normalized"
+    tracking = Tracking.of(() if dedup.url is None else dedup.url.drop_parameters)
     chain = _filter_chain(recipe, scores)
     counts = FilterCounts.of_chain(chain)
-    first_row = 0
+    first_row = with_url = 0
     allowed = recipe.max_bad_fraction if failure is None else 1.0
     schema = DOCUMENT_SCHEMA if masking is None else MARKED_SCHEMA
     with (
         Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=allowed) as quarantine,
         RunWriter(folder / KEYS.file, KEYS, memory_bytes=_KEYS_MEMORY_BYTES) as keys,
+        _url_keys(folder, recipe) as urls,
         DroppedFile(folder / DROPPED_FILE) if recipe.filters else nullcontext() as dropped,
         AnnotationFile(folder / ANNOTATIONS_FILE) if recipe.annotate else nullcontext() as annotations,
         LanguageFile(folder / LANGUAGES_FILE) if chain.has_languages else nullcontext() as languages,
@@ -298,7 +307,12 @@ def _clean(
                 annotations.write(batch, filtered)
             if kept.num_rows:
                 documents.write_batch(kept)
-                keys.write(exact_keys(kept, normalized, first_row=first_row))
+                of_texts = exact_keys(kept, normalized, first_row=first_row)
+                keys.write(of_texts)
+                if urls is not None:
+                    of_urls = url_keys(of_texts, kept.column("url"), tracking)
+                    urls.write(of_urls)
+                    with_url += len(of_urls)
                 first_row += kept.num_rows
                 if languages is not None:
                     assert filtered.languages is not None
@@ -311,7 +325,13 @@ def _clean(
         check_bad_fraction(where, ledger, recipe.max_bad_fraction, quarantine.first)
     ledger.check(where)
     labels = None if languages is None else languages.labels
-    return Cleaned(ledger, counts, fields.to_dict(), hash_split(split), labels)
+    return Cleaned(ledger, counts, fields.to_dict(), hash_split(split), labels, with_url)
+
+
+def _url_keys(folder: Path, recipe: Recipe) -> AbstractContextManager[RunWriter | None]:
+    if recipe.dedup.url is None:
+        return nullcontext()
+    return RunWriter(folder / URL_KEYS.file, URL_KEYS, memory_bytes=_KEYS_MEMORY_BYTES)
 
 
 def _filter_chain(recipe: Recipe, scores: Sequence[ScoreTable]) -> FilterChain:

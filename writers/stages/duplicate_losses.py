@@ -1,6 +1,6 @@
 """Losses of each source by duplicate removal: the limit on them, and their entry in the dataset card.
 
-A build books the removals of its stages `exact`, `lines` and `near` here; each stage is optional.
+A build books the removals of its stages `url`, `exact`, `lines` and `near` here; each stage is optional.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from shardkit.writers.ledger import Ledger
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.stages.exact import ExactDuplicates
 
-__all__ = ["EXACT", "LINES", "NEAR", "DuplicateLosses"]
+__all__ = ["EXACT", "LINES", "NEAR", "URL", "DuplicateLosses"]
 
-EXACT, LINES, NEAR = "exact_duplicate", "duplicate_lines", "near_duplicate"  # as ledgers name them
+# As ledgers name them.
+URL, EXACT, LINES, NEAR = "url_duplicate", "exact_duplicate", "duplicate_lines", "near_duplicate"
 ALARM_DOCUMENTS = 1000  # smaller inputs may lose any share of their documents
 
 
@@ -40,7 +41,7 @@ class DuplicateLosses:
             self._compared[split.source] += ledger.kept
 
     def add(self, reason: str, removed: Sequence[SplitTable]) -> None:
-        """Book what stage `exact` or `near` removed from each split."""
+        """Book what stage `url`, `exact` or `near` removed from each split."""
         lost = self._start(reason)
         for split, table in zip(self._splits, removed, strict=True):
             lost[split.source] += table.lost
@@ -78,7 +79,10 @@ class DuplicateLosses:
         near: NearResult | None,
         indexes: Sequence[DedupIndex],
     ) -> DedupFacts | None:
-        """The card's entry, which report/dedup.py shows; None without duplicate removal."""
+        """The card's entry, which report/dedup.py shows; None without duplicate removal.
+
+        `exact` are the partitions of the stages `url` and `exact`.
+        """
         if not self._lost:
             return None
         groups, largest = self._groups(exact, near)
@@ -108,7 +112,8 @@ class DuplicateLosses:
         for found in exact:
             groups = [a + b for a, b in zip(groups, found.groups, strict=True)]
             largest = max(largest, found.largest_group)
-        kept = sum(count.documents for count in self._compared) - self.total(EXACT).documents
+        kept = sum(count.documents for count in self._compared)
+        kept -= sum(self.total(reason).documents for reason in (URL, EXACT))
         groups[0] = kept - sum(groups)
         return groups, largest
 
@@ -125,7 +130,7 @@ def _near_facts(recipe: Recipe, near: NearResult, indexes: Sequence[DedupIndex])
         permutations=config.minhash.permutations,
         bands=bands,
         rows=rows,
-        scope=config.scope,
+        scope=config.scope_name,
         against=list(config.against),
         indexes=[index.digest for index in indexes],
         counts=dict(near.counts),

@@ -1,7 +1,8 @@
 """The stages of a build in order: the input of each, and its result.
 
-    clean -> exact -> lines -> near -> split -> tokenize -> pack -> provenance -> duplicates -> side files
-                                             -> text
+    clean -> url -> exact -> lines -> near
+          -> split -> tokenize -> pack -> provenance -> duplicates -> side files
+                   -> text
 
 A recipe may ask for several datasets: several outputs, each for every part of a split. They share the stages
 up to `split`, those of tokens also `tokenize`; each has the bytes that it would have alone.
@@ -20,6 +21,7 @@ from typing import Any
 
 from shardkit.card import DedupFacts
 from shardkit.errors import BuildError, RecipeError, warn_user
+from shardkit.hashing import digest_of
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.writers.dedup import lines
@@ -27,7 +29,7 @@ from shardkit.writers.dedup.duplicates import join_duplicates
 from shardkit.writers.dedup.index import DedupIndex, open_index
 from shardkit.writers.dedup.near import NearResult, NearStages, remove_near
 from shardkit.writers.dedup.population import SplitDocuments
-from shardkit.writers.dedup.removals import NOTHING, SPLIT, SplitRemovals
+from shardkit.writers.dedup.removals import SPLIT, SplitRemovals
 from shardkit.writers.exchange import exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, RunTasks, Task
@@ -44,7 +46,7 @@ from shardkit.writers.settings import TRAIN
 from shardkit.writers.stages import clean, exact, pack, provenance, text, tokenize
 from shardkit.writers.stages.buckets import Buckets, fit_buckets
 from shardkit.writers.stages.clean import Cleaned
-from shardkit.writers.stages.duplicate_losses import EXACT, LINES, NEAR, DuplicateLosses
+from shardkit.writers.stages.duplicate_losses import EXACT, LINES, NEAR, URL, DuplicateLosses
 from shardkit.writers.stages.pack import Packed
 from shardkit.writers.stages.record_counts import count_records
 from shardkit.writers.stages.scores import ScoreFiles, find_score_files, sort_scores
@@ -177,19 +179,28 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, concurrent: Sequence[T
     removals = [SplitRemovals() for _ in splits]
     documents, removed, lines_cut = cleaned, dict[str, Count](), list[Ledger]()
 
-    tables = [NOTHING] * len(splits)
-    duplicates: list[exact.ExactDuplicates] = []
-    if config.exact is not None:
-        duplicates, tables = exact.remove_exact(
-            run, cleaned, kept.documents, memory_bytes, limits=inputs.limits
+    duplicates, tables = list[exact.ExactDuplicates](), None
+    if config.url is not None:
+        urls = _count_urls(counts)
+        duplicates, tables = exact.remove_urls(
+            run, cleaned, urls, config.url, memory_bytes, limits=inputs.limits
         )
+        losses.add(URL, tables)
+        removals = [own.also(URL, table) for own, table in zip(removals, tables, strict=True)]
+        removed[URL] = losses.total(URL)
+
+    if config.exact is not None:
+        more, tables = exact.remove_exact(
+            run, cleaned, kept.documents, memory_bytes, urls=tables, limits=inputs.limits
+        )
+        duplicates += more
         losses.add(EXACT, tables)
-        removals = [SplitRemovals({EXACT: table}) for table in tables]
+        removals = [own.also(EXACT, table) for own, table in zip(removals, tables, strict=True)]
         removed[EXACT] = losses.total(EXACT)
 
     if config.lines is not None:
         whole = _describe(cleaned)
-        documents = lines.remove_lines(run, whole, tables, config.lines, memory_bytes, limits=inputs.limits)
+        documents = lines.remove_lines(run, whole, removals, config.lines, memory_bytes, limits=inputs.limits)
         lines_cut = [commit.ledger() for commit in documents]
         losses.add_lines(lines_cut)
         removals = [SplitRemovals({LINES: lines.remaining(commit)}) for commit in documents]
@@ -197,9 +208,11 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, concurrent: Sequence[T
 
     near = None
     if config.near is not None:
-        stages = NearStages(
-            config.near, _describe(documents), removals, memory_bytes, recipe.seed, inputs.limits
-        )
+        described = _describe(documents)
+        if config.near.scope == "language":
+            pairs = zip(described, cleaned, documents, strict=True)
+            described = [_with_languages(own, first, commit) for own, first, commit in pairs]
+        stages = NearStages(config.near, described, removals, memory_bytes, recipe.seed, inputs.limits)
         near = remove_near(run, stages, inputs.indexes)
         losses.add(NEAR, near.removed)
         removals = [own.also(NEAR, table) for own, table in zip(removals, near.removed, strict=True)]
@@ -208,6 +221,15 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, concurrent: Sequence[T
     losses.check(config.max_removed_fraction)
     card = losses.card(recipe, duplicates, near, inputs.indexes)
     return Survivors(cleaned, counts, documents, removals, removed, lines_cut, near, card, kept, others)
+
+
+def _count_urls(counts: Sequence[Cleaned]) -> int:
+    """Documents whose URLs are compared; RecipeError if there are none."""
+    if urls := sum(one.urls for one in counts):
+        return urls
+    raise RecipeError(
+        "dedup.url: no document has a URL; name the field that has it by inputs[].url, or leave out dedup.url"
+    )
 
 
 @dataclass(frozen=True)
@@ -403,6 +425,11 @@ def _describe(commits: Sequence[Commit]) -> list[SplitDocuments]:
         file = commit.files / clean.DOCUMENTS_FILE
         described.append(SplitDocuments(commit.name, file, output.xxh3_128, output.bytes))
     return described
+
+
+def _with_languages(split: SplitDocuments, cleaned: Commit, documents: Commit) -> SplitDocuments:
+    languages, named = tokenize.split_languages(cleaned, documents)
+    return replace(split, languages=languages, digest=digest_of([split.digest, named]))
 
 
 def count_partitions(recipe: Recipe, kept: Count) -> int:

@@ -29,6 +29,7 @@ from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.hashing import digest_of
 from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.lines import ROWS_FILE
+from shardkit.writers.dedup.population import LanguageLabels
 from shardkit.writers.dedup.removals import Removed, SplitRemovals
 from shardkit.writers.documents import keyed_hashes, pack_strings, unpack_strings
 from shardkit.writers.exchange import RunWriter, Table
@@ -38,7 +39,7 @@ from shardkit.writers.fim import encode_fim
 from shardkit.writers.input_config import FimConfig
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.languages import LANGUAGES_FILE, LanguageLabels
+from shardkit.writers.languages import LANGUAGES_FILE, LanguageCounts
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.progress import PULSE
 from shardkit.writers.recipe import Recipe
@@ -76,6 +77,7 @@ __all__ = [
     "parity_task",
     "partition_of",
     "partition_start",
+    "split_languages",
     "tasks",
     "tokenize_split",
     "tokenizer_task",
@@ -329,7 +331,7 @@ def tasks(
     selection = Selection.of(recipe)
     made = []
     for split, commit, removed, first in zip(splits, documents, removals, cleaned, strict=True):
-        languages, named = _languages(first, commit)
+        languages, named = split_languages(first, commit)
         inputs = {
             "documents": commit.outputs[DOCUMENTS_FILE].xxh3_128,
             "removed": removed.digest,
@@ -353,7 +355,7 @@ def tasks(
     return made
 
 
-def _languages(cleaned: Commit, documents: Commit) -> tuple[LanguageLabels | None, dict[str, Any]]:
+def split_languages(cleaned: Commit, documents: Commit) -> tuple[LanguageLabels | None, dict[str, Any]]:
     """The languages of a split's documents, and the inputs that a task depends on if it reads them."""
     labels = cleaned.counts["languages"]
     if labels is None:
@@ -417,7 +419,7 @@ def tokenize_split(
     ledger, lengths, spilled = Ledger(), Histogram(), 0
     marks = 1 if encoder.bos_id is None else 2  # tokens of a document beside those of its text
     trained = 0
-    counts = None if languages is None else languages.open()
+    counts = None if languages is None else LanguageCounts(languages)
     with (
         documents.open_arrow(mapped=True) as source,
         RunWriter(folder / TOKENS.file, TOKENS, memory_bytes=memory_bytes, limits=limits) as run,

@@ -37,7 +37,7 @@ DRIVER_TASK_SECONDS = Fraction("0.0025")
 DRIVER_TASK_BYTES = 2_000
 DRIVER_BYTES = 200_000_000
 MANY_TASKS = 10_000_000  # the driver was measured with a million in a stage
-DEDUP_PARTS = ("exact", "lines", "near", "measure")
+DEDUP_PARTS = ("url", "exact", "lines", "near", "measure")
 
 __all__ = [
     "DEDUP_PARTS",
@@ -231,6 +231,7 @@ def _corpus(needs: BuildNeeds, kept_bytes: Fraction, raw_bytes: Fraction) -> Cor
         token_bytes=ceil(needs.token_bytes),
         memory=needs.memory,
         shard_bytes=needs.shard_bytes,
+        has_url="url" in needs.dedup,
         has_exact="exact" in needs.dedup,
         has_near="near" in needs.dedup,
         lines=ceil(cleaned * LINES) if "lines" in needs.dedup else 0,
@@ -296,7 +297,7 @@ def measured_from_card(card: DatasetCard) -> Measured:
 
 def _dedup_parts(dedup: Mapping[str, Any]) -> frozenset[str]:
     """Those of a recipe."""
-    found = {name for name in ("exact", "lines", "near") if dedup.get(name) is not None}
+    found = {name for name in ("url", "exact", "lines", "near") if dedup.get(name) is not None}
     if "near" in found and dedup["near"].get("measure") is not None:
         found.add("measure")
     return frozenset(found)
