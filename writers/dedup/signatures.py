@@ -248,7 +248,7 @@ def _batch_groups(
     config: NearDedupConfig,
     known: npt.NDArray[np.uint64] | None,
 ) -> npt.NDArray[np.uint64] | None:
-    """The groups of `rows` of a batch, whose first row is `start`; `known` are those of all rows of the file."""
+    """The groups of `rows` of a batch, whose first row is `start`; `known` are those of the whole file."""
     if known is not None:
         return known[start + rows]
     if isinstance(config.scope, FieldScope):

@@ -297,8 +297,8 @@ def _answers(
             )
             raise ChatError(
                 "unproved_mask",
-                f"the chat template {problem}, and has no generation blocks, so what to train on is not known; "
-                f"add the blocks (TRL has such templates of many models), or set train_on: all",
+                f"the chat template {problem}, and has no generation blocks, so what to train on is not "
+                f"known; add the blocks (TRL has such templates of many models), or set train_on: all",
             )
         end = len(after)
         ends = [found.end() for found in pattern.finditer(after, len(before))]
