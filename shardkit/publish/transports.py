@@ -9,11 +9,9 @@ A `CommitSender` sends to a store whose unit is the commit (the Hugging Face Hub
 What is there is known by its version, which is a hash of its content, so nothing is read back for that.
 
 A `Receiver` hashes each file while it arrives under a temporary name, syncs it, and renames it if the hash is
-the one that index, card or the object's metadata state; wrong bytes are fetched again a few times.
-
-A `Placer` gives files of this machine their names in a folder: by hard links, copies or renames.
-
-One process at a time writes a dataset into a folder (`locked_folder`).
+the one that index, card or the object's metadata state; wrong bytes are fetched again a few times. A `Placer`
+gives files of this machine their names in a folder: by hard links, copies or renames. One process at a time
+writes a dataset into a folder (`locked_folder`).
 """
 
 from __future__ import annotations

@@ -250,7 +250,8 @@ def _batch_groups(
 ) -> npt.NDArray[np.uint64] | None:
     """The groups of `rows` of a batch, whose first row is `start`; `known` are those of the whole file."""
     if known is not None:
-        return known[start + rows]
+        own: npt.NDArray[np.uint64] = known[start + rows]
+        return own
     if isinstance(config.scope, FieldScope):
         name = config.scope.field
         metadata = batch.column("metadata").take(pa.array(rows)).to_pylist()

@@ -272,9 +272,6 @@ def _clean(
     failure: str | None = None,
 ) -> Cleaned:
     ledger, fields = Ledger(), NamedFields(recipe.inputs[split.source])
-    dedup = recipe.dedup
-    normalized = dedup.exact is not None and dedup.exact.text == "normalized"
-    tracking = Tracking.of(() if dedup.url is None else dedup.url.drop_parameters)
     chain = _filter_chain(recipe, scores)
     counts = FilterCounts.of_chain(chain)
     first_row = with_url = 0
@@ -307,12 +304,7 @@ def _clean(
                 annotations.write(batch, filtered)
             if kept.num_rows:
                 documents.write_batch(kept)
-                of_texts = exact_keys(kept, normalized, first_row=first_row)
-                keys.write(of_texts)
-                if urls is not None:
-                    of_urls = url_keys(of_texts, kept.column("url"), tracking)
-                    urls.write(of_urls)
-                    with_url += len(of_urls)
+                with_url += _write_keys(kept, recipe, keys, urls, first_row)
                 first_row += kept.num_rows
                 if languages is not None:
                     assert filtered.languages is not None
@@ -326,6 +318,21 @@ def _clean(
     ledger.check(where)
     labels = None if languages is None else languages.labels
     return Cleaned(ledger, counts, fields.to_dict(), hash_split(split), labels, with_url)
+
+
+def _write_keys(
+    kept: pa.RecordBatch, recipe: Recipe, keys: RunWriter, urls: RunWriter | None, first_row: int
+) -> int:
+    """Write the keys by which documents are compared; how many of them have a URL to compare."""
+    dedup = recipe.dedup
+    normalized = dedup.exact is not None and dedup.exact.text == "normalized"
+    of_texts = exact_keys(kept, normalized, first_row=first_row)
+    keys.write(of_texts)
+    if urls is None or dedup.url is None:
+        return 0
+    of_urls = url_keys(of_texts, kept.column("url"), Tracking.of(dedup.url.drop_parameters))
+    urls.write(of_urls)
+    return len(of_urls)
 
 
 def _url_keys(folder: Path, recipe: Recipe) -> AbstractContextManager[RunWriter | None]:

@@ -28,13 +28,14 @@ from shardkit.manifest import Column, FileInfo, ShardInfo
 from shardkit.writers.annotations import ANNOTATIONS_FILE, annotation_values
 from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.lines import ROWS_FILE
+from shardkit.writers.dedup.population import LANGUAGE_CODE
 from shardkit.writers.dedup.removals import SplitRemovals
 from shardkit.writers.dedup.tables import Rows
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.languages import LANGUAGE_CODE, LANGUAGES_FILE
+from shardkit.writers.languages import LANGUAGES_FILE
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.progress import PULSE
 from shardkit.writers.recipe import OutputConfig, Recipe
