@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -333,7 +333,13 @@ def parts_and_text(rng: random.Random) -> tuple[list[Parts], str]:
     return items, " ".join(text[start:])
 
 
+HALF = {"ngram": 1, "unit": "auto", "min_item_words": 1, "max_misses": 0}
+
+
 @settings(max_examples=400, deadline=None)
+@example(  # half of a question, although the weights of its n-grams are rounded
+    seed=29179006, chosen={**HALF, "long_question": None, "answer_window": 1, "threshold": 0.101}
+)
 @given(
     seed=st.integers(0, 2**32),
     chosen=st.fixed_dictionaries(

@@ -244,4 +244,6 @@ def _share(
 ) -> float:
     """What n-grams of an item are among the runs, by weight."""
     found = {tuple(run) for run in runs} & theirs
-    return math.fsum(weights[g] for g in found) / math.fsum(weights[g] for g in theirs) if found else 0.0
+    if not found:
+        return 0.0
+    return round(math.fsum(weights[g] for g in found) / math.fsum(weights[g] for g in theirs), 6)

@@ -24,10 +24,10 @@ a script without spaces is a word.
 A document contains the item if O_q >= 1/2 and S >= `threshold`. decon counts tokens of cl100k_base where
 this counts words, samples n-grams where this looks up all, and does not have step 6.
 
-Weights are integers (billionths), so sums do not depend on the order of items, and scores are rounded to six
-decimals. Equal questions are one question with several answers, so items that are repeated do not matter.
-n-grams are compared by 64-bit hashes: a score needs many n-grams, so hashes that are equal by chance cannot
-make one. Clusters that cannot reach the threshold, whatever their answers, are not scored.
+Weights are integers (billionths), so sums do not depend on the order of items, and overlaps and scores are
+rounded to six decimals. Equal questions are one question with several answers, so items that are repeated do
+not matter. n-grams are compared by 64-bit hashes: a score needs many n-grams, so hashes that are equal by
+chance cannot make one. Clusters that cannot reach the threshold, whatever their answers, are not scored.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ _FULL_QUESTION, _FULL_ANSWER = 20, 4  # n-grams and words from which on the weig
 _PERFECT_WORDS, _ENOUGH_WORDS = 15, 40  # 20 and 50 tokens of decon: short items must match perfectly
 _LEAST_OVERLAP = 0.5
 _UNIT = 10**9  # of a weight
+_DECIMALS = 6  # of overlaps and scores, so that a half is a half although weights are rounded
 _BITS_PER_KEY = 16
 
 
@@ -185,7 +186,7 @@ class Grams(NamedTuple):
         places = np.searchsorted(hashes, others) % len(hashes)
         is_there = np.zeros(len(hashes), np.bool_)
         is_there[places[hashes[places] == others]] = True
-        return int(weights[is_there].sum()) / int(weights.sum())
+        return round(int(weights[is_there].sum()) / int(weights.sum()), _DECIMALS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,7 @@ class QuestionIndex:
             self._items[item.question].append(item)
             needs[item.question] = min(needs[item.question], self._need(item))
         self._totals = np.add.reduceat(questions.weights, questions.offsets[:-1]) if len(needs) else needs
-        wanted = np.maximum(0, np.floor(needs * self._totals * (1 - 1e-9))).astype(np.int64)
+        wanted = np.floor((needs - 10**-_DECIMALS) * self._totals).astype(np.int64)
         self._seeds, self._grams = _seeds(questions, self._totals.astype(np.int64), wanted)
 
     def _sizes(self, item: Item) -> _Sizes:
@@ -260,7 +261,7 @@ class QuestionIndex:
     ) -> list[QuestionMatch]:
         """A question's item with the best score, if that reaches the threshold; of equal ones the first."""
         best: QuestionMatch | None = None
-        overlap = weight / int(self._totals[question])
+        overlap = round(weight / int(self._totals[question]), _DECIMALS)
         for item in self._items[question]:
             answer = passage = None
             if item.answer >= 0:
@@ -275,10 +276,8 @@ class QuestionIndex:
                 passage = self._passages.overlap(item.passage, np.concatenate(around))
             score = item_score(self._config, self._sizes(item), overlap, answer, passage)
             if score >= self._config.threshold and (best is None or score > best.score):
-                rounded = [None if one is None else round(one, 6) for one in (answer, passage)]
-                best = QuestionMatch(
-                    item.evaluation, item.record, begin, end, score, round(overlap, 6), *rounded
-                )
+                where = (item.evaluation, item.record, begin, end)
+                best = QuestionMatch(*where, score, overlap, answer, passage)
         return [] if best is None else [best]
 
 
@@ -347,7 +346,7 @@ def item_score(
         score = max(score, question)
     if score < 1:
         score *= config.threshold / _required(sizes.total, config.threshold)
-    return round(min(1.0, score), 6)
+    return round(min(1.0, score), _DECIMALS)
 
 
 @lru_cache(maxsize=2)
