@@ -213,7 +213,8 @@ def _outcome(facts: Mapping[str, Any]) -> list[str]:
         return [*lines, "of a document in an index of another corpus"]
     lines.append(f"of {facts['kept_file']} record {facts['kept_record']:,}{f'  {kept}' if kept else ''}")
     if (stays := facts["stays"]) is not None:
-        lines.append(f"its text is in {_rows(stays['rows'])}, as {_title(stays)}")
+        text = "another text of its URL" if facts["reason"] == "url_duplicate" else "its text"
+        lines.append(f"{text} is in {_rows(stays['rows'])}, as {_title(stays)}")
     return lines
 
 

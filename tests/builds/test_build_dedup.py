@@ -248,6 +248,7 @@ def test_a_build_that_is_stopped_after_any_task_goes_on_to_the_same_bytes(
     assert tree(result.output) == tree(whole.output)
 
 
+@pytest.mark.extended
 def test_a_scope_of_a_field_is_that_of_sources_where_each_has_a_value_of_its_own(tmp_path: Path) -> None:
     dumps = "first", "second"
     inputs = ", ".join(f"{{path: {one}-*.jsonl, source: {one}, metadata: dump}}" for one in dumps)
@@ -267,6 +268,7 @@ def test_a_scope_of_a_field_is_that_of_sources_where_each_has_a_value_of_its_own
     assert kept["field"] == kept["source"] != kept["global"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("lines", ["null", "{min_characters: 20}"])
 def test_near_duplicates_are_removed_within_a_language_if_so_wanted(tmp_path: Path, lines: str) -> None:
     english = "This page is about the history of the town and of the people who lived here."

@@ -125,6 +125,7 @@ def test_chunks_are_those_of_str_split(texts: list[str]) -> None:
     assert chunks.joined.tolist() == joined
 
 
+@pytest.mark.extended
 def test_a_long_chunk_is_split_as_it_is_and_cut_only_where_that_takes_long() -> None:
     plain = "data:image/png;base64," + "iVBORw0KGgoAAAANSUhEUgAA" * 4000
     assert split(spacy_words("en"), [plain]) == [expected("en", plain)]

@@ -189,6 +189,29 @@ def test_the_answers_are_readable_in_a_terminal(out: Path, capsys: pytest.Captur
     assert "“one two three four”" in capsys.readouterr().out
 
 
+def test_a_page_that_lost_to_another_of_its_url_leads_to_what_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_corpus(tmp_path, documents=4, recipe=RECIPE.replace("exact: {}", "url: true"))
+    urls = ["https://a.org/page", "http://www.a.org/page/?utm_id=7"]
+    for name in TEXTS:
+        rows = [{"text": text_of(n), "id": f"{name}-{n}", "url": url} for n, url in enumerate(urls)]
+        rows.append({"text": text_of(len(name) + ord(name[0])), "id": f"{name}-2", "url": "N/A"})
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = Path(build(path, progress=False).output)
+    pages = [row for url in urls for row in ask(capsys, "why", out, "--url", url)["documents"]]
+    [kept] = [row for row in pages if row["outcome"] == "kept"]
+    lost = [row for row in pages if row["outcome"] != "kept"]
+    assert (kept["copies"], len(lost)) == (4, 3)
+    for row in lost:
+        assert (row["outcome"], row["reason"], row["similarity"]) == ("duplicate", "url_duplicate", None)
+        assert row["stays"]["document_id"] == kept["document_id"]
+    for url in urls:  # what is asked to be taken down is found by either spelling
+        assert {one["row"] for one in ask(capsys, "trace", out, "--url", url)["shown"]} == {*kept["rows"]}
+    assert main(["why", str(out), "--id", lost[0]["id"]]) == 0
+    assert "another text of its URL is in row" in capsys.readouterr().out
+
+
 def test_a_dataset_without_the_tables_says_so(
     out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
