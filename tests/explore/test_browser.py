@@ -136,12 +136,15 @@ def test_a_cluster_shows_what_differs(open_page: Open, address: str) -> None:
     page = open_page(address)
     page.click("nav >> text=Duplicates")
     page.click("text=random")
+    page.wait_for_url("**/clusters?order=drawn")
     for number in range(page.locator("tbody td.name a").count()):
         page.locator("tbody td.name a").nth(number).click()
+        page.wait_for_url("**/cluster?*")
         if page.locator("del").count():
             assert page.locator("del").first.inner_text().strip() == "changedword"
             return
         page.go_back()
+        page.wait_for_url("**/clusters?order=drawn")
     pytest.fail("no cluster shows a difference")
 
 
