@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.errors import RecipeError, naming_extras
-from shardkit.writers.kernels.text_arrays import Chunks, split_chunks, text_bytes, text_offsets
+from shardkit.writers.kernels.text_arrays import Chunks, offset_pieces, split_chunks, text_bytes, text_offsets
 
 __all__ = ["PART_CHARACTERS", "SpacyWords", "spacy_words"]
 
@@ -118,15 +118,11 @@ class SpacyWords:
         """
         pieces = [np.zeros(1, np.uint8)]
         ends = [np.ones(1, np.int64)]
-        first = 0
-        while first < len(wanted):
-            stop = int(np.searchsorted(offsets, offsets[first] + _PIECE_BYTES, "right")) - 1
-            stop = min(max(stop, first + 1), len(wanted))
-            split = self._split_chunks if self._has_rules else self._split_whole
+        split = self._split_chunks if self._has_rules else self._split_whole
+        for first, stop in offset_pieces(offsets, _PIECE_BYTES):
             piece, own = split(data, offsets[first : stop + 1], wanted[first:stop])
             pieces.append(piece[own[0] : own[-1]])
             ends.append(ends[-1][-1] + own[1:] - own[0])
-            first = stop
         return np.concatenate(pieces), np.concatenate(ends)
 
     def _split_whole(
@@ -138,7 +134,7 @@ class SpacyWords:
             text = data[offsets[row] : offsets[row + 1]].tobytes().decode() if chosen else ""
             with self._language.memory_zone():
                 stripped = [word.text.strip() for word in self._tokenizer(text)]
-            found.append("".join(word + " " for word in stripped if word))
+            found.append(_spaced(word for word in stripped if word))
         texts = pa.array(found, pa.large_string())
         return text_bytes(texts), text_offsets(texts)
 
@@ -177,7 +173,7 @@ class SpacyWords:
             flags = _SPECIAL * special
             flags |= _FIRST * (not firsts.isdisjoint(self._firsts))
             flags |= _LAST * (not lasts.isdisjoint(self._lasts))
-            self._known[chunk] = "".join(word + " " for word in words), flags
+            self._known[chunk] = _spaced(words), flags
         return [self._known[chunk] for chunk in chunks]
 
     def _ask(self, texts: Sequence[str]) -> Iterator[list[str]]:
@@ -238,8 +234,12 @@ class SpacyWords:
         self, distinct: Sequence[str], places: npt.NDArray[np.int32], runs: Sequence[tuple[int, int]]
     ) -> Iterator[str]:
         texts = [" ".join(distinct[number] for number in places[first:stop].tolist()) for first, stop in runs]
-        for words in self._ask(texts):
-            yield "".join(word + " " for word in words)
+        yield from map(_spaced, self._ask(texts))
+
+
+def _spaced(words: Iterable[str]) -> str:
+    """The words with a space after each."""
+    return "".join(word + " " for word in words)
 
 
 def _cut_slow(match: re.Match[str]) -> str:

@@ -19,6 +19,7 @@ from shardkit.writers.kernels.utf8 import SPACE, character_flags, next_character
 __all__ = [
     "Chunks",
     "copy_texts",
+    "offset_pieces",
     "replace_texts",
     "split_chunks",
     "text_bytes",
@@ -42,9 +43,13 @@ def text_bytes(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
 
 def text_pieces(texts: pa.LargeStringArray, most_bytes: int) -> Iterator[tuple[int, int]]:
     """(first, stop) of texts that follow each other, of at most `most_bytes` together, or one text."""
-    offsets = text_offsets(texts)
+    yield from offset_pieces(text_offsets(texts), most_bytes)
+
+
+def offset_pieces(offsets: npt.NDArray[np.int64], most_bytes: int) -> Iterator[tuple[int, int]]:
+    """`text_pieces` of the texts between `offsets`."""
     first = 0
-    while first < len(texts):
+    while first < len(offsets) - 1:
         stop = int(np.searchsorted(offsets, offsets[first] + most_bytes, "right")) - 1
         stop = max(stop, first + 1)
         yield first, stop

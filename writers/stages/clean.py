@@ -27,7 +27,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,7 @@ import pyarrow as pa
 from shardkit.errors import RecipeError
 from shardkit.hashing import digest_of, hash_file
 from shardkit.writers.annotations import ANNOTATIONS_FILE, AnnotationFile
+from shardkit.writers.dedup.config import DedupConfig
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.signatures import word_keys
 from shardkit.writers.dedup.urls import URL_KEYS, Tracking, url_keys
@@ -274,13 +276,11 @@ def _clean(
     ledger, fields = Ledger(), NamedFields(recipe.inputs[split.source])
     chain = _filter_chain(recipe, scores)
     counts = FilterCounts.of_chain(chain)
-    first_row = with_url = 0
     allowed = recipe.max_bad_fraction if failure is None else 1.0
     schema = DOCUMENT_SCHEMA if masking is None else MARKED_SCHEMA
     with (
         Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=allowed) as quarantine,
-        RunWriter(folder / KEYS.file, KEYS, memory_bytes=_KEYS_MEMORY_BYTES) as keys,
-        _url_keys(folder, recipe) as urls,
+        _KeyFiles(folder, recipe.dedup) as keys,
         DroppedFile(folder / DROPPED_FILE) if recipe.filters else nullcontext() as dropped,
         AnnotationFile(folder / ANNOTATIONS_FILE) if recipe.annotate else nullcontext() as annotations,
         LanguageFile(folder / LANGUAGES_FILE) if chain.has_languages else nullcontext() as languages,
@@ -304,8 +304,7 @@ def _clean(
                 annotations.write(batch, filtered)
             if kept.num_rows:
                 documents.write_batch(kept)
-                with_url += _write_keys(kept, recipe, keys, urls, first_row)
-                first_row += kept.num_rows
+                keys.write(kept)
                 if languages is not None:
                     assert filtered.languages is not None
                     languages.write(filtered.languages)
@@ -317,28 +316,42 @@ def _clean(
         check_bad_fraction(where, ledger, recipe.max_bad_fraction, quarantine.first)
     ledger.check(where)
     labels = None if languages is None else languages.labels
-    return Cleaned(ledger, counts, fields.to_dict(), hash_split(split), labels, with_url)
+    return Cleaned(ledger, counts, fields.to_dict(), hash_split(split), labels, keys.urls)
 
 
-def _write_keys(
-    kept: pa.RecordBatch, recipe: Recipe, keys: RunWriter, urls: RunWriter | None, first_row: int
-) -> int:
-    """Write the keys by which documents are compared; how many of them have a URL to compare."""
-    dedup = recipe.dedup
-    normalized = dedup.exact is not None and dedup.exact.text == "normalized"
-    of_texts = exact_keys(kept, normalized, first_row=first_row)
-    keys.write(of_texts)
-    if urls is None or dedup.url is None:
-        return 0
-    of_urls = url_keys(of_texts, kept.column("url"), Tracking.of(dedup.url.drop_parameters))
-    urls.write(of_urls)
-    return len(of_urls)
+class _KeyFiles:
+    """Writes the keys of documents, and those of their URLs if these are compared; `urls` have one."""
 
+    def __init__(self, folder: Path, config: DedupConfig) -> None:
+        self.urls = self._rows = 0
+        self._normalized = config.exact is not None and config.exact.text == "normalized"
+        self._stack, memory_bytes = ExitStack(), _KEYS_MEMORY_BYTES
+        self._texts = self._stack.enter_context(
+            RunWriter(folder / KEYS.file, KEYS, memory_bytes=memory_bytes)
+        )
+        self._urls: RunWriter | None = None
+        if config.url is not None:
+            self._tracking = Tracking.of(config.url.drop_parameters)
+            urls = RunWriter(folder / URL_KEYS.file, URL_KEYS, memory_bytes=memory_bytes)
+            self._urls = self._stack.enter_context(urls)
 
-def _url_keys(folder: Path, recipe: Recipe) -> AbstractContextManager[RunWriter | None]:
-    if recipe.dedup.url is None:
-        return nullcontext()
-    return RunWriter(folder / URL_KEYS.file, URL_KEYS, memory_bytes=_KEYS_MEMORY_BYTES)
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Append the keys of the next documents."""
+        keys = exact_keys(batch, self._normalized, first_row=self._rows)
+        self._texts.write(keys)
+        self._rows += len(keys)
+        if self._urls is not None:
+            keys = url_keys(keys, batch.column("url"), self._tracking)
+            self._urls.write(keys)
+            self.urls += len(keys)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
 
 def _filter_chain(recipe: Recipe, scores: Sequence[ScoreTable]) -> FilterChain:
