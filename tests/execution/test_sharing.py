@@ -365,21 +365,24 @@ def test_drivers_of_a_bucket_follow_each_other_though_one_is_killed_and_one_slee
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", rgw_proxy.endpoint_url)
-    rgw_proxy.set_rules(
+    faults = (
         Rule(fault="status", status=503, probability=0.05),
-        Rule(fault="corrupt", method="GET", path="/data/", after_bytes=20, probability=0.3),
+        Rule(fault="corrupt", method="GET", path="/data/", after_bytes=20, count=2),  # a read is tried thrice
     )
+    rgw_proxy.set_rules(*faults)
     places = {"work": f"{rgw_bucket.url}/work", "output.path": f"{rgw_bucket.url}/out"}
     one, two, three = (command(**places, scratch=f"scratch-{number}") for number in range(3))
     asleep = victims.start(one, cwd=folder, point=point(folder, "uncommitted", "stop"))
     asleep.await_stop()
+    rgw_proxy.set_rules(*faults)
     killed = victims.run(two, cwd=folder, point=point(folder, "index", "kill"))
     assert killed.status == -signal.SIGKILL, killed
+    assert min(rgw_proxy.hits()) > 0
+    rgw_proxy.set_rules(*faults)
     output = connect(f"{rgw_bucket.url}/out")
     assert "index.json" not in {info.key for info in output.list()}
     ended = victims.run(three, cwd=folder)
     assert ended.status == 0, ended
-    assert min(rgw_proxy.hits()) > 0
     rgw_proxy.set_rules()
     assert {info.key: output.get(info.key) for info in output.list()} == local
     asleep.go_on()
