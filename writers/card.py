@@ -49,6 +49,8 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
     for key in ("bos", "chat_template", "encoding"):
         if recipe.tokenizer is not None and getattr(recipe.tokenizer, key) is None:
             del content["tokenizer"][key]
+    if recipe.dedup.lines is not None and recipe.dedup.lines.unit != "span":
+        del content["dedup"]["lines"]["words"]
     if recipe.dedup.url is None:
         del content["dedup"]["url"]
     for key in ("limit", "split", "tokenizer"):

@@ -57,7 +57,7 @@ from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.scan import Split, scan_inputs
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import InputConfig, Recipe
-from shardkit.writers.requests import LINES, Corpus, stage_requests
+from shardkit.writers.requests import Corpus, compared_lines, stage_requests
 from shardkit.writers.stages.graph import PARTITION_TEXT_BYTES, BuildInputs, Outputs, run_stages
 from shardkit.writers.stages.provenance import PROVENANCE_NAME
 from shardkit.writers.stages.tokenize import Tokenized, TokenizerFile
@@ -344,6 +344,7 @@ def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made
 
 def _corpus(inputs: BuildInputs, scales: _Scales, made: Outputs, documents: float, text: float) -> Corpus:
     tokens = scales.tokens * sum(Tokenized.of(commit).tokens for commit in made.tokenized)
+    lines = inputs.recipe.dedup.lines
     return Corpus(
         splits=len(inputs.splits),
         documents=max(1, int(documents)),
@@ -356,7 +357,7 @@ def _corpus(inputs: BuildInputs, scales: _Scales, made: Outputs, documents: floa
         has_url=inputs.recipe.dedup.url is not None,
         has_exact=inputs.recipe.dedup.exact is not None,
         has_near=inputs.recipe.dedup.near is not None,
-        lines=0 if inputs.recipe.dedup.lines is None else int(text * LINES),
+        lines=0 if lines is None else compared_lines(text, lines.words if lines.unit == "span" else None),
     )
 
 

@@ -39,7 +39,7 @@ from shardkit.writers.stages.graph import PARTITION_TEXT_BYTES
 from shardkit.writers.stages.tokenize import PARITY_SPLITS, TOKENS, choose_partitions
 from shardkit.writers.tokenizer import PARITY_BYTES
 
-__all__ = ["LINES", "Corpus", "Model", "StageRequests", "stage_requests", "together"]
+__all__ = ["Corpus", "Model", "StageRequests", "compared_lines", "stage_requests", "together"]
 
 # Of a byte of kept text: documents as they are stored, and texts of those in pairs, once for each block.
 DOCUMENTS = 0.43
@@ -49,10 +49,16 @@ SIGNATURE_BYTES = 520
 PAIRS = 0.6
 LOSERS = 0.1
 TWIN_BYTES = 250  # a removed document, or one that stays for it, on their way to each other
-# Of a byte of kept text: lines that are long enough to be compared. Of those: what other documents have.
-LINES = 1 / 120
-CUT_LINES = 0.25
+CUT_LINES = 0.25  # of lines that are compared: what other documents have
 _GUESSED_FOOTER_BYTES = 700  # with which a small run is read whole
+
+
+def compared_lines(text_bytes: float, words: int | None) -> int:
+    """How many lines kept text has that are long enough to be compared, or sampled windows of shared `words`.
+
+    These begin (words // 3 + 2) / 2 words of 6 bytes apart.
+    """
+    return ceil(text_bytes / (120 if words is None else words))
 
 
 @dataclass(frozen=True, kw_only=True)

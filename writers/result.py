@@ -212,15 +212,18 @@ class BuildResult(Described):
 
     def describe(self) -> tuple[str, Facts]:
         """The funnel, what came out of it, where it is and what to do next."""
-        losses = [step for step in self.steps if step.lost_documents]
-        shown = {id(s) for s in sorted(losses, key=lambda s: -s.lost_documents)[:_MOST_LOSSES]}
+        losses = [step for step in self.steps if step.lost_documents or step.lost_bytes]
+        shown = {id(s) for s in sorted(losses, key=lambda s: -abs(s.lost_bytes))[:_MOST_LOSSES]}
         read, kept = self.funnel.read, self.funnel.kept
         facts = [("read", f"{read.documents:,} documents, {format_bytes(read.bytes)} of text")]
         facts += [
-            (step.label, _lost(step.lost_documents, read.documents)) for step in losses if id(step) in shown
+            (step.label, _lost(step.lost_documents, step.lost_bytes, read.documents))
+            for step in losses
+            if id(step) in shown
         ]
-        if others := [step.lost_documents for step in losses if id(step) not in shown]:
-            facts.append((f"{len(others)} other steps", _lost(sum(others), read.documents)))
+        if others := [step for step in losses if id(step) not in shown]:
+            lost = sum(step.lost_documents for step in others), sum(step.lost_bytes for step in others)
+            facts.append((f"{len(others)} other steps", _lost(*lost, read.documents)))
         place = shlex.quote(self.location)
         facts.append(("kept", f"{kept.documents:,} documents, {format_bytes(kept.bytes)} of text"))
         next_steps = [("next", f"shardkit view {place} (in the browser), or: shardkit info {place}")]
@@ -264,6 +267,9 @@ class BuildResult(Described):
         return f"{self.total_seconds:.1f} s{reused}; {named}"
 
 
-def _lost(documents: int, read: int) -> str:
-    """ "-1,234 (5.6%)"."""
+def _lost(documents: int, text_bytes: int, read: int) -> str:
+    """ "-1,234 (5.6%)"; of editors, "-7.8 MB of text"."""
+    if not documents:
+        sign = "+" if text_bytes < 0 else "-"
+        return f"{sign}{format_bytes(abs(text_bytes))} of text"
     return f"-{documents:,} ({100 * documents / max(1, read):.1f}%)"

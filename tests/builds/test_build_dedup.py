@@ -172,8 +172,9 @@ def kept_texts(folder: Path, files: dict[str, list[str]], change: str) -> list[s
         "dedup={url: {keep: longest}, exact: true}",
         pytest.param("dedup={near: {small_shingles: 0}}", marks=pytest.mark.extended),
         pytest.param("dedup={lines: {}}", marks=pytest.mark.extended),
+        pytest.param("dedup={lines: {unit: span, words: 8}}", marks=pytest.mark.extended),
     ],
-    ids=["equal words", "urls", "longest of urls", "near", "lines"],
+    ids=["equal words", "urls", "longest of urls", "near", "lines", "spans"],
 )
 def test_which_texts_stay_does_not_depend_on_names_and_order_of_files(tmp_path: Path, change: str) -> None:
     texts = texts_in_ties()
@@ -303,6 +304,60 @@ def test_repeated_lines_are_cut_and_accounted_for(tmp_path: Path) -> None:
     assert lines.most_common(1)[0][0] == LINE
     assert lost.bytes == sum((len(line) + 1) * (count - 1) for line, count in lines.items())
     result.funnel.check("the build")
+
+
+def test_a_passage_that_documents_share_is_cut_out_of_the_middle_of_their_lines(tmp_path: Path) -> None:
+    passage = " ".join(words_of(500, 60))
+    texts = [
+        f"{' '.join(words_of(n))} {passage if n % 2 else ''} {' '.join(words_of(n + 50))}" for n in range(20)
+    ]
+    recipe = make(tmp_path, texts={"first-0.jsonl": texts[:9], "second-0.jsonl": texts[9:]})
+    changes = ["work=work", "dedup={lines: {unit: span, words: 30}}"]
+    result = build(recipe, overrides=changes, progress=False)
+    left = [
+        text
+        for path in sorted(tmp_path.glob("work/lines/*/documents.arrow"))
+        for text in pa.ipc.open_file(path).read_all().column("text").to_pylist()
+    ]
+    assert left[::2] == texts[::2]
+    assert [text for text in left if passage in text] == [
+        text for text in texts if text in left and passage in text
+    ]
+    assert sum(passage in text for text in left) == 1
+    for text, whole in zip(left[1::2], texts[1::2], strict=True):
+        assert passage in text or len(whole.split()) - 60 <= len(text.split()) <= len(whole.split()) - 40
+        assert text.split()[:80] == whole.split()[:80]
+        assert text.split()[-80:] == whole.split()[-80:]
+    lost = result.funnel.dropped["duplicate_lines"]
+    assert (lost.documents, lost.bytes) == (0, len("".join(texts)) - len("".join(left)))
+    result.funnel.check("the build")
+    card = json.loads((result.output / "dataset.json").read_text())
+    assert card["recipe"]["dedup"]["lines"] == {"keep": 1, "min_characters": 30, "unit": "span", "words": 30}
+    assert (
+        "words"
+        not in json.loads(
+            (
+                build(recipe, overrides=["dedup={lines: {}}", "output.path=lines"], progress=False).output
+                / "dataset.json"
+            ).read_text()
+        )["recipe"]["dedup"]["lines"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "refusal"),
+    [
+        (
+            "{unit: span, min_characters: 9}",
+            "unit: span has its least length in words, not in min_characters",
+        ),
+        ("{words: 60}", "unit: line has its least length in min_characters, not in words"),
+        ("{unit: span, words: 7}", "words"),
+    ],
+)
+def test_the_least_length_of_another_unit_is_refused(tmp_path: Path, lines: str, refusal: str) -> None:
+    with pytest.raises(RecipeError, match=rf"dedup\.lines.*{refusal}"):
+        build(make(tmp_path), overrides=[f"dedup.lines={lines}"], progress=False)
 
 
 @pytest.mark.usefixtures("small_memory")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection, Hashable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,14 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference.lines import reference_cut, reference_hash, reference_units
+from reference.lines import (
+    reference_cut,
+    reference_cut_spans,
+    reference_hash,
+    reference_spans,
+    reference_units,
+    reference_words,
+)
 from shardkit.writers.dedup.config import LinesDedupConfig
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.lines import LINE_KEYS, LineKeys, remaining, remove_lines, write_line_keys
@@ -21,7 +29,7 @@ from shardkit.writers.exchange import Limits, RunWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit
 from shardkit.writers.kernels import line_units as lines_units
-from shardkit.writers.kernels.line_units import cut_units, find_units
+from shardkit.writers.kernels.line_units import cut_spans, cut_units, find_spans, find_units, span_windows
 from shardkit.writers.stages.clean import exact_keys
 from shardkit.writers.stages.exact import remove_exact
 from support.documents import write_documents
@@ -37,6 +45,18 @@ CONFIGS = st.builds(
     unit=st.sampled_from(["line", "paragraph"]),
     min_characters=st.integers(1, 5),
     keep=st.integers(1, 3),
+)
+# Few words, so that windows are equal and values are; passages, so that texts share long runs.
+WORD = st.sampled_from(["a", "b", "a b", "\u00e9t\u00e9", "\u6f22\u5b57", "x\u5b57y", "\u0e01", "-", "word"])
+SPACE = st.sampled_from([" ", " ", " ", "  ", "\n", "\n\n", " \n", "\u3000", "\r\n", "\x1f", ""])
+PASSAGE = st.lists(st.tuples(WORD, SPACE).map("".join), max_size=30).map("".join)
+SHARED = [
+    "".join(f"{word % 7}{' ' * (word % 5 < 4)}\u5b57 w{word}\n" for word in range(at, at + 9))
+    for at in (0, 3, 50)
+]
+SPAN_TEXTS = st.lists(st.one_of(st.sampled_from(SHARED), PASSAGE, SPACE), max_size=5).map("".join)
+SPAN_CONFIGS = st.builds(
+    LinesDedupConfig, unit=st.just("span"), words=st.integers(8, 13), keep=st.integers(1, 2)
 )
 
 
@@ -95,24 +115,38 @@ def brute_force(documents: list[Document], config: LinesDedupConfig, exact: bool
     if exact:
         ranked = list({text: (id, source, text) for id, source, text in reversed(ranked)}.values())
         ranked.sort(key=_priority)
-    had: dict[str, int] = {}
+    had: dict[Hashable, int] = {}
     left = []
     for id, source, text in ranked:
-        units = reference_units(text, config)
+        units = _units(text, config)
         cut = {number for number, unit in units if had.get(unit, 0) >= config.keep}
         for unit in {unit for _, unit in units}:
             had[unit] = had.get(unit, 0) + 1
-        rest = reference_cut(text, cut, config) if cut else text
+        rest = _without(text, cut, config) if cut else text
         if not cut or rest.strip():
             left.append((id, source, rest))
     return left
 
 
+def _units(text: str, config: LinesDedupConfig) -> list[tuple[int, Hashable]]:
+    if config.unit == "span":
+        return [*reference_spans(text, config.words)]
+    return [*reference_units(text, config)]
+
+
+def _without(text: str, units: Collection[int], config: LinesDedupConfig) -> str:
+    if config.unit == "span":
+        return reference_cut_spans(text, units, config.words)
+    return reference_cut(text, units, config)
+
+
 @pytest.mark.extended
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    texts=st.lists(TEXTS, max_size=14),
-    config=CONFIGS,
+    corpus=st.one_of(
+        st.tuples(st.lists(TEXTS, max_size=14), CONFIGS),
+        st.tuples(st.lists(SPAN_TEXTS, max_size=14), SPAN_CONFIGS),
+    ),
     seed=st.integers(0, 1 << 30),
     splits=st.integers(1, 4),
     partitions=st.integers(1, 5),
@@ -120,13 +154,13 @@ def brute_force(documents: list[Document], config: LinesDedupConfig, exact: bool
 )
 def test_what_is_left_is_what_dictionaries_leave_for_any_splits_partitions_and_runs(
     tmp_path_factory: pytest.TempPathFactory,
-    texts: list[str],
-    config: LinesDedupConfig,
+    corpus: tuple[list[str], LinesDedupConfig],
     seed: int,
     splits: int,
     partitions: int,
     exact: bool,
 ) -> None:
+    texts, config = corpus
     rng = random.Random(seed)
     documents = [(rng.randbytes(16), rng.randrange(2), text) for text in texts]
     cut = [documents[at::splits] for at in range(splits)]
@@ -172,6 +206,101 @@ def test_kernels_find_and_cut_what_the_references_do(
         numbers = unit[document == number].tolist()
         assert left[number].as_py() == (reference_cut(text, numbers, config) if numbers else text)
         assert blank[number] == (bool(numbers) and not left[number].as_py().strip())
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts=st.lists(SPAN_TEXTS, min_size=1, max_size=4), words=st.integers(8, 13), data=st.data())
+def test_kernels_find_and_cut_the_spans_that_the_references_do(
+    texts: list[str], words: int, data: st.DataObject
+) -> None:
+    array = pa.array(["before", *texts], pa.large_string())[1:]
+    wanted = np.array(data.draw(st.lists(st.booleans(), min_size=len(texts), max_size=len(texts))))
+    units = find_spans(array, wanted, words)
+    expected = [
+        (document, first, value)
+        for document, text in enumerate(texts)
+        if wanted[document]
+        for first, value in reference_spans(text, words)
+    ]
+    hashes = [high << 64 | low for high, low in zip(units.high.tolist(), units.low.tolist(), strict=True)]
+    assert list(zip(units.document.tolist(), units.unit.tolist(), hashes, strict=True)) == expected
+    assert units.found == sum(
+        len(reference_words(text)) for text, yes in zip(texts, wanted, strict=True) if yes
+    )
+    size, _ = span_windows(words)
+    places = [
+        (document, first)
+        for document, text in enumerate(texts)
+        for first in range(len(reference_words(text)) - size + 1)
+        if data.draw(st.booleans())
+    ]
+    document, first = (np.array([place[at] for place in places], kind) for at, kind in ((0, "i8"), (1, "u4")))
+    left, blank = cut_spans(array, document, first, words)
+    for number, text in enumerate(texts):
+        firsts = first[document == number].tolist()
+        assert left[number].as_py() == (reference_cut_spans(text, firsts, words) if firsts else text)
+        assert blank[number] == (bool(firsts) and not left[number].as_py().strip())
+
+
+@settings(max_examples=200, deadline=None)
+@given(first=SPAN_TEXTS, second=SPAN_TEXTS, words=st.integers(8, 30))
+def test_a_shared_span_of_so_many_words_is_cut_but_for_a_third_at_each_end(
+    first: str, second: str, words: int
+) -> None:
+    units = find_spans(pa.array([first, second], pa.large_string()), np.ones(2, bool), words)
+    had, size = set(units.high[units.document == 0].tolist()), span_windows(words)[0]
+    cut = {
+        word
+        for at, high in zip(
+            *(field[units.document == 1].tolist() for field in (units.unit, units.high)), strict=True
+        )
+        if high in had
+        for word in range(at, at + size)
+    }
+    old, new = reference_words(first), reference_words(second)
+    shared: set[int] = set()  # words in runs of `size` that the first text has
+    lengths = {-1: [0] * (len(new) + 1)}  # of the common run that ends with these two words
+    for row, one in enumerate(old):
+        lengths[row] = [0] * (len(new) + 1)
+        for at, other in enumerate(new):
+            lengths[row][at] = lengths[row - 1][at - 1] + 1 if one == other else 0
+    for row in range(len(old)):
+        for at in range(len(new)):
+            length = lengths[row][at]
+            if length >= size:
+                shared.update(range(at - length + 1, at + 1))
+            if length >= words:
+                inner = range(at - length + 1 + words // 3, at + 1 - words // 3)
+                assert cut.issuperset(inner), (row, at, length)
+    assert cut <= shared
+
+
+def test_spans_are_cut_wherever_they_begin_and_paragraphs_stay_apart() -> None:
+    notice = (
+        "This site uses cookies to improve your experience and by staying here you agree to our use of them"
+    )
+    config = LinesDedupConfig(unit="span", words=10)
+    texts = [
+        f"One. {notice}",
+        f"Two begins so. {notice}\n\nAnd ends\nso.",
+        f"\n\n{notice}\n",
+        "Untouched\n\n",
+    ]
+    array = pa.array(texts, pa.large_string())
+    units = find_spans(array, np.ones(4, bool), config.words)
+    had = set(units.high[units.document == 0].tolist())
+    again = np.array([high in had for high in units.high.tolist()]) & (units.document > 0)
+    left, blank = cut_spans(array, units.document[again], units.unit[again], config.words)
+    words = [len(reference_words(text)) for text in left.to_pylist()]
+    assert words[0] == 20
+    assert words[1] - 6 <= 6
+    assert words[2] <= 6
+    assert left[3].as_py() == texts[3]
+    assert left[1].as_py().startswith("Two begins so.")
+    assert left[1].as_py().endswith("\n\nAnd ends\nso.")
+    assert left[2].as_py().startswith("\n\n")
+    assert left[2].as_py().endswith("\n")
+    assert blank.tolist() == [False] * 4
 
 
 @settings(deadline=None)

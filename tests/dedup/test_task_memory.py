@@ -38,6 +38,7 @@ from support.documents import write_documents
 
 MEMORY = 4 << 20
 LIMITS = Limits().divided(16)
+LINES, SPANS = LinesDedupConfig(min_characters=20), LinesDedupConfig(unit="span", words=8)
 NEAR = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
 Work = Callable[[Path], object]
 KINDS: tuple[Kind, ...] = ("input", "planted", "index")
@@ -88,10 +89,9 @@ def exact(folder: Path, documents: int, copies: int) -> Work:
     return lambda made: find_exact(made, keys, MEMORY)
 
 
-def line_keys(folder: Path, documents: int) -> Work:
+def line_keys(folder: Path, documents: int, config: LinesDedupConfig) -> Work:
     texts = [f"first line of document {at}\na line that all of them have" for at in range(documents)]
     path = write_documents(folder / "documents.arrow", texts, batch_rows=4096)
-    config = LinesDedupConfig(min_characters=20)
     return lambda made: write_line_keys(made, Artifact(path), config, SplitRemovals(), MEMORY)
 
 
@@ -107,7 +107,8 @@ def lines(folder: Path, documents: int, copies: int) -> Work:
     "make",
     [
         bands,
-        pytest.param(line_keys, marks=pytest.mark.extended),
+        pytest.param(partial(line_keys, config=LINES), marks=pytest.mark.extended),
+        pytest.param(partial(line_keys, config=SPANS), marks=pytest.mark.extended),
         pytest.param(signatures, marks=pytest.mark.extended),
         *(partial(make, copies=copies) for make in (equal, exact, lines) for copies in (2, 1 << 30)),
     ],

@@ -177,9 +177,10 @@ def test_a_plan_has_the_stages_that_the_recipe_asks_for() -> None:
     assert stages("exact") == always | {"exact", "exact_removed"}
     assert stages("url") == always | {"url", "url_removed"}
     assert stages("url", "exact") == stages("url") | stages("exact") | {"url_left"}
-    assert stages("lines") == always | {"line_keys", "line_losers", "lines_removed", "lines"}
+    cut = always | {"line_keys", "line_losers", "lines_removed", "lines"}
+    assert stages("lines") == stages("spans") == cut
     assert stages("near", "measure") - stages("near") == {"planted", "measure"}
-    with pytest.raises(ValueError, match="no part 'fuzzy': url, exact, lines, near, measure"):
+    with pytest.raises(ValueError, match="no part 'fuzzy': url, exact, lines, spans, near, measure"):
         worked_example(dedup=frozenset({"fuzzy"}))
 
 

@@ -49,15 +49,33 @@ class ExactDedupConfig(StrictModel):
 
 
 class LinesDedupConfig(StrictModel):
-    """Lines (or paragraphs) that stand in other documents already are cut out of later ones."""
+    """Lines, paragraphs or spans that stand in other documents already are cut out of later ones."""
 
-    unit: Literal["line", "paragraph"] = Field(
-        default="line", description="line: between line ends (LF); paragraph: between blank lines."
+    unit: Literal["line", "paragraph", "span"] = Field(
+        default="line",
+        description="line: between line ends (LF); paragraph: between blank lines; span: a run of `words` "
+        "words or more, wherever it begins (exact substring deduplication).",
     )
     min_characters: int = Field(
         default=30, ge=1, description="Shorter ones are never cut, counted without white space at both ends."
     )
+    words: int = Field(
+        default=50,
+        ge=8,
+        le=1000,
+        description="span: every shared run of so many words is cut, but for up to a third at each end; runs "
+        "of less than two thirds never are.",
+    )
     keep: int = Field(default=1, ge=1, description="So many documents keep a line that many have.")
+
+    @model_validator(mode="after")
+    def _of_the_unit(self) -> Self:
+        """The length of one unit is not set for another."""
+        other = "min_characters" if self.unit == "span" else "words"
+        if getattr(self, other) != type(self).model_fields[other].default:
+            own = "words" if self.unit == "span" else "min_characters"
+            raise ValueError(f"unit: {self.unit} has its least length in {own}, not in {other}")
+        return self
 
 
 class MinHashConfig(StrictModel):

@@ -1,8 +1,10 @@
 """Line dedup: removes lines that stand in many documents. Three steps, each a stage of a build.
 
-Of the documents that contain a line, the `keep` ones of highest priority (lowest source, then lowest content
-rank, writers/documents.py) keep it, at every place; all others lose it. So the result is a property of the
-texts, independent of their names and of how they are cut into files, splits and partitions. The probability
+What is said of lines holds for paragraphs, and for the windows of words by which shared spans are found
+(kernels/line_units.py). Of the documents that contain a line, the `keep` ones of highest priority (lowest
+source, then lowest content rank, writers/documents.py) keep it, at every place; all others lose it. So the
+result is a property of the texts, independent of their names and of how they are cut into files, splits and
+partitions. The probability
 that any two of n different lines share their 128-bit hash, so that one is cut in error, is n^2 / 2^129:
 10^-17 for 10^11 lines.
 
@@ -60,7 +62,7 @@ from shardkit.writers.documents import (
 from shardkit.writers.exchange import Limits, RunWriter, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, partition_name
-from shardkit.writers.kernels.line_units import cut_units, find_units
+from shardkit.writers.kernels.line_units import Units, cut_spans, cut_units, find_spans, find_units
 from shardkit.writers.kernels.text_arrays import text_offsets, text_pieces
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.runs import DEFAULT_LIMITS
@@ -128,7 +130,8 @@ def write_line_keys(
     """Step 1, a task a split: the keys of all lines of the documents that earlier `removals` left."""
     decided = removals.stream()
     lines = compared = start = 0
-    piece_bytes = memory_bytes // 8 // _PEAK_BYTES_PER_UNIT * (config.min_characters + 1)
+    least = 2 if config.unit == "span" else config.min_characters + 1  # bytes of a unit
+    piece_bytes = memory_bytes // 8 // _PEAK_BYTES_PER_UNIT * least
     with _KeyWriter(folder, config.keep, memory_bytes) as writer, documents.open_arrow() as file:
         reader = pa.ipc.open_file(file)
         for number in range(reader.num_record_batches):
@@ -139,7 +142,7 @@ def write_line_keys(
                 for outcomes in decided.values():
                     wanted[_lost_rows(outcomes.before(start + batch.num_rows)) - start] = False
                 texts = batch.column("text")
-                units = find_units(texts, wanted, config)
+                units = _units(texts, wanted, config)
                 ranks = content_ranks(text_digests(texts), batch.column("document_id")).view(">u8")
                 rows = np.empty(len(units.unit), LINE_KEYS.dtype)
                 rows["key"], rows["low"], rows["unit"] = units.high, units.low, units.unit
@@ -152,6 +155,12 @@ def write_line_keys(
                 compared += len(rows)
                 start += batch.num_rows
     return LineKeys(lines, compared, writer.keys)
+
+
+def _units(texts: pa.LargeStringArray, wanted: npt.NDArray[np.bool_], config: LinesDedupConfig) -> Units:
+    if config.unit == "span":
+        return find_spans(texts, wanted, config.words)
+    return find_units(texts, wanted, config)
 
 
 def _lost_rows(outcomes: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
@@ -350,7 +359,11 @@ def _cut_batch(
     sizes = np.diff(text_offsets(batch.column("text")))
     ledger.read += Count(batch.num_rows, int(sizes.sum()))
     if len(rows):
-        texts, blank = cut_units(batch.column("text"), rows, units, config)
+        texts = batch.column("text")
+        if config.unit == "span":
+            texts, blank = cut_spans(texts, rows, units, config.words)
+        else:
+            texts, blank = cut_units(texts, rows, units, config)
         assert kept[rows].all(), "no line of a removed document was compared"
         kept = kept & ~blank
         left = np.where(kept, np.diff(text_offsets(texts)), 0)

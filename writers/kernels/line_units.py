@@ -1,14 +1,23 @@
-"""Lines and paragraphs of documents for line dedup: find and hash them, and cut some of them out.
+"""Lines, paragraphs and spans of documents for line dedup: find and hash them, and cut some of them out.
 
 A line ends at LF only; a paragraph is lines up to a blank one (white space only) or the end, and the blank
 lines after it are cut with it. Two units are the same if their bytes are, without white space at both ends
 (as by Python's `str.strip`); case and inner white space count. Their hash is MurmurHash3 x64 128 with seed 0.
+
+Spans are runs of words, found wherever they begin. A word is what stands between white space; each character
+of a script without spaces is one by itself. Of every `spacing` windows of `size` words that follow each other
+the one of the lowest value (a rolling hash) is sampled: winnowing, as in Schleimer, Wilkerson and Aiken,
+"Winnowing: local algorithms for document fingerprinting" (SIGMOD 2003), with their rule for equal values.
+Where two texts share size + spacing - 1 words, both sample the same windows of these. A window's hash is that
+of its words' hashes, so white space between the words makes no difference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cache
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -17,23 +26,30 @@ from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt32
 from shardkit.writers.kernels.simd import load_8_bytes
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.utf8 import (
+    SPACE,
+    character_at,
     character_flags,
     count_characters,
     pack_bytes,
     skip_space,
     strip_space,
 )
+from shardkit.writers.kernels.words import UNSPACED, character_tables
 
 __all__ = [
     "UnitSettings",
     "Units",
+    "cut_spans",
     "cut_units",
+    "find_spans",
     "find_units",
+    "span_windows",
 ]
 
 _C1, _C2 = np.uint64(0x87C37B91114253D5), np.uint64(0x4CF5AD432745937F)
 _MIX_1, _MIX_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _A, _B, _FIVE = np.uint64(0x52DCE729), np.uint64(0x38495AB5), np.uint64(5)
+_ROLL = np.uint64(0x9E3779B97F4A7C15)  # any odd number
 _64, _27, _31, _33 = np.uint64(64), np.uint64(27), np.uint64(31), np.uint64(33)
 
 
@@ -51,13 +67,13 @@ class UnitSettings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Lines or paragraphs in the order of documents and, inside, of the text; arrays of one length."""
+    """Lines, paragraphs or windows in the order of documents and, inside, of the text; of one length."""
 
     high: UInt64s  # halves of the hash
     low: UInt64s
     document: Int64s  # which text
-    unit: UInt32s  # which unit of it, short ones counted
-    found: int  # all units, short ones included
+    unit: UInt32s  # which unit of it, short ones counted; of a window, the number of its first word
+    found: int  # all units, short ones included; of spans, words
 
 
 def find_units(texts: pa.LargeStringArray, wanted: Bools, config: UnitSettings) -> Units:
@@ -85,15 +101,57 @@ def cut_units(
 
     `document` and `unit` are sorted by (document, unit). A text without cuts is never called blank.
     """
+    return _without(texts, (document, unit), _cut, (character_flags(), config.unit == "paragraph"))
+
+
+def _without(
+    texts: pa.LargeStringArray,
+    places: tuple[Int64s, UInt32s],
+    cut: Callable[..., int],
+    settings: tuple[Any, ...],
+) -> tuple[pa.LargeStringArray, Bools]:
     data, offsets = text_bytes(texts), text_offsets(texts)
     out = np.empty(int(offsets[-1] - offsets[0]), np.uint8)
     ends = np.zeros(len(texts) + 1, np.int64)
     blank = np.zeros(len(texts), np.bool_)
-    places = (document, unit)
-    cut = _cut(data, offsets, places, character_flags(), config.unit == "paragraph", (out, ends, blank))
-    assert cut == len(document), "every unit to cut exists"
+    done = cut(data, offsets, places, *settings, (out, ends, blank))
+    assert done == len(places[0]), "every unit to cut exists"
     left = pa.LargeStringArray.from_buffers(len(texts), pa.py_buffer(ends), pa.py_buffer(out[: ends[-1]]))
     return left, blank
+
+
+def span_windows(words: int) -> tuple[int, int]:
+    """(words in a window, windows of which one is sampled) that find every shared span of `words` words."""
+    return words - words // 3, words // 3 + 1
+
+
+def find_spans(texts: pa.LargeStringArray, wanted: Bools, words: int) -> Units:
+    """The sampled windows of the wanted texts, by which shared spans of `words` words are found."""
+    data, offsets = text_bytes(texts), text_offsets(texts)
+    most = int(offsets[-1] - offsets[0]) // 2  # a word takes two bytes; pages never written take no memory
+    high, low = np.empty(most, np.uint64), np.empty(most, np.uint64)
+    document, unit = np.empty(most, np.int64), np.empty(most, np.uint32)
+    out = (high, low, document, unit)
+    count, found = _find_spans(data, offsets, wanted, _word_flags(), span_windows(words), out)
+    return Units(high[:count], low[:count], document[:count], unit[:count], int(found))
+
+
+def cut_spans(
+    texts: pa.LargeStringArray, document: Int64s, unit: UInt32s, words: int
+) -> tuple[pa.LargeStringArray, Bools]:
+    """As `cut_units`, of windows: the words of all of them go.
+
+    Of the white space before, in and after words that are cut, the run with the most line feeds stays. Where
+    a text begins or ends with such words, the run at its very beginning or end does.
+    """
+    size, _ = span_windows(words)
+    return _without(texts, (document, unit), _cut_spans, (_word_flags(), size))
+
+
+@cache
+def _word_flags() -> UInt8s:
+    """uint8[1,114,112]: SPACE, or UNSPACED where a character is a word by itself."""
+    return character_flags() & np.uint8(SPACE) | character_tables().flags & np.uint8(UNSPACED)
 
 
 @kernel
@@ -159,6 +217,136 @@ def _cut(
             blank[document] = skip_space(out, start, size, flags) == size
         ends[document + 1] = size
     return cut
+
+
+@kernel
+def _find_spans(
+    data: UInt8s,
+    offsets: Int64s,
+    wanted: Bools,
+    flags: UInt8s,
+    windows: tuple[int, int],
+    out: tuple[UInt64s, UInt64s, Int64s, UInt32s],
+) -> tuple[int, int]:
+    """Fill (high, low, document, unit); returns (how many, words)."""
+    size, spacing = windows
+    ring = size + spacing  # so many words, and the values of windows that begin with them, are remembered
+    hashes, values = np.empty((ring, 2), np.uint64), np.empty(ring, np.uint64)
+    window_hashes = np.empty((size, 2), np.uint64)
+    window_bytes = window_hashes.reshape(2 * size).view(np.uint8)
+    power = np.uint64(1)
+    for _ in range(size):
+        power *= _ROLL
+    high, low, documents, units = out
+    count = found = 0
+    for document in range(len(wanted)):
+        if not wanted[document]:
+            continue
+        end = offsets[document + 1]
+        begin, at = _next_word(data, offsets[document], end, flags)
+        rolling, words, sampled = np.uint64(0), 0, -1
+        while begin < end:
+            one, two = _hash(data, begin, at)
+            rolling = rolling * _ROLL + one
+            if words >= size:
+                rolling -= power * hashes[(words - size) % ring, 0]
+            hashes[words % ring, 0], hashes[words % ring, 1] = one, two
+            words += 1
+            newest = words - size
+            if newest >= 0:
+                values[newest % ring] = _finish(rolling)
+            if newest >= spacing - 1:
+                chosen = _lowest(values, newest, spacing, sampled)
+                if chosen != sampled:
+                    for word in range(size):
+                        window_hashes[word] = hashes[(chosen + word) % ring]
+                    high[count], low[count] = _hash(window_bytes, 0, 16 * size)
+                    documents[count], units[count] = document, chosen
+                    count += 1
+                    sampled = chosen
+            begin, at = _next_word(data, at, end, flags)
+        found += words
+    return count, found
+
+
+@kernel
+def _lowest(values: UInt64s, newest: int, spacing: int, before: int) -> int:
+    """Which of `spacing` windows up to the newest has the lowest value; `before` had it, among those before.
+
+    Of equal ones it is `before`, or the last.
+    """
+    ring = len(values)
+    if before > newest - spacing:
+        return newest if values[newest % ring] < values[before % ring] else before
+    chosen = newest
+    for window in range(newest - 1, newest - spacing, -1):
+        if values[window % ring] < values[chosen % ring]:
+            chosen = window
+    return chosen
+
+
+@kernel
+def _cut_spans(
+    data: UInt8s,
+    offsets: Int64s,
+    places: tuple[Int64s, UInt32s],
+    flags: UInt8s,
+    window: int,
+    result: tuple[UInt8s, Int64s, Bools],
+) -> int:
+    """Fill (bytes, ends, blank); returns how many windows were cut."""
+    documents, units = places
+    out, ends, blank = result
+    cut = size = 0
+    for document in range(len(blank)):
+        at, end = offsets[document], offsets[document + 1]
+        start = size
+        if cut == len(documents) or documents[cut] != document:
+            size = _copy(data, at, end, out, size)
+        else:
+            word = lost = 0  # words that are still to be cut
+            gap_at, gap_end, is_cut = at, at, False  # the white space that will stay
+            begin = at
+            while begin < end:
+                before = at
+                begin, at = _next_word(data, before, end, flags)
+                more = _count_lines(data, before, begin) > _count_lines(data, gap_at, gap_end)
+                if not is_cut or begin == end or (more and size > start):
+                    gap_at, gap_end = before, begin
+                if cut < len(documents) and documents[cut] == document and units[cut] == word:
+                    lost = window
+                    cut += 1
+                word += 1
+                is_cut = lost > 0 and begin < end
+                if is_cut:
+                    lost -= 1
+                else:
+                    size = _copy(data, gap_at, gap_end, out, size)
+                    size = _copy(data, begin, at, out, size)
+            blank[document] = skip_space(out, start, size, flags) == size
+        ends[document + 1] = size
+    return cut
+
+
+@kernel
+def _count_lines(data: UInt8s, begin: int, end: int) -> int:
+    count = 0
+    for at in range(begin, end):
+        count += data[at] == 10
+    return count
+
+
+@kernel
+def _next_word(data: UInt8s, at: int, end: int, flags: UInt8s) -> tuple[int, int]:
+    """(Where the next word begins, where it ends); both are `end` if there is none."""
+    begin = skip_space(data, at, end, flags)
+    at = begin
+    while at < end:
+        code, after = character_at(data, at)
+        if flags[code]:
+            return begin, (after if at == begin else at)  # not white space, if it is the first
+        at = after
+    return begin, at
 
 
 @kernel

@@ -29,7 +29,7 @@ from shardkit.errors import ShardError, ShardkitError
 from shardkit.storage.object_file import _MOST_BYTES as RANGE_BYTES
 from shardkit.tools.plan.quantities import Prices
 from shardkit.writers.dedup.config import MeasureConfig
-from shardkit.writers.requests import LINES, Corpus, StageRequests, stage_requests, together
+from shardkit.writers.requests import Corpus, StageRequests, compared_lines, stage_requests, together
 
 # Bytes: of the real queue and commits (tests/benchmarks/bench_driver.py). Seconds: of Ray, which hands over
 # some hundred tasks a second.
@@ -37,7 +37,7 @@ DRIVER_TASK_SECONDS = Fraction("0.0025")
 DRIVER_TASK_BYTES = 2_000
 DRIVER_BYTES = 200_000_000
 MANY_TASKS = 10_000_000  # the driver was measured with a million in a stage
-DEDUP_PARTS = ("url", "exact", "lines", "near", "measure")
+DEDUP_PARTS = ("url", "exact", "lines", "spans", "near", "measure")
 
 __all__ = [
     "DEDUP_PARTS",
@@ -222,6 +222,7 @@ def _corpus(needs: BuildNeeds, kept_bytes: Fraction, raw_bytes: Fraction) -> Cor
     """What duplicate removal begins with: stages that remove duplicates come after it."""
     losses = [stage.retention for stage in needs.funnel.stages if "dup" in stage.name]
     cleaned = kept_bytes / prod(losses, start=Fraction(1))
+    cut = needs.dedup & {"lines", "spans"}
     measure = MeasureConfig() if "measure" in needs.dedup else MeasureConfig(planted=0, checked=0)
     return Corpus(
         splits=ceil(raw_bytes / needs.split_bytes),
@@ -234,7 +235,7 @@ def _corpus(needs: BuildNeeds, kept_bytes: Fraction, raw_bytes: Fraction) -> Cor
         has_url="url" in needs.dedup,
         has_exact="exact" in needs.dedup,
         has_near="near" in needs.dedup,
-        lines=ceil(cleaned * LINES) if "lines" in needs.dedup else 0,
+        lines=compared_lines(float(cleaned), 50 if "spans" in needs.dedup else None) if cut else 0,
         planted=measure.planted,
         checked=measure.checked,
         is_sent=True,
@@ -298,6 +299,8 @@ def measured_from_card(card: DatasetCard) -> Measured:
 def _dedup_parts(dedup: Mapping[str, Any]) -> frozenset[str]:
     """Those of a recipe."""
     found = {name for name in ("url", "exact", "lines", "near") if dedup.get(name) is not None}
+    if "lines" in found and dedup["lines"]["unit"] == "span":
+        found = found - {"lines"} | {"spans"}
     if "near" in found and dedup["near"].get("measure") is not None:
         found.add("measure")
     return frozenset(found)
