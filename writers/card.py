@@ -53,7 +53,7 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
         del content["dedup"]["lines"]["words"]
     if recipe.dedup.url is None:
         del content["dedup"]["url"]
-    for key in ("limit", "split", "tokenizer"):
+    for key in ("group", "limit", "split", "tokenizer"):
         if content[key] is None:
             del content[key]
     del content["outputs"], content["output"]["pack"]  # of one dataset: `Recipe.datasets`

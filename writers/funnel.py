@@ -3,7 +3,7 @@
     read = kept + dropped (by rule) + quarantined (by error)      in documents and in bytes of text
     what one stage keeps is what the next one reads
     documents kept = documents written, of a dataset of text
-    tokens encoded = tokens packed;  rows * sequence_length = tokens + padding
+    tokens encoded = tokens packed + cropped + joined;  rows * sequence_length = tokens + padding
     tokens to train on = those packed + cropped + masked as repetitions, of a dataset with loss masks
     every histogram holds all documents, or all rows, and adds up to what they come to
 
@@ -78,6 +78,11 @@ class Funnel:
         """Tokens of documents, their eos included."""
         return sum(self.source_tokens)
 
+    @property
+    def _left_out(self) -> int:
+        """Tokens of documents that are in no row: cropped, or dropped where groups were joined."""
+        return self.packed.get("cropped", 0) + self.packed.get("joined", 0)
+
     def source(self, number: int) -> Ledger:
         """One ledger from reading to tokenizing of one source."""
         return _joined([ledgers[number] for ledgers in self.stages.values()])
@@ -96,7 +101,7 @@ class Funnel:
             _same(reason, count, total.dropped.get(reason, Count()))
         _same("documents to write", total.kept.documents, self.packed["documents"])
         if "tokens" in self.packed:
-            _same("tokens to pack", self.tokens, self.packed["tokens"] + self.packed.get("cropped", 0))
+            _same("tokens to pack", self.tokens, self.packed["tokens"] + self._left_out)
         if self.sequence_length is not None:
             cells = self.packed["rows"] * self.sequence_length
             filled = self.packed["tokens"] + self.packed.get("repeated_bos", 0)
@@ -118,8 +123,8 @@ class Funnel:
             "row_pieces": ("rows", "pieces"),
         }
         for name, histogram in self.histograms.items():
-            cropped = self.packed.get("cropped", 0) if name == "lengths" else 0
-            for packed, found in zip(whole[name], (histogram.count, histogram.sum - cropped), strict=True):
+            left_out = self._left_out if name == "lengths" else 0
+            for packed, found in zip(whole[name], (histogram.count, histogram.sum - left_out), strict=True):
                 _same(f"{packed} of the histogram {name}", self.packed[packed], found)
 
     def to_dict(self) -> dict[str, Any]:

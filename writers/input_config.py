@@ -9,7 +9,14 @@ from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from shardkit.writers.settings import FieldName, Listed, Ratio, Shorthand, Source, StrictModel, is_url
 
-__all__ = ["ExtractConfig", "FimConfig", "InputConfig", "ResiliparseOptions", "TrafilaturaOptions"]
+__all__ = [
+    "ExtractConfig",
+    "FimConfig",
+    "GroupConfig",
+    "InputConfig",
+    "ResiliparseOptions",
+    "TrafilaturaOptions",
+]
 
 Token = Annotated[str, Field(min_length=1)]
 
@@ -30,6 +37,46 @@ class FimConfig(StrictModel):
     def tokens(self) -> tuple[str, str, str]:
         """Prefix, middle, suffix."""
         return self.prefix, self.middle, self.suffix
+
+
+class GroupConfig(StrictModel):
+    """Documents with one value of a field, such as the files of a repository, are one text of rows."""
+
+    by: FieldName = Field(description="Field of metadata, such as the repository's name.", examples=["repo"])
+    order: FieldName | None = Field(
+        default=None,
+        description="Field of metadata by which documents of a group are sorted, such as the path; null: "
+        "random, as for StarCoder2.",
+    )
+    begin: Token | None = Field(
+        default=None,
+        description="Special token before a group's value, which its first document has.",
+        examples=["<repo_name>"],
+    )
+    separator: Token | None = Field(
+        default=None, description="Special token before each document.", examples=["<file_sep>"]
+    )
+    title: FieldName | None = Field(
+        default=None,
+        description="Field of metadata that is written before each document, on a line of its own.",
+        examples=["path"],
+    )
+    header_rate: Ratio = Field(
+        default=1.0, description="Share of the groups that have value and titles; StarCoder2: 0.5."
+    )
+
+    @model_validator(mode="after")
+    def _ends_headers(self) -> Self:
+        if self.begin is not None and self.separator is None:
+            raise ValueError("separator: is missing; it ends what `begin` begins")
+        if self.begin is not None and self.begin == self.separator:
+            raise ValueError("begin and separator are the same token")
+        return self
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Those of metadata that it needs."""
+        return tuple(name for name in (self.by, self.order, self.title) if name is not None)
 
 
 def _path_fields(value: str) -> str:

@@ -369,7 +369,7 @@ def _count(inputs: BuildInputs, outputs: Outputs) -> Funnel:
         if recipe.is_masked or recipe.has_masked_rows:
             tokenized_trained = sum(Tokenized.of(commit).trained for commit in outputs.tokenized)
             trained = Trained(
-                tokenized_trained if recipe.is_masked else sum(tokens),
+                tokenized_trained if recipe.is_masked else sum(tokens) - packed.get("joined", 0),
                 sum(part.trained for part in outputs.parts),
                 sum(part.cropped_trained for part in outputs.parts),
                 packed.get("repeated", 0),

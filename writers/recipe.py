@@ -30,7 +30,7 @@ from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.config import FilterEntry, entry_named, with_known_languages
 from shardkit.writers.filters.scores import ScoresConfig
-from shardkit.writers.input_config import InputConfig
+from shardkit.writers.input_config import GroupConfig, InputConfig
 from shardkit.writers.recipe_problems import describe_problems
 from shardkit.writers.recipe_yaml import apply_override, load_yaml
 from shardkit.writers.settings import (
@@ -303,6 +303,12 @@ class Recipe(StrictModel):
         description="Which repeated documents are removed; null: none.",
         examples=[{"exact": True, "near": 0.8}],
     )
+    group: Annotated[GroupConfig, Shorthand(text="by")] | None = Field(
+        default=None,
+        description="Documents that are joined to one text after duplicate removal, such as the files of a "
+        "repository; null: none.",
+        examples=["repo", {"by": "repo", "separator": "<file_sep>", "title": "path"}],
+    )
     split: Annotated[SplitConfig, BeforeValidator(_short_split)] | None = Field(
         default=None,
         description="Parts that become datasets of their own, such as {validation: 0.1%}; null: none.",
@@ -393,6 +399,7 @@ class Recipe(StrictModel):
         self._check_buckets()
         self._check_where()
         self._check_scope()
+        self._check_group()
         packs = [self.pack, *(output.pack for output in self._all() if output.pack is not None)]
         if any(pack.row_bos for pack in packs) and (self.tokenizer is None or self.tokenizer.bos is None):
             raise ValueError(
@@ -437,6 +444,24 @@ class Recipe(StrictModel):
             raise ValueError(
                 f"dedup.near.scope: no input keeps a field {scope.field!r}; add it to inputs[].metadata"
             )
+
+    def _check_group(self) -> None:
+        """ValueError for a group of what documents of this recipe do not have, or that cannot be kept."""
+        if self.group is None:
+            return
+        if self.is_masked:
+            raise ValueError("group: conversations and prompts are texts of their own; use two builds")
+        if any(output.format == "tokens" for output in self._all()):
+            raise ValueError("group: a token store holds single documents; pack rows in this build")
+        packs = [self.pack, *(output.pack for output in self._all() if output.pack is not None)]
+        if wrong := [pack for pack in packs if pack.row_bos or pack.crops]:
+            key = "row_bos" if wrong[0].row_bos else f"strategy: {wrong[0].strategy}"
+            raise ValueError(f"group: is not for pack.{key}; use best_fit or concat, without row_bos")
+        if any(config.path_fields for config in self.inputs):
+            return
+        kept = {field for config in self.inputs for field in config.metadata}
+        if missing := [name for name in self.group.fields if name not in kept]:
+            raise ValueError(f"group: no input keeps a field {missing[0]!r}; add it to inputs[].metadata")
 
     def _check_where(self) -> None:
         """ValueError for a `where` of something that documents of this recipe do not have."""

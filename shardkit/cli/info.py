@@ -149,6 +149,8 @@ def _card_lines(card: DatasetCard) -> list[tuple[str, str]]:
         )
     if card.has("packing") and (cropped := card.packing.get("cropped")):
         lines.append(("left out", f"{cropped:,} tokens, the ends of documents (pack.strategy)"))
+    if card.has("packing") and (joined := card.packing.get("joined")):
+        lines.append(("joined", f"{joined:,} tokens, headers and ends of text, left out between documents"))
     if card.has("split"):
         parts = [f"{name} {count:,}" for name, count in card.split.documents.items()]
         lines.append(("split", f"{card.split.part}, of {', '.join(parts)} documents and train, the rest"))

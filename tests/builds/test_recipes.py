@@ -448,7 +448,9 @@ def test_fineweb2_judges_each_language_by_its_own_configuration(folder: Path) ->
 
 def test_starcoder_keeps_permitted_files_that_people_wrote(folder: Path) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens(["<fim_prefix>", "<fim_middle>", "<fim_suffix>"])
+    tokenizer.add_special_tokens(
+        ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<repo_name>", "<file_sep>"]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
 
     def record(content: str, *licenses: str) -> dict[str, Any]:
@@ -484,8 +486,14 @@ def test_starcoder_keeps_permitted_files_that_people_wrote(folder: Path) -> None
         "near_duplicate": 2,
     }
     turned = re.compile(r"<fim_prefix>(.*)<fim_suffix>(.*)<fim_middle>(.*)", re.DOTALL)
-    found = [turned.fullmatch(text) for text in texts(result, folder)]
-    plain = [text for text, match in zip(texts(result, folder), found, strict=True) if match is None]
+    [repository] = texts(result, folder)
+    header, *files = repository.split("<file_sep>")
+    assert header in ("", "<repo_name>r")
+    title = "p\n" if header else ""
+    assert all(file.startswith(title) for file in files)
+    files = [file.removeprefix(title) for file in files]
+    found = [turned.fullmatch(text) for text in files]
+    plain = [text for text, match in zip(files, found, strict=True) if match is None]
     back = [match[1] + match[3] + match[2] for match in found if match is not None]  # also of SPM
     assert sorted(plain + back) == sorted([FUNCTION, STRUCT + "// ask email@example.com"])
     [kept] = [row for row in provenance(result) if row["record"] == 0]

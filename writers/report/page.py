@@ -375,6 +375,10 @@ def _policies(card: DatasetCard) -> dict[str, str]:
             f"{cropped:,} of {all_tokens:,} ({percent(cropped, all_tokens)}), the ends of "
             f"{packing['cropped_documents']:,} documents"
         )
+    if "joined" in packing:
+        told["Tokens of groups"] = (
+            f"{packing['joined']:,} left out: headers and ends of text, where documents were joined"
+        )
     if "repeated_bos" in packing:
         told["Rows within a document"] = f"{packing['repeated_bos']:,} begin with the bos again"
     return told

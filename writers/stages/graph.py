@@ -337,7 +337,13 @@ def _pack(
         )
         [packed] = run(
             pack.tasks(
-                recipe, tokens, partitions, eos_id=facts.eos_id, bos_id=facts.bos_id, dtype=facts.dtype
+                recipe,
+                tokens,
+                partitions,
+                eos_id=facts.eos_id,
+                bos_id=facts.bos_id,
+                dtype=facts.dtype,
+                separator_id=facts.separator_id,
             )
         )
         parts = [Packed.of(commit) for commit in packed]

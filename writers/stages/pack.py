@@ -29,6 +29,7 @@ from shardkit.manifest import LOSS_MASK, ShardInfo
 from shardkit.order.permutation import Permutation
 from shardkit.writers.exchange import Exchanged, Slice
 from shardkit.writers.execution.task import Commit, Task, partition_name
+from shardkit.writers.groups import Groups, Joined, join_groups
 from shardkit.writers.kernels.repetitions import mask_repetitions
 from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe
 from shardkit.writers.stages.packing import (
@@ -54,16 +55,11 @@ __all__ = [
 ]
 
 TAR_KEY_STEP = 10**8  # keys of a partition's rows begin at partition * this: unique over the dataset
-
 _WIDE_KEY_DIGITS = 14  # of datasets of more partitions than 12 digits have room for
-
 _TOKENS = "tokens"
-
 _SUMS = ("documents", "rows", "tokens", "padding", "cut_documents", "needless_cuts", "pieces")
-
-_OF_POLICIES = ("cropped", "cropped_documents", "repeated_bos", "repeated", "repeated_documents")
+_OF_POLICIES = ("cropped", "cropped_documents", "repeated_bos", "repeated", "repeated_documents", "joined")
 _MASKED = ("trained", "cropped_trained")
-
 _Ints = npt.NDArray[np.int64]
 
 
@@ -76,8 +72,9 @@ class Packed:
 
     Of strategies that crop: `cropped` tokens of `cropped_documents` were left out, of which `cropped_trained`
     would have been trained on. `repeated_bos` tokens begin rows within documents. `repeated` tokens of
-    `repeated_documents`, cropped ones too, would be trained on if they did not repeat themselves. None: not
-    of these settings.
+    `repeated_documents`, cropped ones too, would be trained on if they did not repeat themselves. `joined`
+    tokens, headers and eos, were left out where documents of a group follow each other. None: not of these
+    settings.
     """
 
     shards: list[ShardInfo] = field(default_factory=list)
@@ -96,6 +93,7 @@ class Packed:
     repeated_bos: int | None = None
     repeated: int | None = None
     repeated_documents: int | None = None
+    joined: int | None = None
     cropped_trained: int = 0
 
     def counts(self) -> dict[str, int]:
@@ -132,6 +130,7 @@ def tasks(
     eos_id: int,
     dtype: str,
     bos_id: int | None = None,
+    separator_id: int | None = None,
 ) -> list[Task]:
     """One task a partition of the exchanged runs of stage `tokenize`."""
     shared = {
@@ -144,6 +143,10 @@ def tasks(
         "partitions": partitions,
         "masked": recipe.is_masked,
     }
+    groups = None
+    if recipe.group is not None:
+        groups = Groups(recipe.group, separator_id, bos_id is not None)
+        shared["groups"] = recipe.group.model_dump(mode="json") | {"separator_id": separator_id}
     key_digits = tar_key_digits(partitions)
     made = []
     for number in range(partitions):
@@ -157,6 +160,7 @@ def tasks(
             key_digits,
             recipe.is_masked,
             bos_id,
+            groups,
         )
         args = (mine, number, *settings)
         name, config = partition_name(number, partitions), shared | {"partition": number}
@@ -182,6 +186,7 @@ def pack_partition(
     key_digits: int = KEY_DIGITS,
     masked: bool = False,
     bos_id: int | None = None,
+    groups: Groups | None = None,
 ) -> Packed:
     """Pack the documents of `partition`; write its shards and provenance into `folder`.
 
@@ -190,6 +195,10 @@ def pack_partition(
     part = _read_partition(documents, np.dtype(dtype), masked=masked)
     if output.format == "tokens":
         return store_documents(folder, part, partition, output, seed)
+    if groups is not None:
+        joined = join_groups(part.table, part.tokens, part.starts, part.lengths, groups)
+        table = part.table.take(pa.array(joined.order))
+        part = replace(part, starts=joined.starts, lengths=joined.lengths, table=table, joined=joined)
     return pack_documents(folder, part, partition, pack, output, seed, eos_id, key_digits, bos_id)
 
 
@@ -198,6 +207,7 @@ class Partition:
     """Documents by (hash, document id): where each begins in `tokens`, how long it is, its row of `table`.
 
     `masks` has a byte a token, with those of a document from `mask_starts` on; None in builds without.
+    `joined` are the texts that documents are of, if there are groups.
     """
 
     tokens: Tokens
@@ -206,6 +216,7 @@ class Partition:
     table: pa.Table
     masks: npt.NDArray[np.uint8] | None = None
     mask_starts: _Ints | None = None
+    joined: Joined | None = None
 
 
 def pack_documents(
@@ -226,10 +237,17 @@ def pack_documents(
     repeated = None
     if pack.max_repetitions is not None:
         part, repeated = _without_repetitions(part, pack.max_repetitions)
-    placement = _place(part.lengths, pack)
+    texts = part.lengths if part.joined is None else np.add.reduceat(part.lengths, part.joined.firsts)
+    placement = _place(texts, pack)
     shuffle = Permutation(placement.rows, f"{seed}\0rows\0{partition}".encode())
     placement = placement.moved(shuffle(np.arange(placement.rows)))
-    result = _count(placement, part.lengths, pack, repeated)
+    if part.joined is None:
+        result = _count(placement, part.lengths, pack, repeated)
+    else:
+        needless = _count(placement, texts, pack, None).needless_cuts
+        placement = placement.divided(part.lengths, part.joined.firsts)
+        counted = _count(placement, part.lengths, pack, repeated)
+        result = replace(counted, needless_cuts=needless, joined=part.joined.left_out)
     booked = result.tokens + (result.cropped or 0)
     if booked != int(part.lengths.sum()) or result.documents != part.table.num_rows:
         raise ConservationError(
@@ -248,7 +266,8 @@ def pack_documents(
         result.shards.append(_write_shard(folder, name, columns, output, keys))
     if part.masks is not None and pack.crops:
         result.cropped_trained = _trained_of(part) - result.trained
-    write_provenance(folder / PROVENANCE_NAME, placement, starts, part.table, seed=seed)
+    hashed_with = None if part.joined is not None else seed
+    write_provenance(folder / PROVENANCE_NAME, placement, starts, part.table, seed=hashed_with)
     return result
 
 
@@ -325,12 +344,7 @@ def store_documents(folder: Path, part: Partition, partition: int, output: Outpu
         }
         shards.append(
             mds.write_arrays_shard(
-                folder,
-                f"part-{partition:05d}.{number:05d}.mds",
-                samples,
-                compression=output.compression,
-                hashes=output.hashes,
-                size_limit=output.shard_bytes,
+                folder, f"part-{partition:05d}.{number:05d}.mds", samples, **_of_mds(output)
             )
         )
     order = np.arange(count, dtype=np.int64)
@@ -423,19 +437,14 @@ def _write_shard(
             folder, f"{name}.tar", columns, key_start=first, key_digits=digits, hashes=output.hashes
         )
     if LOSS_MASK in columns:
-        return mds.write_columns_shard(
-            folder,
-            f"{name}.mds",
-            columns,
-            compression=output.compression,
-            hashes=output.hashes,
-            size_limit=output.shard_bytes,
-        )
-    return mds.write_rows_shard(
-        folder,
-        f"{name}.mds",
-        columns[_TOKENS],
-        compression=output.compression,
-        hashes=output.hashes,
-        size_limit=output.shard_bytes,
-    )
+        return mds.write_columns_shard(folder, f"{name}.mds", columns, **_of_mds(output))
+    return mds.write_rows_shard(folder, f"{name}.mds", columns[_TOKENS], **_of_mds(output))
+
+
+def _of_mds(output: OutputConfig) -> dict[str, Any]:
+    """What all shards of this format are written with."""
+    return {
+        "compression": output.compression,
+        "hashes": output.hashes,
+        "size_limit": output.shard_bytes,
+    }

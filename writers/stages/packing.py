@@ -83,6 +83,22 @@ class Placement:
         moved = (values[order] for values in columns)
         return Placement(self.sequence_length, self.rows, *moved, row_bos=self.row_bos)
 
+    def divided(self, lengths: Int64s, firsts: Int64s) -> Placement:
+        """The placement of parts: text number i consists of `firsts[i]` to `firsts[i + 1]`, exclusive.
+
+        `lengths`, at least 1, are of the parts. Pieces of a text become pieces of its parts, in their order.
+        """
+        ends = np.cumsum(lengths)
+        begin = (ends - lengths)[firsts[self.document]] + self.start  # in all parts, one after the other
+        first = np.searchsorted(ends, begin, side="right")
+        count = np.searchsorted(ends, begin + self.length, side="left") + 1 - first
+        piece = np.repeat(np.arange(len(count)), count)
+        part = np.arange(len(piece)) + np.repeat(first - (np.cumsum(count) - count), count)
+        here = np.maximum(begin[piece], ends[part] - lengths[part])
+        stop = np.minimum((begin + self.length)[piece], ends[part])
+        start, column = here - (ends - lengths)[part], self.column[piece] + here - begin[piece]
+        return Placement(self.sequence_length, self.rows, part, start, stop - here, self.row[piece], column)
+
 
 def pack_best_fit(
     lengths: Int64s, sequence_length: int, window: int = WINDOW_PIECES, *, row_bos: bool = False

@@ -31,15 +31,21 @@ _COUNTING = ("row", "token_start", "token_end", "document_start", "copies", "rec
 
 
 def write_provenance(
-    path: Path, placement: Placement, shard_starts: npt.NDArray[np.int64], documents: pa.Table, *, seed: int
+    path: Path,
+    placement: Placement,
+    shard_starts: npt.NDArray[np.int64],
+    documents: pa.Table,
+    *,
+    seed: int | None,
 ) -> None:
     """Write the table of one partition.
 
     `placement` is sorted by (row, column); its document numbers are rows of `documents` (SPILL_SCHEMA, sorted
-    by hash). `shard_starts` int64[shards + 1] are the partition's rows at which its shards begin.
+    by hash). `shard_starts` int64[shards + 1] are the partition's rows at which its shards begin. `seed` is
+    that of the hashes, which say in which table a document is; None: they are not of document ids.
     """
     schema = PROVENANCE_SCHEMA
-    if documents.num_rows:
+    if documents.num_rows and seed is not None:
         first, last = documents.column("hash")[0].as_py(), documents.column("hash")[-1].as_py()
         schema = schema.with_metadata(HashRange(seed, first, last).to_metadata())
     with _writer(path, schema) as writer:

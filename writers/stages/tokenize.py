@@ -5,10 +5,11 @@ file or eos token fails at once, and picks the engine to start with. `parity` ru
 compares that engine with the reference on a sample of the documents; its result decides which engine is used.
 
 A document's position in the training order, and the partition that packs it, come from its hash(seed,
-document id) alone, so neither depends on the task that read it. A split writes one run of the exchange: a row
-for each document (TOKENS), keyed by that hash, whose payload is its token ids, ended by the eos id, and its
-strings. A partition is a range of hashes. `document_rows` and `documents_of` translate. Documents that were
-removed as duplicates, and those that stay for them, go into a run of their own (dedup/duplicates.py).
+document id) alone, or from that of its group (writers/groups.py), so neither depends on the task that read
+it. A split writes one run of the exchange: a row for each document (TOKENS), keyed by that hash, whose
+payload is its token ids, ended by the eos id, and its strings. A partition is a range of hashes.
+`document_rows` and `documents_of` translate. Documents that were removed as duplicates, and those that stay
+for them, go into a run of their own (dedup/duplicates.py).
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.lines import ROWS_FILE
 from shardkit.writers.dedup.population import LanguageLabels
 from shardkit.writers.dedup.removals import Removed, SplitRemovals
-from shardkit.writers.documents import keyed_hashes, pack_strings, unpack_strings
+from shardkit.writers.documents import pack_strings, unpack_strings
 from shardkit.writers.exchange import RunWriter, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, PlainCounts, Task
 from shardkit.writers.fim import encode_fim
-from shardkit.writers.input_config import FimConfig
+from shardkit.writers.groups import encode_grouped, order_hashes
+from shardkit.writers.input_config import FimConfig, GroupConfig
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageCounts
@@ -198,7 +200,8 @@ class TokenizerFile:
     eos: str
     bos: str | None = None
     encoding: Encoding | None = None
-    fim: tuple[tuple[str, str], ...] = ()
+    specials: tuple[tuple[str, str], ...] = ()
+    separator: str | None = None
 
     @property
     def marks(self) -> dict[str, str]:
@@ -216,14 +219,19 @@ class TokenizerFile:
         named = [
             (number, config.fim) for number, config in enumerate(recipe.inputs) if config.fim is not None
         ]
-        fim = tuple((f"inputs[{number}].fim", token) for number, one in named for token in one.tokens)
+        specials = [(f"inputs[{number}].fim", token) for number, one in named for token in one.tokens]
+        group = recipe.group
+        if group is not None:
+            specials += [("group", token) for token in (group.begin, group.separator) if token is not None]
         if recipe.is_masked and own_engine(path) != "tokenizers":
             raise RecipeError(
                 f"tokenizer.path: conversations and prompts need a tokenizer.json; {path} is none"
             )
         given = recipe.tokenizer
         encoding = Encoding.of(given.encoding) or Encoding.named_by(path)
-        return cls(Artifact(path), tokenizer_digest(path), given.eos, given.bos, encoding, fim)
+        separator = None if group is None else group.separator
+        digest = tokenizer_digest(path)
+        return cls(Artifact(path), digest, given.eos, given.bos, encoding, tuple(specials), separator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +244,7 @@ class TokenizerFacts(PlainCounts):
     dtype: str
     engine: Engine
     unlike: Ranges = ()
+    separator_id: int | None = None
 
     @classmethod
     def of(cls, commit: Commit) -> Self:
@@ -247,8 +256,10 @@ class TokenizerFacts(PlainCounts):
 def tokenizer_task(tokenizer: TokenizerFile) -> Task:
     """The task that loads the tokenizer early, so that wrong files and eos tokens fail at once."""
     inputs = {"tokenizer": tokenizer.digest}
-    args = (tokenizer.file, tokenizer.eos, tokenizer.bos, tokenizer.encoding, tokenizer.fim)
-    config = tokenizer.marks | ({"fim": tokenizer.fim} if tokenizer.fim else {})
+    specials, separator = tokenizer.specials, tokenizer.separator
+    args = (tokenizer.file, tokenizer.eos, tokenizer.bos, tokenizer.encoding, specials, separator)
+    config = tokenizer.marks | ({"specials": specials} if specials else {})
+    config |= {} if separator is None else {"separator": separator}
     return Task("tokenizer", "tokenizer", config, check_tokenizer, args, _FIRST, inputs)
 
 
@@ -258,13 +269,14 @@ def check_tokenizer(
     eos: str,
     bos: str | None = None,
     encoding: Encoding | None = None,
-    fim: Sequence[tuple[str, str]] = (),
+    specials: Sequence[tuple[str, str]] = (),
+    separator: str | None = None,
 ) -> TokenizerFacts:
     """Load the tokenizer with its own engine, and with the fast one if it supports the file."""
     path = file.local()
     encoder = Encoder(path, eos, bos=bos, encoding=encoding, engine=None)
-    for key, token in fim:
-        encoder.special_id(token, key)
+    ids = {token: encoder.special_id(token, key) for key, token in specials}
+    separator_id = None if separator is None else ids[separator]
     facts = encoder.eos_id, encoder.bos_id, encoder.vocab_size, encoder.dtype.name
     try:  # choose the engine to start with; the parity check decides
         fast = Encoder(path, eos, bos=bos, encoding=encoding, engine="gigatoken")
@@ -272,8 +284,8 @@ def check_tokenizer(
     except MissingExtraError:
         raise
     except Exception:  # gigatoken raises exceptions of its own for tokenizers that it does not support
-        return TokenizerFacts(*facts, encoder.engine)
-    return TokenizerFacts(*facts, "gigatoken", unlike)
+        return TokenizerFacts(*facts, encoder.engine, separator_id=separator_id)
+    return TokenizerFacts(*facts, "gigatoken", unlike, separator_id)
 
 
 def parity_task(documents: Sequence[Commit], tokenizer: TokenizerFile, unlike: Ranges) -> Task:
@@ -327,6 +339,8 @@ def tasks(
         "seed": recipe.seed,
         "block_bytes": limits.block_bytes,
     }
+    if recipe.group is not None:
+        config["group"] = recipe.group.model_dump(mode="json")
     encoder = (tokenizer.file, tokenizer.eos, engine, unlike, tokenizer.bos, tokenizer.encoding)
     selection = Selection.of(recipe)
     made = []
@@ -350,7 +364,7 @@ def tasks(
         if buckets is not None:
             labels, more = BucketLabels.of(buckets, first, commit)
             named = named | more
-        all_args = (*args, fim, selection, labels)
+        all_args = (*args, fim, selection, labels, recipe.group)
         made.append(Task("tokenize", split_name(split), own, _tokenize, all_args, weight, inputs | named))
     return made
 
@@ -380,6 +394,7 @@ def _tokenize(
     fim: FimConfig | None = None,
     selection: Selection | None = None,
     buckets: BucketLabels | None = None,
+    group: GroupConfig | None = None,
 ) -> Tokenized:
     """Load the encoder, which the process caches, and the removed rows; then `tokenize_split`."""
     file, eos, engine, unlike, bos, encoding = encoder
@@ -395,6 +410,7 @@ def _tokenize(
         fim=fim,
         selection=selection,
         buckets=buckets,
+        group=group,
     )
 
 
@@ -411,6 +427,7 @@ def tokenize_split(
     fim: FimConfig | None = None,
     selection: Selection | None = None,
     buckets: BucketLabels | None = None,
+    group: GroupConfig | None = None,
 ) -> Tokenized:
     """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) except removed ones; write them as a run.
 
@@ -419,6 +436,7 @@ def tokenize_split(
     ledger, lengths, spilled = Ledger(), Histogram(), 0
     marks = 1 if encoder.bos_id is None else 2  # tokens of a document beside those of its text
     trained = 0
+    encode = _encoding(encoder, seed, fim, group)
     counts = None if languages is None else LanguageCounts(languages)
     with (
         documents.open_arrow(mapped=True) as source,
@@ -432,7 +450,6 @@ def tokenize_split(
                 batch = counts.beside(batch, start)
             part = removed.within(start, batch.num_rows)
             start += batch.num_rows
-            encode = None if fim is None else partial(encode_fim, encoder, fim, seed)
             others = None
             if selection is not None:
                 others = selection.others(batch, None if counts is None else counts.labels_of(batch), part)
@@ -440,7 +457,7 @@ def tokenize_split(
                 batch, part, encoder, ledger, twins, encode, others
             )
             if kept.num_rows:
-                hashes = keyed_hashes(kept.column("document_id").to_pylist(), seed, "shuffle")
+                hashes = order_hashes(kept, group, seed)
                 ended = _with_marks(ids, tokens, encoder.bos_id, encoder.eos_id)
                 mask = None if masks is None else _mask_of_marks(masks, tokens, encoder)
                 trained += 0 if mask is None else int(mask.sum())
@@ -459,13 +476,23 @@ def tokenize_split(
     return Tokenized(ledger, spilled, lengths, None if counts is None else counts.to_dict(), trained)
 
 
+def _encoding(encoder: Encoder, seed: int, fim: FimConfig | None, group: GroupConfig | None) -> _Encode:
+    """How documents without marks are encoded."""
+
+    def plain(documents: pa.RecordBatch) -> tuple[Tokens, npt.NDArray[np.int64]]:
+        return encoder.encode(documents.column("text"))
+
+    encode = plain if fim is None else partial(encode_fim, encoder, fim, seed)
+    return encode if group is None else partial(encode_grouped, encoder, group, seed, encode)
+
+
 def _tokenize_batch(
     batch: pa.RecordBatch,
     removed: Removed,
     encoder: Encoder,
     ledger: Ledger,
     twins: TwinsFile,
-    encode: _Encode | None = None,
+    encode: _Encode,
     others: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.int32], Tokens, npt.NDArray[np.int64], _Masks | None]:
     """Encode one batch and book it.
@@ -480,10 +507,8 @@ def _tokenize_batch(
             texts, marks = batch.column("text"), batch.column("marks")
             ids, lengths, mask, last = encoder.encode_marked(texts, marks)
             masks = mask, last.astype(np.uint8)
-        elif encode is not None:
-            ids, lengths = encode(batch)
         else:
-            ids, lengths = encoder.encode(batch.column("text"))
+            ids, lengths = encode(batch)
     except EosInTextError as error:
         file, record = (batch.column(name)[error.row] for name in ("file", "record"))
         raise BuildError(f"{file}: record {record.as_py():,}: {error}") from error

@@ -1,0 +1,170 @@
+"""Groups: documents with one value of a field, such as a repository's files, follow each other as one text.
+
+A model learns from them how files of a repository depend on each other. They are written as StarCoder2's are
+(Lozhkov et al. 2024, arXiv 2402.19173, section 5.1), with the header that the recipe wants:
+
+    <repo_name>NAME<file_sep>PATH\\nTEXT<file_sep>PATH\\nTEXT...<|endoftext|>
+
+Filters and duplicate removal see single documents. `encode_grouped` writes each with its header, as if it
+were the first, and with an eos; its place in the order of training is that of its group (`order_hashes`), so
+that all of a group are in one partition. `join_groups`, there, finds them and leaves out what only the first
+(up to the separator) or the last (eos) of a group keeps. A header's parts are tokenized each by itself, so
+text is found again whatever the tokenizer, and text that spells the tokens stays text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pyarrow as pa
+
+from shardkit.writers.documents import keyed_hashes
+from shardkit.writers.input_config import GroupConfig
+from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt64s, kernel
+from shardkit.writers.tokenizer import Encoder, EosInTextError, Tokens
+
+__all__ = ["Groups", "Joined", "encode_grouped", "join_groups", "order_hashes"]
+
+_WHOLE = float(1 << 64)
+_Encode = Callable[[pa.RecordBatch], tuple[Tokens, npt.NDArray[np.int64]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """How documents that were tokenized are joined: the token of `separator`, and whether each has a bos."""
+
+    config: GroupConfig
+    separator_id: int | None
+    has_bos: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Documents in an order in which those of a group follow each other.
+
+    `order` are their former places; `starts` and `lengths` where their tokens are, without what was left out,
+    `left_out` tokens in all; `firsts` the documents that begin a text of their own.
+    """
+
+    order: Int64s
+    starts: Int64s
+    lengths: Int64s
+    skipped: Int64s  # tokens at the beginning of each
+    firsts: Int64s
+    left_out: int
+
+
+def _fields(metadata: pa.Array | pa.ChunkedArray, name: str | None) -> list[str | None]:
+    """The field of each document, as text; None without it."""
+    if name is None:
+        return [None] * len(metadata)
+    found = (None if row is None else orjson.loads(row).get(name) for row in metadata.to_pylist())
+    return [one if one is None or isinstance(one, str) else orjson.dumps(one).decode() for one in found]
+
+
+def _keys(values: Sequence[str]) -> list[bytes]:
+    return [b"group\0" + value.encode() for value in values]
+
+
+def order_hashes(documents: pa.RecordBatch, group: GroupConfig | None, seed: int) -> UInt64s:
+    """uint64[n]: places of documents in the order of training, by their ids, or by the values of groups."""
+    placed = keyed_hashes(documents.column("document_id").to_pylist(), seed, "shuffle")
+    if group is None:
+        return placed
+    values = _fields(documents.column("metadata"), group.by)
+    is_in = np.array([value is not None for value in values], np.bool_)
+    placed[is_in] = keyed_hashes(_keys([value for value in values if value is not None]), seed, "shuffle")
+    return placed
+
+
+def encode_grouped(
+    encoder: Encoder, group: GroupConfig, seed: int, encode: _Encode, documents: pa.RecordBatch
+) -> tuple[Tokens, npt.NDArray[np.int64]]:
+    """What `encode` makes of documents, with headers; EosInTextError has the row of the document.
+
+    Documents without the field, and empty ones, have none.
+    """
+    ids, lengths = encode(documents)
+    metadata = documents.column("metadata")
+    values, titles = _fields(metadata, group.by), _fields(metadata, group.title)
+    rows = [row for row, value in enumerate(values) if value is not None and lengths[row]]
+    if not rows:
+        return ids, lengths
+    named = [values[row] or "" for row in rows]
+    shown = keyed_hashes(_keys(named), seed, "group-header") < group.header_rate * _WHOLE
+    texts: list[str] = []
+    for row, name, is_shown in zip(rows, named, shown.tolist(), strict=True):
+        title = titles[row]
+        texts += [
+            name if is_shown and group.begin else "",
+            f"{title}\n" if is_shown and title is not None else "",
+        ]
+    try:
+        header_ids, header_lengths = encoder.encode(texts)
+    except EosInTextError as error:
+        raise EosInTextError(str(error), rows[error.row // 2]) from error
+    begin, separator = (
+        np.zeros(0, encoder.dtype)
+        if token is None
+        else np.array([encoder.special_id(token, "group")], encoder.dtype)
+        for token in (group.begin, group.separator)
+    )
+    parts = iter(np.split(header_ids, np.cumsum(header_lengths)[:-1]))
+    headers: dict[int, Tokens] = {}
+    for row, is_shown in zip(rows, shown.tolist(), strict=True):
+        first = begin if is_shown else begin[:0]
+        headers[row] = np.concatenate([first, next(parts), separator, next(parts)])
+    made: list[Tokens] = [np.zeros(0, encoder.dtype)]
+    for row, content in enumerate(np.split(ids, np.cumsum(lengths)[:-1])):
+        made += [headers[row], content] if row in headers else [content]
+    counts = lengths.copy()
+    counts[rows] += [len(headers[row]) for row in rows]
+    return np.concatenate(made), counts
+
+
+def join_groups(table: pa.Table, tokens: Tokens, starts: Int64s, lengths: Int64s, groups: Groups) -> Joined:
+    """The documents of `table` (SPILL_SCHEMA, by hash and document id), those of each group joined.
+
+    Inside a group they are in the order of the field `order`, compared as text, or else of document ids.
+    """
+    hashes = table.column("hash").to_numpy()
+    same = hashes[1:] == hashes[:-1]
+    near = np.flatnonzero(
+        np.append(same, False) | np.append(False, same)
+    )  # alone with a hash: nothing to join
+    metadata = table.column("metadata").take(pa.array(near))
+    values, keys = _fields(metadata, groups.config.by), _fields(metadata, groups.config.order)
+    of_value = [
+        (int(hashes[row]), value is None, value or "") for row, value in zip(near, values, strict=True)
+    ]
+    by = sorted(range(len(near)), key=lambda at: (of_value[at], keys[at] is None, keys[at] or "", at))
+    order, is_first = np.arange(len(hashes)), np.ones(len(hashes), np.bool_)
+    order[near] = near[by]
+    for before, at, row in zip(by, by[1:], near[1:].tolist(), strict=False):
+        is_first[row] = of_value[before] != of_value[at] or values[at] is None
+    is_last = np.append(is_first[1:], True)[: len(is_first)]
+    starts, lengths = starts[order], lengths[order]
+    if groups.separator_id is None:
+        skipped = np.where(is_first, 0, int(groups.has_bos))
+    else:
+        skipped = _separators(tokens, starts, lengths, ~is_first, groups.separator_id)
+    dropped = skipped + ~is_last
+    left = lengths - dropped
+    return Joined(order, starts + skipped, left, skipped, np.flatnonzero(is_first), int(dropped.sum()))
+
+
+@kernel
+def _separators(tokens: Tokens, starts: Int64s, lengths: Int64s, wanted: Bools, separator: int) -> Int64s:
+    """How many tokens of the wanted documents are before their first separator; 0 of others."""
+    found = np.zeros(len(starts), np.int64)
+    for document in range(len(starts)):
+        if wanted[document]:
+            while found[document] < lengths[document]:
+                if tokens[starts[document] + found[document]] == separator:
+                    break
+                found[document] += 1
+    return found
