@@ -33,7 +33,19 @@ __all__ = ["POINT_NAME", "STAGES", "Cell", "Crashes", "Outcome"]
 
 # In the order of the build; tests/execution/test_crash_matrix.py checks that these are all.
 STAGES = (
-    *("tokenizer", "clean", "exact", "line_keys", "line_losers", "lines", "signatures", "parts", "planted"),
+    *(
+        "tokenizer",
+        "clean",
+        "url",
+        "url_left",
+        "exact",
+        "line_keys",
+        "line_losers",
+        "lines",
+        "signatures",
+        "parts",
+        "planted",
+    ),
     *("equal", "bands", "candidates", "shingles", "verify", "near", "measure", "parity", "tokenize", "pack"),
     *("provenance", "duplicates", "side_files"),
 )
@@ -41,6 +53,7 @@ RECIPE = """\
 inputs:
   - {path: "first-*.jsonl", source: first}
 dedup:
+  url: {}
   exact: {}
   lines: {min_characters: 20}
   near: {small_shingles: 0, measure: {planted: 10, checked: 5}}
@@ -68,7 +81,9 @@ def make_recipe(folder: Path) -> Path:
                 texts.append(" ".join(words[:-2]))
             if number % 5 == 0:
                 texts.append(texts[-1])
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts) + "not JSON\n"
+        urls = [f"https://example.org/{file}/{number - (number % 11 == 10)}" for number in range(len(texts))]
+        records = ({"text": text, "url": url} for text, url in zip(texts, urls, strict=True))
+        lines = "".join(json.dumps(record) + "\n" for record in records) + "not JSON\n"
         (folder / f"first-{file}.jsonl").write_text(lines)
     return recipe
 
