@@ -202,9 +202,7 @@ def _outcome(facts: Mapping[str, Any]) -> list[str]:
         bound = "" if facts["bound"] is None else f", bound {_number(facts['bound'])}"
         return [f"dropped by {facts['rule']}: {judged}{bound}"]
     if facts["reason"] in ("duplicate_lines", "empty"):
-        left = (
-            "all of its lines are in other documents" if facts["reason"] == "duplicate_lines" else "no token"
-        )
+        left = "all that it has is in other documents" if facts["reason"] == "duplicate_lines" else "no token"
         return [f"dropped as {facts['reason']}: {left}"]
     likeness = f" (similarity {facts['similarity']:.3f})" if facts["reason"] == "near_duplicate" else ""
     kept = facts["kept_url"] or facts["kept_id"]
