@@ -14,8 +14,10 @@ import pytest
 FOLDER = Path(__file__).resolve().parent / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 
+import all as all_benchmarks  # noqa: E402
 import bench_driver  # noqa: E402
 from figures import Heads, benchmark_parser, give  # noqa: E402
+from peer_processes import MARKER, REQUIREMENTS  # noqa: E402
 
 HEADS: Heads = {"side": ("tool", ""), "rate": ("MB/s", ",.1f"), "x": ("x", ".2f")}
 ROWS = [
@@ -34,26 +36,63 @@ def test_every_script_is_in_the_readme() -> None:
 def test_figures_come_as_text_markdown_json_and_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parser = benchmark_parser("A % of help.", runs=3, compares=True)
+    parser = benchmark_parser("A % of help.", runs=3)
+    several = [ROWS[0], {**ROWS[1], "runs": [20.25, 21.0]}]
 
-    def printed(*options: str) -> list[str]:
-        give(parser.parse_args(options), ROWS, HEADS, title="t", unit="MB/s")
+    def printed(*options: str, rows: list[dict[str, Any]] = ROWS) -> list[str]:
+        give(parser.parse_args(options), rows, HEADS, title="t", unit="MB/s")
         return capsys.readouterr().out.splitlines()
 
     assert printed() == ["tool         MB/s     x", "shardkit  2,000.0  1.00", "other        20.2"]
     assert json.loads("".join(printed("--json"))) == ROWS
-    assert printed("--markdown", "--png", str(tmp_path / "bars.png")) == [
-        "| tool | MB/s | x |",
-        "| --- | ---: | ---: |",
-        "| shardkit | 2,000.0 | 1.00 |",
-        "| other | 20.2 |  |",
-    ]
-    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+    prefix = tmp_path / "new" / "bars"
+    assert printed("--save", str(prefix)) == printed()
+    markdown = "| tool | MB/s | x |\n| --- | ---: | ---: |\n"
+    markdown += "| shardkit | 2,000.0 | 1.00 |\n| other | 20.2 |  |\n"
+    assert prefix.with_suffix(".md").read_text() == markdown
+    saved = json.loads(prefix.with_suffix(".json").read_text())
+    assert saved == {"title": "t", "markdown": markdown, "rows": ROWS}
+    assert not prefix.with_suffix(".png").exists(), "one run has no range to draw"
+    printed("--save", str(prefix), rows=several)
+    assert prefix.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_benchmark_has_a_table_or_a_reason() -> None:
+    listed = {benchmark.command.split()[0] for benchmark in all_benchmarks.BENCHMARKS}
+    assert {script.name for script in FOLDER.glob("bench_*.py")} - listed == set()
+    assert len({benchmark.name for benchmark in all_benchmarks.BENCHMARKS}) == len(all_benchmarks.BENCHMARKS)
+
+
+def test_one_command_makes_tables_once_and_names_what_is_missing(tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / "all.py"), str(tmp_path), "--only", "cache", "preprocess"]
+
+    def ran() -> str:
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stderr
+
+    assert "missing: no texts" in ran() or "missing: no tokenizer" in ran()
+    table = json.loads((tmp_path / "cache.json").read_text())
+    assert table["command"] == "python tests/benchmarks/bench_cache.py"
+    assert table["markdown"] == (tmp_path / "cache.md").read_text()
+    assert table["machine"]["cores"] >= 1
+    assert "cache: is there" in ran(), "an interrupted run goes on"
+    page = (tmp_path / "benchmarks.md").read_text()
+    assert table["markdown"] in page
+    assert "- preprocess: no t" in page
+
+
+def test_tables_of_the_documentation_are_those_that_were_measured() -> None:
+    page = all_benchmarks.PAGE.read_text()
+    assert all_benchmarks.with_tables(page, json.loads(all_benchmarks.STORED.read_text())) == page
+    assert len(all_benchmarks.BLOCK.findall(page)) >= 5
+    with pytest.raises(KeyError):
+        all_benchmarks.with_tables("<!-- table: unheard-of -->\n<!-- end -->", {})
 
 
 @pytest.mark.extended
 def test_a_loader_that_is_not_installed_is_left_out_with_the_reason(tmp_path: Path) -> None:
-    bare = tmp_path / "python"
+    bare = tmp_path / "litdata" / "bin" / "python"
+    bare.parent.mkdir(parents=True)
+    (tmp_path / "litdata" / MARKER).write_text(json.dumps(REQUIREMENTS["litdata"]))
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # -S: without installed packages
     bare.chmod(0o755)
     command = [
@@ -63,7 +102,7 @@ def test_a_loader_that_is_not_installed_is_left_out_with_the_reason(tmp_path: Pa
         "gather,shardkit,litdata",
         "--json",
     ]
-    command += ["--megabytes", "8", "--runs", "1", "--seconds", "0.2", "--litdata-python", str(bare)]
+    command += ["--megabytes", "8", "--runs", "1", "--seconds", "0.2", "--venvs", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "left out: litdata: ModuleNotFoundError" in done.stderr
     assert [row["side"] for row in json.loads(done.stdout)] == ["gather", "shardkit"]

@@ -88,7 +88,7 @@ HEADS = {
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, compares=True)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--entries", type=int, nargs="+", default=[10_000, 100_000])
     arguments = parser.parse_args()
     give(arguments, [measure(entries) for entries in arguments.entries], HEADS)

@@ -411,7 +411,7 @@ def measured(count: int, options: argparse.Namespace, *, speculate: bool) -> dic
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, compares=True)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--tasks", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--workers", type=int, default=16_000)
     parser.add_argument(

@@ -1,7 +1,7 @@
 """Filters, exact keys and tokenization: MB of UTF-8 per CPU second, shardkit against released tools.
 
     python tests/benchmarks/bench_filters.py [--corpus FOLDER] [--tokenizer FILE] [--megabytes 8] [--runs 5]
-                                             [--tasks …] [--venvs DIR] [--json | --markdown] [--png FILE]
+                                             [--tasks …] [--venvs DIR] [--json] [--save PREFIX]
 
     fineweb     Gopher repetition and quality, C4 without its rule of line ends, FineWeb's own rules, until a
                 document fails: our profile fineweb_rules, FineWeb without URL lists, extraction and language

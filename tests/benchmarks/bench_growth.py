@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from figures import benchmark_parser
+from figures import Heads, benchmark_parser, give
 from shardkit.writers import build
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.progress import StageProgress
@@ -49,6 +49,17 @@ pack: {{sequence_length: 2048}}
 output: {{path: OUT/out}}
 work: OUT/work
 """
+HEADS: Heads = {
+    "what": ("stage", ""),
+    "text_MB": ("text MB", ",.0f"),
+    "seconds": ("seconds", ",.1f"),
+    "cpu_s": ("CPU s", ",.1f"),
+    "disk_MB": ("disk MB", ",.0f"),
+    "rss_MB": ("largest worker MB", ",.0f"),
+    "exponents": ("exponents: seconds, CPU, disk", ""),
+    "cpu_hours": ("CPU-hours a TB", ".1f"),
+    "disk_TB": ("disk TB a TB", ".3f"),
+}
 FIXED = {"tokenizer", "parity"}  # checks that run beside other stages, and take the same of any corpus
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -145,38 +156,34 @@ def exponent(first: dict[str, Any], last: dict[str, Any], name: str) -> str:
     return f"{math.log(last[name] / first[name]) / grown:.2f}" if grown else "-"
 
 
-def show(results: list[dict[str, Any]]) -> None:
+def rows_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each whole build, and for each stage of the largest one."""
     first, last = results[0], results[-1]
-    print(f"{'':22}" + "".join(f"{'x ' + str(result['times']):>12}" for result in results) + "  exponent")
-    rows = {
-        "text MB": ("text_bytes", 1e6),
-        "documents": ("documents", 1),
-        "kept text MB": ("kept_bytes", 1e6),
-        "seconds": ("seconds", 1),
-        "CPU seconds": ("cpu_seconds", 1),
-        "peak disk MB": ("peak_disk_bytes", 1e6),
-        "output MB": ("output_bytes", 1e6),
-        "largest worker MB RSS": ("rss_bytes", 1e6),
-        "largest worker MB PSS": ("pss_bytes", 1e6),
-    }
-    for label, (name, unit) in rows.items():
-        values = "".join(f"{result[name] / unit:12,.1f}" for result in results)
-        print(f"{label:22}{values}  {exponent(first, last, name)}")
-    more = (last["text_bytes"] - first["text_bytes"]) / 1e12
-    print(
-        f"\n{'stage':22}{'seconds, CPU seconds, disk MB, RSS MB':>40}  exponents   per TB: CPU-hours, disk TB"
-    )
-    for name in last["stages"]:
-        a, b = first["stages"].get(name), last["stages"][name]
-        line = f"{b['seconds']:10,.1f}{b['cpu_seconds']:10,.1f}"
-        line += f"{b['disk_bytes'] / 1e6:10,.1f}{b['rss_bytes'] / 1e6:10,.0f}"
-        if a is not None:
-            sizes = ({**a, "text_bytes": first["text_bytes"]}, {**b, "text_bytes": last["text_bytes"]})
-            slopes = " ".join(f"{exponent(*sizes, n):>5}" for n in ("seconds", "cpu_seconds", "disk_bytes"))
-            hours = (b["cpu_seconds"] - a["cpu_seconds"]) / 3600 / more if more else 0
-            disk = (b["disk_bytes"] - a["disk_bytes"]) / 1e12 / more if more else 0
-            line += f"  {slopes} {hours:10,.1f} {disk:8.3f}"
-        print(f"{name:22}{line}")
+    rows = [
+        {"what": f"build, x {result['times']}", "text_MB": result["text_bytes"] / 1e6}
+        | _growth(first if result is last else None, result, "peak_disk_bytes")
+        for result in results
+    ]
+    for name, stage in last["stages"].items():
+        before = first["stages"].get(name)
+        sizes = {"text_bytes": first["text_bytes"]}, {"text_bytes": last["text_bytes"]}
+        row = _growth(None if before is None else before | sizes[0], stage | sizes[1], "disk_bytes")
+        rows.append({"what": name, "text_MB": None} | row)
+    return rows
+
+
+def _growth(first: dict[str, Any] | None, last: dict[str, Any], disk: str) -> dict[str, Any]:
+    """Figures of `last`; exponents and costs of one more TB of text since `first`."""
+    row: dict[str, Any] = {"seconds": last["seconds"], "cpu_s": last["cpu_seconds"]}
+    row |= {"disk_MB": last[disk] / 1e6, "rss_MB": last["rss_bytes"] / 1e6}
+    row |= {"exponents": "", "cpu_hours": None, "disk_TB": None}
+    if first is None:
+        return row
+    row["exponents"] = " ".join(exponent(first, last, name) for name in ("seconds", "cpu_seconds", disk))
+    if more := (last["text_bytes"] - first["text_bytes"]) / 1e12:
+        row["cpu_hours"] = (last["cpu_seconds"] - first["cpu_seconds"]) / 3600 / more
+        row["disk_TB"] = (last[disk] - first[disk]) / 1e12 / more
+    return row
 
 
 def main() -> None:
@@ -201,11 +208,9 @@ def main() -> None:
         for times in map(int, options.times.split(",")):
             load = os.getloadavg()[0]
             results.append({**measure(Path(folder) / str(times), originals, times, options), "load": load})
-    if options.json:
-        print(json.dumps(results))
-    else:
-        print("load average before each:", ", ".join(f"{result['load']:.1f}" for result in results))
-        show(results)
+    load = ", ".join(f"{result['load']:.1f}" for result in results)
+    print(f"load average before each: {load}", file=sys.stderr)
+    give(options, rows_of(results), HEADS, title="How a build grows with its corpus")
 
 
 if __name__ == "__main__":

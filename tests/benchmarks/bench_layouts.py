@@ -142,7 +142,7 @@ def measure_masks(runs: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, runs=9, compares=True)
+    parser = benchmark_parser(__doc__, runs=9)
     parser.add_argument("--megabytes", type=int, default=64, help="of stored tokens (default: %(default)s)")
     parser.add_argument("--length", type=int, default=4096, help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=8, help="rows of a batch (default: %(default)s)")

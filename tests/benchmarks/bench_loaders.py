@@ -1,16 +1,14 @@
 """Loaders side by side on the same rows: pre-tokenized uint32 x 4,096, shuffled, batches of 8, warm files.
 
-    python tests/benchmarks/bench_loaders.py [--runs 5] [--sides gather,shardkit,…] [--litdata-python PATH]
-                            [--datasets-python PATH] [--grain-python PATH] [--json | --markdown] [--png FILE]
+    python tests/benchmarks/bench_loaders.py [--runs 5] [--sides gather,shardkit,…] [--venvs DIR]
+                                             [--json] [--save PREFIX]
 
 Every side has a process of its own and makes one epoch, or 4 seconds of it, when its turn comes; figures are
-medians of the runs, ratios are to the hand-written gather and to shardkit. Peers that cannot be imported are
-left out with the reason. Each reads the same rows in its own format: Hugging Face datasets an Arrow folder of
-`save_to_disk`, grain (which has no format of tokens) the plain file by a source of ours. These three want
-environments of their own (they pin other packages):
-
-    python -m venv lit && lit/bin/pip install torch==2.13.0 litdata
-    python -m venv hf && hf/bin/pip install datasets grain
+medians of the runs, ratios are to the hand-written gather and to shardkit. Each peer reads the same rows in
+its own format: Hugging Face datasets an Arrow folder of `save_to_disk`, grain (which has no format of tokens)
+the plain file by a source of ours. These and litdata pin other packages: pip makes an environment for each
+under --venvs. mosaicml-streaming and webdataset are in shardkit[dev]. Peers that cannot run are left out with
+the reason.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from figures import Heads, benchmark_parser, give, read_once
+from figures import Heads, give, read_once
 from loader_sides import LENGTH, SIDES, STREAMS
-from peer_processes import Answers, SideProcess, take_turns
+from peer_processes import Answers, SideError, SideProcess, environment, peer_parser, take_turns
 from shardkit.formats import mds, tar
 from shardkit.manifest import ShardInfo
 
 SHARDS = 8
-PEERS = ("litdata", "datasets", "grain")  # that have a Python of their own
+PEERS = ("litdata", "datasets", "grain")  # that have environments of their own
 WRITE_LITDATA = """
 import sys, numpy as np, torch
 from litdata import TokensLoader
@@ -100,6 +98,17 @@ def peer_of(side: str) -> str:
     return side.partition("_")[0]
 
 
+def find_pythons(peers: set[str], venvs: Path) -> dict[str, str]:
+    """The Python of each peer that has one of its own; those that cannot be installed are left out."""
+    found = {}
+    for peer in sorted(peers & set(PEERS)):
+        try:
+            found[peer] = environment(peer, venvs)
+        except SideError as error:
+            print(f"left out: {peer}: {error}", file=sys.stderr)
+    return found
+
+
 def write_for_peers(folder: Path, names: list[str], pythons: dict[str, str]) -> None:
     """The folders that peers write themselves; one that cannot has none, and its side says why."""
     for peer in sorted({peer_of(name) for name in names} & WRITERS.keys()):
@@ -141,17 +150,16 @@ def report(answers: Answers) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, runs=5, compares=True)
+    parser = peer_parser(__doc__, runs=5, corpus=False)
     parser.add_argument("--seconds", type=float, default=4.0, help="longest turn of a side (default: 4)")
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--sides", default=",".join(SIDES))
-    for peer in PEERS:
-        parser.add_argument(f"--{peer}-python", default=sys.executable, help=f"Python that has {peer}")
     arguments = parser.parse_args()
-    pythons = {peer: getattr(arguments, f"{peer}_python") for peer in PEERS}
     names = arguments.sides.split(",")
     if unknown := set(names) - SIDES.keys():
         parser.error(f"unknown sides: {', '.join(sorted(unknown))}; known: {', '.join(SIDES)}")
+    pythons = find_pythons({peer_of(name) for name in names}, arguments.venvs)
+    names = [name for name in names if peer_of(name) in pythons or peer_of(name) not in PEERS]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_all(folder, arguments.megabytes)

@@ -1,7 +1,7 @@
 """MinHash signatures from raw text: MB of UTF-8 per CPU second, shardkit against released tools.
 
     python tests/benchmarks/bench_minhash.py [--corpus FOLDER] [--megabytes 100] [--runs 5] [--sides …]
-                                             [--venvs DIR] [--no-scaling] [--json | --markdown] [--png FILE]
+                                             [--venvs DIR] [--no-scaling] [--json] [--save PREFIX]
 
 Word 5-grams, 128 permutations (112, the default of a build, for ours too). Documents are cuts of the corpus
 (JSONL and Parquet files with a `text`; without --corpus that of $SHARDKIT_TEST_DATA, else made-up text).

@@ -1,7 +1,7 @@
 """Near-duplicate removal end to end: CPU seconds and recall, shardkit against daft and datasketch.
 
     python tests/benchmarks/bench_near.py [--corpus FOLDER] [--documents 100000] [--runs 3] [--sides …]
-                                          [--work DIR] [--venvs DIR] [--json | --markdown] [--png FILE]
+                                          [--work DIR] [--venvs DIR] [--json] [--save PREFIX]
 
 Documents (about 425 MB for 100,000) are cuts of the corpus, as in bench_minhash.py; 15 % of them are copies
 of another one with words replaced, at similarities spread over 0.5 to 1.0 (exact Jaccard of sets of 5-grams).
@@ -151,7 +151,7 @@ def main() -> None:
     rows = report(answers, versions, pairs)
     title = f"Near-duplicates of {arguments.documents:,} documents, removed"
     give(arguments, rows, HEADS, title=title, unit="CPU seconds", runs="cpu_runs")
-    if not (arguments.json or arguments.markdown):
+    if not arguments.json:
         show_recall(rows)
 
 

@@ -42,7 +42,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from figures import benchmark_parser
+from figures import Heads, benchmark_parser, give
 from shardkit.progress import make_listener
 from shardkit.storage.store import Body, Store
 from shardkit.writers.dedup.lines import LineKeys
@@ -68,6 +68,17 @@ tokenizer: {{path: tokenizer.json, eos: "{EOS}"}}
 pack: {{sequence_length: 256}}
 output: {{path: OUT/out}}
 """
+HEADS: Heads = {
+    "what": ("stage", ""),
+    "tasks": ("tasks", ",d"),
+    "gets": ("GETs", ",d"),
+    "puts": ("PUTs", ",d"),
+    "read_MB": ("MB read", ",.1f"),
+    "written_MB": ("MB written", ",.1f"),
+    "cpu_seconds": ("CPU s", ".1f"),
+    "exponents": ("exponents: GETs, bytes read, CPU", ""),
+    "gets_a_TB": ("M GETs a TB", ".2f"),
+}
 LONGEST = 4000  # characters of a document
 MEMORY_BYTES = 2_000_000_000
 SHARD_BYTES = 64 << 20
@@ -225,23 +236,21 @@ def exponents(results: list[dict[str, Any]], stage: str, name: str) -> str:
     return " ".join(slopes)
 
 
-def show(results: list[dict[str, Any]], scale: int) -> None:
-    for r in results:
-        print(f"{r['splits']} splits, {r['text_bytes'] / 1e6:.0f} MB of text, {r['partitions']} partitions")
-    print(f"{'stage':22}{'tasks':>8}{'GETs':>9}{'PUTs':>8}{'read MB':>9}{'written':>9}{'CPU s':>8}", end="")
-    print("   exponents: GETs | bytes read | CPU")
+def rows_of(results: list[dict[str, Any]], scale: int) -> list[dict[str, Any]]:
+    """A row for each stage of the largest build, and for each whole build."""
+    rows = []
     for name, use in sorted(results[-1]["stages"].items()):
-        line = f"{name:22}{use['tasks']:8,}{use['gets']:9,}{use['puts']:8,}{use['bytes_read'] / 1e6:9.1f}"
-        line += f"{use['bytes_written'] / 1e6:9.1f}{use['cpu_seconds']:8.1f}   "
-        print(line + " | ".join(exponents(results, name, n) for n in ("gets", "bytes_read", "cpu_seconds")))
-    for r in results:
-        names = ("gets", "puts", "bytes_read", "bytes_written")
-        gets, puts, read, written = (sum(use[name] for use in r["stages"].values()) for name in names)
-        text, of_tb = r["text_bytes"], gets / r["text_bytes"] / scale * 1e12
-        print(
-            f"{r['splits']:5} splits: {gets:9,} GETs and {puts:7,} PUTs; {read / text:.2f} bytes read and "
-            f"{written / text:.2f} written a byte of text; {of_tb / 1e6:.2f} M GETs a TB of text"
-        )
+        slopes = (exponents(results, name, figure) for figure in ("gets", "bytes_read", "cpu_seconds"))
+        rows.append({"what": name, **use, "exponents": " | ".join(slopes), "gets_a_TB": None})
+    for result in results:
+        text = result["text_bytes"]
+        uses = result["stages"].values()
+        total = {name: sum(use[name] for use in uses) for name in next(iter(uses))}
+        what = f"{result['splits']} splits, {text / 1e6:.0f} MB, {result['partitions']} partitions"
+        rows.append({"what": what, **total, "exponents": "", "gets_a_TB": total["gets"] / text / scale * 1e6})
+    return [
+        row | {"read_MB": row["bytes_read"] / 1e6, "written_MB": row["bytes_written"] / 1e6} for row in rows
+    ]
 
 
 def main() -> None:
@@ -271,10 +280,7 @@ def main() -> None:
             measure(Path(folder) / splits, originals, int(splits), options)
             for splits in options.splits.split(",")
         ]
-    if options.json:
-        print(json.dumps(results))
-    else:
-        show(results, options.scale)
+    give(options, rows_of(results, options.scale), HEADS, title="Requests of a build by stage")
 
 
 if __name__ == "__main__":

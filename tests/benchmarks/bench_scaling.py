@@ -14,9 +14,9 @@ time by that of others.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
+import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -141,11 +141,8 @@ def main() -> None:
         )
         (folder / "recipe.yaml").write_text(RECIPE)
         rows = summary(measure(load_recipe(folder / "recipe.yaml"), options, folder), size)
-    if options.json:
-        print(json.dumps({"load": load, "rows": rows}))
-        return
-    print(f"{size / 1e6:.1f} MB of text, {options.runs} runs, load average before: {load:.1f}")
-    give(options, rows, HEADS)
+    print(f"load average before: {load:.1f}", file=sys.stderr)
+    give(options, rows, HEADS, title=f"Stages of a build by workers, {size / 1e6:.1f} MB of text")
 
 
 if __name__ == "__main__":

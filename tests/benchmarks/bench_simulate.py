@@ -17,7 +17,6 @@ shuffle   batches of 4,096 of data that was never shuffled: distinct shards, pai
 
 from __future__ import annotations
 
-import json
 import resource
 import statistics
 import sys
@@ -30,7 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from figures import benchmark_parser
+from figures import benchmark_parser, give
 from shardkit.order.order import Order, OrderSpec, default_lanes, default_window
 from shardkit.tools.simulate.run import simulate
 from shardkit.tools.simulate.scenario import Scenario, Shards, spread_nodes
@@ -176,18 +175,16 @@ def main() -> None:
     parser.add_argument("what", choices=parts)
     arguments = parser.parse_args()
     rows = parts[arguments.what](arguments.runs)
-    if arguments.json:
-        print(json.dumps(rows))
-        return
-    for row in rows:
-        print(", ".join(f"{name} {_shown(value)}" for name, value in row.items()))
+    heads = {name: (name.replace("_", " "), "") for name in rows[0]}
+    shown = [{name: _shown(value) for name, value in row.items()} for row in rows]
+    give(arguments, shown, heads, title=f"Simulations: {arguments.what}")
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         real, simulated = value
-        return f"{real:,.6g} real {simulated:,.6g} simulated"
-    return str(value)
+        return f"{real:,.6g} real, {simulated:,.6g} simulated"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ HEADS = {
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, compares=True)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=[256, 2048])
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 8])

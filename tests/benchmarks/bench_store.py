@@ -128,7 +128,7 @@ def row(side: str, runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> di
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, runs=3, compares=True)
+    parser = benchmark_parser(__doc__, runs=3)
     parser.add_argument("--corpus", type=Path, help="folder of documents")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json with <|endoftext|>")
     parser.add_argument("--megabytes", type=float, default=80, help="of text (default: %(default)s)")
@@ -162,9 +162,8 @@ def main() -> None:
     assert all(found == files[0] for found in files), "the builds differ"
     rows = [row(side, taken[side], taken["local"]) for side in SIDES]
     size = taken["local"][0]["text_bytes"]
-    if not options.json:
-        print(f"{size / 1e6:.0f} MB of text; {len(files[0])} files of {len(files)} builds are identical")
-    give(options, rows, HEADS)
+    title = f"{size / 1e6:.0f} MB of text; {len(files[0])} files of {len(files)} builds are identical"
+    give(options, rows, HEADS, title=title)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ HEADS = {
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, compares=True)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 20, 200])
     parser.add_argument("--windows", type=int, nargs="+", default=[32, 0])
     parser.add_argument("--batches", type=int, default=300)

@@ -11,6 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 
 __all__ = [
     "Heads",
+    "Table",
     "benchmark_parser",
     "give",
     "in_turns",
@@ -36,19 +38,14 @@ OURS, THEIRS = "#1f6f8b", "#c3c9d0"
 LOG_FROM = 20  # a slowest bar this many times shorter than the longest cannot be seen on a linear axis
 
 
-def benchmark_parser(
-    doc: str | None, *, runs: int | None = None, compares: bool = False
-) -> argparse.ArgumentParser:
-    """Help is the docstring as it is written; with `compares` the options of `give`."""
+def benchmark_parser(doc: str | None, *, runs: int | None = None) -> argparse.ArgumentParser:
+    """Options of all benchmarks; help is the docstring as it is written."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if runs is not None:
         parser.add_argument("--runs", type=int, default=runs, help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    if compares:
-        parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-        parser.add_argument(
-            "--png", type=Path, metavar="FILE", help="also draw bars (pip install shardkit[plot])"
-        )
+    parser.add_argument("--json", action="store_true", help="print rows with every run as JSON")
+    help_text = "also write PREFIX.json, PREFIX.md and, of rows with several runs, the bars PREFIX.png"
+    parser.add_argument("--save", type=Path, metavar="PREFIX", help=help_text)
     return parser
 
 
@@ -97,15 +94,51 @@ def peak_rss_bytes() -> int:
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
 
 
-def print_figures(arguments: argparse.Namespace, figures: Mapping[str, Any]) -> None:
+def print_figures(arguments: argparse.Namespace, figures: Mapping[str, Any], *, title: str = "") -> None:
     """One figure a line, or all as JSON."""
+    shown = {
+        name: f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" if type(value) is int else value
+        for name, value in figures.items()
+    }
+    table = Table(title, [["figure", "value"], *([name, str(text)] for name, text in shown.items())], [1])
+    if arguments.save is not None:
+        table.save(arguments.save, figures)
     if arguments.json:
         print(json.dumps(figures))
         return
-    width = max(map(len, figures))
-    for name, value in figures.items():
-        shown = f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" if type(value) is int else value
-        print(f"{name:{width}}  {shown}")
+    width = max(map(len, shown))
+    for name, text in shown.items():
+        print(f"{name:{width}}  {text}")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of a table, its head first; columns numbered `right` are aligned right."""
+
+    title: str
+    lines: Sequence[Sequence[str]]
+    right: Sequence[int]
+
+    def markdown(self) -> str:
+        edge = ["---:" if column in self.right else "---" for column in range(len(self.lines[0]))]
+        lines = [self.lines[0], edge, *self.lines[1:]]
+        return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+    def text(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self.lines, strict=True)]
+        sides = [">" if column in self.right else "<" for column in range(len(widths))]
+        rows = [
+            "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True))
+            for line in self.lines
+        ]
+        return "\n".join(row.rstrip() for row in rows)
+
+    def save(self, prefix: Path, rows: object) -> None:
+        """PREFIX.md and PREFIX.json: the title, the table and what it was made of."""
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        prefix.with_name(f"{prefix.name}.md").write_text(self.markdown())
+        content = {"title": self.title, "markdown": self.markdown(), "rows": rows}
+        prefix.with_name(f"{prefix.name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def give(
@@ -117,25 +150,18 @@ def give(
     unit: str = "",
     runs: str = "runs",
 ) -> None:
-    """Print rows as a table or JSON, and draw them if asked; `runs` is the key of all runs' figures."""
-    if getattr(arguments, "png", None) and rows:
-        _draw(arguments.png, rows, runs, title, unit)
-    if arguments.json:
-        print(json.dumps(rows))
-        return
+    """Print rows as a table or JSON, and save them if asked; `runs` is the key of all runs' figures."""
     texts = [
         ["" if row[key] is None else format(row[key], form) for key, (_, form) in heads.items()]
         for row in rows
     ]
-    lines = [[head for head, _ in heads.values()], *texts]
-    if getattr(arguments, "markdown", False):
-        lines.insert(1, ["---:" if form else "---" for _, form in heads.values()])
-        print("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
-        return
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    sides = [">" if form else "<" for _, form in heads.values()]
-    for line in lines:
-        print("  ".join(f"{c:{side}{n}}" for c, side, n in zip(line, sides, widths, strict=True)).rstrip())
+    right = [number for number, (_, form) in enumerate(heads.values()) if form]
+    table = Table(title, [[head for head, _ in heads.values()], *texts], right)
+    if arguments.save is not None:
+        table.save(arguments.save, rows)
+        if rows and all("side" in row and len(row.get(runs) or ()) > 1 for row in rows):
+            _draw(arguments.save.with_name(f"{arguments.save.name}.png"), rows, runs, title, unit)
+    print(json.dumps(rows) if arguments.json else table.text())
 
 
 def _draw(file: Path, rows: Sequence[Row], runs: str, title: str, unit: str) -> None:

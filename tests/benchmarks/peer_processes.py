@@ -21,12 +21,26 @@ from typing import Any, Self
 
 from figures import benchmark_parser, in_turns
 
-__all__ = ["Answers", "Side", "SideProcess", "median_ratio", "peer_parser", "running", "take_turns"]
+__all__ = [
+    "VENVS",
+    "Answers",
+    "Side",
+    "SideError",
+    "SideProcess",
+    "environment",
+    "median_ratio",
+    "peer_parser",
+    "running",
+    "take_turns",
+]
 
 SCRIPTS = Path(__file__).resolve().parent / "peer_sides"
 REQUIREMENTS = {
     "daft": ["daft", "pyarrow"],
+    "datasets": ["datasets"],
     "datasketch": ["datasketch", "xxhash", "pyarrow"],
+    "grain": ["grain"],
+    "litdata": ["torch==2.13.0", "litdata"],  # the pin selects a build without CUDA where there is one
     "rensa": ["rensa", "pyarrow"],
     # pip searches for versions that fit to dolma's s3fs for longer than the benchmark takes.
     "dolma": ["dolma", "pyarrow<20", "boto3==1.28.17", "aiobotocore==2.5.4", "setuptools<81"],
@@ -34,6 +48,7 @@ REQUIREMENTS = {
     # Its shingles are str, which xxhash 4 refuses to hash; spaCy and regex are its word splitter.
     "datatrove": ["datatrove", "pyarrow", "spacy", "nltk", "tokenizers", "regex", "xxhash<4"],
 }
+VENVS = Path("~/.cache/shardkit-peers").expanduser()
 MARKER = "requirements.json"  # written last: the environment is whole
 
 Answers = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -53,12 +68,12 @@ class SideError(Exception):
     """A side cannot run; says why."""
 
 
-def peer_parser(doc: str | None, *, runs: int) -> argparse.ArgumentParser:
-    """The options of all benchmarks that need texts and the tools of others."""
-    parser = benchmark_parser(doc, runs=runs, compares=True)
-    parser.add_argument("--corpus", type=Path, help="folder of JSONL (.gz, .zst) and Parquet files")
-    default = Path("~/.cache/shardkit-peers").expanduser()
-    parser.add_argument("--venvs", type=Path, default=default, help="default: %(default)s")
+def peer_parser(doc: str | None, *, runs: int, corpus: bool = True) -> argparse.ArgumentParser:
+    """The options of all benchmarks that need the tools of others, and with `corpus` texts."""
+    parser = benchmark_parser(doc, runs=runs)
+    if corpus:
+        parser.add_argument("--corpus", type=Path, help="folder of JSONL (.gz, .zst) and Parquet files")
+    parser.add_argument("--venvs", type=Path, default=VENVS, help="default: %(default)s")
     return parser
 
 
@@ -81,7 +96,7 @@ class SideProcess:
     @classmethod
     def of(cls, tool: str, venvs: Path, *, core: int | None = None) -> Self:
         """A tool's script, by its own Python; with `core` on this core only, with one thread."""
-        python = sys.executable if tool == "shardkit" else _environment(tool, venvs.expanduser())
+        python = sys.executable if tool == "shardkit" else environment(tool, venvs)
         code = f"import importlib.metadata; print(importlib.metadata.version({tool!r}))"
         found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
         command = [python, str(SCRIPTS / f"{tool}_side.py")]
@@ -117,9 +132,9 @@ class SideProcess:
         self._errors.close()
 
 
-def _environment(tool: str, folder: Path) -> str:
-    """The Python of a tool's environment, which is made if it is not there yet."""
-    home = folder / tool
+def environment(tool: str, venvs: Path) -> str:
+    """The Python of a tool's environment, which is made if it is not there yet; SideError if it cannot be."""
+    home = venvs.expanduser() / tool
     python, marker = str(home / "bin" / "python"), home / MARKER
     if not marker.exists() or json.loads(marker.read_text()) != REQUIREMENTS[tool]:
         install = [python, "-m", "pip", "install", "--quiet", *REQUIREMENTS[tool]]
