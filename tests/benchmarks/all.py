@@ -6,9 +6,9 @@
 
 For each table OUT (build/benchmarks) has NAME.json (rows with every run, command, commit, machine, what was
 left out and why), NAME.md and, where runs are compared, NAME.png; OUT/benchmarks.md has all of them. A table
-that is there already, of the same commit, is not made again: an interrupted run goes on. What is missing on this
-machine is named with the reason, and nothing stands in for it. A benchmark that takes three times its usual
-time is stopped. All of them take about two and a half hours on two idle cores; `--only` names some.
+that is there already, of the same commit, is not made again: an interrupted run goes on. What is missing on
+this machine is named with the reason, and nothing stands in for it. A benchmark that takes three times its
+usual time is stopped. All of them take about two and a half hours on two idle cores; `--only` names some.
 """
 
 from __future__ import annotations
