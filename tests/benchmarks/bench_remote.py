@@ -4,7 +4,9 @@
 
 first-batch   time from a made loader to its first batch; 64 MiB shards, 50 ms latency, 80 MB/s a connection
 cold-epoch    an epoch with an empty cache against plain boto3 GETs of the same objects by as many threads,
-              then the second epoch against the same loader on the local files
+              then the second epoch against the same loader on the local files; and CPU seconds a gigabyte
+              without the proxy: of plain GETs, of GETs that hash, write and sync as a cache must, and of the
+              epoch, which gathers the rows, too
 belady        three epochs with a cache of half the dataset: bytes fetched against Belady's bound for the
               steps that were really made
 
@@ -26,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from figures import benchmark_parser, print_figures, write_tokens
+from figures import benchmark_parser, in_turns, print_figures, write_tokens
 from reference.belady import min_fetched_bytes
 from servers.bucket import s3_client
 from servers.ceph import STORE_GIB
@@ -42,6 +45,7 @@ from support.s3_rgw import rgw_environment
 
 LENGTH = 4096
 BUCKET = "bench"
+Figures = dict[str, Any]
 BYTES_PER_SECOND = 80e6
 LATENCY_SECONDS = 0.05
 
@@ -61,19 +65,48 @@ def put_all(folder: Path, endpoint: str) -> list[str]:
     return sorted(file.name for file in folder.glob("*.mds"))
 
 
-def plain_gets(endpoint: str, keys: list[str], threads: int) -> float:
-    """Seconds for boto3 to read all objects."""
+def plain_gets(endpoint: str, keys: list[str], threads: int, keep: Path | None = None) -> float:
+    """Seconds for boto3 to read all objects; with `keep`, to hash, write and sync them there, too."""
     client = s3_client(endpoint)
 
     def read(key: str) -> None:
         body = client.get_object(Bucket=BUCKET, Key=key)["Body"]
-        while body.read(1 << 20):
-            pass
+        if keep is None:
+            while body.read(1 << 20):
+                pass
+            return
+        hasher = xxhash.xxh64()
+        with (keep / key).open("wb", buffering=0) as file:
+            while piece := body.read(1 << 18):
+                hasher.update(piece)
+                file.write(piece)
+            os.fsync(file.fileno())
 
     start = time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(read, keys))
     return time.perf_counter() - start
+
+
+def cpu_costs(folder: Path, endpoint: str, keys: list[str], runs: int, options: dict[str, Any]) -> Figures:
+    """CPU seconds of this process for each gigabyte of the objects, and their medians."""
+    size = sum((folder / key).stat().st_size for key in keys)
+    taken: dict[str, list[float]] = {"plain GETs": [], "GETs, hashed and written": [], "cold epoch": []}
+    for run in range(runs):
+        for name in in_turns(list(taken), run):
+            cache = Path(tempfile.mkdtemp(dir=folder.parent))
+            stream = loader(f"s3://{BUCKET}", endpoint, cache, **options)
+            os.sync()
+            start = time.process_time()
+            if name == "cold epoch":
+                epoch_seconds(stream)
+            else:
+                keep = None if name == "plain GETs" else cache
+                plain_gets(endpoint, keys, options["connections"], keep)
+            taken[name].append((time.process_time() - start) * 1e9 / size)
+            stream.close()
+            shutil.rmtree(cache)
+    return {f"{name}, CPU s a GB": med(values) for name, values in taken.items()}
 
 
 def loader(source: str | Path, endpoint: str, cache: Path | None, **options: Any) -> StreamingLoader:
@@ -154,6 +187,7 @@ def cold_epoch(folder: Path, runs: int, threads: int, shards: int) -> dict[str, 
                 local.append(epoch_seconds(reference))
             stream.close()
             shutil.rmtree(cache)
+        costs = cpu_costs(folder, direct, keys, runs, options)
     rate = {name: size / med(values) / 1e6 for name, values in (("cold", cold), ("plain", plain))}
     return {
         "bytes": size,
@@ -163,6 +197,7 @@ def cold_epoch(folder: Path, runs: int, threads: int, shards: int) -> dict[str, 
         "cold_ratio": med(plain) / med(cold),
         "warm_ratio": med(local) / med(warm),
         "warm_GB_s": size / med(warm) / 1e9,
+        **costs,
     }
 
 
