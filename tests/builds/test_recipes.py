@@ -233,7 +233,7 @@ def test_every_recipe_is_built() -> None:
         assert any(test.startswith(f"test_{name.replace('-', '_')}_") for test in globals())
 
 
-SLOW = {"publish-to-hub", "ray-cluster"}  # these start servers
+SLOW = {"publish-to-hub", "ray-cluster", "fineweb"}  # these start servers, or spaCy
 CASES = cases(RECIPES, [recipe for recipe in RECIPES if recipe.stem not in SLOW])
 
 

@@ -14,11 +14,16 @@ import pytest
 from support.loader_data import make_rows
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "trainers"
-PAGES = sorted(page for page in FOLDER.glob("*.md") if page.stem != "README")
+SLOW = {"hugging_face"}  # imports TRL and trains
+PAGES = [
+    pytest.param(page, id=page.stem, marks=[pytest.mark.extended] * (page.stem in SLOW))
+    for page in sorted(FOLDER.glob("*.md"))
+    if page.stem != "README"
+]
 
 
 @pytest.mark.usefixtures("forgotten_modules")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_rows(tmp_path / "data", 150, 65)
     make_rows(tmp_path / "val", 40, 65)

@@ -157,7 +157,7 @@ def test_seed_and_data_are_the_order_for_any_batch_ranks_and_cache(
         settings = opened.settings(config, seed=5)
         assert [settings.order_of(n).lanes for n in range(len(streams))] == [16, 1][: len(streams)]
         run = PlannedRun(opened, settings, batch_size=global_batch // world_size, world_size=world_size)
-        steps = [run.steps(1).ravel() for _ in range(12_000 // global_batch)]
+        steps = [run.steps(1).ravel() for _ in range(6_000 // global_batch)]
         opened.streams.close()
         if not number:
             one_by_one = np.concatenate(steps)
