@@ -124,8 +124,8 @@ def _dropped_rows(dropped: Dropped) -> pa.Table:
 
     Those that may be among the lowest of a batch have their text.
     """
-    documents, values = dropped.documents, dropped.values
-    count = documents.num_rows
+    rows, values = pa.array(dropped.rows), dropped.values
+    count = len(rows)
     numbers, labels = np.full(count, np.nan), pa.nulls(count, pa.string())
     if values is not None and values.dtype.kind in "OUS":
         labels = pa.array(values, pa.string())
@@ -142,11 +142,12 @@ def _dropped_rows(dropped: Dropped) -> pa.Table:
         "value": pa.array(numbers, from_pandas=True),
         "label": labels,
         "bound": pa.array(np.full(count, bound), from_pandas=True),
-        "text": beginnings(documents, np.union1d(lowest, nearest)),
+        "text": beginnings(dropped.documents, dropped.rows[np.union1d(lowest, nearest)]).take(rows),
         "hash": pa.array(dropped.hashes),
         "distance": pa.array(distance),
     }
-    return pa.table(described(documents) | judged)
+    columns = {name: column.take(rows) for name, column in described(dropped.documents).items()}
+    return pa.table(columns | judged)
 
 
 def described(documents: pa.RecordBatch) -> dict[str, pa.Array]:
