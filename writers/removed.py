@@ -50,6 +50,9 @@ class Lowest:
 
     def exchange(self, rows: pa.Table) -> pa.Table:
         """The rows, and those held before, that are not among the lowest now."""
+        if self.held is None and rows.num_rows <= self._count:
+            self.held = rows.combine_chunks()
+            return rows.slice(0, 0)
         rows = rows if self.held is None else pa.concat_tables([self.held, rows])
         order = np.argsort(rows.column(self._column).to_numpy(), kind="stable")
         is_held = np.zeros(len(order), np.bool_)
@@ -69,6 +72,8 @@ class RemovedFile:
         self._rows = 0
 
     def write(self, rows: pa.Table) -> None:
+        if not rows.num_rows:
+            return
         self._pending.append(rows.select(self._schema.names).cast(self._schema))
         self._rows += rows.num_rows
         if self._rows >= ROW_GROUP_DOCUMENTS:
@@ -111,11 +116,9 @@ class DroppedFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            for rule in sorted(self._samples):
-                for sample in self._samples[rule]:
-                    assert sample.held is not None
-                    self._file.write(sample.held)
+        if kind is None and self._samples:
+            samples = [sample.held for rule in sorted(self._samples) for sample in self._samples[rule]]
+            self._file.write(pa.concat_tables(samples))
         self._file.__exit__(kind, error, trace)
 
 
@@ -141,7 +144,7 @@ def _dropped_rows(dropped: Dropped) -> pa.Table:
         "rule": pa.array([dropped.rule] * count),
         "value": pa.array(numbers, from_pandas=True),
         "label": labels,
-        "bound": pa.array(np.full(count, bound), from_pandas=True),
+        "bound": pa.array(np.full(count, bound, np.float64), from_pandas=True),
         "text": beginnings(dropped.documents, dropped.rows[np.union1d(lowest, nearest)]).take(rows),
         "hash": pa.array(dropped.hashes),
         "distance": pa.array(distance),
