@@ -78,7 +78,7 @@ _END = np.frombuffer(b"</s>", np.uint8)
 _PREFIX = np.frombuffer(LABEL_PREFIX.encode(), np.uint8)
 _KEY_BYTES = 24  # longer tokens are summed again each time
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_KEPT_BYTES = 2 << 20  # of vectors kept: more would leave the processor's cache
+_KEPT, _KEPT_BYTES = 1 << 15, 64 << 20  # vectors of tokens that are kept
 _ROWS = 1024  # whose numbers are listed before they are added: they are fetched from memory all at once
 _SEGMENT_BYTES = 512
 
@@ -91,7 +91,7 @@ class FastTextScorer:
         slots = np.full(1 << max(4, (2 * len(model.word_offsets) - 2).bit_length()), -1, np.int32)
         _fill_slots(model.words, model.word_offsets, slots)
         dim = model.dimensions
-        kept = 1 << max(6, (_KEPT_BYTES // (4 * dim)).bit_length() - 1)
+        kept = min(_KEPT, 1 << (_KEPT_BYTES // (4 * dim)).bit_length() - 1)
         self._tables = _Tables(
             model.buckets, reciprocal_of(model.buckets), model.min_ngram, model.max_ngram, model.word_ngrams,
             slots, model.words, model.word_offsets, model.pruned, model.inputs,
