@@ -50,6 +50,9 @@ class Lowest:
 
     def exchange(self, rows: pa.Table) -> pa.Table:
         """The rows, and those held before, that are not among the lowest now."""
+        if self.held is None and rows.num_rows <= self._count:
+            self.held = rows.combine_chunks()
+            return rows.slice(0, 0)
         rows = rows if self.held is None else pa.concat_tables([self.held, rows])
         order = np.argsort(rows.column(self._column).to_numpy(), kind="stable")
         is_held = np.zeros(len(order), np.bool_)
@@ -69,6 +72,8 @@ class RemovedFile:
         self._rows = 0
 
     def write(self, rows: pa.Table) -> None:
+        if not rows.num_rows:
+            return
         self._pending.append(rows.select(self._schema.names).cast(self._schema))
         self._rows += rows.num_rows
         if self._rows >= ROW_GROUP_DOCUMENTS:
@@ -111,11 +116,9 @@ class DroppedFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            for rule in sorted(self._samples):
-                for sample in self._samples[rule]:
-                    assert sample.held is not None
-                    self._file.write(sample.held)
+        if kind is None and self._samples:
+            samples = [sample.held for rule in sorted(self._samples) for sample in self._samples[rule]]
+            self._file.write(pa.concat_tables(samples))
         self._file.__exit__(kind, error, trace)
 
 
@@ -124,8 +127,8 @@ def _dropped_rows(dropped: Dropped) -> pa.Table:
 
     Those that may be among the lowest of a batch have their text.
     """
-    documents, values = dropped.documents, dropped.values
-    count = documents.num_rows
+    rows, values = pa.array(dropped.rows), dropped.values
+    count = len(rows)
     numbers, labels = np.full(count, np.nan), pa.nulls(count, pa.string())
     if values is not None and values.dtype.kind in "OUS":
         labels = pa.array(values, pa.string())
@@ -141,12 +144,13 @@ def _dropped_rows(dropped: Dropped) -> pa.Table:
         "rule": pa.array([dropped.rule] * count),
         "value": pa.array(numbers, from_pandas=True),
         "label": labels,
-        "bound": pa.array(np.full(count, bound), from_pandas=True),
-        "text": beginnings(documents, np.union1d(lowest, nearest)),
+        "bound": pa.array(np.full(count, bound, np.float64), from_pandas=True),
+        "text": beginnings(dropped.documents, dropped.rows[np.union1d(lowest, nearest)]).take(rows),
         "hash": pa.array(dropped.hashes),
         "distance": pa.array(distance),
     }
-    return pa.table(described(documents) | judged)
+    columns = {name: column.take(rows) for name, column in described(dropped.documents).items()}
+    return pa.table(columns | judged)
 
 
 def described(documents: pa.RecordBatch) -> dict[str, pa.Array]:

@@ -67,7 +67,7 @@ def outcomes(chain: FilterChain, texts: list[str]) -> list[tuple[str | None, flo
     found: dict[int, Any] = {}
     for dropped in result.removed:
         bounds = np.broadcast_to(np.nan if dropped.bound is None else dropped.bound, len(dropped.hashes))
-        rows = dropped.documents.column("record").to_pylist()
+        rows = dropped.documents.column("record").to_numpy()[dropped.rows].tolist()
         for row, value, bound in zip(rows, dropped.values.tolist(), bounds.tolist(), strict=True):  # type: ignore[union-attr]
             found[row] = (dropped.rule, value, None if np.isnan(bound) else bound)
     return [found.get(row, (None, None, None)) for row in range(len(texts))]

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from reference.fasttext import reference_scores
 from shardkit.errors import RecipeError
-from shardkit.writers.kernels.fasttext import FastTextScorer
+from shardkit.writers.kernels.fasttext import FastTextScorer, reciprocal_of, remainder
 from shardkit.writers.kernels.fasttext_model import FastTextModel, load_fasttext
+from shardkit.writers.kernels.numba_support import UInt64s, kernel
 from support.filter_runs import text_batch
 from support.small_models import LOSSES, WORDS, model_bytes
 
@@ -24,14 +25,17 @@ VARIANTS = [
     ("softmax", (3, 0, 0), False),
     ("softmax", (2, 1, 3), True),
     ("hs", (1, 2, 4), True),
+    ("hs", (1, 2, 4), True, 16),  # sums of whole vector registers, and of what is left
+    ("softmax", (2, 1, 3), False, 35),
 ]
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=lambda v: "-".join(map(str, (v[0], *v[1], v[2]))))
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda v: "-".join(map(str, (v[0], *v[1], *v[2:]))))
 def model_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    loss, ngrams, pruned = request.param
+    loss, ngrams, pruned, *dimensions = request.param
+    sizes = {"dimensions": dimensions[0]} if dimensions else {}
     path = tmp_path_factory.mktemp("model") / "model.bin"
-    path.write_bytes(model_bytes(loss, ngrams=ngrams, pruned=pruned))
+    path.write_bytes(model_bytes(loss, ngrams=ngrams, pruned=pruned, **sizes))
     return path
 
 
@@ -94,6 +98,31 @@ def test_what_was_looked_at_before_changes_no_bit(tmp_path: Path) -> None:
     assert not alone[~only].any()
     again = scorer.scores(batch.data, batch.offsets, batch.wanted)
     assert again.tobytes() == together.tobytes()
+
+
+@kernel
+def remainders(values: UInt64s, divisor: np.uint64, reciprocal: np.uint64, out: UInt64s) -> None:
+    for i in range(len(values)):
+        out[i] = remainder(values[i], divisor, reciprocal)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 1 << 31), st.lists(st.integers(0, 2**32 - 1), max_size=20))
+def test_buckets_are_hashes_modulo_their_number(buckets: int, hashes: list[int]) -> None:
+    multiples = [k * buckets + d for k in (0, 1, (1 << 32) // buckets - 1) for d in (-1, 0, 1)]
+    values = np.array([v for v in [*hashes, *multiples] if 0 <= v < 1 << 32], np.uint64)
+    found = np.zeros_like(values)
+    remainders(values, np.uint64(buckets), reciprocal_of(buckets), found)
+    assert (found == values % np.uint64(buckets)).all()
+
+
+def test_a_text_of_any_length_before_the_end_of_the_data(tmp_path: Path) -> None:
+    (tmp_path / "model").write_bytes(model_bytes(dimensions=16))
+    model = load_fasttext(tmp_path / "model")
+    for shift in range(140):
+        text = "é" * (shift // 2) + " " * (shift % 2) + "the\tx\0of größe中"
+        [found] = scores(model, [text])
+        assert found == pytest.approx(reference_scores(model, text.encode()), abs=2e-6), shift
 
 
 def test_a_megabyte_without_a_space_and_the_first_characters_of_it(tmp_path: Path) -> None:

@@ -32,12 +32,13 @@ def model_bytes(
     ngrams: tuple[int, int, int] = (1, 2, 4),
     pruned: bool = False,
     labels: Sequence[bytes] = LABELS,
+    dimensions: int = DIMENSIONS,
     seed: int = 1,
 ) -> bytes:
     """A model as fastText writes it: random numbers, of 97 buckets all or 40 (then quantised)."""
     rng, buckets = np.random.default_rng(seed), 97
     word_ngrams, least, most = ngrams
-    numbers = (DIMENSIONS, 5, 5, 1, 5, word_ngrams, LOSSES[loss], 3, buckets, least, most, 100, 1e-4)
+    numbers = (dimensions, 5, 5, 1, 5, word_ngrams, LOSSES[loss], 3, buckets, least, most, 100, 1e-4)
     kept = rng.permutation(buckets)[:40] if pruned else None
     data = struct.pack("<2i12id", 793712314, 12, *numbers)
     data += struct.pack("<3iqq", len(WORDS) + len(labels), len(WORDS), len(labels), 99, 40 if pruned else -1)
@@ -46,11 +47,11 @@ def model_bytes(
             data += name + b"\0" + struct.pack("<qb", 50 - 7 * count % 50, kind)
     if kept is not None:
         data += bytes(np.stack([kept, rng.permutation(40)], axis=1).astype(np.int32).data)
-        data += b"\1" + quantised(len(WORDS) + 40, DIMENSIONS, rng, 2, norms=True)
-        return data + b"\1" + quantised(len(labels), DIMENSIONS, rng, 3, norms=False)
+        data += b"\1" + quantised(len(WORDS) + 40, dimensions, rng, 2, norms=True)
+        return data + b"\1" + quantised(len(labels), dimensions, rng, 3, norms=False)
     for rows in (len(WORDS) + buckets, len(labels)):
-        values = rng.normal(size=rows * DIMENSIONS).astype(np.float32).tobytes()
-        data += b"\0" + struct.pack("<qq", rows, DIMENSIONS) + values
+        values = rng.normal(size=rows * dimensions).astype(np.float32).tobytes()
+        data += b"\0" + struct.pack("<qq", rows, dimensions) + values
     return data
 
 

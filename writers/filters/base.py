@@ -174,7 +174,7 @@ class Editor(Protocol):
         """Names under which removed bytes are counted."""
 
     def edit(self, batch: TextBatch) -> Edit:
-        """Rewrite the texts of the wanted documents; the other texts may stay as they are."""
+        """Rewrite the texts of the wanted documents; what the others become does not matter."""
 
 
 @runtime_checkable

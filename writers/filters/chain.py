@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers.documents import keyed_hashes
@@ -57,14 +56,15 @@ class Excerpt:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Documents (DOCUMENT_SCHEMA) that one rule dropped, as it judged them.
+    """Documents that one rule dropped, as it judged them: `rows`, int64[n], of a batch of DOCUMENT_SCHEMA.
 
-    `hashes`, uint64[n], choose a sample; `values` [n], `bound`, one or float64[n], and `labels`, object[n],
-    are those of the rule.
+    They are not taken out of the batch, for that would copy all of their texts. `hashes`, uint64[n], choose a
+    sample; `values` [n], `bound`, one or float64[n], and `labels`, object[n], are those of the rule.
     """
 
     rule: str
     documents: pa.RecordBatch
+    rows: npt.NDArray[np.int64]
     hashes: npt.NDArray[np.uint64]
     values: npt.NDArray[Any] | None
     bound: float | npt.NDArray[np.float64] | None
@@ -239,12 +239,13 @@ class FilterChain:
 
     def _refuse_missing(self, result: Filtered) -> None:
         """BuildError for a document without scores, where the recipe refuses those."""
-        lost = [one.documents for one in result.removed if one.rule == f"scores/{REFUSED}"]
+        lost = [one for one in result.removed if one.rule == f"scores/{REFUSED}"]
         if not lost:
             return
-        config, documents = next(one for one in self._scores if one.missing == "refuse"), lost[0]
+        config, first = next(one for one in self._scores if one.missing == "refuse"), lost[0]
+        row = int(first.rows[0])
         file, record, own = (
-            documents.column(name)[0].as_py() for name in ("file", "record", config.document)
+            first.documents.column(name)[row].as_py() for name in ("file", "record", config.document)
         )
         raise BuildError(
             f"{file}: record {record:,}: filters: scores: no row of {', '.join(config.path)} has all scores "
@@ -274,15 +275,14 @@ class FilterChain:
 
 
 def _run(step: _Step, batch: TextBatch) -> tuple[Sequence[Rule], Edit | None]:
-    """Run a step on a batch; an editor's texts replace those of the wanted documents."""
+    """Run a step on a batch; an editor's texts replace all, for nobody reads those of dropped documents."""
     if not isinstance(step.work, Editor):
         rules = step.work.judge(batch)
         assert tuple(rule.name for rule in rules) == tuple(step.work.reasons), step.name
         return rules, None
     edit = step.work.edit(batch)
     before, chosen = batch.sizes, batch.wanted
-    texts = edit.texts if chosen.all() else pc.if_else(pa.array(chosen), edit.texts, batch.texts)
-    batch.set_texts(texts)
+    batch.set_texts(edit.texts)
     cut = sum(edit.cut.values(), np.zeros(len(batch), np.int64))
     assert np.array_equal((before - batch.sizes)[chosen], cut[chosen]), f"{step.name}: bytes are missing"
     return edit.rules, edit
@@ -312,10 +312,9 @@ def _drop(
     result.dropped[reason] = before + Count(len(chosen), int(batch.sizes[chosen].sum()))
     documents = batch.documents
     values = None if rule.values is None else rule.values[chosen]
-    removed = documents.take(pa.array(chosen))
     bound = rule.bound[chosen] if isinstance(rule.bound, np.ndarray) else rule.bound
     labels = None if rule.labels is None else rule.labels[chosen]
-    result.removed.append(Dropped(reason, removed, hashes[chosen], values, bound, labels))
+    result.removed.append(Dropped(reason, documents, chosen, hashes[chosen], values, bound, labels))
     files, records = documents.column("file"), documents.column("record")
     shown = [
         Excerpt(int(hashes[row]), files[row].as_py(), records[row].as_py(), _beginning(batch, row))

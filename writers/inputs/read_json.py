@@ -27,6 +27,7 @@ _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 256
 _BETWEEN = re.compile(rb"[ \t\r\n,]*+")
 _SCALAR = re.compile(rb"[^ \t\r\n,\[\]{}\"]*+")  # what is no string, array or object; JSON or not
+_EXACT = (str, int, bool, type(None), type(MISSING))  # read without loss
 _STARTS = (b"{", b"[", b'"', b"}", b"]")
 _BRACKETS = re.compile(rb"[^\"\[\]{}]*+([\"\[\]{}])")
 _STRING = re.compile(rb"[^\"\\]*+(?:\\.[^\"\\]*+)*+(\"|\\?\Z)", re.DOTALL)
@@ -78,7 +79,8 @@ def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
                 problem += f"; name the one with the text ({key}.text), or leave the file out ({key}.exclude)"
         sink.bad("no_text", problem, head=line)
         return
-    if any(_holds_large_number(field_at(fields, path)) for path in sink.carried):
+    carried = [value for path in sink.carried if type(value := field_at(fields, path)) not in _EXACT]
+    if carried and any(map(_holds_large_number, carried)):
         # orjson makes floats of integers that 64 bits do not hold; json nests a little less deep than it.
         with suppress(RecursionError):
             fields = json.loads(line)

@@ -3,7 +3,7 @@
 Lines are those of `str.splitlines()`, words those of `str.split()`, sentences those of `sentences.py`. The
 rules on a line are, in order: too long a word (0), no terminal punctuation (1), too few words (2), javascript
 (3) and policy (4); the numbers are rows of the counts. Lines that stay are written to a second buffer of the
-batch's size. Phrases are found by their rarest letter.
+batch's size. Phrases are found by their rarest letter with the one before it, 64 bytes at a time.
 """
 
 from __future__ import annotations
@@ -14,23 +14,29 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from shardkit.writers.kernels.blocks import (
+    BLOCK_BYTES,
+    TAIL_BYTES,
+    block_at,
+    copy_bytes,
+    find_byte,
+    find_line_mark,
+    lowest_bits,
+)
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
 from shardkit.writers.kernels.sentences import SentenceTables, count_sentences, sentence_tables
+from shardkit.writers.kernels.simd import range_mask, trailing_zeros
 from shardkit.writers.kernels.utf8 import (
     LINE_END,
     SPACE,
     character_at,
     character_flags,
-    characters_with,
-    first_bytes,
     strip_space,
 )
 
 __all__ = ["LineCounts", "edit_lines"]
 
 _LOREM, _JAVASCRIPT, _CURLY, _POLICY = 1, 2, 4, 8
-# The characters by which phrases are found; few letters of a text are such. A Kelvin sign in lower case is k.
-_ANCHORS = "vVpPfFkK{\N{KELVIN SIGN}"
 # Rows of the kernel's counts: bytes of the lines cut by each of five rules, then these.
 _CITATIONS, _LOREM_AT, _CURLY_AT, _SENTENCES = range(5, 9)
 
@@ -55,14 +61,13 @@ def edit_lines(
 
     `switches`: cut citations, require terminal punctuation, lorem ipsum, javascript, {, policy. `limits`:
     fewest sentences of a document, fewest words of a line, most characters of a word; -1 for no rule. Texts
-    that are not `wanted` or that are dropped stay as they are.
+    that are dropped stay as they are, and those that are not `wanted` are empty.
     """
     size = len(wanted)
-    edited = np.empty(int(offsets[-1] - offsets[0]), np.uint8)
+    edited = np.empty(int(np.diff(offsets)[wanted].sum()), np.uint8)
     ends = np.zeros(size + 1, np.int64)
     counts = np.zeros((_SENTENCES + 1, size), np.int64)
-    anchors, marks = first_bytes(_ANCHORS), first_bytes(characters_with(LINE_END))
-    tables = (character_flags(), anchors, marks, _decimals(), sentence_tables())
+    tables = (character_flags(), np.zeros(TAIL_BYTES, np.uint8), _decimals(), sentence_tables())
     _edit(data, offsets, wanted, (switches, limits, tables), edited, ends, counts)
     texts = pa.LargeStringArray.from_buffers(size, pa.py_buffer(ends), pa.py_buffer(edited))
     found = LineCounts(counts[: _CITATIONS + 1], counts[_LOREM_AT], counts[_CURLY_AT], counts[_SENTENCES])
@@ -87,13 +92,13 @@ _SPACE_USE = _letters(" use")
 _CITED = (_letters("edit]"), _letters("citation needed]"))
 
 
-# Character flags, anchors of phrases, line marks, decimal digits, tables of sentences.
-_Tables = tuple[UInt8s, Bools, Bools, Bools, SentenceTables]
+# Character flags, room for a block, decimal digits, tables of sentences.
+_Tables = tuple[UInt8s, UInt8s, Bools, SentenceTables]
 # Switches, limits, tables.
 _Rules = tuple[tuple[bool, ...], tuple[int, int, int], _Tables]
 
 
-@kernel
+@kernel(allocates=False)
 def _edit(
     data: UInt8s, offsets: Int64s, wanted: Bools, rules: _Rules, edited: UInt8s, ends: Int64s, counts: Int64s
 ) -> None:
@@ -101,37 +106,35 @@ def _edit(
     to = ends[0]  # 0; a literal would compile everything twice
     for document in range(len(wanted)):
         begin, end, start, out = offsets[document], offsets[document + 1], to, counts[:, document]
-        dropped = True
-        if wanted[document]:
-            to = _document(data, begin, end, rules, edited, start, out)
-            few = least_sentences > -1 and out[_SENTENCES] < least_sentences
-            dropped = out[_LOREM_AT] > 0 or out[_CURLY_AT] > 0 or few
+        if not wanted[document]:
+            ends[document + 1] = to
+            continue
+        to = _document(data, begin, end, rules, edited, start, out)
+        few = least_sentences > -1 and out[_SENTENCES] < least_sentences
+        dropped = out[_LOREM_AT] > 0 or out[_CURLY_AT] > 0 or few
         if dropped:
-            to = start
-            for at in range(begin, end):  # a slice assigned would compile for seconds: it can raise
-                edited[to] = data[at]
-                to += 1
+            to = copy_bytes(data, begin, end, edited, start)
             out[: _CITATIONS + 1] = 0
         else:
             to = _strip(edited, start, to, flags)
         ends[document + 1] = to
 
 
-@kernel
+@kernel(allocates=False)
 def _document(
     data: UInt8s, begin: int, end: int, rules: _Rules, edited: UInt8s, start: int, out: Int64s
 ) -> int:
     """Write the lines that stay to `edited` from `start` on, each with a newline; where they end."""
-    flags, _, marks, _, _ = rules[2]
+    flags = rules[2][0]
     to, at, lines = start, begin, 0
     while at < end:
         line_begin = line_end = at
         while at < end:
-            if not marks[data[at]]:
-                at += 1
+            line_end = find_line_mark(data, at, end)
+            if line_end == end:
+                at = end
                 continue
-            line_end = at
-            code, at = character_at(data, at)
+            code, at = character_at(data, line_end)
             if flags[code] & LINE_END:
                 at += code == 13 and at < end and data[at] == 10
                 break
@@ -148,7 +151,7 @@ def _document(
     return to
 
 
-@kernel
+@kernel(allocates=False)
 def _line(
     data: UInt8s,
     first: int,
@@ -162,19 +165,22 @@ def _line(
     """Where the line ends in `edited` if it stays, else -1 - start."""
     citations, terminal, lorem, javascript, curly, policy = rules[0]
     minimum, least_words, longest_word = rules[1]
-    flags, anchors, _, decimals, sentence = rules[2]
+    flags, tail, decimals, sentence = rules[2]
     rule = -1
-    words, longest = _words(data, first, last, flags)
-    if longest_word != -1 and longest > longest_word:
+    if (
+        longest_word != -1
+        and last - first > longest_word
+        and _longest(data, first, last, flags) > longest_word
+    ):
         out[0] += last - first
         return -1 - start
     to = _copy(data, first, last, decimals, citations, edited, start)
     if terminal and not _ends_well(edited, start, to):
         rule = 1
-    elif words < least_words:
+    elif not _has_words(data, first, last, flags, least_words):
         rule = 2
     else:
-        found = _phrases(edited, start, to, anchors)
+        found = _phrases(edited, start, to, tail)
         if lorem and found & _LOREM:
             if not out[_LOREM_AT]:
                 out[_LOREM_AT] = number
@@ -196,40 +202,46 @@ def _line(
     return to
 
 
-@kernel
-def _words(data: UInt8s, at: int, end: int, flags: UInt8s) -> tuple[int, int]:
-    """(words, characters of the longest one)."""
-    words = longest = length = 0
+@kernel(allocates=False)
+def _has_words(data: UInt8s, at: int, end: int, flags: UInt8s, least: int) -> bool:
+    """Whether there are at least so many words; reads no further than that."""
+    inside = False
+    while at < end and least > 0:
+        code, at = character_at(data, at)
+        is_space = (flags[code] & SPACE) != 0
+        least -= not (is_space or inside)
+        inside = not is_space
+    return least <= 0
+
+
+@kernel(allocates=False)
+def _longest(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
+    """Characters of the longest word."""
+    longest = length = 0
     while at < end:
-        if 32 < data[at] < 128:
-            at += 1
-        else:
-            code, at = character_at(data, at)
-            if flags[code] & SPACE:
-                length = 0
-                continue
-        words += length == 0
-        length += 1
+        code, at = character_at(data, at)
+        length = 0 if flags[code] & SPACE else length + 1
         longest = max(longest, length)
-    return words, longest
+    return longest
 
 
-@kernel
+@kernel(allocates=False)
 def _copy(data: UInt8s, at: int, end: int, decimals: Bools, citations: bool, edited: UInt8s, to: int) -> int:
     """Copy a line without its citations; where it ends."""
     while at < end:
-        if citations and data[at] == 91:
+        bracket = find_byte(data, at, end, 91) if citations else end
+        to = copy_bytes(data, at, bracket, edited, to)
+        at = bracket
+        if at < end:
             after = _citation(data, at + 1, end, decimals)
-            if after:
-                at = after
-                continue
-        edited[to] = data[at]
-        to += 1
-        at += 1
+            if not after:
+                edited[to] = 91
+                to, after = to + 1, at + 1
+            at = after
     return to
 
 
-@kernel
+@kernel(allocates=False)
 def _citation(data: UInt8s, begin: int, end: int, decimals: Bools) -> int:
     """Where the citation ends whose bracket is before `begin`; 0 if there is none."""
     at = begin
@@ -250,7 +262,7 @@ def _citation(data: UInt8s, begin: int, end: int, decimals: Bools) -> int:
     return 0
 
 
-@kernel
+@kernel(allocates=False)
 def _ends_well(data: UInt8s, begin: int, end: int) -> bool:
     if begin == end:
         return False
@@ -260,7 +272,7 @@ def _ends_well(data: UInt8s, begin: int, end: int) -> bool:
     return last == 63 or last == 33 or last == 34 or last == 39
 
 
-@kernel
+@kernel(allocates=False)
 def _before(data: UInt8s, begin: int, at: int, text: UInt8s) -> bool:
     """Whether data[begin:at] ends with `text`, whatever the case of its ASCII letters."""
     if at - begin < len(text):
@@ -268,7 +280,7 @@ def _before(data: UInt8s, begin: int, at: int, text: UInt8s) -> bool:
     return _after(data, at - len(text), at, text)
 
 
-@kernel
+@kernel(allocates=False)
 def _after(data: UInt8s, at: int, end: int, text: UInt8s) -> bool:
     """Whether data[at:end] begins with `text`, whatever the case of its ASCII letters."""
     if end - at < len(text):
@@ -282,38 +294,68 @@ def _after(data: UInt8s, at: int, end: int, text: UInt8s) -> bool:
     return True
 
 
-@kernel
-def _phrases(data: UInt8s, begin: int, end: int, anchors: Bools) -> int:
+@kernel(allocates=False)
+def _phrases(data: UInt8s, begin: int, end: int, tail: UInt8s) -> int:
     """Bits of the phrases in a line, each found by its rarest letter."""
     found = 0
-    for at in range(begin, end):
-        if not anchors[data[at]]:
-            continue
-        byte, after = data[at] | 32, at + 1
-        if byte == 123 and data[at] == 123:
-            found |= _CURLY
-        elif byte == 118:  # v
-            if _before(data, begin, at, _JA) and _after(data, after, end, _ASCRIPT):
-                found |= _JAVASCRIPT
-            elif _before(data, begin, at, _PRIVACY) and _after(data, after, end, _ACY_POLICY):
-                found |= _POLICY
-        elif byte == 112:  # p
-            if _before(data, begin, at, _LOREM_IPSUM) and _after(data, after, end, _SUM):
-                found |= _LOREM
-        elif byte == 102:  # f
-            if _before(data, begin, at, _TERMS) and _after(data, after, end, _SPACE_USE):
-                found |= _POLICY
-        elif byte == 107 or (end - at > 2 and data[at + 1] == 0x84 and data[at + 2] == 0xAA):  # k, Kelvin
-            after = at + 1 if byte == 107 else at + 3
-            if _before(data, begin, at, _COO):
-                whose = _before(data, begin, at, _USE) or _before(data, begin, at, _USES)
-                whose = whose or _before(data, begin, at, _USE_OF)
-                if _after(data, after, end, _IE_POLICY) or (whose and _after(data, after, end, _IES)):
-                    found |= _POLICY
+    for block in range(begin, end, BLOCK_BYTES):
+        anchors = _anchors(data, block, tail) & lowest_bits(min(BLOCK_BYTES, end - block))
+        while anchors:
+            at = block + trailing_zeros(anchors)
+            anchors &= anchors - np.uint64(1)
+            found |= _phrase(data, begin, at, end)
     return found
 
 
-@kernel
+@kernel(allocates=False)
+def _anchors(data: UInt8s, at: int, tail: UInt8s) -> np.uint64:
+    """A bit for each byte of a block by which a phrase may be found: few bytes of a text are such.
+
+    {, a Kelvin sign (in lower case it is k), v and p after a or i, f and k after o; of a block's first byte
+    the one before is not looked at.
+    """
+    block, place = block_at(data, at, tail)
+    after_i = _letter(block, place, 105) << np.uint64(1) | np.uint64(1)
+    after_a = _letter(block, place, 97) << np.uint64(1)
+    after_o = _letter(block, place, 111) << np.uint64(1) | np.uint64(1)
+    found = _letter(block, place, 118) & (after_a | after_i) | _letter(block, place, 112) & after_i
+    found |= (_letter(block, place, 102) | _letter(block, place, 107)) & after_o
+    return found | range_mask(block, place, 123, 1) | range_mask(block, place, 0xE2, 1)
+
+
+@kernel(inline=True)
+def _letter(block: UInt8s, place: int, lower: int) -> np.uint64:
+    return range_mask(block, place, lower, 1) | range_mask(block, place, lower - 32, 1)
+
+
+@kernel(allocates=False)
+def _phrase(data: UInt8s, begin: int, at: int, end: int) -> int:
+    """The bit of the phrase whose rarest letter is at `at` in the line data[begin:end], or 0."""
+    byte, after = data[at] | 32, at + 1
+    if data[at] == 123:
+        return _CURLY
+    if byte == 118:  # v
+        if _before(data, begin, at, _JA) and _after(data, after, end, _ASCRIPT):
+            return _JAVASCRIPT
+        if _before(data, begin, at, _PRIVACY) and _after(data, after, end, _ACY_POLICY):
+            return _POLICY
+    elif byte == 112:  # p
+        if _before(data, begin, at, _LOREM_IPSUM) and _after(data, after, end, _SUM):
+            return _LOREM
+    elif byte == 102:  # f
+        if _before(data, begin, at, _TERMS) and _after(data, after, end, _SPACE_USE):
+            return _POLICY
+    elif byte == 107 or (end - at > 2 and data[at + 1] == 0x84 and data[at + 2] == 0xAA):  # k, Kelvin
+        after = at + 1 if byte == 107 else at + 3
+        if _before(data, begin, at, _COO):
+            whose = _before(data, begin, at, _USE) or _before(data, begin, at, _USES)
+            whose = whose or _before(data, begin, at, _USE_OF)
+            if _after(data, after, end, _IE_POLICY) or (whose and _after(data, after, end, _IES)):
+                return _POLICY
+    return 0
+
+
+@kernel(allocates=False)
 def _strip(edited: UInt8s, start: int, end: int, flags: UInt8s) -> int:
     """Take white space off both ends of edited[start:end]; where it ends then."""
     first, last = strip_space(edited, start, end, flags)

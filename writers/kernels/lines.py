@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardkit.writers.kernels.blocks import find_byte
 from shardkit.writers.kernels.hash_tables import table_slots
 from shardkit.writers.kernels.numba_support import Bools, Int32s, Int64s, UInt8s, int64, kernel
 from shardkit.writers.kernels.utf8 import (
@@ -44,6 +45,9 @@ __all__ = [
     "line_repetition",
     "line_statistics",
 ]
+
+
+_NEWLINE = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +87,14 @@ def _count(data: UInt8s, offsets: Int64s, wanted: Bools, flags: UInt8s, short: i
         _count_one(data, begin, end, flags, short, table[:size], counts[:, document])
 
 
-@kernel
+@kernel(allocates=False)
 def _count_one(
     data: UInt8s, begin: int, end: int, flags: UInt8s, short: int, table: Int32s, out: Int64s
 ) -> None:
     lines = terminal = shorts = repeated = 0
     line_begin = begin
     while line_begin <= end:
-        line_end = line_begin
-        while line_end < end and data[line_end] != 10:
-            line_end += 1
+        line_end = find_byte(data, line_begin, end, _NEWLINE)
         if skip_space(data, line_begin, line_end, flags) < line_end:
             characters = count_characters(data, line_begin, line_end)
             lines += 1
@@ -104,7 +106,7 @@ def _count_one(
     out[0], out[1], out[2], out[3] = lines, terminal, shorts, repeated
 
 
-@kernel
+@kernel(allocates=False)
 def _seen(data: UInt8s, begin: int, line_begin: int, line_end: int, table: Int32s) -> bool:
     """Whether the line is in the table, where it is put otherwise (as 1 + its start in the document)."""
     mask = len(table) - 1
@@ -127,7 +129,7 @@ def count_long_lines(data: UInt8s, offsets: Int64s, wanted: Bools, least: int) -
     return counts
 
 
-@kernel
+@kernel(allocates=False)
 def _count_long_lines(data: UInt8s, offsets: Int64s, wanted: Bools, least: int, counts: Int64s) -> None:
     for document in range(len(wanted)):
         if not wanted[document]:
@@ -140,7 +142,6 @@ def _count_long_lines(data: UInt8s, offsets: Int64s, wanted: Bools, least: int, 
 
 
 LINES, PARAGRAPHS, ALL_LINES = 0, 1, 2
-_NEWLINE = 10
 
 
 class Repetition(NamedTuple):
@@ -192,18 +193,17 @@ def _count_repeated(
         counts[0][document], counts[1][document], counts[2][document] = elements, repeated, characters
 
 
-@kernel
+@kernel(allocates=False)
 def _cut(data: UInt8s, begin: int, end: int, kind: int, begins: Int64s, ends: Int64s) -> int:
     """Cut at runs of newlines that are long enough; how many elements there are."""
     least = 2 if kind == PARAGRAPHS else 1
     elements = 0
     start = at = begin
     while at < end:
-        if data[at] != _NEWLINE:
-            at += 1
-            continue
-        stop = at
-        at += 1
+        stop = find_byte(data, at, end, _NEWLINE)
+        if stop == end:
+            break
+        at = stop + 1
         while kind != ALL_LINES and at < end and data[at] == _NEWLINE:
             at += 1
         if at - stop >= least:
@@ -214,7 +214,7 @@ def _cut(data: UInt8s, begin: int, end: int, kind: int, begins: Int64s, ends: In
     return elements + 1
 
 
-@kernel
+@kernel(allocates=False)
 def _find_repeated(
     found: tuple[UInt8s, Int64s, Int64s], copies: Int32s, table: Int32s, every: bool
 ) -> tuple[int, int]:

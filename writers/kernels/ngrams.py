@@ -23,17 +23,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardkit.writers.kernels.blocks import BLOCK_BYTES, TAIL_BYTES, block_at, lowest_bits, space_mask
 from shardkit.writers.kernels.hash_tables import table_slots
 from shardkit.writers.kernels.numba_support import Bools, Int32s, Int64s, UInt8s, UInt64s, int64, kernel
-from shardkit.writers.kernels.simd import load_8_bytes
-from shardkit.writers.kernels.utf8 import (
-    SPACE,
-    character_flags,
-    characters_with,
-    first_bytes,
-    next_character,
-    same_runs,
-)
+from shardkit.writers.kernels.simd import count_ones, load_8_bytes, range_mask, store_8_bytes, trailing_zeros
+from shardkit.writers.kernels.utf8 import character_flags, same_runs
 
 __all__ = ["COPIES", "EXCESS", "TOP", "NgramCounts", "ngram_statistics"]
 
@@ -41,6 +35,7 @@ TOP, EXCESS, COPIES = 0, 1, 2
 _BASE = np.uint64(0xD6E8FEB86659FD93)
 _SCATTER = np.uint64(0x9E3779B97F4A7C15)
 _ONE = np.uint64(1)
+_POWERS_OF_BASE = tuple(np.uint64(pow(int(_BASE), power, 1 << 64)) for power in range(1, 8))
 _POWERS = 256  # powers of the base for n-grams up to so many bytes are looked up
 _PREFIX = 16  # bytes
 _TABLE_SHIFT = np.uint64(20)
@@ -100,13 +95,8 @@ def ngram_statistics(
     if longest:
         order = sorted(range(len(jobs)), key=lambda number: jobs[number][0])
         plan = np.array([(*jobs[number], number) for number in order], np.int64).reshape(-1, 3)
-        tables = (character_flags(), first_bytes(characters_with(SPACE)))
-        _count(data, offsets, wanted, plan, longest, tables, tuple(counts))
+        _count(data, offsets, wanted, plan, longest, character_flags(), tuple(counts))
     return counts
-
-
-# Character flags, first bytes of white space.
-_Tables = tuple[UInt8s, Bools]
 
 
 @kernel
@@ -116,7 +106,7 @@ def _count(
     wanted: Bools,
     plan: Int64s,
     longest: int,
-    tables: _Tables,
+    flags: UInt8s,
     counts: tuple[Int64s, ...],
 ) -> None:
     characters, word_characters, first, second = counts
@@ -125,7 +115,7 @@ def _count(
         powers[length] = powers[length - 1] * _BASE
     most = longest // 2 + 1
     # Pages that no document reaches are never touched, so they take no memory.
-    joined = np.empty(longest + _PREFIX, np.uint8)
+    joined, tail = np.empty(longest + _PREFIX, np.uint8), np.zeros(TAIL_BYTES, np.uint8)
     starts, edges = np.empty(most + 1, np.int32), np.empty(most + 1, np.int32)
     prefixes = np.empty(most + 1, np.uint64)
     scratch = _Scratch(
@@ -137,13 +127,13 @@ def _count(
         np.empty(table_slots(2 * most), np.int32),
     )
     of_words, of_joined = np.empty(most, np.int32), np.empty(most, np.int32)
+    words = _Words(joined, starts, edges, prefixes, powers)
     for document in range(len(wanted)):
         if not wanted[document]:
             continue
         begin, end = offsets[document], offsets[document + 1]
-        found, spaces = _split(data, begin, end, tables, joined, starts, edges, prefixes)
+        found, spaces = _split(data, begin, end, flags, words, tail)
         characters[document], word_characters[document] = edges[found] + spaces, edges[found]
-        words = _Words(joined, starts, edges, prefixes, powers)
         # How many of the words' and of the joined n-grams may occur twice; -1: not known.
         whole, some = -1, -1
         for job in range(len(plan)):
@@ -171,46 +161,62 @@ def _count(
                     second[row, document] += edges[at + n] - edges[at]
 
 
-@kernel
-def _split(
-    data: UInt8s,
-    at: int,
-    end: int,
-    tables: _Tables,
-    joined: UInt8s,
-    starts: Int32s,
-    edges: Int32s,
-    prefixes: UInt64s,
-) -> tuple[int, int]:
+@kernel(allocates=False)
+def _split(data: UInt8s, begin: int, end: int, flags: UInt8s, words: _Words, tail: UInt8s) -> tuple[int, int]:
     """Fill what _Words holds, for (number of words, white-space characters)."""
-    flags, spaces_begin = tables
-    words = spaces = filled = characters = 0
+    joined, starts, edges, prefixes = words.joined, words.starts, words.edges, words.prefixes
+    found = spaces = filled = characters = 0
     starts[0] = edges[0] = 0
-    prefixes[0] = hashed = np.uint64(0)
-    while at < end:
-        byte = data[at]
-        if spaces_begin[byte]:
-            code, after = next_character(data, at)
-            if flags[code] & SPACE:
-                if filled > starts[words]:
-                    words += 1
-                    starts[words], edges[words], prefixes[words] = filled, characters, hashed
-                spaces += 1
-                at = after
-                continue
-        joined[filled] = byte
-        filled += 1
-        characters += (byte & 0xC0) != 0x80
-        hashed = hashed * _BASE + np.uint64(byte)
-        at += 1
-    if filled > starts[words]:
-        words += 1
-        starts[words], edges[words], prefixes[words] = filled, characters, hashed
+    prefixes[0] = hashed = spilled = np.uint64(0)
+    for at in range(begin, end + 1, BLOCK_BYTES):
+        block, place = block_at(data, at, tail)
+        mask, spilled = space_mask(data, at, end, flags, spilled, tail)
+        heads = lowest_bits(min(BLOCK_BYTES, end - at)) & ~range_mask(block, place, 0x80, 0x40)
+        spaces += count_ones(heads & mask)
+        rest, first = ~mask, 0
+        if filled > starts[found] and mask & _ONE:  # a word ends with the block before
+            found += 1
+            starts[found], edges[found], prefixes[found] = filled, characters, hashed
+        while rest:
+            first = trailing_zeros(rest)
+            after = rest + (_ONE << np.uint64(first))  # carries out of the run of ones
+            stop = trailing_zeros(after) if after else BLOCK_BYTES
+            rest &= after
+            hashed = _append(block, place + first, stop - first, hashed, words, filled)
+            filled += stop - first
+            characters += count_ones(heads & lowest_bits(stop) & ~lowest_bits(first))
+            if stop < BLOCK_BYTES:
+                found += 1
+                starts[found], edges[found], prefixes[found] = filled, characters, hashed
     joined[filled : filled + _PREFIX] = 0
-    return words, spaces
+    return found, spaces
 
 
-@kernel
+@kernel(inline=True)
+def _append(block: UInt8s, at: int, size: int, hashed: np.uint64, words: _Words, filled: int) -> np.uint64:
+    """Append block[at:at + size] to the joined words; their hash then. Eight bytes are written at once."""
+    part = (size - 1 & 7) + 1  # so that whole eights follow: few words are longer
+    eight = load_8_bytes(block, at)
+    store_8_bytes(words.joined, filled, eight)
+    value: np.uint64 = hashed * words.powers[part] + _hash_eight(eight << np.uint64(64 - 8 * part))
+    for more in range(part, size, 8):
+        eight = load_8_bytes(block, at + more)
+        store_8_bytes(words.joined, filled + more, eight)
+        value = value * words.powers[8] + _hash_eight(eight)
+    return value
+
+
+@kernel(inline=True)
+def _hash_eight(eight: np.uint64) -> np.uint64:
+    """The polynomial of eight bytes, the first one lowest; zeros before others change nothing."""
+    low = np.uint64(0xFF)
+    value: np.uint64 = eight >> np.uint64(56)
+    for number in range(7):
+        value += (eight >> np.uint64(48 - 8 * number) & low) * _POWERS_OF_BASE[number]
+    return value
+
+
+@kernel(allocates=False)
 def _share_prefix(words: _Words, found: int, n: int, scratch: _Scratch, chosen: Int32s) -> int:
     """Positions of n-grams, or longer ones, that may be equal when joined, into `chosen`; returns how many.
 
@@ -230,7 +236,7 @@ def _share_prefix(words: _Words, found: int, n: int, scratch: _Scratch, chosen: 
     return count
 
 
-@kernel
+@kernel(allocates=False)
 def _choose(words: _Words, found: int, n: int, positions: Int32s, scratch: _Scratch) -> int:
     """Those of `positions` whose n-grams may occur twice: how many, in `chosen` with their `hashes`."""
     hashes, chosen = scratch.hashes, scratch.chosen
@@ -251,7 +257,7 @@ def _choose(words: _Words, found: int, n: int, positions: Int32s, scratch: _Scra
     return count
 
 
-@kernel
+@kernel(allocates=False)
 def _power(exponent: int) -> np.uint64:
     power, square = _ONE, _BASE
     while exponent:
@@ -262,7 +268,7 @@ def _power(exponent: int) -> np.uint64:
     return power
 
 
-@kernel
+@kernel(allocates=False)
 def _mark(hashes: UInt64s, marks: UInt8s) -> np.uint64:
     """Set a slot's two bits to 1 when a hash meets it, to 3 when another one does; the shift to slots."""
     slots = table_slots(16 * len(hashes))
@@ -284,7 +290,7 @@ def _met_again(hashed: np.uint64, shift: np.uint64, marks: UInt8s) -> int:
     return int64(marks[slot >> 2]) >> ((slot & 3) * 2 + 1) & 1
 
 
-@kernel
+@kernel(allocates=False)
 def _excess(words: _Words, n: int, count: int, scratch: _Scratch) -> int:
     """Characters of n-grams met before, jumping over each."""
     joined, starts, edges = words.joined, words.starts, words.edges
@@ -315,7 +321,7 @@ def _excess(words: _Words, n: int, count: int, scratch: _Scratch) -> int:
     return int64(repeated)
 
 
-@kernel
+@kernel(allocates=False)
 def _tally(words: _Words, n: int, count: int, scratch: _Scratch) -> int:
     """How many kinds of n-grams there are; `firsts` and `numbers`: where each stands first, and how often."""
     hashes, chosen, table = scratch.hashes, scratch.chosen, scratch.table
@@ -340,7 +346,7 @@ def _tally(words: _Words, n: int, count: int, scratch: _Scratch) -> int:
     return kinds
 
 
-@kernel
+@kernel(allocates=False)
 def _same_words(words: _Words, one: int, other: int, n: int) -> bool:
     starts = words.starts
     shift = starts[other] - starts[one]
@@ -351,7 +357,7 @@ def _same_words(words: _Words, one: int, other: int, n: int) -> bool:
     return same_runs(joined, starts[one], joined, starts[other], starts[one + n] - starts[one])
 
 
-@kernel
+@kernel(allocates=False)
 def _top(words: _Words, n: int, kinds: int, scratch: _Scratch) -> tuple[int, int]:
     """(occurrences, characters) of the first of the most frequent n-grams."""
     at, most = 0, 1
@@ -361,7 +367,7 @@ def _top(words: _Words, n: int, kinds: int, scratch: _Scratch) -> tuple[int, int
     return most, words.edges[at + n] - words.edges[at]
 
 
-@kernel
+@kernel(allocates=False)
 def _copies(words: _Words, n: int, kinds: int, scratch: _Scratch) -> int:
     """Characters of all n-grams that occur twice or more."""
     copied = 0

@@ -71,18 +71,26 @@ def kernel(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _R
 
 
 @overload
-def kernel(*, inline: bool) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]: ...
+def kernel(
+    *, inline: bool = False, allocates: bool = True
+) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]: ...
 
 
-def kernel(function: Callable[..., Any] | None = None, *, inline: bool = False) -> Any:
+def kernel(
+    function: Callable[..., Any] | None = None, *, inline: bool = False, allocates: bool = True
+) -> Any:
     """Compile a function with Numba when it is first called, and return Numba's dispatcher.
 
-    `inline` copies the function into each kernel that calls it. Numba is imported here, so that modules with
-    kernels need it and users of this module's other functions do not.
+    `inline` copies the function into each kernel that calls it. One that makes no array, nor calls a function
+    that does, says so by `allocates=False`: Numba then counts no references, which otherwise costs two atomic
+    additions each time an array is taken out of a tuple, a third of the time of some kernels. Numba refuses
+    to compile it if it makes an array. Numba is imported here, so that modules with kernels need it and users
+    of this module's other functions do not.
     """
     import numba
 
-    compiler: Any = numba.njit(nogil=True, cache=True, inline="always" if inline else "never")
+    njit: Any = numba.njit  # whose stubs do not know `_nrt`
+    compiler = njit(nogil=True, cache=True, inline="always" if inline else "never", _nrt=allocates)
     return compiler if function is None else compiler(function)
 
 

@@ -17,7 +17,9 @@ from functools import cache
 
 import numpy as np
 
+from shardkit.writers.kernels.blocks import BLOCK_BYTES
 from shardkit.writers.kernels.numba_support import Bools, UInt8s, UInt16s, UInt64s, boolean, int64, kernel
+from shardkit.writers.kernels.simd import range_mask, trailing_zeros
 from shardkit.writers.kernels.utf8 import (
     ASSIGNED,
     CODE_POINTS,
@@ -87,18 +89,18 @@ def _flags() -> UInt16s:
     return flags
 
 
-# Flags, bytes that may begin an end of a sentence, packed abbreviations.
+# Flags, bytes that may begin an end of a sentence, packed abbreviations in order.
 SentenceTables = tuple[UInt16s, Bools, UInt64s]
 
 
 @cache
 def sentence_tables() -> SentenceTables:
     """What the kernel reads."""
-    packed = [int.from_bytes(word.encode(), "little") for word in sorted(_abbreviations())]
+    packed = sorted(int.from_bytes(word.encode(), "little") for word in _abbreviations())
     return _flags(), first_bytes(characters_with(TERMINAL)), np.array(packed, np.uint64)
 
 
-@kernel
+@kernel(allocates=False)
 def count_sentences(data: UInt8s, begin: int, end: int, tables: SentenceTables) -> int:
     """Sentences in the valid UTF-8 data[begin:end]; 0 if it is blank. `tables` are sentence_tables()."""
     flags, marks, abbreviations = tables
@@ -118,8 +120,7 @@ def count_sentences(data: UInt8s, begin: int, end: int, tables: SentenceTables) 
                 continue
             first = at
         else:
-            while at < end and not marks[data[at]]:
-                at += 1
+            at = _find_mark(data, at, end, marks)
             if at == end:
                 break
             code, after = character_at(data, at)
@@ -140,13 +141,30 @@ def count_sentences(data: UInt8s, begin: int, end: int, tables: SentenceTables) 
     return count
 
 
-@kernel
+@kernel(allocates=False)
+def _find_mark(data: UInt8s, at: int, end: int, marks: Bools) -> int:
+    """Where the first byte is in data[at:end] that an end of a sentence may begin with; `end` if none is."""
+    while at < end and at + BLOCK_BYTES <= len(data):
+        found = range_mask(data, at, 46, 1) | range_mask(data, at, 33, 1) | range_mask(data, at, 63, 1)
+        found |= range_mask(data, at, 0xC2, 0x3E)
+        while found:
+            here = at + trailing_zeros(found)
+            if here >= end or marks[data[here]]:
+                return min(here, end)
+            found &= found - np.uint64(1)
+        at += BLOCK_BYTES
+    while at < end and not marks[data[at]]:
+        at += 1
+    return min(at, end)
+
+
+@kernel(allocates=False)
 def _last(data: UInt8s, end: int) -> tuple[int, int]:
     """character_before as a function of its own, for the same reason as character_at."""
     return character_before(data, end)
 
 
-@kernel
+@kernel(allocates=False)
 def _word(
     data: UInt8s, begin: int, end: int, flags: UInt16s, abbreviations: UInt64s, pending: bool
 ) -> tuple[int, bool]:
@@ -166,7 +184,7 @@ def _word(
     return _affixes(data, last, end, flags, breaks, pending)
 
 
-@kernel
+@kernel(allocates=False)
 def _core(data: UInt8s, first: int, last: int, flags: UInt16s, abbreviations: UInt64s) -> tuple[int, int]:
     """Where a word begins and ends without the marks at its ends."""
     while first < last and not _abbreviated(data, first, last, abbreviations):
@@ -194,7 +212,7 @@ def _core(data: UInt8s, first: int, last: int, flags: UInt16s, abbreviations: UI
     return first, last
 
 
-@kernel
+@kernel(allocates=False)
 def _full_stop(data: UInt8s, begin: int, stop: int, flags: UInt16s) -> bool:
     """Whether the dot at `stop` is a token, by what stands before it in the word."""
     if stop == begin:
@@ -205,7 +223,7 @@ def _full_stop(data: UInt8s, begin: int, stop: int, flags: UInt16s) -> bool:
     return at > begin and (flags[code] & flags[_last(data, at)[0]] & _UPPER) != 0
 
 
-@kernel
+@kernel(allocates=False)
 def _affixes(
     data: UInt8s, begin: int, end: int, flags: UInt16s, breaks: int, pending: bool
 ) -> tuple[int, bool]:
@@ -220,7 +238,7 @@ def _affixes(
     return breaks, pending
 
 
-@kernel
+@kernel(allocates=False)
 def _token(
     data: UInt8s, begin: int, end: int, flags: UInt16s, breaks: int, pending: bool
 ) -> tuple[int, bool]:
@@ -237,18 +255,22 @@ def _token(
     return breaks + pending, False
 
 
-@kernel
+@kernel(allocates=False)
 def _abbreviated(data: UInt8s, begin: int, end: int, abbreviations: UInt64s) -> bool:
     if end - begin > 8 or begin == end or data[end - 1] != 46:
         return False
     packed = pack_bytes(data, begin, end)
-    for word in abbreviations:  # noqa: SIM110
-        if word == packed:
-            return True
-    return False
+    low, high = 0, len(abbreviations) - 1
+    while low < high:
+        middle = (low + high) >> 1
+        if abbreviations[middle] < packed:
+            low = middle + 1
+        else:
+            high = middle
+    return boolean(abbreviations[low] == packed)
 
 
-@kernel
+@kernel(allocates=False)
 def _address(data: UInt8s, begin: int, end: int, flags: UInt16s) -> bool:
     """Whether a word looks like [scheme://]host.domain[:/?#…], with a domain of lower-case letters."""
     for at in range(begin, end - 2):

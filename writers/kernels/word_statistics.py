@@ -1,33 +1,39 @@
 """Counts of characters, words and lines in the UTF-8 bytes of a batch.
 
-Words are those of `str.split()`, lines those of `str.splitlines()`. Needs no memory but the counts.
+Words are those of `str.split()`, lines those of `str.splitlines()`. A text is read in blocks of 64 bytes with
+one bit for what each byte is (blocks.py), and words are runs of bits: those with a letter are where the sum
+of both masks carries out of a run. Needs no memory but the counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
-from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
+from shardkit.writers.kernels.blocks import BLOCK_BYTES, TAIL_BYTES, block_at, lowest_bits, word_masks
+from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt64s, int64, kernel
+from shardkit.writers.kernels.simd import count_ones, leading_zeros, load_8_bytes, range_mask, trailing_zeros
 from shardkit.writers.kernels.utf8 import (
-    ALPHA,
     LINE_END,
-    PUNCTUATION,
     SPACE,
     character_flags,
-    characters_with,
     find_run,
-    first_bytes,
     join_runs,
     next_character,
+    pack_bytes,
 )
 
 __all__ = ["WordStatistics", "word_statistics"]
 
 _ELLIPSIS = 0x2026
 _BULLET = 0x2022
+_ONE, _TOP = np.uint64(1), np.uint64(63)
+_STOP_SLOTS = 1024  # of at most 64 words
+_STOP_SHIFT = np.uint64(54)
+_SCATTER = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,109 +59,180 @@ def word_statistics(
 ) -> WordStatistics:
     """Counts of the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`."""
     counts = np.zeros((len(fields(WordStatistics)), len(wanted)), np.int64)
-    stops = [word for word in dict.fromkeys(stop_words) if word]
+    stops = [word.encode() for word in dict.fromkeys(stop_words) if word]
     if len(stops) > 64:
         raise ValueError(f"{len(stops)} stop words; at most 64 fit in the kernel's bit mask")
-    listed = (*join_runs([word.encode() for word in stops]), first_bytes(stops))
-    letters = np.zeros(256, np.bool_)
-    letters[:128] = character_flags()[:128] == ALPHA
-    # All bytes that begin no line end, dot or ellipsis can be skipped.
-    marks = first_bytes(characters_with(LINE_END) | {".", chr(_ELLIPSIS)})
-    _count(data, offsets, wanted, (character_flags(), letters, marks, listed), counts)
+    tail = np.zeros(TAIL_BYTES, np.uint8)
+    _count(data, offsets, wanted, character_flags(), _stop_table(stops), tail, counts)
     return WordStatistics(*counts)
 
 
-_StopWords = tuple[UInt8s, Int64s, Bools]  # as from join_runs, and their first bytes
-_Tables = tuple[UInt8s, Bools, Bools, _StopWords]  # character flags, ASCII letters, line marks, stop words
+class _StopWords(NamedTuple):
+    """Those of up to eight bytes in a hash table, and all of them as from join_runs."""
+
+    keys: UInt64s
+    bits: UInt64s  # 0 where a slot is empty
+    data: UInt8s
+    offsets: Int64s
+    longest: int
+    all: np.uint64
 
 
-@kernel
-def _count(data: UInt8s, offsets: Int64s, wanted: Bools, tables: _Tables, counts: Int64s) -> None:
-    flags, letters, marks, stop_words = tables
+def _stop_table(stops: Sequence[bytes]) -> _StopWords:
+    keys, bits = np.zeros(_STOP_SLOTS, np.uint64), np.zeros(_STOP_SLOTS, np.uint64)
+    for number, word in enumerate(stops):
+        if len(word) > 8 or not word[-1]:
+            continue
+        key = int.from_bytes(word, "little")
+        slot = (key * _SCATTER & ((1 << 64) - 1)) >> int(_STOP_SHIFT)
+        while bits[slot]:
+            slot = (slot + 1) % _STOP_SLOTS
+        keys[slot], bits[slot] = key, 1 << number
+    longest, every = max(map(len, stops), default=0), np.uint64((1 << len(stops)) - 1)
+    return _StopWords(keys, bits, *join_runs(stops), longest, every)
+
+
+@kernel(allocates=False)
+def _count(
+    data: UInt8s,
+    offsets: Int64s,
+    wanted: Bools,
+    flags: UInt8s,
+    stop_words: _StopWords,
+    tail: UInt8s,
+    counts: Int64s,
+) -> None:
     for document in range(len(wanted)):
         if wanted[document]:
             begin, end, out = offsets[document], offsets[document + 1], counts[:, document]
-            _count_words(data, begin, end, flags, letters, stop_words, out)
-            _count_lines(data, begin, end, flags, marks, out)
+            _count_words(data, begin, end, flags, stop_words, tail, out)
+            _count_lines(data, begin, end, flags, tail, out)
 
 
-@kernel
+@kernel(allocates=False)
 def _count_words(
-    data: UInt8s, begin: int, end: int, flags: UInt8s, letters: Bools, stop_words: _StopWords, out: Int64s
+    data: UInt8s, begin: int, end: int, flags: UInt8s, stop_words: _StopWords, tail: UInt8s, out: Int64s
 ) -> None:
-    stop_data, stop_offsets, starts = stop_words
-    characters = words = plain_words = plain_characters = letter_words = hashes = newlines = 0
-    stops = np.uint64(0)
-    at = begin
-    while at < end:
-        code, after = next_character(data, at)
-        if flags[code] & SPACE:
-            characters += 1
-            newlines += code == 10
-            at = after
-            continue
-        word_begin, length, seen = at, 0, 0
-        while at < end:
-            if letters[data[at]]:  # runs of ASCII letters are most of most texts
-                run = at
-                while at < end and letters[data[at]]:
-                    at += 1
-                length += at - run
-                seen = ALPHA | PUNCTUATION
+    zero = np.uint64(0)
+    stops = spilled = zero
+    # Of a word that goes on in the next block: 1, where it began, its characters, whether it has a letter and
+    # something plain so far.
+    inside, start, length, has_letter, has_plain = zero, begin, 0, zero, zero
+    for at in range(begin, end + 1, BLOCK_BYTES):  # the last block has room for the end of the last word
+        spaces, letters, plain, heads, spilled = word_masks(data, at, end, flags, spilled, tail)
+        words = ~spaces
+        before = words << _ONE | inside
+        ends = before & spaces
+        letters, has_letter = _add(words, letters, has_letter)
+        plain, has_plain = _add(words, plain, has_plain)
+        out[0] += count_ones(heads)
+        out[1] += count_ones(ends)
+        out[2] += count_ones(ends & plain)
+        out[3] += count_ones(heads & words)
+        out[4] += count_ones(ends & letters)
+        symbols = ends & ~plain
+        while symbols:  # few words have nothing plain
+            stop = trailing_zeros(symbols)
+            symbols &= symbols - _ONE
+            first = BLOCK_BYTES - leading_zeros(spaces & lowest_bits(stop))
+            out[3] -= count_ones(heads & lowest_bits(stop) & ~lowest_bits(first))
+            out[3] -= 0 if first else length
+        if stops != stop_words.all:
+            stops |= _find_stops(data, at, words, before, start, stop_words)
+        first = BLOCK_BYTES - leading_zeros(spaces)
+        if first:
+            start, length = at + first, 0
+        length += count_ones(heads & ~lowest_bits(first))
+        inside = words >> _TOP
+    out[11] = count_ones(stops)
+
+
+@kernel(inline=True)
+def _add(words: np.uint64, some: np.uint64, carry: np.uint64) -> tuple[np.uint64, np.uint64]:
+    """The sum, which has a bit behind each run of `words` with a bit of `some`, and its carry."""
+    part = words + some
+    total = part + carry
+    return total, np.uint64(part < words) | np.uint64(total < part)
+
+
+@kernel(allocates=False)
+def _find_stops(
+    data: UInt8s, at: int, words: np.uint64, before: np.uint64, start: int, stop_words: _StopWords
+) -> np.uint64:
+    """Bits of the stop words that end in a block; `before` are `words` one byte later."""
+    found = np.uint64(0)
+    if before & _ONE:  # a word that began at `start`, in the block before or earlier
+        stop = at + (trailing_zeros(~words) if ~words else BLOCK_BYTES)
+        if stop < at + BLOCK_BYTES and stop - start <= stop_words.longest:
+            found |= _stop_bit(data, start, stop, stop_words)
+    begins = words & ~before
+    while begins:
+        first = trailing_zeros(begins)
+        begins &= begins - _ONE
+        rest = ~(words >> np.uint64(first))
+        size = trailing_zeros(rest) if rest else BLOCK_BYTES
+        if size <= stop_words.longest and first + size < BLOCK_BYTES:
+            found |= _stop_bit(data, at + first, at + first + size, stop_words)
+    return found
+
+
+@kernel(allocates=False)
+def _stop_bit(data: UInt8s, begin: int, end: int, stop_words: _StopWords) -> np.uint64:
+    """The bit of the stop word data[begin:end], or 0."""
+    if end - begin > 8 or not data[end - 1]:  # zeros at the end of a word would not count
+        number = find_run(data, begin, end, stop_words.data, stop_words.offsets)
+        return _ONE << np.uint64(number) if number >= 0 else np.uint64(0)
+    if begin + 8 <= len(data):
+        key = load_8_bytes(data, begin) & lowest_bits(8 * (end - begin))
+    else:
+        key = pack_bytes(data, begin, end)
+    slot = int64(key * np.uint64(_SCATTER) >> _STOP_SHIFT)
+    while stop_words.bits[slot]:
+        if stop_words.keys[slot] == key:
+            return np.uint64(stop_words.bits[slot])
+        slot = (slot + 1) & (_STOP_SLOTS - 1)
+    return np.uint64(0)
+
+
+@kernel(allocates=False)
+def _count_lines(data: UInt8s, begin: int, end: int, flags: UInt8s, tail: UInt8s, out: Int64s) -> None:
+    line_begin, after = begin, begin
+    for at in range(begin, end, BLOCK_BYTES):
+        block, place = block_at(data, at, tail)
+        valid = lowest_bits(min(BLOCK_BYTES, end - at))
+        out[5] += count_ones(range_mask(block, place, 35, 1) & valid)
+        newlines = range_mask(block, place, 10, 1)
+        out[7] += count_ones(newlines & valid)
+        # All bytes that begin a line end, a dot or an ellipsis.
+        marks = range_mask(block, place, 10, 4) | range_mask(block, place, 28, 3)
+        marks |= range_mask(block, place, 46, 1)
+        marks |= range_mask(block, place, 0xC2, 1) | range_mask(block, place, 0xE2, 1)
+        marks &= valid
+        while marks:
+            here = at + trailing_zeros(marks)
+            marks &= marks - _ONE
+            if here < after:
                 continue
-            code, after = next_character(data, at)
-            flag = flags[code]
-            if flag & SPACE:
-                break
-            at = after
-            length += 1
-            hashes += code == 35
-            # In `seen`, PUNCTUATION stands for a character that is not punctuation.
-            seen |= (flag ^ PUNCTUATION) & (ALPHA | PUNCTUATION)
-        characters += length
-        words += 1
-        letter_words += (seen & ALPHA) != 0
-        if seen & PUNCTUATION:
-            plain_words += 1
-            plain_characters += length
-        if starts[data[word_begin]]:
-            found = find_run(data, word_begin, at, stop_data, stop_offsets)
-            if found >= 0:
-                stops |= np.uint64(1) << np.uint64(found)
-    out[0], out[1], out[2], out[3], out[4] = characters, words, plain_words, plain_characters, letter_words
-    out[5], out[7], out[11] = hashes, newlines, _bits(stops)
-
-
-@kernel
-def _count_lines(data: UInt8s, begin: int, end: int, flags: UInt8s, marks: Bools, out: Int64s) -> None:
-    ellipses = lines = bullet_lines = ellipsis_lines = 0
-    line_begin = at = begin
-    while at < end:
-        if not marks[data[at]]:
-            at += 1
-            continue
-        here = at
-        code, at = next_character(data, at)
-        if code == 46:
-            while at < end and data[at] == 46:
-                at += 1
-            ellipses += (at - here) // 3
-        elif code == _ELLIPSIS:
-            ellipses += 1
-        elif flags[code] & LINE_END:
-            lines += 1
-            bullet_lines += _begins_with_bullet(data, line_begin, here, flags)
-            ellipsis_lines += _ends_with_ellipsis(data, line_begin, here, flags)
-            at += code == 13 and at < end and data[at] == 10
-            line_begin = at
+            code, after = next_character(data, here)
+            if code == 46:
+                while after < end and data[after] == 46:
+                    after += 1
+                out[6] += (after - here) // 3
+            elif code == _ELLIPSIS:
+                out[6] += 1
+            elif flags[code] & LINE_END:
+                out[8] += 1
+                out[9] += _begins_with_bullet(data, line_begin, here, flags)
+                out[10] += _ends_with_ellipsis(data, line_begin, here, flags)
+                after += code == 13 and after < end and data[after] == 10
+                line_begin = after
     if line_begin < end:
-        lines += 1
-        bullet_lines += _begins_with_bullet(data, line_begin, end, flags)
-        ellipsis_lines += _ends_with_ellipsis(data, line_begin, end, flags)
-    out[6], out[8], out[9], out[10] = ellipses, lines, bullet_lines, ellipsis_lines
+        out[8] += 1
+        out[9] += _begins_with_bullet(data, line_begin, end, flags)
+        out[10] += _ends_with_ellipsis(data, line_begin, end, flags)
 
 
-@kernel
+@kernel(allocates=False)
 def _begins_with_bullet(data: UInt8s, begin: int, end: int, flags: UInt8s) -> bool:
     at = begin
     while at < end:
@@ -165,7 +242,7 @@ def _begins_with_bullet(data: UInt8s, begin: int, end: int, flags: UInt8s) -> bo
     return False
 
 
-@kernel
+@kernel(allocates=False)
 def _ends_with_ellipsis(data: UInt8s, begin: int, end: int, flags: UInt8s) -> bool:
     at = end
     while at > begin:
@@ -177,12 +254,3 @@ def _ends_with_ellipsis(data: UInt8s, begin: int, end: int, flags: UInt8s) -> bo
             dots = after - begin >= 3 and data[after - 1] == data[after - 2] == data[after - 3] == 46
             return code == _ELLIPSIS or dots
     return False
-
-
-@kernel
-def _bits(mask: np.uint64) -> int:
-    count = 0
-    while mask:
-        mask &= mask - np.uint64(1)
-        count += 1
-    return count

@@ -1,0 +1,161 @@
+"""Texts in blocks of 64 bytes: what each character is, one bit a byte, and where words begin and end.
+
+Comparisons of whole blocks classify ASCII; other characters are decoded one by one and looked up. In a mask,
+bit i stands for byte i of a block. Bits behind the end of a text are white space.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardkit.writers.kernels.numba_support import UInt8s, int64, kernel
+from shardkit.writers.kernels.simd import range_mask, trailing_zeros
+from shardkit.writers.kernels.utf8 import ALPHA, PUNCTUATION, SPACE, next_character
+
+__all__ = [
+    "BLOCK_BYTES",
+    "TAIL_BYTES",
+    "block_at",
+    "copy_bytes",
+    "find_byte",
+    "find_line_mark",
+    "lowest_bits",
+    "space_mask",
+    "spread",
+    "word_masks",
+]
+
+BLOCK_BYTES = 64
+TAIL_BYTES = 72  # eight bytes may be read from each place of a block
+_ALL, _ONE = np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64(1)
+
+
+@kernel(inline=True)
+def block_at(data: UInt8s, at: int, tail: UInt8s) -> tuple[UInt8s, int]:
+    """(array, place) of the 72 bytes from data[at] on: of `data`, or of `tail` if it has fewer, then zeros.
+
+    `tail` is uint8[72], to work in.
+    """
+    if at + TAIL_BYTES <= len(data):
+        return data, at
+    for i in range(TAIL_BYTES):
+        tail[i] = data[at + i] if at + i < len(data) else 0
+    return tail, int64(0)
+
+
+@kernel(inline=True)
+def lowest_bits(count: int) -> np.uint64:
+    """The first `count` bits, at most 64; none if it is negative."""
+    return _ALL >> np.uint64(BLOCK_BYTES - count) if count > 0 else np.uint64(0)
+
+
+@kernel(allocates=False)
+def find_byte(data: UInt8s, at: int, end: int, byte: int) -> int:
+    """Where a byte stands first in data[at:end]; `end` if it does not."""
+    while at < end and at + BLOCK_BYTES <= len(data):
+        found = range_mask(data, at, byte, 1)
+        if found:
+            return min(at + trailing_zeros(found), end)
+        at += BLOCK_BYTES
+    while at < end and data[at] != byte:
+        at += 1
+    return min(at, end)
+
+
+@kernel(allocates=False)
+def find_line_mark(data: UInt8s, at: int, end: int) -> int:
+    """Where the first byte is in data[at:end] that an end of a line may begin with; `end` if there is none.
+
+    Lines are those of `str.splitlines`: these bytes are 0A to 0D, 1C to 1E, C2 and E2.
+    """
+    while at < end and at + BLOCK_BYTES <= len(data):
+        found = range_mask(data, at, 10, 4) | range_mask(data, at, 28, 3)
+        found |= range_mask(data, at, 0xC2, 1) | range_mask(data, at, 0xE2, 1)
+        if found:
+            return min(at + trailing_zeros(found), end)
+        at += BLOCK_BYTES
+    while at < end:
+        byte = data[at]
+        if 10 <= byte <= 13 or 28 <= byte <= 30 or byte == 0xC2 or byte == 0xE2:
+            break
+        at += 1
+    return min(at, end)
+
+
+@kernel(allocates=False)
+def copy_bytes(data: UInt8s, at: int, end: int, target: UInt8s, to: int) -> int:
+    """Copy data[at:end] to target[to:]; where the copy ends."""
+    # Two views, indexed from 0, become a memory copy; a slice assigned would compile for seconds.
+    source, place = data[at:end], target[to:]
+    for index in range(end - at):
+        place[index] = source[index]
+    return to + end - at
+
+
+@kernel(allocates=False)
+def space_mask(
+    data: UInt8s, at: int, end: int, flags: UInt8s, spilled: np.uint64, tail: UInt8s
+) -> tuple[np.uint64, np.uint64]:
+    """White space (`str.isspace`) among data[at:at + 64] of a text that ends at `end`: (mask, spilled bits).
+
+    Of a space that goes on in the next block, the bits there are `spilled`: pass them on with that block, 0
+    with the first one. `flags` are character_flags().
+    """
+    block, place = block_at(data, at, tail)
+    spaces = range_mask(block, place, 9, 5) | range_mask(block, place, 28, 5) | spilled
+    heads = range_mask(block, place, 0xC0, 0x40)
+    spilled = np.uint64(0)
+    if end - at < BLOCK_BYTES:
+        valid = lowest_bits(end - at)
+        spaces |= ~valid
+        heads &= valid
+    # Few characters begin with a byte that white space begins with: C2, E1, E2 and E3.
+    heads &= range_mask(block, place, 0xC2, 1) | range_mask(block, place, 0xE1, 3)
+    while heads:
+        offset = trailing_zeros(heads)
+        heads &= heads - _ONE
+        code, after = next_character(data, at + offset)
+        if flags[code] & SPACE:
+            spaces, spilled = spread(spaces, offset, after - at)
+    return spaces, spilled
+
+
+@kernel(inline=True)
+def spread(mask: np.uint64, first: int, stop: int) -> tuple[np.uint64, np.uint64]:
+    """(mask with bits `first` to `stop`, those of them that belong to the next block)."""
+    if stop <= BLOCK_BYTES:
+        return mask | lowest_bits(stop) & ~lowest_bits(first), np.uint64(0)
+    return mask | ~lowest_bits(first), lowest_bits(stop - BLOCK_BYTES)
+
+
+@kernel(allocates=False)
+def word_masks(
+    data: UInt8s, at: int, end: int, flags: UInt8s, spilled: np.uint64, tail: UInt8s
+) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.uint64]:
+    """As `space_mask`: (spaces, letters, what is neither white space nor punctuation, heads, spilled bits).
+
+    A character's bit is that of its first byte, its head; that of a space is set for all of its bytes.
+    """
+    block, place = block_at(data, at, tail)
+    spaces = range_mask(block, place, 9, 5) | range_mask(block, place, 28, 5) | spilled
+    letters = range_mask(block, place, 65, 26) | range_mask(block, place, 97, 26)
+    plain = letters | range_mask(block, place, 48, 10)
+    heads = ~range_mask(block, place, 0x80, 0x40)
+    spilled = np.uint64(0)
+    if end - at < BLOCK_BYTES:
+        valid = lowest_bits(end - at)
+        spaces, letters, plain, heads = spaces | ~valid, letters & valid, plain & valid, heads & valid
+    others = heads & range_mask(block, place, 0xC0, 0x40)
+    while others:
+        offset = trailing_zeros(others)
+        bit = others & (~others + _ONE)
+        others ^= bit
+        code, after = next_character(data, at + offset)
+        flag = flags[code]
+        if flag & SPACE:
+            spaces, spilled = spread(spaces, offset, after - at)
+        elif flag & ALPHA:
+            letters |= bit
+        if not flag & (PUNCTUATION | SPACE):
+            plain |= bit
+    return spaces, letters, plain, heads, spilled
