@@ -10,7 +10,7 @@ not in the lanes that the machine reads: it is fetched by itself (`shardkit.cach
     cost of a row   linear * tokens + quadratic * sum of squared document lengths    (`CostModel`, integers)
     a round         ranks by work; the i-th dearest meets the i-th cheapest (in later rounds, others of the
                     cheaper half); each pair swaps the two rows that come closest to making it equal
-    the end         all ranks within 1/32 of the mean, or no swap helps, or 32 rounds
+    the end         all ranks are within 1/32 of the mean, or the dearest has met all it can, or 32 rounds
 
 Where optimizer steps are known (`global_batch`), whole shares of a batch are then exchanged between ranks, in
 the same way, so that the sum over a step's batches is level too: what gradient accumulation without
@@ -94,11 +94,14 @@ def level(costs: Ints, before: Ints | None = None) -> Ints:
     half = ranks // 2
     stride = half // _PARTNERS + 1
     patience = -(-(ranks - half) // stride)  # rounds until partners repeat
-    idle = np.zeros(batches, dtype=np.int64)
+    idle, dearest = np.zeros(batches, dtype=np.int64), np.full(batches, np.iinfo(np.int64).max)
     active = np.arange(batches)
     for number in range(_ROUNDS):
         work = before[active] + costs[active].sum(axis=2)
-        goes_on = _is_dear(work.max(axis=1), totals[active], ranks) & (idle[active] < patience)
+        now = work.max(axis=1)
+        idle[active] = np.where(now < dearest[active], 0, idle[active] + 1)
+        dearest[active] = now
+        goes_on = _is_dear(now, totals[active], ranks) & (idle[active] < patience)
         active, work = active[goes_on], work[goes_on]
         if not len(active):
             break
@@ -108,11 +111,7 @@ def level(costs: Ints, before: Ints | None = None) -> Ints:
         gaps = np.take_along_axis(work, dear, axis=1) - np.take_along_axis(work, cheap, axis=1)
         meets = _is_dear(np.take_along_axis(work, dear, axis=1), totals[active, None], ranks)
         batch, pair = np.nonzero(meets)
-        swapped = _swap(
-            costs, places, active[batch], dear[batch, pair], cheap[batch, pair], gaps[batch, pair]
-        )
-        idle[active] += 1
-        idle[swapped] = 0
+        _swap(costs, places, active[batch], dear[batch, pair], cheap[batch, pair], gaps[batch, pair])
     return places
 
 
@@ -123,8 +122,8 @@ def _is_dear(work: Ints, totals: Ints, ranks: int) -> npt.NDArray[np.bool_]:
     return dear
 
 
-def _swap(costs: Ints, places: Ints, batch: _Ranks, dear: Ints, cheap: Ints, gaps: Ints) -> _Ranks:
-    """Swap one row of each pair of ranks, if that makes them more equal; the batches in which one was."""
+def _swap(costs: Ints, places: Ints, batch: _Ranks, dear: Ints, cheap: Ints, gaps: Ints) -> None:
+    """Swap one row of each pair of ranks, if that makes them more equal."""
     own, other = costs[batch, dear], costs[batch, cheap]
     which_own, which_other = _candidates(own), _candidates(other)
     own, other = np.take_along_axis(own, which_own, axis=1), np.take_along_axis(other, which_other, axis=1)
@@ -138,7 +137,6 @@ def _swap(costs: Ints, places: Ints, batch: _Ranks, dear: Ints, cheap: Ints, gap
         moved = values[batch, dear, first]
         values[batch, dear, first] = values[batch, cheap, second]
         values[batch, cheap, second] = moved
-    return np.unique(batch)
 
 
 def _candidates(costs: Ints) -> Ints:

@@ -20,13 +20,14 @@ def level_one(costs: Sequence[Sequence[int]], before: Sequence[int] | None = Non
     most = mean + mean // 32
     half, cheaper = ranks // 2, ranks - ranks // 2
     stride = half // 16 + 1
-    idle = 0
+    idle, dearest = 0, 1 << 62
     for number in range(32):
         work = [done[rank] + sum(map(cost, rows)) for rank, rows in enumerate(placed)]
-        if ranks == 1 or max(work) <= most or idle >= -(-cheaper // stride):
+        idle = 0 if max(work) < dearest else idle + 1
+        dearest = max(work)
+        if ranks == 1 or dearest <= most or idle >= -(-cheaper // stride):
             break
         by_work = sorted(range(ranks), key=work.__getitem__)
-        idle += 1
         pairs = [(by_work[-1 - i], by_work[(i + number * stride) % cheaper]) for i in range(half)]
         for dear, cheap in pairs:
             if work[dear] > most:
@@ -38,7 +39,6 @@ def level_one(costs: Sequence[Sequence[int]], before: Sequence[int] | None = Non
                 if left < work[dear] - work[cheap]:
                     i, j = candidate_pairs(placed, dear, cheap, cost)[best]
                     placed[dear][i], placed[cheap][j] = placed[cheap][j], placed[dear][i]
-                    idle = 0
     return placed
 
 
