@@ -50,7 +50,7 @@ BALANCED_POSITIONS = 1 << 16  # of all ranks, placed in one plan: some tens of m
 MAX_ROWS = 1 << 24  # of a global batch or an optimizer step: sums of their costs stay below 2**62
 _TOLERANCE = 32  # a rank may cost 1/32 more than the mean
 _ROUNDS = 32
-_PARTNERS = 16  # rounds in which a dear rank meets ranks from all over the cheaper half
+_PARTNERS = 32  # rounds in which a dear rank meets ranks from all over the cheaper half
 _CANDIDATES = 16  # rows of a rank that may be swapped, evenly spread over its costs
 _PIECE = 1 << 17  # rows placed at once
 
@@ -197,6 +197,8 @@ class WorkBalance:
         self, plan: BatchPlan, order: SampleOrder, position: int, count: int, *, every: int = 1
     ) -> Steps:
         """As `BatchPlan.steps`, with the rows that this rank takes, and with the `work` of each batch."""
+        if (size := plan.global_batch) > MAX_ROWS:
+            raise ValueError(f"balance is for global batches of at most {MAX_ROWS:,} rows, not {size:,}")
         steps = plan.steps(order, position, count, every=every)
         shape = (count, plan.batch_size)
         shard, row = steps.shard.reshape(shape).copy(), steps.row.reshape(shape).copy()
@@ -227,8 +229,6 @@ class WorkBalance:
     ) -> Iterator[tuple[Located, Ints, Ints]]:
         """(all rows in the order's order, what is at each place, the batches' work) of runs of batches."""
         size = plan.global_batch
-        if size > MAX_ROWS:
-            raise ValueError(f"balance is for global batches of at most {MAX_ROWS:,} rows, not {size:,}")
         # The shares of a step's earlier batches decide those of the later ones: none of them can be left out.
         begin = start if self.step_sizes is None else self._first_of_step(start, size)
         stride = every * size if self.step_sizes is None else size

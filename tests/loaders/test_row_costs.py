@@ -36,7 +36,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def counted(folder: Path) -> list[int]:
     with open_dataset(folder) as dataset:
-        return count_row_costs(dataset, IDS, progress=False).squares.tolist()
+        found: list[int] = count_row_costs(dataset, IDS, progress=False).squares.tolist()
+        return found
 
 
 @pytest.mark.parametrize("kind", ["mds", "mds_zstd", "tar", "foreign_tar", "columns"])
@@ -125,7 +126,7 @@ def test_a_remote_dataset_without_a_table_is_refused_with_the_command_that_makes
 @pytest.mark.parametrize("cache", [True, False])
 def test_a_remote_run_places_rows_as_a_local_one(path: Path, url: str, tmp_path: Path, cache: bool) -> None:
     assert main(["row-costs", url, "--quiet"]) == 0
-    options = OPTIONS | ({"cache_dir": tmp_path / "cache"} if cache else {})
+    options: dict[str, Any] = OPTIONS | ({"cache_dir": tmp_path / "cache"} if cache else {})
     remote = ids_of_ranks(url, 3, 4, 25, **options)
     assert (remote == ids_of_ranks(path, 3, 4, 25, **OPTIONS)).all()
 
@@ -138,7 +139,13 @@ def test_rows_of_other_machines_lanes_are_fetched_one_by_one_where_that_is_possi
     folder, url = make_uneven(tmp_path / kind, kind, samples=2400, shards=48), fresh_url()
     put_folder(folder, open_store(url))
     assert main(["row-costs", url, "--quiet"]) == 0
-    options = QUICK | {"lanes": 4, "window": 60, "batch_size": 8, "rank": 1, "world_size": 4}
+    options: dict[str, Any] = dict(QUICK) | {
+        "lanes": 4,
+        "window": 60,
+        "batch_size": 8,
+        "rank": 1,
+        "world_size": 4,
+    }
     options |= {"balance": "attention", "prefetch_batches": 0}
     ids = []
     with (
@@ -204,7 +211,7 @@ def test_ranks_with_other_tables_or_other_balance_are_told(path: Path) -> None:
     for balance in (None, "attention"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("shardkit.loaders.loader.agree_on_data", note)
-            options = OPTIONS | {"balance": balance}
+            options: dict[str, Any] = OPTIONS | {"balance": balance}
             with StreamingLoader(path, batch_size=2, rank=0, world_size=2, **options) as loader:
                 next(iter(loader))
     with open_dataset(path) as dataset:

@@ -19,7 +19,7 @@ def level_one(costs: Sequence[Sequence[int]], before: Sequence[int] | None = Non
     mean = (sum(map(sum, costs)) + sum(done)) // ranks
     most = mean + mean // 32
     half, cheaper = ranks // 2, ranks - ranks // 2
-    stride = half // 16 + 1
+    stride = half // 32 + 1
     idle, dearest = 0, 1 << 62
     for number in range(32):
         work = [done[rank] + sum(map(cost, rows)) for rank, rows in enumerate(placed)]

@@ -30,10 +30,11 @@ def work_of(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """int64[rows]: sums of squared document lengths, token by token; padding at the end is a document."""
     found = []
     for row in rows.tolist():
-        lengths, current, is_padding = [], 0, False
+        lengths: list[int] = []
+        current, is_padding = 0, False
         for place, token in enumerate(row):
-            starts_padding = token == EOS and place and row[place - 1] == EOS and not is_padding
-            ends = place and row[place - 1] == EOS and not is_padding
+            ends = place > 0 and row[place - 1] == EOS and not is_padding
+            starts_padding = ends and token == EOS
             if ends and (token != EOS or starts_padding):
                 lengths.append(current)
                 current = 0
@@ -83,7 +84,7 @@ def ids_of_ranks(
     """int64[steps, ranks, batch]: samples of each rank, numbered over all streams; `states`: after each."""
     found = []
     for rank in range(world_size) if ranks is None else ranks:
-        place = {"rank": rank, "world_size": world_size, "batch_size": batch_size}
+        place: dict[str, Any] = {"rank": rank, "world_size": world_size, "batch_size": batch_size}
         with StreamingLoader(dataset, endless=True, return_ids=True, **place, **options) as loader:
             if state is not None:
                 loader.load_state_dict(state)

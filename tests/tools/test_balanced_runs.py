@@ -53,7 +53,7 @@ def test_workers_take_turns_at_balanced_batches(path: Path) -> None:
 def test_logs_of_balanced_runs_that_were_killed_are_proved(
     path: Path, tmp_path: Path, global_batch: int | None
 ) -> None:
-    options = OPTIONS | {"global_batch": global_batch}
+    options: dict[str, Any] = OPTIONS | {"global_batch": global_batch}
     state = logged_run(path, tmp_path, world_size=4, batch_size=6, steps=17, keep=13, close=False, **options)
     state = logged_run(
         path, tmp_path, world_size=3, batch_size=8, steps=9, state=state, close=False, **options
@@ -70,7 +70,7 @@ def test_ranks_that_are_not_all_balanced_are_caught(path: Path, tmp_path: Path) 
     """Two ranks balanced, two not: rows are lost and repeated, and the audit of the logs says so."""
     for rank in range(4):
         balance = "attention" if rank % 2 else None
-        place = {"batch_size": 6, "rank": rank, "world_size": 4}
+        place: dict[str, Any] = {"batch_size": 6, "rank": rank, "world_size": 4}
         with StreamingLoader(
             path, usage_log=tmp_path, endless=True, **place, **(OPTIONS | {"balance": balance})
         ) as loader:
@@ -85,7 +85,7 @@ def test_ranks_that_are_not_all_balanced_are_caught(path: Path, tmp_path: Path) 
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("balance", ["attention", CostModel(linear=10)])
 def test_a_row_is_traced_to_the_rank_that_had_it(path: Path, tail: Any, balance: Any) -> None:
-    options = OPTIONS | {"tail": tail, "balance": balance}
+    options: dict[str, Any] = OPTIONS | {"tail": tail, "balance": balance}
     states: list[dict[str, Any]] = []
     seen = ids_of_ranks(path, 4, 8, 18, states=states, **options)
     with open_dataset(path) as dataset:
@@ -112,7 +112,7 @@ def assert_traced(run: Run, seen: np.ndarray[Any, Any], streams: int = 1, first:
 
 
 def test_a_step_of_several_batches_is_traced_by_the_state_that_knows_its_size(path: Path) -> None:
-    options = OPTIONS | {"global_batch": 24}
+    options: dict[str, Any] = OPTIONS | {"global_batch": 24}
     states: list[dict[str, Any]] = []
     seen = ids_of_ranks(path, 4, 1, 30, states=states, **options)
     with open_dataset(path) as dataset:
@@ -147,7 +147,7 @@ def test_the_commands_take_the_balance_of_the_loader(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     states: list[dict[str, Any]] = []
-    options = OPTIONS | {"balance": CostModel(linear=5, quadratic=2)}
+    options: dict[str, Any] = OPTIONS | {"balance": CostModel(linear=5, quadratic=2)}
     seen = ids_of_ranks(path, 4, 8, 3, states=states, **options)
     file = tmp_path / "state.json"
     file.write_text(json.dumps(states[-1]))
