@@ -17,7 +17,7 @@ from numbers import Rational
 from typing import TYPE_CHECKING, Literal, SupportsIndex, TypeAlias, TypedDict
 
 from shardkit.storage.store import StorageOptions
-from shardkit.units import parse_bytes
+from shardkit.units import parse_bytes, whole_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,7 +30,16 @@ if TYPE_CHECKING:
     from shardkit.order.run_settings import Tail
     from shardkit.order.token_mask import TokenMask
 
-__all__ = ["BUSY_SECONDS", "LoaderConfig", "LoaderOptions", "RunOptions", "Stream", "Weights"]
+__all__ = [
+    "BUSY_SECONDS",
+    "Balance",
+    "CostModel",
+    "LoaderConfig",
+    "LoaderOptions",
+    "RunOptions",
+    "Stream",
+    "Weights",
+]
 
 ExcludedRows: TypeAlias = "Exclusions | Iterable[int | tuple[int, int]] | str | os.PathLike[str] | None"
 MaskedTokens: TypeAlias = "TokenMask | Iterable[tuple[int, int, int]] | str | os.PathLike[str] | None"
@@ -119,6 +128,30 @@ def _to_plain_int(settings: Stream | LoaderConfig, *names: str) -> None:
             object.__setattr__(settings, name, int(value))
 
 
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """What a row costs: `linear` for each token and `quadratic` for each squared document length.
+
+    For a transformer of width d with causal attention inside documents, the work of a layer is about
+    12 * d * tokens + squares, in units of 2 * d: CostModel(linear=12 * d). Coefficients are whole numbers;
+    only their ratio counts. The linear part is the same for all rows of one length: it says how much of the
+    work attention is, and so how many rows are worth moving.
+    """
+
+    linear: int = 0
+    quadratic: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("linear", 0), ("quadratic", 1)):
+            value = whole_number(getattr(self, name), name)
+            if not least <= value <= 1 << 32:
+                raise ValueError(f"{name} of a CostModel must be from {least} to 2**32, not {value:,}")
+            object.__setattr__(self, name, value)
+
+
+Balance: TypeAlias = Literal["attention"] | CostModel | None
+
+
 class LoaderOptions(TypedDict, total=False):
     """Further keyword arguments of `StreamingLoader`; `LoaderConfig` has their meaning and defaults."""
 
@@ -142,6 +175,7 @@ class LoaderOptions(TypedDict, total=False):
     endless: bool
     restart: bool
     global_batch: SupportsIndex | Sequence[tuple[int, int]] | None
+    balance: Balance
     lanes: int | None
     window: int | None
     schedule: Sequence[tuple[int, Weights]] | None
@@ -239,6 +273,11 @@ class LoaderConfig:
 
     Or a schedule by position, [(0, 256), (2_000_000, 512)]: each size holds from the first step that starts
     there or behind."""
+    balance: Balance = None
+    """Level the work of ranks: place the rows of each global batch on ranks by what they cost.
+
+    "attention": the sum of squared document lengths, for attention inside documents; or a `CostModel`. None:
+    rank r takes the r-th part. All ranks must be given the same. Remote data needs `shardkit row-costs`."""
     lanes: int | None = None
     """Lanes of the window shuffle; default: from the number of shards, kept in the state."""
     window: int | None = None
@@ -316,6 +355,8 @@ class LoaderConfig:
             raise ValueError(f"columns must be a list of at least one name, not {self.columns!r}")
         if self.mask_document_starts and not self.labels:
             raise ValueError("mask_document_starts masks labels: give labels=True too, or leave it out")
+        if self.balance not in (None, "attention") and not isinstance(self.balance, CostModel):
+            raise ValueError(f'balance must be "attention", a CostModel or None, not {self.balance!r:.80}')
         self._check_layout()
         if self.epoch_samples is not None and self.epoch_samples < 1:
             raise ValueError(f"epoch_samples must be at least 1, not {self.epoch_samples}")
@@ -356,7 +397,7 @@ class LoaderConfig:
     @property
     def token_options(self) -> list[str]:
         """The options given that need a column of tokens."""
-        return [name for name in ("labels", "flat", *_DOCUMENT_OPTIONS) if getattr(self, name)]
+        return [name for name in ("labels", "flat", "balance", *_DOCUMENT_OPTIONS) if getattr(self, name)]
 
     @property
     def document_options(self) -> list[str]:

@@ -70,6 +70,7 @@ def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -
     # Shifted labels need no id: where none is stated, no padding is known, and nothing is masked.
     finds_padding = config.labels is True and config.pad_id is None
     needs_bounds = bool(config.document_options) or finds_padding or config.masks_document_starts
+    needs_bounds |= config.balance is not None
     stated: set[int] = set()
     for dataset, tokenizer in zip(streams.datasets, tokenizers, strict=True):
         eos_id = config.eos_id if config.eos_id is not None else tokenizer and tokenizer.eos_id

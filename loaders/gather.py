@@ -108,7 +108,8 @@ class FixedRows:
         """Of remote streams: (rows that were fetched one by one, by shard; whether to plan for less).
 
         Less, so that a batch does not wait for shards of later ones, nor for the rows of too many. A few rows
-        of shards that find no room are no reason: that lasts, and plans of one batch each cost the most.
+        of shards that find no room, or that no lane of this machine needs, are no reason: that lasts, and
+        plans of one batch each cost the most.
         """
         streams, is_late = self._streams, False
         found: dict[int, FetchedRows] = {}
@@ -120,7 +121,7 @@ class FixedRows:
                 firsts[reader] = streams.first_shard(stream)
                 missing = streams.use(stream, numbers.tolist())
                 needed[reader] = missing, partial(_rows_of, shard, row, firsts[reader])
-                is_late |= not all(map(reader.shards.has_no_room, missing))
+                is_late |= not all(map(reader.reads_singly, missing))
         for reader, rows in streams.run.first_rows(needed).items():
             found |= {firsts[reader] + number: fetched for number, fetched in rows.items()}
         return found, is_late or sum(len(fetched.rows) for fetched in found.values()) > _FETCHED_ROWS

@@ -55,6 +55,7 @@ from shardkit.loaders.sources import TokenDtype, open_source
 from shardkit.loaders.state import LoaderState, OnMismatch, resume
 from shardkit.loaders.streams import Streams, named_weights, open_streams
 from shardkit.loaders.usage_log import UsageLog
+from shardkit.loaders.work_balance import open_work_balance
 from shardkit.order.order import MAX_POSITION, Shuffle
 from shardkit.order.residency import lanes_of_ranks
 from shardkit.order.run_settings import RunSettings, Tail
@@ -114,11 +115,14 @@ class StreamingLoader:
             keep_stored=self.config.reads_tokens,
         )
         self._cursor, self._is_compared = (0, 0), False
+        self._balance = open_work_balance(
+            streams, self.config, self.world_size, processes=local_processes(self._place)
+        )
         self._step_sizes: StepSizes | None = None
         if (sizes := self.config.global_batch) is not None:
             if tail != "carry":
                 raise ValueError(f"global_batch needs tail='carry', not {tail!r}: steps run on across epochs")
-            self._step_sizes = StepSizes.of(sizes)
+            self._adopt_step_sizes(StepSizes.of(sizes))
         self._arrange(self._opened.settings(self.config, seed=seed, shuffle=shuffle, tail=tail))
         self._warn_of_small_caches(is_starting=False)
         self._maker = self._batch_maker(return_ids=return_ids, mark_padding=tail == "pad")
@@ -242,6 +246,7 @@ class StreamingLoader:
             self._source,
             self._maker,
             most_bytes=self._prefetch_bytes,
+            balance=self._balance,
         )
         self._fetch_ahead()
         cursor = (self.position, self._plan.delivered(self._cursor))
@@ -273,7 +278,8 @@ class StreamingLoader:
             requests.append(PlanRequest([shards for shards, _ in parts], *uses, pace))
         ranks = self.machine_ranks
         replicas = 1 if ranks is None else replicas_on_machine(self._place, ranks)
-        streams.run.start(requests, self.position, replicas=replicas)
+        others = self._balance is not None
+        streams.run.start(requests, self.position, replicas=replicas, reads_other_lanes=others)
 
     def learn_machine_ranks(self) -> tuple[int, ...]:
         """Learn, once, which data-parallel ranks share this machine and the cache folder on it."""
@@ -286,7 +292,10 @@ class StreamingLoader:
         if not self._is_compared:
             self._is_compared = True
             datasets = self._opened.streams.once.datasets
-            agree_on_data(self._place, {dataset.location: dataset.fingerprint for dataset in datasets})
+            seen = {dataset.location: dataset.fingerprint for dataset in datasets}
+            if self._balance is not None:
+                seen[datasets[0].location] += f" balanced by {self._balance}".replace(" ", "_")
+            agree_on_data(self._place, seen)
 
     def prepare_workers(self) -> None:
         """Do what DataLoader workers cannot: check the place, and learn who shares the cache folder."""
@@ -310,8 +319,12 @@ class StreamingLoader:
     def _lanes_read(self, streams: Sequence[int], is_shared: bool) -> list[int] | None:
         """The lanes of a dataset that this process, or all processes that share its cache, may read.
 
-        None: all, because the `streams` that draw on the dataset have different lanes.
+        None: all, because the `streams` that draw on the dataset have different lanes, or because balance
+        brings rows of any lane here that cannot be fetched one by one.
         """
+        shards = self._opened.streams.datasets[streams[0]].shards
+        if self._balance is not None and shards is not None and not shards.reads_single_rows:
+            return None
         ranks = self.learn_machine_ranks() if is_shared else (self.rank,)
         orders = [self._settings.order_of(stream) for stream in streams]
         if any(order.lanes != orders[0].lanes for order in orders):
@@ -328,6 +341,8 @@ class StreamingLoader:
                         self._telemetry.more()
                     if self.usage is not None:
                         self.usage.step(self._plan.start(self.position), group.ids[number], cursor[0])
+                    if group.work is not None:
+                        self._telemetry.balanced(group.work[number], self.world_size)
                     self._cursor = cursor
                     self._opened.streams.run.consume(self.position)
                     yield batch
@@ -388,7 +403,7 @@ class StreamingLoader:
         )
         if resumed.settings != self._settings:
             self._arrange(resumed.settings)
-        self._step_sizes = resumed.step_sizes
+        self._adopt_step_sizes(resumed.step_sizes)
         self._move(self.start_of((resumed.position, resumed.epoch_batches)))
 
     def seek(self, consumed_samples: SupportsIndex) -> None:
@@ -438,10 +453,14 @@ class StreamingLoader:
         start = self._undelivered(at_position, "weights")
         changed = schedule.changed(start, named_weights(self._opened.streams.names, weights))
         self._arrange(replace(self._settings, schedule=changed))
-        running, iteration = self._running, self._iteration
-        self._stop()
         if self.usage is not None:
             self.usage.begin(self._settings, self.position)
+        self._replan()
+
+    def _replan(self) -> None:
+        """Plan again from the position on; a running `for` continues."""
+        running, iteration = self._running, self._iteration
+        self._stop()
         if running is not None:
             self._iteration = iteration
             self._start()
@@ -457,7 +476,14 @@ class StreamingLoader:
             raise ValueError("this loader knows no steps: give global_batch=… when making it")
         changed = self._step_sizes.changed(self._undelivered(at_position, "global_batch"), sequences)
         self._check_steps(changed)
-        self._step_sizes = changed
+        self._adopt_step_sizes(changed)
+        if self._balance is not None:
+            self._replan()  # what was planned ahead is level over other steps
+
+    def _adopt_step_sizes(self, sizes: StepSizes | None) -> None:
+        if self._balance is not None:
+            self._balance = self._balance.with_step_sizes(sizes)
+        self._step_sizes = sizes
 
     def _undelivered(self, at_position: SupportsIndex, what: str) -> int:
         """A position as an int; ValueError if it has been delivered."""

@@ -25,7 +25,7 @@ from shardkit.cache.shards import CachedShards
 from shardkit.loaders.config import BUSY_SECONDS
 from shardkit.units import format_bytes
 
-__all__ = ["CacheStats", "LoaderStats", "StoreStats", "Telemetry", "verdict"]
+__all__ = ["BalanceStats", "CacheStats", "LoaderStats", "StoreStats", "Telemetry", "verdict"]
 
 FED_SHARE = 0.01  # of the time lost in steps that waited: below, nothing is worth changing
 
@@ -88,11 +88,26 @@ class StoreStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BalanceStats:
+    """How uneven the work of ranks was, by the cost of their rows: the dearest rank's over the mean of all.
+
+    1.0 is level. Over all batches that were delivered, and, where `global_batch` is given, over the optimizer
+    steps that ended. `unbalanced`: what it would have been by the order's own parts.
+    """
+
+    max_over_mean: float = _gauge("Cost of each batch's dearest rank over the mean of all ranks.")
+    unbalanced: float = _gauge("The same without balance.")
+    step_max_over_mean: float | None = _gauge("The same of optimizer steps.", default=None)
+    step_unbalanced: float | None = _gauge("The same of optimizer steps without balance.", default=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderStats:
     """The figures of one rank over `seconds`. A step is a batch handed over; a wait is the loop's for it.
 
     Percentiles come from a histogram of 8 classes per doubling: at most 9 % too high. `cache` and `store` are
-    None where there is none. Prometheus gets steps, waits and their percentiles as one summary.
+    None where there is none, `balance` where ranks are not balanced. Prometheus gets steps, waits and their
+    percentiles as one summary.
     """
 
     steps: int = 0
@@ -111,6 +126,7 @@ class LoaderStats:
     queue_depth_mean: float = 0.0
     cache: CacheStats | None = None
     store: StoreStats | None = None
+    balance: BalanceStats | None = None
 
     @property
     def samples_per_second(self) -> float:
@@ -230,6 +246,12 @@ class Telemetry:
         self._wait_seconds = self._slow_wait_seconds = 0.0
         self._queue_depth = self._queue_depths = 0.0
         self._histogram = [0] * _CLASSES
+        self._work: npt.NDArray[np.float64] | None = None
+
+    def balanced(self, work: npt.NDArray[np.int64], ranks: int) -> None:
+        """Count the work of a batch that was placed on `ranks`, as `Steps.work` has it."""
+        total = work * np.array([1, ranks, ranks] * 2, dtype=np.float64)
+        self._work = total if self._work is None else self._work + total
 
     def step(self, wait_seconds: float, queue_depth: float = 0) -> None:
         """Count a batch that was handed over after `wait_seconds`, with `queue_depth` ready behind it."""
@@ -278,7 +300,20 @@ class Telemetry:
             queue_depth_mean=self._queue_depths / self._waits if self._waits else 0.0,
             cache=_cache_stats(self._shards) if self._shards else None,
             store=_store_stats(self._shards) if self._shards else None,
+            balance=None if self._work is None else _balance_stats(*self._work.tolist()),
         )
+
+
+def _balance_stats(
+    work: float, dearest: float, plain: float, steps: float, step_dearest: float, step_plain: float
+) -> BalanceStats:
+    """Of sums over batches and over steps; the dearest rank's times the number of ranks."""
+    return BalanceStats(
+        max_over_mean=_share(dearest, work),
+        unbalanced=_share(plain, work),
+        step_max_over_mean=step_dearest / steps if steps else None,
+        step_unbalanced=step_plain / steps if steps else None,
+    )
 
 
 def _quantile(histogram: npt.NDArray[np.int64], part: float, longest: float) -> float:

@@ -72,6 +72,8 @@ class Steps:
     sample_id: npt.NDArray[np.int64]
     after: tuple[int, ...]  # the position after each batch
     padded: bool = False
+    work: npt.NDArray[np.int64] | None = None
+    """int64[batches, 6]: what `shardkit.loaders.work_balance` knows of each batch, if ranks are balanced."""
 
 
 @dataclass(frozen=True, slots=True)

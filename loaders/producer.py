@@ -37,6 +37,7 @@ from shardkit.loaders.config import BUSY_SECONDS
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
 from shardkit.loaders.sources import MixedShapesError, SourceInfo
 from shardkit.loaders.streams import ReadRows
+from shardkit.loaders.work_balance import BALANCED_POSITIONS, WorkBalance, planned_steps
 from shardkit.storage.store import StoreError
 
 __all__ = ["Group", "GroupMaker", "LoaderTimeoutError", "Prefetcher"]
@@ -64,6 +65,7 @@ class Group:
     cursors: list[Cursor]
     ids: npt.NDArray[np.int64]  # (batches, batch size): of the samples, -1 is padding
     bytes: int
+    work: npt.NDArray[np.int64] | None = None  # of each batch, as `Steps.work`
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class _Planned:
     read: ReadRows
     is_late: bool  # shards had to be fetched first
     real: npt.NDArray[np.int64] | None  # how many samples before entry i are not padding; None: all
+    work: npt.NDArray[np.int64] | None
 
 
 class GroupMaker:
@@ -88,9 +91,11 @@ class GroupMaker:
         maker: BatchMaker,
         *,
         most_bytes: int = GROUP_BYTES,
+        balance: WorkBalance | None = None,
     ) -> None:
         """`most_bytes`: of a group, except that one batch is always allowed."""
         self._arrangement, self._plan, self._source, self._maker = arrangement, plan, source, maker
+        self._balance = balance
         self._streams = arrangement.streams
         self._group_bytes = min(most_bytes, GROUP_BYTES)
         self._planning, self._reading = "", 0
@@ -134,12 +139,15 @@ class GroupMaker:
     def _plan_batches(self, cursor: Cursor, left: int, rows: int, every: int) -> _Planned:
         """Plan about `rows` samples, each `every`-th of the epoch's `left` batches, and open their shards."""
         position, delivered = cursor
-        most = min(rows // self._plan.batch_size, PLAN_POSITIONS // self._plan.global_batch)
+        positions = PLAN_POSITIONS if self._balance is None else BALANCED_POSITIONS
+        most = min(rows // self._plan.batch_size, positions // self._plan.global_batch)
         count = self._allowed(position, max(1, min(most, -(-left // every))), every)
         self._streams.run.advance(position)
         self._reading = position
         self._planning = f"; planning from position {position:,}"
-        steps = self._plan.steps(self._arrangement.order, position, count, every=every)
+        order, balance = self._arrangement.order, self._balance
+        steps = planned_steps(self._plan, balance, order, position, count, every=every)
+        self._streams.run.foresee(steps.after[-1])
         cursors = [(after, delivered + number * every + 1) for number, after in enumerate(steps.after)]
         if (count - 1) * every + 1 == left:
             cursors[-1] = (steps.after[-1], 0)
@@ -153,7 +161,7 @@ class GroupMaker:
         with self._errors_with_place():
             read, is_late = self._source.source.open_rows(self._streams.in_datasets(shard), row)
         self._planning = ""
-        return _Planned(cursors, ids, read, is_late, real)
+        return _Planned(cursors, ids, read, is_late, real, steps.work)
 
     def _allowed(self, position: int, count: int, every: int) -> int:
         """How many of `count` batches the streams' limits allow; StreamExhaustedError if none."""
@@ -179,7 +187,8 @@ class GroupMaker:
             with self._errors_with_place():
                 columns = read(low, high) if real is None else read(int(real[low]), int(real[high]))
             batches, count = make(columns, ids[low:high])
-            yield Group(batches, done, ids[low:high].reshape(-1, size), count)
+            work = None if planned.work is None else planned.work[first : first + len(done)]
+            yield Group(batches, done, ids[low:high].reshape(-1, size), count, work)
 
     @contextmanager
     def _errors_with_place(self) -> Iterator[None]:

@@ -85,7 +85,8 @@ def _lines(stats: LoaderStats, labels: Mapping[str, object]) -> Iterator[str]:
         yield f"{name}{_label_text(labels, quantile)} {_number(value)}"
     yield f"{name}_sum{text} {_number(stats.wait_seconds)}"
     yield f"{name}_count{text} {_number(stats.steps)}"
-    for prefix, part in (("", stats), ("cache_", stats.cache), ("store_", stats.store)):
+    parts = (("", stats), ("cache_", stats.cache), ("store_", stats.store), ("balance_", stats.balance))
+    for prefix, part in parts:
         for figure in fields(part) if part is not None else ():
             value = getattr(part, figure.name)
             if METRIC in figure.metadata and value is not None:

@@ -179,6 +179,11 @@ class Planner:
         """The loop has been given everything before `position`; True if there may be something to do."""
         return self._pacing is not None and self._pacing.consume(position)
 
+    def next_use(self, number: int) -> int:
+        """Where the loop needs a shard next, from where it is: the position, or NEVER. From any thread."""
+        with self._lock:
+            return int(self._future.next_use(self._position, [number])[0])
+
     def take(self, active: Container[int]) -> Fetch | None:
         """The next fetch that may begin, or None."""
         position = self._position

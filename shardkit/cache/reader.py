@@ -10,7 +10,8 @@ shards that are needed and not cached are not waited for: their rows are fetched
 before or while the whole shards stream in. After that, reads wait for whole shards, which come by deadline.
 Replicas on one machine read each of these rows once between them, so they may read as many more.
 Shards for which the cache has no room among the others in use are always read by rows: fetched whole, they
-would be dropped and fetched again each time.
+would be dropped and fetched again each time. So are rows of shards that no lane of this machine needs now,
+which a loader moves here to balance the work of ranks.
 """
 
 from __future__ import annotations
@@ -121,6 +122,10 @@ class FetchPlan:
         """Entries in the order in which they may be evicted for a shard that is needed at once."""
         return self.planner.victims_now(contents)
 
+    def needs(self, part: CachedShards, number: int, before: int) -> bool:
+        """Whether the lanes that are planned for read a part's shard before this position."""
+        return self.planner.next_use(self._first_of[part] + number) < before
+
     def advance(self, position: int) -> None:
         """The loop has read everything before `position`; cheap."""
         if self.planner.advance(position):
@@ -165,6 +170,19 @@ class CacheReader:
         self.is_open = False
         """Whether a run was started and this was not closed since."""
         self.plan: FetchPlan | None = None
+        self.foreseen_to: int | None = None
+        """Where the rows end that are read now, if the loop reads rows of other lanes than it plans for."""
+
+    def reads_singly(self, number: int) -> bool:
+        """Whether a shard's rows are not worth waiting for the whole shard.
+
+        The cache had no room for it, or no lane of the plan needs it now: a row or two of it were moved here.
+        """
+        if self.shards.has_no_room(number):
+            return True
+        if self.plan is None or self.foreseen_to is None:
+            return False
+        return not self.plan.needs(self.shards, number, self.foreseen_to)
 
     def load(self, number: int) -> npt.NDArray[np.uint8]:
         """As `CachedShards.load`, waiting no longer than this reader should."""
@@ -188,7 +206,7 @@ class CacheRun:
         self.readers = tuple(readers)
         self._requests: tuple[Sequence[PlanRequest], int] | None = None  # fetching ahead has not begun
         self._plans: list[FetchPlan] = []
-        self._replicas = 1
+        self._replicas, self._reads_other_lanes = 1, False
         self._rows_left = self._single_rows
 
     @property
@@ -196,13 +214,21 @@ class CacheRun:
         own = max((reader.shards.fetcher.limits.single_rows for reader in self.readers), default=0)
         return max(own, min(own * self._replicas, FetchLimits().single_rows))
 
-    def start(self, requests: Sequence[PlanRequest], position: int, *, replicas: int = 1) -> None:
+    def start(
+        self,
+        requests: Sequence[PlanRequest],
+        position: int,
+        *,
+        replicas: int = 1,
+        reads_other_lanes: bool = False,
+    ) -> None:
         """Begin a run at `position`, with a plan for each cache; they begin after its first rows.
 
-        `replicas`: processes with this cache that read the same, this one among them.
+        `replicas`: processes with this cache that read the same, this one among them. `reads_other_lanes`:
+        the loop reads rows of other lanes too, one by one where that is possible.
         """
         self.close()
-        self._replicas = replicas
+        self._replicas, self._reads_other_lanes = replicas, reads_other_lanes
         self._rows_left, self._requests = self._single_rows, (requests, position)
         for reader in self.readers:
             reader.is_open = True
@@ -226,6 +252,11 @@ class CacheRun:
         """The loop has been given everything before `position`."""
         for plan in self._plans:
             plan.consume(position)
+
+    def foresee(self, position: int) -> None:
+        """The rows that are read next end before `position`."""
+        for reader in self.readers:
+            reader.foreseen_to = position if self._reads_other_lanes else None
 
     def fetch_ahead(self) -> None:
         """Begin to fetch ahead, unless that has begun."""
@@ -258,8 +289,10 @@ class CacheRun:
         if complete and count <= self._rows_left:
             self._rows_left -= count
         else:
+            if self._reads_other_lanes:
+                self.fetch_ahead()  # the plan knows which shards its own lanes need
             wanted = {
-                reader: {n: each for n, each in rows.items() if reader.shards.has_no_room(n)}
+                reader: {n: each for n, each in rows.items() if reader.reads_singly(n)}
                 for reader, rows in wanted.items()
             }
         if _count(wanted) > FIRST_ROWS:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import (
     PATH_HELP,
+    add_balance_arguments,
     add_json_argument,
     add_order_arguments,
     add_storage_arguments,
+    balance_options,
     count,
     natural,
     print_columns,
@@ -105,6 +107,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers", type=natural, default=0, metavar="K", help="DataLoader workers per rank (default: 0)"
     )
     add_order_arguments(group)
+    add_balance_arguments(group)
     group.set_defaults(seed=17, shuffle="window", tail="carry")
     group.add_argument(
         "--epoch-samples",
@@ -151,6 +154,8 @@ def _audit(arguments: argparse.Namespace) -> AuditReport:
     if arguments.logs is None:
         names += ("lanes", "window", "epoch_samples")
     options = {name: getattr(arguments, name) for name in names}
+    if arguments.logs is None:
+        options |= balance_options(arguments)
     config = LoaderConfig(**options, storage=storage_options(arguments))
     opened = open_streams(_streams(arguments), config, 1)
     if arguments.logs is not None:

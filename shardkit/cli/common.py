@@ -193,6 +193,41 @@ def add_order_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def add_balance_arguments(group: argparse._ArgumentGroup) -> None:
+    """--balance of a loader, and the ids by which it finds documents."""
+    group.add_argument(
+        "--balance",
+        metavar="MODEL",
+        help="the loader's balance: attention, or LINEAR:QUADRATIC of its CostModel (default: none)",
+    )
+    add_document_arguments(group)
+
+
+def add_document_arguments(group: argparse._ActionsContainer) -> None:
+    """--eos, --bos and --pad: the ids by which documents are found in rows."""
+    group.add_argument(
+        "--eos", type=natural, metavar="ID", help="id that ends documents (default: as the card states)"
+    )
+    group.add_argument("--bos", type=natural, metavar="ID", help="id that begins documents, instead of --eos")
+    group.add_argument("--pad", type=natural, metavar="ID", help="id of padding (default: the one of --eos)")
+
+
+def balance_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Options of `LoaderConfig` from --balance and the ids; ValueError for a balance that there is not."""
+    from shardkit.loaders.config import CostModel
+
+    balance = arguments.balance
+    if balance not in (None, "attention"):
+        linear, mark, quadratic = balance.partition(":")
+        if not (mark and linear.isdecimal() and quadratic.isdecimal()):
+            raise ValueError(
+                f"--balance is attention or LINEAR:QUADRATIC, two whole numbers, not {balance!r}"
+            )
+        balance = CostModel(int(linear), int(quadratic))
+    ids = {"eos_id": arguments.eos, "bos_id": arguments.bos, "pad_id": arguments.pad}
+    return {"balance": balance, **ids}
+
+
 def add_storage_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of S3; those not given come from the AWS environment and its configuration files."""
     group = parser.add_argument_group("S3 and compatible servers")

@@ -32,9 +32,9 @@ __all__ = ["VERBS", "main"]
 VERBS = {
     "audit": "audit", "bench": "bench", "build": "build", "clean": "clean", "convert": "convert",
     "dedup-index": "dedup_index", "demo": "demo", "download": "transfer", "dropped": "why", "info": "info",
-    "init": "init", "pack": "pack", "plan": "plan", "simulate": "simulate", "trace": "trace",
-    "train-classifier": "train_classifier", "upload": "transfer", "verify": "verify", "view": "view",
-    "why": "why",
+    "init": "init", "pack": "pack", "plan": "plan", "row-costs": "row_costs", "simulate": "simulate",
+    "trace": "trace", "train-classifier": "train_classifier", "upload": "transfer", "verify": "verify",
+    "view": "view", "why": "why",
 }  # fmt: skip
 CONTINUING = ("build", "dedup-index", "download", "pack", "upload")
 FAILED, MISUSE, INTERRUPTED = 1, 2, 130

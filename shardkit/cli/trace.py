@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import (
+    add_balance_arguments,
     add_json_argument,
     add_order_arguments,
     add_storage_arguments,
+    balance_options,
     count,
     natural,
     print_json,
@@ -175,6 +177,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--world-size", type=count, default=1, metavar="N", help="ranks (default: 1)")
     add_order_arguments(group)
+    add_balance_arguments(group)
     group.add_argument(
         "--epochs",
         type=count,
@@ -238,6 +241,7 @@ def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack)
     """The run that the options describe, None if they describe none; other datasets close with `opened`."""
     from shardkit.datasets.dataset import open_dataset
     from shardkit.errors import ShardkitError
+    from shardkit.loaders.config import LoaderConfig
     from shardkit.order.exclusions import Exclusions
     from shardkit.tools.trace.run import Run, read_state
 
@@ -254,15 +258,21 @@ def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack)
         exclusions = [Exclusions.read(path) for path in arguments.without]
     except (OSError, ValueError) as error:
         raise ShardkitError(str(error)) from error
+    try:
+        loader = LoaderConfig(**balance_options(arguments))
+    except ValueError as error:
+        arguments.misuse(str(error))
+    if loader.balance is not None and arguments.batch_size is None:
+        arguments.misuse("--balance decides which rank has a row of a step: give --batch-size, --world-size")
     if arguments.state is not None:
         state, storage = read_state(Path(arguments.state)), storage_options(arguments)
         others = [opened.enter_context(open_dataset(path, storage=storage)) for path in arguments.stream]
         sizes = {"batch_size": arguments.batch_size, "world_size": arguments.world_size}
-        return Run.from_state(state, [dataset, *others], exclusions, **sizes)
+        return Run.from_state(state, [dataset, *others], exclusions, **sizes, loader=loader)
     if len(exclusions) > 1:
         raise ShardkitError("one dataset has one exclusion list: give --without once")
     excluded = exclusions[0] if exclusions else None
-    return Run.from_options(dataset, excluded, world_size=arguments.world_size, **given)
+    return Run.from_options(dataset, excluded, world_size=arguments.world_size, loader=loader, **given)
 
 
 def _tracer(arguments: argparse.Namespace, dataset: Dataset) -> Tracer:

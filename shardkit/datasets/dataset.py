@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from shardkit.cache.reader import CacheReader
     from shardkit.cache.shards import CachedShards, SharedCache
     from shardkit.cache.tar_scan import TarIndexes
+    from shardkit.datasets.row_costs import RowCosts
     from shardkit.formats.tar.members import Scanned, TarIndex
     from shardkit.tools.trace.documents import Document, Question, Trace
 
@@ -109,6 +110,8 @@ class Dataset(Closing, Described):
         self.manifest = manifest
         self.card = card
         self.shards = shards
+        self.row_costs: dict[str, RowCosts] = {}
+        """Tables that loaders have opened, by name: copies for other processes need not open them again."""
         self._files = files
         self._tar_indexes = tar_indexes
         self._options = options or ReadOptions()

@@ -42,7 +42,7 @@ from shardkit.order.residency import lanes_of_ranks
 from shardkit.storage.memory import MemoryStore
 from support import mesh_ranks
 from support.audit_runs import log_report
-from support.loader_data import make_dataset
+from support.loader_data import make_dataset, write_card
 from support.remote_harness import fresh_url, make_remote_kind, put_folder
 
 ProcessGroups = Callable[[int, int], None]  # the fixture `process_groups`
@@ -349,6 +349,7 @@ def test_the_documentation_shows_what_is_followed() -> None:
 
 def test_the_examples_of_the_documentation_run(tmp_path: Path, process_groups: ProcessGroups) -> None:
     path = make_dataset(tmp_path / "mds", "mds", samples=600)
+    write_card(path)
     process_groups(9, 128)
     blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
@@ -357,7 +358,8 @@ def test_the_examples_of_the_documentation_run(tmp_path: Path, process_groups: P
         exec(text.replace('"cuda"', '"cpu"'), names)
     assert (names["loader"].rank, names["loader"].world_size) == (1, 16)
     assert not names["evaluation"].config.stop_together
-    for name in ("loader", "evaluation"):
+    assert names["balanced"].stats().balance.max_over_mean > 1
+    for name in ("loader", "balanced", "evaluation"):
         names[name].close()
 
 

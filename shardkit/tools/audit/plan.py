@@ -15,6 +15,7 @@ from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.dry_run import PlannedRun
 from shardkit.loaders.plan import BatchPlan
 from shardkit.loaders.streams import Opened
+from shardkit.loaders.work_balance import open_work_balance
 from shardkit.order.order import Shuffle
 from shardkit.order.run_settings import Tail
 from shardkit.progress import counting
@@ -73,6 +74,7 @@ def audit_plan(
     for leg in legs:
         BatchPlan(settings.epoch_samples, leg.batch_size, 0, leg.world_size, tail)
     expected = Expectation(settings.named(opened.streams.names), opened.streams.datasets, opened.exclusions)
+    balance = open_work_balance(opened.streams, config, max(leg.world_size for leg in legs))
     location = ", ".join(dataset.location for dataset in opened.streams.datasets)
     report = AuditReport("plan", location, expected.settings.to_dict(), Findings())
     hashing = SampleHash(key)
@@ -85,7 +87,8 @@ def audit_plan(
             name = " then ".join(f"{leg.world_size} x {leg.batch_size}" for leg in walk)
             checker = Checker(expected, report, hashing, name, runs=len(walk))
             ranks = {"batch_size": walk[0].batch_size, "world_size": walk[0].world_size}
-            _walk(checker, walk, start(opened, settings, **ranks, workers=workers), end, advance)
+            run = start(opened, settings, **ranks, workers=workers, balance=balance)
+            _walk(checker, walk, run, end, advance)
             checker.finish(seconds=time.perf_counter() - began)
             if len({leg.global_batch for leg in walk}) == 1:
                 first = by_batch.setdefault(walk[0].global_batch, checker.walk)

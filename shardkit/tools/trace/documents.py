@@ -23,6 +23,7 @@ import numpy as np
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError, ShardkitError, naming_extras
 from shardkit.facts import Described, Facts, counted, printable
+from shardkit.loaders.config import Balance, LoaderConfig
 from shardkit.loaders.state import LoaderState
 from shardkit.order.exclusions import Exclusions
 from shardkit.storage.store import StorageOptions
@@ -125,6 +126,8 @@ class Question(TypedDict, total=False):
     state: Mapping[str, object] | _Path | None
     batch_size: int | None
     world_size: int
+    balance: Balance
+    eos_id: int | None
     streams: Sequence[Dataset]
     without: Sequence[Exclusions]
     tokenizer: _Path | None
@@ -196,10 +199,10 @@ def trace(
 
     Several values are a list. `limit` (default: 20; 0: all) bounds what is listed, not the totals. `exclude`
     writes the rows found as a list for `Stream(exclude=...)`, `export` all documents found to a .parquet,
-    .jsonl or .csv file. A run is known from the `state` of its loader, a mapping or a file, with `batch_size`
-    and `world_size`; a mixture needs its other `streams`, a run that left rows out the lists that it ran
-    `without`. `tokenizer` is as in `Dataset.text`, `storage` as in `open_dataset`. ShardkitError if nothing
-    is found.
+    .jsonl or .csv file. A run is known from the `state` of its loader, a mapping or a file, with
+    `batch_size`, `world_size` and, where it had them, `balance` and `eos_id`; a mixture needs its other
+    `streams`, a run that left rows out the lists that it ran `without`. `tokenizer` is as in `Dataset.text`,
+    `storage` as in `open_dataset`. ShardkitError if nothing is found.
     """
     with ExitStack() as stack:
         if not isinstance(dataset, Dataset):
@@ -241,6 +244,7 @@ def _run(dataset: Dataset, question: Question) -> Run | None:
         question.get("without", ()),
         batch_size=question.get("batch_size"),
         world_size=question.get("world_size", 1),
+        loader=LoaderConfig(balance=question.get("balance"), eos_id=question.get("eos_id")),
     )
 
 

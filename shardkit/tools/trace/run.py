@@ -6,7 +6,8 @@ same batch size and world size from position 0 on. All of it is exact for a run 
 replayed.
 
 A run is known from the state of its loader (`read_state`, `Run.from_state`), which fixes everything except
-batch size and world size, or from the options of its loader (`Run.from_options`).
+batch size, world size and `balance`, or from the options of its loader (`Run.from_options`). With balance,
+the rank of a row follows from the work of all rows of its global batch, as it does in the loader.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from typing import Any, Self
 
 import numpy as np
 
+from shardkit.arrays import Ints
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardkitError, StateError, naming_extras
 from shardkit.files import load_json
 from shardkit.loaders.config import LoaderConfig, Stream
-from shardkit.loaders.plan import Arrangement, BatchPlan
+from shardkit.loaders.plan import Arrangement, BatchPlan, StepSizes
 from shardkit.loaders.state import LoaderState
 from shardkit.loaders.streams import Streams, open_streams
+from shardkit.loaders.work_balance import WorkBalance, open_work_balance
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.order import Shuffle
 from shardkit.order.run_settings import RunSettings, Tail
@@ -118,19 +121,24 @@ class Run:
         batch_size: int | None = None,
         world_size: int = 1,
         delivered: int | None = None,
+        loader: LoaderConfig | None = None,
+        step_sizes: StepSizes | None = None,
     ) -> None:
         self.settings, self.datasets, self.delivered = settings, tuple(datasets), delivered
         named = zip(settings.streams, datasets, strict=True)
         self.names = tuple(stream.name or dataset.location for stream, dataset in named)
-        limits = [None] * len(datasets)
-        order = Arrangement(Streams(datasets, self.names), settings, exclusions, limits).order
+        limits, streams = [None] * len(datasets), Streams(datasets, self.names)
+        order = Arrangement(streams, settings, exclusions, limits).order
         self._order = order
         self._mixed = order if isinstance(order, MixedOrder) else None
         self._orders = order.streams if isinstance(order, MixedOrder) else (order,)
         self.plan: BatchPlan | None = None
+        self._balance: WorkBalance | None = None
         if batch_size is not None:
             try:
                 self.plan = BatchPlan(settings.epoch_samples, batch_size, 0, world_size, settings.tail)
+                if (found := open_work_balance(streams, loader or LoaderConfig(), world_size)) is not None:
+                    self._balance = found.with_step_sizes(step_sizes)
             except ValueError as error:
                 raise ShardkitError(str(error)) from error
 
@@ -143,8 +151,9 @@ class Run:
         *,
         batch_size: int | None = None,
         world_size: int = 1,
+        loader: LoaderConfig | None = None,
     ) -> Self:
-        """The run that a loader's state belongs to.
+        """The run that a loader's state belongs to; `loader`: the options that its balance follows from.
 
         `datasets` and `exclusions` are in any order and are matched with the state's streams by fingerprint
         and digest; the first dataset must be one of them. StateError if one is missing.
@@ -174,6 +183,8 @@ class Run:
             batch_size=batch_size,
             world_size=world_size,
             delivered=state.position,
+            loader=loader,
+            step_sizes=state.step_sizes,
         )
 
     @classmethod
@@ -189,8 +200,11 @@ class Run:
         lanes: int | None = None,
         window: int | None = None,
         tail: Tail = "carry",
+        loader: LoaderConfig | None = None,
     ) -> Self:
         """The run of a loader with these options over one dataset, lanes and window by default as there.
+
+        `loader`: the options that its balance follows from.
 
         ShardkitError if no loader takes it.
         """
@@ -200,7 +214,14 @@ class Run:
             settings = opened.settings(config, seed=seed, shuffle=shuffle, tail=tail)
         except ValueError as error:
             raise ShardkitError(str(error)) from error
-        return cls(settings, [dataset], opened.exclusions, batch_size=batch_size, world_size=world_size)
+        return cls(
+            settings,
+            [dataset],
+            opened.exclusions,
+            batch_size=batch_size,
+            world_size=world_size,
+            loader=loader,
+        )
 
     def streams_of(self, dataset: Dataset) -> list[int]:
         """The numbers of the streams that deliver a dataset."""
@@ -256,7 +277,7 @@ class Run:
         """The same for the global batch that a loader at this position delivers next."""
         plan = self._known_plan()
         start, count = span_at(plan, position)
-        located = self._order.locate(self._order.global_batch(start, count))
+        located = self._order.locate(self._batch_in_places(start, count))
         rows = []
         columns = (located.position, located.epoch, located.sample_id)
         for index, (at, epoch, sample) in enumerate(zip(*(each.tolist() for each in columns), strict=True)):
@@ -267,6 +288,14 @@ class Run:
             rank, place = rank_of(plan, index, count)
             rows.append(BatchRow(rank, place, at, epoch, stream, self.names[stream], row))
         return rows
+
+    def _batch_in_places(self, start: int, count: int) -> Ints:
+        """The positions of the global batch from `start` on, those of rank 0 first."""
+        batch = self._order.global_batch(start, count)
+        if self._balance is None:
+            return batch
+        placed: Ints = batch[self._balance.places(self._known_plan(), self._order, start)]
+        return placed
 
     def _known_plan(self) -> BatchPlan:
         if self.plan is None:
@@ -288,7 +317,7 @@ class Run:
         if step is None:
             return Sighting(epoch, position, is_dropped=True, is_delivered=False)
         start, count = span_at(self.plan, start_of_step(self.plan, step))
-        batch = self._order.global_batch(start, count)
+        batch = self._batch_in_places(start, count)
         rank, index = rank_of(self.plan, int(np.flatnonzero(batch == position)[0]), count)
         return Sighting(epoch, position, step, rank, index, is_delivered=delivered)
 

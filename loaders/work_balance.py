@@ -1,0 +1,315 @@
+"""Levels the work of data-parallel ranks: which rank takes which rows of a global batch, by what they cost.
+
+With attention inside documents, a row's cost is about the sum of its documents' squared lengths, and the
+dearest rank decides how long a step takes. `WorkBalance` starts from the order's own parts, rank r the r-th,
+and swaps rows between dear and cheap ranks until no rank costs more than 1/32 above the mean. Each rank keeps
+`batch_size` rows, and the rows of a global batch stay what positions say they are: states, audits and
+resuming know nothing of it. It swaps as few rows as it can, because a row that moves to another machine is
+not in the lanes that the machine reads: it is fetched by itself (`shardkit.cache.reader`).
+
+    cost of a row   linear * tokens + quadratic * sum of squared document lengths    (`CostModel`, integers)
+    a round         ranks by work; the i-th dearest meets the i-th cheapest (in later rounds, others of the
+                    cheaper half); each pair swaps the two rows that come closest to making it equal
+    the end         all ranks are within 1/32 of the mean, or the dearest has met all it can, or 32 rounds
+
+Where optimizer steps are known (`global_batch`), whole shares of a batch are then exchanged between ranks, in
+the same way, so that the sum over a step's batches is level too: what gradient accumulation without
+communication waits for. That changes no batch's dearest share. Rows never move between the batches of a step,
+because a state may lie between them.
+
+All is a function of the rows' costs, world size, batch size and step sizes, in integers, ties by place:
+every rank computes it alone and finds the same. Golden vectors and a plain-Python reference in the tests pin
+it. The shorter last batch of tail "pad" keeps its parts.
+
+Costs: the order of all positions of a global batch instead of a rank's own (100-150 ns each), and the rounds:
+1 to 3 ms for 4,096 rows on 1,024 ranks (tests/benchmarks/bench_balance.py), in the thread that reads ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.arrays import Ints
+from shardkit.cache.contract import CacheOptions
+from shardkit.cache.shards import SharedCache
+from shardkit.datasets.row_costs import DocumentIds, RowCosts
+from shardkit.loaders.config import CostModel, LoaderConfig
+from shardkit.loaders.defaults import find_eos_id
+from shardkit.loaders.plan import BatchPlan, SampleOrder, Steps, StepSizes
+from shardkit.loaders.row_costs import open_row_costs
+from shardkit.loaders.streams import Streams
+from shardkit.order.order import Located
+
+__all__ = ["BALANCED_POSITIONS", "WorkBalance", "level", "open_work_balance", "planned_steps"]
+
+BALANCED_POSITIONS = 1 << 16  # of all ranks, placed in one plan: some tens of milliseconds
+MAX_ROWS = 1 << 24  # of a global batch or an optimizer step: sums of their costs stay below 2**62
+_TOLERANCE = 32  # a rank may cost 1/32 more than the mean
+_ROUNDS = 32
+_PARTNERS = 32  # rounds in which a dear rank meets ranks from all over the cheaper half
+_CANDIDATES = 16  # rows of a rank that may be swapped, evenly spread over its costs
+_PIECE = 1 << 17  # rows placed at once
+
+_Ranks = npt.NDArray[np.intp]
+
+
+def open_work_balance(
+    streams: Streams, config: LoaderConfig, world_size: int, *, processes: int = 1
+) -> WorkBalance | None:
+    """What a loader over these streams is to be balanced by; None if it is not to be, or is the only rank.
+
+    `processes`: that share this machine. ValueError and ShardError as `find_eos_id` and `open_row_costs`.
+    """
+    if config.balance is None or world_size == 1:
+        return None
+    key = streams.datasets[0].token_column
+    eos_id = None if config.bos_id is not None else find_eos_id(streams.once, config, key)
+    ids = DocumentIds(eos_id, config.bos_id, config.pad_id)
+    indexes = SharedCache(CacheOptions(folder=config.cache_dir, processes=processes)).indexes(config.storage)
+    return WorkBalance(
+        [open_row_costs(dataset, ids, indexes) for dataset in streams.datasets],
+        [dataset.sequence_length or 0 for dataset in streams.datasets],
+        [streams.first_sample(number) for number in range(len(streams))],
+        CostModel() if config.balance == "attention" else config.balance,
+    )
+
+
+def level(costs: Ints, before: Ints | None = None) -> Ints:
+    """Place rows of `costs` [batches, ranks, rows] on ranks: the numbers, within a batch, of what is where.
+
+    `before` [batches, ranks]: what each rank has done already. Costs are at least 0, and the sum of a batch
+    and of what is before it is below 2**62.
+    """
+    batches, ranks, rows = costs.shape
+    places = np.tile(np.arange(ranks * rows).reshape(ranks, rows), (batches, 1, 1))
+    if ranks == 1 or not batches:
+        return places
+    before = np.zeros((batches, ranks), dtype=np.int64) if before is None else before
+    costs = costs.copy()
+    totals = costs.sum(axis=(1, 2)) + before.sum(axis=1)
+    half = ranks // 2
+    stride = half // _PARTNERS + 1
+    patience = -(-(ranks - half) // stride)  # rounds until partners repeat
+    idle, dearest = np.zeros(batches, dtype=np.int64), np.full(batches, np.iinfo(np.int64).max)
+    active = np.arange(batches)
+    for number in range(_ROUNDS):
+        work = before[active] + costs[active].sum(axis=2)
+        now = work.max(axis=1)
+        idle[active] = np.where(now < dearest[active], 0, idle[active] + 1)
+        dearest[active] = now
+        goes_on = _is_dear(now, totals[active], ranks) & (idle[active] < patience)
+        active, work = active[goes_on], work[goes_on]
+        if not len(active):
+            break
+        by_work = np.argsort(work, axis=1, kind="stable")
+        dear = by_work[:, : -half - 1 : -1]
+        cheap = np.roll(by_work[:, : ranks - half], -number * stride, axis=1)[:, :half]
+        gaps = np.take_along_axis(work, dear, axis=1) - np.take_along_axis(work, cheap, axis=1)
+        meets = _is_dear(np.take_along_axis(work, dear, axis=1), totals[active, None], ranks)
+        batch, pair = np.nonzero(meets)
+        _swap(costs, places, active[batch], dear[batch, pair], cheap[batch, pair], gaps[batch, pair])
+    return places
+
+
+def _is_dear(work: Ints, totals: Ints, ranks: int) -> npt.NDArray[np.bool_]:
+    """Whether a rank's work is more than 1/32 above the mean."""
+    mean = totals // ranks
+    dear: npt.NDArray[np.bool_] = work > mean + mean // _TOLERANCE
+    return dear
+
+
+def _swap(costs: Ints, places: Ints, batch: _Ranks, dear: Ints, cheap: Ints, gaps: Ints) -> None:
+    """Swap one row of each pair of ranks, if that makes them more equal."""
+    own, other = costs[batch, dear], costs[batch, cheap]
+    which_own, which_other = _candidates(own), _candidates(other)
+    own, other = np.take_along_axis(own, which_own, axis=1), np.take_along_axis(other, which_other, axis=1)
+    left = np.abs(gaps[:, None, None] - 2 * (own[:, :, None] - other[:, None, :])).reshape(len(batch), -1)
+    best = left.argmin(axis=1)
+    pairs = np.flatnonzero(left[np.arange(len(batch)), best] < gaps)
+    first, second = np.divmod(best[pairs], which_own.shape[1])
+    first, second = which_own[pairs, first], which_other[pairs, second]
+    batch, dear, cheap = batch[pairs], dear[pairs], cheap[pairs]
+    for values in (costs, places):
+        moved = values[batch, dear, first]
+        values[batch, dear, first] = values[batch, cheap, second]
+        values[batch, cheap, second] = moved
+
+
+def _candidates(costs: Ints) -> Ints:
+    """Which rows of each rank [pairs, rows] may be swapped: all, or some from the cheapest to the dearest."""
+    rows = costs.shape[1]
+    if rows <= _CANDIDATES:
+        return np.broadcast_to(np.arange(rows), costs.shape)
+    some = np.arange(_CANDIDATES) * (rows - 1) // (_CANDIDATES - 1)
+    return np.argsort(costs, axis=1, kind="stable")[:, some]
+
+
+@dataclass(slots=True)
+class _StepSum:
+    """What each rank has done of an optimizer step: as it is placed, and by the order's own parts."""
+
+    placed: Ints
+    plain: Ints
+
+
+class WorkBalance:
+    """Places the rows of a run's global batches on ranks.
+
+    `costs`: of each stream's dataset; `lengths`: tokens of its rows; `first_samples`: the number of its first
+    sample among all. `step_sizes`: of the optimizer steps, if known.
+    """
+
+    def __init__(
+        self,
+        costs: Sequence[RowCosts],
+        lengths: Sequence[int],
+        first_samples: npt.ArrayLike,
+        model: CostModel,
+        step_sizes: StepSizes | None = None,
+    ) -> None:
+        self._costs = tuple(costs)
+        self._model = model
+        self._lengths, self._first_samples = tuple(lengths), np.asarray(first_samples, dtype=np.int64)
+        self.step_sizes = step_sizes
+        largest = max(self._linear(n) + self._model.quadratic * n * n for n in lengths)
+        if largest >= 1 << 62:
+            raise ValueError(f"rows cost up to {largest:,} by {self._model}: divide both coefficients")
+        # So that all sums stay below 2**61. Rows of less than 2**18 tokens lose no bit.
+        self._shift = max(0, (largest * MAX_ROWS).bit_length() - 61)
+        sizes = [] if step_sizes is None else [size for _, size in step_sizes.changes]
+        if max(sizes, default=0) > MAX_ROWS:
+            raise ValueError(f"balance is for steps of at most {MAX_ROWS:,} rows, not {max(sizes):,}")
+
+    def with_step_sizes(self, step_sizes: StepSizes | None) -> WorkBalance:
+        """The same for optimizer steps of these sizes."""
+        tables = (self._costs, self._lengths, self._first_samples, self._model)
+        return WorkBalance(*tables, step_sizes)
+
+    def __str__(self) -> str:
+        """What ranks must agree on."""
+        return f"{self._model} {' '.join(each.digest for each in self._costs)}"
+
+    def steps(
+        self, plan: BatchPlan, order: SampleOrder, position: int, count: int, *, every: int = 1
+    ) -> Steps:
+        """As `BatchPlan.steps`, with the rows that this rank takes, and with the `work` of each batch."""
+        if (size := plan.global_batch) > MAX_ROWS:
+            raise ValueError(f"balance is for global batches of at most {MAX_ROWS:,} rows, not {size:,}")
+        steps = plan.steps(order, position, count, every=every)
+        shape = (count, plan.batch_size)
+        shard, row = steps.shard.reshape(shape).copy(), steps.row.reshape(shape).copy()
+        sample_id = steps.sample_id.reshape(shape).copy()
+        work = np.zeros((count, 6), dtype=np.int64)
+        low, whole = 0, count - steps.padded
+        for located, places, figures in self._placed(plan, order, plan.start(position), whole, every):
+            piece = slice(low, low + len(places))
+            own = places[:, plan.rank]
+            shard[piece] = np.take_along_axis(located.shard, own, axis=1)
+            row[piece] = np.take_along_axis(located.row, own, axis=1)
+            sample_id[piece] = np.take_along_axis(located.sample_id, own, axis=1)
+            work[piece], low = figures, piece.stop
+        return replace(steps, shard=shard, row=row, sample_id=sample_id, work=work)
+
+    def places(self, plan: BatchPlan, order: SampleOrder, start: int) -> Ints:
+        """int64[global batch]: which entry of the order's global batch at `start` is at each place.
+
+        Places are those of rank 0's batch, then rank 1's, and so on.
+        """
+        if plan.tail == "pad" and plan.samples - start % plan.samples < plan.global_batch:
+            return np.arange(plan.samples - start % plan.samples)
+        [(_, places, _)] = self._placed(plan, order, start, 1, 1)
+        return places.reshape(-1)
+
+    def _placed(
+        self, plan: BatchPlan, order: SampleOrder, start: int, count: int, every: int
+    ) -> Iterator[tuple[Located, Ints, Ints]]:
+        """(all rows in the order's order, what is at each place, the batches' work) of runs of batches."""
+        size = plan.global_batch
+        # The shares of a step's earlier batches decide those of the later ones: none of them can be left out.
+        begin = start if self.step_sizes is None else self._first_of_step(start, size)
+        stride = every * size if self.step_sizes is None else size
+        total = (start - begin + (count - 1) * every * size) // stride + 1 if count else 0
+        done = _StepSum(*np.zeros((2, plan.world_size), dtype=np.int64))
+        most = max(1, _PIECE // size)
+        for number in range(0, total, most):
+            some, first = min(most, total - number), begin + number * stride
+            located = order.global_batches(first, size, some, part=slice(None), every=stride // size)
+            costs = self._costs_of(located.sample_id).reshape(some, plan.world_size, plan.batch_size)
+            places, work = level(costs), np.zeros((some, 6), dtype=np.int64)
+            if self.step_sizes is not None:
+                self._level_steps(costs, places, work, done, first)
+            work[:, :3] = _work(costs, places)
+            ahead = first - start + np.arange(some) * stride
+            wanted = np.flatnonzero((ahead >= 0) & (ahead % (every * size) == 0))
+            if len(wanted):
+                yield located.take(wanted), places[wanted], work[wanted]
+
+    def _first_of_step(self, start: int, size: int) -> int:
+        """Where the batches of an optimizer step begin of which one begins at `start`."""
+        assert self.step_sizes is not None
+        begin, _ = self.step_sizes.step_at(start)
+        return begin + (start - begin) % size
+
+    def _level_steps(self, costs: Ints, places: Ints, work: Ints, done: _StepSum, first: int) -> None:
+        """Exchange shares of batches from position `first` on between ranks, in `places`.
+
+        Writes to `work` what the batches that end a step make it.
+        """
+        assert self.step_sizes is not None
+        batches, ranks, rows = costs.shape
+        for number in range(batches):
+            start = first + number * ranks * rows
+            if self._first_of_step(start, ranks * rows) == start:
+                done.placed, done.plain = np.zeros((2, ranks), dtype=np.int64)
+            shares = costs[number].reshape(-1)[places[number]].sum(axis=1)
+            ways = level(shares[None, :, None], done.placed[None])[0, :, 0]
+            places[number] = places[number][ways]
+            done.placed, done.plain = done.placed + shares[ways], done.plain + costs[number].sum(axis=1)
+            if start + ranks * rows >= self.step_sizes.step_at(start)[1]:
+                work[number, 3:] = done.placed.sum(), done.placed.max(), done.plain.max()
+
+    def _costs_of(self, sample_ids: Ints) -> Ints:
+        """The cost of each sample, in its shape."""
+        if len(self._costs) == 1:
+            return self._scaled(0, sample_ids)
+        stream = np.searchsorted(self._first_samples, sample_ids, side="right") - 1
+        found = np.empty_like(sample_ids)
+        for number in np.unique(stream).tolist():
+            own = stream == number
+            found[own] = self._scaled(number, sample_ids[own] - self._first_samples[number])
+        return found
+
+    def _scaled(self, stream: int, rows: Ints) -> Ints:
+        squares = self._costs[stream].squares[rows].astype(np.int64)
+        costs: Ints = self._model.quadratic * squares + self._linear(self._lengths[stream]) >> self._shift
+        return costs
+
+    def _linear(self, length: int) -> int:
+        return self._model.linear * length
+
+
+def planned_steps(
+    plan: BatchPlan,
+    balance: WorkBalance | None,
+    order: SampleOrder,
+    position: int,
+    count: int,
+    *,
+    every: int = 1,
+) -> Steps:
+    """The next batches of a rank: `BatchPlan.steps`, with rows on other ranks if they are balanced."""
+    if balance is None:
+        return plan.steps(order, position, count, every=every)
+    return balance.steps(plan, order, position, count, every=every)
+
+
+def _work(costs: Ints, places: Ints) -> Ints:
+    """int64[batches, 3]: of each batch the sum, the dearest rank's, and that by the order's own parts."""
+    batches = len(costs)
+    placed = np.take_along_axis(costs.reshape(batches, -1), places.reshape(batches, -1), axis=1)
+    shares = placed.reshape(costs.shape).sum(axis=2)
+    return np.stack([shares.sum(axis=1), shares.max(axis=1), costs.sum(axis=2).max(axis=1)], axis=1)
