@@ -400,7 +400,7 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> BuiltDat
     """What is published of one dataset; BuildError if there is no sample."""
     recipe, survivors = outputs.recipe, outputs.survivors
     scores = (split for one in inputs.scores for split in one.splits)
-    check_unchanged({split.input for split in (*inputs.splits, *scores)})
+    check_unchanged({split.input for split in (*scan.parts_of(inputs.splits), *scores)})
     if recipe.output.is_text:
         made = [(commit, Written.of(commit).shards) for commit in outputs.texts]
     else:
@@ -416,7 +416,7 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> BuiltDat
             manifest,
             funnel,
             tokenizer=outputs.tokenizer,
-            inputs=describe_inputs(recipe, inputs.splits, [counts.input for counts in survivors.counts]),
+            inputs=describe_inputs(recipe, inputs.splits, survivors.input_hashes),
             partitions=len(outputs.packed),
             split=outputs.found,
             dedup=survivors.card,

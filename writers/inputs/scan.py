@@ -6,6 +6,10 @@ store are cut at the same places by small reads; which records their splits begi
 (stages/record_counts.py). The size is a constant: worker count and memory never change which records meet in
 a split.
 
+Many small files are read by few tasks (`group_small_files`): a task that starts, commits and is read again
+costs as much as filtering some hundred kilobytes of text. Documents keep their files, record numbers and ids,
+and files their digests, so grouping changes no shard.
+
 Each split's stored bytes are hashed while they are in memory from being read; an input's digest goes over its
 files' names, cuts and hashes. No times are kept, so a copied corpus has the same digests, and a changed byte
 in any file gives another one. Of a file in a store its size and version (of S3 the ETag) stand for its bytes,
@@ -18,7 +22,7 @@ the work folder, by the file's path, size and version, so that the next start an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -44,9 +48,11 @@ __all__ = [
     "KeptCuts",
     "Split",
     "describe_inputs",
+    "group_small_files",
     "guess_format",
     "hash_split",
     "hash_splits",
+    "parts_of",
     "scan_inputs",
 ]
 
@@ -58,6 +64,11 @@ _NEWLINE_BYTES = 1 << 16  # a line or a few
 UNCOUNTED = -1  # `Split.first_record` that a stage has to find out
 _TRIAL_SPLITS = 8  # of each input, where `limit` is set: a few places are more alike to the whole than one
 _TRIAL_RECORD_BYTES = 4096  # as large as records are taken to be, to have enough splits for them
+_SMALL_BYTES = 1 << 21  # of text: to filter more takes far longer than its task takes to start and commit
+_MANY = 32  # fewer small files in a row stay apart: a task of its own for each costs about a second in all
+_GROUP_BYTES = 1 << 24  # of text, on average: two seconds of work
+_FILE_BYTES = 1 << 13  # of text that can be filtered while a file is opened and booked
+_STORED_TEXT = 4  # bytes of text in a byte of a compressed file, at most as a rule
 _THREADS = 8  # that read footers: of a remote file it is waiting only
 _FORMATS = {
     ".jsonl": "jsonl",
@@ -86,7 +97,7 @@ _OTHER_COMPRESSIONS = frozenset({".br", ".zip", ".7z", ".tar", ".tgz", ".sz", ".
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A run of records of one file.
+    """A run of records of one file, and with `rest` also all records of further small files.
 
     [start, end) counts bytes of a plain file, row groups of a Parquet file; a compressed file is whole.
     """
@@ -101,6 +112,12 @@ class Split:
     first_record: int  # line or row number of the first record, or UNCOUNTED
     bytes: int  # stored bytes of this split
     limit: int | None = None  # read so many of its records at most
+    rest: tuple[Split, ...] = ()  # of further files of the same input, which the same task reads next
+
+    @property
+    def parts(self) -> tuple[Split, ...]:
+        """A split for each of its files."""
+        return (replace(self, bytes=self.input.bytes, rest=()), *self.rest) if self.rest else (self,)
 
     @property
     def file(self) -> str:
@@ -223,6 +240,67 @@ def _limited(splits: Sequence[Split], limit: int) -> list[Split]:
             for at in range(number)
         ]
     return [replace(split, index=index) for index, split in enumerate(chosen)]
+
+
+def group_small_files(
+    splits: Sequence[Split],
+    *,
+    small_bytes: int = _SMALL_BYTES,
+    many: int = _MANY,
+    group_bytes: int = _GROUP_BYTES,
+) -> list[Split]:
+    """The same splits in the same order; where many small files of an input follow each other, in groups.
+
+    Names and sizes of files decide, nothing else. A group ends after a file by chance, by the hash of its
+    name and in proportion to its size, so that a file which is added, removed or changed in size changes the
+    groups beside it only. A group that has become twice as large as `group_bytes` ends in any case.
+    """
+    made: list[Split] = []
+    small: list[Split] = []
+
+    def close() -> None:
+        made.extend(small if len(small) < many else _grouped(small, group_bytes))
+        small.clear()
+
+    for number, split in enumerate(splits):
+        if small and small[-1].source != split.source:
+            close()
+        cut = any(
+            0 <= other < len(splits) and splits[other].input == split.input for other in (number - 1, number + 1)
+        )
+        if not cut and _text_bytes(split) <= small_bytes:
+            small.append(split)
+        else:
+            close()
+            made.append(split)
+    close()
+    return [replace(split, index=index) for index, split in enumerate(made)]
+
+
+def _grouped(splits: Sequence[Split], group_bytes: int) -> Iterator[Split]:
+    group: list[Split] = []
+    size = 0
+    for number, split in enumerate(splits):
+        group.append(split)
+        weight = max(_text_bytes(split), _FILE_BYTES)
+        size += weight
+        chance = xxhash.xxh3_64_intdigest(split.file.encode())
+        ends = chance * group_bytes < weight << 64
+        if ends or size >= 2 * group_bytes or number == len(splits) - 1:
+            first, *rest = group
+            yield replace(first, bytes=sum(one.bytes for one in group), rest=tuple(rest)) if rest else first
+            group, size = [], 0
+
+
+def _text_bytes(split: Split) -> int:
+    """About the text in a split, to group small files."""
+    packed = split.compression is not None or split.format in _SEEKING
+    return split.bytes * (_STORED_TEXT if packed else 1)
+
+
+def parts_of(splits: Iterable[Split]) -> list[Split]:
+    """A split for each file of a group, and the others, in order."""
+    return [part for split in splits for part in split.parts]
 
 
 def guess_format(name: str) -> tuple[str, str | None] | None:
@@ -368,17 +446,20 @@ def hash_split(split: Split) -> str:
 
 
 def hash_splits(splits: Sequence[Split]) -> list[str]:
-    """`hash_split` of all, in threads."""
+    """`hash_split` of all their parts, in threads."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(hash_split, splits))
+        return list(pool.map(hash_split, parts_of(splits)))
 
 
 def describe_inputs(recipe: Recipe, splits: Sequence[Split], hashes: Sequence[str]) -> list[dict[str, Any]]:
-    """For each input of the recipe its label, number of files, stored bytes and digest."""
+    """For each input of the recipe its label, number of files, stored bytes and digest.
+
+    `hashes` are those of all parts of the splits.
+    """
     cuts: list[list[list[Any]]] = [[] for _ in recipe.inputs]
     files: list[set[str]] = [set() for _ in recipe.inputs]
     sizes = [0] * len(recipe.inputs)
-    for split, content in zip(splits, hashes, strict=True):
+    for split, content in zip(parts_of(splits), hashes, strict=True):
         cuts[split.source].append([split.file, split.start, split.end, content])
         files[split.source].add(split.file)
         sizes[split.source] += split.bytes
