@@ -44,7 +44,7 @@ from shardkit.writers.execution.work import Work
 from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, place_of, work_of
 from shardkit.writers.funnel import Funnel, Trained, add_packed, filters_card
 from shardkit.writers.inputs import scan
-from shardkit.writers.inputs.files import check_unchanged
+from shardkit.writers.inputs.files import check_unchanged, identities
 from shardkit.writers.inputs.scan import Split, describe_inputs, hash_splits
 from shardkit.writers.languages import add_languages
 from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger
@@ -258,8 +258,7 @@ def refuse_own_files(splits: Sequence[Split], *places: Path | str) -> None:
     `places` are folders, and URLs as str.
     """
     roots = [str(place.resolve() if isinstance(place, Path) else place).rstrip("/") for place in places]
-    for split in splits:
-        identity = split.input.identity
+    for split, identity in zip(splits, identities(split.input for split in splits), strict=True):
         for root in roots:
             if identity.startswith(root + "/"):
                 raise RecipeError(

@@ -37,7 +37,7 @@ from shardkit.files import load_json
 from shardkit.hashing import digest_of
 from shardkit.storage.store import StorageOptions
 from shardkit.writers.inputs.decompress import COMPRESSIONS
-from shardkit.writers.inputs.files import InputFile, fields_of_path, find_files, open_input
+from shardkit.writers.inputs.files import InputFile, fields_of_path, find_files, identities, open_input
 from shardkit.writers.recipe import InputConfig, Recipe
 
 __all__ = [
@@ -184,9 +184,10 @@ def scan_inputs(
     names: dict[str, InputFile] = {}
     for source, config in enumerate(recipe.inputs):
         where = key.format(source)
-        for name, file in find_files(recipe, config, where, storage).items():
-            if file.identity in owners:
-                owner, other = owners[file.identity]
+        files = find_files(recipe, config, where, storage)
+        for (name, file), identity in zip(files.items(), identities(files.values()), strict=True):
+            if identity in owners:
+                owner, other = owners[identity]
                 raise RecipeError(
                     f"{where}: {name} is the same file as {other} of inputs[{owner}]; "
                     "its documents would be read twice"
@@ -201,15 +202,13 @@ def scan_inputs(
             except ValueError as error:
                 problem = f"inputs[{source}].path_fields: {error}; leave the file out with exclude"
                 raise RecipeError(problem) from None
-            owners[file.identity], names[name] = (source, name), file
+            owners[identity], names[name] = (source, name), file
             found.append((source, file, *_format_of(name, config, where)))
 
     kept = KeptCuts() if kept is None else kept
 
     def cuts(entry: tuple[int, InputFile, str, str | None]) -> list[Cut]:
-        source, file, format, compression = entry
-        if not _takes_reading(file, format, compression, recipe.inputs[source], split_bytes):
-            return [(0, file.bytes, 0, file.bytes)]
+        _, file, format, _ = entry
         if (known := kept.get(file, split_bytes)) is not None:
             return known
         line_cuts = _remote_line_cuts if file.is_remote else _line_cuts
@@ -218,9 +217,14 @@ def scan_inputs(
             kept.put(file, split_bytes, made)
         return made
 
+    def is_read(entry: tuple[int, InputFile, str, str | None]) -> bool:
+        source, *about = entry
+        return _takes_reading(*about, recipe.inputs[source], split_bytes)
+
     with ThreadPoolExecutor(_THREADS) as pool:
-        cut = zip(found, pool.map(cuts, found), strict=True)
-        places = [(*entry, *place) for entry, made in cut for place in made]
+        read = pool.map(cuts, filter(is_read, found))
+        cut = [(entry, next(read) if is_read(entry) else [(0, entry[1].bytes, 0, entry[1].bytes)]) for entry in found]
+    places = [(*entry, *place) for entry, made in cut for place in made]
     splits = [Split(index, *place) for index, place in enumerate(places)]
     return splits if recipe.limit is None else _limited(splits, recipe.limit)
 
