@@ -83,13 +83,13 @@ def identities(files: Iterable[InputFile]) -> Iterator[str]:
     """Of each file, what is the same for two ways to say the same file."""
     folders: dict[str, str] = {}
     for file in files:
-        if file.is_remote or os.path.islink(file.path):
+        if file.is_remote or Path(file.path).is_symlink():
             yield file.path if file.is_remote else os.path.realpath(file.path)
             continue
         folder, name = os.path.split(file.path)
         if folder not in folders:
             folders[folder] = os.path.realpath(folder)
-        yield os.path.join(folders[folder], name)
+        yield f"{folders[folder].rstrip('/')}/{name}"
 
 
 def find_files(
@@ -177,7 +177,7 @@ def check_unchanged(files: Iterable[InputFile]) -> None:
 
 def _find_local(recipe: Recipe, config: InputConfig, key: str) -> dict[str, InputFile]:
     files = {}
-    base = f"{os.path.abspath(recipe.folder / (config.base or '')).rstrip('/')}/"
+    base = f"{normpath(recipe.folder.absolute() / (config.base or '')).rstrip('/')}/"
     found_paths = expand_path(recipe.folder, config.path)
     paths = [path for path in found_paths if not _is_excluded(config, str(path), recipe.folder)]
     for path in paths:

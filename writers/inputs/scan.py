@@ -223,7 +223,10 @@ def scan_inputs(
 
     with ThreadPoolExecutor(_THREADS) as pool:
         read = pool.map(cuts, filter(is_read, found))
-        cut = [(entry, next(read) if is_read(entry) else [(0, entry[1].bytes, 0, entry[1].bytes)]) for entry in found]
+        cut = [
+            (entry, next(read) if is_read(entry) else [(0, entry[1].bytes, 0, entry[1].bytes)])
+            for entry in found
+        ]
     places = [(*entry, *place) for entry, made in cut for place in made]
     splits = [Split(index, *place) for index, place in enumerate(places)]
     return splits if recipe.limit is None else _limited(splits, recipe.limit)
@@ -270,7 +273,8 @@ def group_small_files(
         if small and small[-1].source != split.source:
             close()
         cut = any(
-            0 <= other < len(splits) and splits[other].input == split.input for other in (number - 1, number + 1)
+            0 <= other < len(splits) and splits[other].input == split.input
+            for other in (number - 1, number + 1)
         )
         if not cut and _text_bytes(split) <= small_bytes:
             small.append(split)
