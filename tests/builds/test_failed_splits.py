@@ -221,7 +221,7 @@ def test_a_mended_split_is_read_when_asked_for_or_without_the_setting(
     explained = explain_build(recipe, overrides=["work=work", ONE])
     assert all(plan.finished == plan.tasks for plan in explained.stages)
     assert (explained.later, explained.stale) == ((), ())
-    monkeypatch.setattr(clean, "read_split", read_split)  # as after a repair of the reader or the machine
+    monkeypatch.setattr(readers, "read_split", read_split)  # as after a repair of the reader or the machine
     for overrides, retry in (([], False), ([ONE], True)):
         with pytest.raises(BuildError, match="made without 1 splits that failed; choose another output"):
             make(recipe, *overrides, retry_failed=retry)

@@ -54,6 +54,7 @@ __all__ = [
     "hash_splits",
     "parts_of",
     "scan_inputs",
+    "text_bytes",
 ]
 
 CUTS_NOTE = "inputs.json.zst"  # of `KeptCuts` in a work folder
@@ -179,7 +180,37 @@ def scan_inputs(
     RecipeError when an input matches nothing or cannot be listed, a file belongs to two inputs, two files
     have one name, or a format is unknown; BuildError when a file cannot be read.
     """
-    found: list[tuple[int, InputFile, str, str | None]] = []
+    kept = KeptCuts() if kept is None else kept
+    found = _find_all(recipe, storage, key)
+
+    def is_read(entry: _Found) -> bool:
+        source, *about = entry
+        return _takes_reading(*about, recipe.inputs[source], split_bytes)
+
+    def cuts(entry: _Found) -> list[Cut]:
+        _, file, format, _ = entry
+        if (known := kept.get(file, split_bytes)) is not None:
+            return known
+        line_cuts = _remote_line_cuts if file.is_remote else _line_cuts
+        made = list((_parquet_cuts if format == "parquet" else line_cuts)(file, split_bytes))
+        if made != [_unreadable(file)]:
+            kept.put(file, split_bytes, made)
+        return made
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        read = pool.map(cuts, filter(is_read, found))
+        cut = [next(read) if is_read(entry) else [(0, entry[1].bytes, 0, entry[1].bytes)] for entry in found]
+    places = [(*entry, *place) for entry, made in zip(found, cut, strict=True) for place in made]
+    splits = [Split(index, *place) for index, place in enumerate(places)]
+    return splits if recipe.limit is None else _limited(splits, recipe.limit)
+
+
+_Found = tuple[int, InputFile, str, str | None]
+"""The number of its input, a file, its format and compression."""
+
+
+def _find_all(recipe: Recipe, storage: StorageOptions | None, key: str) -> list[_Found]:
+    found: list[_Found] = []
     owners: dict[str, tuple[int, str]] = {}
     names: dict[str, InputFile] = {}
     for source, config in enumerate(recipe.inputs):
@@ -204,32 +235,7 @@ def scan_inputs(
                 raise RecipeError(problem) from None
             owners[identity], names[name] = (source, name), file
             found.append((source, file, *_format_of(name, config, where)))
-
-    kept = KeptCuts() if kept is None else kept
-
-    def cuts(entry: tuple[int, InputFile, str, str | None]) -> list[Cut]:
-        _, file, format, _ = entry
-        if (known := kept.get(file, split_bytes)) is not None:
-            return known
-        line_cuts = _remote_line_cuts if file.is_remote else _line_cuts
-        made = list((_parquet_cuts if format == "parquet" else line_cuts)(file, split_bytes))
-        if made != [_unreadable(file)]:
-            kept.put(file, split_bytes, made)
-        return made
-
-    def is_read(entry: tuple[int, InputFile, str, str | None]) -> bool:
-        source, *about = entry
-        return _takes_reading(*about, recipe.inputs[source], split_bytes)
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        read = pool.map(cuts, filter(is_read, found))
-        cut = [
-            (entry, next(read) if is_read(entry) else [(0, entry[1].bytes, 0, entry[1].bytes)])
-            for entry in found
-        ]
-    places = [(*entry, *place) for entry, made in cut for place in made]
-    splits = [Split(index, *place) for index, place in enumerate(places)]
-    return splits if recipe.limit is None else _limited(splits, recipe.limit)
+    return found
 
 
 def _limited(splits: Sequence[Split], limit: int) -> list[Split]:
@@ -276,7 +282,7 @@ def group_small_files(
             0 <= other < len(splits) and splits[other].input == split.input
             for other in (number - 1, number + 1)
         )
-        if not cut and _text_bytes(split) <= small_bytes:
+        if not cut and text_bytes([split]) <= small_bytes:
             small.append(split)
         else:
             close()
@@ -290,7 +296,7 @@ def _grouped(splits: Sequence[Split], group_bytes: int) -> Iterator[Split]:
     size = 0
     for number, split in enumerate(splits):
         group.append(split)
-        weight = max(_text_bytes(split), _FILE_BYTES)
+        weight = max(text_bytes([split]), _FILE_BYTES)
         size += weight
         chance = xxhash.xxh3_64_intdigest(split.file.encode())
         ends = chance * group_bytes < weight << 64
@@ -300,10 +306,12 @@ def _grouped(splits: Sequence[Split], group_bytes: int) -> Iterator[Split]:
             group, size = [], 0
 
 
-def _text_bytes(split: Split) -> int:
-    """About the text in a split, to group small files."""
-    packed = split.compression is not None or split.format in _SEEKING
-    return split.bytes * (_STORED_TEXT if packed else 1)
+def text_bytes(splits: Iterable[Split]) -> int:
+    """About the text in splits."""
+    return sum(
+        split.bytes * (1 if split.compression is None and split.format not in _SEEKING else _STORED_TEXT)
+        for split in splits
+    )
 
 
 def parts_of(splits: Iterable[Split]) -> list[Split]:
