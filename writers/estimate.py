@@ -54,7 +54,8 @@ from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.executors import Execution, open_runner
 from shardkit.writers.inputs.decompress import ContainerError, decompressed
 from shardkit.writers.inputs.files import open_input
-from shardkit.writers.inputs.scan import Split, group_small_files, parts_of, scan_inputs
+from shardkit.writers.inputs.scan import Split, parts_of, scan_inputs
+from shardkit.writers.inputs.small_files import group_small_files
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import InputConfig, Recipe
 from shardkit.writers.requests import Corpus, compared_lines, stage_requests

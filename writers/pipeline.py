@@ -46,6 +46,7 @@ from shardkit.writers.funnel import Funnel, Trained, add_packed, filters_card
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.files import check_unchanged, identities
 from shardkit.writers.inputs.scan import Split, describe_inputs, hash_splits
+from shardkit.writers.inputs.small_files import text_bytes
 from shardkit.writers.languages import add_languages
 from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger
 from shardkit.writers.progress import StageProgress, WholeBuild, say
@@ -123,7 +124,7 @@ def build(
         scanned = time.perf_counter() - start
         watches = [Watch(target, replace=replace) for target in targets]
         clock = StageClock(_listener(progress, recipe, work), start)
-        execution = execution.for_text(scan.text_bytes(splits), recipe.memory)
+        execution = execution.for_text(text_bytes(splits), recipe.memory)
         with clock as listener, open_runner(recipe, work, execution, listener) as runner:
             runner.seconds["scan"] = scanned
             _keep_cuts(cuts, runner.journal.work)

@@ -23,7 +23,8 @@ import pytest
 from shardkit.errors import BuildError
 from shardkit.writers import BuildResult, build
 from shardkit.writers.inputs.files import InputFile
-from shardkit.writers.inputs.scan import Split, group_small_files, parts_of, scan_inputs
+from shardkit.writers.inputs.scan import Split, parts_of, scan_inputs
+from shardkit.writers.inputs.small_files import group_small_files
 from shardkit.writers.maintenance import explain_build
 from shardkit.writers.recipe import load_recipe
 from shardkit.writers.stages import graph
@@ -265,7 +266,7 @@ SCRIPT = """
 import sys
 from functools import partial
 from shardkit.writers import build
-from shardkit.writers.inputs.scan import group_small_files
+from shardkit.writers.inputs.small_files import group_small_files
 from shardkit.writers.stages import graph
 graph.group_small_files = partial(group_small_files, group_bytes=1 << 17)
 build(sys.argv[1], overrides=["work=work"], workers=2, progress=False)

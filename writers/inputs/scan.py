@@ -6,9 +6,7 @@ store are cut at the same places by small reads; which records their splits begi
 (stages/record_counts.py). The size is a constant: worker count and memory never change which records meet in
 a split.
 
-Many small files are read by few tasks (`group_small_files`): a task that starts, commits and is read again
-costs as much as filtering some hundred kilobytes of text. Documents keep their files, record numbers and ids,
-and files their digests, so grouping changes no shard.
+A split may stand for several small files, which are then its parts (small_files.py).
 
 Each split's stored bytes are hashed while they are in memory from being read; an input's digest goes over its
 files' names, cuts and hashes. No times are kept, so a copied corpus has the same digests, and a changed byte
@@ -48,13 +46,11 @@ __all__ = [
     "KeptCuts",
     "Split",
     "describe_inputs",
-    "group_small_files",
     "guess_format",
     "hash_split",
     "hash_splits",
     "parts_of",
     "scan_inputs",
-    "text_bytes",
 ]
 
 CUTS_NOTE = "inputs.json.zst"  # of `KeptCuts` in a work folder
@@ -65,11 +61,6 @@ _NEWLINE_BYTES = 1 << 16  # a line or a few
 UNCOUNTED = -1  # `Split.first_record` that a stage has to find out
 _TRIAL_SPLITS = 8  # of each input, where `limit` is set: a few places are more alike to the whole than one
 _TRIAL_RECORD_BYTES = 4096  # as large as records are taken to be, to have enough splits for them
-_SMALL_BYTES = 1 << 21  # of text: to filter more takes far longer than its task takes to start and commit
-_MANY = 32  # fewer small files in a row stay apart: a task of its own for each costs about a second in all
-_GROUP_BYTES = 1 << 24  # of text, on average: two seconds of work
-_FILE_BYTES = 1 << 13  # of text that can be filtered while a file is opened and booked
-_STORED_TEXT = 4  # bytes of text in a byte of a compressed file, at most as a rule
 _THREADS = 8  # that read footers: of a remote file it is waiting only
 _FORMATS = {
     ".jsonl": "jsonl",
@@ -253,65 +244,6 @@ def _limited(splits: Sequence[Split], limit: int) -> list[Split]:
             for at in range(number)
         ]
     return [replace(split, index=index) for index, split in enumerate(chosen)]
-
-
-def group_small_files(
-    splits: Sequence[Split],
-    *,
-    small_bytes: int = _SMALL_BYTES,
-    many: int = _MANY,
-    group_bytes: int = _GROUP_BYTES,
-) -> list[Split]:
-    """The same splits in the same order; where many small files of an input follow each other, in groups.
-
-    Names and sizes of files decide, nothing else. A group ends after a file by chance, by the hash of its
-    name and in proportion to its size, so that a file which is added, removed or changed in size changes the
-    groups beside it only. A group that has become twice as large as `group_bytes` ends in any case.
-    """
-    made: list[Split] = []
-    small: list[Split] = []
-
-    def close() -> None:
-        made.extend(small if len(small) < many else _grouped(small, group_bytes))
-        small.clear()
-
-    for number, split in enumerate(splits):
-        if small and small[-1].source != split.source:
-            close()
-        cut = any(
-            0 <= other < len(splits) and splits[other].input == split.input
-            for other in (number - 1, number + 1)
-        )
-        if not cut and text_bytes([split]) <= small_bytes:
-            small.append(split)
-        else:
-            close()
-            made.append(split)
-    close()
-    return [replace(split, index=index) for index, split in enumerate(made)]
-
-
-def _grouped(splits: Sequence[Split], group_bytes: int) -> Iterator[Split]:
-    group: list[Split] = []
-    size = 0
-    for number, split in enumerate(splits):
-        group.append(split)
-        weight = max(text_bytes([split]), _FILE_BYTES)
-        size += weight
-        chance = xxhash.xxh3_64_intdigest(split.file.encode())
-        ends = chance * group_bytes < weight << 64
-        if ends or size >= 2 * group_bytes or number == len(splits) - 1:
-            first, *rest = group
-            yield replace(first, bytes=sum(one.bytes for one in group), rest=tuple(rest)) if rest else first
-            group, size = [], 0
-
-
-def text_bytes(splits: Iterable[Split]) -> int:
-    """About the text in splits."""
-    return sum(
-        split.bytes * (1 if split.compression is None and split.format not in _SEEKING else _STORED_TEXT)
-        for split in splits
-    )
 
 
 def parts_of(splits: Iterable[Split]) -> list[Split]:

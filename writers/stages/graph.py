@@ -37,7 +37,8 @@ from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.decontamination import DecontaminationConfig
 from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.fields import check_named_fields
-from shardkit.writers.inputs.scan import Split, group_small_files, parts_of
+from shardkit.writers.inputs.scan import Split, parts_of
+from shardkit.writers.inputs.small_files import group_small_files
 from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger, check_bad_fraction, first_of
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
