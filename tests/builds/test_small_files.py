@@ -84,10 +84,10 @@ def write(stem: Path, number: int, texts: Sequence[str]) -> None:
     )
 
 
-def make(recipe: Path, *overrides: str, output: str = "out", **options: bool) -> BuildResult:
+def make(recipe: Path, *overrides: str, output: str = "out") -> BuildResult:
     overrides = ("work=work", *overrides)
     place = recipe.parent / output
-    return build(recipe, output=place, overrides=overrides, progress=False, **options)
+    return build(recipe, output=place, overrides=overrides, progress=False)
 
 
 def splits_of(sizes: Sequence[int], **about: str) -> list[Split]:

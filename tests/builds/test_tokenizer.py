@@ -406,7 +406,7 @@ def test_the_sample_grows_with_the_text_between_two_bounds() -> None:
 def test_facts_are_kept_for_their_key_and_made_again_if_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = []
+    made: list[int] = []
 
     def compute() -> dict[str, Any]:
         made.append(len(made))

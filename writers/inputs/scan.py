@@ -175,8 +175,8 @@ def scan_inputs(
     found = _find_all(recipe, storage, key)
 
     def is_read(entry: _Found) -> bool:
-        source, *about = entry
-        return _takes_reading(*about, recipe.inputs[source], split_bytes)
+        source, file, format, compression = entry
+        return _takes_reading(file, format, compression, recipe.inputs[source], split_bytes)
 
     def cuts(entry: _Found) -> list[Cut]:
         _, file, format, _ = entry
