@@ -34,7 +34,7 @@ with naming_extras("shardkit.writers.annotations"):
 from shardkit.writers.filters.chain import Filtered
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.ledger import Count
-from shardkit.writers.publish import ANNOTATIONS_FOLDER
+from shardkit.writers.settings import ANNOTATIONS_FOLDER
 
 __all__ = ["ANNOTATIONS_FILE", "AnnotationFile", "Bounds", "Outcome", "annotation_values", "thresholds"]
 

@@ -54,7 +54,8 @@ from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.executors import Execution, open_runner
 from shardkit.writers.inputs.decompress import ContainerError, decompressed
 from shardkit.writers.inputs.files import open_input
-from shardkit.writers.inputs.scan import Split, scan_inputs
+from shardkit.writers.inputs.scan import Split, parts_of, scan_inputs
+from shardkit.writers.inputs.small_files import group_small_files
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import InputConfig, Recipe
 from shardkit.writers.requests import Corpus, compared_lines, stage_requests
@@ -102,7 +103,7 @@ def choose_pieces(splits: Sequence[Split], wanted: int) -> list[Piece]:
     pieces = []
     for source in sorted({split.source for split in splits}):
         files: dict[str, Split] = {}
-        for split in splits:
+        for split in parts_of(splits):
             if split.source == source:
                 files.setdefault(split.path, split)
         by_hash = sorted(files.values(), key=lambda s: hashlib.blake2b(s.file.encode()).digest())
@@ -262,7 +263,7 @@ def rehearse(
         pieces = choose_pieces(inputs.splits, sample_bytes)
         sources, stored = put_pieces(recipe, pieces, Path(folder) / "inputs", cut_anywhere=True)
         derived = _derived(recipe).model_copy(update={"inputs": tuple(sources)}).in_folder(recipe.folder)
-        splits = scan_inputs(derived)
+        splits = group_small_files(scan_inputs(derived))
         work = LocalWork(Path(folder) / "work")
         small = BuildInputs(derived, splits, (), inputs.filter_files, masking=inputs.masking)
         with make_listener(False) as listener, warnings.catch_warnings():
@@ -408,7 +409,7 @@ def most_bytes(splits: Sequence[Split]) -> int:
     """More than a build of these splits writes to any disk, told in milliseconds."""
     most = 0
     by_source = defaultdict[int, list[Split]](list)
-    for split in splits:
+    for split in parts_of(splits):
         by_source[split.source].append(split)
     for mine in by_source.values():
         plain = [split for split in mine if split.format == "jsonl" and split.compression is None]

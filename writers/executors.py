@@ -36,6 +36,7 @@ __all__ = ["EngineName", "Execution", "open_runner", "place_files", "place_of", 
 
 EngineName = Literal["local", "ray"]
 
+_WORKER_TEXT_BYTES = 1 << 21  # filtering less takes no longer than a process takes to start
 _TOKENIZER = ".tokenizer"  # a folder of its own, apart from what recipes name
 
 
@@ -68,6 +69,13 @@ class Execution:
             )
         if self.engine == "ray":
             import_ray()  # MissingExtraError now, before there is a work folder
+
+    def for_text(self, text_bytes: int, memory_bytes: int) -> Execution:
+        """The same for about so much text: no more processes than pay off, unless their number is given."""
+        if self.engine != "local" or self.workers is not None:
+            return self
+        enough = max(1, -(-text_bytes // _WORKER_TEXT_BYTES))
+        return replace(self, workers=min(enough, default_workers(memory_bytes)))
 
 
 def work_of(recipe: Recipe, default: Path, storage: StorageOptions | None, execution: Execution) -> Work:

@@ -147,7 +147,7 @@ def build_dedup_index(
         [made] = runner.run(list(tasks.values()))
         facts = {
             "recipe_digest": digest_of(recipe_content(recipe)),
-            "inputs": describe_inputs(recipe, splits, [counts.input for counts in survivors.counts]),
+            "inputs": describe_inputs(recipe, inputs.splits, survivors.input_hashes),
             "against": [other.digest for other in inputs.indexes],
         }
         runner.check_shared(made)

@@ -44,13 +44,13 @@ from shardkit.writers.execution.work import Work
 from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, place_of, work_of
 from shardkit.writers.funnel import Funnel, Trained, add_packed, filters_card
 from shardkit.writers.inputs import scan
-from shardkit.writers.inputs.files import check_unchanged
+from shardkit.writers.inputs.files import check_unchanged, identities
 from shardkit.writers.inputs.scan import Split, describe_inputs, hash_splits
+from shardkit.writers.inputs.small_files import text_bytes
 from shardkit.writers.languages import add_languages
 from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger
 from shardkit.writers.progress import StageProgress, WholeBuild, say
 from shardkit.writers.publish import (
-    ANNOTATIONS_FOLDER,
     RemoteOutput,
     Watch,
     find_published,
@@ -61,7 +61,7 @@ from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping
 from shardkit.writers.recipe_yaml import apply_override
 from shardkit.writers.removed import DROPPED_FILE
 from shardkit.writers.result import BuildResult, Ran, StageClock
-from shardkit.writers.settings import TRAIN
+from shardkit.writers.settings import ANNOTATIONS_FOLDER, TRAIN
 from shardkit.writers.stages.graph import BuildInputs, Outputs, Survivors, run_stages
 from shardkit.writers.stages.text import Written
 from shardkit.writers.stages.tokenize import Tokenized, TokenizerFile
@@ -96,11 +96,10 @@ def build(
 ) -> BuildResult:
     """Build the dataset of `recipe`: the path of a YAML file, a dict of the same keys, or a Recipe.
 
-    What is finished is skipped. Relative paths in a dict start from the current folder.
-    `output` replaces the recipe's output.path: a folder, relative to the current one, or a URL; `overrides`
-    such as "pack.sequence_length=512" other keys. `storage` has options of stores. `engine` to `speculate`
-    say how tasks run (`Execution`) and never change a byte, if the same splits fail. A place with another
-    dataset is refused unless `replace`. RecipeError, BuildError, MissingExtraError; the same call continues.
+    Finished tasks are skipped. Relative paths in a dict start from the current folder. `output` replaces
+    output.path: a folder, relative to the current one, or a URL; `overrides` such as "seed=5" other keys.
+    `engine` to `speculate` say how tasks run (`Execution`) and never change a byte, if the same splits fail.
+    A place with another dataset is refused unless `replace`. RecipeError, BuildError, MissingExtraError.
     """
     start = time.perf_counter()
     recipe = with_overrides(recipe, overrides)
@@ -117,14 +116,15 @@ def build(
     work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, execution)
     splits, cuts = _scan(recipe, work, targets, storage)
     tokenizer, inputs = TokenizerFile.of(recipe), BuildInputs.of(recipe, splits, storage)
-    places = list(zip(recipe.datasets(), targets, strict=True))
+    places = zip(recipe.datasets(), targets, strict=True)
     cards = [_published_card(place, one, inputs, tokenizer, replace, execution) for one, place in places]
     found, ran = [card for card in cards if card is not None], None
-    if len(found) < len(places):
+    if len(found) < len(targets):
         check_disk(inputs, tokenizer, work, _first_folder(targets), execution, progress)
         scanned = time.perf_counter() - start
         watches = [Watch(target, replace=replace) for target in targets]
         clock = StageClock(_listener(progress, recipe, work), start)
+        execution = execution.for_text(text_bytes(splits), recipe.memory)
         with clock as listener, open_runner(recipe, work, execution, listener) as runner:
             runner.seconds["scan"] = scanned
             _keep_cuts(cuts, runner.journal.work)
@@ -258,8 +258,7 @@ def refuse_own_files(splits: Sequence[Split], *places: Path | str) -> None:
     `places` are folders, and URLs as str.
     """
     roots = [str(place.resolve() if isinstance(place, Path) else place).rstrip("/") for place in places]
-    for split in splits:
-        identity = split.input.identity
+    for split, identity in zip(splits, identities(split.input for split in splits), strict=True):
         for root in roots:
             if identity.startswith(root + "/"):
                 raise RecipeError(
@@ -400,7 +399,7 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> BuiltDat
     """What is published of one dataset; BuildError if there is no sample."""
     recipe, survivors = outputs.recipe, outputs.survivors
     scores = (split for one in inputs.scores for split in one.splits)
-    check_unchanged({split.input for split in (*inputs.splits, *scores)})
+    check_unchanged({split.input for split in (*scan.parts_of(inputs.splits), *scores)})
     if recipe.output.is_text:
         made = [(commit, Written.of(commit).shards) for commit in outputs.texts]
     else:
@@ -416,7 +415,7 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> BuiltDat
             manifest,
             funnel,
             tokenizer=outputs.tokenizer,
-            inputs=describe_inputs(recipe, inputs.splits, [counts.input for counts in survivors.counts]),
+            inputs=describe_inputs(recipe, inputs.splits, survivors.input_hashes),
             partitions=len(outputs.packed),
             split=outputs.found,
             dedup=survivors.card,

@@ -70,7 +70,6 @@ from shardkit.writers.execution.task import PlainCounts, RunTasks, Task
 from shardkit.writers.progress import StageProgress
 
 __all__ = [
-    "ANNOTATIONS_FOLDER",
     "REPORT_NAME",
     "PublishedDataset",
     "RemoteOutput",
@@ -82,7 +81,6 @@ __all__ = [
 ]
 
 REPORT_NAME = "report.html"
-ANNOTATIONS_FOLDER = "annotations"
 _PREFIXES = {"tar": "shard-", "parquet": "text-", "jsonl": "text-"}  # of the names of shards
 _THREADS = 8
 _TASK_THREADS = 4  # each may hold 64 MiB

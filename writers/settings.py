@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import core_schema
 
 __all__ = [
+    "ANNOTATIONS_FOLDER",
     "TRAIN",
     "Bounds",
     "FieldName",
@@ -39,6 +40,7 @@ __all__ = [
 
 T = TypeVar("T")
 
+ANNOTATIONS_FOLDER = "annotations"  # of a dataset: the values of all rules for all documents
 TRAIN = "train"  # the part of a split that is left when the others are taken
 FieldName = Annotated[str, Field(min_length=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]

@@ -6,8 +6,10 @@ fifty times faster. The two are compared once per build on a sample of its docum
 difference, or when `gigatoken` does not know the tokenizer's parts, the whole build uses the file's own
 library, so that no byte depends on which task noticed. What a sample can miss are rare characters: the
 Unicode tables of both differ in age, so form C orders combining marks of young scripts in two ways.
-`unlike_characters` compares the engines on every combining mark; texts that hold one of those that differ are
-encoded by the own library, whatever the engine.
+`unlike_characters` compares the engines on every combining mark, and on both ends of every run of characters
+of one category, which is where tables of different age differ; texts that hold a character whose texts differ
+are encoded by the own library, whatever the engine. That takes half a second and follows from the tokenizer
+and the versions of all code, so it is kept for the next build on the machine (remembered.py).
 
 All encode text that spells a special token as plain text, so that the eos id occurs exactly where a document
 ends; an id that breaks this stops the build. Unigram models list special tokens among their pieces and would
@@ -23,8 +25,10 @@ from __future__ import annotations
 import hashlib
 import unicodedata
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +63,7 @@ __all__ = [
     "Tokens",
     "check_parity",
     "load_encoder",
+    "sample_bytes",
     "sample_texts",
     "tokenizer_digest",
     "unlike_characters",
@@ -69,8 +74,12 @@ Ranges = tuple[tuple[int, int], ...]
 """Code points: the first and the last one of each range."""
 
 ENCODE_BYTES = 16 << 20  # text per call of an engine; its ids take up to four times as much
-PARITY_BYTES = 2 << 20  # `tokenizers` encodes one to three MB/s: about a second or two per build
+PARITY_BYTES = 2 << 20  # at most: `tokenizers` encodes one to three MB/s
+PARITY_LEAST_BYTES = 1 << 17
+PARITY_PART = 256  # a 256th of all text takes `tokenizers` about 2 % of what a build takes in all
 PARITY_CHARACTERS = 1 << 13  # of one document, so that a book does not stand for all others
+_SCANNED = 16  # times its part of the sample are looked through in each file for characters not yet seen
+_AROUND = 48  # characters on each side of one not yet seen
 MAX_TOKENIZER_BYTES = 1 << 30  # the largest published tokenizer.json is about 40 MB
 _BEYOND_ASCII = np.uint64(0x8080808080808080)
 _PICTOGRAPHS = range(0x1F000, 0x1FB00)  # reserved for symbols, which never combine; emoji come every year
@@ -173,6 +182,12 @@ class Encoder:
             )
         return int(special[token])
 
+    def sparing(self, unlike: Ranges) -> Encoder:
+        """This encoder, with texts that have a character of `unlike` left to the file's own library."""
+        other = copy(self)
+        other._unlike = _table_of(unlike) if unlike and self.engine == "gigatoken" else None
+        return other
+
     def encode_marked(
         self, texts: pa.Array, marks: pa.Array
     ) -> tuple[Tokens, npt.NDArray[np.int64], npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
@@ -252,13 +267,16 @@ def unlike_characters(fast: Encoder, reference: Encoder) -> Ranges:
     """The characters whose texts the two engines may encode in different ways.
 
     Combining marks that the engines order in two ways beside others, canonical compositions that they do not
-    both make, and characters that are younger than Python's Unicode tables, pictographs aside: the engines'
-    may be older or younger. A character's class and compositions never change once it is assigned.
+    both make, runs of characters of one category whose first or last one they do not take for the same kind,
+    and characters that are younger than Python's Unicode tables, pictographs aside: the engines' may be older
+    or younger. A character's class and compositions never change once it is assigned.
     """
-    young, codes, texts = _characters_to_compare()
+    young, ranges, texts = _characters_to_compare()
     unlike = young.copy()
     ids, right = (_split(*encoder.encode(texts)) for encoder in (fast, reference))
-    unlike[codes] = [not np.array_equal(a, b) for a, b in zip(ids, right, strict=True)]
+    for (first, last), a, b in zip(ranges, ids, right, strict=True):
+        if not np.array_equal(a, b):
+            unlike[first : last + 1] = True
     if reference.own_engine == "sentencepiece":
         unlike[ord("\u2581")] = True  # its own sign for a space
     edges = np.flatnonzero(np.diff(unlike, prepend=False, append=False)).tolist()
@@ -266,22 +284,35 @@ def unlike_characters(fast: Encoder, reference: Encoder) -> Ranges:
 
 
 @cache
-def _characters_to_compare() -> tuple[npt.NDArray[np.bool_], list[int], list[str]]:
-    """Which code points Python does not know; those that combine or are composed, and a text for each.
+def _characters_to_compare() -> tuple[npt.NDArray[np.bool_], list[tuple[int, int]], list[str]]:
+    """Which code points Python does not know; ranges of others, and for each a text that stands for it.
 
-    The text shows the class of a mark: before one of the lowest class and behind one of the most frequent.
+    The text of one that combines or is composed shows the class of a mark: before one of the lowest class and
+    behind one of the most frequent. A run of one category has a text for each of its ends, that shows by its
+    neighbors whether it is a letter, a digit, a space or a sign.
     """
-    young, codes, texts = np.zeros(CODE_POINTS, np.bool_), [], []
+    young = np.zeros(CODE_POINTS, np.bool_)
+    ranges: list[tuple[int, int]] = []
+    texts: list[str] = []
     young[ASSIGNED:0xF0000] = True  # except for some tags; private use follows
-    for code in (*range(0x80, ASSIGNED), *range(0xE0000, 0xE1000)):
-        character = chr(code)
-        category, decomposition = unicodedata.category(character), unicodedata.decomposition(character)
-        young[code] = category == "Cn" and code not in _PICTOGRAPHS
-        if category[0] == "M" or (decomposition and decomposition[0] != "<"):
-            parts = unicodedata.normalize("NFD", character)
-            codes.append(code)
-            texts.append(f"{character} a{character}\u0334 a\u0301{character} {parts} a{parts}\u0334")
-    return young, codes, texts
+    codes = [*range(0x80, 0xD800), *range(0xE000, ASSIGNED), *range(0xE0000, 0xE1000)]
+    young[0xD800:0xE000] = False
+    for category, run in groupby(codes, key=lambda code: unicodedata.category(chr(code))):
+        members = list(run)
+        young[members] = category == "Cn"
+        if category == "Cn":
+            continue
+        for character in map(chr, sorted({members[0], members[-1]})):
+            ranges.append((members[0], members[-1]))
+            texts.append(f"a{character}b 1{character}2 {character}{character}'s \n{character} x{character}")
+        for character in map(chr, members):
+            decomposition = unicodedata.decomposition(character)
+            if category[0] == "M" or (decomposition and decomposition[0] != "<"):
+                parts = unicodedata.normalize("NFD", character)
+                ranges.append((ord(character), ord(character)))
+                texts.append(f"{character} a{character}\u0334 a\u0301{character} {parts} a{parts}\u0334")
+    young[_PICTOGRAPHS.start : _PICTOGRAPHS.stop] = False
+    return young, ranges, texts
 
 
 def _split(ids: Tokens, lengths: npt.NDArray[np.int64]) -> list[Tokens]:
@@ -333,7 +364,8 @@ def load_encoder(
     """An Encoder, kept for the process's next task as long as the file's bytes stay the same."""
     status = path.stat()
     version = status.st_size, status.st_mtime_ns, status.st_ino
-    return _load_encoder(path, _digest_of_version(path, version), eos, engine, unlike, bos, encoding)
+    digest = _digest_of_version(path, version)
+    return _load_encoder(path, digest, eos, engine, bos, encoding).sparing(unlike)
 
 
 @lru_cache(maxsize=4)
@@ -348,11 +380,10 @@ def _load_encoder(
     digest: str,
     eos: str,
     engine: Engine,
-    unlike: Ranges,
     bos: str | None,
     encoding: Encoding | None,
 ) -> Encoder:
-    encoder = Encoder(path, eos, bos=bos, encoding=encoding, engine=engine, unlike=unlike)
+    encoder = Encoder(path, eos, bos=bos, encoding=encoding, engine=engine)
     if encoder.digest != digest:
         raise BuildError(f"{path}: the tokenizer changed while the build ran; start the build again")
     return encoder
@@ -390,7 +421,7 @@ def check_parity(
     texts = [*reference.probes(), *sample_texts(documents, sample_bytes)]
     size = sum(len(text.encode()) for text in texts)
     try:
-        fast = Encoder(path, eos, bos=bos, encoding=encoding, engine="gigatoken", unlike=unlike)
+        fast = load_encoder(path, eos, "gigatoken", unlike, bos, encoding)
     except BuildError as error:
         return _fall_back(path, Parity(own, len(texts), size, 0, str(error)))
     facts = [(encoder.eos_id, encoder.bos_id, encoder.vocab_size) for encoder in (fast, reference)]
@@ -422,21 +453,61 @@ def _fall_back(path: Path, parity: Parity) -> Parity:
     return parity
 
 
+def sample_bytes(text_bytes: int) -> int:
+    """How much of so much text both engines encode."""
+    return max(PARITY_LEAST_BYTES, min(PARITY_BYTES, text_bytes // PARITY_PART))
+
+
 def sample_texts(documents: Sequence[Artifact], sample_bytes: int) -> Iterator[str]:
-    """The beginnings of all files, each with its share of `sample_bytes`."""
+    """Texts to compare engines on, of all files alike.
+
+    Half of `sample_bytes` are the beginnings of the first documents of each file. The other half is for what
+    those lack: of the documents that follow, each character that no text before had, with its neighbors.
+    """
+    seen = np.zeros(CODE_POINTS, np.bool_)
     for file in documents:
-        left = sample_bytes // len(documents)
-        with file.open_arrow(mapped=True) as source:
-            reader = pa.ipc.open_file(source)
-            for batch in range(reader.num_record_batches):
-                for text in reader.get_batch(batch).column("text"):
-                    if left <= 0:
-                        break
-                    piece = text.as_py()[: min(left, PARITY_CHARACTERS)]
-                    left -= len(piece.encode()) + 1
-                    yield piece
-                if left <= 0:
-                    break
+        share = sample_bytes // len(documents)
+        beginnings, others, scanned = -(-share // 2), share // 2, _SCANNED * share
+        for text in _texts_of(file):
+            piece = ""
+            if beginnings > 0:
+                piece = text[: min(beginnings, PARITY_CHARACTERS)]
+                beginnings -= len(piece.encode()) + 1
+                yield piece
+            rest = text[len(piece) :][:scanned]
+            scanned -= len(rest)
+            seen[_code_points(piece)] = True
+            for window in _new_characters(rest, seen, others):
+                others -= len(window.encode()) + 1
+                yield window
+            if beginnings <= 0 and (others <= 0 or scanned <= 0):
+                break
+
+
+def _texts_of(file: Artifact) -> Iterator[str]:
+    with file.open_arrow(mapped=True) as source:
+        column = pa.ipc.open_file(source).schema.get_field_index("text")
+        reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=[column]))
+        for batch in range(reader.num_record_batches):
+            for text in reader.get_batch(batch).column(0):
+                yield text.as_py()
+
+
+def _new_characters(text: str, seen: npt.NDArray[np.bool_], most_bytes: int) -> Iterator[str]:
+    """The parts of a text around characters not in `seen`, which learns them; up to `most_bytes`."""
+    codes = _code_points(text)
+    at = 0
+    while most_bytes > 0 and len(new := np.flatnonzero(~seen[codes[at:]])):
+        at += int(new[0])
+        window = text[max(0, at - _AROUND) : at + _AROUND]
+        most_bytes -= len(window.encode()) + 1
+        at = min(at + _AROUND, len(text))
+        seen[_code_points(window)] = True
+        yield window
+
+
+def _code_points(text: str) -> npt.NDArray[np.uint32]:
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
 
 def _read_tokenizer(path: Path) -> bytes:

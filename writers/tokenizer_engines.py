@@ -12,12 +12,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence, Set
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import pyarrow as pa
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
@@ -39,6 +40,7 @@ __all__ = [
 Ids = npt.NDArray[np.uint32]
 
 CACHE_BYTES = 256 << 20
+_FIRST_TEXTS = 20_000  # of a process: awkward takes 0.2 s to import, and saves 1 to 8 microseconds a text
 
 
 class Gigatoken:
@@ -51,8 +53,8 @@ class Gigatoken:
             if not t.get("special") and t.get("content") not in marks
         ]
         unused = {"post_processor": None, "truncation": None, "padding": None}
-        self._data = json.dumps(config | unused | {"added_tokens": added})
-        self._grown = 0
+        self._data = _to_json(config | unused | {"added_tokens": added})
+        self._grown = self._texts = 0
         self._tokenizer = self._load()
 
     def _load(self) -> Any:
@@ -67,6 +69,20 @@ class Gigatoken:
             raise BuildError(f"gigatoken cannot load this tokenizer ({reason})") from error
 
     def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
+        before = _resident_bytes()
+        self._texts += len(texts)
+        ids, lengths = (self._one_by_one if self._texts <= _FIRST_TEXTS else self._at_once)(texts)
+        self._grown += max(0, _resident_bytes() - before - ids.nbytes)
+        if self._grown > CACHE_BYTES:
+            self._tokenizer = self._load()
+            self._grown = 0
+        return ids, lengths
+
+    def _one_by_one(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
+        data, edges = text_bytes(texts), text_offsets(texts).tolist()
+        return _joined(self._tokenizer.encode(data[a:b].tobytes()) for a, b in pairwise(edges))
+
+    def _at_once(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
         import awkward
 
         contents = awkward.contents
@@ -75,15 +91,9 @@ class Gigatoken:
             contents.NumpyArray(text_bytes(texts), parameters={"__array__": "char"}),
             parameters={"__array__": "string"},
         )
-        before = _resident_bytes()
         encoded = self._tokenizer.encode_batch(awkward.Array(strings), parallel=False).layout
         ids: Ids = np.asarray(encoded.content.data)
-        lengths = np.diff(np.asarray(encoded.offsets.data, np.int64))
-        self._grown += max(0, _resident_bytes() - before - ids.nbytes)
-        if self._grown > CACHE_BYTES:
-            self._tokenizer = self._load()
-            self._grown = 0
-        return ids, lengths
+        return ids, np.diff(np.asarray(encoded.offsets.data, np.int64))
 
 
 class HuggingFace:
@@ -101,9 +111,9 @@ class HuggingFace:
         # Cutting or padding documents is the packer's work, whatever the file asks for.
         plain = config | {"added_tokens": added, "truncation": None, "padding": None}
         try:
-            self._named = self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(plain))
+            self._named = self._tokenizer = tokenizers.Tokenizer.from_str(_to_json(plain))
             if (hidden := hide_special_pieces(plain, marks)) is not plain:
-                self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(hidden))
+                self._tokenizer = tokenizers.Tokenizer.from_str(_to_json(hidden))
         except Exception as error:  # tokenizers raises plain Exception
             raise RecipeError(f"tokenizer.path: {path} cannot be loaded by tokenizers: {error}") from error
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is eleven letters and signs
@@ -166,6 +176,13 @@ class Tiktoken:
         return _joined(self._encoding.encode_ordinary(text.as_py()) for text in texts)
 
 
+def _to_json(config: dict[str, Any]) -> str:
+    try:
+        return orjson.dumps(config).decode()
+    except orjson.JSONEncodeError:  # halves of surrogate pairs, integers of more than 64 bits
+        return json.dumps(config)
+
+
 OwnEngine = HuggingFace | SentencePiece | Tiktoken
 
 
@@ -185,7 +202,7 @@ class Marked:
         self._plain = plain
         self._ids = plain.vocabulary()
         unused = {"truncation": None, "padding": None, "post_processor": None}
-        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(config | unused))
+        self._tokenizer = tokenizers.Tokenizer.from_str(_to_json(config | unused))
         special = [t["content"] for t in config.get("added_tokens") or () if t.get("special")]
         self._spelled = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 

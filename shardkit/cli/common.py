@@ -283,7 +283,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, *, example: str) -> No
         "--workers",
         type=count,
         metavar="N",
-        help="number of worker processes (default: one per core, fewer if memory is short)",
+        help="number of worker processes (default: one per core, fewer for little text or memory)",
     )
     add_override_argument(parser, example)
     parser.add_argument(

@@ -13,6 +13,7 @@ from shardkit.writers import build
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.maintenance import LOST, NEW, Explanation, clean_work, explain_build, stage_names
 from shardkit.writers.recipe import load_recipe
+from shardkit.writers.stages import graph
 from support.small_build import make_corpus, text_of, tree
 
 WORK = ["work=work"]
@@ -104,7 +105,10 @@ def test_a_changed_key_is_named_at_the_first_stage_that_depends_on_it_and_no_ear
 
 
 @pytest.mark.extended
-def test_what_was_merged_is_kept_as_long_as_its_readers_are_not_known(tmp_path: Path) -> None:
+def test_what_was_merged_is_kept_as_long_as_its_readers_are_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph, "group_small_files", list)  # a run for each file
     recipe = make_corpus(tmp_path / "corpus", 40)
     for number in range(70):  # more runs than a task reads at once
         (recipe.parent / f"plain-x{number}.jsonl").write_text(

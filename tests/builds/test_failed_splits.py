@@ -22,6 +22,7 @@ from shardkit.errors import BuildError
 from shardkit.writers import BuildResult, build
 from shardkit.writers.execution import engine_ray
 from shardkit.writers.execution.scheduler import TaskSlice
+from shardkit.writers.inputs import readers
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.maintenance import explain_build
 from shardkit.writers.stages import clean
@@ -87,7 +88,7 @@ def failing_readers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise ValueError("cannot parse")
         return read_split(split, *args, **options)
 
-    monkeypatch.setattr(clean, "read_split", read)
+    monkeypatch.setattr(readers, "read_split", read)
     return attempts
 
 
@@ -220,7 +221,7 @@ def test_a_mended_split_is_read_when_asked_for_or_without_the_setting(
     explained = explain_build(recipe, overrides=["work=work", ONE])
     assert all(plan.finished == plan.tasks for plan in explained.stages)
     assert (explained.later, explained.stale) == ((), ())
-    monkeypatch.setattr(clean, "read_split", read_split)  # as after a repair of the reader or the machine
+    monkeypatch.setattr(readers, "read_split", read_split)  # as after a repair of the reader or the machine
     for overrides, retry in (([], False), ([ONE], True)):
         with pytest.raises(BuildError, match="made without 1 splits that failed; choose another output"):
             make(recipe, *overrides, retry_failed=retry)
@@ -266,7 +267,7 @@ def test_errors_of_the_machine_are_not_failures_of_a_split(
     def read(*args: Any, **options: Any) -> Iterator[pa.RecordBatch]:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(clean, "read_split", read)
+    monkeypatch.setattr(readers, "read_split", read)
     with pytest.raises(BuildError, match="No space left on device"):
         make(recipe, "max_failed_splits=100")
     assert not (tmp_path / "corpus" / "work" / clean.FAILED_SPLITS).exists()

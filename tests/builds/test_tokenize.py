@@ -21,7 +21,7 @@ from shardkit.writers.documents import document_ids, keyed_hashes
 from shardkit.writers.exchange import Exchanged, Segment
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Output, facts_of
-from shardkit.writers.ledger import Count
+from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.runs import DEFAULT_LIMITS
 from shardkit.writers.stages import tokenize as module
 from shardkit.writers.stages.clean import DOCUMENTS_FILE
@@ -199,7 +199,7 @@ def test_a_partition_is_as_small_as_little_memory_needs() -> None:
 
 
 def test_the_parity_task_reads_a_bounded_number_of_splits(tmp_path: Path) -> None:
-    facts = facts_of({}, {DOCUMENTS_FILE: Output(1, "0" * 32)})
+    facts = facts_of({"ledger": Ledger().to_dict()}, {DOCUMENTS_FILE: Output(1, "0" * 32)})
     splits = [Commit("clean", str(n), tmp_path / str(n), "", facts) for n in range(1000)]
     tokenizer = TokenizerFile(Artifact(tmp_path / "tokenizer.json"), "0" * 32, EOS)
     files = parity_task(splits, tokenizer, ()).args[0]

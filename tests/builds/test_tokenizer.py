@@ -23,10 +23,12 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.writers import build, tokenizer_engines
 from shardkit.writers import tokenizer as module
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.remembered import remembered
 from shardkit.writers.tokenizer import (
     Encoder,
     check_parity,
     load_encoder,
+    sample_bytes,
     sample_texts,
     unlike_characters,
 )
@@ -346,6 +348,82 @@ def test_one_difference_in_the_sample_decides_for_the_whole_build(
     assert (parity.engine, parity.differences) == ("tokenizers", 1)
 
 
+@pytest.mark.parametrize("text", [*TEXTS, "", "\u1ac0 x\U00010f4a"])
+def test_texts_have_the_same_ids_one_by_one_and_at_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    texts = pa.array([*TEXTS, text] * 5)
+    ids, lengths = Encoder(path, EOS).encode(texts[2:-2])
+    monkeypatch.setattr(tokenizer_engines, "_FIRST_TEXTS", 0)
+    at_once, same_lengths = Encoder(path, EOS).encode(texts[2:-2])
+    assert np.array_equal(ids, at_once)
+    assert np.array_equal(lengths, same_lengths)
+
+
+def test_a_run_of_characters_that_the_engines_take_for_another_kind_is_for_tokenizers(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine with tables that do not know the capitals of Deseret splits words at them."""
+    plain = Gigatoken.__call__
+    young = [chr(code) for code in range(0x10400, 0x10428)]
+
+    def older(self: Any, texts: pa.Array) -> Any:
+        other = [text.as_py().translate({ord(c): "!" for c in young}) for text in texts]
+        return plain(self, pa.array(other, pa.large_string()))
+
+    fast, right = (Encoder(path, EOS, engine=engine) for engine in ENGINES)
+    before = unlike_characters(fast, right)
+    monkeypatch.setattr(Gigatoken, "__call__", older)
+    found = unlike_characters(fast, right)
+    assert all(any(first <= ord(character) <= last for first, last in found) for character in young)
+    assert sum(last - first + 1 for first, last in found) == len(young) + sum(b - a + 1 for a, b in before)
+    texts = [f"a{young[17]}b", "plain", young[3] * 3]
+    assert split_texts(fast.sparing(found).encode(texts)) == split_texts(right.encode(texts))
+
+
+def test_the_sample_has_every_character_of_the_documents_it_looks_through(tmp_path: Path) -> None:
+    odd = [chr(code) for code in range(0x4E00, 0x4E00 + 200)]
+    texts = [
+        "plain words " * 40 + odd[n] + " and more" * 50 if n < 200 else "plain words" for n in range(400)
+    ]
+    file = Artifact(write_documents(tmp_path / "a.arrow", texts))
+    sample = list(sample_texts([file], 60_000))
+    assert set(odd) <= set("".join(sample))
+    assert sum(len(text.encode()) for text in sample) < 60_000
+    for text in sample:
+        assert any(text in whole for whole in texts)
+    few = list(sample_texts([file], 2_000))
+    assert sum(len(text.encode()) for text in few) < 2_200
+    assert len(set(odd) & set("".join(few))) > 4
+
+
+def test_the_sample_grows_with_the_text_between_two_bounds() -> None:
+    assert sample_bytes(0) == sample_bytes(1 << 20) == 1 << 17
+    assert sample_bytes(1 << 28) == 1 << 20
+    assert sample_bytes(1 << 40) == 2 << 20
+
+
+def test_facts_are_kept_for_their_key_and_made_again_if_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def compute() -> dict[str, Any]:
+        made.append(len(made))
+        return {"number": len(made)}
+
+    assert [remembered("a", compute), remembered("a", compute)] == [{"number": 1}, {"number": 2}]
+    monkeypatch.setenv("SHARDKIT_FACTS_DIR", str(tmp_path / "facts"))
+    assert [remembered("a", compute), remembered("a", compute)] == [{"number": 3}] * 2
+    assert remembered("b", compute) == {"number": 4}
+    kept = tmp_path / "facts" / "a.json"
+    kept.write_text(kept.read_text().replace("3", "9"))
+    assert remembered("a", compute) == {"number": 5}
+    (tmp_path / "facts" / "b.json").rename(kept)
+    assert remembered("a", compute) == {"number": 6}, "facts of another key"
+    assert remembered("a", compute) == {"number": 6}
+
+
 def test_the_sample_is_the_beginning_of_every_file_within_its_budget(tmp_path: Path) -> None:
     files = [
         write_documents(tmp_path / f"{k}.arrow", [f"{k}-{i:03d}" * 2 for i in range(50)]) for k in range(4)
@@ -356,7 +434,7 @@ def test_the_sample_is_the_beginning_of_every_file_within_its_budget(tmp_path: P
     assert sum(map(len, sample)) <= 400
     assert list(
         sample_texts([Artifact(write_documents(tmp_path / "long.arrow", ["y" * 5000, "z"]))], 100)
-    ) == ["y" * 100]
+    ) == ["y" * 50]
 
 
 @pytest.mark.data

@@ -18,6 +18,7 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.writers.execution.engine import LocalEngine, default_workers
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.work import Work
+from shardkit.writers.executors import Execution
 from support.task_runs import FAILURES, check_failure, end_napping, imported_tasks, make_task, run_all
 
 MORE_TASKS = """
@@ -207,3 +208,11 @@ def test_impossible_numbers_of_workers_are_refused(workers: int) -> None:
 def test_the_default_is_bounded_by_cores_and_memory() -> None:
     assert default_workers(1) == min(64, len(os.sched_getaffinity(0)))
     assert default_workers(1 << 60) == 1
+
+
+def test_little_text_starts_few_processes_unless_their_number_is_given() -> None:
+    most, given = default_workers(1), Execution(workers=7)
+    assert Execution().for_text(100_000, 1).workers == 1
+    assert Execution().for_text(1 << 40, 1).workers == most
+    assert Execution().for_text(1 << 40, 1 << 60).workers == 1
+    assert given.for_text(100_000, 1) == given

@@ -40,7 +40,7 @@ def check(built: Recipe, folder: Path, split_bytes: int = 1 << 26) -> None:
     for number, split in enumerate(splits):
         task = folder / f"task-{split_bytes}-{number}"
         task.mkdir()
-        found.append(json.loads(json.dumps(clean_split(task, split, built).fields)))
+        found += json.loads(json.dumps(clean_split(task, split, built).fields))
     check_named_fields(splits, found)
 
 

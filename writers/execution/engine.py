@@ -40,6 +40,7 @@ from shardkit.writers.execution.task import Commit, Task, TaskFailedError
 from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cache
 from shardkit.writers.progress import PULSE, News
+from shardkit.writers.remembered import worker_variable
 
 __all__ = [
     "MAX_WORKERS",
@@ -296,7 +297,7 @@ def _start_worker() -> _Worker:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=2,  # the caller's stdout carries results only
-            env=os.environ | ONE_THREAD | kernel_cache(),
+            env=os.environ | ONE_THREAD | kernel_cache() | worker_variable(),
             process_group=0,  # Ctrl-C goes to the caller, which ends the workers
         )
     worker = _Worker(process, ours)

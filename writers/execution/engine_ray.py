@@ -54,6 +54,7 @@ from shardkit.writers.execution.task import Task, code_version
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cache
+from shardkit.writers.remembered import worker_variable
 
 __all__ = [
     "RETRIES",
@@ -119,7 +120,7 @@ def run_on_node(check: NodeCheck, pickled: bytes) -> tuple[bytes, float, float]:
         error = BuildError(f"node {socket.gethostname()} of the Ray cluster: {problem}")
         return pickle.dumps((None, error, "")), 0.0, 0.0
     sys.path.extend(folder for folder in check.python_path if folder not in sys.path)
-    os.environ.update(kernel_cache())  # before the task's imports bring Numba
+    os.environ.update(kernel_cache() | worker_variable())  # before the task's imports bring Numba
     task, digest, work = pickle.loads(pickled)
     watch, seconds = _watch()
     watch.install()

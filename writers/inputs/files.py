@@ -52,6 +52,7 @@ __all__ = [
     "expand_url",
     "fields_of_path",
     "find_files",
+    "identities",
     "key_matches",
     "open_input",
 ]
@@ -77,10 +78,18 @@ class InputFile:
     def is_remote(self) -> bool:
         return is_remote(self.path)
 
-    @property
-    def identity(self) -> str:
-        """The same for two ways to say the same file."""
-        return self.path if self.is_remote else str(Path(self.path).resolve())
+
+def identities(files: Iterable[InputFile]) -> Iterator[str]:
+    """Of each file, what is the same for two ways to say the same file."""
+    folders: dict[str, str] = {}
+    for file in files:
+        if file.is_remote or Path(file.path).is_symlink():
+            yield file.path if file.is_remote else os.path.realpath(file.path)
+            continue
+        folder, name = os.path.split(file.path)
+        if folder not in folders:
+            folders[folder] = os.path.realpath(folder)
+        yield f"{folders[folder].rstrip('/')}/{name}"
 
 
 def find_files(
@@ -168,6 +177,7 @@ def check_unchanged(files: Iterable[InputFile]) -> None:
 
 def _find_local(recipe: Recipe, config: InputConfig, key: str) -> dict[str, InputFile]:
     files = {}
+    base = f"{normpath(recipe.folder.absolute() / (config.base or '')).rstrip('/')}/"
     found_paths = expand_path(recipe.folder, config.path)
     paths = [path for path in found_paths if not _is_excluded(config, str(path), recipe.folder)]
     for path in paths:
@@ -177,8 +187,9 @@ def _find_local(recipe: Recipe, config: InputConfig, key: str) -> dict[str, Inpu
             raise RecipeError(f"{key}: {path}: {error.strerror or error}") from error
         if not stat.S_ISREG(found.st_mode):
             raise RecipeError(f"{key}: {path} is not a regular file")
-        name = _name_of(path, recipe, config, key)
-        files[name] = InputFile(name, str(path), found.st_size, found.st_mtime_ns)
+        where = str(path)
+        name = where.removeprefix(base) if where.startswith(base) else _name_of(path, recipe, config, key)
+        files[name] = InputFile(name, where, found.st_size, found.st_mtime_ns)
     if not files:
         left = f"{len(found_paths):,} files, and exclude leaves none" if found_paths else "no file"
         raise RecipeError(f"{key}: {config.path} matches {left} (looked in {recipe.folder})")
@@ -204,6 +215,9 @@ def _find_remote(config: InputConfig, key: str, storage: StorageOptions | None) 
 
 def _is_excluded(config: InputConfig, place: str, folder: Path | None = None) -> bool:
     """Whether a file is left out: a URL, or an absolute path if `folder` is where local patterns start."""
+
+    if not config.exclude:
+        return False
 
     def whole(pattern: str) -> str:
         return pattern if folder is None else normpath(folder / pattern)
@@ -252,7 +266,8 @@ def expand_path(folder: Path, pattern: str) -> list[Path]:
         if parts[-1] == "**":
             parts.append("*")
         found = set(_matches(Path("/") if pattern.startswith("/") else folder, parts))
-    return sorted(Path(normpath(path)) for path in found)
+    paths = (path if normpath(path) == str(path) else Path(normpath(path)) for path in found)
+    return sorted(paths, key=lambda path: path.parts)
 
 
 def _fixed_part(pattern: str) -> str:
@@ -299,36 +314,44 @@ def _matches(base: Path, parts: list[str]) -> Iterator[Path]:
         for folder in _folders_below(base):
             yield from _matches(folder, rest)
         return
-    candidates = [base / part]
-    if _MAGIC.search(part):
-        candidates = [path for path in _entries(base) if _name_matches(part, path.name)]
-    for path in candidates:
+    if not _MAGIC.search(part):
+        candidates = [(base / part, (base / part).is_dir(), _exists(base / part))]
+    else:
+        entries = [entry for entry in _entries(base) if _name_matches(part, entry.name)]
+        candidates = [(base / entry.name, entry.is_dir(), True) for entry in entries]
+    for path, is_folder, exists in candidates:
         if rest:
             yield from _matches(path, rest)
-        elif path.is_dir():
+        elif is_folder:
             if not base.resolve().is_relative_to(path.resolve()):  # else a link to where it lies in
                 yield from _below(path)
-        elif _exists(path):
+        elif exists:
             yield path
 
 
 def _below(folder: Path) -> Iterator[Path]:
     """All files below a folder."""
     for base in (folder, *_folders_below(folder)):
-        yield from (path for path in _entries(base) if not _hidden(path.name) and not path.is_dir())
+        entries = (entry for entry in _entries(base) if not _hidden(entry.name) and not entry.is_dir())
+        yield from (base / entry.name for entry in entries)
 
 
 def _folders_below(base: Path, inside: frozenset[Path] = frozenset()) -> Iterator[Path]:
     inside = inside | {base.resolve()}
-    for path in _entries(base):
-        if not _hidden(path.name) and path.is_dir() and path.resolve() not in inside:
+    for entry in _entries(base):
+        if _hidden(entry.name) or not entry.is_dir():
+            continue
+        path = base / entry.name
+        if path.resolve() not in inside:
             yield path
             yield from _folders_below(path, inside)
 
 
-def _entries(folder: Path) -> list[Path]:
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder, by name: an entry knows whether it is a folder, mostly without asking the disk."""
     try:
-        return sorted(folder.iterdir())
+        with os.scandir(folder) as found:
+            return sorted(found, key=lambda entry: entry.name)
     except (NotADirectoryError, FileNotFoundError):
         return []
 

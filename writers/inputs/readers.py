@@ -1,4 +1,4 @@
-"""A split of an input file as batches of documents, every record accounted for; and the readers of lines.
+"""A split of input files as batches of documents, every record accounted for; and the readers of lines.
 
 Each record of the split ends up in a batch or in quarantine, and in the ledger either way. One bad record
 costs itself only. A damaged member of a compressed file costs all its records, because a checksum confirms a
@@ -6,16 +6,17 @@ member as a whole, and what comes after it. Memory is bounded by one batch plus 
 line numbers or row numbers within the file, from 0. Blank lines count as lines but are no records.
 
 A reader of a format hands records to the sink, in order, and yields between them (between batches of rows, in
-tables), where a full batch may be flushed.
+tables), where a full batch may be flushed. Documents of small files that are read together share batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 
 from shardkit.errors import BuildError, RecipeError
+from shardkit.writers.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
 from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.decompress import ContainerError
 from shardkit.writers.inputs.fields import NamedFields
@@ -26,10 +27,10 @@ from shardkit.writers.inputs.read_json import read_json, take_json
 from shardkit.writers.inputs.read_shards import read_mds, read_wds
 from shardkit.writers.inputs.records import LimitReachedError, Lines, RecordSink, SuspectDataError
 from shardkit.writers.inputs.scan import Split
-from shardkit.writers.ledger import Ledger, Quarantine
+from shardkit.writers.ledger import Ledger, Quarantine, check_bad_fraction
 from shardkit.writers.recipe import InputConfig
 
-__all__ = ["SuspectDataError", "read_split"]
+__all__ = ["SuspectDataError", "SuspectFilesError", "read_parts", "read_split"]
 
 Reader = Callable[[RecordSink, InputConfig], Iterator[None]]
 _READERS: dict[str, Reader] = {
@@ -41,6 +42,87 @@ _READERS: dict[str, Reader] = {
     "wds": read_wds,
 }
 _BOM = b"\xef\xbb\xbf"
+
+
+class SuspectFilesError(Exception):
+    """Of a split, the files with data that is not to be trusted, by name: discard all, and read it again."""
+
+    def __init__(self, suspects: Mapping[str, SuspectDataError]) -> None:
+        super().__init__(", ".join(suspects))
+        self.suspects = suspects
+
+
+def read_parts(
+    split: Split,
+    config: InputConfig,
+    ledger: Ledger,
+    quarantine: Quarantine,
+    *,
+    max_record_bytes: int,
+    max_bad_fraction: float,
+    fields: Sequence[NamedFields],
+    suspects: Mapping[str, SuspectDataError],
+    masking: Masking | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """`read_split` of all parts of a split, each with its own of `fields` and `suspects`.
+
+    BuildError also if more than `max_bad_fraction` of a part is unreadable. SuspectFilesError instead of
+    SuspectDataError, once all other parts have been looked at, so that one more reading is enough.
+    """
+    parts = split.parts
+
+    def read(number: int, ledger: Ledger, quarantine: Quarantine) -> Iterator[pa.RecordBatch]:
+        yield from read_split(
+            parts[number],
+            config,
+            ledger,
+            quarantine,
+            max_record_bytes=max_record_bytes,
+            fields=fields[number],
+            suspect=suspects.get(parts[number].file),
+            masking=masking,
+        )
+
+    def read_all() -> Iterator[pa.RecordBatch]:
+        found: dict[str, SuspectDataError] = {}
+        for number, part in enumerate(parts):
+            own = Ledger() if split.rest else ledger
+            quarantine.first = None
+            try:
+                if not found:
+                    yield from read(number, own, quarantine)
+                    where = f"{part.file} (split {split.index})"
+                    check_bad_fraction(where, own, max_bad_fraction, quarantine.first)
+                else:
+                    for _ in read(number, own, Quarantine(max_bad_fraction=1.0)):
+                        pass
+            except SuspectDataError as suspect:
+                found[part.file] = suspect
+            if own is not ledger:
+                ledger.merge(own)
+        if found:
+            raise SuspectFilesError(found)
+
+    yield from _joined(read_all()) if split.rest else read_all()
+
+
+def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The documents of small batches in fewer ones; none becomes larger than two full ones."""
+    waiting: list[pa.RecordBatch] = []
+    documents = size = 0
+    for batch in batches:
+        waiting.append(batch)
+        documents, size = documents + batch.num_rows, size + batch.nbytes
+        if documents >= BATCH_DOCUMENTS or size >= BATCH_TEXT_BYTES:
+            yield _one_of(waiting)
+            waiting, documents, size = [], 0, 0
+    if waiting:
+        yield _one_of(waiting)
+
+
+def _one_of(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    [batch] = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    return batch
 
 
 def read_split(

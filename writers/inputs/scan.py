@@ -6,6 +6,8 @@ store are cut at the same places by small reads; which records their splits begi
 (stages/record_counts.py). The size is a constant: worker count and memory never change which records meet in
 a split.
 
+A split may stand for several small files, which are then its parts (small_files.py).
+
 Each split's stored bytes are hashed while they are in memory from being read; an input's digest goes over its
 files' names, cuts and hashes. No times are kept, so a copied corpus has the same digests, and a changed byte
 in any file gives another one. Of a file in a store its size and version (of S3 the ETag) stand for its bytes,
@@ -18,7 +20,7 @@ the work folder, by the file's path, size and version, so that the next start an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,7 +35,7 @@ from shardkit.files import load_json
 from shardkit.hashing import digest_of
 from shardkit.storage.store import StorageOptions
 from shardkit.writers.inputs.decompress import COMPRESSIONS
-from shardkit.writers.inputs.files import InputFile, fields_of_path, find_files, open_input
+from shardkit.writers.inputs.files import InputFile, fields_of_path, find_files, identities, open_input
 from shardkit.writers.recipe import InputConfig, Recipe
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "guess_format",
     "hash_split",
     "hash_splits",
+    "parts_of",
     "scan_inputs",
 ]
 
@@ -86,7 +89,7 @@ _OTHER_COMPRESSIONS = frozenset({".br", ".zip", ".7z", ".tar", ".tgz", ".sz", ".
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A run of records of one file.
+    """A run of records of one file, and with `rest` also all records of further small files.
 
     [start, end) counts bytes of a plain file, row groups of a Parquet file; a compressed file is whole.
     """
@@ -101,6 +104,12 @@ class Split:
     first_record: int  # line or row number of the first record, or UNCOUNTED
     bytes: int  # stored bytes of this split
     limit: int | None = None  # read so many of its records at most
+    rest: tuple[Split, ...] = ()  # of further files of the same input, which the same task reads next
+
+    @property
+    def parts(self) -> tuple[Split, ...]:
+        """A split for each of its files."""
+        return (replace(self, bytes=self.input.bytes, rest=()), *self.rest) if self.rest else (self,)
 
     @property
     def file(self) -> str:
@@ -162,14 +171,45 @@ def scan_inputs(
     RecipeError when an input matches nothing or cannot be listed, a file belongs to two inputs, two files
     have one name, or a format is unknown; BuildError when a file cannot be read.
     """
-    found: list[tuple[int, InputFile, str, str | None]] = []
+    kept = KeptCuts() if kept is None else kept
+    found = _find_all(recipe, storage, key)
+
+    def is_read(entry: _Found) -> bool:
+        source, file, format, compression = entry
+        return _takes_reading(file, format, compression, recipe.inputs[source], split_bytes)
+
+    def cuts(entry: _Found) -> list[Cut]:
+        _, file, format, _ = entry
+        if (known := kept.get(file, split_bytes)) is not None:
+            return known
+        line_cuts = _remote_line_cuts if file.is_remote else _line_cuts
+        made = list((_parquet_cuts if format == "parquet" else line_cuts)(file, split_bytes))
+        if made != [_unreadable(file)]:
+            kept.put(file, split_bytes, made)
+        return made
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        read = pool.map(cuts, filter(is_read, found))
+        cut = [next(read) if is_read(entry) else [(0, entry[1].bytes, 0, entry[1].bytes)] for entry in found]
+    places = [(*entry, *place) for entry, made in zip(found, cut, strict=True) for place in made]
+    splits = [Split(index, *place) for index, place in enumerate(places)]
+    return splits if recipe.limit is None else _limited(splits, recipe.limit)
+
+
+_Found = tuple[int, InputFile, str, str | None]
+"""The number of its input, a file, its format and compression."""
+
+
+def _find_all(recipe: Recipe, storage: StorageOptions | None, key: str) -> list[_Found]:
+    found: list[_Found] = []
     owners: dict[str, tuple[int, str]] = {}
     names: dict[str, InputFile] = {}
     for source, config in enumerate(recipe.inputs):
         where = key.format(source)
-        for name, file in find_files(recipe, config, where, storage).items():
-            if file.identity in owners:
-                owner, other = owners[file.identity]
+        files = find_files(recipe, config, where, storage)
+        for (name, file), identity in zip(files.items(), identities(files.values()), strict=True):
+            if identity in owners:
+                owner, other = owners[identity]
                 raise RecipeError(
                     f"{where}: {name} is the same file as {other} of inputs[{owner}]; "
                     "its documents would be read twice"
@@ -184,28 +224,9 @@ def scan_inputs(
             except ValueError as error:
                 problem = f"inputs[{source}].path_fields: {error}; leave the file out with exclude"
                 raise RecipeError(problem) from None
-            owners[file.identity], names[name] = (source, name), file
+            owners[identity], names[name] = (source, name), file
             found.append((source, file, *_format_of(name, config, where)))
-
-    kept = KeptCuts() if kept is None else kept
-
-    def cuts(entry: tuple[int, InputFile, str, str | None]) -> list[Cut]:
-        source, file, format, compression = entry
-        if not _takes_reading(file, format, compression, recipe.inputs[source], split_bytes):
-            return [(0, file.bytes, 0, file.bytes)]
-        if (known := kept.get(file, split_bytes)) is not None:
-            return known
-        line_cuts = _remote_line_cuts if file.is_remote else _line_cuts
-        made = list((_parquet_cuts if format == "parquet" else line_cuts)(file, split_bytes))
-        if made != [_unreadable(file)]:
-            kept.put(file, split_bytes, made)
-        return made
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        cut = zip(found, pool.map(cuts, found), strict=True)
-        places = [(*entry, *place) for entry, made in cut for place in made]
-    splits = [Split(index, *place) for index, place in enumerate(places)]
-    return splits if recipe.limit is None else _limited(splits, recipe.limit)
+    return found
 
 
 def _limited(splits: Sequence[Split], limit: int) -> list[Split]:
@@ -223,6 +244,11 @@ def _limited(splits: Sequence[Split], limit: int) -> list[Split]:
             for at in range(number)
         ]
     return [replace(split, index=index) for index, split in enumerate(chosen)]
+
+
+def parts_of(splits: Iterable[Split]) -> list[Split]:
+    """A split for each file of a group, and the others, in order."""
+    return [part for split in splits for part in split.parts]
 
 
 def guess_format(name: str) -> tuple[str, str | None] | None:
@@ -368,17 +394,20 @@ def hash_split(split: Split) -> str:
 
 
 def hash_splits(splits: Sequence[Split]) -> list[str]:
-    """`hash_split` of all, in threads."""
+    """`hash_split` of all their parts, in threads."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(hash_split, splits))
+        return list(pool.map(hash_split, parts_of(splits)))
 
 
 def describe_inputs(recipe: Recipe, splits: Sequence[Split], hashes: Sequence[str]) -> list[dict[str, Any]]:
-    """For each input of the recipe its label, number of files, stored bytes and digest."""
+    """For each input of the recipe its label, number of files, stored bytes and digest.
+
+    `hashes` are those of all parts of the splits.
+    """
     cuts: list[list[list[Any]]] = [[] for _ in recipe.inputs]
     files: list[set[str]] = [set() for _ in recipe.inputs]
     sizes = [0] * len(recipe.inputs)
-    for split, content in zip(splits, hashes, strict=True):
+    for split, content in zip(parts_of(splits), hashes, strict=True):
         cuts[split.source].append([split.file, split.start, split.end, content])
         files[split.source].add(split.file)
         sizes[split.source] += split.bytes

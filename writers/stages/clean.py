@@ -1,6 +1,7 @@
 """Stage `clean`: read and filter a split, and write what later stages need, with a ledger that adds up.
 
-One task a split, named after its file and its start in the file, so that a new file costs only its own tasks.
+One task a split, named after its file and its start in the file, so that a new file costs only its own tasks;
+of a group of small files (`group_small_files`) after the first one.
 The folder of a task receives
   documents.arrow   kept documents in record order (Arrow IPC file, DOCUMENT_SCHEMA, zstd)
   keys.run          KEYS, one row for each kept document: what exact dedup needs
@@ -25,7 +26,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -56,7 +57,7 @@ from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.funnel import FilterCounts
 from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.fields import NamedFields
-from shardkit.writers.inputs.readers import SuspectDataError, read_split
+from shardkit.writers.inputs.readers import SuspectDataError, SuspectFilesError, read_parts
 from shardkit.writers.inputs.scan import Split, hash_split
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.kernels.words import normalization_version
@@ -67,7 +68,6 @@ from shardkit.writers.ledger import (
     Count,
     Ledger,
     Quarantine,
-    check_bad_fraction,
 )
 from shardkit.writers.progress import PULSE
 from shardkit.writers.recipe import Recipe
@@ -106,28 +106,28 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 class Cleaned:
     """Result of a split: its checked ledger, counts of each filter, and the meaning of language codes.
 
-    `fields` are named fields that no record had (`NamedFields.to_dict`); `input` is `hash_split`. `urls` are
-    kept documents with a URL, in builds that compare these.
+    `fields` are named fields that no record had (`NamedFields.to_dict`), and `inputs` are `hash_split`, both
+    of each part of the split. `urls` are kept documents with a URL, in builds that compare these.
     """
 
     ledger: Ledger
     filters: FilterCounts
-    fields: Mapping[str, Any]
-    input: str
+    fields: Sequence[Mapping[str, Any]]
+    inputs: Sequence[str]
     languages: Sequence[str] | None = None
     urls: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a commit."""
         plain = {"ledger": self.ledger.to_dict(), "filters": self.filters.to_dict(), "urls": self.urls}
-        return plain | {"languages": self.languages, "fields": self.fields, "input": self.input}
+        return plain | {"languages": self.languages, "fields": self.fields, "inputs": self.inputs}
 
     @classmethod
     def of(cls, commit: Commit) -> Cleaned:
         """What a task of this stage committed."""
         counts = commit.counts
         filters = FilterCounts.from_dict(counts["filters"])
-        facts = counts["fields"], counts["input"], counts["languages"], counts["urls"]
+        facts = counts["fields"], counts["inputs"], counts["languages"], counts["urls"]
         return cls(commit.ledger(), filters, *facts)
 
 
@@ -160,21 +160,26 @@ def tasks(
     fallback = Fallback(FAILED_SPLITS, limit, "max_failed_splits", clean_split) if limit else None
     made = []
     for split in splits:
-        place = asdict(split) | {"file": split.file}
-        del place["index"], place["input"]
-        if split.limit is None:
-            del place["limit"]
+        places = [_place(part) for part in split.parts]
         fields = recipe.inputs[split.source].model_dump(
             mode="json", exclude={"path", "exclude", "base", "source", "format"}
         )
-        config = shared | {"split": place, "inputs": fields}
+        config = shared | {"split": places if split.rest else places[0], "inputs": fields}
         if masking is not None:
             config["masking"] = masking.digest if recipe.inputs[split.source].is_masked else ""
         args = (split, recipe, folder, masking, tuple(scores))
-        inputs = {"file": [split.input.bytes, split.input.version], "filter_files": dict(files)}
+        versions = [[part.input.bytes, part.input.version] for part in split.parts]
+        inputs = {"file": versions if split.rest else versions[0], "filter_files": dict(files)}
         name = split_name(split)
         made.append(Task("clean", name, config, clean_split, args, split.bytes, inputs, fallback))
     return made
+
+
+def _place(split: Split) -> dict[str, Any]:
+    """What of the split of a file decides what is read, beside the file's contents."""
+    names = "source", "format", "compression", "start", "end", "first_record", "bytes"
+    place = {"file": split.file} | {name: getattr(split, name) for name in names}
+    return place if split.limit is None else place | {"limit": split.limit}
 
 
 def join_side_files(run: RunTasks, cleaned: Sequence[Commit]) -> list[Commit]:
@@ -259,8 +264,8 @@ def clean_split(
         recipe = recipe.in_folder(filter_folder.path)
     try:
         return _clean(split, recipe, folder, masking, scores, failure=failure)
-    except SuspectDataError as suspect:  # found at the end of the untrusted data, so start again without it
-        return _clean(split, recipe, folder, masking, scores, suspect)
+    except SuspectFilesError as found:  # at the end of the untrusted data, so start again without it
+        return _clean(split, recipe, folder, masking, scores, found.suspects)
 
 
 def _clean(
@@ -269,11 +274,11 @@ def _clean(
     folder: Path,
     masking: Masking | None,
     scores: Sequence[ScoreTable],
-    suspect: SuspectDataError | None = None,
+    suspects: Mapping[str, SuspectDataError] | None = None,
     *,
     failure: str | None = None,
 ) -> Cleaned:
-    ledger, fields = Ledger(), NamedFields(recipe.inputs[split.source])
+    ledger, fields = Ledger(), [NamedFields(recipe.inputs[split.source]) for _ in split.parts]
     chain = _filter_chain(recipe, scores)
     counts = FilterCounts.of_chain(chain)
     allowed = recipe.max_bad_fraction if failure is None else 1.0
@@ -290,7 +295,7 @@ def _clean(
         pa.ipc.new_file(file, schema, options=DOCUMENT_OPTIONS) as documents,
     ):
         sides = {name: stack.enter_context((folder / name).open("wb")) for name in chain.side_files}
-        for batch in _read(split, recipe, ledger, quarantine, fields, suspect, masking, failure):
+        for batch in _read(split, recipe, ledger, quarantine, fields, suspects, masking, failure):
             filtered = chain.apply(batch)
             kept = filtered.kept
             _book(filtered, ledger)
@@ -312,11 +317,10 @@ def _clean(
                     assert filtered.scores is not None
                     buckets.write(kept, filtered.scores)
             PULSE.tell(ledger)
-        where = f"{split.file} (split {split.index})"
-        check_bad_fraction(where, ledger, recipe.max_bad_fraction, quarantine.first)
-    ledger.check(where)
+    ledger.check(f"{split.file} (split {split.index})")
     labels = None if languages is None else languages.labels
-    return Cleaned(ledger, counts, fields.to_dict(), hash_split(split), labels, keys.urls)
+    found, hashes = [one.to_dict() for one in fields], [hash_split(part) for part in split.parts]
+    return Cleaned(ledger, counts, found, hashes, labels, keys.urls)
 
 
 class _KeyFiles:
@@ -376,24 +380,26 @@ def _read(
     recipe: Recipe,
     ledger: Ledger,
     quarantine: Quarantine,
-    fields: NamedFields,
-    suspect: SuspectDataError | None,
+    fields: Sequence[NamedFields],
+    suspects: Mapping[str, SuspectDataError] | None,
     masking: Masking | None,
     failure: str | None,
 ) -> Iterator[pa.RecordBatch]:
     """The records of a split; of one that failed none, but one entry in the quarantine for all of it."""
     if failure is None:
-        yield from read_split(
+        yield from read_parts(
             split,
             recipe.inputs[split.source],
             ledger,
             quarantine,
             max_record_bytes=recipe.max_record_bytes,
+            max_bad_fraction=recipe.max_bad_fraction,
             fields=fields,
-            suspect=suspect,
+            suspects=suspects or {},
             masking=masking,
         )
         return
+    assert not split.rest, "files are not grouped where splits may fail"
     is_table = split.format == "parquet"
     part = f"{'row groups' if is_table else 'bytes'} {split.start:,} to {split.end:,} were not read"
     start = None if is_table else split.start

@@ -37,7 +37,8 @@ from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.decontamination import DecontaminationConfig
 from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.fields import check_named_fields
-from shardkit.writers.inputs.scan import Split
+from shardkit.writers.inputs.scan import Split, parts_of
+from shardkit.writers.inputs.small_files import group_small_files
 from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger, check_bad_fraction, first_of
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
@@ -95,7 +96,12 @@ class BuildInputs:
     def of(
         cls, recipe: Recipe, splits: Sequence[Split], storage: StorageOptions | None = None
     ) -> BuildInputs:
-        """Open indexes of other corpora and hash the files of filters; RecipeError if one does not fit."""
+        """Open indexes of other corpora and hash the files of filters; RecipeError if one does not fit.
+
+        Small files are grouped, except where splits may fail, so that a file that fails costs only itself.
+        """
+        if not recipe.max_failed_splits:
+            splits = group_small_files(splits)
         indexes = []
         near = recipe.dedup.near
         for number, path in enumerate(near.against if near is not None else ()):
@@ -149,6 +155,11 @@ class Survivors:
     kept: Count
     concurrent: Sequence[Commit]
     buckets: Buckets | None = None
+
+    @property
+    def input_hashes(self) -> list[str]:
+        """`hash_split` of all parts of the splits."""
+        return [content for one in self.counts for content in one.inputs]
 
 
 def _edits(name: str, config: FilterSettings) -> bool:
@@ -393,7 +404,7 @@ def _check_cleaned(
     total = Ledger()
     for one in counts:
         total.merge(one.ledger)
-    check_named_fields(splits, [one.fields for one in counts])
+    check_named_fields(parts_of(splits), [fields for one in counts for fields in one.fields])
     check_bad_fraction("all inputs", total, recipe.max_bad_fraction)
     failed = total.quarantined.get(FAILED_SPLIT, Count()).documents
     if failed > recipe.max_failed_splits:  # found finished, or made by several processes

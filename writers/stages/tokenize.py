@@ -15,7 +15,7 @@ for them, go into a run of their own (dedup/duplicates.py).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from shardkit.writers.dedup.removals import Removed, SplitRemovals
 from shardkit.writers.documents import pack_strings, unpack_strings
 from shardkit.writers.exchange import RunWriter, Table
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, PlainCounts, Task
+from shardkit.writers.execution.task import Commit, PlainCounts, Task, code_version
 from shardkit.writers.fim import encode_fim
 from shardkit.writers.groups import encode_grouped, order_hashes
 from shardkit.writers.input_config import FimConfig, GroupConfig
@@ -45,6 +45,7 @@ from shardkit.writers.languages import LANGUAGES_FILE, LanguageCounts
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.progress import PULSE
 from shardkit.writers.recipe import Recipe
+from shardkit.writers.remembered import remembered
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.stages.buckets import BucketLabels, Buckets, marked_batches
 from shardkit.writers.stages.clean import DOCUMENTS_FILE, split_name
@@ -57,6 +58,7 @@ from shardkit.writers.tokenizer import (
     Tokens,
     check_parity,
     load_encoder,
+    sample_bytes,
     tokenizer_digest,
     unlike_characters,
 )
@@ -249,8 +251,13 @@ class TokenizerFacts(PlainCounts):
     @classmethod
     def of(cls, commit: Commit) -> Self:
         """What the task committed."""
-        unlike = tuple((first, last) for first, last in commit.counts["unlike"])
-        return cls(**{**commit.counts, "unlike": unlike})
+        return cls.of_counts(commit.counts)
+
+    @classmethod
+    def of_counts(cls, counts: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`."""
+        unlike = tuple((first, last) for first, last in counts["unlike"])
+        return cls(**{**counts, "unlike": unlike})
 
 
 def tokenizer_task(tokenizer: TokenizerFile) -> Task:
@@ -274,12 +281,27 @@ def check_tokenizer(
 ) -> TokenizerFacts:
     """Load the tokenizer with its own engine, and with the fast one if it supports the file."""
     path = file.local()
+    names = [tokenizer_digest(path), eos, bos, None if encoding is None else asdict(encoding)]
+    key = digest_of([*names, [list(one) for one in specials], separator, code_version()])
+    return TokenizerFacts.of_counts(
+        remembered(key, lambda: _examine(path, eos, bos, encoding, specials, separator).to_dict())
+    )
+
+
+def _examine(
+    path: Path,
+    eos: str,
+    bos: str | None,
+    encoding: Encoding | None,
+    specials: Sequence[tuple[str, str]],
+    separator: str | None,
+) -> TokenizerFacts:
     encoder = Encoder(path, eos, bos=bos, encoding=encoding, engine=None)
     ids = {token: encoder.special_id(token, key) for key, token in specials}
     separator_id = None if separator is None else ids[separator]
     facts = encoder.eos_id, encoder.bos_id, encoder.vocab_size, encoder.dtype.name
     try:  # choose the engine to start with; the parity check decides
-        fast = Encoder(path, eos, bos=bos, encoding=encoding, engine="gigatoken")
+        fast = load_encoder(path, eos, "gigatoken", (), bos, encoding)
         unlike = unlike_characters(fast, encoder)
     except MissingExtraError:
         raise
@@ -290,13 +312,14 @@ def check_tokenizer(
 
 def parity_task(documents: Sequence[Commit], tokenizer: TokenizerFile, unlike: Ranges) -> Task:
     """Compare the fast tokenizer with the reference on documents of up to `PARITY_SPLITS` spread splits."""
+    size = sample_bytes(sum(commit.ledger().kept.bytes for commit in documents))
     count = min(len(documents), PARITY_SPLITS)
     documents = [documents[number * len(documents) // count] for number in range(count)]
     paths = tuple(commit.files / DOCUMENTS_FILE for commit in documents)
     contents = digest_of([commit.outputs[DOCUMENTS_FILE].xxh3_128 for commit in documents])
     inputs = {"documents": contents, "tokenizer": tokenizer.digest}
-    config = tokenizer.marks | {"unlike": digest_of(unlike)}
-    args = (paths, tokenizer.file, tokenizer.eos, tokenizer.bos, tokenizer.encoding, unlike)
+    config = tokenizer.marks | {"unlike": digest_of(unlike), "sample_bytes": size}
+    args = (paths, tokenizer.file, tokenizer.eos, tokenizer.bos, tokenizer.encoding, unlike, size)
     return Task("parity", "parity", config, compare_engines, args, _FIRST, inputs)
 
 
@@ -308,11 +331,15 @@ def compare_engines(
     bos: str | None,
     encoding: Encoding | None,
     unlike: Ranges,
+    sample_bytes: int,
 ) -> Parity:
     """`check_parity` without its warning, which the build issues even if this task is skipped."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return check_parity(documents, tokenizer.local(), eos, unlike, bos=bos, encoding=encoding)
+        place = tokenizer.local()
+        return check_parity(
+            documents, place, eos, unlike, bos=bos, encoding=encoding, sample_bytes=sample_bytes
+        )
 
 
 def tasks(
