@@ -38,6 +38,7 @@ from shardkit.hashing import digest_of
 from shardkit.storage.threads import Workers
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, RunTasks, Task
+from shardkit.writers.kernels.sorting import argsort_keys
 from shardkit.writers.kernels.text_arrays import copy_texts
 from shardkit.writers.runs import (
     DEFAULT_LIMITS,
@@ -62,7 +63,7 @@ __all__ = ["Batch", "Exchanged", "Limits", "RunWriter", "Segment", "Slice", "Ste
 
 _KEYS = 1 << 64
 
-_SORT_BYTES = 32  # a row takes to be sorted, beside itself twice
+_SORT_BYTES = 24  # a row takes to be sorted, beside itself twice
 
 
 class RunWriter:
@@ -416,10 +417,11 @@ def _sorted(pieces: Sequence[Batch], table: Table) -> Batch:
     keys = np.concatenate([rows["key"] for rows, _ in pieces])
     if (keys[1:] >= keys[:-1]).all():
         return joined(pieces, table)
-    order = _stable_order(keys)
+    _, order = argsort_keys(keys)
     to = np.empty(len(order), np.int64)
     to[order] = np.arange(len(order))
-    rows, at = np.empty(len(keys), table.void), 0
+    del keys, order
+    rows, at = np.empty(len(to), table.void), 0
     for part, _ in pieces:
         here = to[at : at + len(part)]
         rows[here] = part.view(table.void)
@@ -435,14 +437,3 @@ def _sorted(pieces: Sequence[Batch], table: Table) -> Batch:
         copy_texts(payload, np.cumsum(sizes) - sizes, sizes, texts, starts[here])
         at += len(part)
     return found, texts
-
-
-def _stable_order(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """The stable order: NumPy's other sort is four times as fast, so only equal keys are sorted again."""
-    order = np.argsort(keys)
-    found = keys[order]
-    same = found[1:] == found[:-1]
-    if same.any():
-        equal = np.flatnonzero(np.append(same, False) | np.append(False, same))
-        order[equal] = order[equal][np.lexsort((order[equal], found[equal]))]
-    return order
