@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.writers.kernels.sorting import argsort_keys, distinct_hashes, sort_keys
+from shardkit.writers.kernels.sorting import argsort_keys, distinct_hashes, sort_keys, sort_pairs
 
 LOW, ANY, HIGH = st.integers(0, 3), st.integers(0, (1 << 64) - 1), st.integers((1 << 64) - 3, (1 << 64) - 1)
 
@@ -21,6 +21,17 @@ def test_keys_are_sorted_as_numpy_sorts_them(spread: int, count: int) -> None:
     keys = before.copy()
     sort_keys(keys)
     assert np.array_equal(keys, np.sort(before))
+
+
+@pytest.mark.parametrize("spread", [(3, 3), (1 << 32, 1 << 32), (1 << 40, 5), (5, 1 << 64)])
+@pytest.mark.parametrize("count", [0, 1, 3000])
+def test_pairs_are_sorted_by_the_first_then_by_the_second_number(spread: tuple[int, int], count: int) -> None:
+    random = np.random.default_rng(3)
+    one, other = (np.uint64((1 << 64) - 1) - random.integers(0, width, count, np.uint64) for width in spread)
+    found = sort_pairs(one, other)
+    assert list(zip(*(side.tolist() for side in found), strict=True)) == sorted(
+        zip(one.tolist(), other.tolist(), strict=True)
+    )
 
 
 @settings(max_examples=200, deadline=None)  # kernels may be compiled first

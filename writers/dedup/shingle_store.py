@@ -7,11 +7,11 @@ part writes its documents for the exchange, with what else is asked of them:
     guests.run    GUESTS: each document that is second, once for each block that has a first document of it,
                   keyed by the lowest of these
 
-The texts travel and become sets where they are compared: the sets of word n-grams take as much room again,
-and cost less to make anew than to sort out by block. On this machine texts travel as they are, because
-compressing them takes longer than all else that verification does; through a store they are compressed. Of an
-index's documents only the sets are known, and travel as they are. The task reads its own range of the pairs only. It holds a batch of texts, and
-of each document the blocks that want it.
+The texts travel and become sets where they are compared, which costs less than to move sets. On one machine
+they travel as they are, since compressing them would take longer than all else that verification does;
+through a store they are compressed. Of an index's documents only the sets are known, and travel as they are.
+The task reads its own range of the pairs only. It holds a batch of texts, and of each document the blocks
+that want it.
 
 An index of other documents stores sets in a folder, in ascending order of their numbers:
 
@@ -48,7 +48,7 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.numba_support import Int64s, UInt64s, kernel
 from shardkit.writers.kernels.shingles import shingle_batch
-from shardkit.writers.kernels.sorting import distinct_hashes
+from shardkit.writers.kernels.sorting import distinct_hashes, sort_pairs
 from shardkit.writers.kernels.text_arrays import copy_texts, text_bytes, text_offsets
 from shardkit.writers.runs import Batch, payload_ends
 
@@ -397,10 +397,9 @@ def _guests(pairs: Slice, block_bits: int, memory_bytes: int) -> npt.NDArray[np.
 
 
 def _lowest(seconds: UInt64s, firsts: UInt64s, block_bits: int) -> npt.NDArray[np.void]:
-    order = np.lexsort((firsts, seconds))
-    seconds, firsts = seconds[order], firsts[order]
+    seconds, firsts = sort_pairs(np.ascontiguousarray(seconds), np.ascontiguousarray(firsts))
     blocks = firsts >> np.uint64(block_bits)
-    new = np.ones(len(order), np.bool_)
+    new = np.ones(len(firsts), np.bool_)
     new[1:] = (seconds[1:] != seconds[:-1]) | (blocks[1:] != blocks[:-1])
     wanted = np.empty(int(new.sum()), _WANTED)
     wanted["number"], wanted["key"] = seconds[new], firsts[new]
