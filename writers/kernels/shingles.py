@@ -98,7 +98,8 @@ def shingle_batch(texts: pa.LargeStringArray, config: NgramUnits) -> Shingles:
         room = int(_count_shingles(*arguments))
     hashes, offsets = np.empty(room, np.uint64), np.zeros(len(texts) + 1, np.int64)
     _collect_shingles(*arguments, hashes, offsets)
-    return Shingles(hashes[: offsets[-1]], offsets)
+    hashes.resize(offsets[-1], refcheck=False)  # in place; the rest may serve other arrays
+    return Shingles(hashes, offsets)
 
 
 # Scratch of `next_words`, units, hashes.
