@@ -63,6 +63,8 @@ __all__ = ["Batch", "Exchanged", "Limits", "RunWriter", "Segment", "Slice", "Ste
 
 _KEYS = 1 << 64
 
+_LOCAL_READS = 4  # at once, of files of this machine
+
 _SORT_BYTES = 24  # a row takes to be sorted, beside itself twice
 
 
@@ -195,6 +197,11 @@ class Slice:
             payload += texts.data
         return np.frombuffer(rows, self.table.dtype), np.frombuffer(payload, np.uint8)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether all files are on this machine."""
+        return all(segment.file.remote is None for run in self.runs for segment in run)
+
     def stream(self, memory_bytes: int) -> Iterator[Batch]:
         """The rows in batches, in order, within about `memory_bytes`; the next ranges are read meanwhile.
 
@@ -203,7 +210,8 @@ class Slice:
         chunk_bytes = self.limits.chunk_bytes(memory_bytes, len(self.runs))
         share = memory_bytes // (4 * max(1, len(self.runs)))
         ahead = max(1, min(share // chunk_bytes, self.limits.reads_in_flight // max(1, len(self.runs))))
-        workers = Workers(self.limits.reads_in_flight)
+        # The C library keeps what each thread frees for that thread: on this machine few threads suffice.
+        workers = Workers(_LOCAL_READS if self.is_local else self.limits.reads_in_flight)
         cursors = [_Cursor(run, self, workers, chunk_bytes, ahead) for run in self.runs]
         yield from _merged(cursors, memory_bytes // 4, self.table)
 
@@ -310,8 +318,10 @@ def _merge_level(run: RunTasks, stage: str, exchanged: Exchanged, end: int) -> l
 
 def _merge(folder: Path, piece: Slice) -> dict[str, int]:
     """Write the rows of a range as one run."""
-    with BlockWriter(folder / piece.table.file, piece.table, piece.bytes, piece.limits) as file:
-        for rows, payload in piece.stream(piece.limits.merge_memory_bytes):
+    limits = piece.limits
+    memory_bytes = limits.local_memory_bytes if piece.is_local else limits.merge_memory_bytes
+    with BlockWriter(folder / piece.table.file, piece.table, piece.bytes, limits) as file:
+        for rows, payload in piece.stream(memory_bytes):
             file.write(rows, payload)
     return {"rows": file.rows}
 
