@@ -106,9 +106,7 @@ class Limits:
     read_bytes: int = 16 << 20  # of one request, if memory allows
     reads_in_flight: int = 32
     merge_memory_bytes: int = 192 << 20  # of a merge task that reads from a store
-    local_memory_bytes: int = (
-        64 << 20
-    )  # of one that reads files of this machine, where small reads cost little
+    local_memory_bytes: int = 64 << 20  # of one that reads files of this machine: small reads cost little
     read_memory_bytes: int = 64 << 20  # of `Slice.read`, beside what it returns
 
     def within(self, memory_bytes: int) -> Limits:
