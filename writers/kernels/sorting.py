@@ -26,7 +26,8 @@ _LOW8, _ONE = np.uint64(255), np.uint64(1)
 
 def argsort_keys(keys: UInt64s) -> tuple[UInt64s, npt.NDArray[np.unsignedinteger[Any]]]:
     """The keys sorted, and the stable order that sorts them; `keys` is overwritten."""
-    order = np.arange(len(keys), dtype=np.uint32 if len(keys) < 1 << 32 else np.uint64)
+    kind = np.uint32 if len(keys) < 1 << 32 else np.uint64
+    order: npt.NDArray[np.unsignedinteger[Any]] = np.arange(len(keys), dtype=kind)
     spare_keys, spare_order = np.empty_like(keys), np.empty_like(order)
     if _radix_argsort(keys, order, spare_keys, spare_order):
         return spare_keys, spare_order
