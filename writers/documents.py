@@ -32,7 +32,9 @@ __all__ = [
     "MARKED_SCHEMA",
     "content_ranks",
     "document_ids",
+    "id_bytes",
     "keyed_hashes",
+    "keyed_id_hashes",
     "pack_strings",
     "text_digests",
     "unpack_strings",
@@ -73,9 +75,45 @@ def document_ids(file: str, records: Iterable[int]) -> list[bytes]:
 
 def keyed_hashes(document_ids: Iterable[bytes], seed: int, purpose: str) -> npt.NDArray[np.uint64]:
     """uint64[n]: hash(seed, purpose, document id), the only randomness that documents may meet."""
-    key = hashlib.blake2b(f"{seed}\0{purpose}".encode(), digest_size=8).digest()
-    number = int.from_bytes(key, "little")
+    number = _hash_seed(seed, purpose)
     return np.fromiter((xxhash.xxh3_64_intdigest(d, number) for d in document_ids), dtype=np.uint64)
+
+
+def keyed_id_hashes(ids: npt.NDArray[np.uint8], seed: int, purpose: str) -> npt.NDArray[np.uint64]:
+    """`keyed_hashes` of uint8[n, 16], twenty times as fast: XXH3's formula for 16 bytes, of all at once."""
+    number, words = _hash_seed(seed, purpose), np.ascontiguousarray(ids).view("<u8")
+    low = words[:, 0] ^ np.uint64((_XXH3_FLIPS[0] + number) % (1 << 64))
+    high = words[:, 1] ^ np.uint64((_XXH3_FLIPS[1] - number) % (1 << 64))
+    value = np.uint64(16) + low.byteswap() + high + _multiplied(low, high)
+    value ^= value >> np.uint64(37)
+    value *= np.uint64(0x165667919E3779F9)
+    hashes: npt.NDArray[np.uint64] = value ^ value >> np.uint64(32)
+    return hashes
+
+
+def _hash_seed(seed: int, purpose: str) -> int:
+    key = hashlib.blake2b(f"{seed}\0{purpose}".encode(), digest_size=8).digest()
+    return int.from_bytes(key, "little")
+
+
+# Words 3 and 4, and 5 and 6, of XXH3's secret, combined by exclusive or.
+_XXH3_FLIPS = 0x1F67B3B7A4A44072 ^ 0x78E5C0CC4EE679CB, 0x2172FFCC7DD05A82 ^ 0x8E2443F7744608B8
+
+
+def _multiplied(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Both halves of the 128-bit products, combined by exclusive or."""
+    half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
+    a_low, a_high, b_low, b_high = a & mask, a >> half, b & mask, b >> half
+    cross = (a_low * b_low >> half) + (a_high * b_low & mask) + a_low * b_high  # cannot overflow
+    upper: npt.NDArray[np.uint64] = a_high * b_high + (a_high * b_low >> half) + (cross >> half)
+    return upper ^ a * b
+
+
+def id_bytes(document_ids: pa.FixedSizeBinaryArray) -> npt.NDArray[np.uint8]:
+    """uint8[n, 16]: document ids as bytes, a view."""
+    start = 16 * document_ids.offset
+    data = np.frombuffer(document_ids.buffers()[1] or b"", np.uint8)
+    return data[start : start + 16 * len(document_ids)].reshape(-1, 16)
 
 
 def text_digests(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
@@ -93,8 +131,7 @@ def content_ranks(
 
     Half of the text's digest, then half of the document id, which decides among equal texts only.
     """
-    ids = np.frombuffer(b"".join(document_ids.to_pylist()), np.uint8).reshape(-1, 16)
-    return np.concatenate([digests[:, :8], ids[:, :8]], axis=1)
+    return np.concatenate([digests[:, :8], id_bytes(document_ids)[:, :8]], axis=1)
 
 
 def pack_strings(

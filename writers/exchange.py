@@ -38,6 +38,7 @@ from shardkit.hashing import digest_of
 from shardkit.storage.threads import Workers
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, RunTasks, Task
+from shardkit.writers.kernels.sorting import argsort_keys
 from shardkit.writers.kernels.text_arrays import copy_texts
 from shardkit.writers.runs import (
     DEFAULT_LIMITS,
@@ -62,7 +63,9 @@ __all__ = ["Batch", "Exchanged", "Limits", "RunWriter", "Segment", "Slice", "Ste
 
 _KEYS = 1 << 64
 
-_SORT_BYTES = 32  # a row takes to be sorted, beside itself twice
+_LOCAL_READS = 4  # at once, of files of this machine
+
+_SORT_BYTES = 24  # a row takes to be sorted, beside itself twice
 
 
 class RunWriter:
@@ -194,6 +197,11 @@ class Slice:
             payload += texts.data
         return np.frombuffer(rows, self.table.dtype), np.frombuffer(payload, np.uint8)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether all files are on this machine."""
+        return all(segment.file.remote is None for run in self.runs for segment in run)
+
     def stream(self, memory_bytes: int) -> Iterator[Batch]:
         """The rows in batches, in order, within about `memory_bytes`; the next ranges are read meanwhile.
 
@@ -202,7 +210,8 @@ class Slice:
         chunk_bytes = self.limits.chunk_bytes(memory_bytes, len(self.runs))
         share = memory_bytes // (4 * max(1, len(self.runs)))
         ahead = max(1, min(share // chunk_bytes, self.limits.reads_in_flight // max(1, len(self.runs))))
-        workers = Workers(self.limits.reads_in_flight)
+        # The C library keeps what each thread frees for that thread: on this machine few threads suffice.
+        workers = Workers(_LOCAL_READS if self.is_local else self.limits.reads_in_flight)
         cursors = [_Cursor(run, self, workers, chunk_bytes, ahead) for run in self.runs]
         yield from _merged(cursors, memory_bytes // 4, self.table)
 
@@ -309,8 +318,10 @@ def _merge_level(run: RunTasks, stage: str, exchanged: Exchanged, end: int) -> l
 
 def _merge(folder: Path, piece: Slice) -> dict[str, int]:
     """Write the rows of a range as one run."""
-    with BlockWriter(folder / piece.table.file, piece.table, piece.bytes, piece.limits) as file:
-        for rows, payload in piece.stream(piece.limits.merge_memory_bytes):
+    limits = piece.limits
+    memory_bytes = limits.local_memory_bytes if piece.is_local else limits.merge_memory_bytes
+    with BlockWriter(folder / piece.table.file, piece.table, piece.bytes, limits) as file:
+        for rows, payload in piece.stream(memory_bytes):
             file.write(rows, payload)
     return {"rows": file.rows}
 
@@ -416,10 +427,11 @@ def _sorted(pieces: Sequence[Batch], table: Table) -> Batch:
     keys = np.concatenate([rows["key"] for rows, _ in pieces])
     if (keys[1:] >= keys[:-1]).all():
         return joined(pieces, table)
-    order = _stable_order(keys)
+    _, order = argsort_keys(keys)
     to = np.empty(len(order), np.int64)
     to[order] = np.arange(len(order))
-    rows, at = np.empty(len(keys), table.void), 0
+    del keys, order
+    rows, at = np.empty(len(to), table.void), 0
     for part, _ in pieces:
         here = to[at : at + len(part)]
         rows[here] = part.view(table.void)
@@ -435,14 +447,3 @@ def _sorted(pieces: Sequence[Batch], table: Table) -> Batch:
         copy_texts(payload, np.cumsum(sizes) - sizes, sizes, texts, starts[here])
         at += len(part)
     return found, texts
-
-
-def _stable_order(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """The stable order: NumPy's other sort is four times as fast, so only equal keys are sorted again."""
-    order = np.argsort(keys)
-    found = keys[order]
-    same = found[1:] == found[:-1]
-    if same.any():
-        equal = np.flatnonzero(np.append(same, False) | np.append(False, same))
-        order[equal] = order[equal][np.lexsort((order[equal], found[equal]))]
-    return order

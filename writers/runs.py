@@ -105,7 +105,8 @@ class Limits:
     block_bytes: int = 256 << 10  # unit of reading and checking, in small files
     read_bytes: int = 16 << 20  # of one request, if memory allows
     reads_in_flight: int = 32
-    merge_memory_bytes: int = 192 << 20  # of a merge task
+    merge_memory_bytes: int = 192 << 20  # of a merge task that reads from a store
+    local_memory_bytes: int = 64 << 20  # of one that reads files of this machine: small reads cost little
     read_memory_bytes: int = 64 << 20  # of `Slice.read`, beside what it returns
 
     def within(self, memory_bytes: int) -> Limits:
@@ -297,11 +298,15 @@ def read_blocks(segment: Segment, footer: Footer, blocks: slice, table: Table, k
     begin = segment.bytes - len(footer.end)  # where `footer.end` begins
     is_right = partial(_have_hashes, edges=(edges - start).tolist(), hashes=listed["hash"].tolist())
     data = footer.end[max(0, start - begin) : max(0, stop - begin)]
-    if len(data) < stop - start or not is_right(data):  # read again what was damaged on the way
+    is_own = len(data) < stop - start or not is_right(data)  # read again what was damaged on the way
+    if is_own:
         data = segment.file.read_range(start, stop, is_right)
     middles = edges[:-1] - start + listed["rows"].astype(np.int64) * table.dtype.itemsize
     cuts = zip((edges - start).tolist(), middles.tolist(), (edges[1:] - start).tolist(), strict=False)
-    rows, payload = joined([(data[a:b].view(table.dtype), data[b:c]) for a, b, c in cuts], table)
+    if table.payload:
+        rows, payload = joined([(data[a:b].view(table.dtype), data[b:c]) for a, b, c in cuts], table)
+    else:  # the rows of all blocks lie one after the other
+        rows, payload = (data if is_own else data.copy()).view(table.dtype), data[:0]
     first_row = int(rows["key"].searchsorted(np.uint64(keys.start)))
     stop_row = int(rows["key"].searchsorted(np.uint64(keys.stop - 1), "right"))
     ends = payload_ends(rows, table)
@@ -327,10 +332,11 @@ def joined(pieces: Sequence[Batch], table: Table) -> Batch:
 
 
 def payload_ends(rows: Rows, table: Table) -> npt.NDArray[np.int64]:
-    """int64[len(rows) + 1]: where the payload of each row begins, and the end."""
+    """int64[len(rows) + 1]: where the payload of each row begins, and the end; read-only without payloads."""
+    if not table.payload:
+        return np.broadcast_to(np.int64(0), len(rows) + 1)  # one number, whatever their count
     ends = np.zeros(len(rows) + 1, np.int64)
-    if table.payload:
-        np.cumsum(rows["size"], out=ends[1:])
+    np.cumsum(rows["size"], out=ends[1:])
     return ends
 
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from shardkit.errors import RecipeError
-from shardkit.writers.dedup.bands import BANDS, argsort_keys, partitions_for
+from shardkit.writers.dedup.bands import BANDS, partitions_for
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE, Part
 from shardkit.writers.dedup.signatures import LOST, band_keys, write_bands
@@ -48,16 +48,6 @@ def test_entries_are_those_of_documents_that_did_not_lose_to_equal_words(
     expected = sorted((key, first + row) for row in set(range(500)) - gone for key in keys[row])
     assert read_run(tmp_path / BANDS.file, BANDS).tolist() == expected
     assert counts.entries == len(expected) == 3 * 496
-
-
-@pytest.mark.parametrize("spread", [1, 300, 1 << 64])
-def test_keys_are_sorted_as_numpy_sorts_them(spread: int) -> None:
-    keys = np.random.default_rng(2).integers(0, spread, 5000, np.uint64, endpoint=False)
-    before = keys.copy()
-    found, order = argsort_keys(keys)
-    assert np.array_equal(order, np.argsort(keys, kind="stable"))
-    assert np.array_equal(found, np.sort(keys))
-    assert np.array_equal(keys, before)
 
 
 def test_partitions_are_few_enough_to_count_and_small_enough_for_the_memory() -> None:

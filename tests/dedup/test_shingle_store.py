@@ -153,11 +153,16 @@ TEXTS = st.lists(st.lists(WORDS, max_size=60).map(" ".join), min_size=1, max_siz
 
 
 @settings(max_examples=60, deadline=None)  # kernels may be compiled first
-@given(TEXTS, st.lists(st.booleans(), min_size=30, max_size=30), st.integers(1, 1 << 20), st.booleans())
+@given(
+    TEXTS,
+    st.lists(st.sampled_from(["stored", "text", "compressed"]), min_size=30, max_size=30),
+    st.integers(1, 1 << 20),
+    st.booleans(),
+)
 def test_texts_and_stored_sets_come_back_as_the_sets_of_the_texts(
     tmp_path_factory: pytest.TempPathFactory,
     texts: list[str],
-    stored: list[bool],
+    kinds: list[str],
     memory_bytes: int,
     characters: bool,
 ) -> None:
@@ -169,12 +174,16 @@ def test_texts_and_stored_sets_come_back_as_the_sets_of_the_texts(
             array = pa.array([text], pa.large_string())
             sets = distinct_sets(np.array([number], np.uint64), *shingle_batch(array, config))
             expected += contents(sets)
-            rows, payload = stored_rows(sets) if stored[number] else text_rows(array)
+            kind = kinds[number]
+            if kind == "stored":
+                rows, payload = stored_rows(sets)
+            else:
+                rows, payload = text_rows(array, compress=kind == "compressed")
             rows["key"] = rows["number"] = number
             writer.write(rows, payload)
     found = [
         entry for sets in read_sets(slice_of(run, OWN), config, memory_bytes) for entry in contents(sets)
     ]
     assert sorted(found) == expected
-    texts_alone = [entry for entry in found if not stored[entry[0]]]
+    texts_alone = [entry for entry in found if kinds[entry[0]] != "stored"]
     assert texts_alone == sorted(texts_alone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from shardkit.writers.dedup.bands import BANDS
 from shardkit.writers.dedup.config import LinesDedupConfig, MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.hubs import HubLimits, HubSearch
@@ -31,6 +33,7 @@ from shardkit.writers.dedup.removals import Removed, SplitRemovals
 from shardkit.writers.dedup.signatures import LOST, sign_documents, write_bands
 from shardkit.writers.dedup.tables import RowsWriter
 from shardkit.writers.exchange import RunWriter, Slice, Table
+from shardkit.writers.exchange import _merge as merge
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.runs import Limits
 from shardkit.writers.stages.exact import find_exact
@@ -188,3 +191,25 @@ def test_a_process_holds_a_few_bytes_of_each_part_of_a_population(tmp_path: Path
     chosen = [0, 7_777, splits - 1, splits, splits + 1]
     assert [loaded.parts[number] for number in chosen] == [whole.parts[number] for number in chosen]
     assert file.documents(np.array([3, 3, 19_999])) == {n: texts / f"texts/{n}.arrow" for n in (3, 19_999)}
+
+
+def test_a_merge_of_files_of_this_machine_holds_no_more_where_the_recipe_allows_more(tmp_path: Path) -> None:
+    limits = replace(Limits().within(1 << 40), local_memory_bytes=MEMORY, block_bytes=16 << 10)
+    runs, table, random = [], BANDS, np.random.default_rng(1)
+    for number in range(8):
+        path = tmp_path / f"{number}.run"
+        rows = np.zeros(100_000, table.dtype)
+        rows["key"] = np.sort(random.integers(0, 1 << 64, len(rows), np.uint64))
+        with RunWriter(path, table, memory_bytes=32 << 20, limits=limits) as writer:
+            writer.write(rows)
+        runs.append(Artifact(path))
+    merge(tmp_path, Slice.whole(table, runs[:2], limits))  # kernels are compiled
+    tracemalloc.start()
+    try:
+        merge(tmp_path, Slice.whole(table, runs, limits))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    [merged] = Slice.whole(table, [Artifact(tmp_path / table.file)]).stream(1 << 30)
+    assert len(merged[0]) == 800_000
+    assert peak < 2 * MEMORY, peak  # of 12.8 MB

@@ -5,7 +5,14 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
-from shardkit.writers.documents import document_ids, keyed_hashes
+from shardkit.writers.documents import (
+    content_ranks,
+    document_ids,
+    id_bytes,
+    keyed_hashes,
+    keyed_id_hashes,
+    text_digests,
+)
 from shardkit.writers.kernels.text_arrays import text_offsets
 
 
@@ -26,6 +33,24 @@ def test_keyed_hashes_depend_on_seed_and_purpose_but_not_on_company() -> None:
     assert np.array_equal(whole[10:20], keyed_hashes(ids[10:20], 17, "shuffle"))
     assert not np.any(whole == keyed_hashes(ids, 18, "shuffle"))
     assert not np.any(whole == keyed_hashes(ids, 17, "rows"))
+
+
+def test_hashes_of_ids_as_an_array_are_those_of_ids_one_by_one() -> None:
+    ids = document_ids("a", range(300))
+    array = pa.array([b"\xff" * 16, *ids], pa.binary(16))[1:]  # which begins amid its buffer
+    for seed in (0, 17, 1 << 60):
+        expected = keyed_hashes(ids, seed, "shuffle")
+        assert np.array_equal(keyed_id_hashes(id_bytes(array), seed, "shuffle"), expected)
+
+
+def test_content_ranks_are_halves_of_the_digest_and_of_the_id() -> None:
+    ids, texts = document_ids("a", range(4)), pa.array(["a", "", "ünï", "a"], pa.large_string())
+    digests = text_digests(texts)
+    ranks = content_ranks(digests, pa.array([ids[0], *ids], pa.binary(16))[1:])
+    assert [bytes(rank) for rank in ranks] == [
+        bytes(d)[:8] + i[:8] for d, i in zip(digests, ids, strict=True)
+    ]
+    assert content_ranks(digests[:0], pa.array([], pa.binary(16))).shape == (0, 16)
 
 
 def test_keyed_hashes_fill_the_range_evenly() -> None:

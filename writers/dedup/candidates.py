@@ -32,6 +32,7 @@ from shardkit.writers.dedup.population import PAIR, Population
 from shardkit.writers.exchange import RunWriter, Slice, Table
 from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt64s, int64, kernel
+from shardkit.writers.kernels.sorting import sort_keys
 
 __all__ = [
     "PAIRS_BY_FIRST",
@@ -237,7 +238,7 @@ class PairWriter:
         """Sort what is pending and drop repetitions."""
         pending = self._pending[:, : self._count]
         if self._columns == 1:
-            pending[0].sort()
+            sort_keys(pending[0])
         else:
             pending[:] = pending[:, np.lexsort((pending[1], pending[0]))]
         new = np.ones(self._count, np.bool_)

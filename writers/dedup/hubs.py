@@ -50,11 +50,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.writers.dedup.bands import argsort_keys
 from shardkit.writers.dedup.population import DOCUMENTS_FILE, SIGNATURES_FILE, Kind, Population, priority
 from shardkit.writers.dedup.tables import RowFile, read_header
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt64s, int64, kernel
+from shardkit.writers.kernels.sorting import argsort_keys
 
 __all__ = [
     "INDEX",

@@ -48,7 +48,7 @@ from shardkit.writers.documents import (
     DOCUMENT_OPTIONS,
     DOCUMENT_SCHEMA,
     document_ids,
-    keyed_hashes,
+    keyed_id_hashes,
 )
 from shardkit.writers.exchange import Slice, Table
 from shardkit.writers.execution.artifacts import Artifact
@@ -159,18 +159,18 @@ def lowest_end(wanted: int, documents: int) -> int:
 
 
 def proposals(
-    ids: Sequence[bytes],
+    ids: npt.NDArray[np.uint8],
     shingles: npt.NDArray[np.int64],
     rows: npt.NDArray[np.int64],
     groups: npt.NDArray[np.uint64] | None = None,
 ) -> npt.NDArray[np.void]:
-    """PROPOSED of those documents of a batch that are neither too short nor too long.
+    """PROPOSED of those documents of a batch that are neither too short nor too long; uint8[n, 16] `ids`.
 
     `rows` are in the batch, of which `row` and `at` count, too; `groups` are those of `rows`.
     """
     chosen = np.flatnonzero((shingles >= MIN_NGRAMS) & (shingles <= MAX_NGRAMS))
     found = np.zeros(len(chosen), PROPOSED.dtype)
-    found["key"] = keyed_hashes([ids[row] for row in rows[chosen].tolist()], 0, "planted")
+    found["key"] = keyed_id_hashes(ids[rows[chosen]], 0, "planted")
     found["row"] = found["in_batch"] = rows[chosen]
     found["at"] = chosen
     found["group"] = 0 if groups is None else groups[chosen]
@@ -180,7 +180,7 @@ def proposals(
 def checkable(ranks: npt.NDArray[np.uint8], losers: npt.NDArray[np.void], count: int) -> npt.NDArray[np.void]:
     """CHECKED: of removed documents, NEAR_LOSER, with their content ranks, those of the lowest hashes."""
     rows = np.empty(len(losers), CHECKED.dtype)
-    rows["key"] = keyed_hashes([bytes(rank) for rank in ranks], 0, "checked")
+    rows["key"] = keyed_id_hashes(ranks, 0, "checked")
     for name in ("split", "row", "bytes", "kept"):
         rows[name] = losers[name]
     lowest = Lowest(CHECKED, count)

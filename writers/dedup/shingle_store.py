@@ -7,10 +7,11 @@ part writes its documents for the exchange, with what else is asked of them:
     guests.run    GUESTS: each document that is second, once for each block that has a first document of it,
                   keyed by the lowest of these
 
-The texts travel, compressed, and become sets where they are compared: the sets of word n-grams are two to
-three times as large, and cost less to make again than to move. Of an index's documents only the sets are
-known, and travel as they are. The task reads its own range of the pairs only. It holds a batch of texts, and
-of each document the blocks that want it.
+The texts travel and become sets where they are compared, which costs less than to move sets. On one machine
+they travel as they are, since compressing them would take longer than all else that verification does;
+through a store they are compressed. Of an index's documents only the sets are known, and travel as they are.
+The task reads its own range of the pairs only. It holds a batch of texts, and of each document the blocks
+that want it.
 
 An index of other documents stores sets in a folder, in ascending order of their numbers:
 
@@ -47,6 +48,7 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.numba_support import Int64s, UInt64s, kernel
 from shardkit.writers.kernels.shingles import shingle_batch
+from shardkit.writers.kernels.sorting import distinct_hashes, sort_pairs
 from shardkit.writers.kernels.text_arrays import copy_texts, text_bytes, text_offsets
 from shardkit.writers.runs import Batch, payload_ends
 
@@ -82,7 +84,7 @@ SET = np.dtype(
 _STORED = np.dtype(
     [
         ("key", "<u8"),
-        ("size", "<i8"),  # of the payload: the compressed text, or the stored hashes
+        ("size", "<i8"),  # of the payload: the text (smaller than it: compressed), or the stored hashes
         ("number", "<u8"),
         ("text", "<i8"),  # bytes of UTF-8 text; -1: the payload is hashes
         ("total", "<i8"),  # like `distinct` not known of a text
@@ -171,38 +173,17 @@ class ShingleWriter:
 
 
 def distinct_sets(numbers: UInt64s, hashes: UInt64s, offsets: Int64s, smallest: int | None = None) -> Sets:
-    """The sets of n-grams hashes[offsets[i]:offsets[i + 1]], given in any order, with repetitions."""
-    hashes = hashes[offsets[0] : offsets[-1]].copy()
-    offsets = offsets - offsets[0]
-    for begin, end in pairwise(offsets.tolist()):
-        hashes[begin:end].sort()  # numpy's vector sort: two to three times as fast as numba's
+    """The sets of n-grams hashes[offsets[i]:offsets[i + 1]], given in any order, with repetitions.
+
+    `hashes` is overwritten: the sets are a view of it.
+    """
     rows = np.empty(len(numbers), SET)
     rows["number"], rows["total"] = numbers, np.diff(offsets)
     stored, distinct = np.empty(len(numbers), np.int64), np.empty(len(numbers), np.int64)
-    count = _keep_distinct(hashes, offsets, smallest or np.iinfo(np.int32).max, stored, distinct)
+    count = distinct_hashes(hashes, offsets, smallest or np.iinfo(np.int32).max, stored, distinct)
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(stored)])
     rows["stored"], rows["distinct"], rows["start"] = stored, distinct, edges[:-1]
     return Sets(rows, hashes[:count], edges)
-
-
-@kernel
-def _keep_distinct(hashes: UInt64s, offsets: Int64s, smallest: int, stored: Int64s, distinct: Int64s) -> int:
-    """Move each document's first `smallest` distinct hashes to the front of `hashes`; returns how many."""
-    out = 0
-    for document in range(len(stored)):
-        begin, end = offsets[document], offsets[document + 1]
-        first = out
-        different = 0
-        for at in range(begin, end):
-            if at > begin and hashes[at] == hashes[at - 1]:  # never overwritten by another: out <= at
-                continue
-            different += 1
-            if out - first < smallest:
-                hashes[out] = hashes[at]
-                out += 1
-        stored[document] = out - first
-        distinct[document] = different
-    return out
 
 
 class ShingleReader:
@@ -416,10 +397,9 @@ def _guests(pairs: Slice, block_bits: int, memory_bytes: int) -> npt.NDArray[np.
 
 
 def _lowest(seconds: UInt64s, firsts: UInt64s, block_bits: int) -> npt.NDArray[np.void]:
-    order = np.lexsort((firsts, seconds))
-    seconds, firsts = seconds[order], firsts[order]
+    seconds, firsts = sort_pairs(np.ascontiguousarray(seconds), np.ascontiguousarray(firsts))
     blocks = firsts >> np.uint64(block_bits)
-    new = np.ones(len(order), np.bool_)
+    new = np.ones(len(firsts), np.bool_)
     new[1:] = (seconds[1:] != seconds[:-1]) | (blocks[1:] != blocks[:-1])
     wanted = np.empty(int(new.sum()), _WANTED)
     wanted["number"], wanted["key"] = seconds[new], firsts[new]
@@ -474,7 +454,8 @@ def _texts(documents: Artifact, in_file: Int64s) -> Iterator[Batch]:
             texts = reader.get_batch(number).column(0)
             begin, end = np.searchsorted(in_file, [start, start + len(texts)])
             if begin < end:
-                yield text_rows(texts.take(pa.array(in_file[begin:end] - start)))
+                chosen = texts.take(pa.array(in_file[begin:end] - start))
+                yield text_rows(chosen, compress=documents.remote is not None)
             start += len(texts)
 
 
@@ -484,13 +465,19 @@ def _stored_sets(part: Part, in_part: Int64s) -> Iterator[Batch]:
         yield stored_rows(sets)
 
 
-def text_rows(texts: pa.LargeStringArray) -> Batch:
+def text_rows(texts: pa.LargeStringArray, *, compress: bool) -> Batch:
     """Rows of OWN and GUESTS whose payloads are these texts; they lack keys, numbers and priorities."""
-    compress = zstandard.ZstdCompressor(level=_TEXT_LEVEL).compress
-    data, edges = text_bytes(texts).data, text_offsets(texts)
-    pieces = [compress(data[start:stop]) for start, stop in pairwise(edges.tolist())]
-    rows = np.zeros(len(pieces), _STORED)
-    rows["text"], rows["size"] = np.diff(edges), [len(piece) for piece in pieces]
+    data, edges = text_bytes(texts), text_offsets(texts)
+    rows = np.zeros(len(texts), _STORED)
+    rows["text"] = rows["size"] = np.diff(edges)
+    if not compress:
+        return rows, data[edges[0] : edges[-1]]
+    compressor, pieces = zstandard.ZstdCompressor(level=_TEXT_LEVEL), []
+    for start, stop in pairwise(edges.tolist()):
+        text = data[start:stop]
+        piece = compressor.compress(text.data)
+        pieces.append(piece if len(piece) < len(text) else text.tobytes())
+    rows["size"] = [len(piece) for piece in pieces]
     return rows, np.frombuffer(b"".join(pieces), np.uint8)
 
 
@@ -526,16 +513,24 @@ def _decoded(
     if not is_text.any():
         yield Sets.of(rows, payload)
         return
-    ends = payload_ends(rows, OWN)
     texts = rows[is_text]
-    decompress, data = zstandard.ZstdDecompressor().decompress, payload.data
-    spans = [(ends[at], ends[at + 1]) for at in np.flatnonzero(is_text).tolist()]
-    pieces = [decompress(data[start:stop]) for start, stop in spans]
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(texts["text"])])
-    array = pa.LargeStringArray.from_buffers(len(texts), pa.py_buffer(edges), pa.py_buffer(b"".join(pieces)))
+    data = payload if (rows["size"] == rows["text"]).all() else _decompressed(rows, payload)
+    array = pa.LargeStringArray.from_buffers(len(texts), pa.py_buffer(edges), pa.py_buffer(data))
     sets = distinct_sets(np.ascontiguousarray(texts["number"]), *shingle_batch(array, config))
     texts["total"], texts["distinct"] = sets.rows["total"], sets.rows["distinct"]
     yield Sets(texts, sets.hashes, sets.offsets)
     if not is_text.all():
         is_stored = np.repeat(~is_text, rows["size"])
         yield Sets.of(rows[~is_text], payload[is_stored])
+
+
+def _decompressed(rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8]) -> bytes:
+    """The texts among the payloads, one after the other."""
+    decompress, data = zstandard.ZstdDecompressor().decompress, payload.data
+    spans = pairwise(payload_ends(rows, OWN).tolist())
+    pieces = []
+    for size, (start, stop) in zip(rows["text"].tolist(), spans, strict=True):
+        if size >= 0:
+            pieces.append(data[start:stop] if stop - start == size else decompress(data[start:stop]))
+    return b"".join(pieces)

@@ -39,7 +39,7 @@ from shardkit.writers.dedup.measure import PROPOSED, Lowest, proposals
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, GROUPS_FILE, SIGNATURES_FILE, Part
 from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter
-from shardkit.writers.documents import content_ranks, text_digests
+from shardkit.writers.documents import content_ranks, id_bytes, text_digests
 from shardkit.writers.exchange import RunWriter, Slice, StepReader, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts
@@ -316,7 +316,7 @@ def sign_documents(
             copies[here.copied] = here.copies
             described["copies"] = copies[described["row"]]
             if proposed:
-                ids = batch.column("document_id").to_pylist()
+                ids = id_bytes(batch.column("document_id"))
                 found = proposals(ids, signed.shingles, described["row"], own)
                 found["row"] += start
                 found["at"] += table.rows

@@ -29,6 +29,7 @@ from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.shingle_store import Sets, read_sets
 from shardkit.writers.exchange import Batch, RunWriter, Slice, Table
 from shardkit.writers.execution.task import PlainCounts
+from shardkit.writers.kernels.sorting import sort_pairs
 from shardkit.writers.runs import joined
 
 __all__ = ["EDGES", "PLANTED_EDGES", "WAITING", "VerifiedBlock", "block_bits", "verify_block"]
@@ -144,12 +145,13 @@ def _unique_pairs(pairs: Slice, memory_bytes: int) -> Iterator[npt.NDArray[np.vo
     """
     last, partners = -1, np.empty(0, np.uint64)
     for rows, _ in _gathered(pairs, memory_bytes):
-        batch = rows[np.lexsort((rows["key"], rows["other"]))]
-        new = np.ones(len(batch), np.bool_)
-        new[1:] = (batch["key"][1:] != batch["key"][:-1]) | (batch["other"][1:] != batch["other"][:-1])
+        others, keys = sort_pairs(np.ascontiguousarray(rows["other"]), np.ascontiguousarray(rows["key"]))
+        new = np.ones(len(rows), np.bool_)
+        new[1:] = (keys[1:] != keys[:-1]) | (others[1:] != others[:-1])
         if int(rows["key"][0]) == last:
-            new &= (batch["key"] != last) | ~np.isin(batch["other"], partners)
-        batch = batch[new]
+            new &= (keys != last) | ~np.isin(others, partners)
+        batch = np.empty(int(new.sum()), rows.dtype)
+        batch["key"], batch["other"] = keys[new], others[new]
         if int(rows["key"][-1]) != last:
             last, partners = int(rows["key"][-1]), np.empty(0, np.uint64)
         partners = np.concatenate([partners, batch["other"][batch["key"] == last]])

@@ -57,7 +57,7 @@ UNIT_PATTERNS = {
     "words": re.compile(r"\w+"),
     "auto": re.compile(rf"(?=\w)[{UNSPACED_CLASS}]|(?:(?![{UNSPACED_CLASS}])\w)+"),
 }
-_OPEN_BYTES = 4 << 20  # texts of so many bytes get room for the most n-grams they can have without counting
+_OPEN_NGRAMS = 32 << 20  # 256 MiB: texts that may have more are counted first
 
 
 class NgramUnits(Protocol):
@@ -91,12 +91,15 @@ def shingle_batch(texts: pa.LargeStringArray, config: NgramUnits) -> Shingles:
     texts = composed(texts)
     data, edges = text_bytes(texts), text_offsets(texts)
     arguments = (data, edges, config.ngram, UNITS.index(config.unit), character_tables())
-    room = int(edges[-1] - edges[0]) + len(texts)  # a character each; words have a byte between them
-    if room > _OPEN_BYTES:
+    size = int(edges[-1] - edges[0])
+    # Words have a byte between them. What no n-gram is written to is address space, not memory.
+    room = (size // 2 if config.unit == "words" else size) + len(texts)
+    if room > _OPEN_NGRAMS:
         room = int(_count_shingles(*arguments))
     hashes, offsets = np.empty(room, np.uint64), np.zeros(len(texts) + 1, np.int64)
     _collect_shingles(*arguments, hashes, offsets)
-    return Shingles(hashes[: offsets[-1]], offsets)
+    hashes.resize(offsets[-1], refcheck=False)  # in place; the rest may serve other arrays
+    return Shingles(hashes, offsets)
 
 
 # Scratch of `next_words`, units, hashes.

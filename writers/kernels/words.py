@@ -300,13 +300,12 @@ def _hash_run(
         at = after
         inside = True
         utf8, size = utf8_bytes(lower_table[code])
-        for _ in range(size):
-            eight |= (utf8 & np.uint64(0xFF)) << np.uint64(8 * filled)
-            utf8 >>= np.uint64(8)
-            filled += 1
-            if filled == 8:
-                value = mix(value, eight)
-                eight, filled = np.uint64(0), 0
+        eight |= utf8 << np.uint64(8 * filled)
+        filled += size
+        if filled >= 8:
+            value = mix(value, eight)
+            filled -= 8
+            eight = utf8 >> np.uint64(8 * (size - filled))
     if inside:
         out[count] = mix(value, eight) if filled else value
         count += 1
