@@ -154,7 +154,7 @@ def assert_same_batches(plans: list[BatchPlan], order: Order, balance: WorkBalan
 
 
 def main() -> None:
-    parser: argparse.ArgumentParser = benchmark_parser(__doc__, compares=True)
+    parser: argparse.ArgumentParser = benchmark_parser(__doc__)
     parser.add_argument("--corpus", type=Path, help="folder of JSONL and Parquet (default: of the test data)")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json (default: gpt2 of the test data)")
     parser.add_argument("--megabytes", type=float, default=16, help="of text to tokenize (default: 16)")

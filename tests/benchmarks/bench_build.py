@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_build.py [--corpus FOLDER] [--tokenizer FILE] [--megabytes 40]
                                            [--files 2000] [--warc GLOB] [--runs 3] [--workers 2]
-                                           [--price 0.0425] [--work DIR] [--json | --markdown] [--png FILE]
+                                           [--price 0.0425] [--work DIR] [--json] [--save PREFIX]
 
     jsonl    --megabytes of text in files of 8 MB
     files    --files JSON lines files of one document each, of the same text (0: left out)
@@ -224,7 +224,7 @@ def draw(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, runs=3, compares=True)
+    parser = benchmark_parser(__doc__, runs=3)
     parser.add_argument("--corpus", type=Path, help="folder of JSONL (.gz, .zst) and Parquet files")
     parser.add_argument("--tokenizer", type=Path, help="with <|endoftext|> (default: one made here)")
     parser.add_argument("--megabytes", type=float, default=40, help="of text (default: %(default)s)")
@@ -255,10 +255,9 @@ def main() -> None:
         {**empty, "part": part, "cpu_seconds": statistics.median(runs), "runs": runs}
         for part, runs in fixed.items()
     ]
-    picture, options.png = options.png, None
-    give(options, rows, HEADS)
-    if picture is not None:
-        draw(picture, rows)
+    give(options, rows, HEADS, title="CPU seconds of a build by stage")
+    if options.save is not None:
+        draw(options.save.with_name(f"{options.save.name}.png"), rows)
 
 
 if __name__ == "__main__":
