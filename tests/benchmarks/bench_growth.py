@@ -208,8 +208,8 @@ def main() -> None:
         for times in map(int, options.times.split(",")):
             load = os.getloadavg()[0]
             results.append({**measure(Path(folder) / str(times), originals, times, options), "load": load})
-    load = ", ".join(f"{result['load']:.1f}" for result in results)
-    print(f"load average before each: {load}", file=sys.stderr)
+    loads = ", ".join(f"{result['load']:.1f}" for result in results)
+    print(f"load average before each: {loads}", file=sys.stderr)
     give(options, rows_of(results), HEADS, title="How a build grows with its corpus")
 
 
