@@ -219,13 +219,17 @@ def with_tables(page: str, tables: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def update_docs(out: Path) -> None:
-    """Store the tables of `out` beside the documentation and fill its page."""
+    """Store the tables of `out` beside the documentation, and pictures that its page shows; fill the page."""
+    page = PAGE.read_text()
     tables = json.loads(STORED.read_text()) if STORED.exists() else {}
     for benchmark in BENCHMARKS:
         if (made := _made(out, benchmark)) is not None:
             tables[benchmark.name] = made
+            picture = STORED.with_name(f"benchmark-{benchmark.name}.png")
+            if picture.name in page:
+                shutil.copyfile(out / f"{benchmark.name}.png", picture)
     STORED.write_text(json.dumps(tables, indent=1) + "\n")
-    PAGE.write_text(with_tables(PAGE.read_text(), tables))
+    PAGE.write_text(with_tables(page, tables))
 
 
 def main() -> None:

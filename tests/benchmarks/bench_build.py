@@ -191,6 +191,21 @@ def rows_of(corpus: str, runs: Sequence[Mapping[str, Any]], price: float) -> lis
     return [*rows, row("start and end", rest), row("all", whole, text=runs[0]["text_bytes"])]
 
 
+def without_small(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows, those of stages that take less than a hundredth of a build as one."""
+    shown: list[Mapping[str, Any]] = []
+    for corpus in dict.fromkeys(row["corpus"] for row in rows):
+        own = [row for row in rows if row["corpus"] == corpus]
+        least = max(row["cpu_seconds"] for row in own) / 100
+        small = [row for row in own if row["cpu_seconds"] < least]
+        large = [row for row in own if row["cpu_seconds"] >= least]
+        if small:
+            total = {key: sum(row[key] for row in small) for key in ("cpu_seconds", "seconds")}
+            large.insert(-1, {**small[0], "part": f"{len(small)} other stages", **total})
+        shown += large
+    return shown
+
+
 def draw(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """A stacked bar of CPU seconds for each corpus, by stages that take more than a fiftieth."""
     import matplotlib as mpl
@@ -255,7 +270,7 @@ def main() -> None:
         {**empty, "part": part, "cpu_seconds": statistics.median(runs), "runs": runs}
         for part, runs in fixed.items()
     ]
-    give(options, rows, HEADS, title="CPU seconds of a build by stage")
+    give(options, without_small(rows), HEADS, title="CPU seconds of a build by stage")
     if options.save is not None:
         draw(options.save.with_name(f"{options.save.name}.png"), rows)
 
