@@ -91,57 +91,23 @@ def test_rows_that_a_shard_does_not_have_are_never_read(tmp_path: Path, shard: i
         source.open_rows(np.array([0, shard], dtype=np.int32), np.array([0, row], dtype=np.int64))
 
 
-# Places in memory.
-
-PAGE = 4096
-MAPS = {
-    "one map": [0],
-    "maps at whole pages": [0, 403, 840],
-    "a map that begins apart from the others": [0, 407, 820.25, 1231],
-    "a map on the other side of the memory that is lent": [0, 407, 5000],
-}
-"""The pages at which shards of 40 rows begin; what is lent lies at pages 2,000 to 4,500."""
-
-
 @pytest.mark.parametrize("delivered", ["stored", "int64"])
 @pytest.mark.parametrize("stored", ["uint16", "uint32"])
-@pytest.mark.parametrize("stride", [8192, 9216, 8196, 8201])
-@pytest.mark.parametrize("maps", MAPS)
-def test_rows_are_the_same_wherever_their_shards_lie(
-    maps: str, stride: int, stored: str, delivered: str
+@pytest.mark.parametrize("length", [100, 40_000])
+def test_rows_at_any_address_are_delivered_once_and_never_written_again(
+    length: int, stored: str, delivered: str
 ) -> None:
-    """Stride 9216 is that of tars; 8196 and 8201 leave no unit to copy rows by."""
-    kind, count = np.dtype(stored), 40
-    gather = Gather((8192 // kind.itemsize,), kind, kind if delivered == "stored" else np.dtype(delivered))
-    memory = np.random.default_rng(0).integers(0, 256, 5500 * PAGE, dtype=np.uint8)
-    gather.memory._arena = memory[2000 * PAGE : 4500 * PAGE]
-    firsts = np.array([int(page * PAGE) + 4092 for page in MAPS[maps]])
-    starts = firsts + address(memory)
-    shard = np.random.default_rng(1).integers(0, len(firsts), 500)
-    row = np.random.default_rng(2).integers(0, count, 500)
-    offsets = firsts[shard] + row * stride
-    expected = memory[offsets[:, None] + np.arange(8192)].view(stored).astype(gather.delivered)
-    strides = np.full(len(firsts), stride)
-    read = gather.bind(starts, starts + count * stride, strides, offsets + address(memory), [memory])
-    held = []
-    for low, high in ((0, 500), (3, 4), (100, 460), (5, 5)):
-        held.append(read(low, high))
-        assert held[-1].dtype == gather.delivered
-        assert np.array_equal(held[-1], expected[low:high])
-    assert np.array_equal(held[0], expected), "a batch that was delivered is not written again"
-
-
-def test_copies_do_not_begin_just_behind_their_source_within_a_page() -> None:
-    """Where they do, AMD's processors copy at a third of their rate."""
-    memory = np.zeros(9 * PAGE + 64, dtype=np.uint8)
-    page = -address(memory) % PAGE
-    gather = Gather((PAGE,), np.dtype(np.uint8), np.dtype(np.uint8))
-    for phase in (0, 4, 64, 2048, 4032, 4036, 4092):
-        start = np.array([address(memory) + page + phase])
-        rows = start + np.arange(7) * PAGE
-        read = gather.bind(start, start + 7 * PAGE, np.array([PAGE]), np.repeat(rows, 4), [memory])
-        behind = (address(read(0, 28)) - int(start[0])) % PAGE
-        assert behind == 0 or behind >= 64
+    """Of 40,000 tokens, rows are gathered in several pieces into memory that is lent."""
+    kind = np.dtype(stored)
+    to = kind if delivered == "stored" else np.dtype(delivered)
+    memory = np.random.default_rng(0).integers(0, 256, 30 * length * kind.itemsize + 1, dtype=np.uint8)
+    rows = memory[1:].view(kind).reshape(30, length)  # at an odd address
+    read = Gather((length,), kind, to).bind(address(rows), rows.nbytes, [memory])
+    parts = [np.random.default_rng(n).integers(0, 30, n) for n in (1, 0, 9, 12, 12)]
+    held = [read(part * rows.strides[0]) for part in parts]
+    for part, found in zip(parts, held, strict=True):
+        assert found.dtype == to
+        assert np.array_equal(found, rows[part])
 
 
 # Memory.
@@ -200,6 +166,15 @@ def test_a_larger_piece_than_those_kept_is_new() -> None:
     other = memory.lend(SHAPE, INT64)
     other[:] = 6
     assert (large == 5).all()
+
+
+def test_arrays_are_plain_ones_when_all_memory_is_lent() -> None:
+    memory = OutputMemory()
+    memory._arena = memory._arena[: 2 * 262_144]
+    arrays = [memory.lend(SHAPE, INT64) for _ in range(4)]
+    for number, array in enumerate(arrays):
+        array[:] = number
+    assert [int(array[-1, -1]) for array in arrays] == [0, 1, 2, 3]
 
 
 def test_tiny_and_huge_arrays_are_plain_ones() -> None:
