@@ -11,9 +11,9 @@ shape and type of its rows are checked against the manifest, from which all row 
 the rows holds the arrays that it reads from, so their maps outlive it whatever is closed meanwhile.
 
 Rows that are converted are gathered piece by piece and written to reused memory while a core's cache holds
-the piece. Rows that are delivered as stored stay where NumPy gathered them: a copy into reused memory takes 0.3
-to 0.7 microseconds more for a row of 16 KiB, and saves the page faults of fresh memory only where `malloc`
-has returned it to the system.
+the piece. Rows that are delivered as stored stay where NumPy gathered them: a copy into reused memory costs
+0.3 to 0.7 microseconds for a row of 16 KiB, and pays only where `malloc` has returned the memory of earlier
+batches to the system.
 
 `OutputMemory` reuses the memory of dead batches. Fresh memory costs a page fault for every 4 KiB, as much as
 copying a row into it. A lent array is taken back when it and everything made from it (views, tensors,
