@@ -2,7 +2,7 @@
 
 Every row of such a column is one run of bytes at (start of its shard) + (row) * (stride of its shard). So all
 mapped shards are read through one array whose element i is the row that begins i bytes after the lowest map.
-Indexing it with byte offsets gathers rows of any shards, in any order, in one call that copies each row once.
+Indexing it with byte offsets gathers rows of any shards, in any order, in one call.
 (Grouping rows by shard first costs a call per shard and a second copy: 0.65 of a plain gather's rate,
 measured; this: 1.0 to 1.1.)
 
@@ -10,34 +10,27 @@ What makes it safe: offsets are computed from (shard, row) here and nowhere else
 shape and type of its rows are checked against the manifest, from which all row numbers come; and what reads
 the rows holds the arrays that it reads from, so their maps outlive it whatever is closed meanwhile.
 
-`Gather` copies with one core, or with torch's threads (`index_select`, without Python's lock) where that is
-faster: one core copies random rows of 8 KiB at half of the memory's rate, two idle cores at all of it, but
-threads that must wait for a core take many times longer. So both ways are timed, the faster one is used, and
-the other is tried again, less often each time it loses. Several cores are used only by a loop that does
-nothing but read: in a background thread or a forked child, torch's threads would be in the way or missing.
-Nothing here imports torch: where the program has not, one core copies.
+Rows that are converted are gathered piece by piece and written to reused memory while a core's cache holds
+the piece. Rows that are delivered as stored stay where NumPy gathered them: a copy into reused memory costs
+0.3 to 0.7 microseconds for a row of 16 KiB, and pays only where `malloc` has returned the memory of earlier
+batches to the system.
 
 `OutputMemory` reuses the memory of dead batches. Fresh memory costs a page fault for every 4 KiB, as much as
-copying a row into it, and small pages evict one another from a core's cache: on reused large pages,
-converting rows is up to 1.4 times as fast. A lent array is taken back when it and everything made from it
-(views, tensors, batches) are garbage, and not before, because NumPy and torch keep it alive as the base of
-what shows its memory.
+copying a row into it. A lent array is taken back when it and everything made from it (views, tensors,
+batches) are garbage, and not before, because NumPy and torch keep it alive as the base of what shows its
+memory.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
-import sys
 import threading
-import time
 import weakref
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -47,31 +40,23 @@ from shardkit.cache.rows import FetchedRows
 from shardkit.errors import ShardError
 from shardkit.loaders.streams import ReadRows, Streams
 
-if TYPE_CHECKING:
-    import torch
-
 __all__ = ["FixedColumn", "FixedRows", "Gather", "OutputMemory"]
 
 _MAX_SPAN = 1 << 62  # NumPy refuses arrays of 2**63 bytes; the one below would have span * row_bytes
 
-_CAST_BYTES = 256 << 10  # gathered, then converted: both fit a core's second-level cache
-_SHARED_BYTES = 256 << 10  # smaller gathers end before a second thread has begun
-_TRIAL = 6  # gathers
-_HOPELESS = 4  # times as slow
-_PATIENCE = 256  # gathers until the slower way is tried again
-_MOST_PATIENCE = 1 << 16
+_PIECE_BYTES = 256 << 10  # gathered, then converted: both fit a core's second-level cache
 
 _FETCHED_ROWS = 256  # of a plan, one by one: less than a second where each of two requests takes 25 ms
 
-_KEPT = 8  # free pieces kept: those beyond were a peak
 _LARGE_PAGE = 2 << 20
-_SLAB_BYTES = 8 << 20  # carved into pieces
-_MIN_BYTES, _MAX_BYTES = 64 << 10, _SLAB_BYTES  # below, malloc reuses memory by itself; above, faults are few
+_ARENA_BYTES = 512 << 20  # of addresses, not of memory: twice the default of prefetch_bytes
+_MIN_BYTES, _MAX_BYTES = 64 << 10, 8 << 20  # below, malloc reuses memory by itself; above, faults are few
 
-_PROCESS = os.getpid()
+_RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
 
 _Rows = npt.NDArray[np.generic]
 _Bytes = npt.NDArray[np.uint8]
+_Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,160 +222,73 @@ class Gather:
     """Gathers rows of one shape and type and converts them to another type."""
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        stored: np.dtype[np.generic],
-        delivered: np.dtype[np.generic],
-        *,
-        shared_bytes: int = _SHARED_BYTES,
+        self, shape: tuple[int, ...], stored: np.dtype[np.generic], delivered: np.dtype[np.generic]
     ) -> None:
-        """`shared_bytes`: smaller gathers are left to one core."""
-        self._shared_bytes = shared_bytes
         self._shape, self._stored, self._delivered = shape, stored, delivered
         self._row_bytes = stored.itemsize * prod(shape)
+        self._piece = max(1, _PIECE_BYTES // max(1, self._row_bytes))  # rows
         self._output = OutputMemory()
-        self._choice = _Choice()
-        self._scratch: torch.Tensor | None = None
 
-    def bind(
-        self, lowest: int, span: int, held: list[npt.NDArray[np.generic]]
-    ) -> Callable[[npt.NDArray[np.int64]], _Rows]:
+    def bind(self, lowest: int, span: int, held: list[_Rows]) -> Callable[[_Ints], _Rows]:
         """A function from byte offsets to rows within `span` bytes from address `lowest`.
 
         The function keeps `held`, the arrays that own the memory, alive.
         """
-        places = span - self._row_bytes + 1
-        memory = np.asarray(_Stretch(lowest, (places,), (1,), f"|V{self._row_bytes}", held))
-        shared = np.asarray(_Stretch(lowest, (places, self._row_bytes), (1, 1), "|u1", held))
+        memory = np.asarray(_Stretch(lowest, span - self._row_bytes + 1, self._row_bytes, held))
 
-        def gather(offsets: npt.NDArray[np.int64]) -> _Rows:
-            if not self._may_share(len(offsets)):
-                return self._by_one(memory, offsets)
-            by_several = self._choice.next()
-            start = time.perf_counter()
-            rows = self._by_several(shared, offsets) if by_several else self._by_one(memory, offsets)
-            self._choice.took(by_several, (time.perf_counter() - start) / len(offsets))
+        def gather(offsets: _Ints) -> _Rows:
+            if self._stored == self._delivered:
+                return memory[offsets].view(self._stored).reshape(-1, *self._shape)
+            rows = self._output.lend((len(offsets), *self._shape), self._delivered)
+            for start in range(0, len(offsets), self._piece):
+                piece = memory[offsets[start : start + self._piece]]
+                rows[start : start + self._piece] = piece.view(self._stored).reshape(-1, *self._shape)
             return rows
 
         return gather
-
-    def _may_share(self, rows: int) -> bool:
-        torch = sys.modules.get("torch")
-        return (
-            rows * self._row_bytes >= self._shared_bytes
-            and torch is not None
-            and threading.current_thread() is threading.main_thread()
-            and os.getpid() == _PROCESS
-            and self._stored.isnative
-            and hasattr(torch, self._stored.name)
-            and int(torch.get_num_threads()) > 1
-        )
-
-    def _by_one(self, memory: npt.NDArray[np.void], offsets: npt.NDArray[np.int64]) -> _Rows:
-        if self._stored == self._delivered:
-            return memory[offsets].view(self._stored).reshape(-1, *self._shape)
-        rows = self._output.lend((len(offsets), *self._shape), self._delivered)
-        step = max(1, _CAST_BYTES // self._row_bytes)
-        for start in range(0, len(offsets), step):
-            piece = memory[offsets[start : start + step]]
-            rows[start : start + step] = piece.view(self._stored).reshape(-1, *self._shape)
-        return rows
-
-    def _by_several(self, shared: _Bytes, offsets: npt.NDArray[np.int64]) -> _Rows:
-        torch = sys.modules["torch"]
-        memory, index = torch.from_numpy(shared), torch.from_numpy(offsets)
-        shape = (len(offsets), *self._shape)
-        rows = self._output.lend(shape, self._delivered)
-        if self._stored == self._delivered:
-            raw = rows.reshape(len(offsets), -1).view(np.uint8)
-            torch.index_select(memory, 0, index, out=torch.from_numpy(raw))
-            return rows
-        if self._scratch is None or len(self._scratch) < len(offsets):
-            self._scratch = torch.empty((len(offsets), self._row_bytes), dtype=torch.uint8)
-        scratch = self._scratch[: len(offsets)]
-        torch.index_select(memory, 0, index, out=scratch)
-        stored = getattr(torch, self._stored.name)
-        torch.from_numpy(rows).copy_(scratch.view(stored).reshape(shape))
-        return rows
-
-
-class _Choice:
-    """Chooses between one core (0) and several (1), by what both took lately.
-
-    A trial of the other way is a few gathers in a row, because sleeping threads wake slowly; it ends early
-    when one takes `_HOPELESS` times as long.
-    """
-
-    def __init__(self) -> None:
-        self._seconds = [0.0, 0.0]
-        self._quicker = 0
-        self._patience = _PATIENCE
-        self._until_trial = 8
-        self._trial: list[float] = []
-
-    def next(self) -> int:
-        """0: one core, 1: several."""
-        if self._until_trial > 0:
-            self._until_trial -= 1
-            return self._quicker
-        return 1 - self._quicker
-
-    def took(self, way: int, seconds: float) -> None:
-        usual = self._seconds[self._quicker]
-        if way == self._quicker:
-            self._seconds[way] = 0.75 * usual + 0.25 * seconds if usual else seconds
-            if self._seconds[1 - way] and self._seconds[way] > 2 * self._seconds[1 - way]:
-                self._until_trial = 0  # it has become slow: try the other again
-            return
-        self._trial.append(seconds)
-        is_hopeless = seconds > _HOPELESS * usual and (way == 0 or len(self._trial) > 1)
-        if len(self._trial) < _TRIAL and not is_hopeless:
-            return
-        self._seconds[way] = seconds if is_hopeless else min(self._trial)
-        won = self._seconds[way] < usual
-        self._patience = _PATIENCE if won else min(2 * self._patience, _MOST_PATIENCE)
-        self._until_trial = self._patience
-        self._quicker = way if won else self._quicker
-        self._trial = []
 
 
 class _Stretch:
     """Shows NumPy a stretch of address space as overlapping rows: one starts at every byte."""
 
-    def __init__(
-        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], kind: str, held: list[Any]
-    ) -> None:
+    def __init__(self, address: int, count: int, row_bytes: int, held: list[_Rows]) -> None:
         self._held = held  # the arrays that own the memory; NumPy keeps this object as the view's base
-        # "Writable", because torch warns of arrays that are not; nothing here writes to it.
         self.__array_interface__ = {
             "version": 3,
-            "data": (address, False),
-            "shape": shape,
-            "strides": strides,
-            "typestr": kind,
+            "data": (address, True),
+            "shape": (count,),
+            "strides": (1,),
+            "typestr": f"|V{row_bytes}",
         }
 
 
 class OutputMemory:
-    """Lends arrays and reuses their memory. Threads may share it."""
+    """Lends arrays and reuses their memory. Threads may share it.
+
+    Pieces have sizes of powers of two and come from one stretch of addresses; the system gives it memory
+    where pieces are used, and has it back when the object and all that is lent are gone.
+    """
 
     def __init__(self) -> None:
-        # Every change is one atomic step of a dict or deque: the garbage collector may come in between.
-        self._free: deque[_Bytes] = deque(maxlen=_KEPT)
-        self._lent: dict[int, tuple[weakref.ref[_Bytes], _Bytes]] = {}
-        self._slab: _Bytes = np.empty(0, dtype=np.uint8)
+        self._arena = _large_pages(_ARENA_BYTES)
+        self._carved = 0
+        self._carving = threading.Lock()
+        # Every other change is one atomic step of a dict or list: the garbage collector may come in between.
+        self._free: defaultdict[int, list[_Bytes]] = defaultdict(list)
+        self._lent: dict[int, tuple[weakref.ref[_Bytes], _Bytes, int]] = {}
 
-    def lend(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
+    def lend(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> _Rows:
         """An array of arbitrary content that belongs to the caller until it dies."""
         count = prod(shape) * dtype.itemsize
-        if not _MIN_BYTES <= count <= _MAX_BYTES:
+        size = 1 << (count - 1).bit_length()
+        piece = self._take(size) if _MIN_BYTES <= count <= _MAX_BYTES else None
+        if piece is None:
             return np.empty(shape, dtype)
-        piece = self._take(count)
         # Through a memoryview: what is made from `lent` then refers to `lent`, not to the piece under it.
         lent = np.frombuffer(piece.data, dtype=np.uint8)
         reference = weakref.ref(lent, self._take_back)
-        self._lent[id(reference)] = (reference, piece)
-        return lent[:count].view(dtype).reshape(shape)
+        self._lent[id(reference)] = (reference, piece, size)
+        return np.ndarray(shape, dtype, buffer=lent)
 
     def converted(self, rows: _Rows, dtype: np.dtype[np.generic]) -> _Rows:
         """`rows` in another type, in an array that is lent; `rows` themselves if they have that type."""
@@ -401,27 +299,26 @@ class OutputMemory:
         return lent
 
     def _take_back(self, died: weakref.ref[_Bytes]) -> None:
-        self._free.append(self._lent.pop(id(died))[1])
+        _, piece, size = self._lent.pop(id(died))
+        self._free[size].append(piece)
 
-    def _take(self, count: int) -> _Bytes:
+    def _take(self, size: int) -> _Bytes | None:
+        """The piece of this size that was freed last, or a new one; None if there is no room."""
         try:
-            piece = self._free.pop()
+            return self._free[size].pop()
         except IndexError:
-            return self._carve(count)
-        return piece if len(piece) >= count else self._carve(count)
-
-    def _carve(self, count: int) -> _Bytes:
-        slab = self._slab
-        if len(slab) < count:
-            slab = _large_pages(_SLAB_BYTES)
-        rounded = min(len(slab), -(-count // mmap.PAGESIZE) * mmap.PAGESIZE)
-        self._slab = slab[rounded:]
-        return slab[:rounded]
+            with self._carving:
+                start, self._carved = self._carved, self._carved + size
+            piece = self._arena[start : start + size]
+            return piece if len(piece) == size else None
 
 
 def _large_pages(count: int) -> _Bytes:
-    """`count` bytes of zeros, on large pages if the system has them."""
-    memory = mmap.mmap(-1, count + _LARGE_PAGE)
+    """`count` bytes of zeros, on large pages if the system has them; none if it gives no such addresses."""
+    try:
+        memory = mmap.mmap(-1, count + _LARGE_PAGE, flags=_RESERVE)
+    except OSError:  # a limit on addresses (ulimit -v)
+        return np.empty(0, dtype=np.uint8)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(memory, dtype=np.uint8)

@@ -180,15 +180,15 @@ class GroupMaker:
         size, cursors, ids, real = self._plan.batch_size, planned.cursors, planned.ids, planned.real
         make, read = self._maker.make, planned.read
         per_group = max(1, self._group_bytes // (size * (self._source.delivered_bytes or GROUP_BYTES)))
-        for first in range(0, len(cursors), per_group):
-            done = cursors[first : first + per_group]
-            low, high = first * size, (first + len(done)) * size
-            self._reading = done[0][0]
-            with self._errors_with_place():
+        with self._errors_with_place():
+            for first in range(0, len(cursors), per_group):
+                done = cursors[first : first + per_group]
+                low, high = first * size, (first + len(done)) * size
+                self._reading = done[0][0]
                 columns = read(low, high) if real is None else read(int(real[low]), int(real[high]))
-            batches, count = make(columns, ids[low:high])
-            work = None if planned.work is None else planned.work[first : first + len(done)]
-            yield Group(batches, done, ids[low:high].reshape(-1, size), count, work)
+                batches, count = make(columns, ids[low:high])
+                work = None if planned.work is None else planned.work[first : first + len(done)]
+                yield Group(batches, done, ids[low:high].reshape(-1, size), count, work)
 
     @contextmanager
     def _errors_with_place(self) -> Iterator[None]:

@@ -1,149 +1,221 @@
-"""Batches from a loader against the same rows gathered by hand from a NumPy memory map of the same file.
+"""CPU time for a row, on one core: the loader against the same rows gathered by hand from a memory map.
 
-    python tests/benchmarks/bench_gather.py [--json] [--megabytes 256] [--runs 7] [--shards 1]
+    python tests/benchmarks/bench_gather.py [--json] [--megabytes 256] [--runs 7] [--shards 4] [--busy all]
 
-Both sides make fresh arrays of the same type from the same rows, in turns, in one process; rows are worked
-out beforehand for the hand-written side, by the loader itself on the other. Before the first run the files
-are evicted from the page cache and read once in order: how fast cached pages are depends on how they came in.
-The ratio is of medians. With several shards the hand-written side reads one file with all rows.
+The process is pinned to one core, and what counts is the CPU time of all its threads: what a batch takes from
+the training that runs beside it. All sides deliver the same types from the same rows of 4,096 tokens, in
+turns; which rows is worked out beforehand for the hand-written sides, by the loader itself on the others.
+
+    hand     a fresh array a batch from one file: rows[wanted], and .astype
+    reused   the same by hand into arrays that every batch overwrites, which no loader may do
+    loader   batches made on request, as for a loop that only reads; `tar`: the same rows in tars
+    thread   batches made by the background thread, as in training: the loop computes between batches. What
+             it computes is timed alone and subtracted; `hand+` is the hand-written side in the same loop
+
+Ratios are of medians, hand / side; those of `thread` are to `hand+`. `busy`: which other cores compute, too:
+"none", "other" (all but this process's), "all". Files are evicted from the page cache and read once in order
+before the first run: how fast cached pages are depends on how they came in.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from figures import Heads, benchmark_parser, give, read_once
-from shardkit.formats import mds
+from figures import Heads, benchmark_parser, give, in_turns, read_once
+from shardkit.formats import mds, tar
 from shardkit.loaders import StreamingLoader
 
 LENGTH = 4096
+WORK_SECONDS = 8e-6  # between batches, for each of their rows: more than the loader takes to make them
+BURN = "import numpy as np\na = np.ones((256, 256), np.float32)\nwhile True: a @ a"
+SIDES = ("hand", "reused", "loader", "tar", "hand+", "thread")
 HEADS: Heads = {
+    "busy": ("busy", ""),
     "stored": ("stored", ""),
     "dtype": ("batches of", ""),
     "batch": ("batch", "d"),
-    "hand_rows_per_s": ("rows/s by hand", ",d"),
-    "loader_rows_per_s": ("loader", ",d"),
-    "ratio": ("ratio", ".3f"),
+    **{side: (f"{side} us", ".2f") for side in SIDES},
+    **{f"{side}_ratio": (f"{side} ratio", ".2f") for side in ("loader", "tar", "thread")},
 }
 
+Rows = npt.NDArray[np.generic]
+Order = npt.NDArray[np.int64]
 
-def write_dataset(folder: Path, stored: str, megabytes: int, shards: int) -> Path:
-    """An MDS dataset of random tokens; returns the file that the hand-written side maps."""
+
+def write_datasets(folder: Path, stored: str, megabytes: int, shards: int) -> Rows:
+    """The same random rows as MDS, as tars and in one plain file; returns a map of that."""
     count = (megabytes << 20) // (LENGTH * np.dtype(stored).itemsize) // shards
     generator = np.random.default_rng(0)
-    infos = []
+    infos: dict[str, list[Any]] = {"mds": [], "tar": []}
+    for kind in infos:
+        (folder / kind).mkdir()
     whole = folder / "whole.bin"
     with whole.open("wb") as file:
         for number in range(shards):
-            rows = generator.integers(0, 50_000, (count, LENGTH)).astype(stored)
-            infos.append(mds.write_rows_shard(folder, f"shard.{number:05d}.mds", rows, size_limit=None))
+            # The last shard is shorter, as those of real datasets.
+            rows = generator.integers(0, 50_000, (count - (number == shards - 1), LENGTH)).astype(stored)
+            infos["mds"].append(
+                mds.write_rows_shard(folder / "mds", f"shard.{number:05d}.mds", rows, size_limit=None)
+            )
+            infos["tar"].append(
+                tar.write_rows_shard(folder / "tar", f"s-{number:05d}.tar", rows, key_start=number * count)
+            )
             file.write(rows.tobytes())
-    mds.write_index(folder, infos)
-    read_once(*sorted(folder.glob("*.mds")), whole)
-    return whole
+    mds.write_index(folder / "mds", infos["mds"])
+    tar.write_shard_list(folder / "tar", infos["tar"])
+    read_once(*sorted(file for file in folder.rglob("*") if file.is_file()))
+    return np.memmap(whole, stored, "r").reshape(-1, LENGTH)
 
 
-def by_hand(
-    rows: npt.NDArray[np.generic], order: npt.NDArray[np.int64], dtype: str
-) -> Iterator[npt.NDArray[np.generic]]:
+def by_hand(rows: Rows, order: Order, dtype: str) -> Iterator[Rows]:
     """What one would write for this one file and nothing else."""
-    if rows.dtype == np.dtype(dtype):
-        for wanted in order:
-            yield rows[wanted]
-    else:
-        for wanted in order:
-            yield rows[wanted].astype(dtype)
+    for wanted in order:
+        yield rows[wanted] if rows.dtype == np.dtype(dtype) else rows[wanted].astype(dtype)
 
 
-def hand_view(folder: Path, whole: Path, stored: str, shards: int) -> npt.NDArray[np.generic]:
-    """The rows of the loader's own file where there is one, of the copy in one file otherwise."""
-    count = whole.stat().st_size // (LENGTH * np.dtype(stored).itemsize)
-    if shards > 1:
-        return np.memmap(whole, stored, "r", shape=(count, LENGTH))
-    shard = folder / "shard.00000.mds"
-    start = shard.stat().st_size - whole.stat().st_size
-    return np.memmap(shard, stored, "r", offset=start, shape=(count, LENGTH))
+def by_hand_reused(rows: Rows, order: Order, dtype: str) -> Iterator[Rows]:
+    whole = rows.view(f"V{rows.strides[0]}").reshape(-1)
+    stored, batch = np.empty((order.shape[1], LENGTH), rows.dtype), np.empty((order.shape[1], LENGTH), dtype)
+    is_copied = rows.dtype == batch.dtype
+    target = (batch if is_copied else stored).view(whole.dtype).reshape(-1)
+    for wanted in order:
+        whole.take(wanted, out=target, mode="clip")
+        if not is_copied:
+            batch[...] = stored
+        yield batch
 
 
-def seconds(consume: Callable[[], None]) -> float:
-    gc.collect()
-    start = time.perf_counter()
-    consume()
-    return time.perf_counter() - start
-
-
-def make_loader(folder: Path, batch: int, dtype: str, *, return_ids: bool) -> StreamingLoader:
+def make_loader(folder: Path, batch: int, dtype: str, *, return_ids: bool = False) -> StreamingLoader:
     return StreamingLoader(
         folder, batch_size=batch, dtype=dtype, tail="drop", return_ids=return_ids, rank=0, world_size=1
     )
 
 
-def measure(
-    folder: Path, whole: Path, stored: str, dtype: str, batch: int, args: argparse.Namespace
-) -> dict[str, Any]:
-    rows = hand_view(folder, whole, stored, args.shards)
-    with make_loader(folder, batch, dtype, return_ids=True) as loader:
-        order = np.stack([b["sample_id"].numpy() for b in loader])
-    with make_loader(folder, batch, dtype, return_ids=False) as loader:
-        for wanted, got in zip(order, loader, strict=True):
-            assert np.array_equal(rows[wanted].astype(dtype), got["tokens"].numpy())
-
-    def hand() -> None:
-        for _ in by_hand(rows, order, dtype):
-            pass
-
-    loader = make_loader(folder, batch, dtype, return_ids=False)
+def restarted(loader: StreamingLoader) -> Callable[[], StreamingLoader]:
     start = loader.state_dict()
 
-    def ours() -> None:
+    def epoch() -> StreamingLoader:
         loader.load_state_dict(start)
-        for _ in loader:
-            pass
+        return loader
 
-    times: dict[str, list[float]] = {"hand": [], "loader": []}
-    hand()
-    ours()
-    for _ in range(args.runs):
-        times["hand"].append(seconds(hand))
-        times["loader"].append(seconds(ours))
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return {
-        "stored": stored,
-        "dtype": dtype,
-        "batch": batch,
-        "hand_rows_per_s": round(order.size / medians["hand"]),
-        "loader_rows_per_s": round(order.size / medians["loader"]),
-        "ratio": round(medians["hand"] / medians["loader"], 3),
-        "ratios": [round(a / b, 3) for a, b in zip(times["hand"], times["loader"], strict=True)],
+    return epoch
+
+
+def computation(seconds: float) -> Callable[[], None]:
+    """A product of matrices that takes about so long."""
+    matrix = np.ones((64, 64), np.float32)
+    product = np.empty_like(matrix)
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            np.matmul(matrix, matrix, out=product)
+
+    multiply(1000)
+    start = time.thread_time()
+    multiply(1000)
+    times = max(1, round(seconds / (time.thread_time() - start) * 1000))
+    return lambda: multiply(times)
+
+
+def cpu_seconds(batches: Iterable[Any], work: Callable[[], None] | None) -> float:
+    """CPU time of all threads for one epoch."""
+    start = time.process_time()
+    for _ in batches:
+        if work is not None:
+            work()
+    return time.process_time() - start
+
+
+def measure(folder: Path, rows: Rows, dtype: str, batch: int, runs: int) -> dict[str, Any]:
+    with make_loader(folder / "mds", batch, dtype, return_ids=True) as loader:
+        order = np.stack([b["sample_id"].numpy() for b in loader])
+    loaders = {kind: make_loader(folder / kind, batch, dtype) for kind in ("mds", "tar")}
+    for loader in loaders.values():
+        for wanted, got in zip(order, restarted(loader)(), strict=True):
+            assert np.array_equal(rows[wanted].astype(dtype), got["tokens"].numpy())
+    work = computation(WORK_SECONDS * batch)
+    epochs = {kind: restarted(loader) for kind, loader in loaders.items()}
+    sides: dict[str, tuple[Callable[[], Iterable[Any]], Callable[[], None] | None]] = {
+        "hand": (lambda: by_hand(rows, order, dtype), None),
+        "reused": (lambda: by_hand_reused(rows, order, dtype), None),
+        "loader": (epochs["mds"], None),
+        "tar": (epochs["tar"], None),
+        "work": (lambda: order, work),
+        "hand+": (lambda: by_hand(rows, order, dtype), work),
+        "thread": (epochs["mds"], work),
     }
+    micros: dict[str, list[float]] = {name: [] for name in sides}
+    for run in range(runs + 1):
+        for name in in_turns(list(sides), run):
+            gc.collect()
+            epoch, between = sides[name]
+            seconds = cpu_seconds(epoch(), between)
+            if run:
+                micros[name].append(1e6 * seconds / order.size)
+    for loader in loaders.values():
+        loader.close()
+    medians = {name: statistics.median(values) for name, values in micros.items()}
+    for name in ("hand+", "thread"):
+        medians[name] -= medians["work"]
+    return {
+        **medians,
+        **{f"{name}_ratio": medians["hand"] / medians[name] for name in ("loader", "tar")},
+        "thread_ratio": medians["hand+"] / medians["thread"],
+        "runs": micros,
+    }
+
+
+@contextmanager
+def busy_cores(cores: Iterable[int]) -> Iterator[None]:
+    """Processes that compute on these cores meanwhile."""
+    burning = []
+    for core in cores:
+        burning.append(subprocess.Popen([sys.executable, "-c", BURN]))
+        os.sched_setaffinity(burning[-1].pid, {core})
+    try:
+        yield
+    finally:
+        for process in burning:
+            process.kill()
+            process.wait()
 
 
 def main() -> None:
     parser = benchmark_parser(__doc__, runs=7)
     parser.add_argument("--megabytes", type=int, default=256, help="size of each dataset (default: 256)")
-    parser.add_argument("--shards", type=int, default=1, help="shards of each dataset (default: 1)")
+    parser.add_argument("--shards", type=int, default=4, help="shards of each dataset (default: 4)")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 64], help="batch sizes (default: 8 64)")
+    parser.add_argument(
+        "--busy", nargs="+", choices=("none", "other", "all"), default=["none", "other", "all"]
+    )
     parser.add_argument("--folder", type=Path, help="where to put the data (default: a temporary folder)")
     args = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[:1])
     results = []
     for stored in ("uint16", "uint32"):
         with tempfile.TemporaryDirectory(dir=args.folder) as name:
-            folder = Path(name)
-            whole = write_dataset(folder, stored, args.megabytes, args.shards)
-            for dtype in (stored, "int64"):
-                for batch in args.batches:
-                    results.append(measure(folder, whole, stored, dtype, batch, args))
+            rows = write_datasets(Path(name), stored, args.megabytes, args.shards)
+            for busy in args.busy:
+                with busy_cores({"none": [], "other": cores[1:], "all": cores}[busy]):
+                    for dtype in (stored, "int64"):
+                        for batch in args.batches:
+                            cell = {"busy": busy, "stored": stored, "dtype": dtype, "batch": batch}
+                            results.append(cell | measure(Path(name), rows, dtype, batch, args.runs))
     if args.json:
         print(json.dumps({"length": LENGTH, "shards": args.shards, "results": results}, indent=1))
     else:

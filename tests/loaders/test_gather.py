@@ -1,11 +1,9 @@
-"""Rows of constant size: read where they lie, by one core or several, into memory that is lent again."""
+"""Rows of constant size: read where they lie, into memory that is lent again."""
 
 from __future__ import annotations
 
 import gc
-import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from shardkit.loaders.gather import (
     FixedRows,
     Gather,
     OutputMemory,
-    _Choice,
     _MappedColumn,
     _reader_by_shard,
 )
@@ -94,87 +91,23 @@ def test_rows_that_a_shard_does_not_have_are_never_read(tmp_path: Path, shard: i
         source.open_rows(np.array([0, shard], dtype=np.int32), np.array([0, row], dtype=np.int64))
 
 
-# Cores.
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    """As many threads of torch, whatever the machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-def source(stored: str) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.generic]], int]:
-    """(rows at an odd address, that address)."""
-    memory = np.zeros(300 * 100 * np.dtype(stored).itemsize + 1, dtype=np.uint8)
-    rows = memory[1:].view(stored).reshape(300, 100)
-    rows[:] = np.random.default_rng(0).integers(0, 60_000, rows.shape)
-    return rows, int(rows.__array_interface__["data"][0])
-
-
-@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("delivered", ["stored", "int64"])
 @pytest.mark.parametrize("stored", ["uint16", "uint32"])
-def test_one_core_and_several_give_the_same_rows(stored: str, delivered: str) -> None:
-    rows, address = source(stored)
-    to = np.dtype(stored if delivered == "stored" else delivered)
-    numbers = np.random.default_rng(1).integers(0, 300, 500)
-    gather = Gather((100,), np.dtype(stored), to, shared_bytes=1)
-    bound = gather.bind(address, rows.nbytes, [rows])
-    for _ in range(10):  # both ways are tried
-        for part in (slice(0, 500), slice(3, 4), slice(100, 460)):
-            found = bound(numbers[part] * rows.strides[0])
-            assert found.dtype == to
-            assert np.array_equal(found, rows[numbers[part]])
-    assert all(gather._choice._seconds)
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_threads_and_forked_children_leave_torchs_threads_alone() -> None:
-    one = Gather((100,), np.dtype("uint16"), np.dtype("int64"))
-    assert one._may_share(10_000)
-    assert not one._may_share(100), "a small gather ends before a second thread has begun"
-    found = []
-    thread = threading.Thread(target=lambda: found.append(one._may_share(10_000)))
-    thread.start()
-    thread.join()
-    assert found == [False]
-    child = os.fork()
-    if child == 0:
-        os._exit(int(one._may_share(10_000)))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def spend(choice: _Choice, gathers: int, one: float, several: float) -> list[int]:
-    ways = []
-    for _ in range(gathers):
-        ways.append(choice.next())
-        choice.took(ways[-1], (one, several)[ways[-1]])
-    return ways
-
-
-def test_the_quicker_way_is_found_and_kept() -> None:
-    assert spend(_Choice(), 400, one=2.0, several=1.0)[-300:].count(1) > 290
-    assert spend(_Choice(), 400, one=1.0, several=2.0)[-300:].count(0) > 290
-
-
-def test_a_hopeless_way_costs_one_gather_and_ever_fewer() -> None:
-    ways = spend(_Choice(), 10_000, one=1.0, several=100.0)
-    assert ways.count(1) <= 12
-
-
-def test_a_change_is_noticed_at_once_when_the_way_in_use_becomes_slow() -> None:
-    choice = _Choice()
-    spend(choice, 100, one=2.0, several=1.0)
-    assert spend(choice, 40, one=2.0, several=200.0)[-20:].count(0) == 20
-
-
-def test_a_way_that_has_become_quicker_is_found_again() -> None:
-    choice = _Choice()
-    spend(choice, 100, one=1.0, several=100.0)
-    assert spend(choice, 2000, one=1.0, several=0.5)[-100:].count(1) > 90
+@pytest.mark.parametrize("length", [100, 40_000])
+def test_rows_at_any_address_are_delivered_once_and_never_written_again(
+    length: int, stored: str, delivered: str
+) -> None:
+    """Of 40,000 tokens, rows are gathered in several pieces into memory that is lent."""
+    kind = np.dtype(stored)
+    to = kind if delivered == "stored" else np.dtype(delivered)
+    memory = np.random.default_rng(0).integers(0, 256, 30 * length * kind.itemsize + 1, dtype=np.uint8)
+    rows = memory[1:].view(kind).reshape(30, length)  # at an odd address
+    read = Gather((length,), kind, to).bind(address(rows), rows.nbytes, [memory])
+    parts = [np.random.default_rng(n).integers(0, 30, n) for n in (1, 0, 9, 12, 12)]
+    held = [read(part * rows.strides[0]) for part in parts]
+    for part, found in zip(parts, held, strict=True):
+        assert found.dtype == to
+        assert np.array_equal(found, rows[part])
 
 
 # Memory.
@@ -233,6 +166,15 @@ def test_a_larger_piece_than_those_kept_is_new() -> None:
     other = memory.lend(SHAPE, INT64)
     other[:] = 6
     assert (large == 5).all()
+
+
+def test_arrays_are_plain_ones_when_all_memory_is_lent() -> None:
+    memory = OutputMemory()
+    memory._arena = memory._arena[: 2 * 262_144]
+    arrays = [memory.lend(SHAPE, INT64) for _ in range(4)]
+    for number, array in enumerate(arrays):
+        array[:] = number
+    assert [int(array[-1, -1]) for array in arrays] == [0, 1, 2, 3]
 
 
 def test_tiny_and_huge_arrays_are_plain_ones() -> None:
