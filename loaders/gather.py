@@ -52,7 +52,7 @@ _LARGE_PAGE = 2 << 20
 _ARENA_BYTES = 512 << 20  # of addresses, not of memory: twice the default of prefetch_bytes
 _MIN_BYTES, _MAX_BYTES = 64 << 10, 8 << 20  # below, malloc reuses memory by itself; above, faults are few
 
-_RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+_RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANON | getattr(mmap, "MAP_NORESERVE", 0)
 
 _Rows = npt.NDArray[np.generic]
 _Bytes = npt.NDArray[np.uint8]
