@@ -263,7 +263,9 @@ def rehearse(
         pieces = choose_pieces(inputs.splits, sample_bytes)
         sources, stored = put_pieces(recipe, pieces, Path(folder) / "inputs", cut_anywhere=True)
         derived = _derived(recipe).model_copy(update={"inputs": tuple(sources)}).in_folder(recipe.folder)
-        splits = group_small_files(scan_inputs(derived))
+        splits = scan_inputs(derived)
+        if not recipe.max_failed_splits:
+            splits = group_small_files(splits)
         work = LocalWork(Path(folder) / "work")
         small = BuildInputs(derived, splits, (), inputs.filter_files, masking=inputs.masking)
         with make_listener(False) as listener, warnings.catch_warnings():

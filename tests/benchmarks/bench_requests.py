@@ -142,7 +142,8 @@ class CountingStore(WrappedStore):
 def scaled(recipe: Recipe, scale: int) -> Recipe:
     """The recipe with its sizes divided, below what a user may set."""
     output = recipe.output.model_copy(update={"shard_bytes": SHARD_BYTES // scale})
-    return recipe.model_copy(update={"memory": MEMORY_BYTES // scale, "output": output})
+    changes = {"memory": MEMORY_BYTES // scale, "output": output}
+    return recipe.model_copy(update=changes | {"max_failed_splits": 1})  # files stand for large ones
 
 
 def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:

@@ -278,7 +278,8 @@ def test_an_estimate_has_what_exchanges_merge_though_a_sample_is_of_few_files(
         (tmp_path / "files" / f"{number}.jsonl").write_bytes(b"".join(lines[number * 5 : number * 5 + 5]))
     inputs = f'inputs=[{{path: "{tmp_path}/files/*.jsonl"}}]'
     places = [f"work={tmp_path / 'work'}", f"output.path={tmp_path / 'out'}"]
-    recipe = load_recipe(texts_folder / "recipe.yaml", [inputs, "dedup.exact={}", *places])
+    apart = "max_failed_splits=1"  # a task for each file
+    recipe = load_recipe(texts_folder / "recipe.yaml", [inputs, "dedup.exact={}", apart, *places])
     found = rehearse(*look(recipe), 1, sample_bytes=1 << 16)
     build(recipe, workers=1, progress=False)
     work = LocalWork(tmp_path / "work")

@@ -116,7 +116,8 @@ def peaks_of(folder: Path, splits: int, *, is_traced: bool = True) -> dict[str, 
 
     Of an index of the documents, and of a build of these documents, changed, against it.
     """
-    recipe = load_recipe(write_splits(folder, splits)).model_copy(update={"memory": SMALL_MEMORY})
+    changes = {"memory": SMALL_MEMORY, "max_failed_splits": 1}  # a task for each file
+    recipe = load_recipe(write_splits(folder, splits)).model_copy(update=changes)
     assert recipe.dedup.near is not None
     limits = replace(DEFAULT_LIMITS.within(SMALL_MEMORY).divided(256), fan_in=8, least_segments=8)
     peaks: dict[str, int] = defaultdict(int)

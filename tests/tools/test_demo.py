@@ -17,6 +17,7 @@ from shardkit.errors import ShardkitError
 from shardkit.formats import mds
 from shardkit.tools.demo import corpus, proofs
 from shardkit.tools.demo.run import OWN_NAMES, clean_demo, run_demo
+from shardkit.writers.remembered import worker_variable
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,9 @@ def demo(home: Path) -> dict[str, Any]:
         text=True,
         timeout=200,
         cwd=home / "cwd",
-        env=os.environ | {"HOME": str(home / "home"), "TMPDIR": str(home / "tmp"), "OMP_NUM_THREADS": "1"},
+        env=os.environ
+        | worker_variable()  # kept for all builds of the machine, like compiled kernels (conftest.py)
+        | {"HOME": str(home / "home"), "TMPDIR": str(home / "tmp"), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
