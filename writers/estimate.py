@@ -55,11 +55,16 @@ from shardkit.writers.executors import Execution, open_runner
 from shardkit.writers.inputs.decompress import ContainerError, decompressed
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.scan import Split, parts_of, scan_inputs
-from shardkit.writers.inputs.small_files import group_small_files
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import InputConfig, Recipe
 from shardkit.writers.requests import Corpus, compared_lines, stage_requests
-from shardkit.writers.stages.graph import PARTITION_TEXT_BYTES, BuildInputs, Outputs, run_stages
+from shardkit.writers.stages.graph import (
+    PARTITION_TEXT_BYTES,
+    BuildInputs,
+    Outputs,
+    run_stages,
+    splits_of_tasks,
+)
 from shardkit.writers.stages.provenance import PROVENANCE_NAME
 from shardkit.writers.stages.tokenize import Tokenized, TokenizerFile
 
@@ -263,9 +268,7 @@ def rehearse(
         pieces = choose_pieces(inputs.splits, sample_bytes)
         sources, stored = put_pieces(recipe, pieces, Path(folder) / "inputs", cut_anywhere=True)
         derived = _derived(recipe).model_copy(update={"inputs": tuple(sources)}).in_folder(recipe.folder)
-        splits = scan_inputs(derived)
-        if not recipe.max_failed_splits:
-            splits = group_small_files(splits)
+        splits = splits_of_tasks(recipe, scan_inputs(derived))
         work = LocalWork(Path(folder) / "work")
         small = BuildInputs(derived, splits, (), inputs.filter_files, masking=inputs.masking)
         with make_listener(False) as listener, warnings.catch_warnings():

@@ -65,6 +65,7 @@ __all__ = [
     "count_partitions",
     "find_survivors",
     "run_stages",
+    "splits_of_tasks",
 ]
 
 _EDITORS = frozenset({"c4_quality", "pii", "python", "repeated_lines"})  # these may change texts
@@ -96,12 +97,8 @@ class BuildInputs:
     def of(
         cls, recipe: Recipe, splits: Sequence[Split], storage: StorageOptions | None = None
     ) -> BuildInputs:
-        """Open indexes of other corpora and hash the files of filters; RecipeError if one does not fit.
-
-        Small files are grouped, except where splits may fail, so that a file that fails costs only itself.
-        """
-        if not recipe.max_failed_splits:
-            splits = group_small_files(splits)
+        """Open indexes of other corpora and hash the files of filters; RecipeError if one does not fit."""
+        splits = splits_of_tasks(recipe, splits)
         indexes = []
         near = recipe.dedup.near
         for number, path in enumerate(near.against if near is not None else ()):
@@ -160,6 +157,11 @@ class Survivors:
     def input_hashes(self) -> list[str]:
         """`hash_split` of all parts of the splits."""
         return [content for one in self.counts for content in one.inputs]
+
+
+def splits_of_tasks(recipe: Recipe, splits: Sequence[Split]) -> Sequence[Split]:
+    """Group small files, except where splits may fail, so that a file that fails costs only itself."""
+    return splits if recipe.max_failed_splits else group_small_files(splits)
 
 
 def _edits(name: str, config: FilterSettings) -> bool:
