@@ -40,6 +40,7 @@ __all__ = [
     "open_regular",
     "part_of",
     "publish_bytes",
+    "user_cache_folder",
     "who_else_writes",
 ]
 
@@ -71,6 +72,11 @@ def load_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("brackets nest too deeply") from None
+
+
+def user_cache_folder() -> Path:
+    """$XDG_CACHE_HOME/shardkit (~/.cache/shardkit): what builds keep for others; it may be deleted."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardkit"
 
 
 def fsync_path(path: Path) -> None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardkit.files import load_json, publish_bytes
+from shardkit.files import load_json, publish_bytes, user_cache_folder
 from shardkit.hashing import digest_of
 
 __all__ = ["remembered", "worker_variable"]
@@ -26,8 +26,7 @@ def worker_variable() -> dict[str, str]:
     """The environment variable for workers; {} if the user has set it."""
     if _VARIABLE in os.environ:
         return {}
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return {_VARIABLE: str(base / "shardkit" / "facts")}
+    return {_VARIABLE: str(user_cache_folder() / "facts")}
 
 
 def remembered(key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:

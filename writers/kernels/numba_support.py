@@ -28,6 +28,8 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.files import user_cache_folder
+
 __all__ = [
     "Bools",
     "CompilationWatch",
@@ -98,8 +100,7 @@ def kernel_cache() -> dict[str, str]:
     """Return environment variables for workers; {} if no folder is writable or the user has set one."""
     if _VARIABLE in os.environ:
         return {}
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "shardkit" / f"kernels-{_kernel_version()}"
+    folder = user_cache_folder() / f"kernels-{_kernel_version()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)
