@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from shardkit.arrays import Bytes, Ints
@@ -140,8 +139,8 @@ class CachedShards:
     @cached_property
     def reads_single_rows(self) -> bool:
         """Whether rows can be fetched without their shards, as far as the first shard with samples shows."""
-        filled = (n for n, info in enumerate(self._manifest.shards) if info.samples)
-        return any(self.rows.layout(number) is not None for number in islice(filled, 1))
+        first = next((n for n, info in enumerate(self._manifest.shards) if info.samples), None)
+        return first is not None and self.rows.layout(first) is not None
 
     def is_there(self, number: int) -> bool:
         """Whether a shard could be loaded without waiting."""

@@ -75,13 +75,13 @@ class RowCosts:
     @classmethod
     def of(cls, squares: _Squares) -> RowCosts:
         """A table of these sums."""
-        return cls(squares, _digest(_header(squares.dtype, len(squares)), squares.data))
+        return cls(squares, _digest(make_npy_header(squares.dtype, len(squares)), squares.data))
 
     @classmethod
     def parse(cls, where: str, data: Bytes, rows: int, length: int) -> RowCosts:
         """The table in a file's bytes; ShardError if it is damaged, or not of `rows` of `length` tokens."""
         dtype = table_dtype(length)
-        header, end = _header(dtype, rows), len(data) - _DIGEST_BYTES
+        header, end = make_npy_header(dtype, rows), len(data) - _DIGEST_BYTES
         if end != len(header) + rows * dtype.itemsize or data[: len(header)].tobytes() != header:
             raise ShardError(where, f"is no table of {rows:,} rows: remove it and run `shardkit row-costs`")
         digest = hash_bytes(data[:end].data, [_HASH])[_HASH]
@@ -91,7 +91,7 @@ class RowCosts:
 
     def to_bytes(self) -> bytes:
         """The file."""
-        header = _header(self.squares.dtype, len(self.squares))
+        header = make_npy_header(self.squares.dtype, len(self.squares))
         return header + self.squares.tobytes() + bytes.fromhex(self.digest)
 
 
@@ -139,10 +139,6 @@ def row_length(dataset: Dataset) -> int:
 def table_dtype(length: int) -> np.dtype[np.unsignedinteger[Any]]:
     """The smallest type that holds the square of a row's length."""
     return np.dtype("<u4" if length < 1 << 16 else "<u8")
-
-
-def _header(dtype: np.dtype[np.unsignedinteger[Any]], rows: int) -> bytes:
-    return make_npy_header(dtype, rows)
 
 
 def _digest(header: bytes, values: memoryview) -> str:

@@ -72,7 +72,7 @@ def read_parts(
     parts = split.parts
 
     def read(number: int, ledger: Ledger, quarantine: Quarantine) -> Iterator[pa.RecordBatch]:
-        yield from read_split(
+        return read_split(
             parts[number],
             config,
             ledger,
