@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -173,7 +173,12 @@ def run(benchmark: Benchmark, arguments: argparse.Namespace, facts: Mapping[str,
     return None
 
 
-def run_all(arguments: argparse.Namespace, chosen: Sequence[Benchmark], say: Callable[[str], None]) -> None:
+def say(line: str) -> None:
+    """Tell how far it is."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def run_all(arguments: argparse.Namespace, chosen: Sequence[Benchmark]) -> None:
     """Make the tables of `chosen`, and the page of all."""
     facts = {"commit": commit(), "machine": machine()}
     absent = {}
@@ -257,7 +262,7 @@ def main() -> None:
             print(f"{one.name:18}{one.minutes:4.0f} min  {one.command}{'  missing: ' * bool(absent)}{absent}")
     else:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        run_all(arguments, chosen, lambda line: print(line, file=sys.stderr, flush=True))
+        run_all(arguments, chosen)
 
 
 if __name__ == "__main__":

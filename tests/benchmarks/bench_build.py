@@ -78,7 +78,7 @@ FIXED = {
     "TIMED; FilterChain(recipe.filter_chain(), Path()).apply(batch)",
 }
 TOKENIZER = "from shardkit.writers.tokenizer import Encoder, unlike_characters; from pathlib import Path; "
-NO_COLORS = (
+COLORS = (
     "#1f6f8b",
     "#99a8b2",
     "#e1b07e",
@@ -201,13 +201,13 @@ def without_small(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         large = [row for row in own if row["cpu_seconds"] >= least]
         if small:
             total = {key: sum(row[key] for row in small) for key in ("cpu_seconds", "seconds")}
-            large.insert(-1, {**small[0], "part": f"{len(small)} other stages", **total})
+            large.insert(-1, {**small[0], "part": "other stages", **total})
         shown += large
     return shown
 
 
 def draw(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A stacked bar of CPU seconds for each corpus, by stages that take more than a fiftieth."""
+    """A stacked bar of CPU seconds for each corpus, by stages."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -219,9 +219,8 @@ def draw(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     for place, corpus in enumerate(corpora):
         own = {row["part"]: row["cpu_seconds"] for row in rows if row["corpus"] == corpus}
         whole, left = own.pop("all"), 0.0
-        large = {part: cpu for part, cpu in own.items() if cpu > whole / 50}
-        for part, cpu in {**large, "others": whole - sum(large.values())}.items():
-            color = colors.setdefault(part, NO_COLORS[len(colors) % len(NO_COLORS)])
+        for part, cpu in own.items():
+            color = colors.setdefault(part, COLORS[len(colors) % len(COLORS)])
             label = part if part not in axes.get_legend_handles_labels()[1] else None
             axes.barh([corpus], [cpu], left=[left], color=color, label=label, height=0.6)
             left += cpu
@@ -270,7 +269,8 @@ def main() -> None:
         {**empty, "part": part, "cpu_seconds": statistics.median(runs), "runs": runs}
         for part, runs in fixed.items()
     ]
-    give(options, without_small(rows), HEADS, title="CPU seconds of a build by stage")
+    rows = without_small(rows)
+    give(options, rows, HEADS, title="CPU seconds of a build by stage")
     if options.save is not None:
         draw(options.save.with_name(f"{options.save.name}.png"), rows)
 
