@@ -201,7 +201,8 @@ def without_small(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         large = [row for row in own if row["cpu_seconds"] >= least]
         if small:
             total = {key: sum(row[key] for row in small) for key in ("cpu_seconds", "seconds")}
-            large.insert(-1, {**small[0], "part": "other stages", **total})
+            runs = [sum(cpu) for cpu in zip(*(row["runs"] for row in small), strict=True)]
+            large.insert(-1, {**small[0], "part": "other stages", "runs": runs, **total})
         shown += large
     return shown
 
@@ -269,10 +270,10 @@ def main() -> None:
         {**empty, "part": part, "cpu_seconds": statistics.median(runs), "runs": runs}
         for part, runs in fixed.items()
     ]
-    rows = without_small(rows)
-    give(options, rows, HEADS, title="CPU seconds of a build by stage")
+    shown = without_small(rows)
+    give(options, shown, HEADS, title="CPU seconds of a build by stage")
     if options.save is not None:
-        draw(options.save.with_name(f"{options.save.name}.png"), rows)
+        draw(options.save.with_name(f"{options.save.name}.png"), shown)
 
 
 if __name__ == "__main__":
