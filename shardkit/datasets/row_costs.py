@@ -9,7 +9,8 @@ beside the index:
                                           with 16 bytes behind it: the xxh3_128 of all before them
 
 Its name states which rows it is about and which id ends documents there, so a table of other data is never
-taken for it. Padding at the end of a row is one more document, as it is for `cu_seqlens`. No card names it.
+taken for it. Padding at the end of a row is one more document, as it is for `cu_seqlens`. No card names it;
+`upload` and `download` carry it with the dataset.
 
 Tables of remote datasets are kept in the cache folder, where all processes of the machine map one file;
 without a folder each process holds 4 bytes a row. A table is hashed whenever it is opened, and processes
@@ -19,6 +20,7 @@ not deliver each row once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +43,7 @@ __all__ = [
     "row_length",
     "table_dtype",
     "table_name",
+    "tables_among",
     "write_row_costs",
 ]
 
@@ -98,6 +101,11 @@ class RowCosts:
 def table_name(dataset: Dataset, ids: DocumentIds) -> str:
     """The name of a dataset's table, beside its index."""
     return f"row-costs.{dataset.fingerprint}.{ids}.npy"
+
+
+def tables_among(names: Iterable[str], fingerprint: str) -> list[str]:
+    """Those of `names` that are tables of the dataset of this fingerprint, whatever ends its documents."""
+    return [name for name in names if name.startswith(f"row-costs.{fingerprint}.") and name.endswith(".npy")]
 
 
 def find_row_costs(dataset: Dataset, ids: DocumentIds, indexes: NodeIndexes | None = None) -> RowCosts | None:

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.card import CARD_NAME
+from shardkit.datasets.row_costs import tables_among
 from shardkit.errors import ShardError
 from shardkit.facts import Described, Facts, counted
 from shardkit.files import link_or_copy, publish_bytes
 from shardkit.formats.mds.index import TABLE_NAME, table_bytes
 from shardkit.hashing import hash_file
-from shardkit.manifest import ShardInfo
+from shardkit.manifest import FileInfo, ShardInfo
 from shardkit.progress import TransferListener, make_listener
 from shardkit.publish.contents import (
     Contents,
@@ -31,6 +32,7 @@ from shardkit.publish.contents import (
     check_files,
     find_only_contents,
     make_contents,
+    with_files,
     with_table,
 )
 from shardkit.publish.publication import Outcome, Publication, Settings
@@ -130,7 +132,7 @@ def upload(
         raise ShardError(source, "is not on this machine: shardkit upload sends a folder; download it first")
     start = time.monotonic()
     folder = local_path(source)
-    contents, listing = _contents_to_send(folder, threads)
+    contents, listing = _with_row_costs(*_contents_to_send(folder, threads), LocalStore(folder))
     settings = Settings(threads, replace=replace, dry_run=dry_run, verify=verify)
     data: dict[str, Path | bytes] = {file.basename: folder / file.basename for file in contents.files}
     if contents.card_bytes is not None:
@@ -178,7 +180,7 @@ def download(
                 "holds no complete dataset: there is neither index.json nor shards.json; name its folder"
             )
             raise ShardError(store.url, problem)
-        contents, listing = check_files(store, found)
+        contents, listing = _with_row_costs(*check_files(store, found), store)
         settings = Settings(threads, replace=replace, dry_run=dry_run)
         target = LocalStore(path)
         with nullcontext() if dry_run else locked_folder(path):
@@ -238,6 +240,15 @@ def _contents_to_send(folder: Path, threads: int) -> tuple[Contents, Listing]:
         raise ShardError(folder, "there is no such folder; name the folder that holds the dataset")
     store = LocalStore(folder)
     return check_files(store, find_only_contents(store) or _listed_tars(folder, threads))
+
+
+def _with_row_costs(contents: Contents, listing: Listing, store: Store) -> tuple[Contents, Listing]:
+    """The dataset with the tables of its rows' costs that lie beside it, which count as others until then."""
+    names = tables_among(listing.others, contents.manifest.fingerprint)
+    tables = [FileInfo(name, store.head(name).bytes) for name in names]
+    others = tuple(name for name in listing.others if name not in names)
+    count = listing.other_count - len(names)
+    return with_files(contents, tables), with_changes(listing, others=others, other_count=count)
 
 
 def _listed_tars(folder: Path, threads: int) -> Contents:

@@ -3,13 +3,14 @@
 Read from any store, a folder being one, and checked before anything is moved: names stay inside of the
 dataset, no file is named twice, the card is of the same dataset, and every file is there with the size that
 index or card states. What else lies there does not belong to the dataset and is only counted. A large
-dataset has index.bin, too (`shardkit.formats.mds.index`), which no card names.
+dataset has index.bin, too (`shardkit.formats.mds.index`), which no card names; nor are tables of row costs,
+which travel with it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -38,6 +39,7 @@ __all__ = [
     "head_if_any",
     "index_files",
     "make_contents",
+    "with_files",
     "with_table",
 ]
 
@@ -222,8 +224,12 @@ def make_contents(
 
 def with_table(contents: Contents, table: bytes) -> Contents:
     """The same dataset with `table`, its index.bin."""
-    file = FileInfo(TABLE_NAME, len(table), {CONTENT_HASH: content_hash(table)})
-    return replace(contents, files=(*contents.files, file))
+    return with_files(contents, [FileInfo(TABLE_NAME, len(table), {CONTENT_HASH: content_hash(table)})])
+
+
+def with_files(contents: Contents, files: Iterable[FileInfo]) -> Contents:
+    """The same dataset with files that neither its index nor its card names."""
+    return replace(contents, files=(*contents.files, *files))
 
 
 def check_files(store: Store, contents: Contents) -> tuple[Contents, Listing]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from shardkit import open_dataset
+from shardkit.cli.main import main
 from shardkit.datasets.verify import verify
 from shardkit.errors import ShardError
 from shardkit.formats import tar
@@ -60,6 +61,25 @@ def test_the_folder_holds_the_same_files_and_nothing_else(
     assert report.fingerprint == open_dataset(made).fingerprint
     assert set(report.sent) == tree(made).keys() - {"index.json"}
     assert fetch(remote.url, folder).up_to_date
+
+
+def test_tables_of_row_costs_travel_with_their_dataset_and_no_others(made: Path, tmp_path: Path) -> None:
+    folder, bucket, copy = tmp_path / "own", fresh_memory(), tmp_path / "copy"
+    shutil.copytree(made, folder)
+    upload(folder, bucket, progress=False)
+    (folder / f"row-costs.{'0' * 64}.eos0.npy").write_bytes(b"of another dataset")
+    assert main(["row-costs", str(folder), "--eos", "0", "--quiet"]) == 0
+    [table] = [name for name in tree(folder) if open_dataset(folder).fingerprint in name]
+    report = upload(folder, bucket, progress=False)
+    assert (report.sent, report.left_count) == ((table,), 1), "what was made later goes alone"
+    assert upload(folder, bucket, progress=False).up_to_date
+    assert fetch(bucket, copy).left == ()
+    assert (copy / table).read_bytes() == (folder / table).read_bytes()
+    assert tree(copy).keys() == {*tree(made), table}
+    bucket.put(table, b"damaged on its way", metadata=bucket.head(table).metadata)
+    with pytest.raises(TransferError, match=table):
+        fetch(bucket, tmp_path / "second")
+    assert not (tmp_path / "second" / "index.json").exists()
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
