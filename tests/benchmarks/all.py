@@ -74,7 +74,8 @@ BENCHMARKS = (
     Benchmark("filters", "bench_filters.py", 10, ("corpus", "tokenizer")),
     Benchmark("preprocess", "bench_preprocess.py", 6, ("corpus", "tokenizer", "megatron")),
     Benchmark("build", "bench_build.py --megabytes 80 --runs 5", 6, ("corpus", "tokenizer")),
-    Benchmark("ray_data", "bench_ray_data.py --documents 20000 --runs 3", 10, ("corpus", "tokenizer")),
+    Benchmark("ray_data", "bench_frameworks.py exact --megabytes 80 --runs 3", 6, ("corpus", "tokenizer")),
+    Benchmark("datatrove", "bench_frameworks.py fineweb --runs 3", 12, ("corpus", "tokenizer")),
     Benchmark("growth", "bench_growth.py --megabytes 100", 5, ("corpus", "tokenizer")),
     Benchmark("scaling", "bench_scaling.py --megabytes 320", 10, ("corpus", "tokenizer")),
     Benchmark("store", "bench_store.py", 10, ("corpus", "tokenizer", "rgw")),
@@ -109,7 +110,8 @@ def command_of(benchmark: Benchmark, arguments: argparse.Namespace) -> list[str]
     """The command with the options that it takes of ours."""
     script, *options = benchmark.command.split()
     command = [sys.executable, str(FOLDER / script), *options]
-    accepted = subprocess.run([*command[:2], "--help"], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run([*command[:2], "--help"], capture_output=True, text=True)
+    accepted = shown.stdout  # nothing if it cannot start: running it says why
     given = {name: getattr(arguments, name) for name in ("corpus", "venvs", "megatron", "megatron_python")}
     if arguments.tokenizer is not None:
         takes_folder = "--tokenizer FOLDER" in accepted

@@ -24,6 +24,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from figures import Heads, benchmark_parser, give
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from shardkit.formats import mds
 from shardkit.writers.documents import document_ids, keyed_hashes
 from shardkit.writers.stages.packing import pack_best_fit

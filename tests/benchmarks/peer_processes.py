@@ -46,7 +46,10 @@ REQUIREMENTS = {
     "dolma": ["dolma", "pyarrow<20", "boto3==1.28.17", "aiobotocore==2.5.4", "setuptools<81"],
     "ray": ["ray[data]==2.60.0", "pandas", "pyarrow", "xxhash", "tokenizers", "gigatoken"],
     # Its shingles are str, which xxhash 4 refuses to hash; spaCy and regex are its word splitter.
-    "datatrove": ["datatrove", "pyarrow", "spacy", "nltk", "tokenizers", "regex", "xxhash<4"],
+    "datatrove": [
+        *("datatrove", "pyarrow", "spacy", "nltk", "tokenizers", "regex", "xxhash<4"),
+        *("orjson", "fasteners", "fasttext-numpy2-wheel"),
+    ],
 }
 VENVS = Path("~/.cache/shardkit-peers").expanduser()
 MARKER = "requirements.json"  # written last: the environment is whole

@@ -1,4 +1,4 @@
-"""datatrove: its signature stage without its files, and its own filters on its own documents.
+"""datatrove: its signature stage without its files, its own filters on its own documents, and a whole build.
 
 Nearly all of the time of signatures is spaCy's word splitting; filters get words by str.split, or by their
 default splitter, which is spaCy too.
@@ -8,9 +8,20 @@ from __future__ import annotations
 
 import tempfile
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from peer_side import FILTERS, NGRAM, ROWS, Request, serve
+import pyarrow as pa
+from peer_side import BANDS, FILTERS, NGRAM, ROWS, Request, measured, serve, texts_of, write_jsonl
+
+TASKS = 8  # as many as files
+
+
+class WordsBySpaces:
+    """In place of a word tokenizer."""
+
+    def word_tokenize(self, text: str) -> list[str]:
+        return text.split()
 
 
 @cache
@@ -27,10 +38,10 @@ def stage(permutations: int) -> Any:
     return MinhashDedupSignature(tempfile.gettempdir(), config)
 
 
-def signatures(texts: list[str], request: Request) -> int:
+def signatures(table: pa.Table, request: Request) -> int:
     made = stage(request["permutations"])
     done = 0
-    for text in texts:
+    for text in texts_of(table):
         shingles = made.get_shingles(text)
         done += shingles.size != 0 and len(made.get_signature(shingles)) > 0
     return done
@@ -57,17 +68,70 @@ def filters(task: str, words: str) -> list[Any]:
     return {"repetition": gopher[:1], "gopher": gopher, "fineweb": [*gopher, *web]}[task]
 
 
-def passing(texts: list[str], request: Request) -> int:
+def passing(table: pa.Table, request: Request) -> int:
     """Number of documents that pass."""
     from datatrove.data import Document
 
     steps = filters(request["task"], request["words"])
     kept = 0
-    for text in texts:
+    for text in texts_of(table):
         document = Document(text=text, id="x")  # C4's filter writes its edited text into it
         kept += all(step.filter(document) is True for step in steps)
     return kept
 
 
+def build(table: pa.Table, request: Request) -> dict[str, Any]:
+    """Its example for FineWeb from the filters on, then shuffled tokens: what was kept, and of how many."""
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline import filters as made
+    from datatrove.pipeline.dedup import minhash
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.tokens import DocumentTokenizer, DocumentTokenizerMerger
+    from datatrove.pipeline.writers import JsonlWriter
+
+    texts = write_jsonl(table)
+    config = minhash.MinhashConfig(n_grams=NGRAM, num_buckets=BANDS, hashes_per_bucket=ROWS)
+    language = made.LanguageFilter("en")
+    language.model.MODEL_URL = request["lid"]
+    sign = minhash.MinhashDedupSignature
+    with tempfile.TemporaryDirectory() as folder, measured() as usage:
+
+        def run(number: int, steps: list[Any], tasks: int = TASKS) -> None:
+            method = (
+                "fork" if request["words"] == "split" else "forkserver"
+            )  # a fork has the words that are set
+            LocalPipelineExecutor(
+                steps,
+                tasks=tasks,
+                workers=request["workers"],
+                logging_dir=f"{folder}/logs-{number}",
+                start_method=method,
+            ).run()
+
+        signing = sign(f"{folder}/signatures", config)
+        if request["words"] == "split":
+            sign.word_tokenizer = WordsBySpaces()
+        rules = [*filters("gopher", request["words"]), *filters("fineweb", request["words"])[2:]]
+        clean = JsonlWriter(f"{folder}/clean", compression=None)
+        run(1, [JsonlReader(str(texts)), language, *rules, clean])
+        run(2, [JsonlReader(f"{folder}/clean"), signing])
+        run(
+            3,
+            [minhash.MinhashDedupBuckets(f"{folder}/signatures", f"{folder}/buckets", config=config)],
+            BANDS,
+        )
+        run(4, [minhash.MinhashDedupCluster(f"{folder}/buckets", f"{folder}/remove", config=config)], 1)
+        kept = JsonlWriter(f"{folder}/kept", compression=None)
+        run(5, [JsonlReader(f"{folder}/clean"), minhash.MinhashDedupFilter(f"{folder}/remove"), kept])
+        tokens = f"{folder}/tokens"
+        encode = DocumentTokenizer(tokens, request["tokenizer"], eos_token=request["eos"], seed=1)
+        run(6, [JsonlReader(f"{folder}/kept"), encode])
+        run(7, [DocumentTokenizerMerger(tokens, f"{folder}/merged", "merged", seed=1)], 1)
+        ends = sum(file.stat().st_size // 8 for file in Path(folder, "merged").glob("*.ds.index"))
+        size = sum(file.stat().st_size for file in Path(folder, "merged").glob("*.ds"))
+    return {"tokens": size // 2, "documents": ends, "usage": usage}
+
+
 if __name__ == "__main__":
-    serve({"signatures": signatures, **dict.fromkeys(FILTERS, passing)})
+    tasks = {"signatures": signatures, "build": build, **dict.fromkeys(FILTERS, passing)}
+    serve(tasks, lambda table: table)

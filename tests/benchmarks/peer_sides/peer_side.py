@@ -33,6 +33,7 @@ Task = Callable[[Any, Request], Any]
 NGRAM = 5
 BANDS, ROWS = 14, 8
 FILTERS = ("repetition", "gopher", "fineweb")  # tasks
+WHOSE = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
 
 
 def read_texts(file: str, documents: int | None) -> pa.Table:
@@ -87,8 +88,9 @@ def components(groups: Iterable[list[int]]) -> list[int]:
     return [member for member in parents if root(member) != member]
 
 
-def cpu_seconds() -> float:
-    usages = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+def cpu_seconds(*of: int) -> float:
+    """Of this process and of all that it has waited for, or of one of these two."""
+    usages = map(resource.getrusage, of or WHOSE)
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
@@ -123,20 +125,23 @@ def tree() -> dict[int, tuple[float, int]]:
 
 @contextmanager
 def measured(every_seconds: float = 0.2) -> Iterator[dict[str, float]]:
-    """Seconds, CPU seconds of this process and of all that ran below it, and the most memory held at once."""
-    seconds: dict[int, float] = {}
+    """Seconds, CPU seconds of this process and of all that ran below it, and the most memory held at once.
+
+    Processes that nobody waited for, such as daemons, are known by what was seen of them last.
+    """
+    seen: dict[int, float] = {}
     result = {"seconds": 0.0, "cpu_seconds": 0.0, "peak_MB": 0.0}
     ended, began = threading.Event(), time.perf_counter()
 
     def watch() -> None:
         while True:
             now = tree()
-            seconds.update({pid: cpu for pid, (cpu, _) in now.items() if pid != os.getpid()})
+            seen.update({pid: cpu for pid, (cpu, _) in now.items() if pid != os.getpid()})
             result["peak_MB"] = max(result["peak_MB"], sum(size for _, size in now.values()) / 1e6)
             if ended.wait(every_seconds):
                 return
 
-    thread, own = threading.Thread(target=watch), cpu_seconds()
+    thread, before = threading.Thread(target=watch), [cpu_seconds(who) for who in WHOSE]
     thread.start()
     try:
         yield result
@@ -144,7 +149,8 @@ def measured(every_seconds: float = 0.2) -> Iterator[dict[str, float]]:
         result["seconds"] = time.perf_counter() - began
         ended.set()
         thread.join()
-        result["cpu_seconds"] = sum(seconds.values()) + cpu_seconds() - own
+        own, waited = (cpu_seconds(who) - earlier for who, earlier in zip(WHOSE, before, strict=True))
+        result["cpu_seconds"] = own + max(waited, sum(seen.values()))
 
 
 def answer(request: Request, table: pa.Table, prepared: Any, task: Task) -> dict[str, Any]:

@@ -104,10 +104,14 @@ def build(batches: list[pa.RecordBatch], request: Request) -> dict[str, Any]:
 
     texts = write_jsonl(pa.Table.from_batches(batches))
     with tempfile.TemporaryDirectory() as folder, measured() as usage:
+        is_fineweb = request["recipe"] == "fineweb"
+        short: dict[str, Any] = {"length": {"min_words": request["min_words"]}}
+        near: dict[str, Any] = {"near": {}} if is_fineweb else {}
         recipe = {
             "inputs": [{"path": f"{texts}/*.jsonl", "source": "texts"}],
-            "filters": [{"length": {"min_words": request["min_words"]}}],
-            "dedup": {"exact": {}, "max_removed_fraction": 1},
+            "filters": [{"profile": request["profile"]} if is_fineweb else short],
+            "dedup": {"exact": {}, **near, "max_removed_fraction": 1},
+            "max_bad_fraction": 1,
             "tokenizer": {"path": request["tokenizer"], "eos": request["eos"]},
             "pack": {"sequence_length": request["sequence_length"], "strategy": "concat"},
             "output": {"path": f"{folder}/out"},
