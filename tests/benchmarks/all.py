@@ -73,7 +73,7 @@ BENCHMARKS = (
     Benchmark("near", "bench_near.py", 10, ("corpus",)),
     Benchmark("filters", "bench_filters.py", 10, ("corpus", "tokenizer")),
     Benchmark("preprocess", "bench_preprocess.py", 6, ("corpus", "tokenizer", "megatron")),
-    Benchmark("build", "bench_build.py --megabytes 80 --runs 5", 6, ("corpus", "tokenizer")),
+    Benchmark("build", "bench_build.py --megabytes 80 --runs 5", 8, ("corpus", "tokenizer")),
     Benchmark("ray_data", "bench_frameworks.py exact --megabytes 80 --runs 3", 6, ("corpus", "tokenizer")),
     Benchmark("datatrove", "bench_frameworks.py fineweb --runs 3", 12, ("corpus", "tokenizer")),
     Benchmark("growth", "bench_growth.py --megabytes 100", 5, ("corpus", "tokenizer")),

@@ -6,7 +6,9 @@
 
     jsonl    --megabytes of text in files of 8 MB
     files    --files JSON lines files of one document each, of the same text (0: left out)
-    warc     the files of --warc, their pages extracted by resiliparse (left out without it)
+    warc     the HTML pages among the texts, again and again up to --megabytes of HTML, in WARC files whose
+             records are gzipped one by one, or the files of --warc; extracted by resiliparse. Repeated pages
+             have no copies after the clean stage. MB are of extracted text
 
 Recipe: profile fineweb (language, Gopher, C4 and FineWeb rules), exact and near duplicates, rows of 2,048
 tokens. Documents are those of --corpus (JSONL and Parquet files with a `text`; without it that of
@@ -26,6 +28,8 @@ tool is beside it: bench_filters.py and bench_near.py compare stages with tools 
 from __future__ import annotations
 
 import argparse
+import io
+import itertools
 import json
 import os
 import resource
@@ -37,6 +41,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from warcio.statusandheaders import StatusAndHeaders
+from warcio.warcwriter import WARCWriter
 
 from bench_growth import Clock
 from figures import Heads, benchmark_parser, give, in_turns
@@ -142,6 +149,27 @@ def fixed_costs(tokenizer: Path, runs: int) -> dict[str, list[float]]:
     return taken
 
 
+def write_warc(folder: Path, texts: Sequence[str], megabytes: float) -> int:
+    """The HTML pages among `texts` in files of about 8 MB, up to so many MB; how many there are."""
+    pages = [text.encode() for text in texts if "<html" in text[:2000].lower()]
+    folder.mkdir()
+    if not pages:
+        print("left out: warc: the texts have no HTML pages", file=sys.stderr)
+        return 0
+    numbers = itertools.cycle(range(len(pages)))
+    headers = StatusAndHeaders("200 OK", [("Content-Type", "text/html; charset=utf-8")], protocol="HTTP/1.1")
+    for number in range(max(1, round(megabytes / 8))):
+        with (folder / f"pages-{number:05d}.warc.gz").open("wb") as file:
+            writer, size = WARCWriter(file), 0
+            while size < 8_000_000:
+                at = next(numbers)
+                url, page = f"https://example.org/{at}", io.BytesIO(pages[at])
+                record = writer.create_warc_record(url, "response", payload=page, http_headers=headers)
+                writer.write_record(record)
+                size += len(pages[at])
+    return len(pages)
+
+
 def make_corpora(folder: Path, options: argparse.Namespace) -> dict[str, Path]:
     """The recipe of each corpus, by its name."""
     inputs = {"jsonl": 'path: "texts/*.jsonl"'}
@@ -153,8 +181,8 @@ def make_corpora(folder: Path, options: argparse.Namespace) -> dict[str, Path]:
         for number in range(options.files):
             line = json.dumps({"text": short[number % len(short)][:20_000]})
             (folder / "files" / "texts" / f"{number:07d}.jsonl").write_text(line + "\n")
-    if options.warc:
-        inputs["warc"] = f"path: {json.dumps(options.warc)}, extract: resiliparse"
+    if options.warc or write_warc(folder / "warc", read_sources(options.corpus), options.megabytes):
+        inputs["warc"] = f"path: {json.dumps(options.warc or '*.warc.gz')}, extract: resiliparse"
     for name, entry in inputs.items():
         (folder / name).mkdir(exist_ok=True)
         put_tokenizer(folder / name, options.tokenizer)
