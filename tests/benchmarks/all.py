@@ -148,7 +148,7 @@ def commit() -> str:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
-    return git("rev-parse", "--short=10", "HEAD").strip() + "+" * bool(git("status", "--porcelain"))
+    return git("rev-parse", "--short=10", "HEAD").strip() + "+" * bool(git("diff", "HEAD", "--name-only"))
 
 
 def run(benchmark: Benchmark, arguments: argparse.Namespace, facts: Mapping[str, Any]) -> str | None:
