@@ -269,8 +269,9 @@ class OutputMemory:
     where pieces are used, and has it back when the object and all that is lent are gone.
     """
 
-    def __init__(self) -> None:
-        self._arena = _large_pages(_ARENA_BYTES)
+    def __init__(self, arena: _Bytes | None = None) -> None:
+        """`arena`: what pieces are cut from, instead of memory of this process."""
+        self._arena = _large_pages(_ARENA_BYTES) if arena is None else arena
         self._carved = 0
         self._carving = threading.Lock()
         # Every other change is one atomic step of a dict or list: the garbage collector may come in between.

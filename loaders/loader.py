@@ -176,18 +176,33 @@ class StreamingLoader:
             "shardkit.loaders.pytorch.StreamingDataset"
         )
 
-    def iterate(self, *, first: int = 0, every: int = 1) -> Iterator[Batch]:
-        """Iterate as a `for` does, or over only batch `first` and each `every`-th after it.
+    def iterate(self) -> Iterator[Batch]:
+        """Iterate as a `for` does, but from the cursor on whatever `restart` says."""
+        running = self._begin()
+        return self._deliver(running, self._iteration)
 
-        With `every` above 1 the loader does not know what else is delivered, so its state is meaningless.
+    def share(self, *, first: int, every: int) -> Iterator[Group]:
+        """Batch `first` and each `every`-th after it, for a DataLoader worker: fields, not yet batches.
+
+        The loader does not know what others deliver, so its state is meaningless.
         """
+        running = self._begin(first, every, makes_batches=False)
+        try:
+            while (group := running.get()) is not None:
+                self._cursor = group.cursors[-1]
+                self._opened.streams.run.consume(self.position)
+                yield group
+        finally:
+            running.close()
+
+    def _begin(self, first: int = 0, every: int = 1, *, makes_batches: bool = True) -> Prefetcher:
         self._stop()
         check_place(self._place)  # the process group may have been made since
         self._compare_data()
         self._watch_peers()
         self._announce_limit()
         self._iteration = object()
-        return self._deliver(self._start(first, every), self._iteration)
+        return self._start(first, every, makes_batches=makes_batches)
 
     def steps(self) -> Iterator[list[Batch]]:
         """Iterate over optimizer steps without end: each is the list of this rank's batches of the step.
@@ -237,7 +252,7 @@ class StreamingLoader:
         if limit is not None and (self.config.endless or limit.position < epoch_end):
             warn_user(limit.message(self._plan.global_batch))
 
-    def _start(self, first: int = 0, every: int = 1) -> Prefetcher:
+    def _start(self, first: int = 0, every: int = 1, *, makes_batches: bool = True) -> Prefetcher:
         """Begin to produce batches from the next one on, and to fetch their shards."""
         config = self.config
         maker = GroupMaker(
@@ -247,6 +262,7 @@ class StreamingLoader:
             self._maker,
             most_bytes=self._prefetch_bytes,
             balance=self._balance,
+            makes_batches=makes_batches,
         )
         self._fetch_ahead()
         cursor = (self.position, self._plan.delivered(self._cursor))
@@ -594,6 +610,11 @@ class StreamingLoader:
     def position(self) -> int:
         """Samples delivered so far, over all ranks and epochs."""
         return self._cursor[0]
+
+    @property
+    def batch_bytes(self) -> int:
+        """Of the columns of a batch, on average if they vary."""
+        return self.batch_size * (self._source.delivered_bytes or self._source.stored_bytes)
 
     @property
     def cursor(self) -> Cursor:

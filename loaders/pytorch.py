@@ -50,7 +50,8 @@ with naming_extras("shardkit.loaders.pytorch"):
     from torch.utils.data import Dataset as TorchDataset
 
 
-from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn
+from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn, tensor_maker
+from shardkit.loaders.blocks import BLOCK_BYTES, MAX_BLOCK_BATCHES, BlockMemory, deal
 from shardkit.loaders.config import LoaderConfig, LoaderOptions
 from shardkit.loaders.defaults import find_eos_id, may_be_padded
 from shardkit.loaders.peers import StopTogether
@@ -243,7 +244,18 @@ class StreamingDataLoader(DataLoader[Batch]):
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
         generator: torch.Generator | None = None,
+        block_bytes: int = BLOCK_BYTES,
     ) -> None:
+        """`block_bytes`: batches travel from a worker together up to this size; 0: each alone.
+
+        `prefetch_factor` counts batches, of which each worker has whole blocks. With a `collate_fn`, each
+        batch travels alone, as it may give anything.
+        """
+        own = dataset.loader.batch_bytes
+        self._block_batches = max(1, min(MAX_BLOCK_BATCHES, block_bytes // own))
+        self._hands_over_blocks = num_workers > 0 and collate_fn is unchanged
+        if self._hands_over_blocks and prefetch_factor is not None and prefetch_factor > 2:
+            prefetch_factor = max(2, -(-prefetch_factor // self._block_batches))
         super().__init__(
             dataset,
             batch_size=None,
@@ -257,6 +269,7 @@ class StreamingDataLoader(DataLoader[Batch]):
             multiprocessing_context=multiprocessing_context,
             generator=generator,
         )
+        self._memory: BlockMemory | None = None
         self._batches = dataset
         dataset.loop_logs = True
         self._cursor = dataset.next
@@ -276,10 +289,21 @@ class StreamingDataLoader(DataLoader[Batch]):
         dataset.start_at(self._cursor)
         number = dataset.iteration
         self._own_iterations = (number, number + 1)  # as soon as torch's iterator or its workers have begun
-        delivery = _Delivery(self, super().__iter__())
+        source: Any = super().__iter__()
+        if self._hands_over_blocks:
+            source = deal(source, self.num_workers)
+        delivery = _Delivery(self, source)
         dataset.received = self._cursor
         self._delivery = weakref.ref(delivery)
         return delivery
+
+    def _get_iterator(self) -> Any:
+        """torch's, whose workers are started here."""
+        if not self._hands_over_blocks:
+            return super()._get_iterator()
+        self._memory = BlockMemory(self.num_workers, tensor_maker(self._batches.loader.config))
+        with self._batches.in_blocks(self._memory, self._block_batches):
+            return super()._get_iterator()
 
     def __len__(self) -> int:
         """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""

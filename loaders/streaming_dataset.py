@@ -31,7 +31,7 @@ import struct
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.context import get_spawning_popen
@@ -49,10 +49,12 @@ with naming_extras("shardkit.loaders.streaming_dataset"):
     from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 
 from shardkit.datasets.dataset import Dataset
-from shardkit.loaders.batch import Batch
+from shardkit.loaders.batch import Batch, batches_of, tensor_maker
+from shardkit.loaders.blocks import Block, BlockMemory
 from shardkit.loaders.config import RunOptions, Stream
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.plan import BatchPlan, Cursor
+from shardkit.loaders.producer import Group
 from shardkit.loaders.state import LoaderState, OnMismatch
 
 __all__ = ["Shared", "SharedCursor", "State", "StreamingDataset", "Worker", "state_of"]
@@ -244,6 +246,7 @@ class StreamingDataset(IterableDataset[Batch]):
         """Where the loop is, if it is a StreamingDataLoader's."""
         self.loop_logs = False
         """Whether the loop that receives the batches calls `log_received`."""
+        self._blocks: tuple[BlockMemory, int] | None = None  # where workers put them, batches in one
 
     @property
     def loader(self) -> StreamingLoader:
@@ -266,7 +269,7 @@ class StreamingDataset(IterableDataset[Batch]):
         """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""
         return self.loader.epoch_batches(self.next)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch] | Iterator[Block]:
         self._refuse_regrouping()
         info = get_worker_info()
         if info is None:
@@ -412,6 +415,15 @@ class StreamingDataset(IterableDataset[Batch]):
             batch.pop(sample_id)
             batch.pop(stream_id, None)
 
+    @contextmanager
+    def in_blocks(self, memory: BlockMemory, most_batches: int) -> Iterator[None]:
+        """Let the workers that start meanwhile hand over blocks of up to `most_batches`."""
+        self._blocks = memory, most_batches
+        try:
+            yield
+        finally:
+            self._blocks = None
+
     def _refuse_regrouping(self) -> None:
         """TypeError if what calls would make other batches of these, or give one rank's batches to all.
 
@@ -475,7 +487,7 @@ class StreamingDataset(IterableDataset[Batch]):
             shared.move(loader.cursor)
             yield batch
 
-    def _iterate_share(self, worker: Worker) -> Iterator[Batch]:
+    def _iterate_share(self, worker: Worker) -> Iterator[Batch] | Iterator[Block]:
         loader, saved = self.loader, self._saved
         self._saved = None
         iteration, start = self._shared.enter(worker, self._settings(), saved.start if saved else None)
@@ -483,20 +495,29 @@ class StreamingDataset(IterableDataset[Batch]):
         loader.load_state_dict(loader.state_at(start))
         left = None if loader.config.endless else loader.plan.batches_left(start[0])
         most = None if left is None else max(0, -(-(left - worker.number) // worker.count))
-        if left is not None and share.made >= cast(int, most):
-            self._shared.mark_done(worker, iteration, loader.start_of(loader.plan.advance(start, left)))
 
-        def deliver(batches: Iterator[Batch]) -> Iterator[Batch]:
-            for batch in batches:
-                share.made += 1
-                if left is not None and share.made == most:
-                    self._shared.mark_done(
-                        worker, iteration, loader.start_of(loader.plan.advance(start, left))
-                    )
+        def count(made: int) -> None:
+            share.made += made
+            if left is not None and share.made >= cast(int, most):
+                self._shared.mark_done(worker, iteration, loader.start_of(loader.plan.advance(start, left)))
+
+        count(0)
+        groups = loader.share(first=worker.number + share.made * worker.count, every=worker.count)
+        return self._share_in_batches(groups, count) if self._blocks is None else self._share_in_blocks(groups, count)
+
+    def _share_in_batches(self, groups: Iterator[Group], count: Callable[[int], None]) -> Iterator[Batch]:
+        tensor = tensor_maker(self.loader.config)
+        for group in groups:
+            for batch in batches_of(group.fields, tensor):
+                count(1)
                 yield batch
 
-        first = worker.number + share.made * worker.count
-        return deliver(loader.iterate(first=first, every=worker.count))
+    def _share_in_blocks(self, groups: Iterator[Group], count: Callable[[int], None]) -> Iterator[Block]:
+        assert self._blocks is not None and self._share is not None
+        memory, most_batches = self._blocks
+        for block in memory.outbox(self._share.worker.number).blocks(groups, most_batches):
+            count(block.count)
+            yield block
 
     def _saved_share(self, state: Mapping[str, object]) -> _Share:
         """In a worker: the share that its state continues."""
