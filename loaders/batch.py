@@ -259,11 +259,12 @@ class BatchMaker:
         columns: Sequence[str],
         tokens: TokenColumn,
         *,
+        output: OutputMemory | None = None,
         return_ids: bool = False,
         mark_padding: bool = False,
         split_ids: SplitIds | None = None,
     ) -> None:
-        """`mark_padding`: whole rows may be padding.
+        """`output`: where fields are written. `mark_padding`: whole rows may be padding.
 
         ValueError for names of fields that are unknown or would come twice.
         """
@@ -273,7 +274,7 @@ class BatchMaker:
         self.return_ids = return_ids
         self.mark_padding = mark_padding
         self.split_ids = split_ids
-        self._memory = OutputMemory()
+        self._memory = output or OutputMemory()
         self._names = _field_names(list(columns), self._added_fields(), dict(config.rename or {}))
         has_padding = tokens.may_be_padded and tokens.eos_id is not None and config.bos_id is None
         has_padding |= config.pad_id is not None

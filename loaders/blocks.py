@@ -45,12 +45,12 @@ from shardkit.loaders.producer import Group
 
 __all__ = ["BLOCK_BYTES", "MAX_BLOCK_BATCHES", "Block", "BlockMemory", "Outbox", "deal"]
 
-BLOCK_BYTES = 2 << 20  # a message costs as much as copying about 1 MiB
-MAX_BLOCK_BATCHES = 64  # a message costs each of so many batches 2 microseconds
+BLOCK_BYTES = 4 << 20  # a message costs as much as gathering about 1 MiB
+MAX_BLOCK_BATCHES = 256  # shares that cost among the smallest batches; growing there from 1 takes 8 blocks
 
-_ARENA_BYTES = 512 << 20  # of addresses for each worker; memory is taken where blocks are
-_FLAGS = 8192  # blocks of the smallest pieces that fill an arena
-_PART_BYTES = _FLAGS + _ARENA_BYTES
+_ARENA_BYTES = 512 << 20  # of addresses for each worker, not of memory
+_SMALL_BYTES = 64 << 10  # pickled instead: the smallest piece of an arena
+_FLAGS = _ARENA_BYTES // _SMALL_BYTES  # as many blocks have arrays in an arena
 
 _Array = npt.NDArray[np.generic]
 _Bytes = npt.NDArray[np.uint8]
@@ -61,12 +61,13 @@ class _Placed(NamedTuple):
 
     offset: int
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: str
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """In a worker: consecutive batches of its own. Unpickled by the parent it is (worker, its batches)."""
+    """In a worker: some of its batches. What the parent unpickles is (worker, the batches)."""
 
     count: int
     memory: int
@@ -81,86 +82,99 @@ class Block:
 class BlockMemory:
     """What a process and the workers of one of its DataLoader iterators share."""
 
-    def __init__(self, workers: int, tensor: Callable[[_Array], object]) -> None:
-        """`tensor`: makes what a batch has of an array."""
+    def __init__(
+        self, workers: int, tensor: Callable[[_Array], object], *, arena_bytes: int = _ARENA_BYTES
+    ) -> None:
+        """`tensor`: makes what a batch has of an array. `arena_bytes`: of each worker."""
         self._number = next(_numbers)
         self._tensor = tensor
+        self._part_bytes = _FLAGS + arena_bytes
         self._watched: dict[int, weakref.ref[_Bytes]] = {}
         self._outbox: Outbox | None = None
-        try:
-            descriptor = os.memfd_create("shardkit-blocks")
-            weakref.finalize(self, os.close, descriptor)
-            os.ftruncate(descriptor, workers * _PART_BYTES)
-            self._map(descriptor)
-        except (AttributeError, OSError):  # not Linux; or a limit on addresses
-            self._descriptor, self._memory = -1, bytes(1)
+        self._map(_new_file(workers * self._part_bytes))
         _memories[self._number] = self
 
-    def outbox(self, worker: int) -> Outbox:
-        """In a worker: what sends its blocks."""
+    def outbox(self, worker: int, output: OutputMemory) -> Outbox:
+        """In a worker: what sends its blocks, whose arrays are lent by `output`."""
         if self._outbox is None:
-            self._outbox = Outbox(self._number, worker, np.frombuffer(self._memory, np.uint8))
+            first = worker * self._part_bytes
+            flags = slice(first, first + _FLAGS)
+            if (arena := self._bytes[flags.stop : first + self._part_bytes]).size:
+                output.share(arena)
+            self._outbox = Outbox(self._number, worker, self._bytes, flags, output)
         return self._outbox
 
     def receive(self, worker: int, flag: int | None, pieces: list[dict[str, Any]]) -> tuple[int, list[Batch]]:
         """In the parent: (worker, the batches of its block)."""
-        lent = np.frombuffer(self._memory, np.uint8)  # the base of every view of this block, and of no other
+        # The base of all that shows this block, and of nothing else: memoryviews are not looked through.
+        lent = np.frombuffer(self._bytes.data, np.uint8)
         if flag is not None:
-            place = worker * _PART_BYTES + flag
+            place = worker * self._part_bytes + flag
             self._watched[place] = weakref.ref(lent, partial(self._release, place, _forks))
         batches: list[Batch] = []
         for piece in pieces:
-            fields = {name: self._opened(values, lent) for name, values in piece.items()}
+            fields = {name: _opened(values, lent) for name, values in piece.items()}
             batches += batches_of(fields, self._tensor)
         return worker, batches
 
-    def _opened(self, values: Any, lent: _Bytes) -> Any:
-        if isinstance(values, _Placed):
-            return np.ndarray(values.shape, values.dtype, lent, values.offset)
-        return values.numpy() if isinstance(values, torch.Tensor) else values
-
     def _release(self, place: int, forks: int, _: weakref.ref[_Bytes]) -> None:
+        """Let a worker reuse a block's memory, unless a process forked meanwhile may still see it."""
         del self._watched[place]
         if forks == _forks:
-            np.frombuffer(self._memory, np.uint8)[place] = 0
+            self._bytes[place] = 0
 
-    def _map(self, descriptor: int) -> None:
+    def _map(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
-        self._memory: mmap.mmap | bytes = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self._bytes: _Bytes = np.zeros(1, np.uint8)
+        if descriptor is not None:
+            weakref.finalize(self, os.close, descriptor)
+            self._bytes = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
 
     def __getstate__(self) -> dict[str, Any]:
         assert get_spawning_popen() is not None, "only a worker gets a copy"
-        return {"number": self._number, "file": None if self._descriptor < 0 else DupFd(self._descriptor)}
+        file = None if self._descriptor is None else DupFd(self._descriptor)
+        return {"number": self._number, "part_bytes": self._part_bytes, "file": file}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._number, self._outbox, self._memory = state["number"], None, bytes(1)
-        if state["file"] is not None:
-            descriptor = state["file"].detach()
-            self._map(descriptor)
-            os.close(descriptor)
+        self._number, self._part_bytes, self._outbox = state["number"], state["part_bytes"], None
+        self._map(None if state["file"] is None else state["file"].detach())
+
+
+def _new_file(size: int) -> int | None:
+    """The descriptor of `size` bytes of shared memory without a name; None if the system gives none."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    descriptor = os.memfd_create("shardkit-blocks")
+    try:
+        os.ftruncate(descriptor, size)
+        mmap.mmap(descriptor, 0).close()  # there may be a limit on addresses
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 class Outbox:
-    """In a worker: puts batches into its part of the memory, and takes back what the parent has released."""
+    """In a worker: makes blocks, and takes back the memory of those that the parent has released."""
 
-    def __init__(self, memory: int, worker: int, whole: _Bytes) -> None:
-        self._memory, self._worker, self._whole = memory, worker, whole
-        part = whole[worker * _PART_BYTES : (worker + 1) * _PART_BYTES]
-        self._flags, self._output = part[:_FLAGS], OutputMemory(part[_FLAGS:])
+    def __init__(self, memory: int, worker: int, whole: _Bytes, flags: slice, output: OutputMemory) -> None:
+        """`whole`: the memory; `flags`: where those of this worker are."""
+        self._memory, self._worker, self._whole, self._output = memory, worker, whole, output
+        self._flags = whole[flags]
         self._sent: dict[int, list[_Array]] = {}
 
     def blocks(self, groups: Iterator[Group], most_batches: int) -> Iterator[Block]:
         """The batches of `groups` in blocks; those before an error come before it."""
-        size, rest = 1, _Rest({}, 0)
+        size, rest = 1, _Piece({}, 0)
         while True:
-            pieces: list[_Rest] = []
+            pieces: list[_Piece] = []
             missing = size
             try:
                 while missing:
                     if not rest.count:
                         if (group := next(groups, None)) is None:
                             break
-                        rest = _Rest(group.fields, len(group.cursors))
+                        rest = _Piece(group.fields, len(group.cursors))
                     piece, rest = rest.cut(missing)
                     pieces.append(piece)
                     missing -= piece.count
@@ -174,13 +188,11 @@ class Outbox:
                 return
             size = min(2 * size, most_batches)
 
-    def _block(self, pieces: list[_Rest]) -> Block:
+    def _block(self, pieces: list[_Piece]) -> Block:
         for flag in [flag for flag in self._sent if not self._flags[flag]]:
             del self._sent[flag]
         placed: list[_Array] = []
-        sent = [
-            {name: self._placed(values, placed) for name, values in piece.fields.items()} for piece in pieces
-        ]
+        sent = [{name: self._placed(values, placed) for name, values in p.fields.items()} for p in pieces]
         flag = None
         if placed:
             flag = next(number for number in range(_FLAGS) if number not in self._sent)
@@ -189,31 +201,34 @@ class Outbox:
         return Block(sum(piece.count for piece in pieces), self._memory, self._worker, flag, sent)
 
     def _placed(self, values: Any, placed: list[_Array]) -> Any:
-        """Where `values` are in the shared memory, if they can be there; else what to pickle."""
-        if not isinstance(values, np.ndarray) or values.nbytes < _SMALL_BYTES or values.dtype.kind not in "biuf":
+        """Where `values` are in the memory, copied there if they were not; else what to pickle."""
+        if not isinstance(values, np.ndarray) or values.nbytes < _SMALL_BYTES or values.dtype.kind not in _KINDS:
             return values
-        lent = self._output.lend(values.shape, values.dtype)
-        lent[...] = values
-        offset = _address(lent) - _address(self._whole)
-        if not 0 <= offset < len(self._whole):
-            return torch.from_numpy(lent)
-        placed.append(lent)
-        return _Placed(offset, values.shape, values.dtype.str)
+        if self._output.is_shared and not self._holds(values):
+            copied = self._output.lend(values.shape, values.dtype)
+            copied[...] = values
+            values = copied
+        if not self._holds(values):
+            return torch.from_numpy(values)
+        placed.append(values)
+        offset = _address(values) - _address(self._whole)
+        return _Placed(offset, values.shape, values.strides, values.dtype.str)
+
+    def _holds(self, values: _Array) -> bool:
+        return 0 <= _address(values) - _address(self._whole) < len(self._whole)
 
 
-class _Rest(NamedTuple):
+class _Piece(NamedTuple):
     """Some of a group's batches."""
 
     fields: Fields
     count: int
 
-    def cut(self, most: int) -> tuple[_Rest, _Rest]:
+    def cut(self, most: int) -> tuple[_Piece, _Piece]:
         """(the first `most` batches, those behind them)."""
-        if self.count <= most:
-            return self, _Rest({}, 0)
         first = {name: values[:most] for name, values in self.fields.items()}
         behind = {name: values[most:] for name, values in self.fields.items()}
-        return _Rest(first, most), _Rest(behind, self.count - most)
+        return _Piece(first, min(most, self.count)), _Piece(behind, max(0, self.count - most))
 
 
 def deal(source: Iterator[tuple[int, list[Batch]]], workers: int) -> Iterator[Batch]:
@@ -221,11 +236,11 @@ def deal(source: Iterator[tuple[int, list[Batch]]], workers: int) -> Iterator[Ba
     ready: list[deque[Batch]] = [deque() for _ in range(workers)]
     for own in itertools.cycle(ready):
         while not own:
-            if (block := next(source, None)) is None:
+            worker, batches = next(source, (0, None))
+            if batches is None:
                 return
-            worker, batches = block
             ready[worker].extend(batches)
-            del block, batches
+            batches = None  # or the last block would live as long as this waits for the next one
         yield own.popleft()
 
 
@@ -235,6 +250,13 @@ def _receive(
     """Open a block, in whichever thread of the parent unpickles it."""
     found = _memories.get(memory)
     return (worker, []) if found is None else found.receive(worker, flag, pieces)
+
+
+def _opened(values: Any, lent: _Bytes) -> Any:
+    """An array of a message, or what else it has."""
+    if isinstance(values, _Placed):
+        return np.ndarray(values.shape, values.dtype, lent, values.offset, values.strides)
+    return values.numpy() if isinstance(values, torch.Tensor) else values
 
 
 def _address(array: _Array) -> int:
@@ -247,7 +269,7 @@ def _count_fork() -> None:
     _forks += 1
 
 
-_SMALL_BYTES = 64 << 10
+_KINDS = "biuf"  # of numbers, all of which torch knows too
 _numbers = itertools.count()
 _memories: weakref.WeakValueDictionary[int, BlockMemory] = weakref.WeakValueDictionary()
 _forks = 0

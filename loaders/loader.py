@@ -36,6 +36,7 @@ from shardkit.errors import PeerError, warn_user
 from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, Weights
 from shardkit.loaders.defaults import find_eos_id, may_be_padded, warn_of_small_cache
+from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.metrics import LoaderStats, Telemetry
 from shardkit.loaders.peers import StopTogether
 from shardkit.loaders.placement import (
@@ -107,10 +108,13 @@ class StreamingLoader:
         self._opened = open_streams(dataset, self.config, local_processes(self._place), place=self._place)
         streams, samples = self._opened.streams, self._opened.epoch_samples(self.config)
         self._plan = BatchPlan(samples, batch_size, self._place.rank, self._place.world_size, tail)
+        self.output = OutputMemory()
+        """Where rows are written."""
         self._source = open_source(
             streams,
             self.config.columns,
             dtype,
+            self.output,
             mixed_lengths=self.config.mixed_lengths,
             keep_stored=self.config.reads_tokens,
         )
@@ -146,6 +150,7 @@ class StreamingLoader:
             config=self.config,
             columns=self._source.columns,
             tokens=column,
+            output=self.output,
             return_ids=return_ids,
             mark_padding=mark_padding,
             split_ids=streams.split_ids if len(streams) > 1 else None,

@@ -54,6 +54,7 @@ from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn, tensor_maker
 from shardkit.loaders.blocks import BLOCK_BYTES, MAX_BLOCK_BATCHES, BlockMemory, deal
 from shardkit.loaders.config import LoaderConfig, LoaderOptions
 from shardkit.loaders.defaults import find_eos_id, may_be_padded
+from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.peers import StopTogether
 from shardkit.loaders.sources import SourceInfo, TokenDtype, open_source
 from shardkit.loaders.state import LoaderState, OnMismatch
@@ -162,8 +163,9 @@ class MapDataset(TorchDataset[Sample]):
         return self._parts
 
     def _open(self, streams: Streams) -> tuple[SourceInfo, BatchMaker]:
+        output = OutputMemory()
         source = open_source(
-            streams, self._config.columns, self._dtype, keep_stored=self._config.reads_tokens
+            streams, self._config.columns, self._dtype, output, keep_stored=self._config.reads_tokens
         )
         maker = BatchMaker(
             batch_size=1,  # so that each sample has its own memory
@@ -175,6 +177,7 @@ class MapDataset(TorchDataset[Sample]):
                 source.token_dtype,
                 may_be_padded(streams, self._config),
             ),
+            output=output,
             return_ids=self._return_ids,
         )
         return source, maker
@@ -364,7 +367,7 @@ class _Delivery:
 
     def __init__(self, owner: StreamingDataLoader, source: Iterator[Batch]) -> None:
         self.source: Iterator[Batch] | None = source
-        self._owner = owner
+        self._owner, self._loader = owner, owner._batches.loader
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -375,7 +378,7 @@ class _Delivery:
                 "stale iterator: it failed, or its loader was closed, re-iterated, or had a state loaded"
             )
         owner = self._owner
-        plan = owner._batches.loader.plan
+        plan = self._loader.plan
         owner._stop_together.check()
         try:
             batch = next(self.source)
@@ -390,6 +393,6 @@ class _Delivery:
             raise
         before, owner._cursor = owner._cursor, plan.advance(owner._cursor, 1)
         owner._batches.received = owner._cursor
-        if owner.num_workers:
+        if owner.num_workers and self._loader.usage is not None:
             owner._batches.log_received(batch, before, owner._cursor)
         return batch

@@ -515,7 +515,8 @@ class StreamingDataset(IterableDataset[Batch]):
     def _share_in_blocks(self, groups: Iterator[Group], count: Callable[[int], None]) -> Iterator[Block]:
         assert self._blocks is not None and self._share is not None
         memory, most_batches = self._blocks
-        for block in memory.outbox(self._share.worker.number).blocks(groups, most_batches):
+        outbox = memory.outbox(self._share.worker.number, self.loader.output)
+        for block in outbox.blocks(groups, most_batches):
             count(block.count)
             yield block
 
