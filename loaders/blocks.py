@@ -1,4 +1,4 @@
-"""Blocks: many batches in one message from a DataLoader worker, their arrays in memory that is mapped by both.
+"""Blocks: many batches in one message from a DataLoader worker, their arrays in memory that both map.
 
 torch's queue makes a shared file for each tensor of each batch, passes its descriptor and maps it anew, which
 costs more than reading a small batch and takes fresh pages for every byte. Here worker w of k still makes the
@@ -171,13 +171,13 @@ class Outbox:
             missing = size
             try:
                 while missing:
-                    if not rest.count:
+                    if not rest.batches:
                         if (group := next(groups, None)) is None:
                             break
                         rest = _Piece(group.fields, len(group.cursors))
                     piece, rest = rest.cut(missing)
                     pieces.append(piece)
-                    missing -= piece.count
+                    missing -= piece.batches
             except Exception:
                 if pieces:
                     yield self._block(pieces)
@@ -189,20 +189,24 @@ class Outbox:
             size = min(2 * size, most_batches)
 
     def _block(self, pieces: list[_Piece]) -> Block:
-        for flag in [flag for flag in self._sent if not self._flags[flag]]:
-            del self._sent[flag]
+        for released in [flag for flag in self._sent if not self._flags[flag]]:
+            del self._sent[released]
         placed: list[_Array] = []
         sent = [{name: self._placed(values, placed) for name, values in p.fields.items()} for p in pieces]
-        flag = None
+        flag: int | None = None
         if placed:
-            flag = next(number for number in range(_FLAGS) if number not in self._sent)
+            flag = next(free for free in range(_FLAGS) if free not in self._sent)
             self._sent[flag] = placed
             self._flags[flag] = 1
-        return Block(sum(piece.count for piece in pieces), self._memory, self._worker, flag, sent)
+        return Block(sum(piece.batches for piece in pieces), self._memory, self._worker, flag, sent)
 
     def _placed(self, values: Any, placed: list[_Array]) -> Any:
         """Where `values` are in the memory, copied there if they were not; else what to pickle."""
-        if not isinstance(values, np.ndarray) or values.nbytes < _SMALL_BYTES or values.dtype.kind not in _KINDS:
+        if (
+            not isinstance(values, np.ndarray)
+            or values.nbytes < _SMALL_BYTES
+            or values.dtype.kind not in _KINDS
+        ):
             return values
         if self._output.is_shared and not self._holds(values):
             copied = self._output.lend(values.shape, values.dtype)
@@ -222,13 +226,13 @@ class _Piece(NamedTuple):
     """Some of a group's batches."""
 
     fields: Fields
-    count: int
+    batches: int
 
     def cut(self, most: int) -> tuple[_Piece, _Piece]:
         """(the first `most` batches, those behind them)."""
         first = {name: values[:most] for name, values in self.fields.items()}
         behind = {name: values[most:] for name, values in self.fields.items()}
-        return _Piece(first, min(most, self.count)), _Piece(behind, max(0, self.count - most))
+        return _Piece(first, min(most, self.batches)), _Piece(behind, max(0, self.batches - most))
 
 
 def deal(source: Iterator[tuple[int, list[Batch]]], workers: int) -> Iterator[Batch]:

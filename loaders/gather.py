@@ -11,9 +11,9 @@ shape and type of its rows are checked against the manifest, from which all row 
 the rows holds the arrays that it reads from, so their maps outlive it whatever is closed meanwhile.
 
 Rows that are converted, or that another process reads, are gathered piece by piece and written to reused
-memory while a core's cache holds the piece. Other rows that are delivered as stored stay where NumPy gathered them: a copy into reused memory costs
-0.3 to 0.7 microseconds for a row of 16 KiB, and pays only where `malloc` has returned the memory of earlier
-batches to the system.
+memory while a core's cache holds the piece. Other rows stay where NumPy gathered them: a copy into reused
+memory costs 0.3 to 0.7 microseconds for a row of 16 KiB, and pays only where `malloc` has returned the memory
+of earlier batches to the system.
 
 `OutputMemory` reuses the memory of dead batches. Fresh memory costs a page fault for every 4 KiB, as much as
 copying a row into it. A lent array is taken back when it and everything made from it (views, tensors,
@@ -284,8 +284,8 @@ class OutputMemory:
         self._lent: dict[int, tuple[weakref.ref[_Bytes], _Bytes, int]] = {}
 
     def share(self, arena: _Bytes) -> None:
-        """Lend pieces of `arena` from now on, which another process sees. Nothing may be lent yet."""
-        assert not self._lent and not self._carved
+        """Lend pieces of `arena` from now on, which another process sees. Nothing may have been lent yet."""
+        assert not self._carved
         self._arena, self.is_shared = arena, True
 
     def lend(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> _Rows:

@@ -44,18 +44,16 @@ from shardkit.loaders.placement import (
     check_place,
     find_place,
     local_processes,
-    process_place,
     ranks_of_machine,
     replicas_on_machine,
-    usage_log_role,
 )
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor, StepSizes
 from shardkit.loaders.producer import Group, GroupMaker, Prefetcher
 from shardkit.loaders.prometheus import MetricsFile
 from shardkit.loaders.sources import TokenDtype, open_source
 from shardkit.loaders.state import LoaderState, OnMismatch, resume
-from shardkit.loaders.streams import Streams, named_weights, open_streams
-from shardkit.loaders.usage_log import UsageLog
+from shardkit.loaders.streams import named_weights, open_streams
+from shardkit.loaders.usage_log import open_usage_log
 from shardkit.loaders.work_balance import open_work_balance
 from shardkit.order.order import MAX_POSITION, Shuffle
 from shardkit.order.residency import lanes_of_ranks
@@ -134,7 +132,9 @@ class StreamingLoader:
         self._metrics: MetricsFile | None = None
         if (file := self.config.metrics_file) is not None:
             self._metrics = MetricsFile(file, self._telemetry, labels={"rank": self.rank})
-        self.usage = self._open_usage_log(streams)
+        self.usage = open_usage_log(self.config.usage_log, streams, self._place, batch_size=self.batch_size)
+        if self.usage is not None:
+            self.usage.begin(self._settings, 0)
 
     def _batch_maker(self, *, return_ids: bool, mark_padding: bool) -> BatchMaker:
         streams, key = self._opened.streams, self._source.token_key
@@ -192,13 +192,10 @@ class StreamingLoader:
         The loader does not know what others deliver, so its state is meaningless.
         """
         running = self._begin(first, every, makes_batches=False)
-        try:
-            while (group := running.get()) is not None:
-                self._cursor = group.cursors[-1]
-                self._opened.streams.run.consume(self.position)
-                yield group
-        finally:
-            running.close()
+        while (group := running.get()) is not None:
+            self._cursor = group.cursors[-1]
+            self._opened.streams.run.consume(self.position)
+            yield group
 
     def _begin(self, first: int = 0, every: int = 1, *, makes_batches: bool = True) -> Prefetcher:
         self._stop()
@@ -513,25 +510,6 @@ class StreamingLoader:
                 f"position {position:,} has been delivered: {what} can change from {self.position:,} on"
             )
         return position
-
-    def _open_usage_log(self, streams: Streams) -> UsageLog | None:
-        """The usage log, if one is asked for and this is the replica that writes it."""
-        if (folder := self.config.usage_log) is None:
-            return None
-        role = usage_log_role(self._place, folder)
-        if role == "replica":
-            return None
-        process = process_place() if role == "unknown" else None
-        usage = UsageLog(
-            folder,
-            streams,
-            self.rank,
-            self.world_size,
-            self.batch_size,
-            replica=None if process is None else process[0],
-        )
-        usage.begin(self._settings, 0)
-        return usage
 
     def _arrange(self, settings: RunSettings) -> None:
         """Adopt the order that a run's settings define; if it is refused, nothing changes."""

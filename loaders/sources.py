@@ -87,8 +87,8 @@ def open_source(
 
     In tars, tokens lie in members called `tokens.npy`, and loss masks in `loss_mask.npy`; batches call them
     `tokens` and `loss_mask` as for MDS. ValueError for unknown names, and for streams whose columns could
-    not be in one batch. `output`: where gathered rows are written. `keep_stored`: leave the conversion to the receiver, who reads the tokens first, if
-    all streams store them in one type.
+    not be in one batch. `output`: where gathered rows are written. `keep_stored`: leave the conversion to the
+    receiver, who reads the tokens first, if all streams store them in one type.
     """
     once = streams.once
     each = [_open_one(dataset, columns, dtype) for dataset in once.datasets]
