@@ -315,6 +315,14 @@ class BatchMaker:
         fields |= of_batches
         return {self._names[field]: values for field, values in fields.items()}, size
 
+    def row_bytes(self, columns: int, tokens: int) -> int:
+        """About how large a row with its fields is, of so many bytes of columns and so many tokens."""
+        config, dtype = self.config, self.tokens.dtype
+        of_token = 8 * (bool(config.labels) + config.position_ids) + 4 * config.document_ids
+        if config.reads_tokens and dtype is not None:
+            of_token += dtype.itemsize  # the columns have them as stored
+        return max(1, columns + tokens * of_token)
+
     def _added_fields(self) -> list[str]:
         """The fields that a batch has besides the columns."""
         config = self.config

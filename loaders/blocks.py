@@ -144,12 +144,14 @@ def _new_file(size: int) -> int | None:
     """The descriptor of `size` bytes of shared memory without a name; None if the system gives none."""
     if not hasattr(os, "memfd_create"):
         return None
-    descriptor = os.memfd_create("shardkit-blocks")
+    descriptor: int | None = None
     try:
+        descriptor = os.memfd_create("shardkit-blocks")
         os.ftruncate(descriptor, size)
         mmap.mmap(descriptor, 0).close()  # there may be a limit on addresses
     except OSError:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
         return None
     return descriptor
 

@@ -596,8 +596,9 @@ class StreamingLoader:
 
     @property
     def batch_bytes(self) -> int:
-        """Of the columns of a batch, on average if they vary."""
-        return self.batch_size * (self._source.delivered_bytes or self._source.stored_bytes)
+        """About how large a batch is."""
+        columns = self._source.delivered_bytes or self._source.stored_bytes
+        return self.batch_size * self._maker.row_bytes(columns, self.dataset.sequence_length or 0)
 
     @property
     def cursor(self) -> Cursor:

@@ -1,4 +1,4 @@
-"""One loader of `bench_loaders.py`, in a process of its own: `python loader_sides.py SIDE FOLDER`.
+"""One loader of `bench_loaders.py`, in a process of its own: `loader_sides.py SIDE FOLDER SECONDS [BATCH]`.
 
 Each line on stdin asks for one epoch; the answer on stdout is its figures as JSON. Imports nothing but what
 its side needs, so that a peer may live in an environment without shardkit.
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 LENGTH = 4096
-BATCH = 8
+BATCH = int(sys.argv[4]) if len(sys.argv) > 4 else 8
 STREAMS = 5
 
 Epoch = Callable[[], Iterable[Any]]
