@@ -11,7 +11,7 @@ allocates from and a flag for each block that it has sent. A block's message has
 parent's batches are views of them. When all of these are garbage, in whatever order and thread, the parent
 clears the flag, and the worker reuses the memory for its next block: pages are faulted in once, not once for
 each batch. Memory that somebody may still see is never written to: a process that is forked sees all batches
-that its parent holds, so the flags of these are never cleared.
+that its parent holds, so the flags of these are never cleared, unless it is a worker of this kind itself.
 
 Arrays that find no room (a loop that keeps its batches; a system without memfd) travel as torch's shared
 tensors, one for each column of a block. Everything else (lists, strings, small arrays) is pickled.
@@ -22,9 +22,11 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import get_spawning_popen
@@ -43,7 +45,7 @@ from shardkit.loaders.batch import Batch, Fields, batches_of
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.producer import Group
 
-__all__ = ["BLOCK_BYTES", "MAX_BLOCK_BATCHES", "Block", "BlockMemory", "Outbox", "deal"]
+__all__ = ["BLOCK_BYTES", "MAX_BLOCK_BATCHES", "Block", "BlockMemory", "Outbox", "deal", "forking_workers"]
 
 BLOCK_BYTES = 4 << 20  # a message costs as much as gathering about 1 MiB
 MAX_BLOCK_BATCHES = 256  # shares that cost among the smallest batches; growing there from 1 takes 8 blocks
@@ -89,6 +91,7 @@ class BlockMemory:
         self._number = next(_numbers)
         self._tensor = tensor
         self._part_bytes = _FLAGS + arena_bytes
+        self._process = os.getpid()
         self._watched: dict[int, weakref.ref[_Bytes]] = {}
         self._outbox: Outbox | None = None
         self._map(_new_file(workers * self._part_bytes))
@@ -120,7 +123,7 @@ class BlockMemory:
     def _release(self, place: int, forks: int, _: weakref.ref[_Bytes]) -> None:
         """Let a worker reuse a block's memory, unless a process forked meanwhile may still see it."""
         del self._watched[place]
-        if forks == _forks:
+        if forks == _forks and os.getpid() == self._process:
             self._bytes[place] = 0
 
     def _map(self, descriptor: int | None) -> None:
@@ -270,13 +273,25 @@ def _address(array: _Array) -> int:
     return address
 
 
+@contextmanager
+def forking_workers() -> Iterator[None]:
+    """Fork workers that see none of the batches that this process holds."""
+    _forking.workers = True
+    try:
+        yield
+    finally:
+        _forking.workers = False
+
+
 def _count_fork() -> None:
     global _forks
-    _forks += 1
+    if not getattr(_forking, "workers", False):
+        _forks += 1
 
 
 _KINDS = "biuf"  # of numbers, all of which torch knows too
 _numbers = itertools.count()
 _memories: weakref.WeakValueDictionary[int, BlockMemory] = weakref.WeakValueDictionary()
-_forks = 0
+_forks = 0  # of processes that may show batches
+_forking = threading.local()
 os.register_at_fork(before=_count_fork)

@@ -29,7 +29,7 @@ with naming_extras("shardkit.loaders.streaming_dataset"):
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.loaders.batch import Batch, batches_of, tensor_maker
-from shardkit.loaders.blocks import Block, BlockMemory
+from shardkit.loaders.blocks import Block, BlockMemory, forking_workers
 from shardkit.loaders.config import RunOptions, Stream
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.plan import BatchPlan, Cursor
@@ -263,7 +263,8 @@ class StreamingDataset(IterableDataset[Batch]):
         """
         self._team, self._blocks = team, blocks
         try:
-            yield
+            with forking_workers():
+                yield
         finally:
             self._team, self._blocks = 0, None
 

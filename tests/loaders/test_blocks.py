@@ -232,6 +232,21 @@ def test_a_forked_process_keeps_the_batches_that_it_saw(folder: Path) -> None:
     loader.close()
 
 
+def test_workers_of_other_loaders_leave_the_memory_to_be_used_again(folder: Path) -> None:
+    """Of an evaluation, again and again, which see nothing of the batches that training holds."""
+    loader = dataloader(arguments(folder, "carry") | {"endless": True}, 1, block_bytes=4 * BATCH_BYTES)
+    iterator = iter(loader)
+    for _ in range(8):
+        batch = list(islice(iterator, 30))[-1]
+        evaluation = dataloader(arguments(folder, "drop"), 1)
+        assert len(list(islice(evaluation, 2))) == 2
+        evaluation.close()
+        del batch
+    assert loader._memory is not None
+    assert np.count_nonzero(loader._memory._bytes[:8192]) <= 4, "blocks on their way, or in use"
+    loader.close()
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_what_ends_a_stream_comes_where_its_batch_was_due(folder: Path, workers: int) -> None:
     """In the middle of blocks: all batches before it are delivered, and the state counts them."""
