@@ -105,7 +105,7 @@ class StreamingDataset(IterableDataset[Batch]):
         """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""
         return self.loader.epoch_batches(self.next)
 
-    def __iter__(self) -> Iterator[Batch] | Iterator[Block]:
+    def __iter__(self) -> Iterator[Batch]:
         self._refuse_regrouping()
         info = get_worker_info()
         if info is None:
@@ -331,7 +331,7 @@ class StreamingDataset(IterableDataset[Batch]):
             shared.move(loader.cursor)
             yield batch
 
-    def _iterate_share(self, worker: Worker) -> Iterator[Batch] | Iterator[Block]:
+    def _iterate_share(self, worker: Worker) -> Iterator[Any]:
         loader, saved = self.loader, self._saved
         self._saved = None
         iteration, start = self._shared.enter(worker, self._settings(), saved.start if saved else None)

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import StreamExhaustedError
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.batch import Fields
 from shardkit.loaders.blocks import BlockMemory, Outbox, deal
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.producer import Group
@@ -251,7 +252,7 @@ def test_workers_of_other_loaders_leave_the_memory_to_be_used_again(folder: Path
 def test_what_ends_a_stream_comes_where_its_batch_was_due(folder: Path, workers: int) -> None:
     """In the middle of blocks: all batches before it are delivered, and the state counts them."""
     streams = [Stream(folder / "rows", weight=2, repeat=1), Stream(folder / "other", repeat=3)]
-    kinds = {"dataset": streams, "endless": True, "return_ids": True}
+    kinds: dict[str, Any] = {"dataset": streams, "endless": True, "return_ids": True}
     expected: list[Batch] = []
     with StreamingLoader(batch_size=GLOBAL_BATCH, rank=0, world_size=1, **kinds) as plain:
         with pytest.raises(StreamExhaustedError):
@@ -373,8 +374,13 @@ class MadeGroups(NamedTuple):
             tokens[:] = np.arange(number, number + count)[:, None, None]
             words = [f"batch {i}" for i in range(number, number + count)]
             lengths = [np.full(i % 3, i) for i in range(number, number + count)]
-            fields = {"tokens": tokens, "words": words, "lengths": lengths, "number": tokens[:, 0, :1]}
-            yield Group(fields, [], [(0, 0)] * count, tokens[:, :, 0], tokens.nbytes)
+            fields: Fields = {
+                "tokens": tokens,
+                "words": words,
+                "lengths": lengths,
+                "number": tokens[:, 0, :1],
+            }
+            yield Group(fields, [], [(0, 0)] * count, np.empty((count, 2), np.int64), tokens.nbytes)
             number += count
         if self.fails:
             raise OSError("nothing to read")
