@@ -9,7 +9,7 @@ import pickle
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from itertools import islice
@@ -161,7 +161,7 @@ def test_spawned_workers_share_the_memory_too(folder: Path) -> None:
     loader.close()
 
 
-SHOWN = [
+SHOWN: list[Callable[[Batch], Any]] = [
     lambda batch: batch["tokens"],
     lambda batch: batch["tokens"][1:, 3:],
     lambda batch: batch["tokens"].numpy()[:, ::5],
