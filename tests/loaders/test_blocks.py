@@ -361,29 +361,22 @@ def test_prefetch_factor_counts_batches(
 # The protocol alone, in one process.
 
 
-class MadeGroups(NamedTuple):
+def made_groups(counts: list[int], *, fails: bool) -> Iterator[Group]:
     """Groups of these numbers of batches; `fails` behind the last."""
-
-    counts: list[int]
-    fails: bool
-
-    def __iter__(self) -> Iterator[Group]:  # type: ignore[override]
-        number = 0
-        for count in self.counts:
-            tokens = np.empty((count, 2, 8192), np.int32)
-            tokens[:] = np.arange(number, number + count)[:, None, None]
-            words = [f"batch {i}" for i in range(number, number + count)]
-            lengths = [np.full(i % 3, i) for i in range(number, number + count)]
-            fields: Fields = {
-                "tokens": tokens,
-                "words": words,
-                "lengths": lengths,
-                "number": tokens[:, 0, :1],
-            }
-            yield Group(fields, [], [(0, 0)] * count, np.empty((count, 2), np.int64), tokens.nbytes)
-            number += count
-        if self.fails:
-            raise OSError("nothing to read")
+    number = 0
+    for count in counts:
+        tokens = np.empty((count, 2, 8192), np.int32)
+        tokens[:] = np.arange(number, number + count)[:, None, None]
+        fields: Fields = {
+            "tokens": tokens,
+            "words": [f"batch {i}" for i in range(number, number + count)],
+            "lengths": [np.full(i % 3, i) for i in range(number, number + count)],
+            "number": tokens[:, 0, :1],
+        }
+        yield Group(fields, [], [(0, 0)] * count, np.empty((count, 2), np.int64), tokens.nbytes)
+        number += count
+    if fails:
+        raise OSError("nothing to read")
 
 
 def outbox(memory: BlockMemory, worker: int) -> Outbox:
@@ -418,7 +411,7 @@ def test_blocks_hold_every_batch_once_and_memory_in_use_stays(
     kept: list[tuple[int, Batch]] = []
     number, expected_size = 0, 1
     raised = False
-    blocks = outbox(memory, 0).blocks(iter(MadeGroups(counts, fails)), most)
+    blocks = outbox(memory, 0).blocks(made_groups(counts, fails=fails), most)
     while True:
         try:
             block = next(blocks, None)
@@ -468,7 +461,7 @@ def chunks(values: list[int], rng: random.Random) -> Iterator[list[int]]:
 
 def test_a_block_of_a_loader_that_is_gone_is_empty() -> None:
     memory = BlockMemory(2, torch.from_numpy)
-    sent = ForkingPickler.dumps(next(outbox(memory, 1).blocks(iter(MadeGroups([3], False)), 4)))
+    sent = ForkingPickler.dumps(next(outbox(memory, 1).blocks(made_groups([3], fails=False), 4)))
     del memory
     gc.collect()
     assert pickle.loads(sent) == (1, [])
