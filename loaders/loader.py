@@ -595,9 +595,10 @@ class StreamingLoader:
         return self._cursor[0]
 
     @property
-    def batch_bytes(self) -> int:
-        """About how large a batch is."""
-        columns = self._source.delivered_bytes or self._source.stored_bytes
+    def batch_bytes(self) -> int | None:
+        """About how large a batch is; None if columns vary in size."""
+        if (columns := self._source.delivered_bytes) is None:
+            return None
         return self.batch_size * self._maker.row_bytes(columns, self.dataset.sequence_length or 0)
 
     @property

@@ -261,11 +261,11 @@ class StreamingDataLoader(DataLoader[Batch]):
     ) -> None:
         """`block_bytes`: batches travel from a worker together up to this size; 0: each alone.
 
-        `prefetch_factor` counts batches, of which a worker makes whole blocks. With a `collate_fn`, each
-        batch travels alone, because it may be anything.
+        Batches of columns that vary in size, which may be slow to decode, and those of a `collate_fn` always
+        travel alone. `prefetch_factor` counts batches, of which a worker makes whole blocks.
         """
-        fitting = parse_bytes(block_bytes) // dataset.loader.batch_bytes
-        self._block_batches = max(1, min(MAX_BLOCK_BATCHES, fitting))
+        limit, size = parse_bytes(block_bytes), dataset.loader.batch_bytes
+        self._block_batches = 1 if size is None else max(1, min(MAX_BLOCK_BATCHES, limit // size))
         self._hands_over_blocks = num_workers > 0 and collate_fn is unchanged
         if self._hands_over_blocks and prefetch_factor is not None and prefetch_factor > 2:
             prefetch_factor = max(2, -(-prefetch_factor // self._block_batches))
