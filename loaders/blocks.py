@@ -183,7 +183,7 @@ class Outbox:
                     piece, rest = rest.cut(missing)
                     pieces.append(piece)
                     missing -= piece.batches
-            except Exception:
+            except Exception:  # of any kind: what was read before it is delivered before it
                 if pieces:
                     yield self._block(pieces)
                 raise

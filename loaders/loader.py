@@ -48,7 +48,7 @@ from shardkit.loaders.placement import (
     replicas_on_machine,
 )
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor, StepSizes
-from shardkit.loaders.producer import Group, GroupMaker, Prefetcher
+from shardkit.loaders.producer import WHOLE, Group, GroupMaker, Prefetcher, Portion
 from shardkit.loaders.prometheus import MetricsFile
 from shardkit.loaders.sources import TokenDtype, open_source
 from shardkit.loaders.state import LoaderState, OnMismatch, resume
@@ -186,25 +186,22 @@ class StreamingLoader:
         running = self._begin()
         return self._deliver(running, self._iteration)
 
-    def share(self, *, first: int, every: int) -> Iterator[Group]:
-        """Batch `first` and each `every`-th after it, for a DataLoader worker: fields, not yet batches.
-
-        The loader does not know what others deliver, so its state is meaningless.
-        """
-        running = self._begin(first, every, makes_batches=False)
+    def groups(self, portion: Portion) -> Iterator[Group]:
+        """Iterate over a DataLoader worker's share; the state is meaningless, as others deliver the rest."""
+        running = self._begin(portion)
         while (group := running.get()) is not None:
             self._cursor = group.cursors[-1]
             self._opened.streams.run.consume(self.position)
             yield group
 
-    def _begin(self, first: int = 0, every: int = 1, *, makes_batches: bool = True) -> Prefetcher:
+    def _begin(self, portion: Portion = WHOLE) -> Prefetcher:
         self._stop()
         check_place(self._place)  # the process group may have been made since
         self._compare_data()
         self._watch_peers()
         self._announce_limit()
         self._iteration = object()
-        return self._start(first, every, makes_batches=makes_batches)
+        return self._start(portion)
 
     def steps(self) -> Iterator[list[Batch]]:
         """Iterate over optimizer steps without end: each is the list of this rank's batches of the step.
@@ -254,7 +251,7 @@ class StreamingLoader:
         if limit is not None and (self.config.endless or limit.position < epoch_end):
             warn_user(limit.message(self._plan.global_batch))
 
-    def _start(self, first: int = 0, every: int = 1, *, makes_batches: bool = True) -> Prefetcher:
+    def _start(self, portion: Portion = WHOLE) -> Prefetcher:
         """Begin to produce batches from the next one on, and to fetch their shards."""
         config = self.config
         maker = GroupMaker(
@@ -264,14 +261,14 @@ class StreamingLoader:
             self._maker,
             most_bytes=self._prefetch_bytes,
             balance=self._balance,
-            makes_batches=makes_batches,
+            makes_batches=portion.is_whole,
         )
         self._fetch_ahead()
         cursor = (self.position, self._plan.delivered(self._cursor))
         self._running = Prefetcher(
-            maker.groups(cursor, endless=config.endless, first=first, every=every),
+            maker.groups(cursor, endless=config.endless, first=portion.first, every=portion.every),
             maker.describe,
-            most_batches=config.prefetch_batches,
+            most_batches=config.prefetch_batches if portion.reads_ahead else 0,
             most_bytes=self._prefetch_bytes,
             timeout_seconds=config.timeout_seconds,
         )

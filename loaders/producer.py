@@ -40,7 +40,7 @@ from shardkit.loaders.streams import ReadRows
 from shardkit.loaders.work_balance import BALANCED_POSITIONS, WorkBalance, planned_steps
 from shardkit.storage.store import StoreError
 
-__all__ = ["Group", "GroupMaker", "LoaderTimeoutError", "Prefetcher"]
+__all__ = ["WHOLE", "Group", "GroupMaker", "LoaderTimeoutError", "Prefetcher", "Portion"]
 
 PLAN_ROWS = 65536  # of one rank; six milliseconds of planning
 PLAN_POSITIONS = 1 << 20  # of all ranks; 8 MiB
@@ -55,6 +55,20 @@ _JOIN_SECONDS = 5.0  # how long closing waits for a thread in the middle of a re
 
 class LoaderTimeoutError(ShardkitError, TimeoutError):
     """A batch did not arrive in time; the message says which, and what was being read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Batch `first` and each `every`-th after it; `reads_ahead`: in a thread, if the loop leaves time."""
+
+    first: int = 0
+    every: int = 1
+    reads_ahead: bool = True
+    is_whole: bool = False
+    """Whether that is all; a worker of a DataLoader has a share, and leaves it to others to make batches."""
+
+
+WHOLE = Portion(is_whole=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from shardkit.loaders.blocks import Block, BlockMemory, forking_workers
 from shardkit.loaders.config import RunOptions, Stream
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.plan import BatchPlan, Cursor
-from shardkit.loaders.producer import Group
+from shardkit.loaders.producer import Group, Portion
 from shardkit.loaders.shared_cursor import SharedCursor, Worker
 from shardkit.loaders.state import LoaderState, OnMismatch
 
@@ -346,7 +346,10 @@ class StreamingDataset(IterableDataset[Batch]):
                 self._shared.mark_done(worker, iteration, loader.start_of(loader.plan.advance(start, left)))
 
         count(0)
-        groups = loader.share(first=worker.number + share.made * worker.count, every=worker.count)
+        # Small batches wait in blocks, and a thread would only take turns with this one.
+        reads_ahead = self._blocks is None or self._blocks[1] == 1
+        first = worker.number + share.made * worker.count
+        groups = loader.groups(Portion(first, worker.count, reads_ahead=reads_ahead))
         if self._blocks is not None:
             return self._share_in_blocks(groups, count, *self._blocks)
         return self._share_in_batches(groups, count)
