@@ -48,7 +48,7 @@ from shardkit.loaders.placement import (
     replicas_on_machine,
 )
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor, StepSizes
-from shardkit.loaders.producer import WHOLE, Group, GroupMaker, Prefetcher, Portion
+from shardkit.loaders.producer import WHOLE, Group, GroupMaker, Portion, Prefetcher
 from shardkit.loaders.prometheus import MetricsFile
 from shardkit.loaders.sources import TokenDtype, open_source
 from shardkit.loaders.state import LoaderState, OnMismatch, resume
@@ -261,7 +261,7 @@ class StreamingLoader:
             self._maker,
             most_bytes=self._prefetch_bytes,
             balance=self._balance,
-            makes_batches=portion.is_whole,
+            makes_batches=portion.makes_batches,
         )
         self._fetch_ahead()
         cursor = (self.position, self._plan.delivered(self._cursor))

@@ -40,7 +40,7 @@ from shardkit.loaders.streams import ReadRows
 from shardkit.loaders.work_balance import BALANCED_POSITIONS, WorkBalance, planned_steps
 from shardkit.storage.store import StoreError
 
-__all__ = ["WHOLE", "Group", "GroupMaker", "LoaderTimeoutError", "Prefetcher", "Portion"]
+__all__ = ["WHOLE", "Group", "GroupMaker", "LoaderTimeoutError", "Portion", "Prefetcher"]
 
 PLAN_ROWS = 65536  # of one rank; six milliseconds of planning
 PLAN_POSITIONS = 1 << 20  # of all ranks; 8 MiB
@@ -59,16 +59,18 @@ class LoaderTimeoutError(ShardkitError, TimeoutError):
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Batch `first` and each `every`-th after it; `reads_ahead`: in a thread, if the loop leaves time."""
+    """What an iteration reads of the batches from a cursor on: number `first` and each `every`-th after it.
+
+    `reads_ahead`: in a thread too, where the loop leaves time. `makes_batches`: of the fields of groups.
+    """
 
     first: int = 0
     every: int = 1
     reads_ahead: bool = True
-    is_whole: bool = False
-    """Whether that is all; a worker of a DataLoader has a share, and leaves it to others to make batches."""
+    makes_batches: bool = True
 
 
-WHOLE = Portion(is_whole=True)
+WHOLE = Portion()
 
 
 @dataclass(frozen=True, slots=True)

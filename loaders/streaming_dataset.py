@@ -349,7 +349,8 @@ class StreamingDataset(IterableDataset[Batch]):
         # Small batches wait in blocks, and a thread would only take turns with this one.
         reads_ahead = self._blocks is None or self._blocks[1] == 1
         first = worker.number + share.made * worker.count
-        groups = loader.groups(Portion(first, worker.count, reads_ahead=reads_ahead))
+        portion = Portion(first, worker.count, reads_ahead=reads_ahead, makes_batches=False)
+        groups = loader.groups(portion)
         if self._blocks is not None:
             return self._share_in_blocks(groups, count, *self._blocks)
         return self._share_in_batches(groups, count)
