@@ -347,11 +347,12 @@ class StreamingLoader:
         return lanes_of_ranks(orders[0], self._plan.global_batch, ranks, self._plan.world_size)
 
     def _deliver(self, running: Prefetcher, iteration: object) -> Iterator[Batch]:
+        check, consume = self._stop_together.check, self._opened.streams.run.consume
         try:
             self._check_live(iteration)
             while (group := self._next_group(running)) is not None:
                 for number, (batch, cursor) in enumerate(zip(group.batches, group.cursors, strict=True)):
-                    self._stop_together.check()
+                    check()
                     if number:
                         self._telemetry.more()
                     if self.usage is not None:
@@ -359,10 +360,10 @@ class StreamingLoader:
                     if group.work is not None:
                         self._telemetry.balanced(group.work[number], self.world_size)
                     self._cursor = cursor
-                    self._opened.streams.run.consume(self.position)
+                    consume(cursor[0])
                     yield batch
-                    if (current := self._check_live(iteration)) is not running:
-                        running = current  # set_weights has changed what follows
+                    if self._running is not running or self._iteration is not iteration:
+                        running = self._check_live(iteration)  # set_weights has changed what follows
                         break
         except Exception as error:
             self._stop_together.report(error, self.position // self._plan.global_batch)
