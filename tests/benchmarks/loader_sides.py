@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 LENGTH = 4096
-BATCH = int(sys.argv[4]) if len(sys.argv) > 4 else 8
+BATCH = 8  # unless another is given
 STREAMS = 5
 
 Epoch = Callable[[], Iterable[Any]]
@@ -196,7 +196,9 @@ def timed(epoch: Epoch, most_seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
+    global BATCH
     side, folder, most_seconds = SIDES[sys.argv[1]], Path(sys.argv[2]), float(sys.argv[3])
+    BATCH = int(sys.argv[4]) if len(sys.argv) > 4 else BATCH
     answers = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # peers print
         epoch = side(folder)
