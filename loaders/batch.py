@@ -37,7 +37,17 @@ from shardkit.loaders.streams import Columns
 from shardkit.manifest import LOSS_MASK
 from shardkit.order.token_mask import LONGEST_PERIOD, TokenMask
 
-__all__ = ["IGNORED_LABEL", "Batch", "BatchMaker", "Segments", "TokenColumn", "find_segments"]
+__all__ = [
+    "IGNORED_LABEL",
+    "Batch",
+    "BatchMaker",
+    "Fields",
+    "Segments",
+    "TokenColumn",
+    "batches_of",
+    "find_segments",
+    "tensor_maker",
+]
 
 Batch = dict[str, Any]
 IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss ignores it by default
@@ -45,6 +55,9 @@ IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss ignores it by default
 _Array = npt.NDArray[np.generic]
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
+Fields = dict[str, _Array | list[Any]]
+"""Many batches: of each field an array or list that has an entry for each batch."""
+
 SplitIds = Callable[[_Ints], tuple[_Ints, _Ints]]
 """Gives (stream, row number in its dataset) of samples that are numbered through all streams."""
 
@@ -246,11 +259,12 @@ class BatchMaker:
         columns: Sequence[str],
         tokens: TokenColumn,
         *,
+        output: OutputMemory | None = None,
         return_ids: bool = False,
         mark_padding: bool = False,
         split_ids: SplitIds | None = None,
     ) -> None:
-        """`mark_padding`: whole rows may be padding.
+        """`output`: where fields are written. `mark_padding`: whole rows may be padding.
 
         ValueError for names of fields that are unknown or would come twice.
         """
@@ -260,7 +274,7 @@ class BatchMaker:
         self.return_ids = return_ids
         self.mark_padding = mark_padding
         self.split_ids = split_ids
-        self._memory = OutputMemory()
+        self._memory = output or OutputMemory()
         self._names = _field_names(list(columns), self._added_fields(), dict(config.rename or {}))
         has_padding = tokens.may_be_padded and tokens.eos_id is not None and config.bos_id is None
         has_padding |= config.pad_id is not None
@@ -270,36 +284,44 @@ class BatchMaker:
         self._masks_labels = config.labels is True or config.masks_document_starts or masks_tokens
         self._describes_documents = bool(config.document_options)
         self._only_columns = not (return_ids or mark_padding or config.reads_tokens)
-        self._tensor: Callable[[_Array], object] = _unchanged
-        if config.tensors == "torch":
-            with naming_extras('a loader (without tensors="numpy")'):
-                import torch
-            self._tensor = torch.from_numpy
+        self.tensor = tensor_maker(config)
 
     def make(self, columns: Columns, sample_ids: npt.NDArray[np.int64]) -> tuple[list[Batch], int]:
         """(batches, their bytes) from the columns of the real samples among `sample_ids` (-1: padding)."""
+        fields, size = self.fields(columns, sample_ids)
+        return batches_of(fields, self.tensor), size
+
+    def fields(self, columns: Columns, sample_ids: npt.NDArray[np.int64]) -> tuple[Fields, int]:
+        """As `make`, before it is cut into batches."""
         count = len(sample_ids) // self.batch_size
         if self._only_columns and len(columns) == 1:
             ((field, values),) = columns.items()
             if isinstance(values, np.ndarray):
-                name = self._names[field]
-                return [{name: tensor} for tensor in self._tensors(field, values, count)], values.nbytes
+                return {self._names[field]: self._by_batch(field, values, count)}, values.nbytes
         padding = sample_ids < 0 if self.mark_padding else None
         if padding is not None and padding.any():
             columns = {name: self._filled(name, values, padding) for name, values in columns.items()}
         token_fields, of_batches = self._token_fields(columns, padding, sample_ids)
         of_rows = columns | token_fields | self._sample_fields(sample_ids, padding)
-        parts: dict[str, list[Any]] = {}
+        fields: Fields = {}
         size = 0
         for field, values in of_rows.items():
             if isinstance(values, np.ndarray):
                 size += values.nbytes
-                parts[field] = self._tensors(field, values, count)
+                fields[field] = self._by_batch(field, values, count)
             else:
-                parts[field] = [values[i * self.batch_size : (i + 1) * self.batch_size] for i in range(count)]
-        parts |= of_batches
-        names = [self._names[field] for field in parts]
-        return [dict(zip(names, values, strict=True)) for values in zip(*parts.values(), strict=True)], size
+                cuts = range(0, count * self.batch_size, self.batch_size)
+                fields[field] = [values[low : low + self.batch_size] for low in cuts]
+        fields |= of_batches
+        return {self._names[field]: values for field, values in fields.items()}, size
+
+    def row_bytes(self, columns: int, tokens: int) -> int:
+        """About how large a row with its fields is, of so many bytes of columns and so many tokens."""
+        config, dtype = self.config, self.tokens.dtype
+        of_token = 8 * (bool(config.labels) + config.position_ids) + 4 * config.document_ids
+        if config.reads_tokens and dtype is not None:
+            of_token += dtype.itemsize  # the columns have them as stored
+        return max(1, columns + tokens * of_token)
 
     def _added_fields(self) -> list[str]:
         """The fields that a batch has besides the columns."""
@@ -313,7 +335,7 @@ class BatchMaker:
 
     def _token_fields(
         self, columns: Columns, padding: _Bools | None, sample_ids: _Ints
-    ) -> tuple[Columns, dict[str, list[Any]]]:
+    ) -> tuple[Columns, Fields]:
         """The tokens and what follows from them: (fields of rows, fields of batches)."""
         if not self.config.reads_tokens:
             return {}, {}
@@ -370,11 +392,11 @@ class BatchMaker:
             labels[:, 0] = IGNORED_LABEL  # it follows another row's last token
         return tokens, labels
 
-    def _document_fields(self, segments: Segments) -> tuple[Columns, dict[str, list[Any]]]:
+    def _document_fields(self, segments: Segments) -> tuple[Columns, Fields]:
         """(fields of rows, fields of batches) that describe documents."""
         config, size = self.config, self.batch_size
         rows: Columns = {}
-        batches: dict[str, list[Any]] = {}
+        batches: Fields = {}
         if config.position_ids:
             rows["position_ids"] = positions = self._memory.lend(segments.shape, np.dtype(np.int64))
             segments.position_ids(positions.view(np.int64))
@@ -384,28 +406,28 @@ class BatchMaker:
             rows["seq_lengths"] = list(segments.seq_lengths())
         if config.doc_lens:
             lengths = segments.doc_lens(size)
-            batches["doc_lens"] = [self._tensor(array) for array, _ in lengths]
+            batches["doc_lens"] = [array for array, _ in lengths]
             batches["max_doc_lens"] = [longest for _, longest in lengths]
         if config.cu_seqlens is True:
             bounds = segments.cu_seqlens(size)
-            batches["cu_seqlens"] = [self._tensor(array) for array, _ in bounds]
+            batches["cu_seqlens"] = [array for array, _ in bounds]
             batches["max_seqlen"] = [longest for _, longest in bounds]
         elif config.cu_seqlens:
             padded = segments.padded_cu_seqlens(size, config.cu_seqlens)
-            batches["cu_seqlens"] = list(map(self._tensor, padded))
+            batches["cu_seqlens"] = padded
             batches["max_seqlen"] = [segments.shape[1]] * len(padded)
         if config.block_mask:
             batches |= self._block_mask(segments)
         return rows, batches
 
-    def _block_mask(self, segments: Segments) -> dict[str, list[Any]]:
+    def _block_mask(self, segments: Segments) -> Fields:
         rows, length = segments.shape
         count, block = rows // self.batch_size, int(self.config.block_mask)
         if self.config.block_mask is True:
             block = DEFAULT_BLOCK
         joined = self.batch_size if self.config.flat else 1
         tables = block_tables(segments.starts, rows // joined, length * joined, block)
-        fields = {name: self._tensors(name, table, count) for name, table in tables.items()}
+        fields: Fields = {name: self._by_batch(name, table, count) for name, table in tables.items()}
         return fields | {"block_size": [block] * count}
 
     def _sample_fields(self, sample_ids: npt.NDArray[np.int64], padding: _Bools | None) -> Columns:
@@ -429,11 +451,35 @@ class BatchMaker:
         filled[~padding] = values
         return filled
 
-    def _tensors(self, field: str, values: _Array, count: int) -> list[Any]:
-        # One tensor per batch, so that saving or sending a batch does not drag its neighbours along.
+    def _by_batch(self, field: str, values: _Array, count: int) -> _Array:
         if self.config.flat and (field == self.tokens.key or field in _FLAT_FIELDS):
-            return list(map(self._tensor, values.reshape(count, -1)))
-        return list(map(self._tensor, values.reshape(count, -1, *values.shape[1:])))
+            return values.reshape(count, -1)
+        return values.reshape(count, -1, *values.shape[1:])
+
+
+def batches_of(fields: Fields, tensor: Callable[[_Array], object]) -> list[Batch]:
+    """Each batch as a dict of its own, its arrays as `tensor` makes them."""
+    # One tensor per batch, so that saving or sending a batch does not drag its neighbours along.
+    parts = [
+        list(map(tensor, values))
+        if isinstance(values, np.ndarray)
+        else [tensor(value) if isinstance(value, np.ndarray) else value for value in values]
+        for values in fields.values()
+    ]
+    if len(parts) == 1:
+        (name,) = fields
+        return [{name: value} for value in parts[0]]
+    names = list(fields)
+    return [dict(zip(names, values, strict=True)) for values in zip(*parts, strict=True)]
+
+
+def tensor_maker(config: LoaderConfig) -> Callable[[_Array], object]:
+    """What makes the tensors of batches, as `tensors` says."""
+    if config.tensors != "torch":
+        return _unchanged
+    with naming_extras('a loader (without tensors="numpy")'):
+        import torch
+    return torch.from_numpy
 
 
 _FIELDS = {

@@ -10,10 +10,10 @@ What makes it safe: offsets are computed from (shard, row) here and nowhere else
 shape and type of its rows are checked against the manifest, from which all row numbers come; and what reads
 the rows holds the arrays that it reads from, so their maps outlive it whatever is closed meanwhile.
 
-Rows that are converted are gathered piece by piece and written to reused memory while a core's cache holds
-the piece. Rows that are delivered as stored stay where NumPy gathered them: a copy into reused memory costs
-0.3 to 0.7 microseconds for a row of 16 KiB, and pays only where `malloc` has returned the memory of earlier
-batches to the system.
+Rows that are converted, or that another process reads, are gathered piece by piece and written to reused
+memory while a core's cache holds the piece. Other rows stay where NumPy gathered them: a copy into reused
+memory costs 0.3 to 0.7 microseconds for a row of 16 KiB, and pays only where `malloc` has returned the memory
+of earlier batches to the system.
 
 `OutputMemory` reuses the memory of dead batches. Fresh memory costs a page fault for every 4 KiB, as much as
 copying a row into it. A lent array is taken back when it and everything made from it (views, tensors,
@@ -72,10 +72,10 @@ class FixedColumn:
 class FixedRows:
     """Reads columns of constant size, which are the same in all streams."""
 
-    def __init__(self, streams: Streams, columns: Mapping[str, FixedColumn]) -> None:
-        """`columns`: by the name under which a batch has them."""
+    def __init__(self, streams: Streams, columns: Mapping[str, FixedColumn], output: OutputMemory) -> None:
+        """`columns`: by the name under which a batch has them. `output`: where rows are written."""
         self._streams = streams
-        self._columns = {name: _MappedColumn(streams, column) for name, column in columns.items()}
+        self._columns = {name: _MappedColumn(streams, column, output) for name, column in columns.items()}
 
     def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
         """As `Source.open_rows`; maps the shards that are needed. ShardError if one is damaged."""
@@ -122,11 +122,11 @@ def _rows_of(
 class _MappedColumn:
     """The maps of one column and where in memory their rows are."""
 
-    def __init__(self, streams: Streams, column: FixedColumn) -> None:
+    def __init__(self, streams: Streams, column: FixedColumn, output: OutputMemory) -> None:
         self._streams = streams
         self._column = column
         self._row_bytes = column.stored.itemsize * prod(column.shape)
-        self._gather = Gather(column.shape, column.stored, column.delivered)
+        self._gather = Gather(column.shape, column.stored, column.delivered, output)
         shards = len(streams.infos)
         self._starts = np.zeros(shards, dtype=np.int64)
         self._strides = np.zeros(shards, dtype=np.int64)
@@ -222,12 +222,16 @@ class Gather:
     """Gathers rows of one shape and type and converts them to another type."""
 
     def __init__(
-        self, shape: tuple[int, ...], stored: np.dtype[np.generic], delivered: np.dtype[np.generic]
+        self,
+        shape: tuple[int, ...],
+        stored: np.dtype[np.generic],
+        delivered: np.dtype[np.generic],
+        output: OutputMemory,
     ) -> None:
         self._shape, self._stored, self._delivered = shape, stored, delivered
         self._row_bytes = stored.itemsize * prod(shape)
         self._piece = max(1, _PIECE_BYTES // max(1, self._row_bytes))  # rows
-        self._output = OutputMemory()
+        self._output = output
 
     def bind(self, lowest: int, span: int, held: list[_Rows]) -> Callable[[_Ints], _Rows]:
         """A function from byte offsets to rows within `span` bytes from address `lowest`.
@@ -237,7 +241,7 @@ class Gather:
         memory = np.asarray(_Stretch(lowest, span - self._row_bytes + 1, self._row_bytes, held))
 
         def gather(offsets: _Ints) -> _Rows:
-            if self._stored == self._delivered:
+            if self._stored == self._delivered and not self._output.is_shared:
                 return memory[offsets].view(self._stored).reshape(-1, *self._shape)
             rows = self._output.lend((len(offsets), *self._shape), self._delivered)
             for start in range(0, len(offsets), self._piece):
@@ -271,11 +275,18 @@ class OutputMemory:
 
     def __init__(self) -> None:
         self._arena = _large_pages(_ARENA_BYTES)
+        self.is_shared = False
+        """Whether another process sees what is lent, so that rows should be written there at once."""
         self._carved = 0
         self._carving = threading.Lock()
         # Every other change is one atomic step of a dict or list: the garbage collector may come in between.
         self._free: defaultdict[int, list[_Bytes]] = defaultdict(list)
         self._lent: dict[int, tuple[weakref.ref[_Bytes], _Bytes, int]] = {}
+
+    def share(self, arena: _Bytes) -> None:
+        """Lend pieces of `arena` from now on, which another process sees. Nothing may have been lent yet."""
+        assert not self._carved
+        self._arena, self.is_shared = arena, True
 
     def lend(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> _Rows:
         """An array of arbitrary content that belongs to the caller until it dies."""

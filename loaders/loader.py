@@ -36,6 +36,7 @@ from shardkit.errors import PeerError, warn_user
 from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, Weights
 from shardkit.loaders.defaults import find_eos_id, may_be_padded, warn_of_small_cache
+from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.metrics import LoaderStats, Telemetry
 from shardkit.loaders.peers import StopTogether
 from shardkit.loaders.placement import (
@@ -43,18 +44,16 @@ from shardkit.loaders.placement import (
     check_place,
     find_place,
     local_processes,
-    process_place,
     ranks_of_machine,
     replicas_on_machine,
-    usage_log_role,
 )
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor, StepSizes
-from shardkit.loaders.producer import Group, GroupMaker, Prefetcher
+from shardkit.loaders.producer import WHOLE, Group, GroupMaker, Portion, Prefetcher
 from shardkit.loaders.prometheus import MetricsFile
 from shardkit.loaders.sources import TokenDtype, open_source
 from shardkit.loaders.state import LoaderState, OnMismatch, resume
-from shardkit.loaders.streams import Streams, named_weights, open_streams
-from shardkit.loaders.usage_log import UsageLog
+from shardkit.loaders.streams import named_weights, open_streams
+from shardkit.loaders.usage_log import open_usage_log
 from shardkit.loaders.work_balance import open_work_balance
 from shardkit.order.order import MAX_POSITION, Shuffle
 from shardkit.order.residency import lanes_of_ranks
@@ -107,10 +106,13 @@ class StreamingLoader:
         self._opened = open_streams(dataset, self.config, local_processes(self._place), place=self._place)
         streams, samples = self._opened.streams, self._opened.epoch_samples(self.config)
         self._plan = BatchPlan(samples, batch_size, self._place.rank, self._place.world_size, tail)
+        self.output = OutputMemory()
+        """Where rows are written."""
         self._source = open_source(
             streams,
             self.config.columns,
             dtype,
+            self.output,
             mixed_lengths=self.config.mixed_lengths,
             keep_stored=self.config.reads_tokens,
         )
@@ -130,7 +132,9 @@ class StreamingLoader:
         self._metrics: MetricsFile | None = None
         if (file := self.config.metrics_file) is not None:
             self._metrics = MetricsFile(file, self._telemetry, labels={"rank": self.rank})
-        self.usage = self._open_usage_log(streams)
+        self.usage = open_usage_log(self.config.usage_log, streams, self._place, batch_size=self.batch_size)
+        if self.usage is not None:
+            self.usage.begin(self._settings, 0)
 
     def _batch_maker(self, *, return_ids: bool, mark_padding: bool) -> BatchMaker:
         streams, key = self._opened.streams, self._source.token_key
@@ -146,6 +150,7 @@ class StreamingLoader:
             config=self.config,
             columns=self._source.columns,
             tokens=column,
+            output=self.output,
             return_ids=return_ids,
             mark_padding=mark_padding,
             split_ids=streams.split_ids if len(streams) > 1 else None,
@@ -176,18 +181,27 @@ class StreamingLoader:
             "shardkit.loaders.pytorch.StreamingDataset"
         )
 
-    def iterate(self, *, first: int = 0, every: int = 1) -> Iterator[Batch]:
-        """Iterate as a `for` does, or over only batch `first` and each `every`-th after it.
+    def iterate(self) -> Iterator[Batch]:
+        """Iterate as a `for` does, but from the cursor on whatever `restart` says."""
+        running = self._begin()
+        return self._deliver(running, self._iteration)
 
-        With `every` above 1 the loader does not know what else is delivered, so its state is meaningless.
-        """
+    def groups(self, portion: Portion) -> Iterator[Group]:
+        """Iterate over a DataLoader worker's share; the state is meaningless, as others deliver the rest."""
+        running = self._begin(portion)
+        while (group := running.get()) is not None:
+            self._cursor = group.cursors[-1]
+            self._opened.streams.run.consume(self.position)
+            yield group
+
+    def _begin(self, portion: Portion = WHOLE) -> Prefetcher:
         self._stop()
         check_place(self._place)  # the process group may have been made since
         self._compare_data()
         self._watch_peers()
         self._announce_limit()
         self._iteration = object()
-        return self._deliver(self._start(first, every), self._iteration)
+        return self._start(portion)
 
     def steps(self) -> Iterator[list[Batch]]:
         """Iterate over optimizer steps without end: each is the list of this rank's batches of the step.
@@ -237,7 +251,7 @@ class StreamingLoader:
         if limit is not None and (self.config.endless or limit.position < epoch_end):
             warn_user(limit.message(self._plan.global_batch))
 
-    def _start(self, first: int = 0, every: int = 1) -> Prefetcher:
+    def _start(self, portion: Portion = WHOLE) -> Prefetcher:
         """Begin to produce batches from the next one on, and to fetch their shards."""
         config = self.config
         maker = GroupMaker(
@@ -247,13 +261,14 @@ class StreamingLoader:
             self._maker,
             most_bytes=self._prefetch_bytes,
             balance=self._balance,
+            makes_batches=portion.makes_batches,
         )
         self._fetch_ahead()
         cursor = (self.position, self._plan.delivered(self._cursor))
         self._running = Prefetcher(
-            maker.groups(cursor, endless=config.endless, first=first, every=every),
+            maker.groups(cursor, endless=config.endless, first=portion.first, every=portion.every),
             maker.describe,
-            most_batches=config.prefetch_batches,
+            most_batches=config.prefetch_batches if portion.reads_ahead else 0,
             most_bytes=self._prefetch_bytes,
             timeout_seconds=config.timeout_seconds,
         )
@@ -332,11 +347,12 @@ class StreamingLoader:
         return lanes_of_ranks(orders[0], self._plan.global_batch, ranks, self._plan.world_size)
 
     def _deliver(self, running: Prefetcher, iteration: object) -> Iterator[Batch]:
+        check, consume = self._stop_together.check, self._opened.streams.run.consume
         try:
             self._check_live(iteration)
             while (group := self._next_group(running)) is not None:
                 for number, (batch, cursor) in enumerate(zip(group.batches, group.cursors, strict=True)):
-                    self._stop_together.check()
+                    check()
                     if number:
                         self._telemetry.more()
                     if self.usage is not None:
@@ -344,10 +360,10 @@ class StreamingLoader:
                     if group.work is not None:
                         self._telemetry.balanced(group.work[number], self.world_size)
                     self._cursor = cursor
-                    self._opened.streams.run.consume(self.position)
+                    consume(cursor[0])
                     yield batch
-                    if (current := self._check_live(iteration)) is not running:
-                        running = current  # set_weights has changed what follows
+                    if self._running is not running or self._iteration is not iteration:
+                        running = self._check_live(iteration)  # set_weights has changed what follows
                         break
         except Exception as error:
             self._stop_together.report(error, self.position // self._plan.global_batch)
@@ -493,25 +509,6 @@ class StreamingLoader:
             )
         return position
 
-    def _open_usage_log(self, streams: Streams) -> UsageLog | None:
-        """The usage log, if one is asked for and this is the replica that writes it."""
-        if (folder := self.config.usage_log) is None:
-            return None
-        role = usage_log_role(self._place, folder)
-        if role == "replica":
-            return None
-        process = process_place() if role == "unknown" else None
-        usage = UsageLog(
-            folder,
-            streams,
-            self.rank,
-            self.world_size,
-            self.batch_size,
-            replica=None if process is None else process[0],
-        )
-        usage.begin(self._settings, 0)
-        return usage
-
     def _arrange(self, settings: RunSettings) -> None:
         """Adopt the order that a run's settings define; if it is refused, nothing changes."""
         opened = self._opened
@@ -594,6 +591,13 @@ class StreamingLoader:
     def position(self) -> int:
         """Samples delivered so far, over all ranks and epochs."""
         return self._cursor[0]
+
+    @property
+    def batch_bytes(self) -> int | None:
+        """About how large a batch is; None if columns vary in size."""
+        if (columns := self._source.delivered_bytes) is None:
+            return None
+        return self.batch_size * self._maker.row_bytes(columns, self.dataset.sequence_length or 0)
 
     @property
     def cursor(self) -> Cursor:

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from shardkit.cache.fetcher import FetchTimeoutError
 from shardkit.errors import ShardkitError, StreamExhaustedError
-from shardkit.loaders.batch import Batch, BatchMaker
+from shardkit.loaders.batch import Batch, BatchMaker, Fields, batches_of
 from shardkit.loaders.config import BUSY_SECONDS
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
 from shardkit.loaders.sources import MixedShapesError, SourceInfo
@@ -40,7 +40,7 @@ from shardkit.loaders.streams import ReadRows
 from shardkit.loaders.work_balance import BALANCED_POSITIONS, WorkBalance, planned_steps
 from shardkit.storage.store import StoreError
 
-__all__ = ["Group", "GroupMaker", "LoaderTimeoutError", "Prefetcher"]
+__all__ = ["WHOLE", "Group", "GroupMaker", "LoaderTimeoutError", "Portion", "Prefetcher"]
 
 PLAN_ROWS = 65536  # of one rank; six milliseconds of planning
 PLAN_POSITIONS = 1 << 20  # of all ranks; 8 MiB
@@ -58,10 +58,27 @@ class LoaderTimeoutError(ShardkitError, TimeoutError):
 
 
 @dataclass(frozen=True, slots=True)
+class Portion:
+    """What an iteration reads of the batches from a cursor on: number `first` and each `every`-th after it.
+
+    `reads_ahead`: in a thread too, where the loop leaves time. `makes_batches`: of the fields of groups.
+    """
+
+    first: int = 0
+    every: int = 1
+    reads_ahead: bool = True
+    makes_batches: bool = True
+
+
+WHOLE = Portion()
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Consecutive batches and the loader's cursor after each."""
 
-    batches: list[Batch]
+    fields: Fields
+    batches: list[Batch]  # made of `fields`; none where whoever receives them makes them
     cursors: list[Cursor]
     ids: npt.NDArray[np.int64]  # (batches, batch size): of the samples, -1 is padding
     bytes: int
@@ -92,10 +109,11 @@ class GroupMaker:
         *,
         most_bytes: int = GROUP_BYTES,
         balance: WorkBalance | None = None,
+        makes_batches: bool = True,
     ) -> None:
         """`most_bytes`: of a group, except that one batch is always allowed."""
         self._arrangement, self._plan, self._source, self._maker = arrangement, plan, source, maker
-        self._balance = balance
+        self._balance, self._makes_batches = balance, makes_batches
         self._streams = arrangement.streams
         self._group_bytes = min(most_bytes, GROUP_BYTES)
         self._planning, self._reading = "", 0
@@ -178,7 +196,7 @@ class GroupMaker:
 
     def _read(self, planned: _Planned) -> Iterator[Group]:
         size, cursors, ids, real = self._plan.batch_size, planned.cursors, planned.ids, planned.real
-        make, read = self._maker.make, planned.read
+        read = planned.read
         per_group = max(1, self._group_bytes // (size * (self._source.delivered_bytes or GROUP_BYTES)))
         with self._errors_with_place():
             for first in range(0, len(cursors), per_group):
@@ -186,9 +204,10 @@ class GroupMaker:
                 low, high = first * size, (first + len(done)) * size
                 self._reading = done[0][0]
                 columns = read(low, high) if real is None else read(int(real[low]), int(real[high]))
-                batches, count = make(columns, ids[low:high])
+                fields, count = self._maker.fields(columns, ids[low:high])
+                batches = batches_of(fields, self._maker.tensor) if self._makes_batches else []
                 work = None if planned.work is None else planned.work[first : first + len(done)]
-                yield Group(batches, done, ids[low:high].reshape(-1, size), count, work)
+                yield Group(fields, batches, done, ids[low:high].reshape(-1, size), count, work)
 
     @contextmanager
     def _errors_with_place(self) -> Iterator[None]:
@@ -306,7 +325,7 @@ class Prefetcher:
             self._changed.wait(left)
         if self._ready:
             group = self._ready.popleft()
-            self._ready_batches -= len(group.batches)
+            self._ready_batches -= len(group.cursors)
             self._ready_bytes -= group.bytes
             self._changed.notify_all()
             return group
@@ -360,6 +379,6 @@ class Prefetcher:
                     self._ended, self._error = True, error
                 elif not self._ended:
                     self._ready.append(group)
-                    self._ready_batches += len(group.batches)
+                    self._ready_batches += len(group.cursors)
                     self._ready_bytes += group.bytes
                 self._changed.notify_all()

@@ -10,9 +10,9 @@ The first two give what `StreamingLoader` gives, batch for batch. A DataLoader t
 % k, so worker w of k makes the batches w, w + k, ... of this rank and plans no others; each has its own
 loader.
 
-A StreamingLoader alone prefetches with a thread and is faster than any of these, because a DataLoader copies
-each batch between processes. They are for code that wants a DataLoader, and for columns that are slow to
-decode.
+A StreamingLoader alone prefetches with a thread and is faster than any of these. They are for code that wants
+a DataLoader, and for columns that are slow to decode. A plain DataLoader copies each batch between processes;
+the workers of a StreamingDataLoader hand over blocks of batches in memory that both see (`blocks`).
 
 **Leaving a `for` early.** Without workers the next `for` continues with the next batch. With workers only
 `StreamingDataLoader` knows what the loop has received, and continues as exactly. Under a plain DataLoader the
@@ -31,12 +31,13 @@ touch as many shards as there are samples, so a remote dataset needs a cache wit
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 import os
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, SupportsIndex, Unpack, cast, overload
+from typing import Any, SupportsIndex, TypedDict, Unpack, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -50,14 +51,17 @@ with naming_extras("shardkit.loaders.pytorch"):
     from torch.utils.data import Dataset as TorchDataset
 
 
-from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn
+from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn, tensor_maker
+from shardkit.loaders.blocks import BLOCK_BYTES, MAX_BLOCK_BATCHES, BlockMemory, deal
 from shardkit.loaders.config import LoaderConfig, LoaderOptions
 from shardkit.loaders.defaults import find_eos_id, may_be_padded
+from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.peers import StopTogether
 from shardkit.loaders.sources import SourceInfo, TokenDtype, open_source
 from shardkit.loaders.state import LoaderState, OnMismatch
 from shardkit.loaders.streaming_dataset import State, StreamingDataset, state_of
 from shardkit.loaders.streams import Streams, open_streams
+from shardkit.units import parse_bytes
 
 __all__ = [
     "MapDataset",
@@ -69,6 +73,8 @@ __all__ = [
 ]
 
 Sample = dict[str, Any]
+
+_teams = itertools.count(-1, -1)  # of workers, each with a number that no DataLoader's seed has
 
 _OPTIONS = {
     *("labels", "keep_length", "mask_document_starts", "position_ids", "document_ids", "seq_lengths"),
@@ -161,8 +167,9 @@ class MapDataset(TorchDataset[Sample]):
         return self._parts
 
     def _open(self, streams: Streams) -> tuple[SourceInfo, BatchMaker]:
+        output = OutputMemory()
         source = open_source(
-            streams, self._config.columns, self._dtype, keep_stored=self._config.reads_tokens
+            streams, self._config.columns, self._dtype, output, keep_stored=self._config.reads_tokens
         )
         maker = BatchMaker(
             batch_size=1,  # so that each sample has its own memory
@@ -174,6 +181,7 @@ class MapDataset(TorchDataset[Sample]):
                 source.token_dtype,
                 may_be_padded(streams, self._config),
             ),
+            output=output,
             return_ids=self._return_ids,
         )
         return source, maker
@@ -215,6 +223,16 @@ def checkpoint_state(checkpoint: str | os.PathLike[str], name: str = "loader") -
     return LoaderState.from_dict(state).to_dict()
 
 
+class WorkerOptions(TypedDict, total=False):
+    """Arguments of torch's DataLoader that `StreamingDataLoader` hands on to it."""
+
+    persistent_workers: bool
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: Any
+    generator: torch.Generator | None
+
+
 class StreamingDataLoader(DataLoader[Batch]):
     """A DataLoader whose state is exact: it counts what the loop has received.
 
@@ -237,26 +255,31 @@ class StreamingDataLoader(DataLoader[Batch]):
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
         collate_fn: Callable[[Batch], Any] = unchanged,
-        timeout: float = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: Any = None,
-        generator: torch.Generator | None = None,
+        block_bytes: int | str = BLOCK_BYTES,
+        **options: Unpack[WorkerOptions],
     ) -> None:
+        """`block_bytes`: batches travel from a worker together up to this size; 0: each alone.
+
+        Batches of columns that vary in size, which may be slow to decode, and those of a `collate_fn` always
+        travel alone. `prefetch_factor` counts batches, of which a worker makes whole blocks.
+        """
+        limit, size = parse_bytes(block_bytes), dataset.loader.batch_bytes
+        self._block_batches = 1 if size is None else max(1, min(MAX_BLOCK_BATCHES, limit // size))
+        self._hands_over_blocks = num_workers > 0 and collate_fn is unchanged
+        if self._hands_over_blocks and prefetch_factor is not None and prefetch_factor > 2:
+            prefetch_factor = max(2, -(-prefetch_factor // self._block_batches))
         super().__init__(
             dataset,
             batch_size=None,
             num_workers=num_workers,
             pin_memory=pin_memory,
             prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
             collate_fn=cast(Any, collate_fn),
-            timeout=timeout,
-            worker_init_fn=worker_init_fn,
-            multiprocessing_context=multiprocessing_context,
-            generator=generator,
+            **options,
         )
+        self._memory: BlockMemory | None = None
+        self._team, self._round = 0, 0  # which workers there are, and how often they have been iterated
         self._batches = dataset
         dataset.loop_logs = True
         self._cursor = dataset.next
@@ -273,13 +296,27 @@ class StreamingDataLoader(DataLoader[Batch]):
             if loader.config.stop_together:
                 self._stop_together.watch()
         self._cursor = loader.start_of(self._cursor)
-        dataset.start_at(self._cursor)
+        dataset.start_at(self._cursor, left=(self._team, self._round))
         number = dataset.iteration
         self._own_iterations = (number, number + 1)  # as soon as torch's iterator or its workers have begun
-        delivery = _Delivery(self, super().__iter__())
+        self._round += 1
+        source: Any = super().__iter__()
+        if self._hands_over_blocks:
+            source = deal(source, self.num_workers)
+        delivery = _Delivery(self, source)
         dataset.received = self._cursor
         self._delivery = weakref.ref(delivery)
         return delivery
+
+    def _get_iterator(self) -> Any:
+        """torch's, whose workers are started here."""
+        blocks = None
+        if self._hands_over_blocks:
+            self._memory = BlockMemory(self.num_workers, tensor_maker(self._batches.loader.config))
+            blocks = self._memory, self._block_batches
+        self._team, self._round = next(_teams), 1
+        with self._batches.starting_workers(self._team, blocks):
+            return super()._get_iterator()
 
     def __len__(self) -> int:
         """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""
@@ -340,7 +377,7 @@ class _Delivery:
 
     def __init__(self, owner: StreamingDataLoader, source: Iterator[Batch]) -> None:
         self.source: Iterator[Batch] | None = source
-        self._owner = owner
+        self._owner, self._loader = owner, owner._batches.loader
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -351,7 +388,7 @@ class _Delivery:
                 "stale iterator: it failed, or its loader was closed, re-iterated, or had a state loaded"
             )
         owner = self._owner
-        plan = owner._batches.loader.plan
+        plan = self._loader.plan
         owner._stop_together.check()
         try:
             batch = next(self.source)
@@ -366,6 +403,6 @@ class _Delivery:
             raise
         before, owner._cursor = owner._cursor, plan.advance(owner._cursor, 1)
         owner._batches.received = owner._cursor
-        if owner.num_workers:
+        if owner.num_workers and self._loader.usage is not None:
             owner._batches.log_received(batch, before, owner._cursor)
         return batch

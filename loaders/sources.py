@@ -22,7 +22,7 @@ import numpy.typing as npt
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardError
 from shardkit.formats.mds.encodings import constant_layout
-from shardkit.loaders.gather import FixedColumn, FixedRows
+from shardkit.loaders.gather import FixedColumn, FixedRows, OutputMemory
 from shardkit.loaders.streams import Columns, ReadRows, Streams
 from shardkit.manifest import LOSS_MASK, Column
 
@@ -78,6 +78,7 @@ def open_source(
     streams: Streams,
     columns: Sequence[str] | None,
     dtype: TokenDtype,
+    output: OutputMemory,
     *,
     mixed_lengths: bool = False,
     keep_stored: bool = False,
@@ -86,8 +87,8 @@ def open_source(
 
     In tars, tokens lie in members called `tokens.npy`, and loss masks in `loss_mask.npy`; batches call them
     `tokens` and `loss_mask` as for MDS. ValueError for unknown names, and for streams whose columns could
-    not be in one batch. `keep_stored`: leave the conversion to the receiver, who reads the tokens first, if
-    all streams store them in one type.
+    not be in one batch. `output`: where gathered rows are written. `keep_stored`: leave the conversion to the
+    receiver, who reads the tokens first, if all streams store them in one type.
     """
     once = streams.once
     each = [_open_one(dataset, columns, dtype) for dataset in once.datasets]
@@ -96,7 +97,7 @@ def open_source(
         _check_alike(once, number, first, other, mixed_lengths)
     keep_stored &= len({dataset.token_dtype for dataset in once.datasets}) == 1
     return SourceInfo(
-        source=_one_source(once, [part.as_stored() for part in each] if keep_stored else each),
+        source=_one_source(once, [part.as_stored() for part in each] if keep_stored else each, output),
         columns=tuple(first.names),
         token_key=first.token_key,
         token_dtype=None if first.token_key is None else first.delivered.get(first.token_key),
@@ -157,7 +158,7 @@ def _open_one(dataset: Dataset, columns: Sequence[str] | None, dtype: TokenDtype
     return _Part(dataset, names, token_key, delivered, fixed, stored_bytes, plan_bytes)
 
 
-def _one_source(streams: Streams, parts: list[_Part]) -> Source:
+def _one_source(streams: Streams, parts: list[_Part], output: OutputMemory) -> Source:
     """One reader for all if their rows look the same in memory, one for each and a copy otherwise."""
     layouts = [
         None if part.fixed is None else {k: (c.shape, c.stored, c.delivered) for k, c in part.fixed.items()}
@@ -169,14 +170,16 @@ def _one_source(streams: Streams, parts: list[_Part]) -> Source:
             key: replace(column, names=tuple(part.names[key] for part in parts))
             for key, column in parts[0].fixed.items()
         }
-        return FixedRows(streams, merged)
+        return FixedRows(streams, merged, output)
     if len(parts) == 1:
         return DecodedSamples(streams, parts[0].names, parts[0].delivered)
     alone = [
         Streams([part.dataset], [name], readers=[reader], run=streams.run)
         for part, name, reader in zip(parts, streams.names, streams.readers, strict=True)
     ]
-    return MixedSource(streams, [_one_source(own, [part]) for own, part in zip(alone, parts, strict=True)])
+    return MixedSource(
+        streams, [_one_source(own, [part], output) for own, part in zip(alone, parts, strict=True)]
+    )
 
 
 def _check_alike(streams: Streams, number: int, first: _Part, other: _Part, mixed_lengths: bool) -> None:

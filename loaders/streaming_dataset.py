@@ -3,44 +3,23 @@
 Each worker has its own loader, because threads, locks and connections do not survive a fork. Worker w of k
 makes the batches w, w + k, ... from where the iteration starts. That start is all that workers must agree on.
 
-`SharedCursor` holds it in memory that a process shares with the DataLoader workers it starts, changed under a
-lock: a worker is a copy of the dataset of the process that iterates, which does not see what workers do.
-
-    start   where the running iteration began, or the last one
-    next    where the next one begins: `start`, until all workers have made the last batch of their share
-
-The first worker of an iteration sets `start` to `next`; the others, however late they come, find it set.
-`next` moves when all workers are done, so an iteration that a loop leaves before that starts again. Workers
-tell iterations apart by the DataLoader's seed and by how often they have been iterated; where a seed repeats,
-by having entered before. A worker that ends after another iteration has begun changes nothing.
-
-The memory is an unnamed file: forked workers inherit it, spawned ones are given its descriptor, and nothing
-is left behind however the processes end. A copy that is not a worker's (by pickle, or in a process that was
-forked for something else) gets its own numbers.
+`SharedCursor` holds it in memory that workers share.
 """
 
 from __future__ import annotations
 
 import copy
-import fcntl
 import hashlib
 import json
-import mmap
 import os
-import struct
 import sys
-import tempfile
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import DupFd
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, SupportsIndex, Unpack, cast, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from shardkit.errors import StateError, naming_extras
 
@@ -49,158 +28,16 @@ with naming_extras("shardkit.loaders.streaming_dataset"):
     from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 
 from shardkit.datasets.dataset import Dataset
-from shardkit.loaders.batch import Batch
+from shardkit.loaders.batch import Batch, batches_of, tensor_maker
+from shardkit.loaders.blocks import Block, BlockMemory, forking_workers
 from shardkit.loaders.config import RunOptions, Stream
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.plan import BatchPlan, Cursor
+from shardkit.loaders.producer import Group, Portion
+from shardkit.loaders.shared_cursor import SharedCursor, Worker
 from shardkit.loaders.state import LoaderState, OnMismatch
 
-__all__ = ["Shared", "SharedCursor", "State", "StreamingDataset", "Worker", "state_of"]
-
-MAX_WORKERS = 1024
-
-_NUMBERS = np.dtype(
-    [
-        ("iteration", "i8"),  # a running number
-        ("seed", "i8"),  # of the workers of this iteration
-        ("round", "i8"),
-        ("workers", "i8"),  # how many of them; 0: it is not one of workers
-        ("start", "i8", (2,)),
-        ("next", "i8", (2,)),
-        ("settings", "i8"),
-        ("entered", "i8", (MAX_WORKERS,)),  # the iteration that each worker has begun
-        ("made", "i8", (MAX_WORKERS,)),  # and the one of which it has made all batches
-    ]
-)
-
-_CURSORS = struct.Struct("qqqq")  # start and next
-
-_OFFSET: int = _NUMBERS.fields["start"][1] if _NUMBERS.fields else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """Worker `number` of `count`, in its `round`-th iteration."""
-
-    number: int
-    count: int
-    seed: int
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What is known; `by_workers`: whether workers deliver the running iteration, or delivered the last."""
-
-    start: Cursor
-    next: Cursor
-    by_workers: bool
-    iteration: int = field(default=0, compare=False)
-    """Its running number: whoever started an iteration knows by it whether another has begun since."""
-
-
-class SharedCursor:
-    """Where iterations start, shared with workers. In each process one thread uses it at a time."""
-
-    def __init__(self, cursor: Cursor = (0, 0), settings: int = 0) -> None:
-        self._create()
-        self.begin(cursor, settings)
-
-    def begin(self, cursor: Cursor, settings: int) -> None:
-        """Start the next iteration here; `settings` is a digest of all else that batches depend on."""
-        with self._locked() as numbers:
-            numbers["iteration"] += 1
-            numbers["workers"] = 0
-            numbers["start"] = numbers["next"] = cursor
-            numbers["settings"] = settings
-
-    def move(self, cursor: Cursor) -> None:
-        """Record that an iteration started by `begin` has come here. Once per batch, so without the lock."""
-        _CURSORS.pack_into(self._memory, _OFFSET, *cursor, *cursor)
-
-    def read(self) -> Shared:
-        """What is known now."""
-        with self._locked() as numbers:
-            start, following = _cursor(numbers["start"]), _cursor(numbers["next"])
-            return Shared(start, following, bool(numbers["workers"]), int(numbers["iteration"]))
-
-    def enter(self, worker: Worker, settings: int, saved: Cursor | None) -> tuple[int, Cursor]:
-        """In a worker: return (number, start) of the iteration that it begins.
-
-        `saved`: where a saved iteration started that all workers continue. StateError if workers disagree on
-        that, or if a worker has other settings than the process that started it.
-        """
-        if worker.count > MAX_WORKERS:
-            raise ValueError(f"{worker.count} workers are too many: at most {MAX_WORKERS}")
-        with self._locked() as numbers:
-            known = tuple(int(numbers[name]) for name in ("seed", "round", "workers"))
-            is_first = known != (worker.seed, worker.round, worker.count)
-            if is_first or numbers["entered"][worker.number] == numbers["iteration"]:
-                numbers["iteration"] += 1
-                numbers["seed"], numbers["round"], numbers["workers"] = (
-                    worker.seed,
-                    worker.round,
-                    worker.count,
-                )
-                if saved is not None:
-                    numbers["next"] = saved
-                    numbers["settings"] = settings
-                numbers["start"] = numbers["next"]
-            if numbers["settings"] != settings:
-                raise StateError(
-                    "this worker was started with other settings (lanes, window, weights, …) than those of "
-                    "the state that was loaded since: make a new DataLoader"
-                )
-            if saved is not None and saved != _cursor(numbers["start"]):
-                raise StateError("the states of the DataLoader's workers are not from the same iteration")
-            numbers["entered"][worker.number] = numbers["iteration"]
-            return int(numbers["iteration"]), _cursor(numbers["start"])
-
-    def mark_done(self, worker: Worker, iteration: int, following: Cursor) -> None:
-        """In a worker: its share is made. When all are, the next iteration starts at `following`."""
-        with self._locked() as numbers:
-            numbers["made"][worker.number] = iteration
-            if numbers["iteration"] == iteration and (numbers["made"][: worker.count] == iteration).all():
-                numbers["next"] = following
-
-    def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is not None:
-            return {"file": DupFd(self._descriptor)}
-        with self._locked() as numbers:
-            return {"numbers": numbers.tobytes()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "file" in state:
-            self._map(state["file"].detach(), process=None)
-        else:
-            self._create(state["numbers"])
-
-    @contextmanager
-    def _locked(self) -> Iterator[npt.NDArray[np.void]]:
-        if self._process != os.getpid() and get_worker_info() is None:
-            self._create(self._numbers.tobytes())
-        fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
-        try:
-            yield self._numbers
-        finally:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
-
-    def _create(self, numbers: bytes = bytes(_NUMBERS.itemsize)) -> None:
-        with tempfile.TemporaryFile(buffering=0) as file:
-            file.write(numbers)
-            self._map(os.dup(file.fileno()), process=os.getpid())
-
-    def _map(self, descriptor: int, process: int | None) -> None:
-        weakref.finalize(self, os.close, descriptor)
-        self._descriptor, self._process = descriptor, process
-        self._memory = memory = mmap.mmap(descriptor, _NUMBERS.itemsize)
-        self._numbers: npt.NDArray[np.void] = np.ndarray((), dtype=_NUMBERS, buffer=memory)
-
-
-def _cursor(numbers: npt.NDArray[np.int64]) -> Cursor:
-    position, delivered = numbers.tolist()
-    return position, delivered
-
+__all__ = ["State", "StreamingDataset", "state_of"]
 
 State = dict[str, object]
 
@@ -244,6 +81,8 @@ class StreamingDataset(IterableDataset[Batch]):
         """Where the loop is, if it is a StreamingDataLoader's."""
         self.loop_logs = False
         """Whether the loop that receives the batches calls `log_received`."""
+        self._team = 0  # in a worker of a StreamingDataLoader: the number of its workers
+        self._blocks: tuple[BlockMemory, int] | None = None  # where workers put them, batches in one
 
     @property
     def loader(self) -> StreamingLoader:
@@ -273,7 +112,8 @@ class StreamingDataset(IterableDataset[Batch]):
             return self._iterate()
         self._round += 1
         try:
-            return self._iterate_share(Worker(info.id, info.num_workers, info.seed - info.id, self._round))
+            seed = self._team or info.seed - info.id
+            return self._iterate_share(Worker(info.id, info.num_workers, seed, self._round))
         except Exception as error:
             # An error of iter() kills a persistent worker; one of next() reaches the loop.
             return map(_raise, (error,))
@@ -385,12 +225,15 @@ class StreamingDataset(IterableDataset[Batch]):
         loader.seek(plan.first_batch(epoch))
         self.start_at(loader.cursor)
 
-    def start_at(self, cursor: Cursor) -> None:
-        """Start the next iteration, by workers or not, at (position, batches delivered in its epoch)."""
+    def start_at(self, cursor: Cursor, *, left: tuple[int, int] = (0, 0)) -> None:
+        """Start the next iteration, by workers or not, at (position, batches delivered in its epoch).
+
+        `left`: as of `SharedCursor.begin`.
+        """
         if cursor != self.loader.cursor:
             self.loader.load_state_dict(self.loader.state_at(cursor))
         self._began, self.received, self._was_placed = cursor, None, False
-        self._shared.begin(cursor, self._settings())
+        self._shared.begin(cursor, self._settings(), left=left)
 
     def log_received(self, batch: Batch, start: Cursor, after: Cursor) -> None:
         """Record in the usage log, if there is one, a batch that a worker made and the loop received.
@@ -411,6 +254,19 @@ class StreamingDataset(IterableDataset[Batch]):
         if not self._arguments.get("return_ids", False):
             batch.pop(sample_id)
             batch.pop(stream_id, None)
+
+    @contextmanager
+    def starting_workers(self, team: int, blocks: tuple[BlockMemory, int] | None) -> Iterator[None]:
+        """Let the workers that start meanwhile have this number, below 0.
+
+        `blocks`: (the memory, the most batches) of the blocks that they hand over; None: batches.
+        """
+        self._team, self._blocks = team, blocks
+        try:
+            with forking_workers():
+                yield
+        finally:
+            self._team, self._blocks = 0, None
 
     def _refuse_regrouping(self) -> None:
         """TypeError if what calls would make other batches of these, or give one rank's batches to all.
@@ -475,7 +331,7 @@ class StreamingDataset(IterableDataset[Batch]):
             shared.move(loader.cursor)
             yield batch
 
-    def _iterate_share(self, worker: Worker) -> Iterator[Batch]:
+    def _iterate_share(self, worker: Worker) -> Iterator[Any]:
         loader, saved = self.loader, self._saved
         self._saved = None
         iteration, start = self._shared.enter(worker, self._settings(), saved.start if saved else None)
@@ -483,20 +339,37 @@ class StreamingDataset(IterableDataset[Batch]):
         loader.load_state_dict(loader.state_at(start))
         left = None if loader.config.endless else loader.plan.batches_left(start[0])
         most = None if left is None else max(0, -(-(left - worker.number) // worker.count))
-        if left is not None and share.made >= cast(int, most):
-            self._shared.mark_done(worker, iteration, loader.start_of(loader.plan.advance(start, left)))
 
-        def deliver(batches: Iterator[Batch]) -> Iterator[Batch]:
-            for batch in batches:
-                share.made += 1
-                if left is not None and share.made == most:
-                    self._shared.mark_done(
-                        worker, iteration, loader.start_of(loader.plan.advance(start, left))
-                    )
+        def count(made: int) -> None:
+            share.made += made
+            if left is not None and share.made >= cast(int, most):
+                self._shared.mark_done(worker, iteration, loader.start_of(loader.plan.advance(start, left)))
+
+        count(0)
+        # Small batches wait in blocks, and a thread would only take turns with this one.
+        reads_ahead = self._blocks is None or self._blocks[1] == 1
+        first = worker.number + share.made * worker.count
+        portion = Portion(first, worker.count, reads_ahead=reads_ahead, makes_batches=False)
+        groups = loader.groups(portion)
+        if self._blocks is not None:
+            return self._share_in_blocks(groups, count, *self._blocks)
+        return self._share_in_batches(groups, count)
+
+    def _share_in_batches(self, groups: Iterator[Group], count: Callable[[int], None]) -> Iterator[Batch]:
+        tensor = tensor_maker(self.loader.config)
+        for group in groups:
+            for batch in batches_of(group.fields, tensor):
+                count(1)
                 yield batch
 
-        first = worker.number + share.made * worker.count
-        return deliver(loader.iterate(first=first, every=worker.count))
+    def _share_in_blocks(
+        self, groups: Iterator[Group], count: Callable[[int], None], memory: BlockMemory, most_batches: int
+    ) -> Iterator[Block]:
+        assert self._share is not None
+        outbox = memory.outbox(self._share.worker.number, self.loader.output)
+        for block in outbox.blocks(groups, most_batches):
+            count(block.count)
+            yield block
 
     def _saved_share(self, state: Mapping[str, object]) -> _Share:
         """In a worker: the share that its state continues."""

@@ -22,11 +22,23 @@ import numpy.typing as npt
 
 from shardkit.errors import warn_user
 from shardkit.formats.usage_log import MAGIC, SUFFIX, RunHead, end_record, id_type, step_record
+from shardkit.loaders.placement import Place, process_place, usage_log_role
 from shardkit.loaders.streams import Streams
 from shardkit.order.run_settings import RunSettings
 from shardkit.storage.url import is_remote
 
-__all__ = ["UsageLog"]
+__all__ = ["UsageLog", "open_usage_log"]
+
+
+def open_usage_log(
+    folder: str | os.PathLike[str] | None, streams: Streams, place: Place, *, batch_size: int
+) -> UsageLog | None:
+    """The usage log, if one is asked for and this is the replica that writes it."""
+    if folder is None or (role := usage_log_role(place, folder)) == "replica":
+        return None
+    process = process_place() if role == "unknown" else None
+    replica = None if process is None else process[0]
+    return UsageLog(folder, streams, place.rank, place.world_size, batch_size, replica=replica)
 
 
 class UsageLog:

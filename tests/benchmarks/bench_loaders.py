@@ -1,6 +1,6 @@
 """Loaders side by side on the same rows: pre-tokenized uint32 x 4,096, shuffled, batches of 8, warm files.
 
-    python tests/benchmarks/bench_loaders.py [--runs 5] [--sides gather,shardkit,…] [--venvs DIR]
+    python tests/benchmarks/bench_loaders.py [--runs 5] [--sides gather,shardkit,…] [--batch 8] [--venvs DIR]
                                              [--json] [--save PREFIX]
 
 Every side has a process of its own and makes one epoch, or 4 seconds of it, when its turn comes; figures are
@@ -117,18 +117,17 @@ def write_for_peers(folder: Path, names: list[str], pythons: dict[str, str]) -> 
         subprocess.run([*command, str(LENGTH)], capture_output=True, check=False)
 
 
-def measure(folder: Path, names: list[str], runs: int, seconds: float, pythons: dict[str, str]) -> Answers:
+def measure(
+    folder: Path, names: list[str], runs: int, seconds: float, batch: int, pythons: dict[str, str]
+) -> Answers:
     """Figures of every side, one a run, after one for the caches."""
     script = str(Path(__file__).with_name("loader_sides.py"))
     with ExitStack() as stack:
-        sides = {
-            name: stack.enter_context(
-                SideProcess(
-                    [pythons.get(peer_of(name), sys.executable), script, name, str(folder), str(seconds)]
-                )
-            )
-            for name in names
-        }
+        sides = {}
+        for name in names:
+            python = pythons.get(peer_of(name), sys.executable)
+            command = [python, script, name, str(folder), str(seconds), str(batch)]
+            sides[name] = stack.enter_context(SideProcess(command))
         return take_turns(sides, lambda name, run: {}, runs)
 
 
@@ -153,6 +152,7 @@ def main() -> None:
     parser = peer_parser(__doc__, runs=5, corpus=False)
     parser.add_argument("--seconds", type=float, default=4.0, help="longest turn of a side (default: 4)")
     parser.add_argument("--megabytes", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=8, help="rows of a batch (default: 8)")
     parser.add_argument("--sides", default=",".join(SIDES))
     arguments = parser.parse_args()
     names = arguments.sides.split(",")
@@ -165,8 +165,9 @@ def main() -> None:
         write_all(folder, arguments.megabytes)
         write_for_peers(folder, names, pythons)
         read_once(*sorted(file for file in folder.rglob("*") if file.is_file()))
-        answers = measure(folder, names, arguments.runs, arguments.seconds, pythons)
-    title = f"Shuffled rows of {LENGTH:,} tokens, {arguments.megabytes} MB in the page cache, batches of 8"
+        answers = measure(folder, names, arguments.runs, arguments.seconds, arguments.batch, pythons)
+    title = f"Shuffled rows of {LENGTH:,} tokens, {arguments.megabytes} MB in the page cache"
+    title += f", batches of {arguments.batch}"
     give(arguments, report(answers), HEADS, title=title, unit="samples/s")
 
 

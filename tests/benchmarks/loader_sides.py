@@ -1,4 +1,4 @@
-"""One loader of `bench_loaders.py`, in a process of its own: `python loader_sides.py SIDE FOLDER`.
+"""One loader of `bench_loaders.py`, in a process of its own: `loader_sides.py SIDE FOLDER SECONDS [BATCH]`.
 
 Each line on stdin asks for one epoch; the answer on stdout is its figures as JSON. Imports nothing but what
 its side needs, so that a peer may live in an environment without shardkit.
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 LENGTH = 4096
-BATCH = 8
+BATCH = 8  # unless another is given
 STREAMS = 5
 
 Epoch = Callable[[], Iterable[Any]]
@@ -196,7 +196,9 @@ def timed(epoch: Epoch, most_seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
+    global BATCH
     side, folder, most_seconds = SIDES[sys.argv[1]], Path(sys.argv[2]), float(sys.argv[3])
+    BATCH = int(sys.argv[4]) if len(sys.argv) > 4 else BATCH
     answers = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # peers print
         epoch = side(folder)

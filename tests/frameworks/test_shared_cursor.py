@@ -10,7 +10,7 @@ from itertools import permutations
 import pytest
 
 from shardkit.errors import StateError
-from shardkit.loaders.streaming_dataset import MAX_WORKERS, Shared, SharedCursor, Worker
+from shardkit.loaders.shared_cursor import MAX_WORKERS, Shared, SharedCursor, Worker
 
 START, NEXT, LATER = (5, 1), (20, 0), (40, 0)
 COUNT = 3
@@ -52,6 +52,22 @@ def test_an_iteration_that_was_left_starts_again_whoever_was_ready() -> None:
         cursor.mark_done(workers(seed=12)[number], again[number][0], NEXT)
     cursor.mark_done(workers()[1], left[1], LATER)
     assert cursor.read().next == NEXT
+
+
+@pytest.mark.parametrize("first", range(COUNT + 1))
+def test_workers_that_come_to_an_iteration_that_was_left_begin_nothing(first: int) -> None:
+    """Of a StreamingDataLoader; `first` of them have begun the next one already."""
+    cursor, team = SharedCursor(START, 0), -4
+    assert cursor.enter(workers(team)[0], 0, None)[1] == START
+    cursor.begin(NEXT, 0, left=(team, 1))
+    number = cursor.read().iteration
+    begun = [cursor.enter(worker, 0, None) for worker in workers(team, turn=2)[:first]]
+    late = [cursor.enter(worker, 0, None) for worker in workers(team)[1:]]
+    for worker, (iteration, _) in zip(workers(team)[1:], late, strict=True):
+        cursor.mark_done(worker, iteration, LATER)
+    begun += [cursor.enter(worker, 0, None) for worker in workers(team, turn=2)[first:]]
+    assert begun == [(number + 1, NEXT)] * COUNT
+    assert cursor.read() == Shared(NEXT, NEXT, by_workers=True)
 
 
 def test_workers_of_an_iteration_that_is_over_change_nothing() -> None:

@@ -42,7 +42,8 @@ def test_shards_are_read_in_place_whatever_lies_between_their_rows(tmp_path: Pat
     name = dataset.token_column
     assert name is not None
     stored = rows.dtype
-    source = FixedRows(Streams([dataset], ["all"]), {"tokens": FixedColumn((name,), (8,), stored, stored)})
+    column = FixedColumn((name,), (8,), stored, stored)
+    source = FixedRows(Streams([dataset], ["all"]), {"tokens": column}, OutputMemory())
     shards = np.arange(len(dataset.manifest.shards), dtype=np.int32)
     starts = dataset.manifest.shard_starts[:-1]
     read, _ = source.open_rows(shards, np.zeros(len(shards), dtype=np.int64))
@@ -102,7 +103,7 @@ def test_rows_at_any_address_are_delivered_once_and_never_written_again(
     to = kind if delivered == "stored" else np.dtype(delivered)
     memory = np.random.default_rng(0).integers(0, 256, 30 * length * kind.itemsize + 1, dtype=np.uint8)
     rows = memory[1:].view(kind).reshape(30, length)  # at an odd address
-    read = Gather((length,), kind, to).bind(address(rows), rows.nbytes, [memory])
+    read = Gather((length,), kind, to, OutputMemory()).bind(address(rows), rows.nbytes, [memory])
     parts = [np.random.default_rng(n).integers(0, 30, n) for n in (1, 0, 9, 12, 12)]
     held = [read(part * rows.strides[0]) for part in parts]
     for part, found in zip(parts, held, strict=True):

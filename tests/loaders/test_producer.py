@@ -29,7 +29,7 @@ SLOW = 20 * BUSY_SECONDS
 
 def group(number: int) -> Group:
     """One batch of 100 bytes, which is its number."""
-    return Group([{"number": number}], [(number + 1, number + 1)], np.array([[number]]), bytes=100)
+    return Group({}, [{"number": number}], [(number + 1, number + 1)], np.array([[number]]), bytes=100)
 
 
 def numbers(count: int) -> Iterator[Group]:

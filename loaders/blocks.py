@@ -1,0 +1,297 @@
+"""Blocks: many batches in one message from a DataLoader worker, their arrays in memory that both map.
+
+torch's queue makes a shared file for each tensor of each batch, passes its descriptor and maps it anew, which
+costs more than reading a small batch and takes fresh pages for every byte. Here worker w of k still makes the
+batches w, w + k, ... and sends some of them together. The parent deals them out in turn, batch t from worker
+t % k, so neither the order nor the place of an error changes. A worker's first block is one batch and each
+next one twice as many, up to `block_bytes`: the first batches do not wait for those behind them.
+
+`BlockMemory` is one unnamed file in memory: a part for each worker, with an arena that only this worker
+allocates from and a flag for each block that it has sent. A block's message has the places of its arrays; the
+parent's batches are views of them. When all of these are garbage, in whatever order and thread, the parent
+clears the flag, and the worker reuses the memory for its next block: pages are faulted in once, not once for
+each batch. Memory that somebody may still see is never written to: a process that is forked sees all batches
+that its parent holds, so the flags of these are never cleared, unless it is a worker of this kind itself.
+
+Arrays that find no room (a loop that keeps its batches; a system without memfd) travel as torch's shared
+tensors, one for each column of a block. Everything else (lists, strings, small arrays) is pickled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import DupFd
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import naming_extras
+
+with naming_extras("shardkit.loaders.blocks"):
+    import torch
+
+from shardkit.loaders.batch import Batch, Fields, batches_of
+from shardkit.loaders.gather import OutputMemory
+from shardkit.loaders.producer import Group
+
+__all__ = ["BLOCK_BYTES", "MAX_BLOCK_BATCHES", "Block", "BlockMemory", "Outbox", "deal", "forking_workers"]
+
+BLOCK_BYTES = 4 << 20  # a message costs as much as gathering about 1 MiB
+MAX_BLOCK_BATCHES = 256  # shares that cost among the smallest batches; growing there from 1 takes 8 blocks
+
+_ARENA_BYTES = 512 << 20  # of addresses for each worker, not of memory
+_SMALL_BYTES = 64 << 10  # pickled instead: the smallest piece of an arena
+_FLAGS = _ARENA_BYTES // _SMALL_BYTES  # as many blocks have arrays in an arena
+
+_Array = npt.NDArray[np.generic]
+_Bytes = npt.NDArray[np.uint8]
+
+
+class _Placed(NamedTuple):
+    """An array in the shared memory."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """In a worker: some of its batches. What the parent unpickles is (worker, the batches)."""
+
+    count: int
+    memory: int
+    worker: int
+    flag: int | None
+    pieces: list[dict[str, Any]]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive, (self.memory, self.worker, self.flag, self.pieces)
+
+
+class BlockMemory:
+    """What a process and the workers of one of its DataLoader iterators share."""
+
+    def __init__(
+        self, workers: int, tensor: Callable[[_Array], object], *, arena_bytes: int = _ARENA_BYTES
+    ) -> None:
+        """`tensor`: makes what a batch has of an array. `arena_bytes`: of each worker."""
+        self._number = next(_numbers)
+        self._tensor = tensor
+        self._part_bytes = _FLAGS + arena_bytes
+        self._process = os.getpid()
+        self._watched: dict[int, weakref.ref[_Bytes]] = {}
+        self._outbox: Outbox | None = None
+        self._map(_new_file(workers * self._part_bytes))
+        _memories[self._number] = self
+
+    def outbox(self, worker: int, output: OutputMemory) -> Outbox:
+        """In a worker: what sends its blocks, whose arrays are lent by `output`."""
+        if self._outbox is None:
+            first = worker * self._part_bytes
+            flags = slice(first, first + _FLAGS)
+            if (arena := self._bytes[flags.stop : first + self._part_bytes]).size:
+                output.share(arena)
+            self._outbox = Outbox(self._number, worker, self._bytes, flags, output)
+        return self._outbox
+
+    def receive(self, worker: int, flag: int | None, pieces: list[dict[str, Any]]) -> tuple[int, list[Batch]]:
+        """In the parent: (worker, the batches of its block)."""
+        # The base of all that shows this block, and of nothing else: memoryviews are not looked through.
+        lent = np.frombuffer(self._bytes.data, np.uint8)
+        if flag is not None:
+            place = worker * self._part_bytes + flag
+            self._watched[place] = weakref.ref(lent, partial(self._release, place, _forks))
+        batches: list[Batch] = []
+        for piece in pieces:
+            fields = {name: _opened(values, lent) for name, values in piece.items()}
+            batches += batches_of(fields, self._tensor)
+        return worker, batches
+
+    def _release(self, place: int, forks: int, _: weakref.ref[_Bytes]) -> None:
+        """Let a worker reuse a block's memory, unless a process forked meanwhile may still see it."""
+        del self._watched[place]
+        if forks == _forks and os.getpid() == self._process:
+            self._bytes[place] = 0
+
+    def _map(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+        self._bytes: _Bytes = np.zeros(1, np.uint8)
+        if descriptor is not None:
+            weakref.finalize(self, os.close, descriptor)
+            self._bytes = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
+
+    def __getstate__(self) -> dict[str, Any]:
+        assert get_spawning_popen() is not None, "only a worker gets a copy"
+        file = None if self._descriptor is None else DupFd(self._descriptor)
+        return {"number": self._number, "part_bytes": self._part_bytes, "file": file}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._number, self._part_bytes, self._outbox = state["number"], state["part_bytes"], None
+        self._map(None if state["file"] is None else state["file"].detach())
+
+
+def _new_file(size: int) -> int | None:
+    """The descriptor of `size` bytes of shared memory without a name; None if the system gives none."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    descriptor: int | None = None
+    try:
+        descriptor = os.memfd_create("shardkit-blocks")
+        os.ftruncate(descriptor, size)
+        mmap.mmap(descriptor, 0).close()  # there may be a limit on addresses
+    except OSError:
+        if descriptor is not None:
+            os.close(descriptor)
+        return None
+    return descriptor
+
+
+class Outbox:
+    """In a worker: makes blocks, and takes back the memory of those that the parent has released."""
+
+    def __init__(self, memory: int, worker: int, whole: _Bytes, flags: slice, output: OutputMemory) -> None:
+        """`whole`: the memory; `flags`: where those of this worker are."""
+        self._memory, self._worker, self._whole, self._output = memory, worker, whole, output
+        self._flags = whole[flags]
+        self._sent: dict[int, list[_Array]] = {}
+
+    def blocks(self, groups: Iterator[Group], most_batches: int) -> Iterator[Block]:
+        """The batches of `groups` in blocks; those before an error come before it."""
+        size, rest = 1, _Piece({}, 0)
+        while True:
+            pieces: list[_Piece] = []
+            missing = size
+            try:
+                while missing:
+                    if not rest.batches:
+                        if (group := next(groups, None)) is None:
+                            break
+                        rest = _Piece(group.fields, len(group.cursors))
+                    piece, rest = rest.cut(missing)
+                    pieces.append(piece)
+                    missing -= piece.batches
+            except Exception:  # of any kind: what was read before it is delivered before it
+                if pieces:
+                    yield self._block(pieces)
+                raise
+            if pieces:
+                yield self._block(pieces)
+            if missing:
+                return
+            size = min(2 * size, most_batches)
+
+    def _block(self, pieces: list[_Piece]) -> Block:
+        for released in [flag for flag in self._sent if not self._flags[flag]]:
+            del self._sent[released]
+        placed: list[_Array] = []
+        sent = [{name: self._placed(values, placed) for name, values in p.fields.items()} for p in pieces]
+        flag: int | None = None
+        if placed:
+            flag = next(free for free in range(_FLAGS) if free not in self._sent)
+            self._sent[flag] = placed
+            self._flags[flag] = 1
+        return Block(sum(piece.batches for piece in pieces), self._memory, self._worker, flag, sent)
+
+    def _placed(self, values: Any, placed: list[_Array]) -> Any:
+        """Where `values` are in the memory, copied there if they were not; else what to pickle."""
+        if (
+            not isinstance(values, np.ndarray)
+            or values.nbytes < _SMALL_BYTES
+            or values.dtype.kind not in _KINDS
+        ):
+            return values
+        if self._output.is_shared and not self._holds(values):
+            copied = self._output.lend(values.shape, values.dtype)
+            copied[...] = values
+            values = copied
+        if not self._holds(values):
+            return torch.from_numpy(values)
+        placed.append(values)
+        offset = _address(values) - _address(self._whole)
+        return _Placed(offset, values.shape, values.strides, values.dtype.str)
+
+    def _holds(self, values: _Array) -> bool:
+        return 0 <= _address(values) - _address(self._whole) < len(self._whole)
+
+
+class _Piece(NamedTuple):
+    """Some of a group's batches."""
+
+    fields: Fields
+    batches: int
+
+    def cut(self, most: int) -> tuple[_Piece, _Piece]:
+        """(the first `most` batches, those behind them)."""
+        first = {name: values[:most] for name, values in self.fields.items()}
+        behind = {name: values[most:] for name, values in self.fields.items()}
+        return _Piece(first, min(most, self.batches)), _Piece(behind, max(0, self.batches - most))
+
+
+def deal(source: Iterator[tuple[int, list[Batch]]], workers: int) -> Iterator[Batch]:
+    """The batches of the workers' blocks, batch t from worker t % `workers`."""
+    ready: list[deque[Batch]] = [deque() for _ in range(workers)]
+    for own in itertools.cycle(ready):
+        while not own:
+            worker, batches = next(source, (0, None))
+            if batches is None:
+                return
+            ready[worker].extend(batches)
+            batches = None  # or the last block would live as long as this waits for the next one
+        yield own.popleft()
+
+
+def _receive(
+    memory: int, worker: int, flag: int | None, pieces: list[dict[str, Any]]
+) -> tuple[int, list[Batch]]:
+    """Open a block, in whichever thread of the parent unpickles it."""
+    found = _memories.get(memory)
+    return (worker, []) if found is None else found.receive(worker, flag, pieces)
+
+
+def _opened(values: Any, lent: _Bytes) -> Any:
+    """An array of a message, or what else it has."""
+    if isinstance(values, _Placed):
+        return np.ndarray(values.shape, values.dtype, lent, values.offset, values.strides)
+    return values.numpy() if isinstance(values, torch.Tensor) else values
+
+
+def _address(array: _Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+@contextmanager
+def forking_workers() -> Iterator[None]:
+    """Fork workers that see none of the batches that this process holds."""
+    _forking.workers = True
+    try:
+        yield
+    finally:
+        _forking.workers = False
+
+
+def _count_fork() -> None:
+    global _forks
+    if not getattr(_forking, "workers", False):
+        _forks += 1
+
+
+_KINDS = "biuf"  # of numbers, all of which torch knows too
+_numbers = itertools.count()
+_memories: weakref.WeakValueDictionary[int, BlockMemory] = weakref.WeakValueDictionary()
+_forks = 0  # of processes that may show batches
+_forking = threading.local()
+os.register_at_fork(before=_count_fork)
