@@ -45,6 +45,7 @@ __all__ = [
     "int64",
     "kernel",
     "kernel_cache",
+    "start_numba",
 ]
 
 Bools = npt.NDArray[np.bool_]
@@ -94,6 +95,15 @@ def kernel(
     njit: Any = numba.njit  # whose stubs do not know `_nrt`
     compiler = njit(nogil=True, cache=True, inline="always" if inline else "never", _nrt=allocates)
     return compiler if function is None else compiler(function)
+
+
+def start_numba() -> None:
+    """Have Numba load what it needs for any kernel, which takes it half a second."""
+    kernel(_nothing)()
+
+
+def _nothing() -> None:
+    """The smallest kernel."""
 
 
 def kernel_cache() -> dict[str, str]:
