@@ -179,6 +179,8 @@ def fork_workers(pipe: Connection, parent: int, modules: Sequence[str]) -> None:
     die_with(parent)
     for module in modules:
         importlib.import_module(module)
+    if pyarrow := sys.modules.get("pyarrow"):
+        pyarrow.array([])  # the first array imports pandas where that is installed
     if "numba" in sys.modules:
         start_numba()
     gc.freeze()  # collections in a worker would write to, and thereby copy, every page with an object

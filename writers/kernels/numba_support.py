@@ -45,6 +45,7 @@ __all__ = [
     "int64",
     "kernel",
     "kernel_cache",
+    "load_extensions",
     "start_numba",
 ]
 
@@ -66,6 +67,7 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 _VARIABLE = "NUMBA_CACHE_DIR"
+_LOADED = "_already_initialized"  # of Numba's module `entrypoints`: extensions have been loaded
 _UNUSED_SECONDS = 30 * 24 * 3600
 
 
@@ -98,8 +100,21 @@ def kernel(
 
 
 def start_numba() -> None:
-    """Have Numba load what it needs for any kernel, which takes it half a second."""
+    """Have Numba load what it needs for any kernel, which takes it a quarter of a second.
+
+    Other packages extend Numba, and it would import them: awkward, which gigatoken brings, takes as long
+    again. No kernel needs them. Numba has no setting for it, so this is only for processes of our own.
+    """
+    from numba.core import entrypoints
+
+    setattr(entrypoints, _LOADED, True)
     kernel(_nothing)()
+
+
+def load_extensions() -> None:
+    """Undo what `start_numba` leaves out, for code of the user: the next compilation loads extensions."""
+    if entrypoints := sys.modules.get("numba.core.entrypoints"):
+        setattr(entrypoints, _LOADED, False)
 
 
 def _nothing() -> None:
