@@ -19,8 +19,9 @@ from shardkit.progress import Listener
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.engine import RESUME, TASK_SECONDS, Engine, LocalEngine, default_workers
+from shardkit.writers.execution.engine import TASK_SECONDS, Engine, LocalEngine, default_workers
 from shardkit.writers.execution.engine_ray import import_ray
+from shardkit.writers.execution.processes import RESUME
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.scheduler import DEFAULT_TIMES, SharingTimes, Stragglers, TaskSlice
 from shardkit.writers.execution.scratch import default_scratch
@@ -37,6 +38,7 @@ __all__ = ["EngineName", "Execution", "open_runner", "place_files", "place_of", 
 EngineName = Literal["local", "ray"]
 
 _WORKER_TEXT_BYTES = 1 << 21  # filtering less takes no longer than a process takes to start
+_MODULES = ("shardkit.writers.stages.graph", "pyarrow.parquet")  # which import those of all tasks
 _TOKENIZER = ".tokenizer"  # a folder of its own, apart from what recipes name
 
 
@@ -120,7 +122,7 @@ def _engine(recipe: Recipe, execution: Execution) -> Engine:
             stragglers=Stragglers() if execution.speculate else None,
         )
     count = default_workers(recipe.memory) if execution.workers is None else execution.workers
-    return LocalEngine(count, task_seconds=execution.task_seconds)
+    return LocalEngine(count, task_seconds=execution.task_seconds, modules=_MODULES)
 
 
 class _Place(Protocol):

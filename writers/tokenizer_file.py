@@ -16,7 +16,7 @@ import base64
 import binascii
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -211,7 +211,13 @@ def own_engine(source: bytes | Path) -> Engine:
     return "tiktoken" if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", data) else "sentencepiece"
 
 
-def tokenizer_config(path: Path, data: bytes, encoding: Encoding | None = None) -> dict[str, Any]:
+def tokenizer_config(
+    path: Path,
+    data: bytes,
+    encoding: Encoding | None = None,
+    *,
+    parse: Callable[[bytes], Any] = load_json,
+) -> dict[str, Any]:
     """The content of a tokenizer file as that of a tokenizer.json; RecipeError if it is none."""
     engine = own_engine(data)
     if encoding is not None and engine != "tiktoken":
@@ -226,7 +232,7 @@ def tokenizer_config(path: Path, data: bytes, encoding: Encoding | None = None) 
     if engine == "sentencepiece":
         return _sentencepiece_config(path, data)
     try:
-        config = load_json(data)
+        config = parse(data)
     except ValueError as error:
         raise RecipeError(
             f"tokenizer.path: {path} is not JSON ({error}); give a Hugging Face tokenizer.json"

@@ -23,7 +23,8 @@ from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import Store
 from shardkit.writers import BuildResult, build
 from shardkit.writers.execution import scratch, work_store
-from shardkit.writers.execution.engine import InlineEngine, run_guarded
+from shardkit.writers.execution.engine import InlineEngine
+from shardkit.writers.execution.processes import run_guarded
 from support.stores import (
     FakeClock,
     FalseIndexError,

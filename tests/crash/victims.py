@@ -286,7 +286,8 @@ def _have_disk(base: Path) -> None:
 
 def _guarded_engine() -> Any:
     """Runs tasks in this process, with the error handling of workers."""
-    from shardkit.writers.execution.engine import InlineEngine, run_guarded
+    from shardkit.writers.execution.engine import InlineEngine
+    from shardkit.writers.execution.processes import run_guarded
 
     return InlineEngine(run_guarded)
 

@@ -22,7 +22,14 @@ from reference.near import (
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.signatures import band_keys, sign_batch, word_keys
 from shardkit.writers.kernels.shingles import shingle_batch, text_units
-from shardkit.writers.kernels.words import SEGMENT_BYTES, composed, normalized_words
+from shardkit.writers.kernels.words import (
+    SEGMENT_BYTES,
+    WORD,
+    character_tables,
+    combining_classes,
+    composed,
+    normalized_words,
+)
 
 # Letters that change length or form in lower case or NFC, that join with others, and of 1 to 4 bytes.
 ODD = "éÄßİıΣςσЖ字あ한ᄒ\u1161\u11a8\u0301\u0308\u0345ﬁⅣ²𝔘😀—“”\u2028\u00a0ก็ａ_0"
@@ -91,6 +98,24 @@ def test_shingles_of_long_texts_do_not_depend_on_segments(unit: str) -> None:
     check_shingles(LONG, MinHashConfig.model_validate({"unit": unit}))
     shifted = [" " * shift + "é" + "ab cd " * 700 + "ef字 " * 700 for shift in (0, 1, 7, 63, 64)]
     check_shingles(shifted, MinHashConfig.model_validate({"unit": unit}))
+
+
+def test_words_of_any_length_and_with_any_character_are_those_of_plain_python() -> None:
+    lengths = ["A" * length for length in range(1, 70)]
+    texts = [" ".join(lengths), " ".join(f"{word}é’{word}" for word in lengths)]
+    every = [chr(code) for code in range(0x400, 0x40000) if chr(code).lower() != chr(code)]
+    texts += [" ".join(f"{one}b ab{one}cd" for one in every), " ".join(map(chr, range(0x80, 0x3000)))]
+    check_shingles(texts, MinHashConfig.model_validate({"unit": "words", "ngram": 1}))
+
+
+def test_tables_of_characters_are_those_of_str_for_every_code_point() -> None:
+    flags, lower = character_tables()
+    for code in range(0x110000):
+        character = chr(code)
+        low = "i" if code == 0x130 else "σ" if character == "ς" else character.lower()
+        assert chr(lower[code]) == low, hex(code)
+        assert bool(flags[code] & WORD) == (character.isalnum() or character == "_"), hex(code)
+    assert combining_classes().tolist() == [unicodedata.combining(chr(code)) for code in range(0x110000)]
 
 
 def check_shingles(texts: list[str], config: MinHashConfig) -> None:

@@ -19,7 +19,7 @@ from shardkit.writers.execution.engine import LocalEngine, default_workers
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.work import Work
 from shardkit.writers.executors import Execution
-from support.task_runs import FAILURES, check_failure, end_napping, imported_tasks, make_task, run_all
+from support.task_runs import FAILURES, check_failure, end_napping, ends, imported_tasks, make_task, run_all
 
 MORE_TASKS = """
 def die(folder, number):
@@ -35,6 +35,16 @@ def hang(folder, place, tries):
     return {"tries": tries}
 
 def leave(folder): os._exit(3)
+
+def kill_parent(folder, place):
+    while not list(place.glob("napping-*")):
+        time.sleep(0.01)
+    os.kill(os.getppid(), 9)
+    time.sleep(60)
+
+def look(folder, module):
+    import sys
+    return {"parent": os.getppid(), "imported": module in sys.modules}
 def exhaust(folder): raise MemoryError
 """
 
@@ -170,13 +180,49 @@ def test_a_worker_that_exits_is_named_with_its_status(tasks: ModuleType, work: W
         run_all(engine, [make_task(tasks, "leave")], work)
 
 
+FORKS = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
+
+
+@FORKS
+def test_workers_are_forks_of_one_process_that_has_their_modules(tasks: ModuleType, work: Work) -> None:
+    planned = [make_task(tasks, "look", "colorsys", number=n) for n in range(6)]
+    with LocalEngine(2, modules=["colorsys"]) as engine:
+        counts = [commit.counts for commit in run_all(engine, planned, work)]
+        [parent] = {count["parent"] for count in counts}
+        assert psutil.Process(parent).ppid() == os.getpid()
+    assert all(count["imported"] for count in counts)
+    assert not psutil.pid_exists(parent)
+
+
+def test_a_module_that_starts_a_thread_is_not_forked(tasks: ModuleType, work: Work, tmp_path: Path) -> None:
+    (tmp_path / "threaded.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    with LocalEngine(2, modules=["threaded"]) as engine:
+        commits = run_all(engine, [make_task(tasks, "look", "threaded", number=n) for n in range(4)], work)
+    assert {commit.counts["parent"] for commit in commits} == {os.getpid()}
+    assert not any(commit.counts["imported"] for commit in commits)
+
+
+@FORKS
+def test_workers_die_with_the_process_that_forked_them(tasks: ModuleType, work: Work, tmp_path: Path) -> None:
+    planned = [make_task(tasks, "kill_parent", tmp_path), make_task(tasks, "nap", tmp_path, 600)]
+    with (
+        LocalEngine(2) as engine,
+        pytest.raises(BuildError, match=r"stage/(nap|kill_parent)-0: its worker was killed by SIGKILL"),
+    ):
+        run_all(engine, planned, work)
+    [napping] = tmp_path.glob("napping-*")
+    assert ends(int(napping.name.removeprefix("napping-")))
+
+
 def test_the_first_error_stops_the_others_at_once(tasks: ModuleType, work: Work, tmp_path: Path) -> None:
     start = time.monotonic()
     planned = [make_task(tasks, "nap", tmp_path, 600, weight=2), make_task(tasks, "refuse")]
     with LocalEngine(2) as engine, pytest.raises(RecipeError):
         run_all(engine, planned, work)
     assert time.monotonic() - start < 300  # long before the nap ends
-    assert not [p for p in psutil.Process().children() if "execution.engine" in " ".join(p.cmdline())]
+    assert not [p for p in psutil.Process().children() if "execution.processes" in " ".join(p.cmdline())]
 
 
 SLEEPER = (

@@ -21,7 +21,7 @@ from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store, StoreError
 from shardkit.writers.execution import scratch
 from shardkit.writers.execution.artifacts import Artifact, read_into
-from shardkit.writers.execution.engine import answer
+from shardkit.writers.execution.processes import answer
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import BLOCK_BYTES, run_task

@@ -100,6 +100,15 @@ def test_flags_are_those_of_str_for_every_code_point() -> None:
     )
 
 
+def test_signs_are_all_that_is_neither_a_letter_nor_space() -> None:
+    codes, categories = characters.signs()
+    every = [code for code in range(0x40000) if not (chr(code).isalpha() or chr(code).isspace())]
+    categorized = {code: unicodedata.category(chr(code)) for code in every}
+    assert dict(zip(codes.tolist(), categories.tolist(), strict=True)).items() <= categorized.items()
+    left_out = set(every) - set(codes.tolist())
+    assert {categorized[code] for code in left_out} == {"Cn"}
+
+
 def test_more_stop_words_than_bits_are_refused() -> None:
     with pytest.raises(ValueError, match="65 stop words"):
         word_statistics(

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,24 @@ def test_the_user_s_own_place_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_a_place_workers_compile_for_themselves(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     assert kernel_cache() == {}
+
+
+EXTENDED = """
+import sys, types
+from importlib import metadata
+from shardkit.writers.kernels.numba_support import load_extensions, start_numba
+
+sys.modules["extension"] = types.SimpleNamespace(init=lambda: print("loaded"))
+entry = metadata.EntryPoint("init", "extension:init", "numba_extensions")
+metadata.entry_points = lambda: metadata.EntryPoints([entry])
+start_numba()
+print("started")
+load_extensions()
+import numba
+print(numba.njit(lambda number: number + 1)(1))
+"""
+
+
+def test_extensions_of_numba_are_loaded_for_code_of_the_user_only() -> None:
+    done = subprocess.run([sys.executable, "-c", EXTENDED], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["started", "loaded", "2"]

@@ -561,7 +561,7 @@ def find_near_duplicates(
         digest = hash_file(path, ["xxh3_128"])["xxh3_128"]
         splits.append(SplitDocuments(f"{number:05d}", Artifact(path), digest, path.stat().st_size))
     stages = NearStages(config, splits, [SplitRemovals()] * len(splits), memory_bytes, seed)
-    engine = LocalEngine(workers) if workers else InlineEngine()
+    engine = LocalEngine(workers, modules=[__name__]) if workers else InlineEngine()
     with Journal(folder) as journal, engine, make_listener(False) as listener:
         runner = Runner(journal, engine, listener)
         result = remove_near(runner.run, stages, indexes)

@@ -37,18 +37,8 @@ from typing import Any, Self
 from shardkit.errors import BuildError, MissingExtraError, warn_user
 from shardkit.files import Closing
 from shardkit.units import format_bytes
-from shardkit.writers.execution.engine import (
-    ONE_THREAD,
-    RESUME,
-    TASK_SECONDS,
-    OnNews,
-    answer,
-    death_of,
-    default_workers,
-    give_back_memory,
-    report,
-    time_limit,
-)
+from shardkit.writers.execution.engine import TASK_SECONDS, OnNews, death_of, default_workers, report
+from shardkit.writers.execution.processes import ONE_THREAD, RESUME, answer, give_back_memory, time_limit
 from shardkit.writers.execution.scheduler import Stragglers, TaskQueue
 from shardkit.writers.execution.task import Task, code_version
 from shardkit.writers.execution.work import Work

@@ -24,6 +24,7 @@ from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers.filters.base import FilterSettings, Rule
+from shardkit.writers.kernels.numba_support import load_extensions
 from shardkit.writers.settings import FieldName, Listed
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ class PythonFilter:
 
     def _load(self, folder: Path) -> Callable[..., object]:
         module, _, name = self._config.function.partition(":")
+        load_extensions()
         try:
             made = _from_file(module, folder / self._config.file) if self._config.file else None
             made = made or importlib.import_module(module)

@@ -45,6 +45,8 @@ __all__ = [
     "int64",
     "kernel",
     "kernel_cache",
+    "load_extensions",
+    "start_numba",
 ]
 
 Bools = npt.NDArray[np.bool_]
@@ -65,6 +67,7 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 _VARIABLE = "NUMBA_CACHE_DIR"
+_LOADED = "_already_initialized"  # of Numba's module `entrypoints`: extensions have been loaded
 _UNUSED_SECONDS = 30 * 24 * 3600
 
 
@@ -94,6 +97,28 @@ def kernel(
     njit: Any = numba.njit  # whose stubs do not know `_nrt`
     compiler = njit(nogil=True, cache=True, inline="always" if inline else "never", _nrt=allocates)
     return compiler if function is None else compiler(function)
+
+
+def start_numba() -> None:
+    """Have Numba load what it needs for any kernel, which takes it a quarter of a second.
+
+    Other packages extend Numba, and it would import them: awkward, which gigatoken brings, takes as long
+    again. No kernel needs them. Numba has no setting for it, so this is only for processes of our own.
+    """
+    from numba.core import entrypoints
+
+    setattr(entrypoints, _LOADED, True)
+    kernel(_nothing)()
+
+
+def load_extensions() -> None:
+    """Undo what `start_numba` leaves out, for code of the user: the next compilation loads extensions."""
+    if entrypoints := sys.modules.get("numba.core.entrypoints"):
+        setattr(entrypoints, _LOADED, False)
+
+
+def _nothing() -> None:
+    """The smallest kernel."""
 
 
 def kernel_cache() -> dict[str, str]:

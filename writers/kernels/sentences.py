@@ -12,7 +12,6 @@ The kernel needs no memory.
 
 from __future__ import annotations
 
-import unicodedata
 from functools import cache
 
 import numpy as np
@@ -27,8 +26,10 @@ from shardkit.writers.kernels.utf8 import (
     character_at,
     character_before,
     characters_with,
+    every_character,
     first_bytes,
     pack_bytes,
+    signs,
 )
 
 __all__ = ["SentenceTables", "count_sentences", "sentence_tables"]
@@ -62,19 +63,16 @@ def _abbreviations() -> frozenset[str]:
 @cache
 def _flags() -> UInt16s:
     """uint16[1,114,112]: what each code point is, of the flags above."""
-    flags = np.zeros(CODE_POINTS, np.uint16)
-    for code in range(ASSIGNED):
-        character = chr(code)
-        category = unicodedata.category(character)
-        if character.isspace():
-            flags[code] |= _SPACE
-        elif character.isalpha():
-            flags[code] |= (_LOWER | _BEFORE_STOP) * (not character.isupper())
-            flags[code] |= _UPPER * (not character.islower())
-        elif category[0] == "P":
-            flags[code] |= _PUNCTUATION
-        elif category == "So":
-            flags[code] |= _AFFIX
+    flags, every = np.zeros(CODE_POINTS, np.uint16), every_character()
+    letters, space, upper, lower = (
+        test(every) for test in (np.char.isalpha, np.char.isspace, np.char.isupper, np.char.islower)
+    )
+    flags[:ASSIGNED] = space * np.uint16(_SPACE)
+    flags[:ASSIGNED] |= (letters & ~upper) * np.uint16(_LOWER | _BEFORE_STOP)
+    flags[:ASSIGNED] |= (letters & ~lower) * np.uint16(_UPPER)
+    codes, categories = signs()
+    flags[codes] = (categories.astype("U1") == "P") * np.uint16(_PUNCTUATION)
+    flags[codes] |= (categories == "So") * np.uint16(_AFFIX)
     for characters, flag in (
         (characters_with(TERMINAL), _END),
         (_MARKS + _QUOTES, _AFFIX | _BEFORE_STOP),

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import pyarrow as pa
 
-from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt64s, kernel
+from shardkit.writers.kernels.numba_support import Int32s, Int64s, UInt8s, UInt64s, kernel
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.utf8 import character_before, next_character
 from shardkit.writers.kernels.words import (
@@ -103,7 +103,7 @@ def shingle_batch(texts: pa.LargeStringArray, config: NgramUnits) -> Shingles:
 
 
 # Scratch of `next_words`, units, hashes.
-_Scratch = tuple[tuple[UInt8s, UInt8s, Int64s], UInt64s, UInt64s]
+_Scratch = tuple[tuple[UInt8s, UInt8s, Int32s, Int32s], UInt64s, UInt64s]
 
 
 @kernel

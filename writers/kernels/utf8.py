@@ -18,6 +18,7 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, int64, kernel
 from shardkit.writers.kernels.simd import load_8_bytes
@@ -26,6 +27,7 @@ __all__ = [
     "ALPHA",
     "ASSIGNED",
     "CODE_POINTS",
+    "IDEOGRAPHS",
     "LINE_END",
     "PUNCTUATION",
     "SPACE",
@@ -37,6 +39,7 @@ __all__ = [
     "characters_with",
     "count_characters",
     "count_kinds",
+    "every_character",
     "find_run",
     "first_bytes",
     "hash_run",
@@ -45,6 +48,7 @@ __all__ = [
     "next_character",
     "pack_bytes",
     "same_runs",
+    "signs",
     "skip_space",
     "strip_space",
     "utf8_bytes",
@@ -60,6 +64,7 @@ _SYMBOL, _DIGIT, _UPPER, _SPACE, _ALPHA = _KINDS
 
 CODE_POINTS = 0x110000
 ASSIGNED = 0x40000  # letters are below; the other planes hold tags, private use and nothing
+IDEOGRAPHS = 0x20000  # from here on, what is assigned is a letter
 
 # datatrove.utils.text.TERMINAL_PUNCTUATION: Unicode's sentence terminals with a few more full stops.
 _TERMINAL = (
@@ -80,13 +85,25 @@ _OTHER_PUNCTUATION = (
 _LINE_ENDS = "A-D 1C-1E 85 2028-2029"
 
 
+def every_character() -> npt.NDArray[np.str_]:
+    """str[262,144]: all characters below ASSIGNED, for NumPy's string functions: they ask Python's tables."""
+    return np.arange(ASSIGNED, dtype=np.uint32).view("U1")
+
+
+@cache
+def signs() -> tuple[Int64s, npt.NDArray[np.str_]]:
+    """(all code points that are neither letters nor white space, the general category of each)."""
+    every = every_character()[:IDEOGRAPHS]
+    codes = np.flatnonzero(~np.char.isalpha(every) & ~np.char.isspace(every))
+    return codes, np.array([unicodedata.category(chr(code)) for code in codes.tolist()])
+
+
 @cache
 def character_flags() -> UInt8s:
     """uint8[1,114,112]: the flags of every code point, read-only."""
-    flags = np.zeros(CODE_POINTS, np.uint8)
-    every = [chr(code) for code in range(ASSIGNED)]
-    flags[:ASSIGNED] |= np.fromiter(map(str.isspace, every), np.uint8, ASSIGNED) * np.uint8(SPACE)
-    flags[:ASSIGNED] |= np.fromiter(map(str.isalpha, every), np.uint8, ASSIGNED) * np.uint8(ALPHA)
+    flags, every = np.zeros(CODE_POINTS, np.uint8), every_character()
+    flags[:ASSIGNED] |= np.char.isspace(every) * np.uint8(SPACE)
+    flags[:ASSIGNED] |= np.char.isalpha(every) * np.uint8(ALPHA)
     for ranges, flag in (
         (_OTHER_PUNCTUATION, PUNCTUATION),
         (_TERMINAL, PUNCTUATION | TERMINAL),
@@ -167,16 +184,14 @@ def count_kinds(data: UInt8s, offsets: Int64s, wanted: Bools) -> KindCounts:
 @cache
 def _kinds() -> UInt8s:
     """uint8[1,114,112]: the kinds of every code point; none in planes that are empty or private."""
-    kinds = np.zeros(CODE_POINTS, np.uint8)
-    for code in range(ASSIGNED):
-        character = chr(code)
-        if character.isalpha():
-            kinds[code] = _ALPHA | _UPPER * character.isupper()
-        elif character.isspace():
-            kinds[code] = _SPACE
-        else:
-            symbol = unicodedata.category(character)[0] in "PS"
-            kinds[code] = _SYMBOL * symbol | _DIGIT * character.isdigit()
+    kinds, every = np.zeros(CODE_POINTS, np.uint8), every_character()
+    letters, space, upper, digits = (
+        test(every) for test in (np.char.isalpha, np.char.isspace, np.char.isupper, np.char.isdigit)
+    )
+    kinds[:ASSIGNED] = np.where(letters, _ALPHA | upper * np.uint8(_UPPER), space * np.uint8(_SPACE))
+    codes, categories = signs()
+    symbols = np.isin(categories.astype("U1"), ("P", "S"))
+    kinds[codes] = symbols * np.uint8(_SYMBOL) | digits[codes] * np.uint8(_DIGIT)
     kinds.flags.writeable = False
     return kinds
 

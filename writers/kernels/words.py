@@ -12,12 +12,13 @@ share a hash.
 
 `next_words` works on segments of 4,096 bytes: 64 bytes at a time become a bit mask of word bytes, and its
 changes from 0 to 1 and back are the runs. A run of ASCII is a word, which costs a load and a multiplication
-for each eight bytes; runs with other characters are decoded one by one.
+for each eight bytes; in other runs the characters beyond ASCII are decoded one by one.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import unicodedata
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -25,10 +26,27 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt32s, UInt64s, int64, kernel
-from shardkit.writers.kernels.simd import load_8_bytes, trailing_zeros, word_mask
+from shardkit.writers.kernels.numba_support import (
+    Bools,
+    Int32s,
+    Int64s,
+    UInt8s,
+    UInt32s,
+    UInt64s,
+    int64,
+    kernel,
+)
+from shardkit.writers.kernels.simd import count_ones, load_8_bytes, range_mask, trailing_zeros, word_mask
 from shardkit.writers.kernels.text_arrays import replace_texts, text_bytes, text_offsets
-from shardkit.writers.kernels.utf8 import ASSIGNED, CODE_POINTS, mix, next_character, utf8_bytes
+from shardkit.writers.kernels.utf8 import (
+    ASSIGNED,
+    CODE_POINTS,
+    IDEOGRAPHS,
+    every_character,
+    mix,
+    next_character,
+    utf8_bytes,
+)
 
 __all__ = [
     "NORMALIZATION",
@@ -64,6 +82,8 @@ UNSPACED_CLASS = "".join(f"{chr(first)}-{chr(last)}" for first, last in _UNSPACE
 _SPECIAL_LOWER = {0x0130: 0x69, 0x03C2: 0x03C3}  # dotted capital I, final sigma
 _HANGUL_INITIALS, _HANGUL_SYLLABLES = range(0x1100, 0x1113), range(0xAC00, 0xD7A4)
 _HANGUL_VOWELS, _HANGUL_FINALS = range(0x1161, 0x1176), range(0x11A8, 0x11C3)
+_UTF_32 = f"utf-32-{sys.byteorder[0]}e"
+_BLOCK = 256
 _BEYOND_ASCII = np.uint64(0x8080808080808080)
 _WORDS = re.compile(r"\w+")
 
@@ -79,8 +99,8 @@ class CharacterTables(NamedTuple):
 def combining_classes() -> UInt8s:
     """uint8[1,114,112]: canonical combining class of every code point."""
     classes = np.zeros(CODE_POINTS, np.uint8)
-    for code in range(ASSIGNED):
-        classes[code] = unicodedata.combining(chr(code))
+    found = map(unicodedata.combining, map(chr, range(IDEOGRAPHS)))
+    classes[:IDEOGRAPHS] = np.fromiter(found, np.uint8, IDEOGRAPHS)
     return classes
 
 
@@ -91,36 +111,43 @@ def normalization_version() -> str:
 
 @cache
 def character_tables() -> CharacterTables:
-    """Made once a process, in a fifth of a second."""
+    """Made once a process."""
     flags, lower = np.zeros(CODE_POINTS, np.uint8), np.arange(CODE_POINTS, dtype=np.uint32)
-    every = [chr(code) for code in range(ASSIGNED)]
-    flags[:ASSIGNED] |= np.fromiter(map(str.isalnum, every), np.uint8, ASSIGNED) * np.uint8(WORD)
+    every = every_character()
+    flags[:ASSIGNED] |= np.char.isalnum(every) * np.uint8(WORD)
     flags[ord("_")] |= WORD
     for first, last in _UNSPACED_SCRIPTS:
         flags[first : last + 1] |= UNSPACED
-    for code, character in enumerate(every):
-        low = character.lower()
-        if low != character and len(low) == 1:
-            lower[code] = ord(low)
+    text = every.tobytes().decode(_UTF_32, "surrogatepass")
+    # As one by one: in this text no sigma is a final one, since a letter follows, and only a dotted capital I
+    # would become two characters.
+    low = text.replace("\u0130", "i").lower()
+    lower[:ASSIGNED] = np.frombuffer(low.encode(_UTF_32, "surrogatepass"), np.uint32)
     for code, replacement in _SPECIAL_LOWER.items():
         lower[code] = replacement
-    _mark_composing(flags, every)
+    _mark_composing(flags, text)
     flags.flags.writeable = lower.flags.writeable = False
     return CharacterTables(flags, lower)
 
 
-def _mark_composing(flags: UInt8s, every: list[str]) -> None:
-    """Set CHANGING, LEADING and JOINING: what form C writes differently, and which pairs it makes one."""
-    for code, character in enumerate(every):
-        decomposition = unicodedata.decomposition(character) if code >= 0xC0 else ""
-        if not decomposition or decomposition.startswith("<"):
+def _mark_composing(flags: UInt8s, text: str) -> None:
+    """Set CHANGING, LEADING and JOINING: what form C writes differently, and which pairs it makes one.
+
+    `text` has all characters, in order. Most blocks of it have none that decomposes.
+    """
+    for block in range(0, len(text), _BLOCK):
+        if unicodedata.is_normalized("NFD", text[block : block + _BLOCK]):
             continue
-        parts = [int(part, 16) for part in decomposition.split()]
-        if unicodedata.normalize("NFC", character) != character:
-            flags[code] |= CHANGING
-        elif len(parts) == 2:
-            flags[parts[0]] |= LEADING
-            flags[parts[1]] |= JOINING
+        for code, character in enumerate(text[block : block + _BLOCK], block):
+            decomposition = unicodedata.decomposition(character)
+            if not decomposition or decomposition.startswith("<"):
+                continue
+            parts = [int(part, 16) for part in decomposition.split()]
+            if unicodedata.normalize("NFC", character) != character:
+                flags[code] |= CHANGING
+            elif len(parts) == 2:
+                flags[parts[0]] |= LEADING
+                flags[parts[1]] |= JOINING
     for leading in (_HANGUL_INITIALS, _HANGUL_SYLLABLES):
         flags[leading.start : leading.stop] |= LEADING
     for joining in (_HANGUL_VOWELS, _HANGUL_FINALS):
@@ -140,8 +167,8 @@ def composed(texts: pa.LargeStringArray) -> pa.LargeStringArray:
     return replace_texts(texts, changed)
 
 
-# A segment, its lower case, edges of its runs.
-_Scratch = tuple[UInt8s, UInt8s, Int64s]
+# A segment, its lower case, where its runs begin, and where they end.
+_Scratch = tuple[UInt8s, UInt8s, Int32s, Int32s]
 
 
 @kernel
@@ -152,8 +179,12 @@ def _find_composing(data: UInt8s, offsets: Int64s, flags: UInt8s, classes: UInt8
         at, stop = offsets[text], offsets[text + 1]
         leading = before = int64(0)
         while at < stop:
-            if at + 8 <= stop and not load_8_bytes(data, at) & _BEYOND_ASCII:
-                at += 8
+            if data[at] < 0x80:
+                if at + 64 <= stop:
+                    beyond = range_mask(data, at, 0x80, 0x80)
+                    at += trailing_zeros(beyond) if beyond else 64
+                else:
+                    at += 1
                 leading, before = int64(data[at - 1]), int64(0)
                 continue
             code, at = next_character(data, at)
@@ -190,11 +221,12 @@ _ONE, _TOP = np.uint64(1), np.uint64(63)
 
 @kernel
 def make_scratch() -> _Scratch:
-    """What `next_words` works in, to be used again: 45 KB."""
+    """What `next_words` works in, to be used again: 25 KB."""
     return (
         np.zeros(SEGMENT_BYTES + 128, np.uint8),
         np.zeros(SEGMENT_BYTES + 128, np.uint8),
-        np.zeros(SEGMENT_BYTES + 130, np.int64),
+        np.zeros(SEGMENT_BYTES // 2 + 72, np.int32),
+        np.zeros(SEGMENT_BYTES // 2 + 72, np.int32),
     )
 
 
@@ -207,7 +239,7 @@ def next_words(
     `at` and what is returned for it are never inside of a word; `stop` is the end of the text. `scratch` is
     made by `make_scratch`; `out` needs SCRATCH_WORDS more.
     """
-    segment, lower, edges = scratch
+    segment, lower, begins, ends = scratch
     flags, lower_table = tables
     size = min(SEGMENT_BYTES, stop - at)
     source = data[at : at + size]  # a view, indexed from 0: the loop becomes a memory copy
@@ -215,45 +247,95 @@ def next_words(
         segment[i] = source[i]
     for i in range(size, size + 72):
         segment[i] = 0
-    found = _find_edges(segment, size, lower, edges)
+    found = _find_runs(segment, size, lower, begins, ends)
     after = size
-    if at + size < stop and found and edges[found - 1] == size:  # the last run may go on
-        found -= 2
-        after = edges[found]
+    if at + size < stop and found and ends[found - 1] == size:  # the last run may go on
+        found -= 1
+        after = begins[found]
         if after == 0:  # it is longer than a segment
             return _hash_run(data, at, stop, True, flags, lower_table, out, count)
-    for run in range(0, found, 2):
-        begin, end = edges[run], edges[run + 1]
-        length = end - begin
-        eight = load_8_bytes(lower, begin)
-        if length <= 8:
-            eight &= _ALL >> np.uint64(64 - 8 * length)
-            value = mix(_SEED, eight)
-            other = eight & _BEYOND_ASCII
-        else:
-            value, other = _hash_long(lower, begin, length)
+    for run in range(found):
+        begin, end = begins[run], ends[run]
+        value, other = _hash_lower(lower, begin, end - begin)
         if other:
-            count, _ = _hash_run(data, at + begin, at + end, False, flags, lower_table, out, count)
+            words = _split_run(lower, begin, end, flags, lower_table, out, count)
+            if words < 0:
+                words, _ = _hash_run(data, at + begin, at + end, False, flags, lower_table, out, count)
+            count = words
         else:
             out[count] = value
             count += 1
     return count, at + after
 
 
-@kernel
-def _find_edges(segment: UInt8s, size: int, lower: UInt8s, edges: Int64s) -> int:
-    """Where runs of word bytes begin and end, in turns; how many such places there are."""
-    found = 0
+@kernel(allocates=False)
+def _split_run(
+    lower: UInt8s, begin: int, end: int, flags: UInt8s, lower_table: UInt32s, out: UInt64s, count: int
+) -> int:
+    """Append hashes of the words of a run, which other characters may part; the new count.
+
+    In `lower` ASCII is in lower case already. So become others, but for the few whose lower case has more or
+    fewer bytes: -1 if there is one.
+    """
+    word, at = begin, begin
+    while at < end:
+        others = load_8_bytes(lower, at) & _BEYOND_ASCII
+        at += trailing_zeros(others) >> 3 if others else 8
+        if not others or at >= end:
+            continue
+        code, after = next_character(lower, at)
+        if not flags[code] & WORD:
+            if at > word:
+                out[count] = _hash_lower(lower, word, at - word)[0]
+                count += 1
+            word = after
+        elif lower_table[code] != code:
+            utf8, length = utf8_bytes(lower_table[code])
+            if length != after - at:
+                return -1
+            for i in range(length):
+                lower[at + i] = utf8 >> np.uint64(8 * i) & np.uint64(0xFF)
+        at = after
+    if word < end:
+        out[count] = _hash_lower(lower, word, end - word)[0]
+        count += 1
+    return count
+
+
+@kernel(allocates=False)
+def _find_runs(segment: UInt8s, size: int, lower: UInt8s, begins: Int32s, ends: Int32s) -> int:
+    """Where runs of word bytes begin and end; how many they are."""
+    begun = ended = 0
     before = np.uint64(0)
     for block in range(0, size + 1, 64):  # zeros follow the text, so the last run ends
         mask = word_mask(segment, block, lower)
-        change = mask ^ (mask << _ONE | before)
+        shifted = mask << _ONE | before
         before = mask >> _TOP
-        while change:
-            edges[found] = block + trailing_zeros(change)
-            found += 1
-            change &= change - _ONE
-    return found
+        starts, stops = mask & ~shifted, shifted & ~mask
+        begun_after, ended_after = begun + count_ones(starts), ended + count_ones(stops)
+        while begun < begun_after or ended < ended_after:
+            for i in range(8):  # whether there are so many is easier to predict than how many there are
+                begins[begun + i] = block + trailing_zeros(starts)
+                ends[ended + i] = block + trailing_zeros(stops)
+                starts &= starts - _ONE
+                stops &= stops - _ONE
+            begun += 8
+            ended += 8
+        begun, ended = begun_after, ended_after
+    return ended
+
+
+@kernel(allocates=False)
+def _hash_lower(lower: UInt8s, begin: int, length: int) -> tuple[np.uint64, np.uint64]:
+    """Hash of a run of bytes, and bits that are set where one is not ASCII."""
+    if length > 15:
+        return _hash_long(lower, begin, length)
+    # Without a branch up to here, because it is hard to predict which words have more than eight bytes.
+    first = load_8_bytes(lower, begin) & _ALL >> np.uint64(64 - 8 * min(length, 8))
+    second = load_8_bytes(lower, begin + 8) & ~(_ALL << np.uint64(8 * max(length - 8, 0)))
+    value = mix(_SEED, first)
+    longer = mix(value, second)
+    return longer if length > 8 else value, (first | second) & _BEYOND_ASCII
 
 
 @kernel

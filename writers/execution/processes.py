@@ -1,0 +1,298 @@
+"""Worker processes of this machine: how they start, what they do, and how they end.
+
+Workers import only the modules of their tasks (the caller's script does not run again) and use one thread
+each. On Linux they are forks of one process, which has imported these modules and started Numba: that takes
+two CPU seconds once instead of in each worker, and all workers share the memory. This process is a fresh
+interpreter, not the caller, whose threads may hold locks; it starts no threads itself, which it checks before
+each fork. Where it has some after all, and on other systems, each worker is a fresh interpreter.
+
+Workers die with the process that started them, even on SIGKILL: the kernel kills a fork with its parent, and
+that one with the caller. They get tasks through a pipe and answer through it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardkit.errors import BuildError, ShardkitError
+from shardkit.files import Closing
+from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work import Work, run_task
+from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cache, start_numba
+from shardkit.writers.progress import PULSE
+from shardkit.writers.remembered import worker_variable
+
+__all__ = [
+    "ONE_THREAD",
+    "RESUME",
+    "Processes",
+    "WorkerProcess",
+    "answer",
+    "fork_workers",
+    "give_back_memory",
+    "run_guarded",
+    "serve",
+    "time_limit",
+]
+
+ONE_THREAD = dict.fromkeys(
+    (
+        "OMP_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "NUMBA_NUM_THREADS",
+        "RAYON_NUM_THREADS",
+        "ARROW_IO_THREADS",
+    ),
+    "1",
+) | {
+    "TOKENIZERS_PARALLELISM": "false",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # of jemalloc, which Arrow brings along
+}
+RESUME = "finished tasks are kept; the same command continues"
+_BOOT = (
+    "import sys; from multiprocessing.connection import Connection; pipe = Connection(int(sys.argv[1])); "
+    "parent, sys.path[:], more = pipe.recv(); from shardkit.writers.execution.processes import {0}; "
+    "{0}(pipe, parent, *more)"
+)
+
+
+class WorkerProcess(Protocol):
+    """The part of `subprocess.Popen` that engines need."""
+
+    def kill(self) -> None: ...
+    def wait(self) -> int: ...
+
+
+class Processes(Closing):
+    """Starts worker processes; `modules` are those that they will need."""
+
+    def __init__(self, modules: Sequence[str] = ()) -> None:
+        self._modules = modules
+        self._forks: _Forks | None = None
+
+    def start(self) -> tuple[WorkerProcess, Connection]:
+        """A new worker, and our end of its pipe."""
+        ours, theirs = Pipe()
+        with theirs:
+            worker = self._fork(theirs) if sys.platform == "linux" else None
+            return worker or _run_python("serve", ours, theirs), ours
+
+    def close(self) -> None:
+        """End the process that forked workers; these have to be ended before."""
+        if self._forks is not None:
+            self._forks.close()
+            self._forks = None
+
+    def _fork(self, theirs: Connection) -> WorkerProcess | None:
+        if self._forks is None:
+            self._forks = _Forks(self._modules)
+        return self._forks.start(theirs)
+
+
+def _run_python(function: str, ours: Connection, theirs: Connection, *more: object) -> WorkerProcess:
+    """A fresh interpreter that calls a function of this module with its end of a pipe."""
+    process = subprocess.Popen(
+        # -P: a file in the current folder must not stand in for a module of the standard library.
+        [sys.executable, "-P", "-c", _BOOT.format(function), str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # the caller's stdout carries results only
+        env=os.environ | ONE_THREAD | kernel_cache() | worker_variable(),
+        process_group=0,  # Ctrl-C goes to the caller, which ends the workers
+    )
+    with suppress(OSError):  # the same error comes again, with its reason, with the first task
+        ours.send((os.getpid(), sys.path, more))
+    return process
+
+
+class _Forks(Closing):
+    """The caller's side of `fork_workers`."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._process = _run_python("fork_workers", self._pipe, theirs, list(modules))
+
+    def start(self, theirs: Connection) -> _Fork | None:
+        """A worker that has the other end of the caller's pipe; None if one cannot be forked."""
+        with suppress(OSError, EOFError):
+            self._pipe.send(None)
+            send_handle(self._pipe, theirs.fileno(), 0)
+            if number := self._pipe.recv():
+                return _Fork(number, self)
+        return None
+
+    def wait(self, number: int) -> int:
+        """The return code of a worker that has ended or is about to, as `Popen.wait`."""
+        with suppress(OSError, EOFError):
+            self._pipe.send(number)
+            return int(self._pipe.recv())
+        return -signal.SIGKILL  # the parent has died, and its forks with it
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._pipe.close()
+
+
+class _Fork:
+    """A forked worker. Its process number is not used again before `wait`, which is asked for once."""
+
+    def __init__(self, number: int, forks: _Forks) -> None:
+        self._number, self._forks = number, forks
+        self._code: int | None = None
+
+    def kill(self) -> None:
+        if self._code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._number, signal.SIGKILL)
+
+    def wait(self) -> int:
+        if self._code is None:
+            self._code = self._forks.wait(self._number)
+        return self._code
+
+
+def fork_workers(pipe: Connection, parent: int, modules: Sequence[str]) -> None:
+    """Main loop of the process that workers are forked of, until the pipe closes.
+
+    For None and a descriptor it answers with the number of a new worker, or 0 where that cannot be forked;
+    for the number of a worker, with its return code when it has ended.
+    """
+    die_with(parent)
+    for module in modules:
+        importlib.import_module(module)
+    if pyarrow := sys.modules.get("pyarrow"):
+        pyarrow.array([])  # the first array imports pandas where that is installed
+    if "numba" in sys.modules:
+        start_numba()
+    gc.freeze()  # collections in a worker would write to, and thereby copy, every page with an object
+    own = os.getpid()
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            number = pipe.recv()
+            if number is not None:
+                pipe.send(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))
+                continue
+            theirs = Connection(recv_handle(pipe))
+            number = os.fork() if _has_one_thread() else None
+            if number == 0:
+                break
+            theirs.close()
+            pipe.send(number or 0)
+    if number == 0:
+        pipe.close()
+        serve(theirs, own)
+
+
+def _has_one_thread() -> bool:
+    try:
+        return len(list(Path("/proc/self/task").iterdir())) == 1
+    except OSError:
+        return False
+
+
+def serve(pipe: Connection, parent: int) -> None:
+    """Main loop of a worker: run the tasks that come through the pipe until it closes."""
+    die_with(parent)
+    watch = CompilationWatch(pipe.send)
+    PULSE.send = pipe.send
+    try:
+        while True:
+            task, digest, work, seconds = pipe.recv()  # unpickling imports the task's modules
+            watch.install()
+            with time_limit(seconds):
+                data = answer(task, digest, work)
+            pipe.send_bytes(data)
+            give_back_memory()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Have the kernel kill this process by SIGALRM if the block takes longer."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def answer(task: Task, digest: str, work: Work) -> bytes:
+    """Run a task; pickled (commit, error, traceback), where either commit or error is None."""
+    reply: tuple[Any, ...]
+    try:
+        commit = run_guarded(task, digest, work)
+        reply = (replace(commit, remote=None), None, "")  # the runner has it
+    except ShardkitError as error:
+        trace = traceback.format_exc() if error.__cause__ is None else "".join(_format(error.__cause__))
+        reply = (None, error, trace)
+    try:
+        data = pickle.dumps(reply)
+        pickle.loads(data)
+        return data
+    except Exception:  # an error that does not survive pickling
+        problem = f"{type(reply[1]).__name__}: {reply[1]}"
+        return pickle.dumps((None, BuildError(f"task {task}: {problem}"), reply[2]))
+
+
+def _format(error: BaseException) -> list[str]:
+    return traceback.format_exception(error)
+
+
+def run_guarded(task: Task, digest: str, work: Work) -> Commit:
+    """`run_task`, with errors of any kind as a ShardkitError that says what to do."""
+    try:
+        return run_task(task, digest, work)
+    except ShardkitError:
+        raise
+    except OSError as error:
+        raise BuildError(f"task {task}: {error}; {RESUME}") from error
+    except MemoryError as error:
+        problem = "out of memory; use fewer --workers or a smaller `memory`"
+        raise BuildError(f"task {task}: {problem}; {RESUME}") from error
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}; this is a bug in shardkit, please report it"
+        raise BuildError(f"task {task}: {problem}") from error
+
+
+def give_back_memory() -> None:
+    """Return free memory to the system, so that a worker does not keep the peaks of all stages."""
+    if pyarrow := sys.modules.get("pyarrow"):
+        pyarrow.default_memory_pool().release_unused()
+    if sys.platform == "linux":
+        import ctypes
+
+        with suppress(AttributeError):  # a C library other than GNU's
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to end this process when its parent ends, even by SIGKILL (Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        set_death_signal = 1
+        ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)  # the parent died before the request took effect
