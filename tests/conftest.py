@@ -14,6 +14,7 @@ from shardkit.writers.kernels.numba_support import kernel_cache
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ.update(kernel_cache())  # before Numba is imported: kernels are compiled once for tests and workers
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of the tests' processes would compile all modules
 
 
 @pytest.fixture

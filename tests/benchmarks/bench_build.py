@@ -16,13 +16,13 @@ $SHARDKIT_TEST_DATA, else made-up text). Corpora take turns; each build is a pro
 that compiles the kernels and is not counted. CPU is user and system time of the process and its workers, by
 the stages that had tasks to do; "start and end" are imports, scan, report and publishing. The checks of the
 tokenizer are counted in the stages that they run beside. `fixed` are parts of all that, measured alone in new
-processes: the imports of the driver and of a worker, loading both engines of the tokenizer, comparing what
-follows from its file alone (kept for the next build on the machine), and the kernels of a filter from Numba's
-cache.
+processes: the imports of the driver, the process that workers are forked of, loading both engines of the
+tokenizer, comparing what follows from its file alone (kept for the next build on the machine), and the
+kernels of a filter from Numba's cache.
 
 "$/TB" is CPU hours x --price for 10^12 bytes of text. The default price is a vCPU hour of Amazon's c5.2xlarge
-on demand ($0.34 for 8 in the documentation of EC2 Auto Scaling, "Spot price per unit hour example"). No other
-tool is beside it: bench_filters.py and bench_near.py compare stages with tools that can be installed.
+on demand ($0.34 for 8 in the documentation of EC2 Auto Scaling, "Spot price per unit hour example"). Other
+tools are beside whole builds in bench_frameworks.py, beside stages in bench_filters.py and bench_near.py.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ HEADS: Heads = {
 }
 FIXED = {
     "imports of the driver": "import shardkit.writers.pipeline",
-    "imports of a worker": "import shardkit.writers.execution.engine, shardkit.writers.stages.clean, "
-    "shardkit.writers.dedup.near, shardkit.writers.stages.tokenize, shardkit.writers.stages.pack",
+    "process that workers are forked of": "import shardkit.writers.stages.graph, pyarrow.parquet, pandas; "
+    "from shardkit.writers.kernels.numba_support import start_numba; start_numba()",
     "load both engines": "TOKENIZER; Encoder(path, eos, engine=None); Encoder(path, eos)",
     "compare characters": "TOKENIZER; own = Encoder(path, eos, engine=None); fast = Encoder(path, eos)\n"
     "TIMED; unlike_characters(fast, own)",

@@ -40,6 +40,7 @@ LOG_FROM = 20  # a slowest bar this many times shorter than the longest cannot b
 
 def benchmark_parser(doc: str | None, *, runs: int | None = None) -> argparse.ArgumentParser:
     """Options of all benchmarks; help is the docstring as it is written."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # installed programs find their modules compiled
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if runs is not None:
         parser.add_argument("--runs", type=int, default=runs, help="default: %(default)s")
