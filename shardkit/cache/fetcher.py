@@ -41,6 +41,7 @@ from shardkit.cache.download import (
     DamagedObjectError,
     Download,
     MemoryTarget,
+    Part,
     unpack,
 )
 from shardkit.errors import ShardkitError
@@ -287,11 +288,22 @@ class Fetcher:
         if free > sum(job.urgent for job in self._ready) and self._demanded:
             # It may have come damaged, to be fetched again.
             return self._begin(self._demanded.popleft())
-        return self._next_planned() if free > len(self._ready) else None
+        task = self._next_planned() if free > len(self._ready) else None
+        if task is None and self._streaming < self.connections and not self._preparing:
+            task = self._next_half()
+            self._streaming += task is not None
+        return task
 
     def _next_part(self) -> Callable[[], None] | None:
         for job in sorted(self._active.values(), key=lambda j: not j.urgent):
             if job.download is not None and (part := job.download.take_part()) is not None:
+                return partial(self._help, job.download, part, self._run)
+        return None
+
+    def _next_half(self) -> Callable[[], None] | None:
+        """Half of what is still to come of a shard that someone waits for."""
+        for job in self._active.values():
+            if job.urgent and job.download is not None and (part := job.download.split_part()) is not None:
                 return partial(self._help, job.download, part, self._run)
         return None
 
@@ -346,7 +358,7 @@ class Fetcher:
                     self._planning = False
                     self._changed.notify_all()
 
-    def _help(self, download: Download, part: tuple[int, int], run: object) -> None:
+    def _help(self, download: Download, part: Part, run: object) -> None:
         """Fetch a range of a shard that another thread brings."""
         with self._connection(run):
             download.fetch_part(part)
@@ -442,7 +454,7 @@ class Fetcher:
 
     def _parts(self, job: Job) -> int:
         """Threads for one shard: those that have nothing else to do, if someone waits for it."""
-        idle = self.connections - self._streaming
+        idle = max(0, self.connections - self._streaming - self._preparing - len(self._ready))
         return 1 + idle // (1 + len(self._demanded)) if job.urgent else 1
 
     def _keep(self, job: Job, download: Download) -> None:
