@@ -479,15 +479,14 @@ class Fetcher:
             if job.slot is not None:
                 job.slot.data[:] = data
                 data = job.slot.data
-        if job.urgent:
-            job.deliver(data)
+        job.deliver(data)  # to whoever comes to wait while it is made durable, too
         slot, job.slot = job.slot, None
         if slot is None:
             return
         try:
             slot.commit()
         except Exception as error:
-            if job.data is None:
+            if not job.urgent:
                 raise
             shards.unkept = error  # for the next `load`: a failing disk must not go unnoticed
 

@@ -307,7 +307,7 @@ def test_random_loads_besides_plans_in_small_caches_of_several_users_hang_never_
     capacity = chance.choice([1, 2, 3, 5]) * size + 50
     faults = [
         FaultRule(fault="late", operation="open", probability=0.2, seconds=0.01),
-        FaultRule(fault="corrupt", operation="open", probability=0.05, after_bytes=900),
+        FaultRule(fault="corrupt", operation="open", probability=0.1, after_bytes=100, count=2),
         FaultRule(fault="reset", operation="open", probability=0.1, after_bytes=500),
     ]
     users = []
