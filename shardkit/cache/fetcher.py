@@ -1,17 +1,18 @@
 """Shards from stores into caches: what a reader waits for first, then what will be needed soonest.
 
 A `Fetcher` is the threads that fetch for any number of datasets: streams do not have threads of their own. A
-shard that a reader waits for goes before all others, and idle threads fetch ranges of it. The others follow
+shard that a reader waits for goes before all others, and idle threads fetch ranges of it, then halves of what
+is missing of others, so that connections are not idle while a reader waits. Planned shards follow
 plans (`shardkit.cache.reader`) by earliest deadline. Each run has one plan for all datasets that share a
 cache; plans of several runs take turns. A fetcher holds plans weakly, so a plan ends with its run.
 
-A shard comes in two steps. A thread takes its lease and its room in the cache (`Fetcher._prepare`), which
-may wait for the disk, and holds no connection meanwhile. Then the shard is ready, and no thread's, until one
-of `connections` is free: the thread that gets it downloads into the room, gives the connection back, checks
-hashes, decompresses, hands the bytes to whoever waits, and makes the entry durable (`Fetcher._fetch`). Up to
-`AHEAD` shards are ready before a connection is, so that connections do not rest. Ready shards start in the
-order of their plan, those that a reader waits for first. A ready shard of a plan gives up its room where the
-cache has no other for one that is waited for.
+A shard is fetched in two steps. First a thread takes its lease and its room in the cache, which may wait for
+the disk, and holds no connection meanwhile (`Fetcher._prepare`). The shard is ready then, and belongs to no
+thread until one of `connections` is free. The thread that takes it downloads into the room, returns the
+connection, checks hashes, decompresses, hands the bytes to whoever waits, and makes the entry durable
+(`Fetcher._fetch`). Up to `AHEAD` shards are ready before a connection is free, so connections do not rest
+between shards. Ready shards start in the order of their plan, but those that a reader waits for start first.
+If the cache has no other room for such a shard, a ready one of a plan gives up its own.
 
 Damaged bytes are fetched again, `ATTEMPTS` times in all. Processes that share a cache folder take leases, so
 that each shard is fetched by one of them; a lease whose holder has been stopped is ignored after a while.
@@ -301,9 +302,12 @@ class Fetcher:
         return None
 
     def _next_half(self) -> Callable[[], None] | None:
-        """Half of what is still to come of a shard that someone waits for."""
-        for job in self._active.values():
-            if job.urgent and job.download is not None and (part := job.download.split_part()) is not None:
+        """Half of what is missing of a shard, while someone waits: nothing is gained by it otherwise."""
+        jobs = sorted(self._active.values(), key=lambda job: not job.urgent)
+        if not any(job.urgent and not job.done.is_set() for job in jobs):
+            return None
+        for job in jobs:
+            if job.download is not None and (part := job.download.split_part()) is not None:
                 return partial(self._help, job.download, part, self._run)
         return None
 
@@ -403,7 +407,7 @@ class Fetcher:
         return True
 
     def _withdraw(self, cache: Cache) -> Job | None:
-        """The last ready job that holds room in this cache and that nobody waits for: for the caller to end."""
+        """The last ready job that holds room in `cache` and that nobody waits for; the caller ends it."""
         with self._changed:
             holding = [job for job in self._ready if job.shards.cache is cache and job.slot is not None]
             job = next((job for job in reversed(holding) if not job.urgent), None)

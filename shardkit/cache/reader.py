@@ -7,8 +7,8 @@ evicted first, whichever stream it belongs to. A plan ends when its run is close
 
 A run begins with an empty cache and a loop that waits. Until the next rows would be more than
 `FetchLimits.single_rows` in all, shards that are needed and not cached are not waited for: their rows are
-fetched one by one, in parallel, before or while the whole shards stream in. From then on, reads wait for whole
-shards, which come by deadline: requests for rows of one that is about to be whole would only delay it.
+fetched one by one, in parallel, before or while the whole shards stream in. From then on, reads wait for
+whole shards, which come by deadline: requests for rows would only delay shards that are about to be whole.
 Replicas on one machine read each of these rows once between them, so they may read as many more.
 Shards for which the cache has no room among the others in use are always read by rows: fetched whole, they
 would be dropped and fetched again each time. So are rows of shards that no lane of this machine needs now,

@@ -229,13 +229,16 @@ class S3Store(BaseStore):
 class S3Body(BaseBody):
     """A stream of exactly `bytes_left` bytes from botocore's `stream`.
 
-    Reads return what has arrived (one `recv`), so a trickling server cannot hold a reader for longer than the
-    read timeout. Long bodies, up to their last MiB, are received into the reader's buffer, because http.client
-    and urllib3 would make an object of each piece and copy it (0.08 CPU-seconds a gigabyte); and the system is
-    asked to wait for 128 KiB at a time (SO_RCVLOWAT), because it would otherwise wake the reader for every few
-    packets, three times the work. Less than that within the read timeout counts as silence. The end comes by
-    urllib3, which then keeps the connection for another request. A body that ends early is a TransientError. If
-    botocore checks a body against a stored checksum (whole objects, with checksums "when_supported"), it
+    Reads return what has arrived (one `recv`), so a trickling server cannot hold a reader for longer than
+    the read timeout. A body that ends early is a TransientError.
+
+    Long bodies are received into the reader's buffer up to their last MiB: http.client and urllib3 would
+    make an object of each piece, to be copied (0.08 CPU-seconds a gigabyte). The system is asked to wait for
+    128 KiB at a time (SO_RCVLOWAT), because it would otherwise wake the reader for every few packets, three
+    times the work; less than that within the read timeout counts as silence. The last MiB is read through
+    urllib3, which then keeps the connection for another request.
+
+    If botocore checks a body against a stored checksum (whole objects, with checksums "when_supported"), it
     must be read in filled pieces of 64 KiB. `close` may come from another thread, and ends a read there.
     """
 

@@ -1,4 +1,4 @@
-"""Shards that are prepared before a connection is free: bounded, in the order of the plan, given up for others."""
+"""Shards that are prepared before a connection is free: a few, in plan order, given up for urgent ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from shardkit.cache.reader import FetchPlan
 from shardkit.cache.shards import CachedShards
 from shardkit.formats.mds import read_index
 from shardkit.storage.store import Store
-from support.cache_entries import leased, oldest, room, used
+from support.cache_entries import leased, room, used
 from support.noted_store import NotedStore
 from support.remote_harness import (
     SOON_SECONDS,
@@ -138,22 +139,37 @@ def test_a_few_shards_have_lease_and_room_before_a_connection_is_free(
 
 @pytest.mark.parametrize("connections", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(3))
-def test_shards_start_in_the_order_of_their_plan_but_for_those_prepared_at_the_same_time(
-    folder: Path, opened: Open, tmp_path: Path, connections: int, seed: int
+def test_shards_are_prepared_in_plan_order_and_no_ready_shard_is_overtaken(
+    folder: Path, opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connections: int, seed: int
 ) -> None:
     chance = random.Random(seed)
+    begun: list[int] = []
+    started: list[tuple[int, list[int]]] = []  # each with those that were ready
+    begin, next_ready = Fetcher._begin, Fetcher._next_ready
+
+    def noted_begin(fetcher: Fetcher, job: Job) -> Callable[[], None]:
+        begun.append(job.number)
+        assert len(begun) - len(started) <= connections + AHEAD
+        return begin(fetcher, job)
+
+    def noted_start(fetcher: Fetcher) -> Callable[[], None] | None:
+        ready = [job.number for job in fetcher._ready]
+        task = next_ready(fetcher)
+        started.extend((number, ready) for number in {*ready} - {job.number for job in fetcher._ready})
+        return task
+
+    monkeypatch.setattr(Fetcher, "_begin", noted_begin)
+    monkeypatch.setattr(Fetcher, "_next_ready", noted_start)
     cache = SlowCache(tmp_path, 1 << 20)
-    cache.pause = lambda name: time.sleep(chance.choice([0.0, 0.0, 0.005]))  # less than a shard takes
-    store = NotedStore(folder)
-    slow = FaultRule(fault="late", operation="open", seconds=0.03)
-    shards = opened(store, cache, connections, lambda below: FaultyStore(below, [slow], seed=seed))
+    cache.pause = lambda name: time.sleep(chance.choice([0.0, 0.0, 0.01]))
+    slow = FaultRule(fault="late", operation="open", probability=0.5, seconds=0.02)
+    around = partial(FaultyStore, rules=[slow], seed=seed)
+    shards = opened(NotedStore(folder), cache, connections, around)
     _plan = FetchPlan([shards], in_order(shards), 0, None)
     wait_until(lambda: kept(shards) == SHARDS)
-    overtakers = connections + AHEAD - 1
-    for place, number in enumerate(store.shards):
-        assert number is not None
-        assert number - overtakers <= place <= number + overtakers, store.shards
-    assert sorted(n for n in store.shards if n is not None) == list(range(SHARDS))
+    assert begun == list(range(SHARDS))
+    assert all(number == min(ready) for number, ready in started)
+    assert sorted(number for number, _ in started) == begun
 
 
 def test_a_ready_shard_that_someone_comes_to_wait_for_starts_next_and_is_not_prepared_again(
@@ -295,9 +311,7 @@ class Budget:
         self._thread.join(SOON_SECONDS)
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.extended) for n in range(2, 10))]
-)
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.extended) for n in range(2, 10))])
 @pytest.mark.parametrize("where", ["memory", "folder"])
 def test_random_loads_besides_plans_in_small_caches_of_several_users_hang_never_and_are_right(
     folder: Path, opened: Open, tmp_path: Path, raw: list[bytes], where: str, seed: int
