@@ -333,8 +333,8 @@ class _DirectReads:
         return cls(raw, response, connection)
 
     def readinto(self, buffer: memoryview) -> int:
-        """Receive what has arrived: there is more to come of the body than `buffer` holds."""
-        count: int = self._response.fp.readinto1(buffer[: self._response.length])
+        """Receive what has arrived, but never the last byte: with that, urllib3 ends the body."""
+        count: int = self._response.fp.readinto1(buffer[: self._response.length - 1])
         self._response.length -= count
         self._raw.length_remaining -= count
         return count
