@@ -21,7 +21,7 @@ from shardkit.hashing import HASH_NAMES, Hasher, hash_bytes, new_hash
 from shardkit.manifest import FileInfo, Format, ShardInfo
 from shardkit.storage.store import ObjectChangedError, Store
 
-__all__ = ["DamagedObjectError", "Download", "MemoryTarget", "Target", "check_hashes", "unpack"]
+__all__ = ["DamagedObjectError", "Download", "MemoryTarget", "Part", "Target", "check_hashes", "unpack"]
 
 READ_BYTES = 1 << 18  # at a time, into a buffer that stays in a core's second-level cache
 MIN_PART_BYTES = 2 << 20  # below, a range's latency costs more than its share of the bandwidth brings

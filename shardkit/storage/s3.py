@@ -316,7 +316,7 @@ class S3Body(BaseBody):
 class _DirectReads:
     """Reads of a body's socket into the reader's memory, counted for http.client and urllib3."""
 
-    def __init__(self, raw: Any, response: HTTPResponse, connection: socket.socket) -> None:
+    def __init__(self, raw: Any, response: Any, connection: socket.socket) -> None:
         self._raw, self._response, self._socket = raw, response, connection
 
     @classmethod

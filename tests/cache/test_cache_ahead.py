@@ -101,6 +101,10 @@ def filling(cache: Cache) -> int:
     return sum(held.filling for held in cache.contents().values())
 
 
+def is_settled(cache: Cache) -> bool:
+    return not filling(cache)
+
+
 def begun(shards: CachedShards) -> None:
     """Wait until all connections are used and as many shards as may be are ready."""
     fetcher = shards.fetcher
@@ -361,7 +365,7 @@ def test_random_loads_besides_plans_in_small_caches_of_several_users_hang_never_
     assert wrong == [[]] * len(readers), f"seed {seed}"
     for shards, budget in zip(users, budgets, strict=True):
         shards.close()
-        wait_until(lambda shards=shards: not filling(shards.cache))
+        wait_until(partial(is_settled, shards.cache))
         budget.end()
         assert 0 < budget.most <= capacity
     if where == "folder":

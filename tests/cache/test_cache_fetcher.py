@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from shardkit.cache.contract import Cache
-from shardkit.cache.download import DamagedObjectError, Download
+from shardkit.cache.download import DamagedObjectError, Download, Part
 from shardkit.cache.fetcher import Fetcher, FetchLimits, FetchTimeoutError, Job
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
@@ -352,7 +352,7 @@ def test_closing_between_two_ranges_of_a_shard_gives_lease_and_room_back(
     between, closed = threading.Event(), threading.Event()
     fetch_part = Download.fetch_part
 
-    def held(download: Download, part: tuple[int, int]) -> None:
+    def held(download: Download, part: Part) -> None:
         fetch_part(download, part)
         between.set()
         assert closed.wait(SOON_SECONDS)

@@ -221,7 +221,12 @@ def test_long_bodies_are_received_into_the_readers_buffer_and_leave_their_connec
     monkeypatch.setattr(_DirectReads, "readinto", counted)
     connections: list[HTTPConnection] = []
     connect = HTTPConnection.connect
-    monkeypatch.setattr(HTTPConnection, "connect", lambda each: (connections.append(each), connect(each))[1])
+
+    def noted(connection: HTTPConnection) -> None:
+        connections.append(connection)
+        connect(connection)
+
+    monkeypatch.setattr(HTTPConnection, "connect", noted)
     patient.close()  # what other tests have left open
     for stop in (None, len(DATA) - 1, None):
         counts.clear()
