@@ -2,7 +2,7 @@
 
 Bytes go to where they will stay (a file of the cache, or memory) as they come. The hashes that the index
 states are computed while a single range streams in, or over the whole object after several ranges came side
-by side.
+by side. A thread that has nothing else to do may take over the second half of a range that is still coming.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardkit.hashing import HASH_NAMES, Hasher, hash_bytes, new_hash
 from shardkit.manifest import FileInfo, Format, ShardInfo
 from shardkit.storage.store import ObjectChangedError, Store
 
-__all__ = ["DamagedObjectError", "Download", "MemoryTarget", "Target", "check_hashes", "unpack"]
+__all__ = ["DamagedObjectError", "Download", "MemoryTarget", "Part", "Target", "check_hashes", "unpack"]
 
 READ_BYTES = 1 << 18  # at a time, into a buffer that stays in a core's second-level cache
 MIN_PART_BYTES = 2 << 20  # below, a range's latency costs more than its share of the bandwidth brings
@@ -58,6 +58,15 @@ class DamagedObjectError(ShardError):
     """What arrived is not what the index states."""
 
 
+class Part:
+    """A range of an object that one thread fetches: what is left of it."""
+
+    __slots__ = ("at", "stop")
+
+    def __init__(self, at: int, stop: int) -> None:
+        self.at, self.stop = at, stop
+
+
 class Download:
     """The stored bytes of one object, fetched by as many threads as it has parts."""
 
@@ -79,8 +88,9 @@ class Download:
         self._changed = threading.Condition(threading.Lock())
         count = max(1, min(parts, file.bytes // min_part_bytes))
         edges = [file.bytes * i // count for i in range(count + 1)]
-        self._waiting = list(pairwise(edges))[::-1]
-        self._running = 0
+        self._waiting = [Part(*edge) for edge in pairwise(edges)][::-1]
+        self._running: list[Part] = []
+        self._least_split_bytes = 2 * max(min_part_bytes, 2 * read_bytes)
         self._hashers: Mapping[str, Hasher] = {}
         if count == 1:
             self._hashers = {name: new_hash(name) for name in file.hashes if name in HASH_NAMES}
@@ -96,23 +106,41 @@ class Download:
         """Of the object, once some of it has come."""
         return self._version
 
-    def take_part(self) -> tuple[int, int] | None:
+    def take_part(self) -> Part | None:
         """A part that nobody fetches yet, or None; whoever takes one calls `fetch_part` with it."""
         with self._changed:
             if not self._waiting or self.error is not None:
                 return None
-            self._running += 1
-            return self._waiting.pop()
+            self._running.append(self._waiting.pop())
+            return self._running[-1]
 
-    def fetch_part(self, part: tuple[int, int]) -> None:
+    def split_part(self) -> Part | None:
+        """The second half of the longest part that another thread fetches, as from `take_part`.
+
+        None if half of it would be too little to be worth a request.
+        """
+        with self._changed:
+            longest = max(self._running, key=lambda part: part.stop - part.at, default=None)
+            if longest is None or self._waiting or self.error is not None:
+                return None
+            left = longest.stop - longest.at
+            if left < self._least_split_bytes:
+                return None
+            half = Part(longest.stop - left // 2, longest.stop)
+            longest.stop = half.at
+            self._hashers = {}  # of bytes that come in order
+            self._running.append(half)
+            return half
+
+    def fetch_part(self, part: Part) -> None:
         """Fetch it; `check` raises what goes wrong."""
         try:
-            self._stream(*part)
+            self._stream(part)
         except Exception as error:
             self.stop(error)
         finally:
             with self._changed:
-                self._running -= 1
+                self._running.remove(part)
                 self._changed.notify_all()
 
     def fetch(self) -> None:
@@ -140,11 +168,11 @@ class Download:
         else:
             check_hashes(self.where, self._file, self.target.data)
 
-    def _stream(self, start: int, stop: int) -> None:
+    def _stream(self, part: Part) -> None:
         size = self._file.bytes
-        whole = start == 0 and stop == size
-        key, end = self._file.basename, None if whole else stop
-        with self._store.open(key, start, end, version=self._version) as body:
+        whole = part.at == 0 and part.stop == size
+        key, end = self._file.basename, None if whole else part.stop
+        with self._store.open(key, part.at, end, version=self._version) as body:
             if body.info.bytes != size:
                 problem = f"the object has {body.info.bytes:,} bytes, the index states {size:,}"
                 raise DamagedObjectError(self.where, f"{problem}; upload it again")
@@ -152,19 +180,20 @@ class Download:
                 self._version = self._version or body.info.version
             if body.info.version != self._version:
                 raise ObjectChangedError(self.where, "was replaced while it was fetched")
-            at, buffer = start, _buffer()
-            while at < stop and self.error is None:
-                count = body.readinto(buffer[: min(self._read_bytes, stop - at)])
+            buffer = _buffer()
+            while part.at < part.stop and self.error is None:  # `stop` comes nearer if the part is split
+                count = body.readinto(buffer[: min(self._read_bytes, part.stop - part.at)])
                 if not count:
                     raise DamagedObjectError(
-                        self.where, "the store sent fewer bytes than it announced", offset=at
+                        self.where, "the store sent fewer bytes than it announced", offset=part.at
                     )
                 piece = buffer[:count]
                 for hasher in self._hashers.values():
                     hasher.update(piece)
-                self.target.write(at, piece)
-                at += count
-                self.bytes_done += count
+                self.target.write(part.at, piece)
+                with self._changed:
+                    part.at += count
+                    self.bytes_done += count
 
 
 def check_hashes(where: str, file: FileInfo, data: Bytes) -> None:

@@ -1,14 +1,18 @@
 """Shards from stores into caches: what a reader waits for first, then what will be needed soonest.
 
 A `Fetcher` is the threads that fetch for any number of datasets: streams do not have threads of their own. A
-shard that a reader waits for goes before all others, and idle threads fetch ranges of it. The others follow
+shard that a reader waits for goes before all others, and idle threads fetch ranges of it, then halves of what
+is missing of others, so that connections are not idle while a reader waits. Planned shards follow
 plans (`shardkit.cache.reader`) by earliest deadline. Each run has one plan for all datasets that share a
 cache; plans of several runs take turns. A fetcher holds plans weakly, so a plan ends with its run.
 
-One thread brings a shard all the way (`Fetcher._fetch`): it takes the lease and room in the cache, downloads
-into that room, checks hashes, decompresses, hands the bytes to whoever waits, and makes the entry durable. It
-holds one of `connections` while bytes come. Checking and syncing a shard takes as long as receiving some of
-it, so there are a few more threads than connections.
+A shard is fetched in two steps. First a thread takes its lease and its room in the cache, which may wait for
+the disk, and holds no connection meanwhile (`Fetcher._prepare`). The shard is ready then, and belongs to no
+thread until one of `connections` is free. The thread that takes it downloads into the room, returns the
+connection, checks hashes, decompresses, hands the bytes to whoever waits, and makes the entry durable
+(`Fetcher._fetch`). Up to `AHEAD` shards are ready before a connection is free, so connections do not rest
+between shards. Ready shards start in the order of their plan, but those that a reader waits for start first.
+If the cache has no other room for such a shard, a ready one of a plan gives up its own.
 
 Damaged bytes are fetched again, `ATTEMPTS` times in all. Processes that share a cache folder take leases, so
 that each shard is fetched by one of them; a lease whose holder has been stopped is ignored after a while.
@@ -18,7 +22,9 @@ error says what had arrived until then.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import threading
 import time
 import weakref
@@ -29,13 +35,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardkit.arrays import Bytes
-from shardkit.cache.contract import Contents, Lease, Slot
+from shardkit.cache.contract import Cache, Contents, Lease, Slot
 from shardkit.cache.download import (
     MIN_PART_BYTES,
     READ_BYTES,
     DamagedObjectError,
     Download,
     MemoryTarget,
+    Part,
     unpack,
 )
 from shardkit.errors import ShardkitError
@@ -49,7 +56,8 @@ if TYPE_CHECKING:
 __all__ = ["FetchLimits", "FetchTimeoutError", "Fetcher", "Job", "arrival"]
 
 ATTEMPTS = 3  # to get the bytes that the index states, before the object itself is called damaged
-FINISHERS = 2  # threads beyond the connections
+AHEAD = 2  # shards that are prepared before a connection is free; each takes room in the cache
+FINISHERS = 4  # threads that check and sync shards while all connections are used and AHEAD are prepared
 ROW_THREADS = 16
 
 
@@ -90,6 +98,7 @@ class Job:
         self.shards, self.number = shards, number
         self.urgent = urgent
         self.victims = victims
+        self.turn = 0  # among all jobs of a fetcher, in the order in which they were begun
         self.attempts = 0
         self.download: Download | None = None
         self.slot: Slot | None = None
@@ -158,7 +167,9 @@ class Fetcher:
         """Reset in a child: its parent's threads and jobs are not there, and one may have held the lock."""
         self._changed = threading.Condition()
         self._demanded: deque[Job] = deque()  # a job here is in no thread's hands
-        self._active: dict[tuple[CachedShards, int], Job] = {}
+        self._active: dict[tuple[CachedShards, int], Job] = {}  # begun, and not finished
+        self._ready: list[Job] = []  # of these, by turn, those with lease and room and in no thread's hands
+        self._turns = itertools.count()
         # Replaced, never changed; the plan whose turn it is comes first.
         self._plans: list[weakref.ref[FetchPlan]] = []
         self._reset()
@@ -168,6 +179,7 @@ class Fetcher:
         self._run = object()
         self._threads: list[threading.Thread] = []
         self._streaming = 0  # threads that hold a connection
+        self._preparing = 0  # threads that take lease and room for a job
         self._planning = False
 
     def demand(self, shards: CachedShards, number: int, plan: FetchPlan | None) -> Job:
@@ -220,10 +232,11 @@ class Fetcher:
         left. One in the middle of a read ends after it.
         """
         with self._changed:
-            waiting = [job for job in self._demanded if job.shards is shards]
+            waiting = [job for job in (*self._demanded, *self._ready) if job.shards is shards]
             for job in (*waiting, *(job for job in self._active.values() if job.shards is shards)):
                 job.stop(RuntimeError("the loader was closed"))
             self._demanded = deque(job for job in self._demanded if job.shards is not shards)
+            self._ready = [job for job in self._ready if job.shards is not shards]
             self._active = {key: job for key, job in self._active.items() if job.shards is not shards}
             self._plans = [weakref.ref(plan) for plan in self.plans() if shards not in plan.parts]
             threads: list[threading.Thread] = []
@@ -238,7 +251,7 @@ class Fetcher:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _start_threads(self) -> None:
-        while len(self._threads) < self.connections + FINISHERS:
+        while len(self._threads) < self.connections + AHEAD + FINISHERS:
             # Daemons: an unfinished fetch must not keep a process alive; its file is cleared away later.
             thread = threading.Thread(
                 target=self._work, args=(self._run,), name="shardkit-fetch", daemon=True
@@ -266,12 +279,20 @@ class Fetcher:
             return None
 
     def _next_task(self) -> Callable[[], None] | None:
-        """What a free thread should do, with a connection for it; the lock is held by the caller."""
-        if self._streaming >= self.connections:
-            return None
-        task = self._next_part() or self._next_demanded() or self._next_planned()
-        if task is not None:
-            self._streaming += 1
+        """What a free thread should do, counted as begun; the lock is held by the caller."""
+        if self._streaming < self.connections:
+            task = self._next_part() or self._next_ready()
+            if task is not None:
+                self._streaming += 1
+                return task
+        free = self.connections + AHEAD - self._streaming - self._preparing
+        if free > sum(job.urgent for job in self._ready) and self._demanded:
+            # It may have come damaged, to be fetched again.
+            return self._begin(self._demanded.popleft())
+        task = self._next_planned() if free > len(self._ready) else None
+        if task is None and self._streaming < self.connections and not self._preparing:
+            task = self._next_half()
+            self._streaming += task is not None
         return task
 
     def _next_part(self) -> Callable[[], None] | None:
@@ -280,12 +301,28 @@ class Fetcher:
                 return partial(self._help, job.download, part, self._run)
         return None
 
-    def _next_demanded(self) -> Callable[[], None] | None:
-        if not self._demanded:
+    def _next_half(self) -> Callable[[], None] | None:
+        """Half of what is missing of a shard, while someone waits: nothing is gained by it otherwise."""
+        jobs = sorted(self._active.values(), key=lambda job: not job.urgent)
+        if not any(job.urgent and not job.done.is_set() for job in jobs):
             return None
-        job = self._demanded.popleft()  # it may have come damaged, to be fetched again
-        self._active[job.key] = job
+        for job in jobs:
+            if job.download is not None and (part := job.download.split_part()) is not None:
+                return partial(self._help, job.download, part, self._run)
+        return None
+
+    def _next_ready(self) -> Callable[[], None] | None:
+        if not self._ready:
+            return None
+        job = next((job for job in self._ready if job.urgent), self._ready[0])
+        self._ready.remove(job)
         return partial(self._fetch, job, self._run)
+
+    def _begin(self, job: Job) -> Callable[[], None]:
+        job.turn = next(self._turns)
+        self._active[job.key] = job
+        self._preparing += 1
+        return partial(self._prepare, job, self._run)
 
     def _next_planned(self) -> Callable[[], None] | None:
         plans = [] if self._planning else self.plans()
@@ -298,9 +335,7 @@ class Fetcher:
                 self._planning = True
                 return partial(self._plan, plan, self._run)
             shards, number = plan.place(fetch.shard)
-            job = Job(shards, number, urgent=False, victims=partial(plan.victims_for, fetch))
-            self._active[job.key] = job
-            return partial(self._fetch, job, self._run)
+            return self._begin(Job(shards, number, urgent=False, victims=partial(plan.victims_for, fetch)))
         return None
 
     @contextlib.contextmanager
@@ -312,28 +347,79 @@ class Fetcher:
             with self._changed:
                 if self._run is run:
                     self._streaming -= 1
+                    if self._ready:  # idle threads may have ended, and this one has something to finish
+                        self._start_threads()
                     self._changed.notify_all()
 
     def _plan(self, plan: FetchPlan, run: object) -> None:
-        with self._connection(run):
-            try:
-                plan.plan([*self._active])
-            except OSError:
-                pass  # the cache folder cannot be listed: whoever needs a shard gets the error
-            finally:
-                with self._changed:
+        try:
+            plan.plan([*self._active])
+        except OSError:
+            pass  # the cache folder cannot be listed: whoever needs a shard gets the error
+        finally:
+            with self._changed:
+                if self._run is run:
                     self._planning = False
+                    self._changed.notify_all()
 
-    def _help(self, download: Download, part: tuple[int, int], run: object) -> None:
+    def _help(self, download: Download, part: Part, run: object) -> None:
         """Fetch a range of a shard that another thread brings."""
         with self._connection(run):
             download.fetch_part(part)
 
+    def _prepare(self, job: Job, run: object) -> None:
+        """Get a job ready for a connection, or end it: there is nothing to fetch, or not now."""
+        is_ready = False
+        try:
+            is_ready = self._take_room(job)
+        except Exception as error:
+            job.error = job.error or error
+        with self._changed:
+            if self._run is run:
+                self._preparing -= 1
+            is_ready = is_ready and not job.is_stopped
+            if is_ready:
+                bisect.insort(self._ready, job, key=lambda ready: ready.turn)
+            self._changed.notify_all()
+        if not is_ready:
+            self._finish(job)
+
+    def _take_room(self, job: Job) -> bool:
+        """Take lease and room; False if there is nothing to fetch, or not now."""
+        shards, number, cache = job.shards, job.number, job.shards.cache
+        name, info = shards.entry(number), shards.info(number)
+        if job.lease is None:
+            if cache.has(name):
+                return False
+            job.lease = cache.lease(name, self.limits.lease_seconds if job.urgent else 0.0)
+            if cache.has(name) or (job.lease is None and not job.urgent):
+                return False  # it has come, or another process is at it
+        if info.compression is not None:
+            return True  # into memory first
+        size = shards.stored_file(number).bytes
+        job.slot = cache.reserve(name, size, job.victims)
+        while job.slot is None and job.urgent and (other := self._withdraw(cache)) is not None:
+            self._finish(other)
+            job.slot = cache.reserve(name, size, job.victims)
+        if job.slot is None and not job.urgent:
+            return False
+        shards.note_room(number, found=job.slot is not None)
+        return True
+
+    def _withdraw(self, cache: Cache) -> Job | None:
+        """The last ready job that holds room in `cache` and that nobody waits for; the caller ends it."""
+        with self._changed:
+            holding = [job for job in self._ready if job.shards.cache is cache and job.slot is not None]
+            job = next((job for job in reversed(holding) if not job.urgent), None)
+            if job is not None:
+                self._ready.remove(job)
+            return job
+
     def _fetch(self, job: Job, run: object) -> None:
-        """Bring a shard from the store into the cache, and to whoever waits for it."""
+        """Bring a ready shard from the store into the cache, and to whoever waits for it."""
         try:
             with self._connection(run):
-                download = self._prepare(job)
+                download = self._download(job)
                 if download is not None:
                     download.fetch()
             if download is not None:
@@ -348,22 +434,12 @@ class Fetcher:
             job.error = job.error or error
         self._finish(job)
 
-    def _prepare(self, job: Job) -> Download | None:
-        """Get lease, room and download ready; None if there is nothing to fetch, or not now."""
+    def _download(self, job: Job) -> Download | None:
+        """The download of a ready job; None if there is nothing to fetch any more."""
         shards, number = job.shards, job.number
-        name, info, cache = shards.entry(number), shards.info(number), shards.cache
-        if job.lease is None:
-            if cache.has(name):
-                return None
-            job.lease = cache.lease(name, self.limits.lease_seconds if job.urgent else 0.0)
-            if cache.has(name) or (job.lease is None and not job.urgent):
-                return None  # it has come, or another process is at it
+        if shards.cache.has(shards.entry(number)):
+            return None  # from a process that did not wait for the lease any longer
         file = shards.stored_file(number)
-        if info.compression is None:
-            job.slot = cache.reserve(name, file.bytes, job.victims)
-            if job.slot is None and not job.urgent:
-                return None
-            shards.note_room(number, found=job.slot is not None)
         target, version = job.slot or MemoryTarget(file.bytes), shards.version(number)
         with self._changed:
             if job.is_stopped:
@@ -382,7 +458,7 @@ class Fetcher:
 
     def _parts(self, job: Job) -> int:
         """Threads for one shard: those that have nothing else to do, if someone waits for it."""
-        idle = self.connections - self._streaming
+        idle = max(0, self.connections - self._streaming - self._preparing - len(self._ready))
         return 1 + idle // (1 + len(self._demanded)) if job.urgent else 1
 
     def _keep(self, job: Job, download: Download) -> None:
@@ -407,15 +483,14 @@ class Fetcher:
             if job.slot is not None:
                 job.slot.data[:] = data
                 data = job.slot.data
-        if job.urgent:
-            job.deliver(data)
+        job.deliver(data)  # to whoever comes to wait while it is made durable, too
         slot, job.slot = job.slot, None
         if slot is None:
             return
         try:
             slot.commit()
         except Exception as error:
-            if job.data is None:
+            if not job.urgent:
                 raise
             shards.unkept = error  # for the next `load`: a failing disk must not go unnoticed
 

@@ -5,9 +5,10 @@ own place in its own order, so each has a `CacheRun` of its own. A run has one p
 that share a cache (`FetchPlan`): what the loop needs soonest is fetched first and what it needs last is
 evicted first, whichever stream it belongs to. A plan ends when its run is closed, starts anew, or is garbage.
 
-A run begins with an empty cache and a loop that waits. Until `FetchLimits.single_rows` rows have been read,
-shards that are needed and not cached are not waited for: their rows are fetched one by one, in parallel,
-before or while the whole shards stream in. After that, reads wait for whole shards, which come by deadline.
+A run begins with an empty cache and a loop that waits. Until the next rows would be more than
+`FetchLimits.single_rows` in all, shards that are needed and not cached are not waited for: their rows are
+fetched one by one, in parallel, before or while the whole shards stream in. From then on, reads wait for
+whole shards, which come by deadline: requests for rows would only delay shards that are about to be whole.
 Replicas on one machine read each of these rows once between them, so they may read as many more.
 Shards for which the cache has no room among the others in use are always read by rows: fetched whole, they
 would be dropped and fetched again each time. So are rows of shards that no lane of this machine needs now,
@@ -289,6 +290,7 @@ class CacheRun:
         if complete and count <= self._rows_left:
             self._rows_left -= count
         else:
+            self._rows_left = 0
             if self._reads_other_lanes:
                 self.fetch_ahead()  # the plan knows which shards its own lanes need
             wanted = {

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from shardkit.cache.contract import Cache
-from shardkit.cache.download import DamagedObjectError, Download
+from shardkit.cache.download import DamagedObjectError, Download, Part
 from shardkit.cache.fetcher import Fetcher, FetchLimits, FetchTimeoutError, Job
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
@@ -277,10 +277,11 @@ def test_closing_wakes_all_who_wait_at_once_and_the_shards_can_be_used_again(
 ) -> None:
     store = doors(folders["mds"], 0)
     shards = opened(store, connections=1, join_seconds=0.01)
-    waiters = Waiters(shards, 0, 0, 1)  # one is read, the other in the queue
+    waiters = Waiters(shards, 0, 0)
     assert store.reached.wait(SOON_SECONDS)
+    others = Waiters(shards, 1)  # 0 is read, 1 is ready
     shards.close()
-    for found in waiters.results():
+    for found in (*waiters.results(), *others.results()):
         assert isinstance(found, RuntimeError)
         assert str(found) == "the loader was closed"
     assert shards.progress() == ""
@@ -351,7 +352,7 @@ def test_closing_between_two_ranges_of_a_shard_gives_lease_and_room_back(
     between, closed = threading.Event(), threading.Event()
     fetch_part = Download.fetch_part
 
-    def held(download: Download, part: tuple[int, int]) -> None:
+    def held(download: Download, part: Part) -> None:
         fetch_part(download, part)
         between.set()
         assert closed.wait(SOON_SECONDS)

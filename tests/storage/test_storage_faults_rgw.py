@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from urllib3.connection import HTTPConnection
 
 from servers.bucket import RgwBucket, s3_client
 from servers.fault_proxy import Fault, FaultProxy, Rule
@@ -39,7 +40,7 @@ from shardkit.storage import (
     ThrottledError,
     TransientError,
 )
-from shardkit.storage.s3 import S3Store
+from shardkit.storage.s3 import S3Store, _DirectReads
 from shardkit.storage.s3_client import S3Client
 from shardkit.storage.s3_upload import PART_BYTES
 
@@ -205,6 +206,33 @@ def test_a_body_that_breaks_gives_its_bytes_and_then_an_error(
     assert after - held_back < len(data) <= after
     assert type(error) is TransientError
     assert f"after {len(data):,} of {len(DATA):,} bytes" in str(error)
+
+
+def test_long_bodies_are_received_into_the_readers_buffer_and_leave_their_connection_for_the_next(
+    patient: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    readinto = _DirectReads.readinto
+
+    def counted(reads: _DirectReads, buffer: memoryview) -> int:
+        counts.append(readinto(reads, buffer))
+        return counts[-1]
+
+    monkeypatch.setattr(_DirectReads, "readinto", counted)
+    connections: list[HTTPConnection] = []
+    connect = HTTPConnection.connect
+
+    def noted(connection: HTTPConnection) -> None:
+        connections.append(connection)
+        connect(connection)
+
+    monkeypatch.setattr(HTTPConnection, "connect", noted)
+    patient.close()  # what other tests have left open
+    for stop in (None, len(DATA) - 1, None):
+        counts.clear()
+        assert patient.get("a", 0, stop) == DATA[:stop]
+        assert len(DATA) - (1 << 20) <= sum(counts) < len(DATA)
+    assert len(connections) == 1
 
 
 def test_a_short_body_that_trickles_gives_what_there_is_without_waiting_for_more(

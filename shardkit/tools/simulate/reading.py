@@ -178,6 +178,7 @@ class Reading:
         scenario = self._scenario
         of_rank = -(-sum(missing.values()) // scenario.gpus_per_node)
         if of_rank > self._cold_left:
+            self._cold_left = 0
             wanted = {shard: n for shard, n in missing.items() if shard in self.fetching.bypassing}
         else:
             wanted = missing
