@@ -63,6 +63,7 @@ def test_every_benchmark_has_a_table_or_a_reason() -> None:
     assert len({benchmark.name for benchmark in all_benchmarks.BENCHMARKS}) == len(all_benchmarks.BENCHMARKS)
 
 
+@pytest.mark.extended  # 12 s: it runs a benchmark
 def test_one_command_makes_tables_once_and_names_what_is_missing(tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / "all.py"), str(tmp_path), "--only", "cache", "preprocess"]
 

@@ -238,10 +238,10 @@ REPETITIONS = {"sequence_length": LENGTH, "max_repetitions": 7}
     ("strategy", "masked", "form"),
     [
         ("best_fit", True, "mds"),
-        ("best_fit", False, "wds"),
-        ("concat", False, "mds"),
-        ("best_fit_truncate", True, "wds"),
         ("best_fit_crop", False, "mds"),
+        pytest.param("best_fit", False, "wds", marks=pytest.mark.extended),
+        pytest.param("concat", False, "mds", marks=pytest.mark.extended),
+        pytest.param("best_fit_truncate", True, "wds", marks=pytest.mark.extended),
     ],
 )
 def test_repetitions_are_masked_counted_and_packed_alike_from_a_store(

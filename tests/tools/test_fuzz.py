@@ -1,6 +1,6 @@
 """Damaged and hostile input of every reader ends in values or in a ShardkitError, in bounded time and memory.
 
-2,000 inputs in the default run, 20,000 more in the extended one; for a long one
+1,000 inputs in the default run, 20,000 more in the extended one; for a long one
 `SHARDKIT_FUZZ_INPUTS=100000 pytest -m extended tests/tools/test_fuzz.py`. A failure names target and number:
 `fuzz(target(name), [n], …)`.
 """
@@ -16,7 +16,7 @@ import pytest
 from fuzz.engine import fuzz, mutate
 from fuzz.targets import NAMES, target
 
-DEFAULT_INPUTS = 2_000
+DEFAULT_INPUTS = 1_000
 EXTENDED_INPUTS = int(os.environ.get("SHARDKIT_FUZZ_INPUTS", "20000"))
 every_target = pytest.mark.parametrize("name", NAMES)
 
