@@ -63,6 +63,7 @@ BENCHMARKS = (
     Benchmark("start", "bench_start.py", 1),
     Benchmark("cache", "bench_cache.py", 1),
     Benchmark("first_batch", "bench_remote.py first-batch", 3, ("rgw",)),
+    Benchmark("cold_mixture", "bench_remote.py mixture", 4, ("rgw",)),
     Benchmark("cold_epoch", "bench_remote.py cold-epoch", 3, ("rgw",)),
     Benchmark("belady", "bench_remote.py belady", 3, ("rgw",)),
     Benchmark("upload", "bench_upload.py speed", 3, ("rgw",)),

@@ -1,8 +1,10 @@
 """Remote datasets from a real S3 server (Ceph RGW) behind a proxy that limits every connection.
 
-    python tests/benchmarks/bench_remote.py first-batch|cold-epoch|belady [--runs 5] [--json]
+    python tests/benchmarks/bench_remote.py first-batch|mixture|cold-epoch|belady [--runs 5] [--json]
 
 first-batch   time from a made loader to its first batch; 64 MiB shards, 50 ms latency, 80 MB/s a connection
+mixture       three such datasets mixed 5:3:2, beside MosaicML Streaming: seconds to make a loader and have
+              its first batch, and for eight more, on an empty disk; the same again from a state of batch 32
 cold-epoch    an epoch with an empty cache against plain boto3 GETs of the same objects by as many threads,
               then the second epoch against the same loader on the local files; and CPU seconds a gigabyte
               without the proxy: of plain GETs, of GETs that hash, write and sync as a cache must, and of the
@@ -15,9 +17,12 @@ Needs radosgw (see tests/servers). The two sides of a comparison take turns; rat
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,13 +38,14 @@ import xxhash
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from figures import benchmark_parser, in_turns, print_figures, write_tokens
+from loader_sides import import_streaming
 from reference.belady import min_fetched_bytes
 from servers.bucket import s3_client
 from servers.ceph import STORE_GIB
 from servers.fault_proxy import FaultProxy
 from servers.faults import Rule
 from servers.rgw import RgwServer
-from shardkit.loaders import StreamingLoader
+from shardkit.loaders import Stream, StreamingLoader
 from shardkit.storage import StorageOptions
 from support.s3_rgw import rgw_environment
 
@@ -48,6 +54,7 @@ BUCKET = "bench"
 Figures = dict[str, Any]
 BYTES_PER_SECOND = 80e6
 LATENCY_SECONDS = 0.05
+MIXTURE = {"web": 5, "code": 3, "books": 2}  # prefixes in the bucket, and weights
 
 
 def write_dataset(folder: Path, shards: int, shard_bytes: int = 64 << 20) -> int:
@@ -56,12 +63,12 @@ def write_dataset(folder: Path, shards: int, shard_bytes: int = 64 << 20) -> int
     return write_tokens(folder, shards=shards, rows=rows, length=LENGTH, hashes=["xxh64"])
 
 
-def put_all(folder: Path, endpoint: str) -> list[str]:
+def put_all(folder: Path, endpoint: str, prefix: str = "") -> list[str]:
     """Plain puts of every file; the keys of the shards."""
     client = s3_client(endpoint)
     for file in sorted(folder.iterdir()):
         with file.open("rb") as body:
-            client.put_object(Bucket=BUCKET, Key=file.name, Body=body)
+            client.put_object(Bucket=BUCKET, Key=f"{prefix}/{file.name}".lstrip("/"), Body=body)
     return sorted(file.name for file in folder.glob("*.mds"))
 
 
@@ -109,7 +116,9 @@ def cpu_costs(folder: Path, endpoint: str, keys: list[str], runs: int, options: 
     return {f"{name}, CPU s a GB": med(values) for name, values in taken.items()}
 
 
-def loader(source: str | Path, endpoint: str, cache: Path | None, **options: Any) -> StreamingLoader:
+def loader(
+    source: str | Path | list[Stream], endpoint: str, cache: Path | None, **options: Any
+) -> StreamingLoader:
     return StreamingLoader(
         source,
         cache_dir=cache,
@@ -165,6 +174,65 @@ def first_batch(folder: Path, runs: int) -> dict[str, Any]:
             stream.close()
             shutil.rmtree(cache)
     return {"construction_s": med(opened), "first_batch_s": med(seconds), "next_8_batches_s": med(later)}
+
+
+def mixture(folder: Path, runs: int) -> dict[str, Any]:
+    """Cold every time, and each time in a process of its own, whose imports are not counted."""
+    slow = Rule(fault="throttle", bytes_per_second=BYTES_PER_SECOND, delay_seconds=LATENCY_SECONDS)
+    taken: dict[str, dict[str, list[float]]] = {"shardkit": {}, "mosaicml-streaming": {}}
+    write_dataset(folder, 6)
+    with servers(slow) as (direct, proxy):
+        for prefix in MIXTURE:
+            put_all(folder, direct, prefix)
+        for run in range(runs):
+            for side in in_turns(list(taken), run):
+                command = [sys.executable, __file__, "mixture", "--side", side, "--endpoint", proxy]
+                done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+                for name, seconds in json.loads(done.stdout.splitlines()[-1]).items():
+                    taken[side].setdefault(name, []).append(seconds)
+    return {f"{side}: {name}": med(values) for side, found in taken.items() for name, values in found.items()}
+
+
+def mixture_side(side: str, endpoint: str) -> dict[str, float]:
+    """Seconds of one side's cold start, and of its restart from a state on another empty disk."""
+    streaming = import_streaming()  # by both, with torch and boto3
+    os.environ["S3_ENDPOINT_URL"] = endpoint  # as MosaicML Streaming wants it
+    figures: dict[str, float] = {}
+    state: Any = None
+    for what in ("start", "restart"):
+        disk = Path(tempfile.mkdtemp())
+        began = time.perf_counter()
+        if side == "shardkit":
+            mixed = [Stream(f"s3://{BUCKET}/{prefix}", weight) for prefix, weight in MIXTURE.items()]
+            ours = loader(mixed, endpoint, disk, batch_size=8, rank=0, world_size=1)
+            if state is not None:
+                ours.load_state_dict(state)
+            batches: Iterator[Any] = iter(ours)
+        else:
+            streams = [
+                streaming.Stream(
+                    remote=f"s3://{BUCKET}/{prefix}", local=str(disk / prefix), proportion=w / 10
+                )
+                for prefix, w in MIXTURE.items()
+            ]
+            theirs = streaming.StreamingDataset(streams=streams, shuffle=True, batch_size=8)
+            if state is not None:
+                theirs.load_state_dict(state)
+            samples = iter(theirs)
+            batches = iter(lambda: [next(samples) for _ in range(8)], None)  # noqa: B023 (not used later)
+        next(batches)
+        figures[f"{what}, first batch s"] = time.perf_counter() - began
+        began = time.perf_counter()
+        for _ in range(8):
+            next(batches)
+        figures[f"{what}, 8 more s"] = time.perf_counter() - began
+        for _ in range(32 - 9):
+            next(batches)
+        state = ours.state_dict() if side == "shardkit" else theirs.state_dict(32 * 8, from_beginning=False)
+        if side == "shardkit":
+            ours.close()
+        shutil.rmtree(disk, ignore_errors=True)
+    return figures
 
 
 def cold_epoch(folder: Path, runs: int, threads: int, shards: int) -> dict[str, Any]:
@@ -242,15 +310,22 @@ def med(values: list[float]) -> float:
 
 def main() -> None:
     parser = benchmark_parser(__doc__, runs=5)
-    parser.add_argument("what", choices=("first-batch", "cold-epoch", "belady"))
+    parser.add_argument("what", choices=("first-batch", "mixture", "cold-epoch", "belady"))
     parser.add_argument("--threads", type=int, default=4, help="connections of both sides (default: 4)")
     parser.add_argument("--shards", type=int, default=12, help="64 MiB shards of cold-epoch (default: 12)")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--endpoint", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.side is not None:
+        print(json.dumps(mixture_side(arguments.side, arguments.endpoint)), flush=True)
+        os._exit(0)  # threads of MosaicML Streaming would not end
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "dataset"
         folder.mkdir()
         if arguments.what == "first-batch":
             result = first_batch(folder, arguments.runs)
+        elif arguments.what == "mixture":
+            result = mixture(folder, arguments.runs)
         elif arguments.what == "cold-epoch":
             result = cold_epoch(folder, arguments.runs, arguments.threads, arguments.shards)
         else:

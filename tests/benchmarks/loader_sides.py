@@ -64,7 +64,8 @@ def shardkit_workers(folder: Path) -> Epoch:
     return lambda: loader
 
 
-def mosaicml(folder: Path, **options: Any) -> Epoch:
+def import_streaming() -> Any:
+    """MosaicML Streaming, whose import wants two operators that torchvision may not have."""
     import torch
 
     library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -73,6 +74,12 @@ def mosaicml(folder: Path, **options: Any) -> Epoch:
             library.define(f"{operator}(Tensor a, Tensor b, float c) -> Tensor")  # type: ignore[no-untyped-call]
     import streaming
 
+    setattr(streaming, "library", library)  # noqa: B010 (an operator lives as long as its library)
+    return streaming
+
+
+def mosaicml(folder: Path, **options: Any) -> Epoch:
+    streaming = import_streaming()
     streaming.base.util.clean_stale_shared_memory()
     dataset = streaming.StreamingDataset(local=str(folder / "mds"), shuffle=True, batch_size=BATCH, **options)
 
@@ -84,7 +91,6 @@ def mosaicml(folder: Path, **options: Any) -> Epoch:
                 yield np.stack(batch)
                 batch = []
 
-    epoch.keep = library  # type: ignore[attr-defined]  # an operator lives as long as its library
     return epoch
 
 
