@@ -301,7 +301,9 @@ def belady(folder: Path, runs: int) -> dict[str, Any]:
             fetched_all.append(counters)
             stream.close()
             shutil.rmtree(cache)
-    return {"dataset_bytes": size, "bound_ratios": ratios, "median": med(ratios), "last": fetched_all[-1]}
+    last = {f"last run: {name}": fetched_all[-1][name] for name in ("evictions", "row_reads", "bypassed")}
+    rounded = [round(ratio, 3) for ratio in ratios]
+    return {"dataset_bytes": size, "fetched / bound": med(ratios), "of each run": rounded, **last}
 
 
 def med(values: list[float]) -> float:
