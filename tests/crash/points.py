@@ -60,7 +60,8 @@ class Point:
     """Where and how to strike.
 
     `folder` is the work folder or its scratch folder (the output for an index, any for a step); `skip` leaves
-    out so many first times. The builder is the process that was asked to build: a worker's parent, or itself.
+    out so many first times. The builder is the process that was asked to build: what started a worker or the
+    process that forks workers, or the process itself.
     `fill` fills the file system of `filled`, all but `spare` pages of it; a cut is one of `disks`.
     """
 
@@ -83,17 +84,19 @@ def environment(point: Point | Path) -> dict[str, str]:
 
 
 def install() -> None:
-    """Arm this process if its environment has a point, or the name of a file with one. Its builder is its
-    parent."""
+    """Arm this process if its environment has a point, or the name of a file with one, and all its forks.
+
+    Its builder is its parent.
+    """
     text = os.environ.get(VARIABLE, "")
     if text.startswith("@"):
-        sys.addaudithook(_FromFile(text[1:]))
+        sys.addaudithook(_FromFile(text[1:], os.getppid()))
     elif text:
-        arm(Point(**json.loads(text)), builder=None)
+        arm(Point(**json.loads(text)), builder=os.getppid())
 
 
-def arm(point: Point, *, builder: int | None) -> Trigger:
-    """Arm this process; `builder` is the process id of the builder, None for the parent."""
+def arm(point: Point, *, builder: int) -> Trigger:
+    """Arm this process and its forks; `builder` is the process id of the builder."""
     trigger = Trigger(point, builder)
     sys.addaudithook(trigger)
     return trigger
@@ -102,7 +105,7 @@ def arm(point: Point, *, builder: int | None) -> Trigger:
 class Trigger:
     """An audit hook. `steps` are the operations below the point's folder so far."""
 
-    def __init__(self, point: Point, builder: int | None) -> None:
+    def __init__(self, point: Point, builder: int) -> None:
         self.point, self._builder = point, builder
         self._below = point.folder.rstrip("/") + "/"
         self._unfinished = re.compile(rf"/unfinished/([^/]+/)?{re.escape(point.stage)}\.[^/]+$")
@@ -171,8 +174,8 @@ class Trigger:
 class _FromFile:
     """Follows the point in a file, which changes: processes that serve many builds outlive a point."""
 
-    def __init__(self, name: str) -> None:
-        self._name, self._text = name, ""
+    def __init__(self, name: str, builder: int) -> None:
+        self._name, self._builder, self._text = name, builder, ""
         self._trigger: Trigger | None = None
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -183,7 +186,7 @@ class _FromFile:
                 text = ""
             if text != self._text:
                 self._text = text
-                self._trigger = Trigger(Point(**json.loads(text)), None) if text else None
+                self._trigger = Trigger(Point(**json.loads(text)), self._builder) if text else None
         if self._trigger is not None:
             self._trigger(event, arguments)
 
@@ -214,30 +217,29 @@ def _first(struck: str) -> bool:
 
 
 def _send_itself(number: signal.Signals) -> Any:
-    def act(point: Point, builder: int | None) -> None:
+    def act(point: Point, builder: int) -> None:
         os.kill(os.getpid(), number)
 
     return act
 
 
-def _kill_node(point: Point, builder: int | None) -> None:
+def _kill_node(point: Point, builder: int) -> None:
     """Of a Ray cluster: what started this process, and this process."""
     os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _signal_builder(number: signal.Signals) -> Any:
-    def act(point: Point, builder: int | None) -> None:
-        target = os.getppid() if builder is None else builder
-        os.kill(target, number)
-        if target == os.getpid():
+    def act(point: Point, builder: int) -> None:
+        os.kill(builder, number)
+        if builder == os.getpid():
             return  # Python's handler comes next
         time.sleep(_SECONDS)  # the end of the builder is the end of this process
 
     return act
 
 
-def _fill(point: Point, builder: int | None) -> None:
+def _fill(point: Point, builder: int) -> None:
     """Fill the file system except for `spare` pages, by one large file."""
     filler = Path(point.filled) / ".filler"
     zeros = bytes(_PAGE)
@@ -252,7 +254,7 @@ def _fill(point: Point, builder: int | None) -> None:
 
 
 def _cut(way: Way) -> Any:
-    def act(point: Point, builder: int | None) -> None:
+    def act(point: Point, builder: int) -> None:
         assert disks, "this process has no disk that can be cut off"
         disks[0].cut(way, point.step)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -2,8 +2,8 @@
 
 A server process imports everything, loads all compiled kernels by running most of a build, and then forks a
 process for each command, so that a build costs a quarter of a second instead of three. (The build that warms
-it stops before it encodes anything, because the threads of an encoder do not survive a fork.) Workers are not
-forked: they are fresh interpreters, as in any build.
+it stops before it encodes anything, because the threads of an encoder do not survive a fork.) Workers are
+not forked of it: they come from a fresh interpreter, as in any build.
 
     with Victims(folder) as victims:
         ended = victims.run(["build", "recipe.yaml"], cwd=…, engine="inline", point=Point(…))
