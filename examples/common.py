@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,15 @@ from torch import Tensor
 
 from shardkit.loaders import Stream, StreamingLoader
 
-__all__ = ["gathered", "gathered_ids", "model_config", "open_loader", "parse_arguments", "start_distributed"]
+__all__ = [
+    "end_distributed",
+    "gathered",
+    "gathered_ids",
+    "model_config",
+    "open_loader",
+    "parse_arguments",
+    "start_distributed",
+]
 
 
 def parse_arguments(description: str, checkpoint: str) -> argparse.Namespace:
@@ -55,6 +64,17 @@ def start_distributed() -> torch.device:
     dist.init_process_group("gloo")
     torch.use_deterministic_algorithms(True)
     return torch.device("cpu")
+
+
+def end_distributed() -> None:
+    """Leave the group once all ranks are done.
+
+    Gloo's threads may still hold tensors of ours, which they release with Python's lock in their hands, and
+    whoever ends the group holds that lock and waits for these threads: so let them finish first.
+    """
+    dist.barrier()
+    time.sleep(0.2)
+    dist.destroy_process_group()
 
 
 def open_loader(args: argparse.Namespace) -> StreamingLoader:

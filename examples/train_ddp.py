@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import gathered, gathered_ids, model_config, open_loader, parse_arguments, start_distributed
+from common import (
+    end_distributed,
+    gathered,
+    gathered_ids,
+    model_config,
+    open_loader,
+    parse_arguments,
+    start_distributed,
+)
 from gpt import GPT, next_token_labels, next_token_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,9 +82,7 @@ def main() -> None:
             }
             save_atomically(state, checkpoint)
             print(f"step {step}: loss {record['loss']:.4f}")
-    # Its threads may still hold tensors of ours, which gloo then waits for with Python's lock in its hands.
-    dist.barrier()
-    dist.destroy_process_group()
+    end_distributed()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import gathered, gathered_ids, model_config, open_loader, parse_arguments, start_distributed
+from common import (
+    end_distributed,
+    gathered,
+    gathered_ids,
+    model_config,
+    open_loader,
+    parse_arguments,
+    start_distributed,
+)
 from gpt import GPT, next_token_labels, next_token_loss
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -98,9 +106,7 @@ def main() -> None:
             save(state, folder, step)
             if rank == 0:
                 print(f"step {step}: loss {record['loss']:.4f}")
-    # Its threads may still hold tensors of ours, which gloo then waits for with Python's lock in its hands.
-    dist.barrier()
-    dist.destroy_process_group()
+    end_distributed()
 
 
 if __name__ == "__main__":
