@@ -38,7 +38,6 @@ import xxhash
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from figures import benchmark_parser, in_turns, print_figures, write_tokens
-from loader_sides import import_streaming
 from reference.belady import min_fetched_bytes
 from servers.bucket import s3_client
 from servers.ceph import STORE_GIB
@@ -47,6 +46,7 @@ from servers.faults import Rule
 from servers.rgw import RgwServer
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.storage import StorageOptions
+from support.peers import import_streaming
 from support.s3_rgw import rgw_environment
 
 LENGTH = 4096

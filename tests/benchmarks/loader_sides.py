@@ -64,21 +64,10 @@ def shardkit_workers(folder: Path) -> Epoch:
     return lambda: loader
 
 
-def import_streaming() -> Any:
-    """MosaicML Streaming, whose import wants two operators that torchvision may not have."""
-    import torch
-
-    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-    for operator in ("nms", "qnms"):
-        with contextlib.suppress(RuntimeError):
-            library.define(f"{operator}(Tensor a, Tensor b, float c) -> Tensor")  # type: ignore[no-untyped-call]
-    import streaming
-
-    setattr(streaming, "library", library)  # noqa: B010 (an operator lives as long as its library)
-    return streaming
-
-
 def mosaicml(folder: Path, **options: Any) -> Epoch:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from support.peers import import_streaming
+
     streaming = import_streaming()
     streaming.base.util.clean_stale_shared_memory()
     dataset = streaming.StreamingDataset(local=str(folder / "mds"), shuffle=True, batch_size=BATCH, **options)
