@@ -28,7 +28,7 @@ with naming_extras("shardkit.loaders.streaming_dataset"):
     from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 
 from shardkit.datasets.dataset import Dataset
-from shardkit.loaders.batch import Batch, batches_of, tensor_maker
+from shardkit.loaders.batch import Batch
 from shardkit.loaders.blocks import Block, BlockMemory, forking_workers
 from shardkit.loaders.config import RunOptions, Stream
 from shardkit.loaders.loader import StreamingLoader
@@ -349,18 +349,11 @@ class StreamingDataset(IterableDataset[Batch]):
         # Small batches wait in blocks, and a thread would only take turns with this one.
         reads_ahead = self._blocks is None or self._blocks[1] == 1
         first = worker.number + share.made * worker.count
-        portion = Portion(first, worker.count, reads_ahead=reads_ahead, makes_batches=False)
-        groups = loader.groups(portion)
+        makes_batches = self._blocks is None
+        groups = loader.groups(Portion(first, worker.count, reads_ahead, makes_batches))
         if self._blocks is not None:
             return self._share_in_blocks(groups, count, *self._blocks)
-        return self._share_in_batches(groups, count)
-
-    def _share_in_batches(self, groups: Iterator[Group], count: Callable[[int], None]) -> Iterator[Batch]:
-        tensor = tensor_maker(self.loader.config)
-        for group in groups:
-            for batch in batches_of(group.fields, tensor):
-                count(1)
-                yield batch
+        return _share_in_batches(groups, count)
 
     def _share_in_blocks(
         self, groups: Iterator[Group], count: Callable[[int], None], memory: BlockMemory, most_batches: int
@@ -456,6 +449,13 @@ class _Closed:
 
     def state_dict(self) -> State:
         return self.state
+
+
+def _share_in_batches(groups: Iterator[Group], count: Callable[[int], None]) -> Iterator[Batch]:
+    for group in groups:
+        for batch in group.batches:
+            count(1)
+            yield batch
 
 
 def _own_copies(streams: Sequence[Stream]) -> list[Stream]:
