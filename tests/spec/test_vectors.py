@@ -1,0 +1,214 @@
+"""The test vectors in docs/spec are what shardkit gives, and what the second reader gives."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardkit.formats import mds
+from shardkit.formats.usage_log import RunHead, end_record, step_record
+from shardkit.hashing import digest_of
+from shardkit.loaders.batch import find_segments
+from shardkit.loaders.state import LoaderState
+from shardkit.loaders.work_balance import level
+from shardkit.manifest import FileInfo, Manifest, ShardInfo
+from shardkit.order.exclusions import Exclusions
+from shardkit.order.mixture import Mixture, Schedule
+from shardkit.order.order import Order, OrderSpec, default_lanes, default_window
+from shardkit.order.permutation import Permutation, mix64
+from shardkit.order.streams import stream_seed
+from shardkit.writers.documents import document_ids, keyed_hashes
+from shardkit.writers.execution import task as tasks
+from spec import reader
+from support.pages import ROOT
+
+VECTORS = {
+    name: json.loads(text)
+    for page in sorted((ROOT / "docs" / "spec").glob("*.md"))
+    for name, text in re.findall(
+        r'^```json title="vectors: (\w+)"\n(.*?)^```$', page.read_text(), re.MULTILINE | re.DOTALL
+    )
+}
+Check = Callable[[Any], None]
+
+
+def check_notation(case: Any) -> None:
+    for word, image in case["mix64"]:
+        assert hex(reader.mix64(int(word, 16))) == image
+        assert hex(int(mix64(np.uint64(int(word, 16))))) == image  # type: ignore[arg-type]
+    data, size, person, found = case["blake2b"]
+    assert reader.blake2b(data, size, person).hex() == found
+    assert hashlib.blake2b(data.encode(), digest_size=size, person=person.encode()).hexdigest() == found
+
+
+def check_digest(case: Any) -> None:
+    assert reader.digest(case["data"]) == digest_of(case["data"]) == case["digest"]
+
+
+def check_mds_shard(case: Any) -> None:
+    offsets, config = case["offsets"], case["config"].encode()
+    data = struct.pack(f"<I{len(offsets)}I", len(offsets) - 1, *offsets) + config
+    data += bytes.fromhex(case["samples"])
+    [info] = mds.parse_index(
+        "the page", json.dumps({"version": 2, "shards": [case["entry"]]}).encode()
+    ).shards
+    shard = mds.shard_from_raw("the page", info, np.frombuffer(data, np.uint8))
+    read = list(reader.mds_samples(data, {"text": ("str", None), "tokens": ("ndarray:uint16:3", 6)}))
+    for row, value in enumerate(case["values"]):
+        sample: dict[str, Any] = shard.sample(row)
+        assert {"text": sample["text"], "tokens": sample["tokens"].tolist()} == value
+        assert read[row]["text"].decode() == value["text"]
+        assert reader.tokens(read[row], "uint16") == value["tokens"]
+    stated = case["entry"]["raw_data"]
+    assert (len(data), reader.hash_of("xxh64", data)) == (stated["bytes"], stated["hashes"]["xxh64"])
+    assert json.loads(config) == {
+        key: value for key, value in case["entry"].items() if key not in ("raw_data", "zip_data", "samples")
+    }
+
+
+def check_fingerprint(case: Any) -> None:
+    infos, shards = [], []
+    for entry in case["shards"]:
+        raw, stored = FileInfo(*entry["raw"]), FileInfo(*entry["stored"])
+        is_packed = raw != stored
+        infos.append(ShardInfo(raw, entry["samples"], zip=stored if is_packed else None))
+        files = reader.File(*entry["raw"]), reader.File(*entry["stored"])
+        shards.append(reader.Shard(*files, entry["samples"], {}))
+    assert reader.fingerprint(shards) == Manifest("mds", infos).fingerprint == case["fingerprint"]
+
+
+def check_documents(case: Any) -> None:
+    ids = document_ids(case["file"], case["records"])
+    assert [each.hex() for each in ids] == case["ids"]
+    assert [reader.document_id(case["file"], record).hex() for record in case["records"]] == case["ids"]
+    hashes = [int(each) for each in case["shuffle_hashes"]]
+    assert keyed_hashes(ids, case["seed"], "shuffle").tolist() == hashes
+    assert [reader.shuffle_hash(each, case["seed"]) for each in ids] == hashes
+
+
+def check_permutation(cases: Any) -> None:
+    for case in cases:
+        n, key = case["n"], int(case["key"])
+        indices = case["indices"] if "indices" in case else list(range(n))
+        word = reader.key_word(key)
+        assert Permutation(n, key)(indices).tolist() == case["images"]
+        assert [reader.permute(x, n, word) for x in indices] == case["images"]
+        assert [reader.unpermute(x, n, word) for x in case["images"]] == indices
+
+
+def check_exclusions(case: Any) -> None:
+    ranges = [(begin, end) for begin, end in case["ranges"]]
+    excluded = Exclusions(ranges)
+    assert [list(pair) for pair in excluded.to_list()] == case["merged"]
+    assert [list(pair) for pair in reader.merged(ranges)] == case["merged"]
+    assert reader.exclusion_digest(ranges) == excluded.digest == case["digest"]
+    assert excluded.select(case["kept_ids"]).tolist() == case["sample_ids"]
+    assert [reader.select(kept, ranges) for kept in case["kept_ids"]] == case["sample_ids"]
+
+
+def check_order(cases: Any) -> None:
+    for case in cases:
+        spec = {name: case[name] for name in ("lanes", "window", "shuffle", "version")}
+        order = Order(case["samples"], OrderSpec(int(case["seed"]), **spec))
+        plain = reader.Order(case["samples"], int(case["seed"]), **spec)
+        if ids := case.get("sample_ids"):
+            first = case["epoch"] * len(ids)
+            assert order.locate((first, len(ids))).sample_id.tolist() == ids
+            assert [plain.locate(first + place).sample_id for place in range(len(ids))] == ids
+        for start, size, positions in case["batches"]:
+            assert order.global_batch(start, size).tolist() == positions
+            assert sorted(range(start, start + size), key=plain.key_at) == positions
+
+
+def check_defaults(cases: Any) -> None:
+    for case in cases:
+        shards, compressed = case["shards"], case["compressed"]
+        assert default_lanes(shards, compressed=compressed) == case["lanes"]
+        assert reader.default_lanes(shards, compressed) == case["lanes"]
+        assert default_window(case["samples"], shards, case["lanes"]) == case["window"]
+        assert reader.default_window(case["samples"], shards, case["lanes"]) == case["window"]
+
+
+def check_mixture(vectors: Any) -> None:
+    for seed, number, found in vectors["stream_seeds"]:
+        assert stream_seed(int(seed), number) == reader.stream_seed(int(seed), number) == int(found)
+    for case in vectors["cases"]:
+        start, expected = case["start"], list(zip(case["streams"], case["indices"], strict=True))
+        found = Mixture(case["seed"], Schedule.from_list(case["schedule"])).locate(start, len(expected))
+        assert [each.tolist() for each in found] == [case["streams"], case["indices"]]
+        plain = reader.Mixture(case["seed"], case["schedule"])
+        assert [plain.locate(start + n) for n in range(len(expected))] == expected
+
+
+def check_balance(vectors: Any) -> None:
+    for case in vectors["squares"]:
+        lengths = find_segments(np.array([case["tokens"]]), case["eos"]).lengths
+        assert int((lengths * lengths).sum()) == case["squares"]
+        assert reader.squares(case["tokens"], case["eos"]) == case["squares"]
+    for case in vectors["levelled"]:
+        costs, before = case["costs"], case["before"]
+        assert level(np.array([costs]), np.array([before]))[0].tolist() == case["places"]
+        assert reader.level(costs, before) == case["places"]
+
+
+def check_state(cases: Any) -> None:
+    for case in cases:
+        assert LoaderState.from_dict(case["saved"]).to_dict() == case["as_version_4"]
+        assert reader.current_state(case["saved"]) == case["as_version_4"]
+
+
+def check_usage_log(vectors: Any) -> None:
+    head = json.dumps(vectors["head"]).encode()
+    parsed = RunHead.parse(head)
+    assert RunHead.parse(parsed.record()[9:]) == parsed
+    records = b"".join(bytes.fromhex(case["record"]) for case in vectors["records"])
+    [section] = reader.usage_log(b"SKUSAGE1" + parsed.record() + records)
+    assert section.head == vectors["head"]
+    step, end = vectors["records"]
+    assert (section.steps, section.end) == ([(step["position"], step["ids"])], end["position"])
+    ids = np.array(step["ids"]).astype("<u4").tobytes()
+    assert step_record(step["position"], ids).hex() == step["record"]
+    assert end_record(end["position"]).hex() == end["record"]
+
+
+def check_task_record(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "code_version", lambda: case["code"])
+    task = tasks.Task(case["stage"], case["name"], case["config"], lambda folder: {}, inputs=case["inputs"])
+    assert (task.digest, task.key) == (case["digest"], case["key"])
+    outputs = {name: tasks.Output(**output) for name, output in case["outputs"].items()}
+    record = tasks.record_of(task, task.digest, case["counts"], outputs)
+    assert f'"seal": "{case["seal"]}"'.encode() in record
+    assert reader.task_record(record)["outputs"] == case["outputs"]
+    parsed = tasks.parse_record(record, Path("work"))
+    assert parsed is not None
+    contents = {name: output["xxh3_128"] for name, output in case["outputs"].items()}
+    assert parsed.commit.content == reader.digest(contents) == case["content"]
+
+
+CHECKS: dict[str, Callable[..., None]] = {
+    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
+}
+
+
+@pytest.mark.parametrize("name", sorted(VECTORS.keys() | CHECKS.keys()))
+def test_vectors_are_what_the_code_and_the_second_reader_give(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "task_record":
+        check_task_record(VECTORS[name], monkeypatch)
+    else:
+        CHECKS[name](VECTORS[name])
+
+
+def test_the_second_reader_imports_nothing_of_shardkit() -> None:
+    text = (ROOT / "tests" / "spec" / "reader.py").read_text()
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
+    assert not imported & {"shardkit", "numpy", "torch", "support", "reference"}
