@@ -1,0 +1,197 @@
+"""What each release wrote opens with this version, and its runs continue at the exact sample.
+
+tests/golden/release-* hold datasets, states, usage logs and dedup indexes as that release wrote them
+(`tests/spec/freeze.py`). Both shardkit and the second reader are held to what was delivered then.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardkit
+from shardkit.datasets.dataset import open_dataset
+from shardkit.formats.mds.index import parse_index, read_table
+from shardkit.tools.audit.logs import audit_logs
+from shardkit.writers.dedup.index import open_index
+from shardkit.writers.token_store import pack_store
+from spec import reader
+from spec.freeze import GOLDEN, cases, deliver, digest_of_rows
+from support.small_dataset import files_of
+
+RELEASES = sorted(GOLDEN.glob("release-*"))
+
+
+def release_key(release: Path) -> tuple[int, ...]:
+    """The numbers of a folder's name, which order releases."""
+    return tuple(map(int, release.name.removeprefix("release-").split(".")[:3]))
+
+
+@lru_cache
+def expected_of(release: Path) -> Any:
+    return json.loads((release / "expected.json").read_text())
+
+
+def per_release(section: str) -> Any:
+    """(release, name) for each entry of a section of expected.json."""
+    found = [(release, name) for release in RELEASES for name in expected_of(release)[section]]
+    return pytest.mark.parametrize(
+        ("release", "name"), found, ids=[f"{release.name}-{name}" for release, name in found]
+    )
+
+
+def with_part(part: str) -> Any:
+    """The releases that have a dataset of this name."""
+    return pytest.mark.parametrize(
+        "release", [each for each in RELEASES if (each / "data" / part).is_dir()], ids=lambda each: each.name
+    )
+
+
+def test_there_are_frozen_releases_and_none_is_large() -> None:
+    assert {release.name for release in RELEASES} >= {"release-0.2.0"}
+    for release in RELEASES:
+        assert sum(map(len, files_of(release).values())) < 300_000
+
+
+@per_release("datasets")
+def test_datasets_verify_and_hold_the_rows_they_held(release: Path, name: str) -> None:
+    path, expected = release / "data" / name, expected_of(release)["datasets"][name]
+    before = files_of(path)
+    report = shardkit.verify(path)
+    assert report.ok, report
+    dataset = open_dataset(path)
+    assert (dataset.fingerprint, len(dataset)) == (expected["fingerprint"], expected["samples"])
+    assert digest_of_rows(dataset) == expected["content"]
+    assert files_of(path) == before
+
+
+@per_release("datasets")
+def test_datasets_are_what_the_specification_says(release: Path, name: str) -> None:
+    path, expected = release / "data" / name, expected_of(release)["datasets"][name]
+    if (path / "documents.json").exists():
+        pytest.skip("the second reader reads shards")
+    plain, dataset = reader.Dataset(path), open_dataset(path)
+    assert (plain.fingerprint, plain.starts[-1]) == (expected["fingerprint"], expected["samples"])
+    key = dataset.token_column
+    for row in range(len(dataset)):
+        if key is not None:
+            found: Any = dataset[row][key]
+            assert reader.tokens(plain[row], found.dtype.name) == found.tolist()
+
+
+@per_release("runs")
+def test_runs_continue_with_the_samples_that_followed_then(release: Path, name: str) -> None:
+    case = expected_of(release)["runs"][name]
+    begin = case["state"] | {"position": 0, "epoch_batches": 0}
+    for state, run in [(begin, case["first"]), *((case["state"], again) for again in case["after"])]:
+        steps = len(run["ids"][0])
+        found, _ = deliver(release, case, state, run["ranks"], run["batch_size"], steps)
+        assert found == run
+
+
+@per_release("runs")
+def test_the_second_reader_continues_runs_with_the_same_samples(release: Path, name: str) -> None:
+    case = expected_of(release)["runs"][name]
+    datasets = [reader.Dataset(release / "data" / stream["path"]) for stream in case["streams"]]
+    excluded = [stream.get("exclude", []) for stream in case["streams"]]
+    for position, given in [(0, case["first"]), *((case["state"]["position"], run) for run in case["after"])]:
+        run = reader.Run(case["state"] | {"position": position}, datasets, excluded)
+        at = run.position
+        for step in range(len(given["ids"][0])):
+            batches = [
+                run.batch(at, rank, given["ranks"], given["batch_size"]) for rank in range(given["ranks"])
+            ]
+            assert [ids for ids, _ in batches] == [ids[step] for ids in given["ids"]]
+            at = batches[0][1]
+        if given is case["first"]:
+            assert at == case["state"]["position"]
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
+def test_usage_logs_pass_the_audit_and_say_what_the_specification_says(release: Path) -> None:
+    report = audit_logs(release / "logs", [open_dataset(release / "data" / "rows")], [None], progress=False)
+    assert report.ok, report
+    plain = reader.Dataset(release / "data" / "rows")
+    files = sorted((release / "logs").glob("*.usage"))
+    assert len(files) == 5
+    for file in files:
+        [section] = reader.usage_log(file.read_bytes())
+        head = section.head
+        order, streams = head["settings"]["order"], head["settings"]["streams"]
+        state = {
+            "version": 4, "position": head["position"], "order_version": order["version"],
+            **{name: order[name] for name in ("seed", "shuffle", "lanes", "window")},
+            **{name: head["settings"][name] for name in ("tail", "schedule", "epoch_samples")},
+            "streams": {name: [stream[name] for stream in streams] for name in streams[0]},
+        }  # fmt: skip
+        run = reader.Run(state, [plain], [()])
+        at = run.position
+        for position, ids in section.steps:
+            assert position == at
+            expected, at = run.batch(at, head["rank"], head["world_size"], head["batch_size"])
+            assert ids == expected
+        assert section.end == at
+
+
+@with_part("index_bin")
+def test_index_bin_opens_and_says_what_index_json_says(release: Path) -> None:
+    path = release / "data" / "index_bin"
+    index = path / "index.json"
+    table = read_table(index)
+    assert table is not None
+    listed = parse_index(index, index.read_bytes())
+    assert list(table) == list(listed.shards)
+    assert reader.index_bin(path) == (listed.fingerprint, reader.Dataset(path).shards)
+
+
+@with_part("built")
+def test_provenance_covers_every_token_and_names_the_documents(release: Path) -> None:
+    path = release / "data" / "built"
+    plain, dataset = reader.Dataset(path), open_dataset(path)
+    seed, eos = plain.card["recipe"]["seed"], plain.card["tokenizer"]["eos_id"]
+    covered = [[False] * 32 for _ in range(plain.starts[-1])]
+    for metadata, records in reader.provenance(path):
+        assert int(metadata[b"shardkit.seed"]) == seed
+        first, last = (int(metadata[f"shardkit.{end}_hash".encode()]) for end in ("first", "last"))
+        places = [(one["shard"], one["row"], one["token_start"]) for one in records]
+        assert places == sorted(places)
+        for one in records:
+            assert one["document_id"] == reader.document_id(one["file"], one["record"])
+            assert first <= reader.shuffle_hash(one["document_id"], seed) <= last
+            row = plain.starts[one["shard"]] + one["row"]
+            for token in range(one["token_start"], one["token_end"]):
+                assert not covered[row][token]
+                covered[row][token] = True
+    for row, marks in enumerate(covered):
+        tokens = reader.tokens(plain[row], plain.card["dtype"])
+        assert all(mark or token == eos for mark, token in zip(marks, tokens, strict=True))
+        assert {one.file for one in dataset.documents(row)} <= {"web.jsonl", "code.jsonl.gz", "pairs.jsonl"}
+    assert sum(map(sum, covered)) == plain.card["tokens"]
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
+def test_dedup_indexes_open_whole(release: Path) -> None:
+    index = open_index(release / "dedup-index")
+    index.verify()
+    assert {"documents": index.documents, "digest": index.digest} == expected_of(release)["dedup_index"]
+
+
+@pytest.mark.extended
+@with_part("token_store")
+def test_token_stores_are_packed_into_rows(release: Path, tmp_path: Path, inline_builds: None) -> None:
+    store = release / "data" / "token_store"
+    length = ["pack.sequence_length=24"]
+    pack_store(store, tmp_path / "rows", overrides=length, workers=1, progress=False)
+    card = json.loads((tmp_path / "rows" / "dataset.json").read_bytes())
+    assert card["tokens"] == json.loads((store / "dataset.json").read_bytes())["tokens"]
+    assert shardkit.verify(tmp_path / "rows").ok
+
+
+def test_what_the_next_release_will_freeze_is_what_the_newest_folder_has() -> None:
+    """So that a case that is added to `freeze.py` is not forgotten in the folder of the version in work."""
+    newest = expected_of(max(RELEASES, key=release_key))
+    assert newest["runs"].keys() == cases().keys()
