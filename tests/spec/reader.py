@@ -437,8 +437,9 @@ def _tar_shard(entry: Json) -> Shard:
 
 def decompressed(algorithm: str, data: bytes) -> bytes:
     if algorithm == "zstd":
-        return zstandard.ZstdDecompressor().stream_reader(BytesIO(data), read_across_frames=True).read()
-    return {"": bytes, "gz": gzip.decompress, "bz2": bz2.decompress}[algorithm](data)
+        stream = zstandard.ZstdDecompressor().stream_reader(BytesIO(data), read_across_frames=True)
+        return bytes(stream.read())
+    return {"gz": gzip.decompress, "bz2": bz2.decompress}[algorithm](data) if algorithm else data
 
 
 class Dataset:
@@ -505,21 +506,34 @@ def mds_samples(data: bytes, columns: Mapping[str, tuple[str, int | None]]) -> I
         yield sample
 
 
+def tar_name(name: str) -> tuple[str, str] | None:
+    """(key, extension) of a member that belongs to a sample."""
+    folder, slash, last = name.rpartition("/")
+    stem, dot, extension = last.partition(".")
+    first = name.partition("/")[0]
+    if not dot or (len(first) >= 4 and first.startswith("__") and first.endswith("__")):
+        return None
+    if not stem and (not folder or "." in folder.rpartition("/")[2]):
+        return None
+    return folder + slash + stem, extension.lower()
+
+
 def tar_samples(data: bytes) -> Iterator[dict[str, bytes]]:
     key, sample = "", dict[str, bytes]()
     with tarfile.open(fileobj=BytesIO(data)) as archive:
         for member in archive:
-            folder, _, last = member.name.rpartition("/")
-            stem, dot, extension = last.partition(".")
-            if not member.isfile() or not dot or (last.startswith("__") and last.endswith("__")):
+            name = tar_name(member.name) if member.isfile() else None
+            if name is None:
                 continue
             payload = archive.extractfile(member)
             assert payload is not None
-            if sample and f"{folder}/{stem}" != key:
+            if sample and name[0] != key:
                 yield sample
                 sample = {}
-            key = f"{folder}/{stem}"
-            sample[extension.lower()] = payload.read()
+            key = name[0]
+            if name[1] in sample:
+                raise ValueError(f"{member.name}: twice in a sample")
+            sample[name[1]] = payload.read()
     if sample:
         yield sample
 
@@ -569,9 +583,9 @@ def index_bin(folder: Path) -> tuple[str, list[Shard]]:
 # State (state.md) and runs (order.md)
 
 
-def current_state(state: Json) -> dict[str, Json]:
+def current_state(saved: Mapping[str, Json]) -> dict[str, Json]:
     """A state of any version as version 4 has it."""
-    state = dict(state)
+    state = dict(saved)
     if state["version"] <= 2:
         mixture = state.pop("mixture", None)
         names = ("fingerprint", "samples", "name", "excluded")
@@ -582,7 +596,8 @@ def current_state(state: Json) -> dict[str, Json]:
     if state["version"] <= 3:
         none = [0] * len(state["streams"]["name"])
         state["streams"] = {**state["streams"], "lanes": none, "window": none}
-    return state | {"version": 4}
+    state["version"] = 4
+    return state
 
 
 class Run:

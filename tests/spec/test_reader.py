@@ -23,6 +23,7 @@ from shardkit.order.order import Order, OrderSpec
 from spec import reader
 from support.loader_data import make_dataset, token_rows
 from support.orders import SIZES, order_specs
+from support.uneven_data import ids_of_ranks, make_uneven
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 TAILS = ("carry", "drop", "pad")
@@ -249,6 +250,7 @@ def drawn_runs(draw: st.DrawFn) -> dict[str, Any]:
             "lanes": draw(st.integers(1, 6)),
             "window": draw(st.integers(1, 20)),
             "tail": draw(st.sampled_from(TAILS)),
+            "epoch_samples": draw(st.none() | st.integers(12, 60)),
         },
         "first": (draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 6))),
         "second": (draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 6))),
@@ -261,6 +263,7 @@ def drawn_runs(draw: st.DrawFn) -> dict[str, Any]:
 def test_runs_and_restarts_agree(drawn: dict[str, Any]) -> None:
     """Ids and tokens of all ranks, before and after a restart on other ranks, and their usage logs."""
     options = dict(drawn["options"])
+    drawn["total"] = options["epoch_samples"] or drawn["total"]
     if (
         options["tail"] == "drop"
         and max(a * b for a, b, _ in (drawn["first"], drawn["second"])) > drawn["total"]
@@ -335,3 +338,57 @@ def test_a_log_that_was_cut_off_has_the_steps_before_and_damage_is_refused(tmp_p
         assert reader.usage_log(data + zeros)[0].steps == whole.steps
     with pytest.raises(ValueError, match="damaged"):
         reader.usage_log(data[:-60] + bytes([data[-60] ^ 1]) + data[-59:])
+
+
+def placed_by_reader(
+    run: reader.Run, squares: list[int], ranks: int, batch_size: int, steps: int, step_rows: int | None
+) -> list[list[list[int]]]:
+    """Ids of each rank's batches if rows are placed by squares; with `step_rows`, steps are level too."""
+    size, done = ranks * batch_size, [0] * ranks
+    found: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for start in range(run.position, run.position + steps * size, size):
+        if step_rows is None or start % step_rows == 0:
+            done = [0] * ranks
+        batch = [run.order.locate(place).sample_id for place in run.order.global_batch(start, size)]
+        costs = [squares[sample] for sample in batch]
+        places = reader.level(
+            [costs[r * batch_size : (r + 1) * batch_size] for r in range(ranks)], [0] * ranks
+        )
+        if step_rows is not None:
+            shares = [sum(costs[place] for place in rank) for rank in places]
+            places = [places[one] for [one] in reader.level([[share] for share in shares], done)]
+            done = [had + sum(costs[place] for place in rank) for had, rank in zip(done, places, strict=True)]
+        for rank, own in enumerate(places):
+            found[rank].append([batch[place] for place in own])
+    return found
+
+
+@pytest.mark.parametrize("step_rows", [None, 32])
+@pytest.mark.parametrize("shape", [(4, 8), (4, 2), (3, 20)])
+def test_balanced_runs_agree(shape: tuple[int, int], step_rows: int | None, tmp_path: Path) -> None:
+    (ranks, batch_size), steps = shape, 12
+    if step_rows is not None and step_rows % (ranks * batch_size):
+        step_rows = 2 * ranks * batch_size
+    folder = make_uneven(tmp_path / "data", samples=200)
+    plain = reader.Dataset(folder)
+    squares = [reader.squares(reader.tokens(plain[row], "uint16"), 0) for row in range(200)]
+    options: dict[str, Any] = {"lanes": 4, "window": 40, "balance": "attention", "global_batch": step_rows}
+    placed = ids_of_ranks(folder, ranks, batch_size, steps, **options)
+    with StreamingLoader(folder, batch_size=1, rank=0, world_size=1, lanes=4, window=40) as loader:
+        run = reader.Run(loader.state_dict(), [plain], [()])
+    assert (
+        placed_by_reader(run, squares, ranks, batch_size, steps, step_rows)
+        == placed.transpose(1, 0, 2).tolist()
+    )
+
+
+@pytest.mark.parametrize("kind", ["mds", "mds_zstd"])
+@pytest.mark.parametrize("shards", [1, 80, 300])
+def test_default_lanes_and_windows_agree(kind: str, shards: int, tmp_path: Path) -> None:
+    folder = make_dataset(tmp_path / "data", kind, samples=3 * shards, shards=shards)
+    with StreamingLoader(folder, batch_size=1, rank=0, world_size=1) as loader:
+        state = loader.state_dict()
+    dataset = reader.Dataset(folder)
+    filled = sum(size > 0 for size in dataset.sizes)
+    lanes = reader.default_lanes(filled, any(shard.compression for shard in dataset.shards))
+    assert (state["lanes"], state["window"]) == (lanes, reader.default_window(3 * shards, filled, lanes))

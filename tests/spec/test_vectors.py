@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from shardkit.formats import mds
+from shardkit.formats.tar.members import split_name
 from shardkit.formats.usage_log import RunHead, end_record, step_record
 from shardkit.hashing import digest_of
 from shardkit.loaders.batch import find_segments
@@ -72,6 +73,12 @@ def check_mds_shard(case: Any) -> None:
     assert json.loads(config) == {
         key: value for key, value in case["entry"].items() if key not in ("raw_data", "zip_data", "samples")
     }
+
+
+def check_tar_names(cases: Any) -> None:
+    for name, *parts in cases:
+        expected = None if None in parts else tuple(parts)
+        assert split_name(name) == reader.tar_name(name) == expected
 
 
 def check_fingerprint(case: Any) -> None:
