@@ -20,7 +20,7 @@ from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.work_balance import level
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.order import Order, OrderSpec
-from spec import reader
+from spec import arithmetic, reader
 from support.loader_data import make_dataset, token_rows
 from support.orders import SIZES, order_specs
 from support.uneven_data import ids_of_ranks, make_uneven
@@ -39,14 +39,14 @@ def golden(name: str) -> Any:
 def test_golden_permutations_agree() -> None:
     for case in golden("order_permutation.json"):
         key = int(case["key"]) if "key" in case else bytes.fromhex(case["key_bytes"])
-        word = reader.key_word(key)
-        assert [reader.permute(x, case["size"], word) for x in case["indices"]] == case["images"]
-        assert [reader.unpermute(x, case["size"], word) for x in case["images"]] == case["indices"]
+        word = arithmetic.key_word(key)
+        assert [arithmetic.permute(x, case["size"], word) for x in case["indices"]] == case["images"]
+        assert [arithmetic.unpermute(x, case["size"], word) for x in case["images"]] == case["indices"]
 
 
 def test_golden_orders_agree() -> None:
     for case in golden("order_locations.json"):
-        order = reader.Order(case["shard_samples"] * case["repeat_shards"], **case["spec"])
+        order = arithmetic.Order(case["shard_samples"] * case["repeat_shards"], **case["spec"])
         located = [order.locate(position) for position in case["positions"]]
         for name in ("epoch", "shard", "row", "lane", "sample_id"):
             assert [getattr(each, name) for each in located] == case[name]
@@ -56,7 +56,7 @@ def test_golden_orders_agree() -> None:
 
 def test_golden_mixtures_agree() -> None:
     for case in golden("mixture_locations.json"):
-        mixture = reader.Mixture(case["seed"], case["schedule"])
+        mixture = arithmetic.Mixture(case["seed"], case["schedule"])
         for start, streams, indices in case["locations"]:
             expected = list(zip(streams, indices, strict=True))
             assert [mixture.locate(start + n) for n in range(len(streams))] == expected
@@ -64,15 +64,15 @@ def test_golden_mixtures_agree() -> None:
 
 def test_golden_mixed_orders_agree() -> None:
     for case in golden("mixed_order_locations.json"):
-        mixture = reader.Mixture(case["seed"], case["schedule"])
+        mixture = arithmetic.Mixture(case["seed"], case["schedule"])
         orders = [
-            reader.Order(
-                stream["shard_samples"], reader.stream_seed(case["seed"], number), "window",
+            arithmetic.Order(
+                stream["shard_samples"], arithmetic.stream_seed(case["seed"], number), "window",
                 stream["lanes"], stream["window"], case.get("version", 1), stream["exclusions"],
             )
             for number, stream in enumerate(case["streams"])
         ]  # fmt: skip
-        mixed = reader.Combined(orders, mixture)
+        mixed = arithmetic.Combined(orders, mixture)
         for start, expected in case["locations"]:
             located = [mixed.locate(start + n) for n in range(len(expected["shard"]))]
             for name in ("epoch", "shard", "row", "lane", "sample_id"):
@@ -103,7 +103,7 @@ def test_orders_with_exclusions_agree(sizes: list[int], spec: OrderSpec, data: s
     if not kept.sum():
         return
     real = Order(kept, spec)
-    plain = reader.Order(sizes, **spec.to_dict(), excluded=[(row, row + 1) for row in gone])  # type: ignore[arg-type]
+    plain = arithmetic.Order(sizes, **spec.to_dict(), excluded=[(row, row + 1) for row in gone])  # type: ignore[arg-type]
     first = data.draw(st.integers(0, 2**40))
     found = [plain.locate(first + n).sample_id for n in range(30)]
     assert found == excluded.select(real.locate((first, 30)).sample_id).tolist()
@@ -116,7 +116,7 @@ def test_placements_agree(ranks: int, rows: int, data: st.DataObject) -> None:
     costs = data.draw(st.lists(st.integers(0, 3000), min_size=ranks * rows, max_size=ranks * rows))
     before = data.draw(st.lists(st.integers(0, 5000), min_size=ranks, max_size=ranks))
     table = np.array(costs).reshape(ranks, rows)
-    assert reader.level(table.tolist(), before) == level(table[None], np.array([before]))[0].tolist()
+    assert arithmetic.level(table.tolist(), before) == level(table[None], np.array([before]))[0].tolist()
 
 
 # Datasets
@@ -128,16 +128,18 @@ def test_every_row_of_a_dataset_agrees(kind: str, tmp_path: Path) -> None:
     made = {"foreign": "foreign_tar", "tar.gz": "tar"}.get(kind, kind)
     folder = make_dataset(tmp_path / "data", made)
     if kind in ("tar.gz", "foreign"):
-        entries = []
+        entries: list[dict[str, Any]] = []
         for number, file in enumerate(sorted(folder.glob("*.tar"))):
             samples = len(list(reader.tar_samples(file.read_bytes())))
             if kind == "tar.gz":
-                file.with_suffix(".tar.gz").write_bytes(gzip.compress(file.read_bytes(), mtime=0))
+                packed = file.with_suffix(".tgz" if number == 2 else ".tar.gz")
+                packed.write_bytes(gzip.compress(file.read_bytes(), mtime=0))
                 file.unlink()
-                file = file.with_suffix(".tar.gz")
+                file = packed
             entries.append({"url": file.name, "nsamples": samples})
             if number % 2:
-                entries[-1]["filesize"] = file.stat().st_size
+                digest = reader.hash_of("md5", file.read_bytes())
+                entries[-1] |= {"filesize": file.stat().st_size, "md5sum": digest}
         (folder / "shards.json").write_text(json.dumps({"wids_version": 1, "shardlist": entries}))
     plain = reader.Dataset(folder)
     assert [reader.tokens(plain[row], "uint16") for row in range(53)] == token_rows(53).tolist()
@@ -351,12 +353,12 @@ def placed_by_reader(
             done = [0] * ranks
         batch = [run.order.locate(place).sample_id for place in run.order.global_batch(start, size)]
         costs = [squares[sample] for sample in batch]
-        places = reader.level(
+        places = arithmetic.level(
             [costs[r * batch_size : (r + 1) * batch_size] for r in range(ranks)], [0] * ranks
         )
         if step_rows is not None:
             shares = [sum(costs[place] for place in rank) for rank in places]
-            places = [places[one] for [one] in reader.level([[share] for share in shares], done)]
+            places = [places[one] for [one] in arithmetic.level([[share] for share in shares], done)]
             done = [had + sum(costs[place] for place in rank) for had, rank in zip(done, places, strict=True)]
         for rank, own in enumerate(places):
             found[rank].append([batch[place] for place in own])
@@ -371,7 +373,7 @@ def test_balanced_runs_agree(shape: tuple[int, int], step_rows: int | None, tmp_
         step_rows = 2 * ranks * batch_size
     folder = make_uneven(tmp_path / "data", samples=200)
     plain = reader.Dataset(folder)
-    squares = [reader.squares(reader.tokens(plain[row], "uint16"), 0) for row in range(200)]
+    squares = [arithmetic.squares(reader.tokens(plain[row], "uint16"), 0) for row in range(200)]
     options: dict[str, Any] = {"lanes": 4, "window": 40, "balance": "attention", "global_batch": step_rows}
     placed = ids_of_ranks(folder, ranks, batch_size, steps, **options)
     with StreamingLoader(folder, batch_size=1, rank=0, world_size=1, lanes=4, window=40) as loader:
@@ -390,5 +392,5 @@ def test_default_lanes_and_windows_agree(kind: str, shards: int, tmp_path: Path)
         state = loader.state_dict()
     dataset = reader.Dataset(folder)
     filled = sum(size > 0 for size in dataset.sizes)
-    lanes = reader.default_lanes(filled, any(shard.compression for shard in dataset.shards))
-    assert (state["lanes"], state["window"]) == (lanes, reader.default_window(3 * shards, filled, lanes))
+    lanes = arithmetic.default_lanes(filled, any(shard.compression for shard in dataset.shards))
+    assert (state["lanes"], state["window"]) == (lanes, arithmetic.default_window(3 * shards, filled, lanes))

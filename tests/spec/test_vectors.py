@@ -28,7 +28,7 @@ from shardkit.order.permutation import Permutation, mix64
 from shardkit.order.streams import stream_seed
 from shardkit.writers.documents import document_ids, keyed_hashes
 from shardkit.writers.execution import task as tasks
-from spec import reader
+from spec import arithmetic, reader
 from support.pages import ROOT
 
 VECTORS = {
@@ -43,15 +43,15 @@ Check = Callable[[Any], None]
 
 def check_notation(case: Any) -> None:
     for word, image in case["mix64"]:
-        assert hex(reader.mix64(int(word, 16))) == image
+        assert hex(arithmetic.mix64(int(word, 16))) == image
         assert hex(int(mix64(np.uint64(int(word, 16))))) == image  # type: ignore[arg-type]
     data, size, person, found = case["blake2b"]
-    assert reader.blake2b(data, size, person).hex() == found
+    assert arithmetic.blake2b(data, size, person).hex() == found
     assert hashlib.blake2b(data.encode(), digest_size=size, person=person.encode()).hexdigest() == found
 
 
 def check_digest(case: Any) -> None:
-    assert reader.digest(case["data"]) == digest_of(case["data"]) == case["digest"]
+    assert arithmetic.digest(case["data"]) == digest_of(case["data"]) == case["digest"]
 
 
 def check_mds_shard(case: Any) -> None:
@@ -105,27 +105,27 @@ def check_permutation(cases: Any) -> None:
     for case in cases:
         n, key = case["n"], int(case["key"])
         indices = case["indices"] if "indices" in case else list(range(n))
-        word = reader.key_word(key)
+        word = arithmetic.key_word(key)
         assert Permutation(n, key)(indices).tolist() == case["images"]
-        assert [reader.permute(x, n, word) for x in indices] == case["images"]
-        assert [reader.unpermute(x, n, word) for x in case["images"]] == indices
+        assert [arithmetic.permute(x, n, word) for x in indices] == case["images"]
+        assert [arithmetic.unpermute(x, n, word) for x in case["images"]] == indices
 
 
 def check_exclusions(case: Any) -> None:
     ranges = [(begin, end) for begin, end in case["ranges"]]
     excluded = Exclusions(ranges)
     assert [list(pair) for pair in excluded.to_list()] == case["merged"]
-    assert [list(pair) for pair in reader.merged(ranges)] == case["merged"]
-    assert reader.exclusion_digest(ranges) == excluded.digest == case["digest"]
+    assert [list(pair) for pair in arithmetic.merged(ranges)] == case["merged"]
+    assert arithmetic.exclusion_digest(ranges) == excluded.digest == case["digest"]
     assert excluded.select(case["kept_ids"]).tolist() == case["sample_ids"]
-    assert [reader.select(kept, ranges) for kept in case["kept_ids"]] == case["sample_ids"]
+    assert [arithmetic.select(kept, ranges) for kept in case["kept_ids"]] == case["sample_ids"]
 
 
 def check_order(cases: Any) -> None:
     for case in cases:
         spec = {name: case[name] for name in ("lanes", "window", "shuffle", "version")}
         order = Order(case["samples"], OrderSpec(int(case["seed"]), **spec))
-        plain = reader.Order(case["samples"], int(case["seed"]), **spec)
+        plain = arithmetic.Order(case["samples"], int(case["seed"]), **spec)
         if ids := case.get("sample_ids"):
             first = case["epoch"] * len(ids)
             assert order.locate((first, len(ids))).sample_id.tolist() == ids
@@ -139,19 +139,19 @@ def check_defaults(cases: Any) -> None:
     for case in cases:
         shards, compressed = case["shards"], case["compressed"]
         assert default_lanes(shards, compressed=compressed) == case["lanes"]
-        assert reader.default_lanes(shards, compressed) == case["lanes"]
+        assert arithmetic.default_lanes(shards, compressed) == case["lanes"]
         assert default_window(case["samples"], shards, case["lanes"]) == case["window"]
-        assert reader.default_window(case["samples"], shards, case["lanes"]) == case["window"]
+        assert arithmetic.default_window(case["samples"], shards, case["lanes"]) == case["window"]
 
 
 def check_mixture(vectors: Any) -> None:
     for seed, number, found in vectors["stream_seeds"]:
-        assert stream_seed(int(seed), number) == reader.stream_seed(int(seed), number) == int(found)
+        assert stream_seed(int(seed), number) == arithmetic.stream_seed(int(seed), number) == int(found)
     for case in vectors["cases"]:
         start, expected = case["start"], list(zip(case["streams"], case["indices"], strict=True))
         found = Mixture(case["seed"], Schedule.from_list(case["schedule"])).locate(start, len(expected))
         assert [each.tolist() for each in found] == [case["streams"], case["indices"]]
-        plain = reader.Mixture(case["seed"], case["schedule"])
+        plain = arithmetic.Mixture(case["seed"], case["schedule"])
         assert [plain.locate(start + n) for n in range(len(expected))] == expected
 
 
@@ -159,11 +159,11 @@ def check_balance(vectors: Any) -> None:
     for case in vectors["squares"]:
         lengths = find_segments(np.array([case["tokens"]]), case["eos"]).lengths
         assert int((lengths * lengths).sum()) == case["squares"]
-        assert reader.squares(case["tokens"], case["eos"]) == case["squares"]
+        assert arithmetic.squares(case["tokens"], case["eos"]) == case["squares"]
     for case in vectors["levelled"]:
         costs, before = case["costs"], case["before"]
         assert level(np.array([costs]), np.array([before]))[0].tolist() == case["places"]
-        assert reader.level(costs, before) == case["places"]
+        assert arithmetic.level(costs, before) == case["places"]
 
 
 def check_state(cases: Any) -> None:
@@ -197,7 +197,7 @@ def check_task_record(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = tasks.parse_record(record, Path("work"))
     assert parsed is not None
     contents = {name: output["xxh3_128"] for name, output in case["outputs"].items()}
-    assert parsed.commit.content == reader.digest(contents) == case["content"]
+    assert parsed.commit.content == arithmetic.digest(contents) == case["content"]
 
 
 CHECKS: dict[str, Callable[..., None]] = {
@@ -216,6 +216,7 @@ def test_vectors_are_what_the_code_and_the_second_reader_give(
 
 
 def test_the_second_reader_imports_nothing_of_shardkit() -> None:
-    text = (ROOT / "tests" / "spec" / "reader.py").read_text()
-    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
-    assert not imported & {"shardkit", "numpy", "torch", "support", "reference"}
+    for name in ("arithmetic", "reader"):
+        text = (ROOT / "tests" / "spec" / f"{name}.py").read_text()
+        imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
+        assert not imported & {"shardkit", "numpy", "torch", "support", "reference"}
