@@ -1,11 +1,11 @@
 """Freezes what this version writes: small datasets of every form, states saved in mid-run, usage logs.
 
-    python tests/spec/freeze.py                     tests/golden/release-VERSION, at each release
-    python tests/spec/freeze.py --name 0.2.0 --without masks,text,token_store
+    python tests/spec/freeze.py     tests/golden/release-VERSION, at each release
 
 `tests/spec/test_releases.py` opens every folder that there is, with every later version. A folder is never
-made again: what it holds is what users of that release have. `--without` names parts that a release did not
-have.
+made again: what it holds is what users of that release have. The folders of
+0.1.0 (its last commit, with states of version 3 and order version 1) and of 0.2.0 were made by running this
+script with that code and `--without masks,text,token_store`, parts that those versions did not have.
 
     data/NAME/        datasets
     dedup-index/      of the build's documents
@@ -179,7 +179,7 @@ def build_all(data: Path, index: Path, without: set[str]) -> None:
                 Path("recipe.json").write_text(json.dumps(made))
                 build("recipe.json", workers=1, progress=False)
                 shutil.move(name, data / name)
-            Path("recipe.json").write_text(json.dumps(recipe | {"output": "none", "work": "work"}))
+            Path("recipe.json").write_text(json.dumps(recipe | {"output": {"path": "none"}, "work": "work"}))
             build_dedup_index("recipe.json", "index", workers=1, progress=False)
             shutil.move("index", index)
         finally:

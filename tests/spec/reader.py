@@ -117,6 +117,12 @@ def _tar_shard(entry: Json) -> Shard:
     return _named(stored, entry.get("raw_bytes", -1), entry["nsamples"], TARS)
 
 
+def _unlisted(file: Path) -> Shard:
+    data = file.read_bytes()
+    stored = File(file.name, len(data), {})
+    return Shard(stored, stored, len(list(tar_samples(data))), {})
+
+
 def _text_shard(entry: Json) -> Shard:
     stored = File(entry["name"], entry["bytes"], entry["hashes"])
     return _named(stored, entry.get("raw_bytes", -1), entry["documents"], TEXTS)
@@ -135,9 +141,12 @@ class Dataset:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         lists = {"index.json": "shards", "shards.json": "shardlist", "documents.json": "files"}
-        [self.list] = [name for name in lists if (folder / name).exists()]
-        read = {"index.json": _mds_shard, "shards.json": _tar_shard, "documents.json": _text_shard}[self.list]
-        self.shards = [read(entry) for entry in _json(folder / self.list)[lists[self.list]]]
+        self.list = next((name for name in lists if (folder / name).exists()), "")
+        read = {"index.json": _mds_shard, "shards.json": _tar_shard, "documents.json": _text_shard}
+        if self.list:
+            self.shards = list(map(read[self.list], _json(folder / self.list)[lists[self.list]]))
+        else:
+            self.shards = [_unlisted(file) for file in sorted(folder.glob("*.tar"))]
         self.fingerprint = fingerprint(self.shards)
         self.sizes = [shard.samples for shard in self.shards]
         self.starts = [0, *accumulate(self.sizes)]
@@ -163,8 +172,8 @@ class Dataset:
         if self.list == "documents.json":
             found = [{"": line} for line in raw.splitlines()]
         else:
-            is_tar = self.list == "shards.json"
-            found = list(tar_samples(raw) if is_tar else mds_samples(raw, shard.columns))
+            is_mds = self.list == "index.json"
+            found = list(mds_samples(raw, shard.columns) if is_mds else tar_samples(raw))
         if len(found) != shard.samples:
             raise ValueError(f"{shard.stored.name}: {len(found)} samples")
         return found
@@ -397,6 +406,18 @@ def usage_log(data: bytes) -> list[Section]:
             ids = struct.unpack_from(f"<{(size - 9) // width}{code}", payload, 9)
             found[-1].steps.append((position, [-1 if each == none else each for each in ids]))
     return found
+
+
+def state_of(head: Json) -> dict[str, Json]:
+    """The state of a run when it wrote the head of a log."""
+    settings = head["settings"]
+    streams = [{"lanes": 0, "window": 0, **stream} for stream in settings["streams"]]
+    return {
+        "version": 4, "position": head["position"], "order_version": settings["order"]["version"],
+        **{name: settings["order"][name] for name in ("seed", "shuffle", "lanes", "window")},
+        **{name: settings[name] for name in ("tail", "schedule", "epoch_samples")},
+        "streams": {name: [stream[name] for stream in streams] for name in streams[0]},
+    }  # fmt: skip
 
 
 def document_id(file: str, record: int) -> bytes:

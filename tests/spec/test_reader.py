@@ -122,10 +122,10 @@ def test_placements_agree(ranks: int, rows: int, data: st.DataObject) -> None:
 # Datasets
 
 
-@pytest.mark.parametrize("kind", ["mds", "mds_zstd", "tar", "tar.gz", "foreign"])
+@pytest.mark.parametrize("kind", ["mds", "mds_zstd", "tar", "tar.gz", "foreign", "unlisted"])
 def test_every_row_of_a_dataset_agrees(kind: str, tmp_path: Path) -> None:
     """`foreign`: PAX members as webdataset writes them, in tars that the list describes no further."""
-    made = {"foreign": "foreign_tar", "tar.gz": "tar"}.get(kind, kind)
+    made = {"foreign": "foreign_tar", "unlisted": "foreign_tar", "tar.gz": "tar"}.get(kind, kind)
     folder = make_dataset(tmp_path / "data", made)
     if kind in ("tar.gz", "foreign"):
         entries: list[dict[str, Any]] = []
