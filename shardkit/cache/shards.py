@@ -73,8 +73,12 @@ class CachedShards:
         fetcher: Fetcher,
         *,
         objects: Mapping[int, tuple[int, str]] | None = None,
+        blocks: FileInfo | None = None,
     ) -> None:
-        """`objects`: size and version of those known already; no other version of them is read."""
+        """`objects`: size and version of those known already; no other version of them is read.
+
+        `blocks`: the dataset's blocks.bin, as its card states it.
+        """
         self.store, self.cache, self.fetcher = store, cache, fetcher
         self.kind = manifest.format
         self.timeout_seconds = DEFAULT_TIMEOUT_SECONDS
@@ -87,7 +91,9 @@ class CachedShards:
             cache.free_disk_bytes,
             node=NodeRows(cache, self.entry) if cache.is_shared else None,
             peer_seconds=fetcher.limits.peer_seconds,
+            blocks=blocks,
         )
+        self._blocks = blocks
         self.counts: Counter[str] = Counter()
         self.unkept: Exception | None = None
         """Why the cache could not keep what was delivered; raised by the next `load`."""
@@ -244,7 +250,7 @@ class CachedShards:
         return f"{self.store.url}/{self.info(number).stored.basename}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        remade = partial(CachedShards, objects=self._objects)
+        remade = partial(CachedShards, objects=self._objects, blocks=self._blocks)
         return remade, (self.store, self._manifest, self.cache, self.fetcher)
 
     @cached_property
