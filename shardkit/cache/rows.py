@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
@@ -42,6 +41,7 @@ from shardkit.formats.tar.members import BLOCK
 from shardkit.formats.tar.values import make_npy_header
 from shardkit.formats.tar.writer import RECORD_BYTES, member_bytes
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
+from shardkit.storage.clock import running_seconds, wait_until
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError
 from shardkit.storage.threads import Workers
@@ -205,6 +205,12 @@ def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
     return RowLayout(0, size, size, tuple(places)) if end == info.raw.bytes else None
 
 
+def _have_ended(reads: Sequence[Future[T]], seconds: float) -> bool:
+    """Wait for so long; whether all have come, or one has failed."""
+    done, late = wait(reads, seconds, FIRST_EXCEPTION)
+    return not late or any(read.exception() is not None for read in done)
+
+
 class RowReader:
     """Reads rows of one dataset's shards and remembers them until they are proved."""
 
@@ -247,7 +253,7 @@ class RowReader:
 
         FetchTimeoutError; ObjectChangedError if an object is another one than at its first row.
         """
-        deadline = time.monotonic() + timeout_seconds
+        deadline = running_seconds() + timeout_seconds
         with self.begin(wanted) as requests:
             return self.finish(requests, deadline)
 
@@ -272,9 +278,9 @@ class RowReader:
         self._collect(requests, deadline)
         places = requests.places
         if (awaited := [place for place in places if place not in requests.found]) and self._node is not None:
-            patience = min(deadline, time.monotonic() + self._peer_seconds)
+            patience = min(deadline, running_seconds() + self._peer_seconds)
             for place in awaited:
-                self._claim(requests, place, self._node, patience - time.monotonic())
+                self._claim(requests, place, self._node, patience - running_seconds())
             self._send(requests, [place for place in awaited if place not in requests.found])
             self._collect(requests, deadline)
         found = {place: self._columns(place, requests.found[place]) for place in places}
@@ -368,7 +374,8 @@ class RowReader:
     def _wait(self, sent: Sequence[tuple[Place, Future[T]]], deadline: float) -> list[T]:
         """What was `sent` for rows gives; what is not there by the deadline is given up."""
         reads = [read for _, read in sent]
-        done, late = wait(reads, max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
+        wait_until(partial(_have_ended, reads), deadline)
+        done, late = wait(reads, 0)
         for read in late:
             read.cancel()
         errors = [error for read in done if (error := read.exception()) is not None]

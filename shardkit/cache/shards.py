@@ -24,6 +24,7 @@ from shardkit.cache.fetcher import Fetcher, FetchLimits, FetchTimeoutError
 from shardkit.cache.indexes import TRUST_SECONDS, NodeIndexes
 from shardkit.cache.rows import NodeRows, RowReader
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
+from shardkit.storage.clock import running_seconds, wait_until
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.threads import remake_after_fork
@@ -122,7 +123,7 @@ class CachedShards:
         return raw
 
     def _load(self, number: int, timeout_seconds: float, plan: FetchPlan | None) -> Bytes:
-        deadline = time.monotonic() + timeout_seconds
+        deadline = running_seconds() + timeout_seconds
         waited = False
         while True:
             data = self.cache.find(self.entry(number))
@@ -134,7 +135,7 @@ class CachedShards:
                 raise error
             job = self.fetcher.demand(self, number, plan)
             waited = True
-            if not job.done.wait(max(0.0, deadline - time.monotonic())):
+            if not wait_until(job.done.wait, deadline):
                 raise FetchTimeoutError(f"did not arrive within {timeout_seconds:g} s: {job.describe()}")
             if job.data is not None:
                 self.counts["misses"] += 1
