@@ -24,7 +24,11 @@ from support.noted_store import NotedStore
 from support.remote_harness import Remote, quick_policy
 
 folder, held = sys.argv[1:]
-store = NotedStore(Path(folder), holds=lambda read: read.shard is not None and (held == "shards" or read.stop))
+
+def holds(read):
+    return read.shard is not None and (held == "shards" or read.stop is not None)
+
+store = NotedStore(Path(folder), holds=holds)
 remote = Remote.open(store, policy=quick_policy(deadline_seconds=3.0, answer_seconds=3.0))
 
 def let_through():
