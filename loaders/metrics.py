@@ -67,6 +67,8 @@ class CacheStats:
     row_reads: float = _counter("Rows read before their shard was there.")
     bypassed: float = _counter("Shards read without being kept.")
     quarantined: float = _counter("Shards whose bytes were wrong.")
+    disk_full: float = _counter("Times that the disk of the cache had no room for a shard.")
+    locked_out: float = _counter("Times that a stopped process held the lock of the cache.")
     used_bytes: float = _gauge("Bytes in the cache.")
     capacity_bytes: float = _gauge("Bytes that the cache may hold.")
 
@@ -172,7 +174,11 @@ def verdict(stats: LoaderStats) -> str:
 def _likeliest_cause(stats: LoaderStats) -> str:
     """Why steps waited, and what to do: the first rule that applies."""
     cache, store = stats.cache or CacheStats(), stats.store or StoreStats()
-    # First: fetching again what was there is also what makes a store throttle.
+    if cache.disk_full > REFETCHED_SHARE * cache.misses:
+        return "the disk of the cache is full, shards are read into memory: free some, or change cache_dir"
+    if cache.locked_out > REFETCHED_SHARE * cache.misses:
+        return "a process that has been stopped holds the lock of the cache: let it go on, or end it"
+    # Then: fetching again what was there is also what makes a store throttle.
     again = _share(cache.refetched_bytes, cache.fetched_bytes)
     too_small = f"the cache of {format_bytes(cache.capacity_bytes)} is too small"
     if again >= REFETCHED_SHARE:

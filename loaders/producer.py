@@ -38,6 +38,7 @@ from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
 from shardkit.loaders.sources import MixedShapesError, SourceInfo
 from shardkit.loaders.streams import ReadRows
 from shardkit.loaders.work_balance import BALANCED_POSITIONS, WorkBalance, planned_steps
+from shardkit.storage.clock import LOOK_SECONDS, running_seconds
 from shardkit.storage.store import StoreError
 
 __all__ = ["WHOLE", "Group", "GroupMaker", "LoaderTimeoutError", "Portion", "Prefetcher"]
@@ -317,12 +318,12 @@ class Prefetcher:
 
     def _take_ready(self) -> Group | None:
         """The next ready group, or None; waits for it while the thread is at work."""
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = running_seconds() + self._timeout_seconds
         while not self._ready and self._busy and self._error is None:
-            left = deadline - time.monotonic()
+            left = deadline - running_seconds()
             if left <= 0:
                 raise LoaderTimeoutError(f"no batch within {self._timeout_seconds:g} s: {self._describe()}")
-            self._changed.wait(left)
+            self._changed.wait(min(left, LOOK_SECONDS))
         if self._ready:
             group = self._ready.popleft()
             self._ready_batches -= len(group.cursors)

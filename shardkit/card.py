@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
+from shardkit.formats.blocks import BLOCKS_NAME
 from shardkit.hashing import hash_bytes
 from shardkit.manifest import FileInfo, checked_basename
 
@@ -512,6 +513,12 @@ class DatasetCard:
             raise ShardError(where, "must map names that the card does not have to sizes and hashes")
         return DatasetCard({**self.data, "files": {**self.data["files"], **listed}}, self.where)
 
+    def blocks(self, fingerprint: str) -> FileInfo | None:
+        """blocks.bin, if the card lists it and is that of the shards with this fingerprint."""
+        files = _mapping(self.data.get("files"))
+        is_own = self.data.get("fingerprint") == fingerprint
+        return self.file(BLOCKS_NAME) if is_own and BLOCKS_NAME in files else None
+
     @property
     def file_names(self) -> list[str]:
         """The files beside the shards: provenance, report, quarantine."""
@@ -577,11 +584,16 @@ class DatasetCard:
 
 
 def listed_files(files: Mapping[str, Mapping[str, Any]]) -> tuple[Mapping[str, Any], bytes | None]:
-    """(`files` of a card for {name: size and hashes}, files.json or None if the card has them all)."""
+    """(`files` of a card for {name: size and hashes}, files.json or None if the card has them all).
+
+    blocks.bin stays in the card, which is read when a dataset is opened; files.json is not.
+    """
     if len(files) <= MOST_LISTED:
         return files, None
-    table = json.dumps(files, sort_keys=True, ensure_ascii=False, indent=0).encode() + b"\n"
-    return {FILES_NAME: {"bytes": len(table), **hash_bytes(table, ["xxh3_128"])}}, table
+    kept = {BLOCKS_NAME: files[BLOCKS_NAME]} if BLOCKS_NAME in files else {}
+    others = {name: entry for name, entry in files.items() if name not in kept}
+    table = json.dumps(others, sort_keys=True, ensure_ascii=False, indent=0).encode() + b"\n"
+    return {**kept, FILES_NAME: {"bytes": len(table), **hash_bytes(table, ["xxh3_128"])}}, table
 
 
 def _mapping(stated: object) -> Mapping[str, Any]:

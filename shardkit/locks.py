@@ -15,6 +15,7 @@ cannot be canceled do not pile up. Once it is granted, whoever asks next gets it
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import threading
@@ -66,10 +67,14 @@ def upgraded(descriptor: int) -> bool:
 class FileLock:
     """An exclusive lock on a file of its own. One thread takes it, and releases it, at a time."""
 
-    def __init__(self, file: Path, *, keep: bool = False) -> None:
-        """`keep`: leave the file behind when the lock is released (for locks that are taken all the time)."""
+    def __init__(self, file: Path, *, keep: bool = False, holder: bytes = b"") -> None:
+        """`keep`: leave the file behind when the lock is released (for locks that are taken all the time).
+
+        `holder`: written into the file while it is held, for `read_holder` of others.
+        """
         self._file = file
         self._keep = keep
+        self._holder = holder
         self._descriptor = -1
 
     @property
@@ -89,8 +94,18 @@ class FileLock:
                 return False
             if _is_at(descriptor, self._file):
                 self._descriptor = descriptor
+                if self._holder:
+                    with contextlib.suppress(OSError):  # a full disk
+                        os.pwrite(descriptor, self._holder, 0)
                 return True
             os.close(descriptor)  # its last holder removed the file: this lock locks nothing any more
+
+    def read_holder(self) -> bytes:
+        """What whoever holds the lock has written; b"" if nobody does who writes anything."""
+        try:
+            return self._file.read_bytes()
+        except OSError:
+            return b""
 
     def release(self) -> None:
         """Let go; nothing happens if it is not held."""

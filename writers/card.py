@@ -8,11 +8,14 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import shardkit
 from shardkit.card import CARD_NAME, FILES_NAME, DatasetCard, DedupFacts, FilterFacts, listed_files
+from shardkit.errors import BuildError
+from shardkit.formats.blocks import BLOCKS_NAME
 from shardkit.hashing import digest_of, hash_bytes
 from shardkit.manifest import Format, Manifest, ShardInfo
 from shardkit.writers.execution.artifacts import Artifact
@@ -27,6 +30,7 @@ __all__ = ["BuiltDataset", "assemble", "describe_file", "make_card", "recipe_con
 
 CARD_VERSION = 1
 FILE_HASH = "xxh3_128"
+_READERS = 16
 
 
 def recipe_content(recipe: Recipe) -> dict[str, Any]:
@@ -205,11 +209,24 @@ def assemble(
         links[name] = commit.files / file
         files[name] = {"bytes": table.bytes, "xxh3_128": table.xxh3_128}
     texts = {REPORT_NAME: render_report(card)}
+    if all(BLOCKS_NAME in commit.outputs for commit, _ in made):
+        # A few KiB a shard, as long as the dataset's index is held. Work folders may be in a store.
+        with ThreadPoolExecutor(_READERS) as pool:
+            texts[BLOCKS_NAME] = b"".join(pool.map(_read_blocks, (commit for commit, _ in made)))
     files |= {name: describe_file(text) for name, text in texts.items()}
     listed, of_many = listed_files(files)
     texts |= {} if of_many is None else {FILES_NAME: of_many}
     texts[CARD_NAME] = DatasetCard({**card.data, "files": listed}).to_bytes()
     return BuiltDataset(manifest, card, links, [commit for commit, _ in made], tables, texts)
+
+
+def _read_blocks(commit: Commit) -> bytes:
+    """The checksums of a task's shards; BuildError if they are not those that it committed."""
+    file, stated = commit.files / BLOCKS_NAME, commit.outputs[BLOCKS_NAME]
+    data = file.read_bytes()
+    if describe_file(data) != {"bytes": stated.bytes, FILE_HASH: stated.xxh3_128}:
+        raise BuildError(f"{file}: differs from its hash; {file.remedy}")
+    return data
 
 
 def describe_file(data: bytes) -> dict[str, Any]:

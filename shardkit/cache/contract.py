@@ -17,7 +17,7 @@ from typing import Protocol
 from shardkit.arrays import Bytes
 from shardkit.units import parse_bytes
 
-__all__ = ["Cache", "CacheOptions", "Contents", "Held", "Lease", "Slot", "open_cache"]
+__all__ = ["CACHE_COUNTERS", "Cache", "CacheOptions", "Contents", "Held", "Lease", "Slot", "open_cache"]
 
 _MAX_MEMORY_BYTES = 8 << 30  # of a default cache in memory
 _MEMORY_SHARE = 4  # a quarter of what is free, for all processes of the machine together
@@ -36,6 +36,9 @@ class Held:
     used_seconds_ago: float
     filling: bool = False
 
+
+CACHE_COUNTERS = ("evictions", "evicted_bytes", "quarantined", "disk_full", "locked_out")
+"""Of the last two: how often a folder could take nothing, as its disk was full or its lock not given back."""
 
 Contents = Mapping[str, Held]
 """Entries by name, the least recently used first, as far as the cache knows."""
@@ -103,7 +106,7 @@ class Cache(Protocol):
         """Remove an entry, if it is there."""
 
     def counters(self) -> dict[str, int]:
-        """evictions, evicted_bytes, quarantined."""
+        """`CACHE_COUNTERS`."""
 
     def free_disk_bytes(self) -> int | None:
         """Free bytes where entries lie, None for memory."""
@@ -135,15 +138,14 @@ def open_cache(options: CacheOptions, *, system: Path = Path("/")) -> Cache:
     `system`: where the files lie that say how much memory is free.
     """
     capacity = None if options.capacity is None else parse_bytes(options.capacity)
+    memory = min(_MAX_MEMORY_BYTES, _free_memory(system) // _MEMORY_SHARE) // options.processes
     if options.folder is not None:
         from shardkit.cache.folder import CacheFolder
 
-        return CacheFolder(options.folder, capacity)
+        return CacheFolder(options.folder, capacity, spare_bytes=memory)
     from shardkit.cache.memory import CacheMemory
 
-    if capacity is None:
-        capacity = min(_MAX_MEMORY_BYTES, _free_memory(system) // _MEMORY_SHARE) // options.processes
-    return CacheMemory(capacity)
+    return CacheMemory(memory if capacity is None else capacity)
 
 
 def _free_memory(system: Path) -> int:

@@ -13,6 +13,9 @@ free belongs to a process that died: it is removed. A process killed at any mome
 be trusted wrongly. Nothing outside of the sub-folder is ever read or removed. If someone removes the
 sub-folder while it is used, it is made again.
 
+Where the disk has no room (also: no inodes), or a process that has been stopped holds the lock, entries go
+into this process's memory, `spare_bytes` of them: without any, each shard would be fetched again and again.
+
 What an entry is called, and how its bytes are proved to be its own, is `shardkit.cache.entry`. Who may write
 in the folder is `shardkit.cache.subfolder`.
 
@@ -27,6 +30,7 @@ import errno
 import fcntl
 import itertools
 import os
+import secrets
 import shutil
 import threading
 import time
@@ -38,10 +42,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardkit.arrays import Bytes
-from shardkit.cache.contract import Contents, Held
+from shardkit.cache.contract import Contents, Held, Slot
 from shardkit.cache.entry import SEAL_BYTES, is_sealed, make_seal, sealed_size
 from shardkit.cache.ledger import Ledger, is_filling
-from shardkit.cache.subfolder import SUBFOLDER, CacheFolderError, explain_errors, make_subfolders
+from shardkit.cache.memory import CacheMemory
+from shardkit.cache.subfolder import NO_ROOM, SUBFOLDER, CacheFolderError, explain_errors, make_subfolders
 from shardkit.files import NotRegularFileError, allocate, map_file, open_regular
 from shardkit.locks import FileLock
 from shardkit.storage.threads import remake_after_fork
@@ -52,6 +57,7 @@ _SUBFOLDERS = ("shards", "filling", "leases", "damaged")
 _KEPT_DAMAGED = 4
 LOCK_SECONDS = 10.0  # making room takes milliseconds: a process that holds the lock longer has been stopped
 REFRESH_SECONDS = 20.0  # a third of the time after which entries count as left by their users
+_SPARE_SECONDS = 60.0  # after which entries in memory that nobody has used go, once the disk has room again
 _LISTING_SHARE = 50  # a refresh lists the folder: at most a fiftieth of the time
 _MIN_FREE_BYTES, _MIN_FREE_SHARE = 2 << 30, 0.02  # of the disk: full disks break other programs, too
 
@@ -61,6 +67,14 @@ T = TypeVar("T")
 
 class _DamagedError(Exception):
     """What lies there is not the entry that its name says."""
+
+
+class _UnusableError(Exception):
+    """The folder takes nothing now; the counter of why it does not."""
+
+    def __init__(self, counter: str) -> None:
+        super().__init__(counter)
+        self.counter = counter
 
 
 class CacheFolder:
@@ -73,8 +87,13 @@ class CacheFolder:
         *,
         lock_seconds: float = LOCK_SECONDS,
         refresh_seconds: float = REFRESH_SECONDS,
+        spare_bytes: int = 0,
     ) -> None:
-        """`refresh_seconds`: how old `contents` may know the uses of entries by other processes to be."""
+        """`refresh_seconds`: how old `contents` may know the uses of entries by other processes to be.
+
+        `spare_bytes`: of memory, for entries that the folder cannot take.
+        """
+        self._spare = CacheMemory(spare_bytes)
         self._root, self._lock_seconds = Path(folder).absolute() / SUBFOLDER, lock_seconds
         self._refresh_seconds = refresh_seconds
         self._seen: dict[str, tuple[int, int, int]] = {}  # entries whose seal this process has checked
@@ -107,10 +126,10 @@ class CacheFolder:
             except _DamagedError:
                 data = self._quarantine(name)
         self._touched.append(name)
-        return None if data is None else data[:-SEAL_BYTES]
+        return self._spare.find(name) if data is None else data[:-SEAL_BYTES]
 
     def has(self, name: str) -> bool:
-        return (self._root / "shards" / name).exists()
+        return self._spare.has(name) or (self._root / "shards" / name).exists()
 
     def touch(self, name: str) -> bool:
         file = self._root / "shards" / name
@@ -120,7 +139,7 @@ class CacheFolder:
                 with contextlib.suppress(PermissionError):  # another user's file
                     os.utime(file, ns=(time.time_ns(), modified_ns), follow_symlinks=False)
             except FileNotFoundError:
-                return False
+                return self._spare.touch(name)
         self._touched.append(name)
         return True
 
@@ -128,34 +147,57 @@ class CacheFolder:
         with explain_errors(self._root.parent):
             self._refresh()
             with self._mutex:
-                return self._snapshot()
+                return {**self._snapshot(), **self._spare.contents()}
 
-    def reserve(
-        self, name: str, raw_bytes: int, victims: Callable[[Contents], Iterable[str]]
-    ) -> FolderSlot | None:
+    def reserve(self, name: str, raw_bytes: int, victims: Callable[[Contents], Iterable[str]]) -> Slot | None:
         needed = sealed_size(raw_bytes)
         if needed > self._capacity:
             return None
         with explain_errors(self._root.parent):
             try:
-                return self._remade(lambda: self._reserve(name, needed, victims))
+                slot = self._remade(lambda: self._reserve(name, needed, victims))
+                self._spare.drop_unused(_SPARE_SECONDS)
+                return slot
+            except _UnusableError as error:
+                self._counters[error.counter] += 1
             except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    return None
-                raise
+                if error.errno not in NO_ROOM:
+                    raise
+                self._counters["disk_full"] += 1
+        return self._spare.reserve(name, raw_bytes, victims)
 
     def lease(self, name: str, timeout_seconds: float = 0.0) -> FileLock | None:
-        lock = FileLock(self._root / "leases" / name)
+        lock = FileLock(self._root / "leases" / name, holder=self._holder)
         with explain_errors(self._root.parent):
-            return lock if self._remade(lambda: lock.acquire(timeout_seconds)) else None
+            try:
+                return lock if self._remade(lambda: self._acquire(lock, timeout_seconds)) else None
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                return None  # no file can be made for it: whoever waits goes on without
+
+    def _acquire(self, lock: FileLock, timeout_seconds: float) -> bool:
+        """Take a lease; do not wait for a process that has let another wait in vain, and is at that still."""
+        if lock.acquire() or timeout_seconds <= 0:
+            return lock.held
+        holder = lock.read_holder()
+        waited = self._stopped.get(holder)
+        if waited is not None and waited.read_holder() == holder:
+            return False
+        self._stopped.pop(holder, None)
+        if not lock.acquire(timeout_seconds) and holder:
+            self._stopped[holder] = lock
+        return lock.held
 
     def remove(self, name: str) -> None:
         self._seen.pop(name, None)
+        self._spare.remove(name)
         with explain_errors(self._root.parent):
             self._move(self._root / "shards" / name, None)
 
     def counters(self) -> dict[str, int]:
-        return {key: self._counters[key] for key in ("evictions", "evicted_bytes", "quarantined")}
+        spare = self._spare.counters()
+        return {key: self._counters[key] + count for key, count in spare.items()}
 
     def free_disk_bytes(self) -> int | None:
         try:
@@ -164,7 +206,12 @@ class CacheFolder:
             return None
 
     def __reduce__(self) -> tuple[object, ...]:
-        remade = partial(CacheFolder, lock_seconds=self._lock_seconds, refresh_seconds=self._refresh_seconds)
+        remade = partial(
+            CacheFolder,
+            lock_seconds=self._lock_seconds,
+            refresh_seconds=self._refresh_seconds,
+            spare_bytes=self._spare.capacity,
+        )
         return remade, (self._root.parent, self._capacity)
 
     def after_fork(self) -> None:
@@ -174,6 +221,8 @@ class CacheFolder:
         self._used: dict[str, float] = {}  # when entries were last used, as far as this process knows
         self._touched: deque[str] = deque(maxlen=1 << 16)  # since this process last looked at that
         self._next_refresh = 0.0
+        self._holder = secrets.token_bytes(8)  # numbers of processes are equal in different containers
+        self._stopped: dict[bytes, FileLock] = {}  # a lease that each of them did not give back in time
 
     def enter(self, name: str, file: Path, descriptor: int) -> None:
         """Make a filled file an entry; the end of a slot."""
@@ -273,7 +322,11 @@ class CacheFolder:
         self, name: str, needed: int, victims: Callable[[Contents], Iterable[str]]
     ) -> FolderSlot | None:
         with self._locked() as is_locked:
-            if not is_locked or not self._make_room(needed, victims):
+            if not is_locked:
+                raise _UnusableError("locked_out")
+            if not self._make_room(needed, victims):
+                if self._lacks_disk(needed):
+                    raise _UnusableError("disk_full")
                 return None
             slot = FolderSlot(self, name, self._root / "filling", needed)
             self._ledger.record({slot.file.name: needed})
@@ -302,10 +355,10 @@ class CacheFolder:
         return False
 
     def _fits(self, needed: int) -> bool:
-        return (
-            self._ledger.used_bytes + needed <= self._capacity
-            and shutil.disk_usage(self._root).free - needed >= self._min_free
-        )
+        return self._ledger.used_bytes + needed <= self._capacity and not self._lacks_disk(needed)
+
+    def _lacks_disk(self, needed: int) -> bool:
+        return shutil.disk_usage(self._root).free - needed < self._min_free
 
     def _refresh(self) -> None:
         """Learn what other processes have changed, and from time to time also what they have used."""

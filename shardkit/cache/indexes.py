@@ -19,10 +19,11 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from os import PathLike
 from pathlib import Path
 
-from shardkit.cache.subfolder import SUBFOLDER, explain_errors, make_subfolders
+from shardkit.cache.subfolder import NO_ROOM, SUBFOLDER, CacheFolderError, explain_errors, make_subfolders
 from shardkit.files import publish_bytes
 from shardkit.formats.mds.index import TABLE_NAME, parse_index, read_table, table_bytes
 from shardkit.locks import FileLock
@@ -50,11 +51,23 @@ class NodeIndexes:
 
     def objects(
         self, url: str, names: Sequence[str], fetch: Callable[[], Mapping[str, bytes | None]]
-    ) -> Mapping[str, Path | None]:
+    ) -> Mapping[str, bytes | Path | None]:
         """The files with the objects called `names` of the dataset at `url`, None for those that are missing.
 
         `fetch` gets them from the store; it is called by one process at a time, its errors are raised here.
+        Where the disk has no room for files, this gives what was fetched.
         """
+        fetch_once = cache(fetch)
+        try:
+            return self._objects(url, names, fetch_once)
+        except CacheFolderError as error:
+            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in NO_ROOM):
+                raise
+            return fetch_once()
+
+    def _objects(
+        self, url: str, names: Sequence[str], fetch: Callable[[], Mapping[str, bytes | None]]
+    ) -> Mapping[str, Path | None]:
         with explain_errors(self._root):
             folder = self._folder(url)
             if (known := self._trusted(folder, names)) is not None:
@@ -79,7 +92,12 @@ class NodeIndexes:
             text = file.read_bytes()
             manifest = parse_index(where, text)
             if (made := table_bytes(manifest.shards, text)) is not None:
-                publish_bytes(file.with_name(TABLE_NAME), made)
+                try:
+                    publish_bytes(file.with_name(TABLE_NAME), made)
+                except OSError as error:
+                    if error.errno not in NO_ROOM:
+                        raise
+                    return manifest
                 manifest = Manifest("mds", read_table(file, is_proved=True) or manifest.shards)
             return manifest
 

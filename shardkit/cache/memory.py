@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardkit.arrays import Bytes
-from shardkit.cache.contract import Contents, Held
+from shardkit.cache.contract import CACHE_COUNTERS, Contents, Held
 from shardkit.storage.threads import remake_after_fork
 
 __all__ = ["CacheMemory"]
@@ -86,8 +86,17 @@ class CacheMemory:
             if entry is not None and not entry.filling:
                 del self._entries[name]
 
+    def drop_unused(self, seconds: float) -> None:
+        """Remove the entries that nobody has used for so long."""
+        with self._lock:
+            limit = time.monotonic() - seconds
+            unused = [name for name, entry in self._entries.items() if entry.used < limit]
+            for name in unused:
+                if not self._entries[name].filling:
+                    del self._entries[name]
+
     def counters(self) -> dict[str, int]:
-        return {key: self._counters[key] for key in ("evictions", "evicted_bytes", "quarantined")}
+        return {key: self._counters[key] for key in CACHE_COUNTERS}
 
     def free_disk_bytes(self) -> int | None:
         return None

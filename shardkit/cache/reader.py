@@ -17,7 +17,6 @@ which a loader moves here to balance the work of ranks.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -36,6 +35,7 @@ from shardkit.cache.planner import Pace, Planner
 from shardkit.cache.rows import FetchedRows
 from shardkit.cache.shards import CachedShards
 from shardkit.order.order import Order
+from shardkit.storage.clock import running_seconds
 
 __all__ = ["LEADS_IN_CACHE", "CacheReader", "CacheRun", "FetchPlan", "PlanRequest"]
 
@@ -299,7 +299,7 @@ class CacheRun:
             }
         if _count(wanted) > FIRST_ROWS:
             self.fetch_ahead()
-        began = time.monotonic()
+        began = running_seconds()
         with ExitStack() as stack:
             sent = {
                 reader: stack.enter_context(reader.shards.rows.begin(rows, shared=self._replicas > 1))

@@ -1,9 +1,13 @@
 """Single rows of remote shards by ranged requests, so that the first batches need not wait for whole shards.
 
 Only where a row's place follows from the index: raw MDS shards whose columns all have a fixed size, ranges of
-flat token files, and tars as shardkit writes them. No hash covers a part of an object, so each row is read
-twice, by two requests that must agree, and is compared again when its shard has come and been proved: a
-difference stops the run.
+flat token files, and tars as shardkit writes them.
+
+Where the dataset has checksums of blocks, a row is read by one request for the whole blocks that it is in,
+and proved before it is given to anyone. Datasets without them are of others, and no hash covers a part of
+their objects: each row is read twice, by two requests that must agree, and is compared again when its shard
+has come and been proved. A store that returns the same wrong bytes twice is found out only then: the
+difference stops the run. Either way objects must have the size that the index states and stay of one version.
 
 Replicas (tensor, pipeline and context parallel peers) need the same rows at the same time. Those of one
 machine read each row once: whoever gets the lease on a row reads it and leaves it in the cache folder as a
@@ -15,27 +19,29 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.arrays import Bytes
+from shardkit.cache.blocks import BlockChecksums
 from shardkit.cache.contract import Cache, Lease
+from shardkit.cache.download import DamagedObjectError
 from shardkit.cache.fetcher import FetchTimeoutError, arrival
 from shardkit.cache.subfolder import CacheFolderError
 from shardkit.errors import ShardError
+from shardkit.formats.blocks import BLOCKS_NAME, Checksums, are_right, block_range
 from shardkit.formats.tar.members import BLOCK
 from shardkit.formats.tar.values import make_npy_header
 from shardkit.formats.tar.writer import RECORD_BYTES, member_bytes
-from shardkit.manifest import Manifest, ShardInfo
+from shardkit.manifest import FileInfo, Manifest, ShardInfo
+from shardkit.storage.clock import running_seconds, wait_until
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError
 from shardkit.storage.threads import Workers
@@ -46,6 +52,8 @@ MAX_ROW_BYTES = 4 << 20
 MAX_UNPROVED = 4096  # rows kept for a later comparison
 _READS = 4  # of one row, before the store is called unreliable
 _NAME_BYTES = 100  # of a member, at the start of its header
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +109,9 @@ class RowRequests:
     found: dict[Place, bytes] = field(default_factory=dict)
     """As they lie in their shards."""
     reads: dict[Place, list[Future[bytes]]] = field(default_factory=dict)
-    """Of each row that is read here, two."""
+    """Of each row that is read here: one if checksums prove it, otherwise two."""
+    checksums: dict[int, Future[Mapping[int, Checksums]]] = field(default_factory=dict)
+    """Of the shards of `reads`, if the dataset has any."""
     leases: dict[Place, Lease] = field(default_factory=dict)
 
     @property
@@ -195,6 +205,12 @@ def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
     return RowLayout(0, size, size, tuple(places)) if end == info.raw.bytes else None
 
 
+def _have_ended(reads: Sequence[Future[T]], seconds: float) -> bool:
+    """Wait for so long; whether all have come, or one has failed."""
+    done, late = wait(reads, seconds, FIRST_EXCEPTION)
+    return not late or any(read.exception() is not None for read in done)
+
+
 class RowReader:
     """Reads rows of one dataset's shards and remembers them until they are proved."""
 
@@ -208,9 +224,11 @@ class RowReader:
         node: NodeRows | None = None,
         peer_seconds: float = 5.0,
         max_unproved: int = MAX_UNPROVED,
+        blocks: FileInfo | None = None,
     ) -> None:
         """`workers` make the requests, also of other datasets; `free_disk_bytes` is for error messages.
 
+        `blocks`: the dataset's blocks.bin, as its card states it; ShardError if it is of other shards.
         `node`: the rows of processes that share the cache; `peer_seconds`: the longest wait for one of them.
         """
         self._store = store.urgent
@@ -220,6 +238,7 @@ class RowReader:
         self._node, self._peer_seconds = node, peer_seconds
         self._unproved: dict[int, list[FetchedRows]] = {}
         self._max_unproved = max_unproved
+        self._blocks = None if blocks is None else BlockChecksums(self._store, manifest, blocks, workers)
         self._versions: dict[int, str] = {}  # of the objects that rows were read from
         self.count = 0
 
@@ -234,7 +253,7 @@ class RowReader:
 
         FetchTimeoutError; ObjectChangedError if an object is another one than at its first row.
         """
-        deadline = time.monotonic() + timeout_seconds
+        deadline = running_seconds() + timeout_seconds
         with self.begin(wanted) as requests:
             return self.finish(requests, deadline)
 
@@ -246,9 +265,9 @@ class RowReader:
         """
         requests = RowRequests(wanted)
         try:
-            for place in requests.places:
-                if not shared or self._node is None or self._claim(requests, place, self._node, 0.0):
-                    self._send(requests, place)
+            node = self._node if shared else None
+            places = requests.places
+            self._send(requests, [p for p in places if node is None or self._claim(requests, p, node, 0.0)])
         except BaseException:
             requests.release()
             raise
@@ -259,12 +278,10 @@ class RowReader:
         self._collect(requests, deadline)
         places = requests.places
         if (awaited := [place for place in places if place not in requests.found]) and self._node is not None:
-            patience = min(deadline, time.monotonic() + self._peer_seconds)
+            patience = min(deadline, running_seconds() + self._peer_seconds)
             for place in awaited:
-                self._claim(requests, place, self._node, patience - time.monotonic())
-            for place in awaited:
-                if place not in requests.found:
-                    self._send(requests, place)
+                self._claim(requests, place, self._node, patience - running_seconds())
+            self._send(requests, [place for place in awaited if place not in requests.found])
             self._collect(requests, deadline)
         found = {place: self._columns(place, requests.found[place]) for place in places}
         self.count += len(places)
@@ -272,7 +289,8 @@ class RowReader:
         for number, rows in requests.wanted.items():
             data = np.frombuffer(b"".join(found[number, int(row)] for row in rows), dtype=np.uint8)
             fetched[number] = FetchedRows(rows, data.reshape(len(rows), -1))
-            self._remember(number, fetched[number])
+            if self._blocks is None:
+                self._remember(number, fetched[number])
         return fetched
 
     def _claim(self, requests: RowRequests, place: Place, node: NodeRows, wait_seconds: float) -> bool:
@@ -291,15 +309,28 @@ class RowReader:
         requests.leases.pop(place).release()
         return False
 
-    def _send(self, requests: RowRequests, place: Place) -> None:
-        requests.reads[place] = [self._workers.submit(partial(self._get, *place)) for _ in range(2)]
+    def _send(self, requests: RowRequests, places: Sequence[Place]) -> None:
+        """Request rows, and before them the checksums of their shards."""
+        if self._blocks is not None:
+            requests.checksums |= self._blocks.request(number for number, _ in places)
+        times = 2 if self._blocks is None else 1
+        for place in places:
+            requests.reads[place] = [self._workers.submit(partial(self._get, place)) for _ in range(times)]
 
     def _collect(self, requests: RowRequests, deadline: float) -> None:
         """Wait for the rows that are read here, and leave those that are leased for the others."""
         reads, requests.reads = requests.reads, {}
-        read = self._wait([place for place in reads for _ in range(2)], [*chain(*reads.values())], deadline)
-        for i, place in enumerate(reads):
-            row = requests.found[place] = self._agreed(place, [read[2 * i], read[2 * i + 1]], deadline)
+        sent = [(place, read) for place, some in reads.items() for read in some]
+        seen: dict[Place, list[bytes]] = {place: [] for place in reads}
+        for (place, _), data in zip(sent, self._wait(sent, deadline), strict=True):
+            seen[place].append(data)
+        for place, came in seen.items():
+            if self._blocks is None:
+                row = self._agreed(place, came, deadline)
+            else:
+                [checksums] = self._wait([(place, requests.checksums[place[0]])], deadline)
+                row = self._proved(place, came[0], checksums[place[0]], deadline)
+            requests.found[place] = row
             if (lease := requests.leases.get(place)) is not None and self._node is not None:
                 self._columns(place, row)  # nobody gets what is no row
                 self._node.put(place, row, self._versions[place[0]])
@@ -340,35 +371,63 @@ class RowReader:
         if self._node is not None:
             self._node.remove()
 
-    def _wait(self, places: list[Place], reads: list[Future[bytes]], deadline: float) -> list[bytes]:
-        """What `reads` of the rows at `places` give; what is not there by the deadline is given up."""
-        done, late = wait(reads, max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
+    def _wait(self, sent: Sequence[tuple[Place, Future[T]]], deadline: float) -> list[T]:
+        """What was `sent` for rows gives; what is not there by the deadline is given up."""
+        reads = [read for _, read in sent]
+        wait_until(partial(_have_ended, reads), deadline)
+        done, late = wait(reads, 0)
         for read in late:
             read.cancel()
         errors = [error for read in done if (error := read.exception()) is not None]
         if errors:
             raise errors[0]
         if late:
-            number, row = next(place for place, read in zip(places, reads, strict=True) if read in late)
+            number, row = next(place for place, read in sent if read in late)
             size = self._manifest.shards[number].raw.bytes
             status = self._store.metrics.snapshot().last_status
             raise FetchTimeoutError(
                 f"{self._where(number)}: row {row:,} did not arrive in time; "
-                f"{len(done)} of this batch's {len(places)} reads finished; "
+                f"{len(done)} of this batch's {len(reads)} reads finished; "
                 f"{arrival(0, size, status, self._free_disk_bytes())}"
             )
         return [read.result() for read in reads]
 
-    def _get(self, number: int, row: int) -> bytes:
-        layout = self.layout(number)
+    def _range(self, place: Place) -> tuple[int, int]:
+        """Where a row begins and ends in its shard."""
+        layout = self.layout(place[0])
         assert layout is not None
-        start = layout.first + row * layout.stride
-        key, version = self._manifest.shards[number].stored.basename, self._versions.get(number)
-        with self._store.open(key, start, start + layout.size, version=version) as body:
+        start = layout.first + place[1] * layout.stride
+        return start, start + layout.size
+
+    def _get(self, place: Place) -> bytes:
+        """A row, or the blocks that it is in if their checksums are known."""
+        number, file, (start, stop) = place[0], self._manifest.shards[place[0]].stored, self._range(place)
+        if self._blocks is not None:
+            start, stop = block_range(start, stop, file.bytes)
+        version = self._versions.get(number)
+        with self._store.open(file.basename, start, stop, version=version) as body:
+            if body.info.bytes != file.bytes:
+                problem = f"the object has {body.info.bytes:,} bytes, the index states {file.bytes:,}"
+                raise DamagedObjectError(self._where(number), f"{problem}; upload it again")
             data = body.read()
         if self._versions.setdefault(number, body.info.version) != body.info.version:
             raise ObjectChangedError(self._where(number), "was replaced while rows of it were read")
         return data
+
+    def _proved(self, place: Place, blocks: bytes, checksums: Checksums, deadline: float) -> bytes:
+        """The row in `blocks`, which are read again while they are wrong; DamagedObjectError."""
+        number, (start, stop) = place[0], self._range(place)
+        first, _ = block_range(start, stop, self._manifest.shards[number].stored.bytes)
+        reads = 1
+        while not are_right(checksums, first, blocks):
+            if reads == _READS:
+                problem = f"row {place[1]:,}: {reads} reads do not have the checksums of {BLOCKS_NAME}"
+                raise DamagedObjectError(
+                    self._where(number), f"{problem}; check the object in the bucket", offset=start
+                )
+            [blocks] = self._wait([(place, self._workers.submit(partial(self._get, place)))], deadline)
+            reads += 1
+        return blocks[start - first : stop - first]
 
     def _agreed(self, place: Place, seen: list[bytes], deadline: float) -> bytes:
         """What two reads of a row have in common; `seen` are the first two."""
@@ -376,7 +435,7 @@ class RowReader:
             if len(seen) > _READS:
                 problem = f"row {place[1]:,} was different in each of {len(seen)} reads"
                 raise ShardError(self._where(place[0]), f"{problem}; check the network")
-            seen += self._wait([place], [self._workers.submit(partial(self._get, *place))], deadline)
+            seen += self._wait([(place, self._workers.submit(partial(self._get, place)))], deadline)
         return seen[-1]
 
     def _columns(self, place: Place, data: bytes) -> bytes:
@@ -385,8 +444,8 @@ class RowReader:
         layout = self.layout(number)
         assert layout is not None
         if len(data) != layout.size or not all(column.is_in(data) for column in layout.columns):
-            problem, start = f"row {row:,} is not where the index says", layout.first + row * layout.stride
-            raise ShardError(self._where(number), f"{problem}; run shardkit verify", offset=start)
+            problem = f"row {row:,} is not where the index says; run shardkit verify"
+            raise ShardError(self._where(number), problem, offset=self._range(place)[0])
         return layout.values(data)
 
     def _where(self, number: int) -> str:

@@ -24,6 +24,7 @@ from shardkit.cache.fetcher import Fetcher, FetchLimits, FetchTimeoutError
 from shardkit.cache.indexes import TRUST_SECONDS, NodeIndexes
 from shardkit.cache.rows import NodeRows, RowReader
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
+from shardkit.storage.clock import running_seconds, wait_until
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.threads import remake_after_fork
@@ -73,8 +74,12 @@ class CachedShards:
         fetcher: Fetcher,
         *,
         objects: Mapping[int, tuple[int, str]] | None = None,
+        blocks: FileInfo | None = None,
     ) -> None:
-        """`objects`: size and version of those known already; no other version of them is read."""
+        """`objects`: size and version of those known already; no other version of them is read.
+
+        `blocks`: the dataset's blocks.bin, as its card states it.
+        """
         self.store, self.cache, self.fetcher = store, cache, fetcher
         self.kind = manifest.format
         self.timeout_seconds = DEFAULT_TIMEOUT_SECONDS
@@ -87,7 +92,9 @@ class CachedShards:
             cache.free_disk_bytes,
             node=NodeRows(cache, self.entry) if cache.is_shared else None,
             peer_seconds=fetcher.limits.peer_seconds,
+            blocks=blocks,
         )
+        self._blocks = blocks
         self.counts: Counter[str] = Counter()
         self.unkept: Exception | None = None
         """Why the cache could not keep what was delivered; raised by the next `load`."""
@@ -116,7 +123,7 @@ class CachedShards:
         return raw
 
     def _load(self, number: int, timeout_seconds: float, plan: FetchPlan | None) -> Bytes:
-        deadline = time.monotonic() + timeout_seconds
+        deadline = running_seconds() + timeout_seconds
         waited = False
         while True:
             data = self.cache.find(self.entry(number))
@@ -128,7 +135,7 @@ class CachedShards:
                 raise error
             job = self.fetcher.demand(self, number, plan)
             waited = True
-            if not job.done.wait(max(0.0, deadline - time.monotonic())):
+            if not wait_until(job.done.wait, deadline):
                 raise FetchTimeoutError(f"did not arrive within {timeout_seconds:g} s: {job.describe()}")
             if job.data is not None:
                 self.counts["misses"] += 1
@@ -244,7 +251,7 @@ class CachedShards:
         return f"{self.store.url}/{self.info(number).stored.basename}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        remade = partial(CachedShards, objects=self._objects)
+        remade = partial(CachedShards, objects=self._objects, blocks=self._blocks)
         return remade, (self.store, self._manifest, self.cache, self.fetcher)
 
     @cached_property

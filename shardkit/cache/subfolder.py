@@ -11,6 +11,7 @@ looked at.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -19,9 +20,11 @@ from pathlib import Path
 from shardkit.errors import ShardkitError
 from shardkit.files import who_else_writes
 
-__all__ = ["SUBFOLDER", "CacheFolderError", "explain_errors", "make_subfolders"]
+__all__ = ["NO_ROOM", "SUBFOLDER", "CacheFolderError", "explain_errors", "make_subfolders"]
 
 SUBFOLDER = "shardkit-cache-1"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk without bytes or inodes, of a quota or a limit: what it cannot keep is used anyway."""
 
 
 class CacheFolderError(ShardkitError):

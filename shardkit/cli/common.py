@@ -262,6 +262,11 @@ def add_storage_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["when_supported", "when_required"],
         help="S3's flexible checksums (default: when_required with an endpoint, else as configured)",
     )
+    group.add_argument(
+        "--follow-urls",
+        action="store_true",
+        help="let a list of tars name other places than its own folder or bucket, also ones that are not S3",
+    )
 
 
 def storage_options(arguments: argparse.Namespace) -> StorageOptions:
@@ -274,6 +279,7 @@ def storage_options(arguments: argparse.Namespace) -> StorageOptions:
         profile=arguments.profile,
         path_style=arguments.path_style,
         checksums=arguments.checksums,
+        follow_urls=arguments.follow_urls,
     )
 
 

@@ -486,7 +486,7 @@ def open_dataset(
     if found.store is not None and found.rows is not None:
         shards = CachedShards(found.store, manifest, *shared.open(), objects=found.rows.objects())
     elif found.store is not None:
-        manifest, shards, tar_indexes = _open_remote(found.store, manifest, found.versions, shared)
+        manifest, shards, tar_indexes = _open_remote(found, found.store, shared)
     elif found.versions is not None:
         manifest, tar_indexes = _scan_local(found, found.versions, shared.options)
     card = found.card
@@ -501,7 +501,7 @@ def open_dataset(
 
 
 def _open_remote(
-    store: ResilientStore, manifest: Manifest, versions: Sequence[str] | None, shared: SharedCache
+    found: Found, store: ResilientStore, shared: SharedCache
 ) -> tuple[Manifest, CachedShards, TarIndexes | None]:
     """The shards of a remote dataset by a cache, and a complete manifest, for which tars may be scanned.
 
@@ -510,8 +510,10 @@ def _open_remote(
     from shardkit.cache.shards import CachedShards
 
     cache, fetcher = shared.open()
+    manifest, versions, card = found.manifest, found.versions, found.card
     if versions is None:
-        return manifest, CachedShards(store, manifest, cache, fetcher), None
+        blocks = None if card is None else card.blocks(manifest.fingerprint)
+        return manifest, CachedShards(store, manifest, cache, fetcher, blocks=blocks), None
     from shardkit.cache.tar_scan import scan_tars, skim_tar
 
     sizes = [info.stored.bytes for info in manifest.shards]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardkit.card import CARD_NAME, DatasetCard
+from shardkit.card import CARD_NAME, MAX_CARD_BYTES, DatasetCard
 from shardkit.datasets.token_rows import RowCut, TokenRows, find_token_rows, is_token_file
 from shardkit.errors import ShardError, ShardNotFoundError
 from shardkit.formats.text import TEXT_INDEX_NAME, parse_text_index
@@ -30,6 +30,7 @@ from shardkit.storage.store import (
     Store,
     StoreError,
     read_body,
+    without_password,
 )
 from shardkit.storage.url import is_remote, local_path, split_url
 
@@ -220,7 +221,18 @@ def _listed(
     base, manifest = parse_listing(where, text)
     if base is None:
         return Found(folder, manifest, card)
+    if _place(base) != _place(os.fspath(where)) and not (storage and storage.follow_urls):
+        raise ShardError(
+            where,
+            f"lists tars elsewhere, at {without_password(base)}: requests would go there, signed with your "
+            "credentials; if you trust this list, pass --follow-urls or StorageOptions(follow_urls=True)",
+        )
     return Found(None, manifest, card, connect(base, storage, shares_limit=True).pinned())
+
+
+def _place(url: str) -> str:
+    """The bucket or host of a URL; "" for a path."""
+    return "/".join(url.split("/", 3)[:3]).lower() if is_remote(url) else ""
 
 
 def find_remote(
@@ -296,6 +308,7 @@ def _get_index(store: Store, errors: list[StoreError]) -> dict[str, bytes | None
         with store.open(INDEX_NAME) as body:
             info = body.info
             digest = info.metadata.get(METADATA_NAME)
+            _check_size(store, info)
             if info.bytes < LARGE_INDEX_BYTES or digest is None:
                 return {INDEX_NAME: read_body(body, f"{store.url}/{INDEX_NAME}").tobytes()}
         # Closed first: where the store has asked for few requests, an open body may hold the only connection.
@@ -311,10 +324,22 @@ def _get_index(store: Store, errors: list[StoreError]) -> dict[str, bytes | None
 def _get(store: Store, key: str, errors: list[StoreError]) -> bytes | None:
     """The object, None if it is missing: S3 answers 403 then to callers that may not list (in `errors`)."""
     try:
-        return store.get(key)
+        with store.open(key) as body:
+            _check_size(store, body.info)
+            return read_body(body, f"{store.url}/{key}").tobytes()
     except StoreError as error:
         _check_missing(error, key, errors)
         return None
+
+
+def _check_size(store: Store, info: ObjectInfo) -> None:
+    """ShardError, before anything is allocated, if an object is too large to be what describes a dataset."""
+    from shardkit.formats.mds.index import MAX_INDEX_BYTES
+
+    limit = MAX_CARD_BYTES if info.key == CARD_NAME else MAX_INDEX_BYTES
+    if info.bytes > limit:
+        problem = f"the store states {info.bytes:,} bytes, at most {limit:,} are read; put it there again"
+        raise ShardError(f"{store.url}/{info.key}", problem)
 
 
 def _check_missing(error: StoreError, key: str, errors: list[StoreError]) -> None:

@@ -10,18 +10,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from shardkit.arrays import Bytes
 from shardkit.cache.download import check_hashes, unpack
 from shardkit.card import CARD_NAME, FILES_NAME, DatasetCard
 from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
 from shardkit.errors import ShardError
 from shardkit.facts import Described, Facts, counted
 from shardkit.formats import mds, tar
+from shardkit.formats.blocks import BLOCKS_NAME, BlockFile, shard_part
 from shardkit.formats.stored import load_raw
 from shardkit.formats.text import TEXT_FORMATS, TextShard
 from shardkit.hashing import HASH_NAMES
@@ -100,8 +102,9 @@ def verify(
     count = min(threads or os.cpu_count() or 1, MAX_THREADS)
     problems: list[Problem] = []
     trained = 0
+    blocks = None if quick else _Blocks(dataset)
     with ThreadPoolExecutor(count) as pool:
-        for found in pool.map(lambda info: _check_shard(dataset, info, quick=quick), shards):
+        for found in pool.map(lambda number: _check_shard(dataset, number, blocks), range(len(shards))):
             problems += [found] if isinstance(found, Problem) else []
             trained += 0 if isinstance(found, Problem) else found
     problems += _check_names(dataset)
@@ -129,8 +132,12 @@ def _hashes(info: ShardInfo) -> bool:
     return bool(info.stored.hashes or info.raw.hashes)
 
 
-def _check_shard(dataset: Dataset, info: ShardInfo, *, quick: bool) -> Problem | int:
-    """What is wrong, or how many tokens the shard's loss masks let be trained on (`quick`: 0)."""
+def _check_shard(dataset: Dataset, number: int, blocks: _Blocks | None) -> Problem | int:
+    """What is wrong, or how many tokens the shard's loss masks let be trained on.
+
+    Without `blocks`, the check is quick: no sample is read, and 0 tokens are counted.
+    """
+    info, quick = dataset.manifest.shards[number], blocks is None
     name = info.stored.basename
     try:
         if (unknown := {*info.stored.hashes, *info.raw.hashes} - HASH_NAMES) and not quick:
@@ -139,7 +146,10 @@ def _check_shard(dataset: Dataset, info: ShardInfo, *, quick: bool) -> Problem |
             )
         if dataset.shards is not None and quick:
             return _check_size(dataset, info) or 0
-        shard = _open(dataset, info, verify=not quick)
+        raw = _read(dataset, info, verify=not quick)
+        shard = _open(dataset, info, raw)
+        if blocks is not None:
+            blocks.check(number, info, raw)
         if not quick and not _hashes(info):
             _check_samples(shard)
         states_masks = dataset.card is not None and "trained_tokens" in dataset.card.data
@@ -163,25 +173,43 @@ def _check_size(dataset: Dataset, info: ShardInfo) -> Problem | None:
     return Problem(info.stored.basename, f"{size:,} bytes, the index states {info.stored.bytes:,}")
 
 
-def _open(dataset: Dataset, info: ShardInfo, *, verify: bool) -> ShardReader:
-    """Opening checks the size, the hashes if asked, and all that locates samples."""
-    is_mds = dataset.manifest.format == "mds"
+def _read(dataset: Dataset, info: ShardInfo, *, verify: bool) -> Bytes:
+    """The raw bytes of a shard. Sizes are compared, hashes if asked; those of remote shards always."""
     if dataset.shards is None:
-        if is_mds:
-            return mds.open_shard(dataset.path, info, allow_pickle=True, verify=verify)
-        if dataset.manifest.format == "tar":
-            return tar.open_shard(dataset.path, info, verify=verify, decode=False)
-        raw = load_raw(dataset.manifest.format, dataset.path, info, verify=verify)
-        return TextShard(info, raw, dataset.manifest.format, file=dataset.path / info.stored.basename)
+        is_raw_there = dataset.manifest.format == "mds" and (dataset.path / info.raw.basename).is_file()
+        found = replace(info, zip=None, compression=None) if is_raw_there else info
+        return load_raw(dataset.manifest.format, dataset.path, found, verify=verify)
     where = f"{dataset.location}/{info.stored.basename}"
     stored = read_object(dataset.store, info.stored.basename, info.stored.bytes)
     check_hashes(where, info.stored, stored)
-    raw = unpack(dataset.manifest.format, info, stored, where) if info.compression else stored
-    if is_mds:
+    return unpack(dataset.manifest.format, info, stored, where) if info.compression else stored
+
+
+def _open(dataset: Dataset, info: ShardInfo, raw: Bytes) -> ShardReader:
+    """Opening checks all that locates samples."""
+    where, kind = f"{dataset.location}/{info.stored.basename}", dataset.manifest.format
+    if kind == "mds":
         return mds.shard_from_raw(where, info, raw, allow_pickle=True)
-    if dataset.manifest.format in TEXT_FORMATS:
-        return TextShard(info, raw, dataset.manifest.format, file=where)
+    if kind in TEXT_FORMATS:
+        return TextShard(info, raw, kind, file=where)
     return tar.shard_from_raw(where, info, raw, decode=False)
+
+
+class _Blocks:
+    """Compares blocks.bin with the shards whose checksums it has."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        """ShardError if the card states another size than these shards need."""
+        self._store = dataset.store
+        stated = None if dataset.card is None else dataset.card.blocks(dataset.fingerprint)
+        self._file = stated and BlockFile(f"{dataset.location}/{BLOCKS_NAME}", dataset.manifest, stated)
+
+    def check(self, number: int, info: ShardInfo, raw: Bytes) -> None:
+        """ShardError if the shard has other checksums."""
+        if self._file is not None and self._store.get(BLOCKS_NAME, *self._file.range(number)) != shard_part(
+            info.stored, raw
+        ):
+            raise ShardError(info.stored.basename, f"{BLOCKS_NAME} has other checksums of it")
 
 
 def _check_samples(shard: ShardReader) -> None:

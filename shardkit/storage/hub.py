@@ -202,7 +202,11 @@ class HubStore(BaseStore):
         first = f"{tree}?recursive=true&expand=false"
         page: str | None = first
         found: dict[str, ObjectInfo] = {}
+        seen: set[str] = set()
         while page is not None:
+            if page in seen:
+                raise StoreError(where, "the server's listing does not end: pages repeat")
+            seen.add(page)
             try:
                 entries, page = self._client.json("GET", page, where)
             except ObjectNotFoundError as error:

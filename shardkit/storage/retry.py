@@ -31,6 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from shardkit.storage.clock import running_seconds
 from shardkit.storage.limits import Gate
 from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.store import StoreError, ThrottledError, TransientError
@@ -82,7 +83,7 @@ class RetryPolicy:
     """A body that stays below this rate over the window is closed and opened again."""
     window_seconds: float = 10.0
     """Doubled each time for the same body: a slow network is slow on every connection."""
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = running_seconds
     sleep: Callable[[float], None] = time.sleep
     jitter: Callable[[], float] = _jitter
     """Draws from [0, 1); `random.Random(seed).random` makes waits reproducible."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.storage.memory import MemoryBody
-from shardkit.storage.s3_client import S3Client, request_errors, translated, version_of
+from shardkit.storage.s3_client import S3Client, error_in_body, request_errors, translated, version_of
 from shardkit.storage.s3_upload import Buffers, Content, Target, upload
 from shardkit.storage.store import (
     BaseBody,
@@ -46,6 +46,8 @@ _MAX_UNANSWERED = 1024  # writes that may have happened and may be repeated; abo
 _MAX_METADATA_BYTES = 2048  # S3's limit
 _FILLED_BYTES = 1 << 16  # of a read that waits until its piece is full
 _LOW_WATER_BYTES = 1 << 17
+_MAX_EMPTY_PAGES = 1000  # in a row; S3 sends some where many objects were deleted
+_PAGE_BYTES = 1 << 16  # of an error: far more than servers send
 _TAIL_BYTES = 1 << 20  # far more than what may wait in the buffers between the socket and us
 
 
@@ -92,7 +94,15 @@ class S3Store(BaseStore):
                 return self._open_nothing(key, 0, 0, version)
             raise
         try:
+            if (page := _small_xml(answer)) is not None:
+                if found := error_in_body(where, page, answer["ResponseMetadata"]["HTTPStatusCode"]):
+                    raise found
+                info, _ = self._checked_answer(key, answer, start, stop, version)
+                return MemoryBody(info, memoryview(page))
             info, length = self._checked_answer(key, answer, start, stop, version)
+        except request_errors() as error:
+            answer["Body"].close()
+            raise translated(where, error) from error
         except BaseException:
             answer["Body"].close()
             raise
@@ -133,21 +143,25 @@ class S3Store(BaseStore):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         where = f"{self.url}/{prefix}"
         parameters: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
-        before = ""
+        before, tokens = "", set[str]()
         while True:
             answer = self._client.request("list_objects_v2", where, **parameters)
             for entry in answer.get("Contents", ()):
                 name = entry["Key"]
-                if name < before or not name.startswith(self._prefix + prefix):
+                if (before and name <= before) or not name.startswith(self._prefix + prefix):
                     raise StoreError(where, f"the server lists {name!r} after {before!r}, not sorted by key")
                 before = name
                 if name != self._prefix:  # an empty object that some tools create for a folder
                     yield ObjectInfo(name[len(self._prefix) :], int(entry["Size"]), version_of(entry))
             if not answer.get("IsTruncated"):
                 return
-            if "NextContinuationToken" not in answer:
+            token = answer.get("NextContinuationToken")
+            if token is None:
                 raise StoreError(where, "the server truncates the listing without a continuation token")
-            parameters["ContinuationToken"] = answer["NextContinuationToken"]
+            if token in tokens or len(tokens) == _MAX_EMPTY_PAGES:
+                raise StoreError(where, "the server's listing does not end: pages without a new key repeat")
+            tokens = {token} if answer.get("Contents") else {*tokens, token}
+            parameters["ContinuationToken"] = token
 
     def delete(self, key: str) -> None:
         try:
@@ -224,6 +238,15 @@ class S3Store(BaseStore):
         except UnicodeEncodeError as error:
             raise StoreError(self.url, f"key {key!r:.200} is not Unicode, as S3 requires") from error
         return {"Bucket": self._bucket, "Key": name}
+
+
+def _small_xml(answer: Mapping[str, Any]) -> bytes | None:
+    """The body of an answer that may be an error in place of an object; None if it cannot be one."""
+    size = answer.get("ContentLength", _PAGE_BYTES + 1)
+    if "xml" not in answer.get("ContentType", "").lower() or size > _PAGE_BYTES:
+        return None
+    page: bytes = answer["Body"].read()
+    return page
 
 
 class S3Body(BaseBody):

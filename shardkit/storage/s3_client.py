@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,13 +27,16 @@ from shardkit.storage.store import (
     StoreError,
     ThrottledError,
     TransientError,
+    without_password,
 )
 from shardkit.storage.threads import remake_after_fork
 
-__all__ = ["Purpose", "S3Client", "request_errors", "translated", "version_of"]
+__all__ = ["Purpose", "S3Client", "error_in_body", "request_errors", "translated", "version_of"]
 
 # A look-up can mean a process or a request, and refused requests may come in hundreds.
 RENEWAL_SECONDS = 3.0
+# New keys may reach a machine some time after the old ones are refused.
+GRACE_SECONDS = 60.0
 _DEFAULT_REGION = "us-east-1"  # for which S3-compatible servers expect requests to be signed
 
 Purpose = Literal["read", "write"]
@@ -53,6 +57,8 @@ _STALE = {
     "AccessDenied", "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken",
     "RequestExpired", "SignatureDoesNotMatch", "TokenRefreshRequired",
 }  # fmt: skip
+# Of these, what speaks of the keys alone; the others may be about one object.
+_REFUSED_KEYS = _STALE - {"400", "401", "403", "AccessDenied"}
 _ADVICE = {
     "AccessDenied": "check the policies of the credentials and of the bucket; without s3:ListBucket, S3 also "
     "says this of an object that does not exist",
@@ -63,10 +69,17 @@ _ADVICE = {
     "InvalidAccessKeyId": "the server does not know this access key: check the credentials and the endpoint",
     "InvalidObjectState": "the object is archived: restore it first",
     "InvalidRange": "the range begins beyond the object's end",
-    "PermanentRedirect": "the bucket is in another region, or behind another endpoint: set AWS_REGION",
     "RequestTimeTooSkewed": "the clocks of this machine and the server differ too much: set the clock (NTP)",
     "SignatureDoesNotMatch": "check the secret key, and that no proxy changes requests",
 }
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_REGION_HEADER = "x-amz-bucket-region"
+_REGION = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+_ERROR_BODY = re.compile(
+    rb"\A\s*(?:<\?xml[^>]*>\s*)?<Error[ >].*?<Code>(?P<code>[^<]{1,100})</Code>"
+    rb"(?:.*?<Message>(?P<message>[^<]*)</Message>)?",
+    re.DOTALL,
+)
 _ADVICE["403"] = _ADVICE["AccessDenied"]
 _ADVICE["416"] = _ADVICE["InvalidRange"]
 _ADVICE["400"] = "expired credentials, wrong region or wrong clock: the answer to a HEAD does not say which"
@@ -88,11 +101,16 @@ class S3Client:
         self._client: Any = None
         self._credentials: Any = None
         self._looked_up = -math.inf
+        self._has_worked = False
+        self._refused_since: float | None = None  # while requests with keys that have worked are refused
 
     def request(
         self, operation: str, where: str, purpose: Purpose = "read", **parameters: Any
     ) -> dict[str, Any]:
-        """Call `operation`, a method of botocore's client; StoreErrors name `where`."""
+        """Call `operation`, a method of botocore's client; StoreErrors name `where`.
+
+        Keys that have worked and are refused now may be about to be replaced: TransientError for a while.
+        """
         try:
             client = self.botocore_client()
             try:
@@ -102,8 +120,19 @@ class S3Client:
                     raise
                 answer = getattr(self.botocore_client(), operation)(**parameters)
         except request_errors() as error:
-            raise translated(where, error, purpose) from error
+            found = translated(where, error, purpose)
+            if self._is_in_grace(error):
+                found = TransientError(found.where, found.problem, status=found.status)
+            raise found from error
+        self._has_worked, self._refused_since = True, None
         return answer
+
+    def _is_in_grace(self, error: Exception) -> bool:
+        if not (self._has_worked and error_code(error) in _REFUSED_KEYS and may_be_stale_credentials(error)):
+            return False
+        now = self._clock()
+        self._refused_since = now if self._refused_since is None else self._refused_since
+        return now - self._refused_since < GRACE_SECONDS
 
     def botocore_client(self) -> Any:
         """Return the client of this process."""
@@ -193,16 +222,20 @@ def _new_client(url: str, options: StorageOptions, session: Any) -> Any:
         config["request_checksum_calculation"] = options.checksums
         config["response_checksum_validation"] = options.checksums
 
-    def client(default_region: str | None = None, **defaults: Any) -> Any:
+    def client(default_region: str | None = None, endpoint_url: str | None = None, **defaults: Any) -> Any:
         try:
             made = session.create_client(
                 "s3",
-                endpoint_url=options.endpoint_url,
+                endpoint_url=endpoint_url or options.endpoint_url,
                 region_name=options.region or session.get_config_variable("region") or default_region,
                 config=Config(**config, **defaults),
             )
-        except ValueError as error:  # an endpoint that is no URL
-            raise StoreError(url, f"{error}; check --endpoint-url and AWS_ENDPOINT_URL") from error
+        except ValueError as error:  # an endpoint that is no URL, and may have a password in it
+            raise StoreError(url, f"{error}; check --endpoint-url and AWS_ENDPOINT_URL") from None
+        plain = without_password(made.meta.endpoint_url)  # of the environment or the configuration
+        if plain != made.meta.endpoint_url:
+            return client(default_region, plain, **defaults)
+        made.meta.events.register_first("needs-retry.s3", _ignore_odd_redirects)
         for operation in ("PutObject", "UploadPart"):
             made.meta.events.register(f"before-sign.s3.{operation}", _sign_md5_alone)
         return made
@@ -212,6 +245,27 @@ def _new_client(url: str, options: StorageOptions, session: Any) -> Any:
         if _is_aws(made.meta.endpoint_url):
             return made
     return client(_DEFAULT_REGION, **_for_compatible_servers(options, session.get_scoped_config()))
+
+
+def _ignore_odd_redirects(
+    response: tuple[Any, dict[str, Any]] | None, operation: Any, request_dict: dict[str, Any], **_: Any
+) -> None:
+    """Keep botocore from following redirects of whatever is no S3, such as a proxy with a login page.
+
+    It takes anything in the place of a region's name for one, and where there is none asks for the bucket's,
+    by a request that is redirected in turn, a few hundred times.
+    """
+    redirect = request_dict.get("context", {}).get("s3_redirect")
+    if operation.name == "HeadBucket" and isinstance(redirect, dict):
+        redirect["redirected"] = True
+    if response is not None:
+        parsed = response[1]
+        for named, key in (
+            (parsed.get("ResponseMetadata", {}).get("HTTPHeaders", {}), _REGION_HEADER),
+            (parsed.get("Error", {}), "Region"),
+        ):
+            if not _REGION.fullmatch(str(named.get(key, "a"))):
+                del named[key]
 
 
 def _sign_md5_alone(request: Any, **_: Any) -> None:
@@ -291,6 +345,27 @@ def translated(where: str, error: Exception, purpose: Purpose = "read") -> Store
     return _of_connection(where, error)
 
 
+def error_in_body(where: str, text: bytes, status: int) -> StoreError | None:
+    """Return the error that a server sent in place of an object, with the status of a success, if it is one.
+
+    Errors that a server has begun to answer so are its own: they are transient unless their code says that
+    repeating the request does not help.
+    """
+    found = _ERROR_BODY.search(text)
+    if found is None:
+        return None
+    code = found["code"].decode(errors="replace")
+    message = found["message"].decode(errors="replace") if found["message"] else "no message"
+    problem = f"{code}: {message:.200}; the server sent this error in place of the object"
+    if code in _THROTTLED:
+        return ThrottledError(where, problem, status=status)
+    if code in _NOT_FOUND:
+        return ObjectNotFoundError(where, problem, status=status)
+    if code in _ADVICE:
+        return StoreError(where, f"{problem}; {_ADVICE[code]}", status=status)
+    return TransientError(where, problem, status=status)
+
+
 def _of_response(where: str, error: Exception, purpose: Purpose) -> StoreError:
     code, status = error_code(error), error_status(error)
     if code == "NoSuchBucket":
@@ -307,11 +382,23 @@ def _of_response(where: str, error: Exception, purpose: Purpose) -> StoreError:
         return ThrottledError(
             where, f"{code or 'SlowDown'}: the server asks for fewer requests", status=status
         )
-    message = str(error.response.get("Error", {}).get("Message", "")) or str(error)  # type: ignore[attr-defined]
+    response = error.response  # type: ignore[attr-defined]
+    if status in _REDIRECTS:
+        return StoreError(where, _redirected(response["ResponseMetadata"]["HTTPHeaders"]), status=status)
+    message = str(response.get("Error", {}).get("Message", "")) or str(error)
     if code in _TRANSIENT or status == 409 or (status or 0) >= 500:
         return TransientError(where, f"{code}: {message:.200}", status=status)
     advice = _ADVICE.get(code) or (_ADVICE["AccessDenied"] if status == 403 else "")
     return StoreError(where, f"{code}: {message:.200}" + (f"; {advice}" if advice else ""), status=status)
+
+
+def _redirected(headers: Mapping[str, str]) -> str:
+    """Return what an answer means that names another place."""
+    if region := headers.get(_REGION_HEADER):
+        return f"the bucket is in region {region}: set --region or AWS_REGION"
+    place = headers.get("location", "an address that it does not name").partition("?")[0]  # no signatures
+    advice = "check the endpoint, and whether a proxy or a login page answers in its place"
+    return f"the server redirects to {place:.200}: {advice}"
 
 
 def _of_connection(where: str, error: Exception) -> StoreError:

@@ -13,6 +13,7 @@ others do not go away by themselves.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,18 +51,29 @@ __all__ = [
     "open_source",
     "read_body",
     "read_object",
+    "without_password",
 ]
 
 Checksums = Literal["when_supported", "when_required"]
 METADATA_NAME = "shardkit-xxh3-128"  # of every object that is published: the hash of its bytes
 _READ_BYTES = 1 << 20
+_USER_INFO = re.compile(r"(?<=://)[^/\s\"'<>]*@")
+
+
+def without_password(text: str) -> str:
+    """Return `text` without the `user:password@` of URLs in it."""
+    return _USER_INFO.sub("", text)
 
 
 class StoreError(ShardkitError):
-    """A request to a store failed: on which object, why, and with which HTTP status if there was one."""
+    """A request to a store failed: on which object, why, and with which HTTP status if there was one.
+
+    Passwords in URLs are left out.
+    """
 
     def __init__(self, where: str, problem: str, *, status: int | None = None) -> None:
-        self.where, self.problem, self.status = where, problem, status
+        self.where, self.problem, self.status = without_password(where), without_password(problem), status
+        where, problem = self.where, self.problem
         super().__init__(f"{where}: {problem}" + ("" if status is None else f" (status {status})"))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -118,8 +130,13 @@ class StorageOptions:
     """How long to retry a failing operation: shorter outages cost only time."""
     connections: int = 32
     """Maximum number of connections of a process to a store."""
+    follow_urls: bool = False
+    """Whether a list of tars may name other places than its own folder or bucket: requests go there, signed
+    with these credentials."""
 
     def __post_init__(self) -> None:
+        if self.endpoint_url is not None:  # S3 signs requests by keys: a password here would only be shown
+            object.__setattr__(self, "endpoint_url", without_password(self.endpoint_url))
         if self.checksums not in (None, *get_args(Checksums)):
             raise ValueError(f"checksums must be one of {', '.join(get_args(Checksums))}: {self.checksums!r}")
         timeouts = (self.connect_timeout_seconds, self.read_timeout_seconds, self.retry_seconds)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardkit.cache.contract import Cache, Contents
+from shardkit.cache.contract import CACHE_COUNTERS, Cache, Contents
 from shardkit.cache.entry import sealed_size
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
@@ -247,7 +247,7 @@ def test_counters_and_limits_are_told(kind: Kind) -> None:
     cache = kind.make(12_345)
     assert cache.is_shared == isinstance(cache, CacheFolder)
     assert cache.capacity == 12_345
-    assert cache.counters() == {"evictions": 0, "evicted_bytes": 0, "quarantined": 0}
+    assert cache.counters() == dict.fromkeys(CACHE_COUNTERS, 0)
     assert (cache.free_disk_bytes() is not None) == cache.is_shared
 
 

@@ -527,6 +527,8 @@ def test_every_load_is_counted_once(folders: dict[str, Path], opened: Open, kind
         "bypassed": 0,
         "damaged": 0,
         "quarantined": 0,
+        "disk_full": 0,
+        "locked_out": 0,
         "row_reads": 0,
         "evictions": 2,
         "evicted_bytes": raw[0] + raw[1],

@@ -13,12 +13,14 @@ import time
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from shardkit.cache import folder as module
+from shardkit.cache.contract import CACHE_COUNTERS
 from shardkit.cache.entry import SEAL_BYTES, is_sealed, make_seal, sealed_size
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.subfolder import SUBFOLDER, CacheFolderError
@@ -31,6 +33,7 @@ from support.other_process import SECONDS, OtherProcess
 
 COST = sealed_size(RAW)
 NOBODY = 65_534
+NOTHING = dict.fromkeys(CACHE_COUNTERS, 0)
 Usage = namedtuple("Usage", "total used free")
 Damage = Callable[[Path, Path], None]
 
@@ -474,6 +477,69 @@ def test_a_full_disk_is_no_room_and_leaves_nothing_behind(
     fill(cache, "a")
 
 
+@pytest.fixture
+def no_inodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk has bytes, and no inode for another file."""
+    real = os.open
+
+    def open_existing(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & os.O_CREAT and not Path(path).exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return real(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", open_existing)
+
+
+def test_a_disk_without_inodes_is_a_full_one(
+    tmp_path: Path, root: Path, request: pytest.FixtureRequest
+) -> None:
+    cache = CacheFolder(tmp_path, spare_bytes=10 * COST)
+    fill(cache, "a")
+    request.getfixturevalue("no_inodes")
+    assert cache.lease("b", SECONDS) is None
+    fill(cache, "b")
+    check(cache, "a")
+    check(cache, "b")
+    assert names(root / "shards") == ["a"]
+    assert cache.counters()["disk_full"] > 0
+
+
+def test_what_a_full_disk_cannot_take_lies_in_memory_and_the_folder_is_used_again_when_it_can(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    cache = CacheFolder(tmp_path, 10 * COST, spare_bytes=2 * RAW)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        for name in "abc":  # the oldest goes
+            fill(cache, name)
+        assert cache.contents().keys() == {"b", "c"}
+        assert not cache.has("a")
+        assert cache.find("a") is None
+        assert cache.touch("b")
+        assert cache.counters() == {**NOTHING, "disk_full": 3, "evictions": 1, "evicted_bytes": RAW}
+    fill(cache, "d")
+    assert names(root / "shards") == ["d"]
+    for name in "bcd":
+        check(cache, name)
+    copy = pickle.loads(pickle.dumps(cache))
+    assert copy.contents().keys() == {"d"}, "memory is each process's own"
+    later = time.monotonic() + 100
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    fill(cache, "e")
+    assert cache.contents().keys() == {"d", "e"}, "memory that nobody uses is given back"
+
+
+def test_a_cache_that_is_full_by_its_own_limit_takes_no_memory_for_more(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path, 2 * COST, spare_bytes=10 * COST)
+    for name in "ab":
+        fill(cache, name)
+    assert cache.reserve("c", RAW, nobody) is None
+    assert cache.counters() == NOTHING
+
+
 LIMITED = """
 import resource, sys
 from shardkit.cache.folder import CacheFolder
@@ -550,12 +616,52 @@ def test_a_process_stopped_while_it_makes_room_costs_others_one_wait(tmp_path: P
         assert time.monotonic() - began < SECONDS
         check(cache, "a")
         assert cache.contents().keys() == {"a"}
+        assert cache.counters()["locked_out"] == 10
+        spared = CacheFolder(tmp_path, 4 * COST, lock_seconds=0.05, spare_bytes=COST)
+        fill(spared, "b")
+        check(spared, "b")
+        assert spared.counters()["locked_out"] == 1
         leased(cache, "b").release()
         other.kill()
     for thread in threading.enumerate():
         if thread.name == "shardkit-lock":  # the wait that was given up
             thread.join(SECONDS)
     fill(cache, "b")
+
+
+HOLD_LEASES = """
+import sys
+from shardkit.cache.folder import CacheFolder
+cache = CacheFolder(sys.argv[1], 1000)
+leases = [cache.lease(name) for name in "abcdef"]
+print("held", flush=True)
+for lease in leases:
+    sys.stdin.readline()
+    lease.release()
+    print("released", flush=True)
+"""
+
+
+def test_waits_for_the_leases_of_a_stopped_process_do_not_add_up(tmp_path: Path, root: Path) -> None:
+    cache = CacheFolder(tmp_path, 1000)
+    with OtherProcess(HOLD_LEASES, tmp_path) as other:
+        assert other.line() == "held"
+        began = time.monotonic()
+        waited = []
+        for name in "abcde":
+            assert cache.lease(name, 0.4) is None
+            waited.append(time.monotonic() - began)
+        assert 0.4 <= waited[0] <= waited[-1] < 0.8
+        other.tell()  # it gives the first one back: it runs
+        assert other.line() == "released"
+        leased(cache, "a").release()
+        began = time.monotonic()
+        assert cache.lease("f", 0.4) is None
+        assert time.monotonic() - began >= 0.4
+    for name in "abcdef":
+        lease = cache.lease(name, SECONDS)
+        assert lease is not None
+        lease.release()
 
 
 def test_a_cache_that_is_removed_while_it_is_used_is_made_anew(tmp_path: Path, root: Path) -> None:
@@ -591,7 +697,7 @@ def test_a_pickled_copy_keeps_the_capacity_that_the_first_one_found(
     copy = pickle.loads(pickle.dumps(cache))
     assert copy.capacity == cache.capacity
     check(copy, "a")
-    assert copy.counters() == {"evictions": 0, "evicted_bytes": 0, "quarantined": 0}
+    assert copy.counters() == NOTHING
 
 
 # Other people's files.

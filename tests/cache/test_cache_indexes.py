@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Mapping
 from functools import partial
@@ -55,6 +57,23 @@ def test_a_process_alone_and_one_that_comes_later_see_what_was_replaced(tmp_path
     put_folder(make_remote_kind(tmp_path / "three", "mds", samples=30), store)
     clock[0] += 61
     assert find_remote(store, indexes=indexes(tmp_path, clock)).manifest.samples == 30
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open"])
+def test_a_disk_without_room_keeps_no_index_and_the_dataset_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    store = NotedStore(make_remote_kind(tmp_path / "data", "mds"))
+    (tmp_path / "cache").mkdir()
+
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    expected = find_remote(store).manifest
+    store.reads.clear()
+    monkeypatch.setattr(Path, call, full)
+    assert find_remote(store, indexes=indexes(tmp_path / "cache", [5.0])).manifest == expected
+    assert len({read.key for read in store.reads}) == len(store.reads), "fetched once"
 
 
 def test_the_leaders_error_is_its_own_and_the_next_one_leads(tmp_path: Path) -> None:

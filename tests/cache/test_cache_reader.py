@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,8 +22,10 @@ from shardkit.cache.memory import CacheMemory
 from shardkit.cache.planner import PLANNED, Planner
 from shardkit.cache.reader import FIRST_ROWS, CacheReader, FetchPlan
 from shardkit.cache.rows import NodeRows
+from shardkit.cache.subfolder import SUBFOLDER
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.producer import LoaderTimeoutError
+from shardkit.locks import FileLock
 from shardkit.order.order import Order, OrderSpec
 from support.cache_entries import leased
 from support.noted_store import NotedStore, Read
@@ -305,6 +309,36 @@ def test_in_half_a_cache_every_shard_without_room_is_read_by_rows_however_many_t
             next(batches)
         assert sum(map(row, store.reads)) > samples // 2
         assert sum(map(whole, store.reads)) < shards // 16
+
+
+@pytest.mark.parametrize("kind", ["mds", "mds_zstd"])
+@pytest.mark.parametrize("fault", ["full disk", "stopped process"])
+def test_a_cache_folder_that_takes_nothing_costs_no_traffic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, fault: str
+) -> None:
+    """Each shard came again for each group of batches, 7 times its bytes here."""
+    store = NotedStore(make_remote_kind(tmp_path / kind, kind, samples=SAMPLES, shards=SHARDS))
+    remote = Remote.open(
+        store, CacheFolder(tmp_path / "cache", lock_seconds=0.05, spare_bytes=1 << 24), connections=8
+    )
+
+    def full(descriptor: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    lock = FileLock(tmp_path / "cache" / SUBFOLDER / "lock")
+    if fault == "full disk":
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    else:
+        assert lock.acquire()
+    with ExitStack() as stack:
+        stack.callback(lock.release)
+        stack.enter_context(closing(remote.dataset))
+        loader = stack.enter_context(remote.loader(endless=True))
+        assert {*ids(loader, 3 * SAMPLES // 4)} == {*range(SAMPLES)}
+        counts = remote.shards.counters()
+    assert sum(map(whole, store.reads)) == SHARDS
+    assert counts["disk_full" if fault == "full disk" else "locked_out"] >= SHARDS
+    assert counts["bypassed"] == 0
 
 
 def test_what_one_cache_has_no_room_for_together_does_not_stay_open(opened: Open) -> None:

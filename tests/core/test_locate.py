@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import METADATA_NAME, Store, StoreError, TransientError
 from support.loader_data import parts, token_rows
 from support.noted_store import NotedStore
-from support.remote_harness import fresh_url, put_folder, quick_policy, write_hashed
+from support.remote_harness import fresh_url, make_remote_kind, put_folder, quick_policy, write_hashed
 from support.s3_moto import S3Server, s3_server
 from support.small_dataset import make_dataset
 from support.stores import FaultRule, FaultyStore
@@ -346,6 +348,25 @@ def missing_is_forbidden(
     return body
 
 
+@pytest.mark.parametrize("key", ["index.json", "shards.json", "dataset.json"])
+def test_what_states_a_size_that_no_index_has_is_refused_before_memory_is_taken(
+    tmp_path: Path, key: str
+) -> None:
+    def huge(number: int, body: MemoryBody) -> MemoryBody:
+        info = replace(body.info, bytes=1 << 50) if body.info.key == key else body.info
+        return MemoryBody(info, memoryview(body.read()))
+
+    kind = "tar" if key == "shards.json" else "mds"
+    store = NotedStore(make_remote_kind(tmp_path / kind, kind), hand_out=huge)
+    store.put("dataset.json", b"{}")
+    tracemalloc.start()
+    with pytest.raises(ShardError, match=rf"/{key}: the store states 1,125,899,906,842,624 bytes, at most"):
+        find_remote(store)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 10 << 20
+
+
 def test_a_bucket_that_may_be_read_and_not_listed_holds_a_dataset_all_the_same(
     upload: Upload, server: S3Server
 ) -> None:
@@ -379,7 +400,7 @@ def test_a_store_that_fails_is_not_taken_for_an_absent_file(upload: Upload, key:
         (b"[" * 100_000, "cannot be read"),
         (b"\xff", "cannot be read"),
         (b"[]", "must be a JSON object"),
-        (b'{"a": "' + b"x" * MAX_CARD_BYTES + b'"}', "is larger than 67,108,864 bytes"),
+        (b'{"a": "' + b"x" * MAX_CARD_BYTES + b'"}', "(larger than|at most) 67,108,864"),
     ],
 )
 def test_a_card_that_is_none_is_named(upload: Upload, where: str, card: bytes, words: str) -> None:

@@ -28,7 +28,7 @@ from shardkit.formats.tar.shard_list import (
     tar_compression,
 )
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
-from shardkit.storage import open_store
+from shardkit.storage import StorageOptions, open_store
 from support.remote_harness import fresh_url
 
 SHARDS = [
@@ -139,10 +139,22 @@ def test_lists_of_others_may_say_where_their_tars_are(tmp_path: Path, name: str,
     for file in ("train.json", "shards.json"):
         list_store.put(file, text.encode())
     for path in (list_store.url, f"{list_store.url}/train.json"):
-        with open_dataset(path) as dataset:
+        with pytest.raises(ShardError, match=f"lists tars elsewhere, at {url}: .*--follow-urls"):
+            open_dataset(path)
+        with open_dataset(path, storage=StorageOptions(follow_urls=True)) as dataset:
             assert dataset.location == url
             assert [info.stored.basename for info in dataset.manifest.shards] == ["a.tar", "b/c.tar"]
             assert [int(str(sample["__key__"])) for sample in dataset] == [0, 5]
+
+
+def test_a_list_in_a_bucket_may_name_other_folders_of_that_bucket(tmp_path: Path) -> None:
+    bucket = fresh_url()
+    tar.write_rows_shard(tmp_path, "made.tar", np.zeros((1, 1), np.uint16), key_start=0)
+    open_store(bucket).put("tars/a.tar", tmp_path / "made.tar")
+    listing = {"shardlist": [{**GOOD, "url": f"{bucket}/tars/a.tar"}]}
+    open_store(bucket).put("lists/shards.json", json.dumps(listing).encode())
+    with open_dataset(f"{bucket}/lists") as dataset:
+        assert dataset.location == f"{bucket}/tars"
 
 
 @pytest.mark.parametrize("other", ["a.tar", "s3://bucket/a.tar", "memory://another/a.tar"])

@@ -221,6 +221,14 @@ def test_a_run_is_fed_unless_time_is_lost_in_slow_steps(stats: LoaderStats, line
             "needed): raise cache_bytes",
         ),
         (
+            waiting(CacheStats(misses=9, disk_full=9, fetched_bytes=4e9, refetched_bytes=2e9)),
+            "the disk of the cache is full, shards are read into memory: free some, or change cache_dir",
+        ),
+        (
+            waiting(CacheStats(misses=9, locked_out=9, fetched_bytes=4e9, refetched_bytes=2e9)),
+            "a process that has been stopped holds the lock of the cache: let it go on, or end it",
+        ),
+        (
             waiting(CacheStats(misses=20, bypassed=5, capacity_bytes=1e9), StoreStats(**CALM)),
             "the cache of 1 GB is too small (5 shards found no room): raise cache_bytes",
         ),
@@ -270,6 +278,8 @@ def test_a_run_is_fed_unless_time_is_lost_in_slow_steps(stats: LoaderStats, line
     ],
     ids=[
         "refetched, though throttled too",
+        "full disk",
+        "stopped process",
         "bypassed",
         "throttled",
         "failing",

@@ -5,10 +5,13 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import itertools
+import pickle
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,9 +31,11 @@ from shardkit.storage import (
     ThrottledError,
     TransientError,
 )
+from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.s3 import NONCE, S3Store
-from shardkit.storage.s3_client import RENEWAL_SECONDS, S3Client
+from shardkit.storage.s3_client import GRACE_SECONDS, RENEWAL_SECONDS, S3Client
 from shardkit.storage.s3_upload import MAX_OBJECT_BYTES, PART_BYTES, part_bytes
+from support.remote_harness import quick_policy
 from support.s3_moto import App, Intercept, S3Server, aws_environment, s3_server
 from support.stores import FakeClock
 
@@ -288,6 +293,108 @@ def test_a_listing_that_is_not_sorted_is_refused(store: S3Store, server: S3Serve
     server.intercept = unsorted
     with pytest.raises(StoreError, match="not sorted by key"):
         list(store.list())
+
+
+@pytest.mark.parametrize(
+    ("entries", "tokens"), [(1, "same"), (0, "same"), pytest.param(0, "new", marks=pytest.mark.extended)]
+)
+def test_a_listing_that_repeats_a_page_or_never_ends_is_an_error(
+    store: S3Store, server: S3Server, entries: int, tokens: str
+) -> None:
+    sent = itertools.count()
+
+    def same(environ: dict[str, Any], start_response: Start, app: App) -> Iterable[bytes]:
+        entry = "<Contents><Key>prefix/a</Key><Size>1</Size><ETag>x</ETag></Contents>" * entries
+        token = tokens if tokens == "same" else next(sent)
+        end = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{token}</NextContinuationToken>"
+        body = f"<ListBucketResult>{end}{entry}</ListBucketResult>".encode()
+        start_response("200 OK", [("Content-Length", str(len(body)))])
+        return [body]
+
+    server.intercept = same
+    server.requests.clear()
+    with pytest.raises(StoreError, match="not sorted by key" if entries else "does not end"):
+        list(store.list())
+    assert len(server.requests) <= 1001
+
+
+ERROR_PAGE = '<?xml version="1.0"?>\n<Error><Code>{}</Code><Message>as asked</Message></Error>'
+
+
+@pytest.mark.parametrize("etag", [[], [("ETag", '"x"')]], ids=["", "with an ETag"])
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("InternalError", TransientError),
+        ("NewWords", TransientError),
+        ("SlowDown", ThrottledError),
+        ("NoSuchKey", ObjectNotFoundError),
+        ("AccessDenied", StoreError),
+    ],
+)
+def test_an_error_that_comes_with_status_200_is_that_error(
+    store: S3Store, server: S3Server, code: str, kind: type[StoreError], etag: list[tuple[str, str]]
+) -> None:
+    def intercept(environ: dict[str, Any], start_response: Start, app: App) -> Iterable[bytes]:
+        body = ERROR_PAGE.format(code).encode()
+        start_response(
+            "200 OK", [("Content-Length", str(len(body))), ("Content-Type", "application/xml"), *etag]
+        )
+        return [body]
+
+    server.intercept = intercept
+    for attempt in (lambda: store.get("a"), lambda: store.get("a", 5, 10)):
+        with pytest.raises(StoreError, match=f"{code}: as asked; the server sent this error") as caught:
+            attempt()
+        assert type(caught.value) is kind
+
+
+def test_an_error_that_comes_with_status_200_is_tried_again(store: S3Store, server: S3Server) -> None:
+    store.put("a", b"0123456789")
+    failures = itertools.count()
+
+    def intercept(environ: dict[str, Any], start_response: Start, app: App) -> Iterable[bytes]:
+        if next(failures) >= 2:
+            return app(environ, start_response)
+        body = ERROR_PAGE.format("InternalError").encode()
+        start_response("200 OK", [("Content-Length", str(len(body))), ("Content-Type", "application/xml")])
+        return [body]
+
+    server.intercept = intercept
+    assert ResilientStore(store, quick_policy()).get("a", 2, 5) == b"234"
+
+
+def test_objects_that_are_xml_are_objects(store: S3Store, server: S3Server) -> None:
+    server.intercept = changed_headers(lambda headers: headers.update({"content-type": "text/xml"}), "GET")
+    for data in (b"<Errors><Code>1</Code></Errors>", b"<a><Error><Code>x</Code></Error></a>", b""):
+        store.put("a", data)
+        assert store.get("a") == data
+    assert store.get("a", 0, 0) == b""
+
+
+@pytest.mark.parametrize("operation", ["get", "head", "list"])
+@pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        ({"Location": "http://login.example/in?token=secret"}, "redirects to http://login.example/in: check"),
+        ({"x-amz-bucket-region": "http://odd place"}, "redirects to an address that it does not name"),
+        ({}, "redirects to an address that it does not name"),
+        ({"x-amz-bucket-region": "eu-west-9"}, "is in region eu-west-9: set --region"),
+    ],
+)
+def test_a_redirect_is_reported_as_what_it_is_after_few_requests(
+    store: S3Store, server: S3Server, headers: dict[str, str], words: str, operation: str
+) -> None:
+    def intercept(environ: dict[str, Any], start_response: Start, app: App) -> Iterable[bytes]:
+        start_response("301 Moved Permanently", [("Content-Length", "0"), *headers.items()])
+        return [b""]
+
+    server.intercept = intercept
+    server.requests.clear()
+    with pytest.raises(StoreError, match=words) as caught:
+        list(store.list()) if operation == "list" else getattr(store, operation)("a")
+    assert "secret" not in str(caught.value)
+    assert len(server.requests) <= 3
 
 
 # Bodies, from a server that sends what the test says.
@@ -764,6 +871,39 @@ def test_refused_requests_do_not_become_a_storm_of_lookups(
     get()
 
 
+def test_keys_that_were_revoked_before_the_new_ones_came_are_waited_for(
+    server: S3Server, credentials_file: Callable[[str], None]
+) -> None:
+    bucket, clock = server.new_bucket(), FakeClock()
+    client = S3Client("s3://bucket", StorageOptions(), clock=clock)
+
+    def get() -> None:
+        client.request("list_objects_v2", "where", Bucket=bucket)
+
+    accepted = {"key": "first"}
+    server.intercept = only_key(accepted, "InvalidAccessKeyId", 403)
+    for key in ("second", "third"):
+        get()
+        accepted["key"] = key
+        for _ in range(3):
+            with pytest.raises(TransientError, match="does not know this access key"):
+                get()
+            clock.sleep(GRACE_SECONDS / 4)
+        credentials_file(key)
+    get()
+    accepted["key"] = "none"
+    with pytest.raises(TransientError):
+        get()
+    clock.sleep(GRACE_SECONDS)
+    with pytest.raises(StoreError, match="does not know this access key") as caught:
+        get()
+    assert not isinstance(caught.value, TransientError), "they do not come"
+    fresh = S3Client("s3://bucket", StorageOptions(), clock=clock)
+    with pytest.raises(StoreError) as caught:
+        fresh.request("list_objects_v2", "where", Bucket=bucket)
+    assert not isinstance(caught.value, TransientError), "keys that never worked are wrong"
+
+
 def test_without_credentials_the_error_says_what_to_set(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -859,6 +999,33 @@ def test_an_endpoint_that_is_no_url_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("credentials")
+@pytest.mark.usefixtures("credentials")
+@pytest.mark.parametrize("source", ["option", "environment", "not a URL"])
+def test_a_password_in_the_endpoint_is_shown_nowhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, source: str
+) -> None:
+    endpoint = "http://zaphod:secret%40word@127.0.0.1:9"
+    if source == "not a URL":
+        endpoint = "http://zaphod:secretword@bad host"
+    options = StorageOptions(endpoint_url=endpoint)
+    if source == "environment":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        options = StorageOptions()
+    policy = quick_policy(deadline_seconds=0.5, report_seconds=0.01)
+    store = ResilientStore(S3Store("s3://bucket", options), policy)
+    with caplog.at_level("DEBUG", "shardkit"), pytest.raises(StoreError) as caught:
+        store.get("a")
+    shown = "".join(traceback.format_exception(caught.value)) + caplog.text + repr(options)
+    assert "zaphod" not in shown
+    assert "secret" not in shown
+
+
+def test_passwords_of_any_store_are_left_out_of_its_errors() -> None:
+    error = StoreError("ftp://a:b@host/x", "cannot open http://c:d@e@host:1/y or s3://bucket/k@v", status=5)
+    assert str(error) == "ftp://host/x: cannot open http://host:1/y or s3://bucket/k@v (status 5)"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
 def test_without_boto3_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     store = S3Store("s3://bucket")
     for name in [name for name in sys.modules if name.partition(".")[0] in ("botocore", "boto3")]:

@@ -1,4 +1,4 @@
-"""Stage `pack`: turns one partition of tokens into finished shards and their provenance.
+"""Stage `pack`: turns one partition of tokens into finished shards, their checksums and their provenance.
 
 One task a partition; a new sequence length repeats this stage and nothing before it. The documents of a
 partition are a range of the exchanged runs of all splits; sorted by (hash, document id) they are the same
@@ -24,6 +24,7 @@ import pyarrow as pa
 from shardkit.card import Histogram
 from shardkit.errors import BuildError, ConservationError
 from shardkit.formats import mds, tar
+from shardkit.formats.blocks import BLOCKS_NAME, shard_parts
 from shardkit.formats.tar.writer import KEY_DIGITS
 from shardkit.manifest import LOSS_MASK, ShardInfo
 from shardkit.order.permutation import Permutation
@@ -230,7 +231,7 @@ def pack_documents(
     key_digits: int = KEY_DIGITS,
     bos_id: int | None = None,
 ) -> Packed:
-    """Pack documents into rows, shuffle these, and write shards and provenance.
+    """Pack documents into rows, shuffle these, and write shards, checksums of blocks and provenance.
 
     `bos_id` begins rows within documents if `pack.row_bos` is set.
     """
@@ -264,6 +265,9 @@ def pack_documents(
             result.trained += int(masks.sum())
         name, keys = f"part-{partition:05d}.{number:05d}", (partition * TAR_KEY_STEP + first, key_digits)
         result.shards.append(_write_shard(folder, name, columns, output, keys))
+    if output.compression is None:
+        with (folder / BLOCKS_NAME).open("wb") as file:
+            file.writelines(shard_parts(folder, result.shards))
     if part.masks is not None and pack.crops:
         result.cropped_trained = _trained_of(part) - result.trained
     hashed_with = None if part.joined is not None else seed

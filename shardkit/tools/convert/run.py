@@ -30,8 +30,10 @@ from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.facts import Described, Facts, listed
 from shardkit.files import move_durably, publish_bytes
+from shardkit.formats.blocks import BLOCKS_NAME, shard_parts
 from shardkit.formats.mds.encodings import encoding_of
 from shardkit.formats.mds.index import TABLE_NAME
+from shardkit.hashing import hash_file
 from shardkit.manifest import Manifest
 from shardkit.progress import TransferListener, TransferProgress, make_listener
 from shardkit.publish.api import publish_files
@@ -334,7 +336,7 @@ def write_card(
     cut: CutOptions,
     written: _Written,
 ) -> None:
-    """Write dataset.json."""
+    """Write dataset.json, and blocks.bin if the shards are not compressed."""
     manifest, length = written.manifest, written.sequence_length
     card: dict[str, Any] = {
         "card_version": CARD_VERSION,
@@ -371,6 +373,11 @@ def write_card(
         "left_out": list(written.left_out),
         "options": {key: value for key, value in asdict(cut).items() if value not in (None, False)},
     }
+    if output.compression is None:
+        blocks = work / BLOCKS_NAME
+        with blocks.open("wb") as file:
+            file.writelines(shard_parts(work, manifest.shards))
+        card["files"] = {BLOCKS_NAME: {"bytes": blocks.stat().st_size, **hash_file(blocks, [CONTENT_HASH])}}
     publish_bytes(work / CARD_NAME, json.dumps(card, indent=2).encode() + b"\n")
 
 

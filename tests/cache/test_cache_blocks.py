@@ -1,0 +1,293 @@
+"""Rows that checksums of blocks prove: no store, however it lies, gets a wrong one delivered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardkit
+from shardkit.cache.contract import CacheOptions
+from shardkit.card import CARD_NAME, DatasetCard
+from shardkit.errors import ShardError
+from shardkit.formats import mds
+from shardkit.formats.blocks import (
+    BLOCK_BYTES,
+    BLOCKS_NAME,
+    BlockFile,
+    are_right,
+    block_range,
+    shard_part,
+    shard_parts,
+)
+from shardkit.hashing import hash_bytes
+from shardkit.manifest import FileInfo, Manifest
+from shardkit.publish import download, upload
+from shardkit.storage.memory import MemoryBody, MemoryStore
+from shardkit.tools.convert import OutputOptions
+from support.noted_store import NotedStore, Read
+from support.remote_harness import Remote, fresh_url
+
+LENGTH, ROWS, SHARD_BYTES = 512, 600, 1 << 17  # five shards of two blocks, the last ones short
+FORMATS = ["mds", "wds"]
+
+
+def values() -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """Rows that begin with their number, and are else unlike each other."""
+    rows = np.random.default_rng(17).integers(0, 60_000, (ROWS, LENGTH)).astype(np.uint16)
+    rows[:, 0] = np.arange(ROWS)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Converted datasets of both formats, with hashes and with none."""
+    folder = tmp_path_factory.mktemp("datasets")
+    with mds.MdsWriter(folder / "source", columns={"tokens": f"ndarray:uint16:{LENGTH}"}) as writer:
+        writer.write_rows(values())
+    made = {}
+    for kind in FORMATS:
+        for name, hashes in ((kind, ("xxh64",)), (f"{kind}_unhashed", ())):
+            output = OutputOptions(format=kind, shard_bytes=SHARD_BYTES, hashes=hashes)
+            shardkit.convert(folder / "source", folder / name, output=output, progress=False)
+            made[name] = folder / name
+    return made
+
+
+class LyingStore(NotedStore):
+    """Ranged reads of shards return what `lie` makes of (key, start, stop); whole shards never come."""
+
+    def __init__(self, folder: Path, lie: Callable[[LyingStore, str, int, int], bytes] | None = None) -> None:
+        super().__init__(folder, holds=lambda read: read.shard is not None and read.stop is None)
+        self.lie = lie
+
+    def open(
+        self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
+    ) -> MemoryBody:
+        body = super().open(key, start, stop, version=version)
+        if self.lie is None or stop is None or Read(key, 0, 0, None).shard is None:
+            return body
+        return MemoryBody(body.info, memoryview(self.lie(self, key, start, min(stop, body.info.bytes))))
+
+    @property
+    def rows(self) -> list[Read]:
+        """Reads of rows, or of the blocks that they are in."""
+        return [read for read in self.reads if read.stop is not None and read.shard is not None]
+
+
+def flipped(store: LyingStore, key: str, start: int, stop: int) -> bytes:
+    data = bytearray(store.quiet(key)[start:stop])
+    data[-3 if stop - start < BLOCK_BYTES else 1500] ^= 1
+    return bytes(data)
+
+
+def shifted(store: LyingStore, key: str, start: int, stop: int) -> bytes:
+    """Each range is that of other bytes near it, as of a proxy that counts wrongly."""
+    whole, by = store.quiet(key), 2 * LENGTH if start >= 2 * LENGTH else -2 * LENGTH
+    return whole[start - by : stop - by]
+
+
+def of_another_shard(store: LyingStore, key: str, start: int, stop: int) -> bytes:
+    """As if the object had been replaced by another of equal name and size."""
+    names = sorted(info.key for info in store.list() if Read(info.key, 0, 0, None).shard is not None)
+    other = names[0] if key != names[0] else names[1]
+    return store.quiet(other)[start:stop].ljust(stop - start, b"\0")
+
+
+LIES = {"flipped": flipped, "shifted": shifted, "replaced": of_another_shard}
+
+
+def without_blocks(folder: Path, target: Path) -> Path:
+    """The dataset as versions before blocks.bin, and others, publish it."""
+    target.mkdir()
+    for file in folder.iterdir():
+        if file.name != BLOCKS_NAME:
+            (target / file.name).write_bytes(file.read_bytes())
+    card = json.loads((target / CARD_NAME).read_bytes())
+    del card["files"]
+    (target / CARD_NAME).write_text(json.dumps(card))
+    return target
+
+
+def delivered(store: LyingStore) -> tuple[int, int, Exception | None]:
+    """(right rows, wrong rows) that a training loop got of its first batches, and how it ended."""
+    expected, right, wrong = values(), 0, 0
+    remote = Remote.open(store, connections=8)
+    loader = remote.loader(prefetch_batches=0, shuffle="global")
+    try:
+        for batch in islice(loader, 4):
+            for row, sample in zip(batch["tokens"].numpy(), batch["sample_id"].tolist(), strict=True):
+                is_right = np.array_equal(row, expected[sample])
+                right, wrong = right + is_right, wrong + (not is_right)
+    except ShardError as error:
+        return right, wrong, error
+    finally:
+        store.let_through()
+        loader.close()
+        remote.dataset.close()
+    return right, wrong, None
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("name", ["mds", "wds", "mds_unhashed", "wds_unhashed"])
+def test_of_a_lying_store_no_wrong_row_is_delivered(datasets: dict[str, Path], name: str, lie: str) -> None:
+    right, wrong, error = delivered(LyingStore(datasets[name], LIES[lie]))
+    assert (right, wrong) == (0, 0)
+    assert "do not have the checksums of blocks.bin" in str(error)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_two_reads_that_agree_prove_nothing_which_is_why_there_are_checksums(
+    datasets: dict[str, Path], tmp_path: Path, lie: str
+) -> None:
+    """What is promised of third-party datasets, and was of all: the same stores get wrong rows delivered."""
+    _, wrong, _ = delivered(LyingStore(without_blocks(datasets["mds"], tmp_path / "old"), LIES[lie]))
+    assert wrong > 0
+
+
+@pytest.mark.parametrize("name", ["mds", "wds"])
+def test_a_start_makes_half_the_requests(datasets: dict[str, Path], tmp_path: Path, name: str) -> None:
+    store, old = LyingStore(datasets[name]), LyingStore(without_blocks(datasets[name], tmp_path / "old"))
+    assert delivered(store) == delivered(old) == (16, 0, None)
+    assert len(old.rows) == 2 * len(store.rows)
+    assert [read.key for read in store.reads].count(BLOCKS_NAME) == 1
+    assert all(read.start % BLOCK_BYTES == 0 for read in store.rows)
+
+
+def test_a_row_that_arrives_damaged_is_read_again(datasets: dict[str, Path]) -> None:
+    reads = []
+
+    def lie(store: LyingStore, key: str, start: int, stop: int) -> bytes:
+        reads.append(key)
+        return flipped(store, key, start, stop) if len(reads) % 3 == 1 else store.quiet(key)[start:stop]
+
+    assert delivered(LyingStore(datasets["mds"], lie)) == (16, 0, None)
+    assert len(reads) > 16
+
+
+def damaged(parts: bytes) -> bytes:
+    return bytes(byte ^ 1 for byte in parts)
+
+
+def moved(parts: bytes) -> bytes:
+    """Each of the four full shards has the part of the next one."""
+    size = len(shard_part(FileInfo("", SHARD_BYTES), np.zeros(SHARD_BYTES, np.uint8)))
+    return parts[size : 4 * size] + parts[:size] + parts[4 * size :]
+
+
+@pytest.mark.parametrize("damage", [damaged, moved])
+def test_checksums_that_are_not_the_shards_own_are_refused(
+    datasets: dict[str, Path], damage: Callable[[bytes], bytes]
+) -> None:
+    store = LyingStore(datasets["mds"])
+    store.put(BLOCKS_NAME, damage(store.quiet(BLOCKS_NAME)))
+    _, wrong, error = delivered(store)
+    assert wrong == 0
+    assert f"/{BLOCKS_NAME}: " in str(error)
+    assert "shardkit verify" in str(error)
+
+
+def test_an_object_of_another_size_than_the_index_states_is_refused_at_its_first_row(
+    datasets: dict[str, Path], tmp_path: Path
+) -> None:
+    for folder in (datasets["mds"], without_blocks(datasets["mds"], tmp_path / "old")):
+        store = LyingStore(folder)
+        for info in list(store.list()):
+            if info.key.endswith(".mds"):
+                store.put(info.key, store.quiet(info.key) + b"x")
+        right, wrong, error = delivered(store)
+        assert (right, wrong) == (0, 0)
+        assert "the index states" in str(error)
+
+
+def test_blocks_of_another_dataset_are_refused_when_it_is_opened(datasets: dict[str, Path]) -> None:
+    store = LyingStore(datasets["mds"])
+    card = json.loads(store.get(CARD_NAME))
+    card["files"][BLOCKS_NAME]["bytes"] += 8
+    store.put(CARD_NAME, json.dumps(card).encode())
+    with pytest.raises(ShardError, match="belongs to another dataset"):
+        shardkit.open_dataset(store.url, cache=CacheOptions())
+
+
+def test_the_blocks_of_other_shards_are_none_of_the_card(datasets: dict[str, Path]) -> None:
+    card = DatasetCard.read(datasets["mds"] / CARD_NAME)
+    assert card is not None
+    fingerprint = card.fingerprint
+    stated = card.blocks(fingerprint)
+    assert stated is not None
+    assert stated.bytes == (datasets["mds"] / BLOCKS_NAME).stat().st_size
+    assert card.blocks("another") is None
+    assert DatasetCard({"fingerprint": fingerprint}).blocks(fingerprint) is None
+
+
+def test_blocks_travel_with_the_dataset_and_are_verified(datasets: dict[str, Path], tmp_path: Path) -> None:
+    store = MemoryStore(fresh_url())
+    assert BLOCKS_NAME in upload(datasets["wds"], store.url, progress=False).sent
+    download(store.url, tmp_path / "back", progress=False)
+    blocks = tmp_path / "back" / BLOCKS_NAME
+    assert blocks.read_bytes() == (datasets["wds"] / BLOCKS_NAME).read_bytes()
+    assert shardkit.verify(tmp_path / "back").ok
+    data = bytearray(blocks.read_bytes())
+    data[3] ^= 1
+    blocks.write_bytes(data)
+    problems = shardkit.verify(tmp_path / "back").problems
+    assert {problem.file for problem in problems} == {BLOCKS_NAME, "shard-00000.tar"}
+
+
+def test_verify_compares_the_checksums_with_the_shards_even_where_the_card_was_made_to_fit(
+    datasets: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    download_of = {file.name: file.read_bytes() for file in datasets["mds"].iterdir()}
+    folder.mkdir()
+    for name, data in download_of.items():
+        (folder / name).write_bytes(data)
+    manifest = mds.read_index(folder)
+    first = manifest.shards[0]
+    wrong = shard_part(first.stored, np.zeros(first.stored.bytes, np.uint8))
+    data = wrong + download_of[BLOCKS_NAME][len(wrong) :]
+    (folder / BLOCKS_NAME).write_bytes(data)
+    card = json.loads(download_of[CARD_NAME])
+    card["files"][BLOCKS_NAME]["xxh3_128"] = hash_bytes(data, ["xxh3_128"])["xxh3_128"]
+    (folder / CARD_NAME).write_text(json.dumps(card))
+    [problem] = shardkit.verify(folder).problems
+    assert problem.file == first.stored.basename
+    assert "blocks.bin" in problem.problem
+
+
+def test_the_file_is_what_its_format_says(datasets: dict[str, Path]) -> None:
+    folder = datasets["mds"]
+    manifest = mds.read_index(folder)
+    data = (folder / BLOCKS_NAME).read_bytes()
+    assert data == b"".join(shard_parts(folder, manifest.shards))
+    blocks = BlockFile("here", manifest, FileInfo(BLOCKS_NAME, len(data)))
+    for number, shard in enumerate(manifest.shards):
+        start, stop = blocks.range(number)
+        checksums = blocks.checksums(number, data[start:stop])
+        assert checksums is not None
+        raw = (folder / shard.raw.basename).read_bytes()
+        assert len(checksums) == -(-len(raw) // BLOCK_BYTES)
+        low, high = block_range(BLOCK_BYTES + 5, BLOCK_BYTES + 6, len(raw))
+        assert are_right(checksums, low, raw[low:high])
+        assert not are_right(checksums, low, raw[low : high - 1])
+        assert not are_right(checksums, 0, raw[low:high])
+        assert blocks.checksums((number + 1) % len(manifest.shards), data[start:stop]) is None
+        assert blocks.checksums(number, data[start : stop - 1]) is None
+    other = Manifest("mds", [replace(manifest.shards[0], samples=1)])
+    with pytest.raises(ShardError, match="belongs to another dataset"):
+        BlockFile("here", other, FileInfo(BLOCKS_NAME, len(data)))
+
+
+def test_compressed_shards_have_no_blocks(tmp_path: Path, datasets: dict[str, Path]) -> None:
+    output = OutputOptions(format="mds", compression="zstd", hashes=("xxh64",))
+    shardkit.convert(datasets["mds"], tmp_path / "packed", output=output, progress=False)
+    assert not (tmp_path / "packed" / BLOCKS_NAME).exists()
+    card = DatasetCard.read(tmp_path / "packed" / CARD_NAME)
+    assert card is not None
+    assert card.blocks(card.fingerprint) is None
