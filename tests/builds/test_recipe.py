@@ -298,7 +298,7 @@ def test_bounds_that_are_no_sizes_are_not_said_in_bytes() -> None:
     "override", [f"inputs[{'9' * 5000}]=1", f"inputs.{'9' * 5000}.path=1", "seed=[" * 3000]
 )
 def test_overrides_beyond_reason_are_refused(tmp_path: Path, override: str) -> None:
-    with pytest.raises(RecipeError, match="override|unknown key"):
+    with pytest.raises(RecipeError, match=r"override|unknown key"):
         load_recipe(written(tmp_path, PLAIN), [override])
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from shardkit.errors import MissingExtraError, ShardError
+from shardkit.formats.parquet_limits import limits_of
 from shardkit.hashing import hash_file
 from shardkit.manifest import FileInfo, checked_basename
 from shardkit.tools.convert.source import BLOCK_BYTES, SOURCE_HASH, TOKEN_COLUMNS, TokenBlock, read_json
@@ -193,18 +194,12 @@ class _Parquet:
 
     def max_token(self, column: str) -> int | None:
         """The largest token that the statistics of all row groups state, if they do."""
-        from shardkit.formats.provenance import column_limits
-
         found = []
-        schema = self._metadata.schema
-        leaves = [n for n in range(len(schema)) if schema.column(n).path.split(".")[0] == column]
-        for group in range(self._metadata.num_row_groups):
-            row_group = self._metadata.row_group(group)
-            for leaf in leaves:
-                limits = column_limits(row_group, schema, leaf)
-                if limits is None or not isinstance(limits[1], int):
-                    return None
-                found.append(limits[1])
+        for limits in limits_of(self._metadata):
+            greatest = [high for path, (_, high) in limits.items() if path.split(".")[0] == column]
+            if len(greatest) != 1 or not isinstance(greatest[0], int):
+                return None
+            found += greatest
         return max(found, default=None)
 
     def arrays(self, column: str) -> Iterator[Any]:

@@ -7,25 +7,26 @@ held at a time, whatever the size of the tables.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardError
-from shardkit.formats.provenance import column_limits, is_provenance_name
+from shardkit.formats.parquet_limits import Limits, limits_of
+from shardkit.formats.provenance import is_provenance_name
 from shardkit.storage.object_file import open_object
 from shardkit.tools.trace.search import Selection
 
-__all__ = ["ParquetFolder", "group_limits"]
+__all__ = ["ParquetFolder"]
 
 _THREADS = 4  # reading takes one core or waits for a store; a scan of four files holds about 100 MB
 
-_UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
+_UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError)
 
 _Item = TypeVar("_Item")
 
@@ -35,7 +36,8 @@ _Result = TypeVar("_Result")
 class ParquetFolder:
     """The tables in `folder`, sorted by name; there may be none. Threads may share it."""
 
-    def __init__(self, dataset: Dataset, folder: str, columns: Sequence[str]) -> None:
+    def __init__(self, dataset: Dataset, folder: str, columns: pa.Schema) -> None:
+        """`columns` are those that each table has to have; it may have more."""
         self.where = f"{dataset.location}/{folder}"
         self._dataset, self._columns = dataset, columns
         self._objects = {
@@ -45,6 +47,7 @@ class ParquetFolder:
             dataset.card.check_fingerprint(dataset.fingerprint)
         self.names = sorted(self._objects)
         self._footers: dict[int, tuple[pq.FileMetaData, pa.Schema]] = {}
+        self._limits: dict[int, Sequence[Limits]] = {}
         self._lock = Lock()
 
     def lines(self) -> int:
@@ -58,12 +61,21 @@ class ParquetFolder:
         if found is None:
             with self._open(number, None) as file:
                 found = file.metadata, file.schema_arrow
-            if missing := [column for column in self._columns if column not in found[1].names]:
-                raise ShardError(
-                    f"{self._dataset.location}/{self.names[number]}", f"has no column {missing[0]!r}"
-                )
+            for column in self._columns:
+                if (problem := _problem(found[1], column)) is not None:
+                    raise ShardError(f"{self._dataset.location}/{self.names[number]}", problem)
             with self._lock:
                 self._footers[number] = found
+        return found
+
+    def limits(self, number: int) -> Sequence[Limits]:
+        """For each row group of a file (least, greatest) of the columns that state them."""
+        with self._lock:
+            found = self._limits.get(number)
+        if found is None:
+            found = limits_of(self.footer(number)[0])
+            with self._lock:
+                self._limits[number] = found
         return found
 
     def groups(self) -> Iterator[tuple[int, int]]:
@@ -92,7 +104,7 @@ class ParquetFolder:
             number, group = job
             footer, _ = self.footer(number)
             row_group = footer.row_group(group)
-            if not selection.may_be_within(group_limits(row_group, footer.schema)):
+            if not selection.may_be_within(self.limits(number)[group]):
                 return row_group.num_rows, None
             with self.open(number) as file:
                 wanted = file.read_row_group(group, columns=selection.columns, use_threads=False)
@@ -140,11 +152,12 @@ class ParquetFolder:
             raise ShardError(self.where, f"cannot be read: {error}; run shardkit verify") from error
 
 
-def group_limits(group: pq.RowGroupMetaData, schema: pq.ParquetSchema) -> Mapping[str, tuple[Any, Any]]:
-    """(least, greatest) value of the columns of a row group that state them."""
-    found = {}
-    for index in range(group.num_columns):
-        limits = column_limits(group, schema, index)
-        if limits is not None:
-            found[schema.column(index).path] = limits
-    return found
+def _problem(schema: pa.Schema, column: pa.Field) -> str | None:
+    """Why a table has not the column that it should have; None if it has."""
+    if schema.names.count(column.name) != 1:
+        return f"has {schema.names.count(column.name) or 'no'} columns {column.name!r}, not one"
+    found = schema.field(column.name)
+    kind = found.type.value_type if pa.types.is_dictionary(found.type) else found.type
+    if kind != column.type or (found.nullable and not column.nullable):
+        return f"column {column.name!r} is {found.type}{' with nulls' * found.nullable}, not {column.type}"
+    return None
