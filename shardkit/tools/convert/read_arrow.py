@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from shardkit.errors import MissingExtraError, ShardError
-from shardkit.formats.parquet_limits import limits_of
+from shardkit.formats.parquet_limits import Footer
 from shardkit.hashing import hash_file
 from shardkit.manifest import FileInfo, checked_basename
 from shardkit.tools.convert.source import BLOCK_BYTES, SOURCE_HASH, TOKEN_COLUMNS, TokenBlock, read_json
@@ -185,17 +185,16 @@ class _Parquet:
     """A Parquet file."""
 
     def __init__(self, path: Path) -> None:
-        import pyarrow.parquet as pq
-
         self._path = path
-        with pq.ParquetFile(path) as file:
-            self.schema: pa.Schema = file.schema_arrow
-            self._metadata = file.metadata
+        with path.open("rb") as file:
+            self._footer = Footer(file)
+        self._metadata = self._footer.metadata
+        self.schema: pa.Schema = self._metadata.schema.to_arrow_schema()
 
     def max_token(self, column: str) -> int | None:
         """The largest token that the statistics of all row groups state, if they do."""
         found = []
-        for limits in limits_of(self._metadata):
+        for limits in self._footer.limits:
             greatest = [high for path, (_, high) in limits.items() if path.split(".")[0] == column]
             if len(greatest) != 1 or not isinstance(greatest[0], int):
                 return None
@@ -220,7 +219,7 @@ def _open(path: Path) -> _Stream | _Parquet:
         file = _Parquet(path) if path.suffix == ".parquet" else _Stream(path)
         _ = file.schema.names  # UTF-8, or nothing later could name a column
         return file
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise ShardError(path, f"cannot be read as {path.suffix or 'Arrow'}: {error}") from error
 
 

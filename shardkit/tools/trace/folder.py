@@ -10,14 +10,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardError
-from shardkit.formats.parquet_limits import Limits, limits_of
+from shardkit.formats.parquet_limits import Footer, Limits
 from shardkit.formats.provenance import is_provenance_name
 from shardkit.storage.object_file import open_object
 from shardkit.tools.trace.search import Selection
@@ -46,8 +46,7 @@ class ParquetFolder:
         if self._objects and dataset.card is not None:
             dataset.card.check_fingerprint(dataset.fingerprint)
         self.names = sorted(self._objects)
-        self._footers: dict[int, tuple[pq.FileMetaData, pa.Schema]] = {}
-        self._limits: dict[int, Sequence[Limits]] = {}
+        self._footers: dict[int, tuple[Footer, pa.Schema]] = {}
         self._lock = Lock()
 
     def lines(self) -> int:
@@ -56,26 +55,29 @@ class ParquetFolder:
 
     def footer(self, number: int) -> tuple[pq.FileMetaData, pa.Schema]:
         """What the footer of a file says, and its columns; ShardError if one is missing."""
+        footer, schema = self._footer(number)
+        return footer.metadata, schema
+
+    def limits(self, number: int) -> Sequence[Limits]:
+        """For each row group of a file (least, greatest) of the columns that state them."""
+        return self._footer(number)[0].limits
+
+    def _footer(self, number: int) -> tuple[Footer, pa.Schema]:
         with self._lock:
             found = self._footers.get(number)
         if found is None:
-            with self._open(number, None) as file:
-                found = file.metadata, file.schema_arrow
+            try:
+                with self._stored(number) as file:
+                    footer = Footer(file)
+                found = footer, footer.metadata.schema.to_arrow_schema()
+            except (*_UNREADABLE, ValueError) as error:
+                where = f"{self._dataset.location}/{self.names[number]}"
+                raise ShardError(where, f"cannot be read: {error}") from error
             for column in self._columns:
                 if (problem := _problem(found[1], column)) is not None:
                     raise ShardError(f"{self._dataset.location}/{self.names[number]}", problem)
             with self._lock:
                 self._footers[number] = found
-        return found
-
-    def limits(self, number: int) -> Sequence[Limits]:
-        """For each row group of a file (least, greatest) of the columns that state them."""
-        with self._lock:
-            found = self._limits.get(number)
-        if found is None:
-            found = limits_of(self.footer(number)[0])
-            with self._lock:
-                self._limits[number] = found
         return found
 
     def groups(self) -> Iterator[tuple[int, int]]:
@@ -136,12 +138,18 @@ class ParquetFolder:
                 for future in waiting:
                     future.cancel()
 
-    def _open(self, number: int, footer: pq.FileMetaData | None) -> pq.ParquetFile:
+    def _stored(self, number: int) -> BinaryIO:
+        name = self.names[number]
+        if self._dataset.shards is None:
+            return (self._dataset.path / name).open("rb")
+        return open_object(self._dataset.store, self._objects[name])
+
+    def _open(self, number: int, footer: pq.FileMetaData) -> pq.ParquetFile:
         name = self.names[number]
         try:
             if self._dataset.shards is None:
                 return pq.ParquetFile(self._dataset.path / name, metadata=footer, memory_map=True)
-            return pq.ParquetFile(open_object(self._dataset.store, self._objects[name]), metadata=footer)
+            return pq.ParquetFile(self._stored(number), metadata=footer)
         except _UNREADABLE as error:
             raise ShardError(f"{self._dataset.location}/{name}", f"cannot be read: {error}") from error
 
