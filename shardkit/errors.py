@@ -89,6 +89,10 @@ _WITHOUT_EXTRA = {
 class ShardkitError(Exception):
     """Base of all errors raised by shardkit on purpose."""
 
+    def __str__(self) -> str:
+        # Names in hostile files may hold bytes that are no UTF-8, and halves of surrogate pairs.
+        return super().__str__().encode("utf-8", "backslashreplace").decode()
+
 
 class ShardError(ShardkitError):
     """A shard or an index is damaged, hostile or not what it claims to be.

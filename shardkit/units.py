@@ -11,7 +11,8 @@ __all__ = ["format_bytes", "parse_bytes", "whole_number"]
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGTP", 1)}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]{1,25}(?:\.[0-9]{1,25})?)\s*([A-Za-z]*)\s*")
+_MAX_SIZE = 1 << 63  # what files and memory of 64-bit systems cannot have
 
 
 def parse_bytes(size: int | str) -> int:
@@ -21,14 +22,20 @@ def parse_bytes(size: int | str) -> int:
     """
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
-            raise ValueError(f"a size cannot be negative: {size}")
-        return size
+            raise ValueError("a size cannot be negative")
+        return _checked(size)
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     units = {name.lower(): factor for name, factor in _UNITS.items()}
     if match is None or match[2].lower() not in units:
-        raise ValueError(f"not a size: {size!r} (bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB, TiB)")
+        raise ValueError(f"not a size: {size!r:.80} (bytes, or a number with KB, MB, GB, TB, KiB, …)")
     factor = units[match[2].lower()]
-    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    return _checked(int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor)
+
+
+def _checked(size: int) -> int:
+    if size >= _MAX_SIZE:
+        raise ValueError("a size must be less than 2**63 bytes")
+    return size
 
 
 def whole_number(value: SupportsIndex, name: str) -> int:

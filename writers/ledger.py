@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -118,6 +118,10 @@ def snippet_of(data: bytes) -> str:
     return data[:_SNIPPET_BYTES].decode("utf-8", "backslashreplace")
 
 
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class Quarantine:
     """Collects bad records into a JSON-lines file; the first one raises BuildError if none is allowed."""
 
@@ -133,6 +137,8 @@ class Quarantine:
 
     def add(self, bad: BadRecord) -> None:
         """Write an entry; BuildError when the recipe allows none."""
+        # Names of fields and members may hold bytes that are no UTF-8, and halves of surrogate pairs.
+        bad = replace(bad, error=_printable(bad.error), snippet=_printable(bad.snippet))
         self.first = self.first or bad
         if self._file is not None:
             self._file.write(json.dumps(asdict(bad), ensure_ascii=False) + "\n")

@@ -75,7 +75,7 @@ def _known_compression(name: str) -> str:
 
 def _size(value: object) -> int:
     if not isinstance(value, int | str):
-        raise ValueError(f"not a size: {value!r} (bytes, or text such as 64MiB)")
+        raise ValueError(f"not a size: {value!r:.80} (bytes, or text such as 64MiB)")
     return parse_bytes(value)
 
 

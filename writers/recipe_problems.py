@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 __all__ = ["describe_problems"]
@@ -72,7 +72,7 @@ def _is_union_member(part: int | str) -> bool:
 
 
 def _key_path(location: Sequence[int | str]) -> str:
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part:.200}" for part in location)
     return path.removeprefix(".") or "(top level)"
 
 
@@ -100,7 +100,9 @@ def _sentence(
         return f"should be a mapping{example or _keys_of(inner)}, got {_shown(value)}"
     if kind in _LIMITS:
         name, words = _LIMITS[kind]
-        return f"should be {words} {_quantity(ctx[name])}, got {_shown(value)}"
+        # Of numbers, sizes alone have a schema of their own: they may be written as text.
+        is_size = field is not None and any(isinstance(each, WithJsonSchema) for each in field.metadata)
+        return f"should be {words} {_quantity(ctx[name], is_size)}, got {_shown(value)}"
     wanted = _WANTED.get(kind) or _LENGTHS.get(kind, "another value").format_map(ctx)
     return f"should be {wanted}{_unquoted(kind, value) or example}, got {_shown(value)}"
 
@@ -148,15 +150,15 @@ def _choice(expected: str, value: object) -> str:
     return f"should be {expected}" + (f" (did you mean {close[0]!r}?)" if close else "")
 
 
-def _quantity(value: float) -> str:
-    """ "268,435,456 (256 MiB)"."""
+def _quantity(value: float, is_size: bool) -> str:
+    """ "268,435,456 (256 MiB)" of a size."""
     mebibytes, rest = divmod(value, 1 << 20)
-    return f"{value:,}" + (f" ({mebibytes:,} MiB)" if mebibytes and not rest else "")
+    return f"{value:,}" + (f" ({mebibytes:,} MiB)" if is_size and mebibytes and not rest else "")
 
 
 def _unquoted(kind: str, value: object) -> str:
     """What to write for a number that was written as text."""
-    if not isinstance(value, str) or kind not in ("int_type", "float_type"):
+    if not isinstance(value, str) or len(value) > _MAX_SHOWN or kind not in ("int_type", "float_type"):
         return ""
     number = value.strip().replace(",", "").replace("_", "")
     percent = number.endswith("%")
@@ -178,5 +180,7 @@ def _shown(value: object) -> str:
             text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
         except yaml.YAMLError:  # a value from Python code
             text = repr(value)
+        except (ValueError, RecursionError):  # an integer of thousands of digits, or brackets that deep
+            text = f"{type(value).__name__} that is too long to show"
         text = text.removesuffix("...\n").strip()
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}…"

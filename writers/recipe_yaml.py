@@ -18,7 +18,11 @@ from shardkit.errors import RecipeError
 __all__ = ["apply_override", "load_yaml"]
 
 _MAX_RECIPE_BYTES = 1 << 20  # a recipe is written by people; anything larger is some other file
-_KEY_PART = re.compile(r"([^.\[\]=]+)|\[(\d+)\]")
+_MAX_INTEGER_CHARACTERS = 40  # numbers of a recipe have 64 bits, and Python refuses to read 4,300 digits
+_KEY_PART = re.compile(r"([^.\[\]=]+)|\[([0-9]{1,6})\]")
+_MAX_SHOWN = 200  # characters of an override
+# PyYAML lets through what Python says of dates and bytes that are none.
+_YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 
 
 class _Loader(yaml.SafeLoader):
@@ -36,7 +40,14 @@ class _Loader(yaml.SafeLoader):
                 seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > _MAX_INTEGER_CHARACTERS:
+            problem = f"a whole number of {len(node.value):,} characters"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return int(super().construct_yaml_int(node))
 
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d[\d_]*(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
@@ -55,7 +66,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
         recipe = yaml.load(data.decode("utf-8-sig"), _Loader)
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: byte {error.start:,} is not UTF-8") from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except _YAML_ERRORS as error:
         raise RecipeError(f"{path}: {_yaml_problem(error)}") from None
     if not isinstance(recipe, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of keys, this is {_kind(recipe)}")
@@ -70,8 +81,8 @@ def apply_override(data: dict[str, Any], override: str) -> dict[str, Any]:
         raise RecipeError(f"override {override!r}: write key.sub=value")
     try:
         value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"override {override!r}: {_yaml_problem(error)}") from None
+    except _YAML_ERRORS as error:
+        raise RecipeError(f"override {override[:_MAX_SHOWN]!r}: {_yaml_problem(error)}") from None
     changed: dict[str, Any] = _with_value(data, parts, value, override)
     return changed
 
@@ -94,7 +105,7 @@ def _with_value(data: Any, parts: list[str | int], value: object, override: str)
     if not parts:
         return value
     part, rest = parts[0], parts[1:]
-    if isinstance(data, list) and isinstance(part, str) and part.isdecimal():
+    if isinstance(data, list) and isinstance(part, str) and re.fullmatch("[0-9]{1,6}", part):
         part = int(part)
     if isinstance(part, int):
         if not isinstance(data, list) or part > len(data):
@@ -110,7 +121,8 @@ def _with_value(data: Any, parts: list[str | int], value: object, override: str)
 
 def _yaml_problem(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
-    what = getattr(error, "problem", None) or (str(error).splitlines() or ["not YAML"])[0]
+    what = "it nests too deeply" if isinstance(error, RecursionError) else getattr(error, "problem", None)
+    what = what or (str(error).splitlines() or ["not YAML"])[0]
     return f"line {mark.line + 1}, column {mark.column + 1}: {what}" if mark else what
 
 

@@ -202,7 +202,7 @@ class TarIndexes:
         try:
             with os.fdopen(open_regular(file, follow_links=False), "rb") as handle:
                 return read(handle, self.origins[number])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, MemoryError):
             return None
 
     def keep(self, number: int, scanned: Scanned, index: TarIndex) -> None:

@@ -14,6 +14,7 @@ windows are limited to 128 MiB, the most that any level up to 22 uses.
 from __future__ import annotations
 
 import bz2
+import io
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from shardkit.errors import MissingExtraError, ShardError, naming_extras
 __all__ = [
     "COMPRESSIONS",
     "Compressor",
+    "ZstdFrame",
     "decompress",
     "decompress_streams",
     "gunzip",
@@ -48,9 +50,12 @@ COMPRESSIONS: dict[str, tuple[range, int] | None] = {
 
 _INPUT_BYTES = 1 << 16  # of one step; zlib copies what is left of its input at each
 _OUTPUT_BYTES = 1 << 20
-# zstd's stream object has no limit on the output of one step: 4 bytes can become 128 KiB, 4 KiB 128 MiB.
-_ZSTD_INPUT_BYTES = 1 << 12
 _MAX_ZSTD_WINDOW = 1 << 27
+
+_ZSTD_HEADER_BYTES = 8  # of a frame that is skipped; magic and flags of others are 5, of blocks 3
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_ZSTD_SKIPPED = b"\x2a\x4d\x18"  # magic of a frame that is skipped, behind its first byte
+_ZSTD_REPEATED = 1  # kind of a block of one byte, repeated
 
 _GZIP_WBITS = 31  # zlib's code for "gzip header, 32 KiB window"
 
@@ -133,7 +138,7 @@ def new_compressor(name: str, total_bytes: int) -> Compressor:
 def decompress(name: str, data: Bytes, *, raw_bytes: int, file: str | PathLike[str]) -> npt.NDArray[np.uint8]:
     """uint8[raw_bytes], what `data` holds; ShardError (naming `file`) if it holds less, more or nonsense.
 
-    Costs one buffer of `raw_bytes` (snappy: two) and a few MiB; never more, whatever the data claims.
+    Costs one buffer of `raw_bytes` and a few MiB; never more, whatever the data claims.
     """
     algorithm, _ = parse_compression(name)
     output: npt.NDArray[np.uint8] = np.empty(raw_bytes, dtype=np.uint8)
@@ -144,7 +149,7 @@ def decompress(name: str, data: Bytes, *, raw_bytes: int, file: str | PathLike[s
             filled = reader.readinto(output)
             pieces = iter([reader.read(1)])  # anything left is too much
         elif algorithm == "snappy":
-            pieces = iter([_decompress_snappy(data, raw_bytes)])
+            filled, pieces = _decompress_snappy(data, output), iter(())
         else:
             pieces = _pieces(algorithm, data, is_single=True)
         for piece in pieces:
@@ -169,7 +174,7 @@ def decompress_streams(
 def gunzip(data: memoryview, limit: int) -> bytes:
     """A gzip file's content; ValueError if it is damaged or larger than `limit`."""
     try:
-        return bytes(_joined("gz", data, limit))
+        return _joined("gz", data, limit)
     except (EOFError, zlib.error) as error:
         raise ValueError(f"gzip data cannot be used: {error}") from error
 
@@ -183,25 +188,25 @@ def _naming(file: str | PathLike[str], algorithm: str) -> Iterator[None]:
         raise ShardError(file, f"{algorithm} data cannot be used: {error}; fetch the file again") from error
 
 
-def _joined(algorithm: str, data: memoryview, limit: int) -> bytearray:
-    output = bytearray()
+def _joined(algorithm: str, data: memoryview, limit: int) -> bytes:
+    output = io.BytesIO()  # hands over what it holds without a copy
     for piece in _pieces(algorithm, data, is_single=False):
-        if len(output) + len(piece) > limit:
+        if output.tell() + len(piece) > limit:
             raise ValueError(f"it holds more than {limit:,} bytes")
-        output += piece
-    return output
+        output.write(piece)
+    return output.getvalue()
 
 
 def _pieces(algorithm: str, data: Bytes, *, is_single: bool) -> Iterator[bytes]:
-    """What `data` holds, at most `_OUTPUT_BYTES` (zstd: 128 MiB) at a time.
+    """What `data` holds, about `_OUTPUT_BYTES` at a time.
 
     `is_single`: it is one stream and nothing else. Otherwise any number of streams, which tools such as pigz
     write, and zeros behind them, with which some tools pad.
     """
-    new_stream, step, input_bytes = _STREAMS[algorithm]
+    new_stream, step = _STREAMS[algorithm]
     at, stream = 0, new_stream()
     while True:
-        waiting = bytes(data[at : at + input_bytes])
+        waiting = bytes(data[at : at + _INPUT_BYTES])
         at += len(waiting)
         done = False
         while not done and not stream.eof:
@@ -229,12 +234,82 @@ def _step_gzip(stream: Any, data: bytes) -> tuple[bytes, bool]:
     return piece, not stream.unconsumed_tail and len(piece) < _OUTPUT_BYTES
 
 
-def _step_bzip2(stream: bz2.BZ2Decompressor, data: bytes) -> tuple[bytes, bool]:
+def _step(stream: bz2.BZ2Decompressor | ZstdFrame, data: bytes) -> tuple[bytes, bool]:
     return stream.decompress(data, _OUTPUT_BYTES), stream.needs_input
 
 
-def _step_zstd(stream: Any, data: bytes) -> tuple[bytes, bool]:
-    return stream.decompress(data), True
+class ZstdFrame:
+    """Decoder of one zstd frame with the interface of bz2's, and as there with a limit on each piece.
+
+    zstandard's own has none: 4 bytes can stand for 128 KiB, so 64 KiB for 2 GiB. A frame is a row of blocks
+    of at most 128 KiB of content, each with its size in front (RFC 8878, section 3.1.1.2). They are decoded
+    one by one until there is enough.
+    """
+
+    def __init__(self) -> None:
+        self._frame = _new_zstd().decompressobj()
+        self._held = b""  # input that waits
+        self._to_boundary = 0  # bytes of input up to the next header of a block
+        self._begun = False
+        self._checksum_bytes = 0
+        self._error: zstandard.ZstdError | None = None
+        self.needs_input = True
+
+    @property
+    def eof(self) -> bool:
+        """Whether the frame has ended."""
+        return bool(self._frame.eof)
+
+    @property
+    def unused_data(self) -> bytes:
+        """What follows the frame."""
+        return bytes(self._frame.unused_data) + self._held if self.eof else b""
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        """What comes next, up to `max_length` and one block; ZstdError after the last sound block."""
+        if self._error is not None:
+            raise self._error
+        held, at, size = self._held + data, 0, 0
+        pieces: list[bytes] = []
+        self.needs_input = False
+        while size < max_length and not self.eof:
+            self._to_boundary = self._to_boundary or self._next_boundary(held[at : at + _ZSTD_HEADER_BYTES])
+            step = held[at : at + self._to_boundary]
+            if not step:
+                self.needs_input = True
+                break
+            try:
+                piece = self._frame.decompress(step)
+            except zstandard.ZstdError as error:
+                self._error = error
+                if not pieces:
+                    raise
+                break
+            at, size = at + len(step), size + len(piece)
+            self._to_boundary -= len(step)
+            pieces.append(piece)
+        self._held = held[at:]
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _next_boundary(self, head: bytes) -> int:
+        """Bytes up to the next header of a block from the header at hand; 0 if it is not all there yet."""
+        if self._begun:
+            if len(head) < 3:
+                return 0
+            header = int.from_bytes(head[:3], "little")
+            is_last, kind, size = header & 1, header >> 1 & 3, header >> 3
+            return 3 + (1 if kind == _ZSTD_REPEATED else size) + (self._checksum_bytes if is_last else 0)
+        if len(head) < _ZSTD_HEADER_BYTES:  # shorter than any frame
+            is_frame = len(head) < 4 or head[:4] == _ZSTD_MAGIC or head[1:4] == _ZSTD_SKIPPED
+            return 0 if is_frame else len(head)  # of what is none, zstd says so
+        if head[1:4] == _ZSTD_SKIPPED:
+            return _ZSTD_HEADER_BYTES + int.from_bytes(head[4:8], "little")
+        self._begun = True
+        flags = head[4]
+        is_single, size_flag = flags >> 5 & 1, flags >> 6
+        self._checksum_bytes = 4 * (flags >> 2 & 1)
+        sizes = (0, 1, 2, 4)[flags & 3] + (is_single, 2, 4, 8)[size_flag]
+        return 5 + (1 - is_single) + sizes
 
 
 class _BrotliStream:
@@ -262,18 +337,20 @@ def _new_zstd() -> zstandard.ZstdDecompressor:
     return zstandard.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW)
 
 
-# (how a stream begins, its step, bytes of input a step)
-_STREAMS: dict[str, tuple[Callable[[], Any], Callable[[Any, bytes], tuple[bytes, bool]], int]] = {
-    "br": (_BrotliStream, _BrotliStream.step, _INPUT_BYTES),
-    "bz2": (bz2.BZ2Decompressor, _step_bzip2, _INPUT_BYTES),
-    "gz": (lambda: zlib.decompressobj(_GZIP_WBITS), _step_gzip, _INPUT_BYTES),
-    "zstd": (lambda: _new_zstd().decompressobj(write_size=1 << 17), _step_zstd, _ZSTD_INPUT_BYTES),
+# (how a stream begins, its step)
+_STREAMS: dict[str, tuple[Callable[[], Any], Callable[[Any, bytes], tuple[bytes, bool]]]] = {
+    "br": (_BrotliStream, _BrotliStream.step),
+    "bz2": (bz2.BZ2Decompressor, _step),
+    "gz": (lambda: zlib.decompressobj(_GZIP_WBITS), _step_gzip),
+    "zstd": (ZstdFrame, _step),
 }
 
 
-def _decompress_snappy(data: Bytes, raw_bytes: int) -> bytes:
-    """The raw format: a varint with the size of the whole, checked before anything is allocated."""
-    snappy = _snappy()
+def _decompress_snappy(data: Bytes, output: npt.NDArray[np.uint8]) -> int:
+    """The raw format into `output`, which it has to fill: a varint with the size of the whole comes first."""
+    _snappy()
+    import cramjam  # what python-snappy calls, with a copy of both sides
+
     stated = 0
     for shift, byte in enumerate(data[:_MAX_VARINT_BYTES]):
         stated |= (byte & 127) << (7 * shift)
@@ -281,11 +358,11 @@ def _decompress_snappy(data: Bytes, raw_bytes: int) -> bytes:
             break
     else:
         raise ValueError("its header is damaged")
-    if stated != raw_bytes:
-        raise ValueError(f"its header states {stated:,} bytes, the index {raw_bytes:,}")
+    if stated != len(output):
+        raise ValueError(f"its header states {stated:,} bytes, the index {len(output):,}")
     try:
-        return bytes(snappy.decompress(bytes(data)))
-    except snappy.UncompressError as error:
+        return int(cramjam.snappy.decompress_raw_into(data, output))
+    except cramjam.DecompressionError as error:
         raise ValueError("it is damaged") from error
 
 

@@ -13,17 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 __all__ = [
     "PROVENANCE_FOLDER",
     "PROVENANCE_SCHEMA",
     "ROW_GROUP_PIECES",
     "HashRange",
-    "column_limits",
     "is_provenance_name",
     "provenance_name",
 ]
@@ -81,22 +78,3 @@ def provenance_name(number: int) -> str:
 def is_provenance_name(name: str) -> bool:
     """Whether a file of the provenance folder is one of its tables, whatever its number."""
     return name.endswith(".parquet") and not name.rpartition("/")[2].startswith(".")
-
-
-def column_limits(
-    group: pq.RowGroupMetaData, schema: pq.ParquetSchema, column: int
-) -> tuple[Any, Any] | None:
-    """(least, greatest) value of a column in a row group of any Parquet file, also a damaged or hostile one.
-
-    None if the footer does not state them, or if what it states cannot be true.
-    """
-    chunk = group.column(column)
-    if chunk.physical_type != schema.column(column).physical_type:
-        return None  # pyarrow 26 lets a C++ exception out of `statistics`, which ends the process
-    statistics = chunk.statistics
-    if statistics is None or not statistics.has_min_max:
-        return None
-    try:
-        return statistics.min, statistics.max
-    except ValueError:  # among them strings that are not UTF-8
-        return None

@@ -13,13 +13,12 @@ from pathlib import Path
 from shardkit.arrays import Bytes
 from shardkit.errors import ShardError, ShardNotFoundError
 from shardkit.files import map_path
+from shardkit.formats.budget import raw_limit
 from shardkit.formats.compression import decompress, decompress_streams
 from shardkit.hashing import hash_bytes
 from shardkit.manifest import UNKNOWN, FileInfo, Format, ShardInfo
 
 __all__ = ["decompress_shard", "load_raw"]
-
-MAX_UNSTATED_BYTES = 4 << 30  # a shard larger than this should not be read into memory at all
 
 
 def load_raw(kind: Format, folder: Path, info: ShardInfo, *, verify: bool = False) -> Bytes:
@@ -51,10 +50,11 @@ def decompress_shard(kind: Format, info: ShardInfo, stored: Bytes, where: str | 
     if kind == "mds":
         raw = decompress(info.compression, stored.data, raw_bytes=info.raw.bytes, file=where)
     else:
-        limit = MAX_UNSTATED_BYTES if info.raw.bytes == UNKNOWN else info.raw.bytes
+        limit = raw_limit(len(stored), info.raw.bytes)
         raw = decompress_streams(info.compression, stored.data, limit=limit, file=where)
         _check_size(where, info.raw, raw)
-    raw.flags.writeable = False
+    if raw.flags.writeable:
+        raw.flags.writeable = False
     return raw
 
 

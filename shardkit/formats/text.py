@@ -145,9 +145,11 @@ class _ParquetRows:
         try:
             self._parquet = pq.ParquetFile(pa.BufferReader(pa.py_buffer(raw)))
             metadata = self._parquet.metadata
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise ShardError(file, f"is not Parquet: {error}") from error
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        if any(not 0 <= count < _MAX_COUNT for count in rows):
+            raise ShardError(file, f"states row groups of {min(rows):,} to {max(rows):,} rows")
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows, dtype=np.int64)])
 
     def __len__(self) -> int:
@@ -162,7 +164,10 @@ class _ParquetRows:
                 self._held, self._number = self._parquet.read_row_group(group), group
             except (pa.ArrowException, OSError) as error:
                 raise ShardError(self._where, f"row group {group} cannot be read: {error}") from error
-        [found] = self._held.slice(number - int(self._starts[group]), 1).to_pylist()
+        try:
+            [found] = self._held.slice(number - int(self._starts[group]), 1).to_pylist()
+        except ValueError as error:  # strings that are not UTF-8, or fewer rows than the footer states
+            raise ShardError(self._where, f"document {number:,} cannot be read: {error}") from error
         return cast(dict[str, object], found)
 
     def forget(self) -> None:

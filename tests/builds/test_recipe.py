@@ -35,6 +35,9 @@ max_bad_fraction: 1e-3
 """
 
 
+PLAIN = TEXT.partition("memory:")[0]
+
+
 def written(folder: Path, text: str) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(text, encoding="utf-8")
@@ -257,6 +260,46 @@ def test_bad_yaml_is_refused_with_its_line(tmp_path: Path, text: str, words: str
         load_recipe(written(tmp_path, text))
     assert words in str(caught.value)
     assert str(tmp_path / "recipe.yaml") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "9" * 5000,
+        "9" * 4000,
+        "9" * 41,
+        "-" + "9" * 5000,
+        "0x" + "f" * 20_000,
+        "'" + "9" * 4000 + "'",
+        "'" + "9" * 400 + ".5GB'",
+        "[" * 400 + "]" * 400,
+        "[" * 2000,
+        "2001-13-45",
+        "!!binary a",
+    ],
+)
+@pytest.mark.parametrize("key", ["seed", "memory", "limit", "max_bad_fraction"])
+def test_values_beyond_reason_are_refused_in_few_words(tmp_path: Path, key: str, value: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(written(tmp_path, f"{PLAIN}\n{key}: {value}\n"))
+    assert len(str(caught.value)) < 400 + len(str(tmp_path))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(written(tmp_path, PLAIN), [f"{key}={value}"])
+    assert len(str(caught.value)) < 600 + len(str(tmp_path))
+
+
+def test_bounds_that_are_no_sizes_are_not_said_in_bytes() -> None:
+    assert "MiB" not in problems(seed=1 << 70)
+    assert "(256 MiB)" in problems(memory=1)
+    assert "too long to show" in problems(seed=10**5000)
+
+
+@pytest.mark.parametrize(
+    "override", [f"inputs[{'9' * 5000}]=1", f"inputs.{'9' * 5000}.path=1", "seed=[" * 3000]
+)
+def test_overrides_beyond_reason_are_refused(tmp_path: Path, override: str) -> None:
+    with pytest.raises(RecipeError, match=r"override|unknown key"):
+        load_recipe(written(tmp_path, PLAIN), [override])
 
 
 def test_a_missing_or_binary_recipe_is_a_recipe_error(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from shardkit.writers.execution import scratch
 from shardkit.writers.execution.artifacts import Artifact, read_into
 from shardkit.writers.execution.processes import answer
 from shardkit.writers.execution.runner import Journal
-from shardkit.writers.execution.task import Commit, Task
-from shardkit.writers.execution.work import BLOCK_BYTES, run_task
+from shardkit.writers.execution.task import BLOCK_BYTES, Commit, Task
+from shardkit.writers.execution.work import run_task
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.execution.work_store import CACHE_BYTES, StoreWork
 from support.remote_harness import fresh_url

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from shardkit.errors import MissingExtraError
+from shardkit.formats.budget import SampleBudget
 from shardkit.formats.tar.values import (
     IMAGE_WORDS,
     MAX_CBOR_DEPTH,
@@ -129,13 +130,44 @@ def test_cbor_as_deep_as_the_limit_is_read() -> None:
     assert value == 7
 
 
-def test_archives_that_grow_beyond_reason_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardkit.formats.tar.values.MAX_EXPANDED_BYTES", 10_000)
+def test_archives_that_grow_beyond_reason_are_refused() -> None:
     zeros = np.zeros(1 << 20, dtype=np.uint8)
-    for extension, data in (("npz", npz(a=zeros)), ("bin.gz", gzip.compress(zeros.tobytes()))):
+    for extension, data in (
+        ("npz", npz(a=zeros)),
+        ("bin.gz", gzip.compress(zeros.tobytes())),
+        ("json.gz", gzip.compress(b"[" + b"[]," * (1 << 20) + b"0]")),
+        ("txt.gz.gz.gz", gzip.compress(gzip.compress(gzip.compress(bytes(1 << 20))))),
+        ("cbor.gz", gzip.compress(b"\x9f" + b"\x80" * 100_000 + b"\xff")),
+    ):
         assert len(data) < 10_000
-        with pytest.raises(ValueError, match="more than 10,000 bytes"):
-            decode_member(extension, memoryview(data))
+        with pytest.raises(ValueError, match=r"holds more than \d|the limit is 10,000"):
+            decode_member(extension, memoryview(data), budget=SampleBudget(limit=10_000))
+
+
+def test_all_members_of_a_sample_share_one_budget() -> None:
+    budget = SampleBudget(limit=100_000)
+    member = memoryview(gzip.compress(bytes(30_000)))
+    decode_member("a.bin.gz", member, budget=budget)  # with the copy that is handed out, 60,000 bytes
+    with pytest.raises(ValueError, match="the limit is 100,000"):
+        decode_member("b.bin.gz", member, budget=budget)
+    with pytest.raises(ValueError, match="holds more than 10,000"):
+        decode_member("c.bin.gz", member, budget=budget)
+
+
+@pytest.mark.parametrize("times", [5, 300, 20_000])
+def test_members_compressed_again_and_again_are_refused(times: int) -> None:
+    payload = b"x"
+    for _ in range(5):
+        payload = gzip.compress(payload)
+    with pytest.raises(ValueError, match="compressed more than 4 times"):
+        decode_member("txt" + ".gz" * times, memoryview(payload))
+
+
+def test_members_compressed_four_times_are_read() -> None:
+    payload = b"text"
+    for _ in range(4):
+        payload = gzip.compress(payload)
+    assert decode_member("txt" + ".gz" * 4, memoryview(payload)) == "text"
 
 
 def test_a_missing_library_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardkit.errors import BuildError
 from shardkit.formats.mds import MdsWriter
 from shardkit.writers.card import recipe_content
 from support.foreign_tars import make_tar
@@ -126,3 +129,34 @@ def test_the_default_leaves_recipes_in_cards_as_they_were(tmp_path: Path) -> Non
     changed = recipe_content(recipe(tmp_path, {"path": "a.jsonl", "on_bad_text": "replace"}))
     assert changed["inputs"][0].pop("on_bad_text") == "replace"
     assert changed == plain
+
+
+def mds_of(column: str) -> bytes:
+    """A shard of one sample of the text "a" in a column of any name."""
+    config = {"column_names": [column], "column_encodings": ["str"], "column_sizes": [None]}
+    text = json.dumps(config).encode()
+    start = 12 + len(text)
+    return struct.pack("<III", 1, start, start + 5) + text + struct.pack("<I", 1) + b"a"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.mds", mds_of("\ud800"), r"no column 'text'; its columns: \ud800"),
+        (
+            "a.tar",
+            make_tar([("k.\udcff", b"a"), ("k.b\udcfe.txt", b"")]),
+            r"its members: b\udcfe.txt, \udcff",
+        ),
+        ("a.jsonl", b'{"\xf0\x9f\x98\x80": 1}\n', "its fields: \U0001f600"),
+        ("a.csv", b"te\xffxt,b\n1,2\n", r"its columns: te\udcffxt, b"),
+    ],
+)
+def test_names_that_are_no_utf8_are_shown_escaped(tmp_path: Path, name: str, data: bytes, words: str) -> None:
+    _, bad, _ = read(tmp_path, put(tmp_path, name, data))
+    assert words in bad[0]["error"]
+    assert bad[0]["error"].encode()
+    with pytest.raises(BuildError) as caught:
+        read(tmp_path, name, allowed=0)
+    assert words in str(caught.value)
+    assert str(caught.value).encode()

@@ -89,7 +89,7 @@ def test_members_and_frames_are_read_to_the_end(
 
 
 def test_pieces_stay_small_when_the_content_is_enormous() -> None:
-    for compression in ("gzip", "bz2", "lz4"):
+    for compression in COMPRESS:
         bomb = COMPRESS[compression](bytes(20_000_000))
         assert max(map(len, decompressed(io.BytesIO(bomb), compression, len(bomb)))) <= 1 << 20
 

@@ -61,8 +61,7 @@ from shardkit.writers.dedup.signatures import band_keys, bands_and_rows, part_se
 from shardkit.writers.dedup.tables import CHUNK_ROWS, HEADER_BYTES, RowFile, Rows
 from shardkit.writers.exchange import RunWriter, Segment
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, Output, RunTasks, Task
-from shardkit.writers.execution.work import BLOCK_BYTES, block_hashes
+from shardkit.writers.execution.task import BLOCK_BYTES, Commit, Output, RunTasks, Task, block_hashes
 from shardkit.writers.execution.work_store import CheckedRanges
 from shardkit.writers.kernels.shingles import shingle_batch
 from shardkit.writers.kernels.words import normalization_version

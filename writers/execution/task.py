@@ -7,9 +7,11 @@ code. A commit holds that digest, those three, the task's counts, and the digest
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import importlib.metadata
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,13 +23,15 @@ import xxhash
 
 import shardkit
 import shardkit.writers
-from shardkit.errors import BuildError
+from shardkit.errors import BuildError, ShardError
 from shardkit.files import load_json
 from shardkit.hashing import digest_of
+from shardkit.manifest import checked_basename
 from shardkit.writers.execution.artifacts import Artifact, RemoteFiles
 from shardkit.writers.ledger import Ledger
 
 __all__ = [
+    "BLOCK_BYTES",
     "CONTENT_HASH",
     "DECIDES_NO_BYTE",
     "LIBRARIES",
@@ -41,6 +45,7 @@ __all__ = [
     "RunTasks",
     "Task",
     "TaskFailedError",
+    "block_hashes",
     "code_version",
     "contents",
     "covered_sources",
@@ -53,9 +58,12 @@ __all__ = [
 ]
 
 CONTENT_HASH = "xxh3_128"
+BLOCK_BYTES = 1 << 18  # unit in which files in stores are read and checked; 12 bytes of a commit each
+_BLOCK_HASH_BYTES = 8
 _FORMAT = 3
 _SEAL = b',\n "seal": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % (b"0" * 32))
+_DIGEST = re.compile("[0-9a-f]{32}")
 _DIGEST_CHARACTERS = 16  # of a folder's name: tasks of one name are few
 # Code that decides no byte of a task's outputs; a package stands for all of its modules. Every other module,
 # new ones included, is in `code_version`. First, modules that no task function reaches (a test follows the
@@ -123,8 +131,12 @@ class PlainCounts:
 
     @classmethod
     def of(cls, commit: Commit) -> Self:
-        """What a task of the stage committed."""
-        return cls(**commit.counts)
+        """What a task of the stage committed; BuildError if it counted something else."""
+        try:
+            return cls(**commit.counts)
+        except TypeError as error:
+            problem = f"its record has other counts: {error}; remove {commit.folder} and run again"
+            raise BuildError(f"{commit.stage}/{commit.name}: {problem}") from None
 
 
 class TaskFailedError(BuildError):
@@ -316,6 +328,12 @@ def task_key(stage: str, name: str, digest: str) -> str:
     return f"{stage}/{name}.{digest[:_DIGEST_CHARACTERS]}"
 
 
+def block_hashes(output: Output) -> list[bytes]:
+    """The xxh3-64 of each block of `BLOCK_BYTES`."""
+    data = base64.b64decode(output.blocks)
+    return [data[at : at + _BLOCK_HASH_BYTES] for at in range(0, len(data), _BLOCK_HASH_BYTES)]
+
+
 def facts_of(counts: Mapping[str, Any], outputs: Mapping[str, Output]) -> bytes:
     """`Commit.facts`."""
     listed = {name: (output.bytes, output.xxh3_128) for name, output in outputs.items()}
@@ -361,9 +379,12 @@ def parse_record(data: bytes, folder: Path, remote: RemoteFiles | None = None) -
     try:
         record = load_json(data)
         outputs = {
-            name: Output(output["bytes"], output[CONTENT_HASH], output.get("blocks", ""))
-            for name, output in record["outputs"].items()
+            checked_basename(name, folder): _output(output) for name, output in record["outputs"].items()
         }
+        if not all(isinstance(record[key], str) for key in ("stage", "name", "digest", "code")):
+            return None
+        if not all(isinstance(record[key], dict) for key in ("counts", "config", "inputs")):
+            return None
         commit = Commit(
             record["stage"],
             record["name"],
@@ -374,8 +395,18 @@ def parse_record(data: bytes, folder: Path, remote: RemoteFiles | None = None) -
             remote=remote,
         )
         return Record(commit, record["config"], record["inputs"], record["code"], outputs)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ShardError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _output(stated: Mapping[str, Any]) -> Output:
+    """An entry of a record's `outputs`; ValueError, KeyError or TypeError if it is none."""
+    size, digest, blocks = stated["bytes"], stated[CONTENT_HASH], stated.get("blocks", "")
+    if type(size) is not int or size < 0 or type(blocks) is not str or _DIGEST.fullmatch(digest) is None:
+        raise ValueError("no size and hash of a file")
+    if blocks and len(base64.b64decode(blocks, validate=True)) != _BLOCK_HASH_BYTES * -(-size // BLOCK_BYTES):
+        raise ValueError("not the hash of each block")
+    return Output(size, digest, blocks)
 
 
 def _sealed(body: bytes) -> bytes:

@@ -20,6 +20,7 @@ from shardkit.files import fsync_path
 from shardkit.storage.store import Store, StoreError
 from shardkit.writers.execution.artifacts import RemoteFiles
 from shardkit.writers.execution.task import (
+    BLOCK_BYTES,
     Commit,
     Output,
     Record,
@@ -30,10 +31,7 @@ from shardkit.writers.execution.task import (
 )
 from shardkit.writers.ledger import Ledger
 
-__all__ = ["BLOCK_BYTES", "Work", "check_same", "run_task", "with_fallbacks"]
-
-BLOCK_BYTES = 1 << 18  # unit in which files in stores are read and checked; 12 bytes of a commit each
-_BLOCK_HASH_BYTES = 8
+__all__ = ["Work", "check_same", "run_task", "with_fallbacks"]
 
 
 class Work(Protocol):
@@ -192,7 +190,7 @@ def hash_output(path: Path, *, with_blocks: bool = False) -> Output:
             size += len(data)
             if with_blocks:
                 blocks += xxhash.xxh3_64_digest(data)
-    text = base64.b64encode(blocks).decode() if len(blocks) > _BLOCK_HASH_BYTES else ""
+    text = base64.b64encode(blocks).decode() if size > BLOCK_BYTES else ""
     return Output(size, whole.hexdigest(), text)
 
 
@@ -203,9 +201,3 @@ def _read_block(file: Any) -> bytes:
         pieces.append(piece)
         left -= len(piece)
     return b"".join(pieces)
-
-
-def block_hashes(output: Output) -> list[bytes]:
-    """The xxh3-64 of each block of `BLOCK_BYTES`."""
-    data = base64.b64decode(output.blocks)
-    return [data[at : at + _BLOCK_HASH_BYTES] for at in range(0, len(data), _BLOCK_HASH_BYTES)]

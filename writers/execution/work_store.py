@@ -53,8 +53,16 @@ from shardkit.writers.execution import scratch
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.segments import PREFIX as SEGMENTS
 from shardkit.writers.execution.segments import SEGMENT_RECORDS, Segments
-from shardkit.writers.execution.task import Commit, Output, Record, Task, parse_record
-from shardkit.writers.execution.work import BLOCK_BYTES, block_hashes, check_same
+from shardkit.writers.execution.task import (
+    BLOCK_BYTES,
+    Commit,
+    Output,
+    Record,
+    Task,
+    block_hashes,
+    parse_record,
+)
+from shardkit.writers.execution.work import check_same
 
 __all__ = ["CACHE_BYTES", "CheckedRanges", "DamagedFileError", "StoreWork"]
 

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO, cast
 import zstandard
 
 from shardkit.errors import MissingExtraError
+from shardkit.formats.compression import ZstdFrame
 
 __all__ = ["COMPRESSIONS", "ConfirmedMembers", "ContainerError", "decompressed", "plain_range"]
 
@@ -43,9 +44,6 @@ COMPRESSIONS = {
 }
 _READ_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 20
-# A zstd block of 4 bytes can stand for 128 KiB and the binding has no limit on output: 8 KiB of hostile input
-# make 256 MiB at most, 8 KiB of text some 30 KiB; larger pieces are not faster.
-_ZSTD_READ_BYTES = 1 << 13
 # A decoder of xz holds a dictionary as large as the file says: -9 has 64 MiB, hostile files say 4 GiB.
 _XZ_MEMORY_BYTES = 1 << 28
 _MAGIC_BYTES = 8
@@ -237,7 +235,6 @@ class _Codec:
     errors: tuple[type[Exception], ...]
     magic: re.Pattern[bytes]  # how a member begins
     padded: bool = False  # zeros may stand between members
-    read_bytes: int = _READ_BYTES
 
 
 class _MemberReader:
@@ -261,7 +258,7 @@ class _MemberReader:
         self.file.seek(read)
 
         def more() -> bytes:
-            return self.file.read(min(codec.read_bytes, max(bytewise_from - read, 1)))
+            return self.file.read(min(_READ_BYTES, max(bytewise_from - read, 1)))
 
         pending = more()
         while pending or not self.members:
@@ -296,8 +293,7 @@ def _codec(compression: str) -> _Codec:
         return _Codec("gzip", "member", _ZlibDecoder, (zlib.error,), re.compile(rb"\x1f\x8b"), padded=True)
     if compression == "zstd":
         magic = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # frames, and those to be skipped
-        errors = (zstandard.ZstdError,)
-        return _Codec("zstd", "frame", _ZstdDecoder, errors, magic, read_bytes=_ZSTD_READ_BYTES)
+        return _Codec("zstd", "frame", ZstdFrame, (zstandard.ZstdError,), magic)
     if compression == "bz2":
         magic = re.compile(rb"BZh[1-9]")
         return _Codec("bz2", "stream", bz2.BZ2Decompressor, (OSError, ValueError), magic)
@@ -343,26 +339,6 @@ class _ZlibDecoder:
         piece = self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
         self.needs_input = not self._zlib.unconsumed_tail and len(piece) < max_length
         return piece
-
-
-class _ZstdDecoder:
-    """A decoder for one zstd frame, with the interface of bz2's but without a limit on output."""
-
-    needs_input = True
-
-    def __init__(self) -> None:
-        self._zstd = zstandard.ZstdDecompressor().decompressobj()
-
-    @property
-    def eof(self) -> bool:
-        return bool(self._zstd.eof)
-
-    @property
-    def unused_data(self) -> bytes:
-        return bytes(self._zstd.unused_data)
-
-    def decompress(self, data: bytes, max_length: int) -> bytes:
-        return bytes(self._zstd.decompress(data))
 
 
 def _truncated(reader: _MemberReader, codec: _Codec) -> str:

@@ -25,6 +25,7 @@ __all__ = ["Values", "read_json", "take_json"]
 
 _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 256
+_OUT_OF_MEMORY = "Not enough memory"  # which orjson reports as if the text were bad
 _BETWEEN = re.compile(rb"[ \t\r\n,]*+")
 _SCALAR = re.compile(rb"[^ \t\r\n,\[\]{}\"]*+")  # what is no string, array or object; JSON or not
 _EXACT = (str, int, bool, type(None), type(MISSING))  # read without loss
@@ -91,7 +92,9 @@ def _parse(sink: RecordSink, line: bytes) -> Any:
     """The value of a line; orjson.JSONDecodeError if it is no JSON, or text that is not to be replaced."""
     try:
         return orjson.loads(line)
-    except orjson.JSONDecodeError:
+    except orjson.JSONDecodeError as error:
+        if error.msg.startswith(_OUT_OF_MEMORY):
+            raise MemoryError(error.msg) from None
         if not sink.replaces:
             raise
         with suppress(ValueError, RecursionError):

@@ -12,7 +12,7 @@ one extension cost themselves. A header that is no MDS, offsets that go back, a 
 wrong or that ends beyond the file cost what comes after them, because where the next sample begins would be a
 guess; nothing of the sample that they lie in is used.
 
-Memory is the offsets of a shard and the named values of one sample, each of `max_record_bytes` at most.
+Memory is the offsets of a shard and the named values of one sample, which have `max_record_bytes` together.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def _take_row(
             found.fields[column.name] = MISSING
             if column.encoding in _PLAIN and any(_within(path, column.name) for path in paths):
                 stream.skip(begin + position - stream.tell())
-                found.put(column.name, _value(stream, encoding, column, length, sink), length)
+                value = _value(stream, encoding, column, length, sink, sink.max_record_bytes - found.taken)
+                found.put(column.name, value, length, length)
     except ShardError as error:
         found.problem = _BadSampleError("bad_record", error.problem)
     except _BadSampleError as error:
@@ -147,9 +148,11 @@ def _take_row(
     _book(sink, config, found, size)
 
 
-def _value(stream: PieceReader, encoding: Encoding, column: Column, size: int, sink: RecordSink) -> object:
+def _value(
+    stream: PieceReader, encoding: Encoding, column: Column, size: int, sink: RecordSink, left: int
+) -> object:
     name = column.name
-    _check_size(size, name, sink)
+    _check_size(size, name, sink, left)
     data = stream.read(size)
     if len(data) < size:
         raise _CutShortError
@@ -163,10 +166,12 @@ def _value(stream: PieceReader, encoding: Encoding, column: Column, size: int, s
         raise _BadSampleError("bad_record", f"column {name!r}: {error}") from None
 
 
-def _check_size(size: int, name: str, sink: RecordSink) -> None:
-    if size > sink.max_record_bytes:
+def _check_size(size: int, name: str, sink: RecordSink, left: int) -> None:
+    """_BadSampleError if a value is larger than what is `left` for the named values of its sample."""
+    if size > left:
         limit = sink.max_record_bytes
-        problem = f"{name!r} has {size:,} bytes, more than max_record_bytes {limit:,}"
+        together = "" if size > limit else f" after the {limit - left:,} of others"
+        problem = f"{name!r} has {size:,} bytes{together}, more than max_record_bytes {limit:,}"
         raise _BadSampleError("too_long", problem)
 
 
@@ -176,11 +181,13 @@ class _Found:
 
     fields: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    taken: int = 0  # of `max_record_bytes`
     problem: _BadSampleError | None = None
 
-    def put(self, name: str, value: object, size: int) -> None:
-        """A field that was decoded from `size` bytes."""
+    def put(self, name: str, value: object, size: int, taken: int) -> None:
+        """A field that was decoded from `size` bytes, `taken` once decompressed."""
         self.fields[name], self.sizes[name] = value, size
+        self.taken += taken
 
     def at(self, path: str) -> Any:
         """The value at `path`, or MISSING; the names of fields may have dots in them: meta.json."""
@@ -314,10 +321,13 @@ class _Samples:
             found.fields[extension] = MISSING
             return
         try:
-            _check_size(size, f".{extension}", self._sink)
+            left = self._sink.max_record_bytes - found.taken
+            _check_size(size, f".{extension}", self._sink, left)
             data = bytes(self._data[offset : offset + size])
-            value = _member(extension, data, self._sink.max_record_bytes, self._sink.decode)
-            found.put(extension, value, size)
+            if extension.endswith(".gz"):
+                data = gunzip(memoryview(data), left)
+            value = _member(extension, data, self._sink.decode)
+            found.put(extension, value, size, max(size, len(data)))
         except UnicodeDecodeError as error:
             problem = f"byte {error.start:,} of member .{extension} is not UTF-8"
             found.problem = found.problem or _BadSampleError("bad_utf8", problem)
@@ -327,14 +337,12 @@ class _Samples:
             found.problem = found.problem or error
 
 
-def _member(extension: str, data: bytes, limit: int, decode: Callable[[bytes], str]) -> object:
+def _member(extension: str, data: bytes, decode: Callable[[bytes], str]) -> object:
     """The value of a member: of JSON, a number, or else text as `decode` gives it; ValueError if it is none.
 
-    `limit` is how much a compressed member may hold.
+    `data` is decompressed.
     """
     kind = extension.removesuffix(".gz").rpartition(".")[2]
-    if extension.endswith(".gz"):
-        data = gunzip(memoryview(data), limit)
     try:
         return int(data) if kind in _NUMBERS else json.loads(decode(data)) if kind in _JSON else decode(data)
     except RecursionError as error:
@@ -421,7 +429,8 @@ def _first_members(data: Bytes, file: InputFile, count: int) -> list[dict[str, o
                 samples.append({})
             if parts[1].rpartition(".")[2] in _SMALL and member.size <= _SMALL_BYTES:
                 held = bytes(data[member.offset : member.offset + member.size])
-                samples[-1][parts[1]] = _member(parts[1], held, _SMALL_BYTES, bytes.decode)
+                held = gunzip(memoryview(held), _SMALL_BYTES) if parts[1].endswith(".gz") else held
+                samples[-1][parts[1]] = _member(parts[1], held, bytes.decode)
     except ShardError:
         if not samples:  # else it may be that only the beginning of a compressed tar was looked at
             raise

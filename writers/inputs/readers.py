@@ -11,7 +11,11 @@ tables), where a full batch may be flushed. Documents of small files that are re
 
 from __future__ import annotations
 
+import resource
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pyarrow as pa
 
@@ -41,6 +45,7 @@ _READERS: dict[str, Reader] = {
     "mds": read_mds,
     "wds": read_wds,
 }
+_RECORD_COPIES = 8  # of a large record, while it is decoded, parsed and put into a batch
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -63,13 +68,18 @@ def read_parts(
     fields: Sequence[NamedFields],
     suspects: Mapping[str, SuspectDataError],
     masking: Masking | None = None,
+    memory_bytes: int = sys.maxsize,
 ) -> Iterator[pa.RecordBatch]:
     """`read_split` of all parts of a split, each with its own of `fields` and `suspects`.
 
     BuildError also if more than `max_bad_fraction` of a part is unreadable. SuspectFilesError instead of
     SuspectDataError, once all other parts have been looked at, so that one more reading is enough.
+
+    No batch is read with more than `memory_bytes` of memory, or what eight records of the largest size take:
+    a record or a page that asks for more is a BuildError, which `max_failed_splits` may forgive.
     """
     parts = split.parts
+    memory_bytes = max(memory_bytes, _RECORD_COPIES * max_record_bytes)
 
     def read(number: int, ledger: Ledger, quarantine: Quarantine) -> Iterator[pa.RecordBatch]:
         return read_split(
@@ -103,7 +113,31 @@ def read_parts(
         if found:
             raise SuspectFilesError(found)
 
-    yield from _joined(read_all()) if split.rest else read_all()
+    yield from _within(_joined(read_all()) if split.rest else read_all(), memory_bytes)
+
+
+def _within(batches: Iterator[pa.RecordBatch], memory_bytes: int) -> Iterator[pa.RecordBatch]:
+    """The batches; reading one raises MemoryError instead of taking more than `memory_bytes`.
+
+    The kernel refuses what the libraries ask for: a Parquet page, an Arrow buffer or an image states any size
+    it likes. The limit is one of the process (RLIMIT_DATA, Linux), so it is set where nothing else runs, as
+    in the workers of builds, and only while a batch is read.
+    """
+    if sys.platform != "linux" or threading.active_count() > 1:
+        yield from batches
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    while True:
+        taken = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        limit = min(taken + memory_bytes, sys.maxsize if hard == resource.RLIM_INFINITY else hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+        try:
+            batch = next(batches, None)
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        if batch is None:
+            return
+        yield batch
 
 
 def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -157,6 +191,9 @@ def read_split(
         sink.damaged(damage.problem, bytes=unfinished + damage.rest_bytes)
     except OSError as error:
         raise BuildError(f"{split.path}: cannot be read: {error.strerror or error}") from error
+    except MemoryError as error:
+        problem = "reading it takes more memory than the recipe allows; raise `memory`, or leave the file out"
+        raise BuildError(f"{split.path}: at record {sink.record:,}: {problem}") from error
     yield from sink.flush()
 
 

@@ -358,16 +358,18 @@ def _parquet_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
             raise BuildError(f"{input.path}: cannot be read: {getattr(error, 'strerror', error)}") from error
         yield _unreadable(input)
         return
-    start = first_record = rows = held = stored = 0
-    for group in range(metadata.num_row_groups):
-        row_group = metadata.row_group(group)
-        rows += row_group.num_rows
-        held += row_group.total_byte_size
-        stored += sum(row_group.column(c).total_compressed_size for c in range(row_group.num_columns))
-        if held >= split_bytes and group + 1 < metadata.num_row_groups:
-            yield start, group + 1, first_record, stored
-            start, first_record, held, stored = group + 1, rows, 0, 0
-    yield start, metadata.num_row_groups, first_record, stored if start else input.bytes
+    # What a split has of the stored bytes is its part of the decoded ones: sizes of columns are not asked
+    # for, because metadata that contradict themselves end the process there (formats.parquet_limits).
+    sizes = [max(metadata.row_group(group).total_byte_size, 0) for group in range(metadata.num_row_groups)]
+    start = first_record = rows = held = done = stored = 0
+    for group, size in enumerate(sizes):
+        rows += metadata.row_group(group).num_rows
+        held, done = held + size, done + size
+        if held >= split_bytes and group + 1 < len(sizes):
+            upto = input.bytes * done // max(sum(sizes), 1)
+            yield start, group + 1, first_record, upto - stored
+            start, first_record, held, stored = group + 1, rows, 0, upto
+    yield start, len(sizes), first_record, input.bytes - stored
 
 
 def hash_split(split: Split) -> str:

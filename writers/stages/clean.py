@@ -397,6 +397,7 @@ def _read(
             fields=fields,
             suspects=suspects or {},
             masking=masking,
+            memory_bytes=recipe.memory,
         )
         return
     assert not split.rest, "files are not grouped where splits may fail"

@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.files import load_json
+from shardkit.formats.budget import SampleBudget, json_bytes, text_bytes
 from shardkit.formats.mds import images
 
 __all__ = [
@@ -161,7 +162,11 @@ def _decode_shape(data: memoryview, start: int) -> tuple[int, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """One column encoding. `dtype` and `shape` are set when every value is the same array or number."""
+    """One column encoding. `dtype` and `shape` are set when every value is the same array or number.
+
+    `decode_within` is `decode` for values that may take more memory than their bytes, which it takes from the
+    budget of the sample first.
+    """
 
     name: str
     encode: Callable[[Any], bytes]
@@ -170,6 +175,7 @@ class Encoding:
     dtype: np.dtype[Any] | None = None
     shape: tuple[int, ...] = ()
     safe: bool = True
+    decode_within: Callable[[memoryview, SampleBudget | None], object] | None = None
 
 
 @lru_cache(maxsize=4096)
@@ -273,6 +279,11 @@ def _text(data: memoryview) -> str:
     return str(data, "utf-8")
 
 
+def _decode_str(data: memoryview, budget: SampleBudget | None) -> str:
+    (budget or SampleBudget()).take(text_bytes(data))
+    return str(data, "utf-8")
+
+
 def _encode_str_int(value: object) -> bytes:
     return str(_integer(value, "str_int")).encode()
 
@@ -291,7 +302,8 @@ def _encode_json(value: object) -> bytes:
         raise ValueError("nested too deeply for JSON") from None
 
 
-def _decode_json(data: memoryview) -> object:
+def _decode_json(data: memoryview, budget: SampleBudget | None) -> object:
+    (budget or SampleBudget()).take(len(data) + json_bytes(data))
     try:
         return load_json(_text(data))
     except RecursionError:
@@ -305,25 +317,31 @@ def _decode_pickle(data: memoryview) -> object:
         raise ValueError(f"pickle cannot be read: {type(error).__name__}: {error}") from error
 
 
+def _large_encoding(
+    name: str, encode: Callable[[Any], bytes], decode: Callable[[memoryview, SampleBudget | None], object]
+) -> Encoding:
+    return Encoding(name, encode, lambda data: decode(data, None), decode_within=decode)
+
+
 def _table() -> dict[str, Encoding]:
     plain = [
         Encoding("bytes", _encode_bytes, bytes),
-        Encoding("str", _text_encoder(str, "str"), _text),
+        _large_encoding("str", _text_encoder(str, "str"), _decode_str),
         Encoding("str_int", _encode_str_int, lambda data: int(_text(data))),
         Encoding("str_float", _text_encoder(float, "str_float"), lambda data: float(_text(data))),
         Encoding("str_decimal", _text_encoder(Decimal, "str_decimal"), _decode_str_decimal),
-        Encoding("json", _encode_json, _decode_json),
+        _large_encoding("json", _encode_json, _decode_json),
         Encoding("pkl", pickle.dumps, _decode_pickle, safe=False),
-        Encoding("pil", images.encode_raw, images.decode_raw),
-        Encoding("jpeg", images.encode_jpeg, images.decode_file),
-        Encoding("png", images.encode_png, images.decode_file),
+        _large_encoding("pil", images.encode_raw, images.decode_raw),
+        _large_encoding("jpeg", images.encode_jpeg, images.decode_file),
+        _large_encoding("png", images.encode_png, images.decode_file),
     ]
     for name in ("jpeg_array", "jpegarray"):
-        plain.append(Encoding(name, images.encode_jpeg_array, images.decode_jpeg_array))
+        plain.append(_large_encoding(name, images.encode_jpeg_array, images.decode_jpeg_array))
     for item in ("pil", "jpeg", "png"):
         one = next(e for e in plain if e.name == item)
-        encode, decode = images.list_functions(one.encode, one.decode)
-        plain.append(Encoding(f"list[{item}]", encode, decode))
+        assert one.decode_within is not None
+        plain.append(_large_encoding(f"list[{item}]", *images.list_functions(one.encode, one.decode_within)))
     numbers = [_number_encoding(name, name) for name in ARRAY_DTYPES.values()]
     numbers.append(_number_encoding("int", "int64", to_python=True))
     return {encoding.name: encoding for encoding in plain + numbers}

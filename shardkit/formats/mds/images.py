@@ -6,7 +6,8 @@
     list[x]      u32 0, u32 count, u32 size of each, items in encoding x
 
 Images come back loaded, so that damage shows here and not in user code. Only the common file formats are
-opened, whatever the bytes claim to be, and only up to `PIL.Image.MAX_IMAGE_PIXELS` pixels.
+opened, whatever the bytes claim to be, only up to `PIL.Image.MAX_IMAGE_PIXELS` pixels, and all images of a
+sample within its budget (formats.budget).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from shardkit.errors import MissingExtraError, naming_extras
+from shardkit.formats.budget import SampleBudget
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -48,6 +50,9 @@ _PIXEL_BYTES = {
     **dict.fromkeys(("RGB", "YCbCr", "LAB", "HSV"), 3),
     **dict.fromkeys(("RGBA", "RGBa", "RGBX", "CMYK", "I", "F"), 4),
 }
+# And of a pixel of a loaded image: Pillow keeps three bytes as four.
+_LOADED_PIXEL_BYTES = {**dict.fromkeys(("1", "L", "P"), 1), **dict.fromkeys(("I;16", "I;16B"), 2)}
+_BUFFERED_FORMATS = frozenset({"WEBP", "GIF"})
 
 
 def encode_raw(image: object) -> bytes:
@@ -57,8 +62,8 @@ def encode_raw(image: object) -> bytes:
     return _u32(image.width, image.height, len(mode)) + mode + image.tobytes()
 
 
-def decode_raw(data: memoryview) -> Image:
-    """The image of a `pil` value; ValueError if pixels are missing or left over."""
+def decode_raw(data: memoryview, budget: SampleBudget | None = None) -> Image:
+    """The image of a `pil` value; ValueError if pixels are missing, left over, or beyond the budget."""
     width, height, mode_bytes = _read_u32(data, 0, 3)
     pixels = 12 + mode_bytes
     if pixels > len(data):
@@ -74,6 +79,7 @@ def decode_raw(data: memoryview) -> Image:
         raise ValueError(f"{width} x {height} pixels of {mode} do not fill {len(data) - pixels:,} bytes")
     module = _pillow()
     _check_pixels(width, height)
+    (budget or SampleBudget()).take(len(data) + width * height * _LOADED_PIXEL_BYTES.get(mode, 4))
     try:
         return module.frombytes(mode, (width, height), bytes(data[pixels:]))  # type: ignore[no-any-return]
     except Exception as error:  # Pillow documents no list of what it raises
@@ -97,10 +103,17 @@ def encode_png(image: object) -> bytes:
     return _encode_file(_checked(image), "PNG")
 
 
-def decode_file(data: memoryview, *, more_formats: bool = False) -> Image:
-    """The loaded image of an image file; ValueError if it is damaged, too large or of a strange format."""
+def decode_file(data: memoryview, budget: SampleBudget | None = None, *, more_formats: bool = False) -> Image:
+    """The loaded image of an image file; ValueError if it is damaged, too large or of a strange format.
+
+    It is too large if it has too many pixels, or more than are left of the `budget` of its sample.
+    """
     try:
         image = open_file(data, more_formats=more_formats)
+        # WebP and GIF are decoded in a buffer of their own.
+        copies = 2 if image.format in _BUFFERED_FORMATS else 1
+        pixel_bytes = copies * _LOADED_PIXEL_BYTES.get(image.mode, 4)
+        (budget or SampleBudget()).take(image.width * image.height * pixel_bytes)
         image.load()
     except MissingExtraError:
         raise
@@ -130,17 +143,18 @@ def encode_jpeg_array(files: object) -> bytes:
     return _u32(len(files), *(len(file) for file in files)) + b"".join(files)
 
 
-def decode_jpeg_array(data: memoryview) -> list[Image]:
-    """The images of a `jpeg_array` value."""
+def decode_jpeg_array(data: memoryview, budget: SampleBudget | None = None) -> list[Image]:
+    """The images of a `jpeg_array` value, all within the `budget` of its sample."""
+    budget = budget or SampleBudget()
     (count,) = _read_u32(data, 0, 1)
     if count == 0:
         raise ValueError("jpeg_array without images")
-    return [decode_file(item) for item in _split(data, 4, count)]
+    return [decode_file(item, budget) for item in _split(data, 4, count)]
 
 
 def list_functions(
-    encode: Callable[[Any], bytes], decode: Callable[[memoryview], object]
-) -> tuple[Callable[[Any], bytes], Callable[[memoryview], list[object]]]:
+    encode: Callable[[Any], bytes], decode: Callable[[memoryview, SampleBudget | None], object]
+) -> tuple[Callable[[Any], bytes], Callable[[memoryview, SampleBudget | None], list[object]]]:
     """(encode, decode) of `list[x]`, from those of x."""
 
     def encode_list(values: object) -> bytes:
@@ -149,11 +163,12 @@ def list_functions(
         items = [encode(value) for value in values]
         return _u32(0, len(items), *(len(item) for item in items)) + b"".join(items)
 
-    def decode_list(data: memoryview) -> list[object]:
+    def decode_list(data: memoryview, budget: SampleBudget | None = None) -> list[object]:
+        budget = budget or SampleBudget()
         reserved, count = _read_u32(data, 0, 2)
         if reserved:
             raise ValueError(f"list with an unknown version word {reserved}")
-        return [decode(item) for item in _split(data, 8, count)]
+        return [decode(item, budget) for item in _split(data, 8, count)]
 
     return encode_list, decode_list
 

@@ -302,8 +302,6 @@ class _EntryParser:
                 )
         if type(name) is not str or not _PLAIN_NAME.fullmatch(name):
             name = checked_basename(name, self._file)
-            if any(0xD800 <= ord(c) <= 0xDFFF for c in name):
-                self._refuse(f"{key}.basename {_shown(name)} is not valid Unicode")
         if name in self._basenames:
             self._refuse(f"names {name!r}, which the index has already; merge with one sub-folder per part")
         self._basenames.add(name)

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
+from shardkit.formats.budget import SampleBudget
 from shardkit.formats.mds.encodings import Encoding, encoding_of
 from shardkit.formats.mds.index import parse_columns
 from shardkit.formats.stored import load_raw
@@ -33,6 +34,7 @@ from shardkit.manifest import Column, ShardInfo
 __all__ = ["MdsShard", "SampleLayout", "open_shard", "read_header", "shard_from_raw"]
 
 _U32 = np.dtype("<u4")
+_SMALL_BYTES = 1 << 20  # of a value that no budget is asked for
 
 _MAX_CONFIG_BYTES = 1 << 22  # room for thousands of columns
 _MAX_STREAMED_SAMPLES = 1 << 24  # of a shard that is read from front to back: 64 MiB of offsets
@@ -132,11 +134,20 @@ class MdsShard:
         Only `columns` are decoded, if they are given.
         """
         values: dict[str, object] = {}
+        budget: SampleBudget | None = None
         for column, encoding, position, data in self._values(row):
             if columns is not None and column.name not in columns:
                 continue
             try:
-                values[column.name] = encoding.decode(data)
+                if encoding.decode_within is None and len(data) < _SMALL_BYTES:
+                    values[column.name] = encoding.decode(data)
+                    continue
+                budget = budget or SampleBudget(self.info.stored.bytes)
+                if encoding.decode_within is None:
+                    budget.take(len(data))
+                    values[column.name] = encoding.decode(data)
+                else:
+                    values[column.name] = encoding.decode_within(data, budget)
             except ValueError as error:
                 problem = f"column {column.name!r} ({column.encoding}): {error}"
                 raise self._layout.damaged(row, position, problem) from error

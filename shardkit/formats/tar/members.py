@@ -27,6 +27,7 @@ is cut, damaged or about something else is no index (ValueError): the tar is sca
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zlib
 from array import array
@@ -41,6 +42,7 @@ import xxhash
 
 from shardkit.errors import ShardError
 from shardkit.files import load_json
+from shardkit.formats.tar.shard_list import fixed_size
 from shardkit.manifest import Column
 
 __all__ = [
@@ -76,7 +78,9 @@ _MAGIC = b"shardtx1"
 _PREFIX = struct.Struct("<8sI")
 _DIGEST_BYTES = 16
 _MAX_HEAD_BYTES = 1 << 22
+_MAX_COUNT = 1 << 53  # what JSON readers everywhere hold exactly
 _I64, _I32 = np.dtype("<i8"), np.dtype("<i4")
+_Ints, _Kinds = npt.NDArray[np.int64], npt.NDArray[np.int32]
 
 Path = str | PathLike[str]
 
@@ -288,8 +292,8 @@ class TarIndex:
 
     def fits(self, size: int) -> bool:
         """Whether all payloads lie in a file of `size` bytes."""
-        ends = self.offsets + self.sizes
-        return not len(ends) or (int(self.offsets.min()) >= 0 and int(ends.max()) <= size)
+        inside = (self.offsets >= 0) & (self.sizes >= 0) & (self.offsets <= size - self.sizes)
+        return bool(inside.all())
 
     def members_of(self, extension: str) -> npt.NDArray[np.int64] | None:
         """The member of each sample that has `extension`, or None unless every sample has one."""
@@ -398,7 +402,11 @@ def read_index(file: BinaryIO, origin: str) -> tuple[Scanned, TarIndex]:
     samples, members, key_bytes = head["samples"], head["members"], head["key_bytes"]
     counts = [samples + 1, members, members, samples]
     size = 8 * sum(counts) + 4 * members + key_bytes
-    data = file.read(size + _DIGEST_BYTES + 1)
+    start = file.tell()
+    if file.seek(0, os.SEEK_END) - start != size + _DIGEST_BYTES:  # before memory is allocated for it
+        raise ValueError("the members are cut")
+    file.seek(start)
+    data = file.read(size + _DIGEST_BYTES)
     if len(data) != size + _DIGEST_BYTES or xxhash.xxh3_128_digest(data[:size]) != data[size:]:
         raise ValueError("the members are cut or damaged")
     arrays, at = [], 0
@@ -407,8 +415,25 @@ def read_index(file: BinaryIO, origin: str) -> tuple[Scanned, TarIndex]:
         at += 8 * count
     starts, offsets, sizes, ends = arrays
     kinds = np.frombuffer(data, _I32, members, at).astype(np.int32, copy=False)
+    _check_places(head, starts, offsets, sizes, ends, kinds)
     keys = PackedKeys(data[at + 4 * members : size], ends)
     return _scanned(head), TarIndex(keys, starts, offsets, sizes, kinds, tuple(head["extensions"]))
+
+
+def _check_places(
+    head: dict[str, Any], starts: _Ints, offsets: _Ints, sizes: _Ints, ends: _Ints, kinds: _Kinds
+) -> None:
+    """ValueError unless every member is one of a sample, and of the tar: also of a file that was crafted."""
+    in_order = bool((np.diff(starts) >= 0).all() and (np.diff(ends, prepend=0) >= 0).all())
+    is_whole = starts[0] == 0 and starts[-1] == head["members"]
+    are_keys = (int(ends[-1]) if len(ends) else 0) == head["key_bytes"]
+    are_known = not len(kinds) or 0 <= int(kinds.min()) <= int(kinds.max()) < len(head["extensions"])
+    limit = head["raw_bytes"]
+    lie_inside = bool((sizes >= 0).all() and (offsets >= 0).all() and (sizes <= limit).all())
+    if not (in_order and is_whole and are_keys and are_known and lie_inside):
+        raise ValueError("the members are not those of a tar")
+    if bool((offsets > limit - sizes).any() or (offsets % BLOCK).any()):
+        raise ValueError("members outside of the tar")
 
 
 def _read_head(file: BinaryIO, origin: str) -> dict[str, Any]:
@@ -422,8 +447,20 @@ def _read_head(file: BinaryIO, origin: str) -> dict[str, Any]:
     if xxhash.xxh3_128_digest(prefix + text) != file.read(_DIGEST_BYTES):
         raise ValueError("the head is cut or damaged")
     head: dict[str, Any] = load_json(text)
-    if head["origin"] != origin or not 0 <= head["members"] <= MAX_MEMBERS:
+    counts = [head[key] for key in ("samples", "members", "key_bytes", "raw_bytes")]
+    if head["origin"] != origin or not all(
+        type(count) is int and 0 <= count < _MAX_COUNT for count in counts
+    ):
         raise ValueError("the index of another tar")
+    if not counts[0] <= counts[1] <= MAX_MEMBERS:
+        raise ValueError("numbers that no tar has")
+    names = [*head["extensions"], *(name for column in head["columns"] for name in column[:2])]
+    if not all(isinstance(name, str) for name in names) or len(set(head["extensions"])) < len(
+        head["extensions"]
+    ):
+        raise ValueError("extensions that are no names")
+    if any(type(size) is bool or size != fixed_size(encoding) for _, encoding, size in head["columns"]):
+        raise ValueError("columns of another size")
     return head
 
 

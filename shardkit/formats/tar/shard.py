@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
+from shardkit.formats.budget import SampleBudget
 from shardkit.formats.stored import load_raw
 from shardkit.formats.tar.members import BLOCK, TarIndex, group_members, walk_members
 from shardkit.formats.tar.shard_list import describe_tar, tar_files
@@ -68,6 +69,7 @@ class TarShard:
         """
         row, index = self._checked(row), self.index
         sample: dict[str, object] = {"__key__": index.keys[row]}
+        budget = SampleBudget(self.info.stored.bytes)
         for member in range(int(index.starts[row]), int(index.starts[row + 1])):
             extension, offset = index.extensions[index.kinds[member]], int(index.offsets[member])
             if columns is not None and extension not in columns:
@@ -75,7 +77,7 @@ class TarShard:
             payload = self._view[offset : offset + int(index.sizes[member])]
             try:
                 sample[extension] = decode_member(
-                    extension, payload, decode=self._decode, allow_pickle=self._allow_pickle
+                    extension, payload, decode=self._decode, allow_pickle=self._allow_pickle, budget=budget
                 )
             except ValueError as error:
                 problem = f"sample {row} ({index.keys[row][:200]!r}), .{extension}: {error}"

@@ -24,6 +24,8 @@ Errors are ValueErrors; the reader adds file and offset.
 .npy members are read without trust. A header is at most 64 KiB of a Python literal; it is parsed only when it
 is shallow and holds no operators, because deep literals can exhaust the parser's stack. An array's bytes must
 be exactly those that its shape and type ask for, so nothing is allocated on a header's word alone.
+
+Whatever takes more memory than a member's bytes is taken from the sample's budget first (formats.budget).
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import MissingExtraError, naming_extras
+from shardkit.formats.budget import SampleBudget, json_bytes, text_bytes
 from shardkit.formats.compression import gunzip
 from shardkit.formats.mds.images import decode_file, open_file
 
@@ -58,6 +61,7 @@ __all__ = [
     "parse_npy_header",
 ]
 
+MAX_INTEGER_BYTES = 4096  # Python refuses to read 4,300 digits
 MAX_HEADER_BYTES = 1 << 16  # NumPy itself stops at 10,000 characters
 MAX_DIMENSIONS = 32
 MAX_NESTING = 16  # brackets; structured types nest a few levels
@@ -163,12 +167,13 @@ IMAGE_WORDS = frozenset(
     for size in ("", "8")
 ) | {"pil", "pill", "pilrgb", "pilrgba", "torch"}  # fmt: skip
 
-MAX_EXPANDED_BYTES = 1 << 30  # of one .gz or .npz member: a sample larger than this is no sample
+MAX_COMPRESSIONS = 4  # of one member, .txt.gz.gz.gz.gz; once is what people do
 MAX_CBOR_DEPTH = 400
+_WORD_BYTES = 32  # of a pixel: four channels of float32, and the image that they are made from
+_OBJECT_BYTES = 64  # of CPython, that one byte of CBOR or MessagePack can stand for
 
 _METADATA = "__"  # of an extension
 _PICKLE = frozenset({"pyd", "pickle", "pkl", "pth"})
-_WEBDATASET = frozenset({"ten", "tb", "mp", "msg"})
 _IMAGES = frozenset(
     {"jpg", "jpeg", "jpe", "jfif", "png", "apng", "webp", "gif", "bmp", "dib"}
     | {"ppm", "pgm", "pbm", "pnm", "tif", "tiff"}
@@ -184,31 +189,45 @@ def checked_decode(decode: bool | str) -> bool | str:
 
 
 def decode_member(
-    extension: str, payload: memoryview, *, decode: bool | str = "basic", allow_pickle: bool = False
+    extension: str,
+    payload: memoryview,
+    *,
+    decode: bool | str = "basic",
+    allow_pickle: bool = False,
+    budget: SampleBudget | None = None,
 ) -> object:
-    """The value of a member; ValueError if its bytes are not what the extension says."""
-    if decode is False:
-        return bytes(payload)
+    """The value of a member; ValueError if its bytes are not what the extension says.
+
+    `budget` is what its sample may still take; default: that of a sample of its own.
+    """
+    budget = SampleBudget() if budget is None else budget
+    if decode is not False and not extension.startswith(_METADATA):
+        extension, payload = _expanded(extension, payload, budget)
+    if decode is False or not extension:
+        return _decode_bytes(payload, budget)
     if extension.startswith(_METADATA):
-        return _decode_metadata(payload)
-    front, _, kind = extension.rpartition(".")
-    if kind == "gz":
-        inner = memoryview(gunzip(payload, MAX_EXPANDED_BYTES))
-        return (
-            decode_member(front, inner, decode=decode, allow_pickle=allow_pickle) if front else bytes(inner)
-        )
+        return _decode_metadata(payload, budget)
+    kind = extension.rpartition(".")[2]
     if kind in _IMAGES and decode != "basic":
-        return _decode_image(kind, payload, decode)
+        return _decode_image(kind, payload, decode, budget)
     if kind in _PICKLE:
         return _unpickle(kind, payload, allow_pickle=allow_pickle)
-    if kind in _WEBDATASET:
-        return _through_webdataset(kind, payload)
-    if kind not in _DECODERS:
-        return bytes(payload)
     try:
-        return _DECODERS[kind][1](payload)
+        return _DECODERS.get(kind, _ANY)[1](payload, budget)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def _expanded(extension: str, payload: memoryview, budget: SampleBudget) -> tuple[str, memoryview]:
+    """What is left of an extension, and the payload, once all compressions at its end are undone."""
+    for _ in range(MAX_COMPRESSIONS + 1):
+        front, _, kind = extension.rpartition(".")
+        if kind != "gz":
+            return extension, payload
+        payload = memoryview(gunzip(payload, budget.left))
+        budget.take(len(payload))
+        extension = front
+    raise ValueError(f"it is compressed more than {MAX_COMPRESSIONS} times")
 
 
 def encoding_of(extension: str) -> str:
@@ -216,34 +235,57 @@ def encoding_of(extension: str) -> str:
     if extension.startswith(_METADATA):
         return "str"
     kind = extension.removesuffix(".gz").rpartition(".")[2]
-    if kind in _PICKLE | _WEBDATASET:
-        return kind
-    return _DECODERS[kind][0] if kind in _DECODERS else "bytes"
+    return kind if kind in _PICKLE else _DECODERS.get(kind, _ANY)[0]
 
 
-def _decode_text(payload: memoryview) -> str:
+def _decode_bytes(payload: memoryview, budget: SampleBudget) -> bytes:
+    budget.take(len(payload))
+    return bytes(payload)
+
+
+def _decode_text(payload: memoryview, budget: SampleBudget) -> str:
+    budget.take(text_bytes(payload))
     return str(payload, "utf-8")
 
 
-def _decode_metadata(payload: memoryview) -> str | bytes:
+def _decode_metadata(payload: memoryview, budget: SampleBudget) -> str | bytes:
     try:
-        return _decode_text(payload)
+        return _decode_text(payload, budget)
     except UnicodeDecodeError:
         return bytes(payload)
 
 
-def _decode_npz(payload: memoryview) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]]:
+def _decode_json(payload: memoryview, budget: SampleBudget) -> object:
+    budget.take(json_bytes(payload))
+    return json.loads(bytes(payload))
+
+
+def _decode_int(payload: memoryview, budget: SampleBudget) -> int:
+    if len(payload) > MAX_INTEGER_BYTES:
+        raise ValueError(f"a number of {len(payload):,} characters")
+    return int(bytes(payload))
+
+
+def _decode_array(payload: memoryview, budget: SampleBudget) -> npt.NDArray[np.generic]:
+    budget.take(len(payload))
+    return decode_npy(payload)
+
+
+def _decode_npz(
+    payload: memoryview, budget: SampleBudget
+) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]]:
     try:
         with zipfile.ZipFile(io.BytesIO(payload)) as archive:
             entries = archive.infolist()
-            if sum(e.file_size for e in entries) > MAX_EXPANDED_BYTES:
-                raise ValueError(f"it holds more than {MAX_EXPANDED_BYTES:,} bytes")
+            # All arrays, and of each in turn the bytes that it is made from.
+            budget.take(sum(e.file_size for e in entries) + max((e.file_size for e in entries), default=0))
             return {e.filename.removesuffix(".npy"): decode_npy(memoryview(archive.read(e))) for e in entries}
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError) as error:
         raise ValueError(f"not a usable .npz: {error}") from error
 
 
-def _decode_cbor(payload: memoryview) -> object:
+def _decode_cbor(payload: memoryview, budget: SampleBudget) -> object:
+    budget.take(_OBJECT_BYTES * len(payload))
     with naming_extras("decoding .cbor members (decode=False gives their bytes)"):
         import cbor2
     try:
@@ -252,23 +294,37 @@ def _decode_cbor(payload: memoryview) -> object:
         raise ValueError(f"not usable CBOR: {error}") from error
 
 
+def _decode_message(payload: memoryview, budget: SampleBudget) -> object:
+    budget.take(_OBJECT_BYTES * len(payload))
+    return _through_webdataset("mp", payload)
+
+
+def _decode_tensors(payload: memoryview, budget: SampleBudget) -> object:
+    budget.take(2 * len(payload))
+    return _through_webdataset("ten", payload)
+
+
 # Kind -> (name of the values' encoding, decoder).
-_DECODERS: dict[str, tuple[str, Callable[[memoryview], object]]] = {
-    "npy": ("ndarray", decode_npy),
+_DECODERS: dict[str, tuple[str, Callable[[memoryview, SampleBudget], object]]] = {
+    "npy": ("ndarray", _decode_array),
     "npz": ("npz", _decode_npz),
     "cbor": ("cbor", _decode_cbor),
-    **dict.fromkeys(("json", "jsn"), ("json", lambda payload: json.loads(bytes(payload)))),
+    **dict.fromkeys(("json", "jsn"), ("json", _decode_json)),
     **dict.fromkeys(("txt", "text", "transcript"), ("str", _decode_text)),
-    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), ("int", lambda payload: int(bytes(payload)))),
+    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), ("int", _decode_int)),
+    **{kind: (kind, _decode_message) for kind in ("mp", "msg")},
+    **{kind: (kind, _decode_tensors) for kind in ("ten", "tb")},
 }
+_ANY = ("bytes", _decode_bytes)
 
 
-def _decode_image(kind: str, payload: memoryview, decode: bool | str) -> object:
+def _decode_image(kind: str, payload: memoryview, decode: bool | str, budget: SampleBudget) -> object:
     try:
         if decode is True:
-            return decode_file(payload, more_formats=True)
+            return decode_file(payload, budget, more_formats=True)
         # Pillow knows formats that start other programs; webdataset opens whatever Pillow opens.
-        open_file(payload, more_formats=True)
+        image = open_file(payload, more_formats=True)
+        budget.take(_WORD_BYTES * image.width * image.height)
     except ValueError as error:
         raise ValueError(f'{error}; decode="basic" leaves images as bytes') from error
     return _through_webdataset(kind, payload, str(decode))

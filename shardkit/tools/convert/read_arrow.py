@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from shardkit.errors import MissingExtraError, ShardError
+from shardkit.formats.parquet_limits import Footer
 from shardkit.hashing import hash_file
 from shardkit.manifest import FileInfo, checked_basename
 from shardkit.tools.convert.source import BLOCK_BYTES, SOURCE_HASH, TOKEN_COLUMNS, TokenBlock, read_json
@@ -184,27 +185,20 @@ class _Parquet:
     """A Parquet file."""
 
     def __init__(self, path: Path) -> None:
-        import pyarrow.parquet as pq
-
         self._path = path
-        with pq.ParquetFile(path) as file:
-            self.schema: pa.Schema = file.schema_arrow
-            self._metadata = file.metadata
+        with path.open("rb") as file:
+            self._footer = Footer(file)
+        self._metadata = self._footer.metadata
+        self.schema: pa.Schema = self._metadata.schema.to_arrow_schema()
 
     def max_token(self, column: str) -> int | None:
         """The largest token that the statistics of all row groups state, if they do."""
-        from shardkit.formats.provenance import column_limits
-
         found = []
-        schema = self._metadata.schema
-        leaves = [n for n in range(len(schema)) if schema.column(n).path.split(".")[0] == column]
-        for group in range(self._metadata.num_row_groups):
-            row_group = self._metadata.row_group(group)
-            for leaf in leaves:
-                limits = column_limits(row_group, schema, leaf)
-                if limits is None or not isinstance(limits[1], int):
-                    return None
-                found.append(limits[1])
+        for limits in self._footer.limits:
+            greatest = [high for path, (_, high) in limits.items() if path.split(".")[0] == column]
+            if len(greatest) != 1 or not isinstance(greatest[0], int):
+                return None
+            found += greatest
         return max(found, default=None)
 
     def arrays(self, column: str) -> Iterator[Any]:
@@ -225,7 +219,7 @@ def _open(path: Path) -> _Stream | _Parquet:
         file = _Parquet(path) if path.suffix == ".parquet" else _Stream(path)
         _ = file.schema.names  # UTF-8, or nothing later could name a column
         return file
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise ShardError(path, f"cannot be read as {path.suffix or 'Arrow'}: {error}") from error
 
 

@@ -41,9 +41,9 @@ class Explored:
         self.dataset, self.reads_inputs = dataset, reads_inputs
         self.decoder = decoder
         self.tracer = Tracer(dataset, decoder, _EXCERPT)
-        self.dropped = ParquetFolder(dataset, DROPPED_FOLDER, DROPPED_SCHEMA.names)
-        self.duplicates = ParquetFolder(dataset, DUPLICATES_FOLDER, DUPLICATES_SCHEMA.names)
-        self.provenance = ParquetFolder(dataset, PROVENANCE_FOLDER, PROVENANCE_SCHEMA.names)
+        self.dropped = ParquetFolder(dataset, DROPPED_FOLDER, DROPPED_SCHEMA)
+        self.duplicates = ParquetFolder(dataset, DUPLICATES_FOLDER, DUPLICATES_SCHEMA)
+        self.provenance = ParquetFolder(dataset, PROVENANCE_FOLDER, PROVENANCE_SCHEMA)
         self.summary = Background(Summary(self.dropped, self.duplicates).count)
 
     @property

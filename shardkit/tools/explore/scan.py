@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shardkit.errors import ShardkitError
-from shardkit.tools.trace.folder import ParquetFolder, group_limits
+from shardkit.tools.trace.folder import ParquetFolder
 
 __all__ = ["SCAN_SECONDS", "AnyOf", "Equal", "Found", "Line", "Place", "Wanted", "read_line", "scan"]
 
@@ -161,12 +161,12 @@ def _matching(
 ) -> tuple[int, int, int, npt.NDArray[np.int64]]:
     """(file, group, its lines, the numbers of those that are wanted)."""
     footer, _ = folder.footer(file)
-    row_group = footer.row_group(group)
-    if not wanted.may_be_within(group_limits(row_group, footer.schema)):
-        return file, group, row_group.num_rows, np.empty(0, np.int64)
+    rows = footer.row_group(group).num_rows
+    if not wanted.may_be_within(folder.limits(file)[group]):
+        return file, group, rows, np.empty(0, np.int64)
     with folder.open(file) as opened:
         table = opened.read_row_group(group, columns=list(wanted.columns), use_threads=False)
-    return file, group, row_group.num_rows, np.flatnonzero(wanted.match(table))
+    return file, group, rows, np.flatnonzero(wanted.match(table))
 
 
 def _read(

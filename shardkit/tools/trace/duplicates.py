@@ -28,7 +28,7 @@ class Duplicates:
     """The table of removed duplicates of a dataset, which may have none."""
 
     def __init__(self, dataset: Dataset) -> None:
-        self.folder = ParquetFolder(dataset, DUPLICATES_FOLDER, DUPLICATES_SCHEMA.names)
+        self.folder = ParquetFolder(dataset, DUPLICATES_FOLDER, DUPLICATES_SCHEMA)
 
     def follow(self, selection: Selection) -> Followed:
         """Which removed documents a selection wants, and which documents stay for them in the end."""

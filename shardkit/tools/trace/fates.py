@@ -42,7 +42,7 @@ def find_fates(tracer: Tracer, selection: Selection, *, limit: int = 20) -> dict
     `limit` 0: all. Facts are numbers, text and null. ShardkitError if no table has any of them.
     """
     dataset = tracer.dataset
-    dropped = ParquetFolder(dataset, DROPPED_FOLDER, DROPPED_SCHEMA.names)
+    dropped = ParquetFolder(dataset, DROPPED_FOLDER, DROPPED_SCHEMA)
     duplicates = Duplicates(dataset)
     fates = {
         "kept": _kept(tracer, selection, limit),
@@ -139,7 +139,8 @@ def _add_survivors(tracer: Tracer, duplicates: Duplicates, shown: list[dict[str,
 
 def _add_values(dataset: Dataset, shown: list[dict[str, Any]]) -> None:
     """Add the value of every rule, if the dataset has annotations."""
-    folder = ParquetFolder(dataset, _ANNOTATIONS_FOLDER, _OF_DOCUMENT[:4])
+    of_document = pa.schema([DROPPED_SCHEMA.field(name) for name in _OF_DOCUMENT[:4]])
+    folder = ParquetFolder(dataset, _ANNOTATIONS_FOLDER, of_document)
     ids = [bytes.fromhex(facts["document_id"]) for facts in shown if "document_id" in facts]
     values: dict[str, dict[str, Any]] = {}
     if folder.names and ids:
@@ -159,7 +160,7 @@ def find_dropped(
     Without a rule, only what each dropped. ShardkitError for a rule that dropped nothing.
     """
     dataset = tracer.dataset
-    folder = ParquetFolder(dataset, DROPPED_FOLDER, DROPPED_SCHEMA.names)
+    folder = ParquetFolder(dataset, DROPPED_FOLDER, DROPPED_SCHEMA)
     dropped = {} if dataset.card is None else dataset.card.funnel.dropped
     rules = {name: count.documents for name, count in dropped.items() if "/" in name and count.documents}
     if rule is None:

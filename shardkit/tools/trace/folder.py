@@ -7,25 +7,26 @@ held at a time, whatever the size of the tables.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
-from typing import Any, TypeVar
+from typing import BinaryIO, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardError
-from shardkit.formats.provenance import column_limits, is_provenance_name
+from shardkit.formats.parquet_limits import Footer, Limits
+from shardkit.formats.provenance import is_provenance_name
 from shardkit.storage.object_file import open_object
 from shardkit.tools.trace.search import Selection
 
-__all__ = ["ParquetFolder", "group_limits"]
+__all__ = ["ParquetFolder"]
 
 _THREADS = 4  # reading takes one core or waits for a store; a scan of four files holds about 100 MB
 
-_UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
+_UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError)
 
 _Item = TypeVar("_Item")
 
@@ -35,7 +36,8 @@ _Result = TypeVar("_Result")
 class ParquetFolder:
     """The tables in `folder`, sorted by name; there may be none. Threads may share it."""
 
-    def __init__(self, dataset: Dataset, folder: str, columns: Sequence[str]) -> None:
+    def __init__(self, dataset: Dataset, folder: str, columns: pa.Schema) -> None:
+        """`columns` are those that each table has to have; it may have more."""
         self.where = f"{dataset.location}/{folder}"
         self._dataset, self._columns = dataset, columns
         self._objects = {
@@ -44,7 +46,7 @@ class ParquetFolder:
         if self._objects and dataset.card is not None:
             dataset.card.check_fingerprint(dataset.fingerprint)
         self.names = sorted(self._objects)
-        self._footers: dict[int, tuple[pq.FileMetaData, pa.Schema]] = {}
+        self._footers: dict[int, tuple[Footer, pa.Schema]] = {}
         self._lock = Lock()
 
     def lines(self) -> int:
@@ -53,15 +55,27 @@ class ParquetFolder:
 
     def footer(self, number: int) -> tuple[pq.FileMetaData, pa.Schema]:
         """What the footer of a file says, and its columns; ShardError if one is missing."""
+        footer, schema = self._footer(number)
+        return footer.metadata, schema
+
+    def limits(self, number: int) -> Sequence[Limits]:
+        """For each row group of a file (least, greatest) of the columns that state them."""
+        return self._footer(number)[0].limits
+
+    def _footer(self, number: int) -> tuple[Footer, pa.Schema]:
         with self._lock:
             found = self._footers.get(number)
         if found is None:
-            with self._open(number, None) as file:
-                found = file.metadata, file.schema_arrow
-            if missing := [column for column in self._columns if column not in found[1].names]:
-                raise ShardError(
-                    f"{self._dataset.location}/{self.names[number]}", f"has no column {missing[0]!r}"
-                )
+            try:
+                with self._stored(number) as file:
+                    footer = Footer(file)
+                found = footer, footer.metadata.schema.to_arrow_schema()
+            except (*_UNREADABLE, ValueError) as error:
+                where = f"{self._dataset.location}/{self.names[number]}"
+                raise ShardError(where, f"cannot be read: {error}") from error
+            for column in self._columns:
+                if (problem := _problem(found[1], column)) is not None:
+                    raise ShardError(f"{self._dataset.location}/{self.names[number]}", problem)
             with self._lock:
                 self._footers[number] = found
         return found
@@ -92,7 +106,7 @@ class ParquetFolder:
             number, group = job
             footer, _ = self.footer(number)
             row_group = footer.row_group(group)
-            if not selection.may_be_within(group_limits(row_group, footer.schema)):
+            if not selection.may_be_within(self.limits(number)[group]):
                 return row_group.num_rows, None
             with self.open(number) as file:
                 wanted = file.read_row_group(group, columns=selection.columns, use_threads=False)
@@ -124,12 +138,18 @@ class ParquetFolder:
                 for future in waiting:
                     future.cancel()
 
-    def _open(self, number: int, footer: pq.FileMetaData | None) -> pq.ParquetFile:
+    def _stored(self, number: int) -> BinaryIO:
+        name = self.names[number]
+        if self._dataset.shards is None:
+            return (self._dataset.path / name).open("rb")
+        return open_object(self._dataset.store, self._objects[name])
+
+    def _open(self, number: int, footer: pq.FileMetaData) -> pq.ParquetFile:
         name = self.names[number]
         try:
             if self._dataset.shards is None:
                 return pq.ParquetFile(self._dataset.path / name, metadata=footer, memory_map=True)
-            return pq.ParquetFile(open_object(self._dataset.store, self._objects[name]), metadata=footer)
+            return pq.ParquetFile(self._stored(number), metadata=footer)
         except _UNREADABLE as error:
             raise ShardError(f"{self._dataset.location}/{name}", f"cannot be read: {error}") from error
 
@@ -140,11 +160,12 @@ class ParquetFolder:
             raise ShardError(self.where, f"cannot be read: {error}; run shardkit verify") from error
 
 
-def group_limits(group: pq.RowGroupMetaData, schema: pq.ParquetSchema) -> Mapping[str, tuple[Any, Any]]:
-    """(least, greatest) value of the columns of a row group that state them."""
-    found = {}
-    for index in range(group.num_columns):
-        limits = column_limits(group, schema, index)
-        if limits is not None:
-            found[schema.column(index).path] = limits
-    return found
+def _problem(schema: pa.Schema, column: pa.Field) -> str | None:
+    """Why a table has not the column that it should have; None if it has."""
+    if schema.names.count(column.name) != 1:
+        return f"has {schema.names.count(column.name) or 'no'} columns {column.name!r}, not one"
+    found = schema.field(column.name)
+    kind = found.type.value_type if pa.types.is_dictionary(found.type) else found.type
+    if kind != column.type or (found.nullable and not column.nullable):
+        return f"column {column.name!r} is {found.type}{' with nulls' * found.nullable}, not {column.type}"
+    return None

@@ -29,7 +29,7 @@ from shardkit.formats.provenance import (
     PROVENANCE_SCHEMA,
     HashRange,
 )
-from shardkit.tools.trace.folder import ParquetFolder, group_limits
+from shardkit.tools.trace.folder import ParquetFolder
 from shardkit.tools.trace.search import Selection
 
 __all__ = ["COLUMNS", "NoProvenanceError", "Piece", "ProvenanceTable", "pieces_of"]
@@ -89,7 +89,7 @@ class ProvenanceTable:
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
         self._starts = dataset.manifest.shard_starts
-        self._folder = ParquetFolder(dataset, PROVENANCE_FOLDER, COLUMNS)
+        self._folder = ParquetFolder(dataset, PROVENANCE_FOLDER, PROVENANCE_SCHEMA)
         if not self._folder.names:
             raise NoProvenanceError(
                 f"{dataset.location}: has no provenance tables, so documents are not known: only datasets "
@@ -174,7 +174,7 @@ class ProvenanceTable:
         name = self._folder.names[number]
         footer, schema = self._folder.footer(number)
         groups = [group for group in range(footer.num_row_groups) if footer.row_group(group).num_rows]
-        limits = [group_limits(footer.row_group(group), footer.schema) for group in groups]
+        limits = [self._folder.limits(number)[group] for group in groups]
         last = len(self._starts) - 2
         firsts, lasts = [], []
         for each in limits:
@@ -199,9 +199,8 @@ class ProvenanceTable:
     def _selected(self, number: int, group: int, selection: Selection) -> tuple[int, pa.Table]:
         """(lines of a row group, those that are wanted)."""
         part = self._part(number)
-        row_group = part.footer.row_group(group)
-        rows = row_group.num_rows
-        if not selection.may_be_within(group_limits(row_group, part.footer.schema)):
+        rows = part.footer.row_group(group).num_rows
+        if not selection.may_be_within(self._folder.limits(number)[group]):
             return rows, _SCHEMA.empty_table()
         with self._folder.open(number) as file:
             columns = selection.columns

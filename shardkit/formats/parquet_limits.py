@@ -1,0 +1,182 @@
+"""The least and greatest values in the row groups of a Parquet file, which may be damaged or hostile.
+
+pyarrow reads them from `FileMetaData.row_group(n).column(m)`. That call does not catch what Parquet's C++
+code throws if column metadata contradict themselves (26.0: sizes of levels, numbers of columns, types), which
+ends the process. Nothing else that shardkit calls does: 130,000 damaged files read to the end did not. So the
+footer is parsed here, and nothing else asks for a column's metadata. (`write_metadata_file` ends it, too.)
+
+A footer is a struct of Thrift's compact protocol; parquet.thrift numbers the fields:
+
+    FileMetaData    2 schema: [SchemaElement]   4 row_groups: [RowGroup]
+    SchemaElement   1 type   4 name   5 num_children   6 converted_type   10 logicalType
+    RowGroup        1 columns: [ColumnChunk]
+    ColumnChunk     3 meta_data: 1 type   3 path_in_schema   12 statistics
+    Statistics      5 max_value   6 min_value   7 is_max_value_exact   8 is_min_value_exact
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, BinaryIO
+
+__all__ = ["Footer", "Limits"]
+
+Limits = Mapping[str, tuple[Any, Any]]
+"""(least, greatest) of columns by their dotted path: whole numbers, texts, bytes."""
+
+_MAGIC = b"PAR1"
+_TAIL_BYTES = 1 << 16  # one read has most footers
+_MAX_FOOTER_BYTES = 1 << 25  # parsed, a byte may take 100; of our tables a footer has some kilobytes
+_MAX_DEPTH = 16  # structs of a footer nest eight deep
+_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
+_INTEGERS = (4, 5, 6)  # of 16, 32 and 64 bits, all alike
+_INT32, _INT64, _BYTE_ARRAY, _FIXED = 1, 2, 6, 7  # physical types
+_UTF8, _UNSIGNED, _SIGNED = 0, range(11, 15), range(15, 19)  # converted types
+_STRING, _INTEGER = 1, 10  # logical types
+
+
+class Footer:
+    """The footer of a Parquet file: pyarrow's `metadata`, and the `limits` that each row group states."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        """Read that of an open file; ValueError, OSError or pyarrow's errors if there is none."""
+        import pyarrow.parquet as pq
+
+        data = _footer_bytes(file)
+        self.metadata = pq.read_metadata(io.BytesIO(_MAGIC + data + len(data).to_bytes(4, "little") + _MAGIC))
+        self._data = data
+
+    @cached_property
+    def limits(self) -> tuple[Limits, ...]:
+        """Of columns whose values are whole numbers, texts or bytes; a mapping for each row group."""
+        nothing: tuple[Limits, ...] = ({},) * self.metadata.num_row_groups
+        if len(self._data) > _MAX_FOOTER_BYTES:
+            return nothing
+        try:
+            footer = _Compact(memoryview(self._data)).struct()
+            leaves = [element for element in footer[2] if element.get(5) is None]
+            groups = tuple(_limits(group[1], leaves) for group in footer[4])
+        except (IndexError, KeyError, TypeError, AttributeError, ValueError, struct.error):
+            return nothing  # pyarrow has read it; then so be it
+        return groups if len(groups) == len(nothing) else nothing
+
+
+def _footer_bytes(file: BinaryIO) -> bytes:
+    size = file.seek(0, os.SEEK_END)
+    start = max(size - _TAIL_BYTES, 0)
+    file.seek(start)
+    tail = file.read(size - start)
+    length = int.from_bytes(tail[-8:-4], "little")
+    if tail[-4:] != _MAGIC or length > size - 12:
+        raise ValueError("it does not end like a Parquet file")
+    if length + 8 > len(tail):
+        file.seek(size - 8 - length)
+        tail = file.read(length) + tail[-8:]
+    return tail[-8 - length : -8]
+
+
+def _limits(chunks: list[Any], leaves: list[Any]) -> Limits:
+    if len(chunks) != len(leaves):
+        return {}
+    found: dict[str, tuple[Any, Any]] = {}
+    for chunk, leaf in zip(chunks, leaves, strict=True):
+        facts = chunk.get(3, {})
+        stated = facts.get(12, {})
+        if facts.get(1) != leaf.get(1) or stated.get(5) is None or stated.get(6) is None:
+            continue
+        if stated.get(7) is False or stated.get(8) is False:
+            continue  # cut to a prefix
+        low, high = _value(stated[6], leaf), _value(stated[5], leaf)
+        if low is not None and high is not None:
+            found[".".join(part.decode() for part in facts[3])] = (low, high)
+    return found
+
+
+def _value(data: bytes, leaf: Mapping[int, Any]) -> Any:
+    """The value that a statistic's bytes mean; None if they mean none, or dates and the like."""
+    physical, converted, logical = leaf.get(1), leaf.get(6), leaf.get(10, {})
+    if physical in (_INT32, _INT64):
+        is_plain = (converted is None and not logical) or _INTEGER in logical
+        if not (is_plain or converted in _UNSIGNED or converted in _SIGNED):
+            return None
+        is_unsigned = converted in _UNSIGNED or logical.get(_INTEGER, {}).get(2) is False
+        if len(data) != (4 if physical == _INT32 else 8):
+            return None
+        return int.from_bytes(data, "little", signed=not is_unsigned)
+    if physical == _BYTE_ARRAY and (converted == _UTF8 or _STRING in logical):
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return None
+    return data if physical in (_BYTE_ARRAY, _FIXED) and converted is None and not logical else None
+
+
+class _Compact:
+    """A value of Thrift's compact protocol as plain data: structs are {field: value}, strings bytes."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def struct(self, depth: int = 0) -> dict[int, Any]:
+        """The struct that begins here; ValueError or IndexError if it is none."""
+        if depth > _MAX_DEPTH:
+            raise ValueError("structs nest too deeply")
+        fields: dict[int, Any] = {}
+        number = 0
+        while (head := self._byte()) != 0:
+            step, kind = head >> 4, head & 15
+            number = number + step if step else self._integer()
+            fields[number] = kind == _TRUE if kind in (_TRUE, _FALSE) else self._value(kind, depth)
+        return fields
+
+    def _value(self, kind: int, depth: int) -> Any:
+        if kind in _INTEGERS:
+            return self._integer()
+        if kind in (_TRUE, _FALSE):  # in a list, where each has a byte
+            return self._byte() == _TRUE
+        if kind == _BYTE:
+            return self._byte()
+        if kind == _DOUBLE:
+            return struct.unpack("<d", self._bytes(8))[0]
+        if kind == _BINARY:
+            return self._bytes(self._varint())
+        if kind in (_LIST, _SET):
+            head = self._byte()
+            count = self._varint() if head >> 4 == 15 else head >> 4
+            if count > len(self._data) - self._at:
+                raise ValueError("a list that is longer than the footer")
+            return [
+                self.struct(depth + 1) if head & 15 == _STRUCT else self._value(head & 15, depth + 1)
+                for _ in range(count)
+            ]
+        if kind == _STRUCT:
+            return self.struct(depth + 1)
+        raise ValueError(f"a value of kind {kind}")
+
+    def _byte(self) -> int:
+        self._at += 1
+        return self._data[self._at - 1]
+
+    def _bytes(self, count: int) -> bytes:
+        data = bytes(self._data[self._at : self._at + count])
+        if len(data) < count:
+            raise ValueError("the footer ends early")
+        self._at += count
+        return data
+
+    def _varint(self) -> int:
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = self._byte()
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise ValueError("a number of more than 64 bits")
+
+    def _integer(self) -> int:
+        value = self._varint()
+        return value >> 1 ^ -(value & 1)
