@@ -31,6 +31,7 @@ def main() -> int:
             steps += outcome.steps
             if arguments.verbose:
                 print(outcome)
+                print("\n".join(event for event in watched[0].events if "error " in event or "fault" in event))
         except Exception as error:
             failures.append(seed)
             print(f"seed {seed}, commit {_commit()}: {type(error).__name__}: {error}")

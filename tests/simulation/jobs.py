@@ -47,7 +47,7 @@ MOST_RANKS = MOST_ROWS = 4
 MOST_BATCH = MOST_RANKS * MOST_ROWS
 MOST_REQUESTS = 4 * StorageOptions().connections
 """Of a process: those that hold its connections, and three for each that have been abandoned."""
-STOP_SECONDS = 40.0
+STOP_SECONDS = 150.0
 """After `close`: idle threads have ended by then, and reads in flight been abandoned."""
 
 
@@ -135,6 +135,9 @@ class World:
             single_rows=self.chance.choice((0, 4, 32)),
         )
         self.is_calm = False
+        self.has_failed_disk = False
+        self.is_slow = False
+        """Whether something may take as long as a loader waits."""
         self.kills = 0
         self.errors: dict[str, int] = {}
 
@@ -165,6 +168,21 @@ class World:
                 self.scheduler.resume(process)
         self.is_calm = True
 
+    def note_error(self, error: ShardkitError) -> None:
+        """A rank's loop got `error`, for which there must be a cause."""
+        name = type(error).__name__
+        self.scheduler.note(f"error {name}: {error}")
+        self.errors[name] = self.errors.get(name, 0) + 1
+        has_cause = {
+            "DamagedObjectError": self.bucket.corrupted > 0,
+            "ShardError": self.bucket.corrupted > 0,
+            "CacheFolderError": self.has_failed_disk,
+            "FetchTimeoutError": self.is_slow,
+            "LoaderTimeoutError": self.is_slow,
+        }
+        if not has_cause.get(name, False):
+            raise BrokenPromiseError(f"without a cause: {name}: {error}") from error
+
     def _ranks(self) -> list[Process]:
         return [rank for job in self.jobs for rank in job.ranks if rank.is_alive and not rank.ended.is_set()]
 
@@ -180,14 +198,19 @@ class World:
             process = chance.choice(ranks)
             if not process.is_suspended:
                 self.scheduler.suspend(process)
+                self.is_slow = True
                 seconds = chance.choice((0.1, 5.0, 30.0, 200.0)) * chance.random()
                 self.scheduler.spawn(partial(self._resume, process, seconds), "resume")
         elif kind == "store":
-            self.bucket.faults = Faults.drawn(chance)
+            self.bucket.faults = faults = Faults.drawn(chance)
+            self.is_slow |= faults.refuse_share + faults.slow_share + faults.break_share > 0
+            self.is_slow |= faults.bytes_per_second < 1e5
         elif kind == "disk":
             disk.foreign = chance.choice((0, 0, disk.total // 2, disk.total))
             disk.error_share = chance.choice((0.0, 0.0, 0.05))
             disk.sync_seconds = chance.choice((0.0, 0.5, 20.0))
+            self.has_failed_disk |= disk.error_share > 0
+            self.is_slow |= disk.sync_seconds > 1
         elif kind == "clock":
             self.machine.clock_shift += chance.choice((-3600.0, -10.0, 10.0, 3600.0))
         elif kind == "damage":
@@ -298,9 +321,8 @@ class Incarnation:
                 self._train(rank, loader)
                 served = self._served()
             self._check_stopped(rank, loader, served)
-        except (ShardkitError, OSError) as error:
-            self.world.scheduler.note(f"error {type(error).__name__}")
-            self.world.errors[type(error).__name__] = self.world.errors.get(type(error).__name__, 0) + 1
+        except ShardkitError as error:
+            self.world.note_error(error)
             self.errors.append(error)
 
     def _loader(self, rank: int) -> StreamingLoader:

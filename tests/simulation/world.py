@@ -95,6 +95,8 @@ class Bucket:
         self.faults = Faults()
         self.objects: dict[str, tuple[ObjectInfo, bytes]] = {}
         self.served: dict[Process, Served] = {}
+        self.corrupted = 0
+        """Bodies."""
 
     def put_folder(self, name: str, folder: Path) -> None:
         for file in sorted(folder.rglob("*")):
@@ -202,7 +204,9 @@ class SimulatedBody(Closing):
         self._break_at: int | None = None
         if data and chance.random() < faults.break_share:
             self._break_at, self._kind = chance.randrange(len(data)), chance.randrange(3)
-        if data and chance.random() < faults.corrupt_share:
+        # Shards only: nothing proves an index, whose other bytes may be another order.
+        if data and ".mds" in info.key and chance.random() < faults.corrupt_share:
+            bucket.corrupted += 1
             place = chance.randrange(len(data))
             data = data[:place] + bytes([data[place] ^ chance.randrange(1, 256)]) + data[place + 1 :]
             bucket.scheduler.note(f"corrupt {info.key} at {place}")
