@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 
 from simulation.jobs import simulate
+from simulation.planted import PLANTED, planted
 from simulation.scheduler import Scheduler
 
 
@@ -20,6 +22,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1, help="how many seeds, one after another")
     parser.add_argument("--seconds", type=float, help="run seeds until this time is over, instead of --runs")
     parser.add_argument("--keep-going", action="store_true", help="continue after a failure")
+    parser.add_argument("--plant", choices=PLANTED, help="with this fault in the package: shows that it is found")
     parser.add_argument("--verbose", action="store_true", help="print the last events of a failure")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -27,13 +30,15 @@ def main() -> int:
     while True:
         watched: list[Scheduler] = []
         try:
-            outcome = simulate(seed, watch=watched.append)
+            with planted(arguments.plant) if arguments.plant else nullcontext():
+                outcome = simulate(seed, watch=watched.append)
             steps += outcome.steps
             if arguments.verbose:
                 print(outcome)
                 print("\n".join(event for event in watched[0].events if "error " in event or "fault" in event))
         except Exception as error:
             failures.append(seed)
+            steps += watched[0].steps
             print(f"seed {seed}, commit {_commit()}: {type(error).__name__}: {error}")
             if arguments.verbose:
                 traceback.print_exc(file=sys.stdout)

@@ -9,8 +9,10 @@ folder: each is a step, and may meet a fault of the simulated disk. Times of fil
 from __future__ import annotations
 
 import concurrent.futures
+import concurrent.futures._base as futures_base
 import errno
 import fcntl
+import importlib
 import os
 import random
 import secrets
@@ -20,7 +22,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -361,6 +363,13 @@ class Future(concurrent.futures.Future[Any]):
         return self._number
 
 
+class _AcquireFutures(futures_base._AcquireFutures):  # type: ignore[misc,name-defined]
+    """Takes the locks of futures in the order of their numbers, not of their addresses."""
+
+    def __init__(self, futures: Iterable[Any]) -> None:
+        self.futures = sorted(futures, key=hash)
+
+
 class Executor(concurrent.futures.Executor):
     """`ThreadPoolExecutor`, with a thread for each task at first and no more than `max_workers` at a time."""
 
@@ -451,12 +460,15 @@ _FUNCTIONS: dict[object, object] = {
     concurrent.futures.Future: Future,
     concurrent.futures.ThreadPoolExecutor: _either(concurrent.futures.ThreadPoolExecutor, Executor),
 }
+_IMPORTED_LATE = ("shardkit.cache.memory", "shardkit.cache.tar_scan", "shardkit.formats.tar.find")
 _OTHERS = ("concurrent.futures._base", "pathlib", "pathlib._local")
 
 
 @contextmanager
 def installed() -> Iterator[None]:
     """In the block, simulations see their machine in place of this one."""
+    for module in _IMPORTED_LATE:
+        importlib.import_module(module)
     undo: list[Callable[[], None]] = []
     real = {id(sys.modules[name]): new for name, new in _MODULES.items()}
     for name, module in list(sys.modules.items()):
@@ -471,6 +483,7 @@ def installed() -> Iterator[None]:
                 undo.append(_set(module, key, new))
             if is_ours and getattr(value, "__module__", None) == name:
                 undo += _replace_defaults(value)
+    undo.append(_set(futures_base, "_AcquireFutures", _AcquireFutures))
     undo.append(_set(download, "_threads", virtual.local()))
     undo.append(_set(threads, "_threads", PerProcess(threads._threads, threads.Threads)))
     undo.append(_set(limits, "_shared", PerProcess(limits._shared, limits._SharedGates)))
