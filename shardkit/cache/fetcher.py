@@ -45,6 +45,7 @@ from shardkit.cache.download import (
     Part,
     unpack,
 )
+from shardkit.cache.subfolder import CacheFolderError
 from shardkit.errors import ShardkitError
 from shardkit.storage.threads import Workers, remake_after_fork
 from shardkit.units import format_bytes
@@ -354,7 +355,7 @@ class Fetcher:
     def _plan(self, plan: FetchPlan, run: object) -> None:
         try:
             plan.plan([*self._active])
-        except OSError:
+        except (OSError, CacheFolderError):
             pass  # the cache folder cannot be listed: whoever needs a shard gets the error
         finally:
             with self._changed:

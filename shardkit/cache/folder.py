@@ -329,7 +329,13 @@ class CacheFolder:
                     raise _UnusableError("disk_full")
                 return None
             slot = FolderSlot(self, name, self._root / "filling", needed)
+            # Before the file takes any room: a process killed between the two leaves too much in the ledger.
             self._ledger.record({slot.file.name: needed})
+            try:
+                slot.allocate()
+            except OSError:
+                self._ledger.record({}, [slot.file.name])
+                raise
             return slot
 
     def _make_room(self, needed: int, victims: Callable[[Contents], Iterable[str]]) -> bool:
@@ -463,8 +469,11 @@ class FolderSlot:
         self._cache, self._name, self._size = cache, name, size
         self._entry: Bytes | None = None
         self.file, self._descriptor = _create_locked(folder, name)
+
+    def allocate(self) -> None:
+        """Give the file its size; OSError if the disk is full, which would be a SIGBUS later. It is gone then."""
         try:
-            allocate(self._descriptor, size)  # a full disk is an error here, not a SIGBUS later
+            allocate(self._descriptor, self._size)
         except BaseException:
             self.file.unlink(missing_ok=True)
             os.close(self._descriptor)
@@ -477,9 +486,12 @@ class FolderSlot:
         return self._entry[:-SEAL_BYTES]
 
     def write(self, at: int, piece: memoryview) -> None:
-        written = os.pwrite(self._descriptor, piece, at)
-        if written != len(piece):  # only where a disk is full, which it cannot be: the room is there
-            raise OSError(errno.EIO, f"{written:,} of {len(piece):,} bytes were written")
+        try:
+            written = os.pwrite(self._descriptor, piece, at)
+            if written != len(piece):  # only where a disk is full, which it cannot be: the room is there
+                raise OSError(errno.EIO, f"{written:,} of {len(piece):,} bytes were written")
+        except OSError as error:
+            raise self._failed(error) from error
 
     def commit(self, *, durable: bool = True) -> None:
         try:
@@ -489,9 +501,12 @@ class FolderSlot:
             self._cache.enter(self._name, self.file, self._descriptor)
         except OSError as error:
             self._end(keep=False)
-            problem = f"cannot be written: {error.strerror or error}; the disk may be failing"
-            raise CacheFolderError(f"{self.file}: {problem}") from error
+            raise self._failed(error) from error
         self._end(keep=True)
+
+    def _failed(self, error: OSError) -> CacheFolderError:
+        problem = f"cannot be written: {error.strerror or error}; the disk may be failing"
+        return CacheFolderError(f"{self.file}: {problem}")
 
     def discard(self, *, damaged: bool = False) -> None:
         if damaged and self._descriptor >= 0:

@@ -24,6 +24,7 @@ from os import PathLike
 from pathlib import Path
 
 from shardkit.cache.subfolder import NO_ROOM, SUBFOLDER, CacheFolderError, explain_errors, make_subfolders
+from shardkit.errors import ShardError
 from shardkit.files import publish_bytes
 from shardkit.formats.mds.index import TABLE_NAME, parse_index, read_table, table_bytes
 from shardkit.locks import FileLock
@@ -31,6 +32,7 @@ from shardkit.manifest import Manifest
 
 __all__ = ["TRUST_SECONDS", "NodeIndexes"]
 
+_STATE_NAME = "checked"
 TRUST_SECONDS = 60.0  # processes of a job start within this time of each other
 
 
@@ -90,7 +92,12 @@ class NodeIndexes:
             if (table := read_table(file, is_proved=True)) is not None:
                 return Manifest("mds", table)
             text = file.read_bytes()
-            manifest = parse_index(where, text)
+            try:
+                manifest = parse_index(where, text)
+            except ShardError:
+                # It may have been damaged on its way: the next process asks the store again.
+                (file.parent / _STATE_NAME).unlink(missing_ok=True)
+                raise
             if (made := table_bytes(manifest.shards, text)) is not None:
                 try:
                     publish_bytes(file.with_name(TABLE_NAME), made)
@@ -111,7 +118,7 @@ class NodeIndexes:
     def _trusted(self, folder: Path, names: Sequence[str]) -> Mapping[str, Path | None] | None:
         """What a leader has fetched lately; None if that is not all of `names`."""
         try:
-            checked = json.loads((folder / "checked").read_bytes())
+            checked = json.loads((folder / _STATE_NAME).read_bytes())
             age = self._clock() - checked["seconds"]
             if not 0 <= age < self._trust_seconds or not {*names} <= {*checked["there"], *checked["missing"]}:
                 return None
@@ -127,5 +134,5 @@ class NodeIndexes:
                 publish_bytes(folder / name, text)
         missing = [name for name in found if name not in there]
         state = {"seconds": self._clock(), "there": there, "missing": missing}
-        publish_bytes(folder / "checked", json.dumps(state).encode())
+        publish_bytes(folder / _STATE_NAME, json.dumps(state).encode())
         return {name: folder / name if name in there else None for name in found}

@@ -159,7 +159,7 @@ class Ledger:
         differing = listed.keys() ^ self.sizes.keys()
         added: dict[str, int] = {}
         removed: list[str] = []
-        for name in differing:
+        for name in sorted(differing):
             size = self._size_of(name)
             if size is None and name in self.sizes:
                 removed.append(name)

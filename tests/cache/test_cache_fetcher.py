@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shardkit.cache.contract import Cache
+from shardkit.cache.contract import Cache, Contents
 from shardkit.cache.download import DamagedObjectError, Download, Part
 from shardkit.cache.fetcher import Fetcher, FetchLimits, FetchTimeoutError, Job
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.reader import FetchPlan
 from shardkit.cache.shards import CachedShards
+from shardkit.cache.subfolder import CacheFolderError
 from shardkit.datasets.locate import find_remote
 from shardkit.formats.compression import decompress
 from shardkit.formats.mds import read_index
@@ -270,6 +271,24 @@ def test_a_planned_fetch_that_fails_disturbs_nobody_but_who_needs_it(
     with pytest.raises(StoreError, match=r"00002.*AccessDenied"):
         shards.load(2)
     assert all(thread.is_alive() for thread in fetch_threads())
+
+
+def test_a_cache_folder_that_cannot_be_listed_ends_no_thread(
+    folders: dict[str, Path], opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[int] = []
+
+    def fail() -> Contents:
+        failed.append(1)
+        raise CacheFolderError("the cache folder cannot be used: Input/output error")
+
+    cache = CacheFolder(tmp_path, 1 << 20)
+    shards = opened(doors(folders["mds"]), cache)
+    monkeypatch.setattr(cache, "contents", fail)
+    _plan = FetchPlan([shards], in_order(shards), 0, None)
+    wait_until(lambda: len(failed) > 0)
+    assert shards.load(2).tobytes() == raw_of(folders["mds"], 2)
+    assert all(thread.is_alive() for thread in shards.fetcher._threads)
 
 
 def test_closing_wakes_all_who_wait_at_once_and_the_shards_can_be_used_again(

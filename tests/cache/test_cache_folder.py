@@ -577,6 +577,23 @@ def test_a_disk_that_fails_at_the_end_is_an_error_and_leaves_nothing_behind(
     fill(cache, "a")
 
 
+def test_a_disk_that_fails_while_an_entry_is_filled_is_an_error_that_names_the_file(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*call: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    slot = room(CacheFolder(tmp_path, COST), "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail)
+        with pytest.raises(
+            CacheFolderError, match=r"filling/a~.*Input/output error; the disk may be failing"
+        ):
+            slot.write(0, memoryview(b"data"))
+    slot.discard()
+    assert names(root / "filling") == []
+
+
 def test_the_entry_used_last_stays_though_no_entry_came_or_went_since(tmp_path: Path, root: Path) -> None:
     cache = CacheFolder(tmp_path, 2 * COST)
     fill(cache, "a")

@@ -15,6 +15,7 @@ from shardkit.cache.contract import CacheOptions
 from shardkit.cache.indexes import NodeIndexes
 from shardkit.cache.shards import SharedCache
 from shardkit.datasets.locate import find_remote
+from shardkit.errors import ShardError
 from shardkit.formats.mds.index import TABLE_SHARDS
 from shardkit.formats.mds.index import index_bytes as mds_index_bytes
 from shardkit.manifest import Column, FileInfo, ShardInfo
@@ -92,6 +93,17 @@ def test_the_leaders_error_is_its_own_and_the_next_one_leads(tmp_path: Path) -> 
         assert found.read_bytes() == b"text"
     assert node.objects("s3://c", ["index.json"], lambda: {"index.json": None}) == {"index.json": None}
     assert calls == [1]
+
+
+def test_an_index_that_came_damaged_is_fetched_again_by_the_next_process(tmp_path: Path) -> None:
+    store = MemoryStore(fresh_url())
+    put_folder(make_remote_kind(tmp_path / "data", "mds"), store)
+    text = store.get("index.json")
+    store.put("index.json", b"\xff" + text[1:])  # as if a byte had changed on its way
+    with pytest.raises(ShardError, match="not JSON"):
+        find_remote(store, indexes=indexes(tmp_path, [5.0]))
+    store.put("index.json", text)
+    assert find_remote(store, indexes=indexes(tmp_path, [5.0])).manifest.samples > 0
 
 
 def test_a_large_index_is_parsed_once_and_loaded_from_its_table_after_that(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from shardkit.cache import folder as folder_module
 from shardkit.cache.contract import Contents
 from shardkit.cache.entry import sealed_size
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.ledger import Ledger
 from shardkit.cache.subfolder import SUBFOLDER
+from shardkit.files import allocate
 from support.cache_entries import RAW, fill, room
 
 COST = sealed_size(RAW)
@@ -139,6 +141,27 @@ def test_a_filling_process_that_was_killed_gives_its_room_back(tmp_path: Path, r
     fill(cache, "b")
     fill(cache, "c")
     assert known(root) == listed(root)
+
+
+def test_a_process_killed_while_it_makes_a_file_leaves_no_room_that_others_take_for_free(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed as soon as the file has its size: before, nobody knew of it until room was short."""
+
+    def allocate_and_die(descriptor: int, size: int) -> None:
+        allocate(descriptor, size)
+        os.kill(os.getpid(), 9)
+
+    cache = CacheFolder(tmp_path, 3 * COST)
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(folder_module, "allocate", allocate_and_die)
+        cache.reserve("a", RAW, nothing)
+    os.waitpid(child, 0)
+    assert known(root) == listed(root)
+    for name in "bcd":
+        fill(cache, name)
+        assert sum(listed(root).values()) <= 3 * COST
 
 
 def test_the_ledger_is_bounded_and_readers_survive_its_being_written_anew(tmp_path: Path, root: Path) -> None:

@@ -1,0 +1,138 @@
+"""Faults to plant into the package, each a line that somebody could forget: the simulation must find them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from shardkit.cache import fetcher, folder
+from shardkit.cache.fetcher import Fetcher, Job
+from shardkit.cache.folder import CacheFolder, FolderSlot
+from shardkit.loaders.loader import StreamingLoader
+from shardkit.loaders.producer import Group, Prefetcher
+from shardkit.storage import retry
+from shardkit.storage.resilient import ResilientBody
+from shardkit.storage.retry import Call
+
+__all__ = ["PLANTED", "planted"]
+
+Patch = tuple[Any, str, object]
+
+
+def _keep_lease() -> list[Patch]:
+    return [(Job, "let_go", lambda self: self.drop_slot())]
+
+
+def _keep_room() -> list[Patch]:
+    end = FolderSlot._end
+    return [(FolderSlot, "_end", lambda self, *, keep: end(self, keep=True))]
+
+
+def _state_of_the_batch_before() -> list[Patch]:
+    def state_dict(self: StreamingLoader) -> dict[str, object]:
+        return self.state_at((max(0, self.position - self.plan.global_batch), self.cursor[1]))
+
+    return [(StreamingLoader, "state_dict", state_dict)]
+
+
+def _resume_one_byte_on() -> list[Patch]:
+    make = ResilientBody.__init__
+
+    def init(self: ResilientBody, call: Call, request: Any, start: int, *more: Any) -> None:
+        make(self, call, lambda at, version: request(at + (at > start), version), start, *more)
+
+    return [(ResilientBody, "__init__", init)]
+
+
+def _keep_place_at_the_gate() -> list[Patch]:
+    def release(self: ResilientBody) -> None:
+        raw, self._raw = self._raw, None
+        if raw is not None:
+            raw.close()
+            if self.left:  # as if only whole bodies were thought of
+                return
+        self._call.leave()
+
+    return [(ResilientBody, "_release", release)]
+
+
+def _leave_late_answers_open() -> list[Patch]:
+    return [(retry, "_drop", lambda late, discard: None)]
+
+
+def _trust_entries() -> list[Patch]:
+    return [(folder, "is_sealed", lambda entry, name: True)]
+
+
+def _end_the_thread_that_cannot_plan() -> list[Patch]:
+    return [(fetcher, "CacheFolderError", ZeroDivisionError)]
+
+
+def _record_room_late() -> list[Patch]:
+    make, allocate = FolderSlot.__init__, FolderSlot.allocate
+
+    def init(self: FolderSlot, *arguments: Any) -> None:
+        make(self, *arguments)
+        allocate(self)
+
+    return [(FolderSlot, "__init__", init), (FolderSlot, "allocate", lambda self: None)]
+
+
+def _take_room_of_others() -> list[Patch]:
+    def fits(self: CacheFolder, needed: int) -> bool:
+        return self._ledger.used_bytes < self._capacity  # without what is needed
+
+    return [(CacheFolder, "_fits", fits)]
+
+
+def _lose_what_is_ready() -> list[Patch]:
+    take = Prefetcher._take_ready
+
+    def take_ready(self: Prefetcher) -> Group | None:
+        group = take(self)
+        if self._ready:
+            self._ready.popleft()
+        return group
+
+    return [(Prefetcher, "_take_ready", take_ready)]
+
+
+def _forget_to_wake() -> list[Patch]:
+    finish = Fetcher._finish
+
+    def leave_waiting(self: Fetcher, job: Job) -> None:
+        if job.error is None:
+            finish(self, job)
+        else:  # as if only success were announced
+            job.let_go()
+            with self._changed:
+                self._active.pop(job.key, None)
+
+    return [(Fetcher, "_finish", leave_waiting)]
+
+
+PLANTED: dict[str, Callable[[], list[Patch]]] = {
+    "lease-kept": _keep_lease,
+    "room-kept": _keep_room,
+    "state-of-the-batch-before": _state_of_the_batch_before,
+    "resumed-one-byte-on": _resume_one_byte_on,
+    "place-kept": _keep_place_at_the_gate,
+    "late-answers-open": _leave_late_answers_open,
+    "entries-trusted": _trust_entries,
+    "planning-ends-thread": _end_the_thread_that_cannot_plan,
+    "room-recorded-late": _record_room_late,
+    "room-of-others": _take_room_of_others,
+    "ready-lost": _lose_what_is_ready,
+    "not-woken": _forget_to_wake,
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """In the block, the package has the fault of this name."""
+    with ExitStack() as stack:
+        for holder, attribute, new in PLANTED[name]():
+            stack.enter_context(patch.object(holder, attribute, new))
+        yield

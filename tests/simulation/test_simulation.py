@@ -1,0 +1,120 @@
+"""Random runs of real loaders, caches and stores on a virtual machine keep every promise, and replay by seed."""
+
+from __future__ import annotations
+
+import pytest
+
+from simulation.jobs import BrokenPromiseError, simulate
+from simulation.planted import PLANTED, planted
+from simulation.scheduler import Condition, Lock, Scheduler, StuckError, Thread
+
+STEPS = 1_000_000
+
+
+def test_two_runs_of_a_seed_take_the_same_steps() -> None:
+    first, second, other = simulate(5), simulate(5), simulate(0)
+    assert first == second
+    assert first.digest != other.digest
+
+
+@pytest.mark.parametrize("seed", [0, 8])
+def test_a_run_reads_every_sample_once_whatever_befalls_it(seed: int) -> None:
+    outcome = simulate(seed)
+    assert outcome.samples > 0
+    assert outcome.steps > 1000
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(900)
+def test_a_million_steps_keep_every_promise() -> None:
+    steps = kills = starts = 0
+    for seed in range(100, 10_000):
+        outcome = simulate(seed)
+        steps, kills, starts = steps + outcome.steps, kills + outcome.kills, starts + outcome.incarnations
+        if steps >= STEPS:
+            break
+    assert steps >= STEPS
+    assert kills > 10
+    assert starts > 50
+
+
+def find(fault: str, runs: int) -> Exception | None:
+    """What the first of `runs` runs that a planted fault breaks says."""
+    for seed in range(runs):
+        try:
+            with planted(fault):
+                simulate(seed)
+        except Exception as error:
+            return error
+    return None
+
+
+@pytest.mark.parametrize("fault", ["lease-kept", "state-of-the-batch-before", "place-kept"])
+def test_a_planted_fault_is_found_within_a_few_runs(fault: str) -> None:
+    assert isinstance(find(fault, 4), BrokenPromiseError)
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fault", PLANTED)
+def test_every_planted_fault_is_found(fault: str) -> None:
+    assert find(fault, 300) is not None
+
+
+def test_a_deadlock_ends_a_run_with_the_stacks_of_all_who_wait() -> None:
+    def take_two(first: Lock, second: Lock, scheduler: Scheduler) -> None:
+        with first:
+            scheduler.sleep(1.0)
+            with second:
+                pass
+
+    def direct() -> None:
+        one, two = Lock(), Lock()
+        threads = [Thread(target=take_two, args=(*pair, scheduler)) for pair in ((one, two), (two, one))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    scheduler = Scheduler(1)
+    with pytest.raises(StuckError, match="deadlock") as caught:
+        scheduler.run(direct)
+    assert str(caught.value).count("in take_two") == 2
+
+
+def test_a_killed_process_takes_no_further_step_and_a_suspended_one_waits() -> None:
+    seen: list[tuple[str, float]] = []
+
+    def count(name: str) -> None:
+        while True:
+            scheduler.sleep(1.0)
+            seen.append((name, scheduler.now - 1000.0))
+
+    def direct() -> None:
+        killed, suspended = (scheduler.process(name, lambda name=name: count(name)) for name in ("a", "b"))  # type: ignore[misc]
+        scheduler.sleep(2.5)
+        scheduler.kill(killed)
+        scheduler.suspend(suspended)
+        scheduler.sleep(10.0)
+        scheduler.resume(suspended)
+        scheduler.sleep(0.1)
+
+    scheduler = Scheduler(1)
+    scheduler.stall = 0.0
+    scheduler.run(direct)
+    assert [round(when) for name, when in seen if name == "a"] == [1, 2]
+    assert [round(when, 1) for name, when in seen if name == "b"] == [1.0, 2.0, 12.5]
+
+
+def test_a_waiter_that_is_not_notified_waits_for_its_time() -> None:
+    times: list[float] = []
+
+    def direct() -> None:
+        condition = Condition()
+        with condition:
+            assert not condition.wait(3.0)
+            times.append(scheduler.now - 1000.0)
+
+    scheduler = Scheduler(1)
+    scheduler.run(direct)
+    assert round(times[0], 2) == 3.0

@@ -1,0 +1,301 @@
+"""The world of a simulation: datasets in a bucket that is slow, refuses, breaks off, corrupts and lies.
+
+`Bucket` is the store of all processes; each has a `SimulatedStore` of its own below the resilient layer. What
+a request meets is drawn from the seed by `Faults`, which the director of a run turns up and off.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.files import Closing
+from shardkit.formats import mds
+from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import Stream
+from shardkit.storage.store import (
+    BaseStore,
+    Body,
+    ObjectInfo,
+    ObjectNotFoundError,
+    StorageOptions,
+    Store,
+    StoreError,
+    ThrottledError,
+    TransientError,
+    checked_range,
+)
+from simulation.scheduler import Process, Scheduler
+from support.loader_data import parts, token_rows
+
+__all__ = ["URL", "Bucket", "Faults", "SimulatedStore", "dataset_rows", "expected_order"]
+
+URL = "memory://bucket"
+LENGTH = 8
+Rows = npt.NDArray[Any]
+
+
+@dataclass
+class Faults:
+    """How a store behaves; shares are of requests, or of bodies."""
+
+    latency_seconds: float = 0.02
+    slow_share: float = 0.0
+    """Of requests, which take up to `slow_seconds`."""
+    slow_seconds: float = 5.0
+    refuse_share: float = 0.0
+    """Of requests: 503, 500, or no connection."""
+    break_share: float = 0.0
+    """Of bodies, at some byte: an error, an early end, or silence and an error."""
+    corrupt_share: float = 0.0
+    """Of bodies, in which one byte is another."""
+    bytes_per_second: float = 1e6
+
+    @classmethod
+    def drawn(cls, chance: random.Random) -> Faults:
+        def share(most: float) -> float:
+            return chance.choice((0.0, most / 10, most))
+
+        return cls(
+            latency_seconds=chance.choice((0.0, 0.005, 0.05, 0.5)),
+            slow_share=share(0.2),
+            slow_seconds=chance.choice((1.0, 5.0, 40.0)),
+            refuse_share=share(0.3),
+            break_share=share(0.3),
+            corrupt_share=share(0.2),
+            bytes_per_second=chance.choice((2e3, 1e5, 1e7)),
+        )
+
+
+@dataclass
+class Served:
+    """What a process has asked for, and been given."""
+
+    requests: int = 0
+    body_bytes: int = 0
+    shard_bytes: Counter[str] = field(default_factory=Counter)
+    open: int = 0
+    most_open: int = 0
+
+
+class Bucket:
+    """Objects, and how requests for them go."""
+
+    def __init__(self, scheduler: Scheduler, chance: random.Random) -> None:
+        self.scheduler, self.chance = scheduler, chance
+        self.faults = Faults()
+        self.objects: dict[str, tuple[ObjectInfo, bytes]] = {}
+        self.served: dict[Process, Served] = {}
+        self.corrupted = 0
+        """Bodies."""
+
+    def put_folder(self, name: str, folder: Path) -> None:
+        for file in sorted(folder.rglob("*")):
+            if file.is_file():
+                key, data = f"{name}/{file.relative_to(folder)}", file.read_bytes()
+                self.objects[key] = ObjectInfo(key, len(data), f"v1-{len(data)}"), data
+
+    def open_store(self, url: str, options: StorageOptions | None = None) -> Store:
+        """As `shardkit.storage.url.open_store`."""
+        assert str(url).startswith(URL), url
+        return SimulatedStore(self, str(url))
+
+    @property
+    def mine(self) -> Served:
+        """Of the running process."""
+        assert self.scheduler.current is not None
+        return self.served.setdefault(self.scheduler.current.process, Served())
+
+
+class SimulatedStore(BaseStore):
+    """The bucket as one process sees it; every request is a step, and takes time."""
+
+    def __init__(self, bucket: Bucket, url: str) -> None:
+        self._bucket, self._url = bucket, url.rstrip("/")
+        self._prefix = self._url.removeprefix(URL).strip("/")
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def head(self, key: str) -> ObjectInfo:
+        self._request("head", key)
+        return self._found(key)[0]
+
+    def open(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> Body:
+        served = self._bucket.mine
+        served.open += 1
+        served.most_open = max(served.most_open, served.open)
+        try:
+            self._request("open", f"{key} {start}-{stop}")
+            info, data = self._found(key)
+            start, stop = checked_range(self.where(key), info, start, stop, version)
+            return SimulatedBody(self._bucket, info, data[start:stop], served)
+        except BaseException:
+            served.open -= 1
+            raise
+
+    def put(
+        self,
+        key: str,
+        data: bytes | Path,
+        *,
+        if_absent: bool = False,
+        metadata: Mapping[str, str] | None = None,
+    ) -> ObjectInfo:
+        raise NotImplementedError("loaders do not write")
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        self._request("list", prefix)
+        before = f"{self._prefix}/"
+        for name, (info, _) in sorted(self._bucket.objects.items()):
+            if name.startswith(before + prefix):
+                yield ObjectInfo(name.removeprefix(before), info.bytes, info.version)
+
+    def delete(self, key: str) -> None:
+        raise NotImplementedError("loaders do not delete")
+
+    def _found(self, key: str) -> tuple[ObjectInfo, bytes]:
+        found = self._bucket.objects.get(f"{self._prefix}/{key}")
+        if found is None:
+            raise ObjectNotFoundError(self.where(key), "there is no such object", status=404)
+        return ObjectInfo(key, found[0].bytes, found[0].version), found[1]
+
+    def _request(self, operation: str, key: str) -> None:
+        bucket, faults, chance = self._bucket, self._bucket.faults, self._bucket.chance
+        bucket.mine.requests += 1
+        scheduler = bucket.scheduler
+        scheduler.note(f"{operation} {self._prefix}/{key}")
+        scheduler.step()
+        seconds = faults.latency_seconds * chance.random()
+        if chance.random() < faults.slow_share:
+            seconds += faults.slow_seconds * chance.random()
+        if seconds:
+            scheduler.sleep(seconds)
+        if chance.random() < faults.refuse_share:
+            raise self._refusal(key, chance.randrange(4))
+
+    def _refusal(self, key: str, kind: int) -> StoreError:
+        if kind <= 1:
+            error = ThrottledError(self.where(key), "SlowDown (simulated)", status=503)
+            error.retry_after_seconds = 1.0 if kind else None
+            return error
+        if kind == 2:
+            return TransientError(self.where(key), "InternalError (simulated)", status=500)
+        return TransientError(self.where(key), "connection refused (simulated)")
+
+
+class SimulatedBody(Closing):
+    """The bytes of one answer; what goes wrong with them was drawn when it began."""
+
+    def __init__(self, bucket: Bucket, info: ObjectInfo, data: bytes, served: Served) -> None:
+        self.info = info
+        self._bucket, self._served, self._is_open = bucket, served, True
+        faults, chance = bucket.faults, bucket.chance
+        self._break_at: int | None = None
+        if data and chance.random() < faults.break_share:
+            self._break_at, self._kind = chance.randrange(len(data)), chance.randrange(3)
+        # Shards only: nothing proves an index, whose other bytes may be another order.
+        if data and ".mds" in info.key and chance.random() < faults.corrupt_share:
+            bucket.corrupted += 1
+            place = chance.randrange(len(data))
+            data = data[:place] + bytes([data[place] ^ chance.randrange(1, 256)]) + data[place + 1 :]
+            bucket.scheduler.note(f"corrupt {info.key} at {place}")
+        self._data, self._at = data, 0
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        if not self._is_open:
+            raise ValueError("read of a closed body")
+        scheduler = self._bucket.scheduler
+        scheduler.step()
+        stop = len(self._data) if self._break_at is None else self._break_at
+        count = min(len(buffer), stop - self._at)
+        if not count and self._break_at is not None:
+            if self._kind == 0:
+                return 0
+            if self._kind == 1:
+                scheduler.sleep(60.0 * self._bucket.chance.random())
+            raise TransientError(self.info.key, "connection reset (simulated)")
+        if count > 1 and self._bucket.chance.random() < 0.3:
+            count = self._bucket.chance.randrange(1, count)
+        if count:
+            scheduler.sleep(count / self._bucket.faults.bytes_per_second)
+        buffer[:count] = self._data[self._at : self._at + count]
+        self._at += count
+        self._served.body_bytes += count
+        return count
+
+    def close(self) -> None:
+        self._served.open -= self._is_open
+        self._is_open = False
+
+
+@lru_cache(maxsize=16)
+def dataset_rows(name: str) -> Rows:
+    """Row i of the dataset `name`, which is its number of rows and of shards and its kind: "mds-240-24"."""
+    _, samples, _ = name.split("-")
+    return token_rows(int(samples), LENGTH) + np.uint16(len(name) % 7)
+
+
+@lru_cache(maxsize=16)
+def dataset_files(name: str) -> Path:
+    """The folder with a dataset; it is kept until the process ends."""
+    kind, _, shards = name.split("-")
+    folder = TemporaryDirectory(prefix="shardkit-simulation-")
+    _kept.append(folder)
+    root, rows = Path(folder.name), dataset_rows(name)
+    infos = [
+        mds.write_rows_shard(
+            root,
+            f"shard.{number:05d}.mds",
+            rows[low:high],
+            compression="zstd" if kind == "zstd" else None,
+            hashes=() if kind == "plain" else ("xxh64",),
+        )
+        for number, (low, high) in enumerate(parts(len(rows), int(shards)))
+    ]
+    mds.write_index(root, infos)
+    return root
+
+
+_kept: list[TemporaryDirectory[str]] = []
+
+
+@lru_cache(maxsize=64)
+def expected_order(
+    names: tuple[str, ...], schedule: tuple[tuple[int, tuple[int, ...]], ...], window: int, samples: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(stream, row) of the first `samples` of a run: what one rank reads, one sample at a time, from local files."""
+    streams = [Stream(dataset_files(name), name=str(n), weight=schedule[0][1][n]) for n, name in enumerate(names)]
+    options: dict[str, Any] = {"schedule": list(schedule)} if len(names) > 1 else {}
+    found: list[tuple[int, int]] = []
+    with StreamingLoader(
+        streams if len(names) > 1 else dataset_files(names[0]),
+        batch_size=1,
+        rank=0,
+        world_size=1,
+        return_ids=True,
+        tensors="numpy",
+        dtype=None,
+        endless=True,
+        lanes=2,
+        window=window,
+        prefetch_batches=0,
+        **options,
+    ) as loader:
+        for batch in loader:
+            stream = int(batch["stream_id"][0]) if "stream_id" in batch else 0  # type: ignore[index]
+            found.append((stream, int(batch["sample_id"][0])))  # type: ignore[index]
+            if len(found) == samples:
+                break
+    array = np.array(found, dtype=np.int64)
+    return array[:, 0], array[:, 1]
