@@ -63,6 +63,16 @@ def test_every_benchmark_has_a_table_or_a_reason() -> None:
     assert len({benchmark.name for benchmark in all_benchmarks.BENCHMARKS}) == len(all_benchmarks.BENCHMARKS)
 
 
+@pytest.mark.extended
+def test_the_comparison_of_resumed_runs_finds_ours_exact(tmp_path: Path) -> None:
+    cases = ["fewer ranks", "rows removed", "mixture changed", "kill -9", "damaged cache"]
+    command = [sys.executable, str(FOLDER / "bench_resume.py"), "--libraries", "shardkit", "--json"]
+    done = subprocess.run([*command, "--cases", ",".join(cases)], capture_output=True, text=True, check=True)
+    assert {row["case"]: row["shardkit"] for row in json.loads(done.stdout)} == dict.fromkeys(cases, "exact")
+    [damaged] = [row["details"]["shardkit"] for row in json.loads(done.stdout) if row["case"] == cases[-1]]
+    assert damaged["damaged"] > 0
+
+
 @pytest.mark.extended  # 12 s: it runs a benchmark
 def test_one_command_makes_tables_once_and_names_what_is_missing(tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / "all.py"), str(tmp_path), "--only", "cache", "preprocess"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import re
 import subprocess
 import tomllib
 from pathlib import Path
 
 import yaml
+from packaging.requirements import Requirement
 
 import shardkit as sk
 
@@ -73,3 +75,56 @@ def test_what_agents_are_told_exists() -> None:
     assert all(hasattr(kinds[name], attribute) for name, attribute in used)
     for extra in re.findall(r"shardkit\[(\w+)\]", text):
         assert extra in PROJECT["optional-dependencies"]
+
+
+# MPL binds changes of its own files only.
+PERMISSIVE = re.compile(r"MIT|BSD|BSL|Apache|ISC|PSF|Python Software|CNRI|Universal Permissive|MPL|Mozilla")
+
+
+def installed_by(requirement: str) -> set[str]:
+    """The distributions that a requirement brings in, of those that are installed here."""
+    found: set[str] = set()
+    waiting = [(requirement, "")]
+    while waiting:
+        text, extra = waiting.pop()
+        parsed = Requirement(text)
+        if parsed.marker is not None and not parsed.marker.evaluate({"extra": extra}):
+            continue
+        try:
+            distribution = importlib.metadata.distribution(parsed.name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # for other systems and Pythons, or an extra that is not installed here
+        fresh = distribution.name not in found
+        found.add(distribution.name)
+        for asked in [*([""] if fresh else []), *parsed.extras]:
+            waiting += [
+                (line, asked) for line in distribution.requires or [] if asked or "extra ==" not in line
+            ]
+    return found
+
+
+def license_of(name: str) -> str:
+    """The expression in its metadata, or its classifiers, or the first line of its text."""
+    about = importlib.metadata.metadata(name)
+    stated = [
+        line.rpartition("::")[2] for line in about.get_all("Classifier", []) if line.startswith("License")
+    ]
+    return (
+        about.get("License-Expression") or " AND ".join(stated) or (about.get("License") or "").split("\n")[0]
+    )
+
+
+def is_permissive(license: str) -> bool:
+    """Whether each part that holds has an alternative that closed products may use."""
+    parts = [part.strip("() ").split(" OR ") for part in license.split(" AND ")]
+    return all(any(PERMISSIVE.search(one) and "GPL" not in one for one in part) for part in parts)
+
+
+def test_every_package_that_an_extra_installs_may_be_used_in_closed_products() -> None:
+    assert is_permissive("MPL-2.0 AND (GPL-2.0-only OR MIT)")
+    assert not any(
+        map(is_permissive, ("", "AGPL-3.0-only", "MIT AND LGPL-2.1-or-later", "Other/Proprietary"))
+    )
+    names = installed_by("shardkit[all]")
+    assert {"numpy", "boto3", "pyarrow", "tokenizers"} <= names
+    assert not {name: license_of(name) for name in names if not is_permissive(license_of(name))}

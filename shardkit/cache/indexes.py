@@ -2,12 +2,14 @@
 
     FOLDER/shardkit-cache-1/indexes/DIGEST-OF-URL/index.json, dataset.json, ...   as they are in the store
                                                   index.bin    of a large index.json: opens at once
-                                                  checked      when they were fetched, what was missing
+                                                  checked      when they were fetched, their hashes, what
+                                                               was missing
                                                   lock         flocked by the process that fetches
 
 The process that gets the lock first is the leader; nobody else asks the store. Processes of one node that
-start together trust what a leader fetched within `trust_seconds`; a process alone trusts nothing and fetches
-always, so a dataset that was replaced is seen. If the leader dies, the lock is free and the next one leads.
+start together trust what a leader fetched within `trust_seconds`, unless a file was damaged since; a process
+alone trusts nothing and fetches always, so a dataset that was replaced is seen. If the leader dies, the lock
+is free and the next one leads.
 
 index.bin is mapped: however many processes of the node read it, it lies in memory once. The leader has
 looked at all that it says; the others compare checksums.
@@ -27,6 +29,7 @@ from shardkit.cache.subfolder import NO_ROOM, SUBFOLDER, CacheFolderError, expla
 from shardkit.errors import ShardError
 from shardkit.files import publish_bytes
 from shardkit.formats.mds.index import TABLE_NAME, parse_index, read_table, table_bytes
+from shardkit.hashing import hash_bytes
 from shardkit.locks import FileLock
 from shardkit.manifest import Manifest
 
@@ -120,15 +123,19 @@ class NodeIndexes:
         try:
             checked = json.loads((folder / _STATE_NAME).read_bytes())
             age = self._clock() - checked["seconds"]
-            if not 0 <= age < self._trust_seconds or not {*names} <= {*checked["there"], *checked["missing"]}:
+            there, missing = checked["there"], checked["missing"]
+            if not 0 <= age < self._trust_seconds or not {*names} <= {*there, *missing}:
                 return None
-            found = {name: folder / name if name in checked["there"] else None for name in names}
-            return found if all(file is None or file.is_file() for file in found.values()) else None
+            found = {name: folder / name if name in there else None for name in names}
+            is_whole = all(
+                file is None or _digest(file.read_bytes()) == there[name] for name, file in found.items()
+            )
+            return found if is_whole else None
         except (FileNotFoundError, ValueError, LookupError, TypeError):
             return None
 
     def _keep(self, folder: Path, found: Mapping[str, bytes | None]) -> Mapping[str, Path | None]:
-        there = [name for name, text in found.items() if text is not None]
+        there = {name: _digest(text) for name, text in found.items() if text is not None}
         for name, text in found.items():
             if text is not None:
                 publish_bytes(folder / name, text)
@@ -136,3 +143,7 @@ class NodeIndexes:
         state = {"seconds": self._clock(), "there": there, "missing": missing}
         publish_bytes(folder / _STATE_NAME, json.dumps(state).encode())
         return {name: folder / name if name in there else None for name in found}
+
+
+def _digest(text: bytes) -> str:
+    return hash_bytes(text, ["xxh3_128"])["xxh3_128"]

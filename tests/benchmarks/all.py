@@ -66,6 +66,7 @@ BENCHMARKS = (
     Benchmark("cold_mixture", "bench_remote.py mixture", 4, ("rgw",)),
     Benchmark("cold_epoch", "bench_remote.py cold-epoch", 3, ("rgw",)),
     Benchmark("belady", "bench_remote.py belady", 3, ("rgw",)),
+    Benchmark("resume", "bench_resume.py", 25),
     Benchmark("upload", "bench_upload.py speed", 3, ("rgw",)),
     Benchmark("upload_resume", "bench_upload.py resume", 3, ("rgw",)),
     Benchmark("simulate_nodes", "bench_simulate.py nodes", 1),

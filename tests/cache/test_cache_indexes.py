@@ -77,6 +77,21 @@ def test_a_disk_without_room_keeps_no_index_and_the_dataset_opens(
     assert len({read.key for read in store.reads}) == len(store.reads), "fetched once"
 
 
+def test_a_file_that_was_damaged_since_it_was_fetched_is_fetched_again(tmp_path: Path) -> None:
+    store = NotedStore(make_remote_kind(tmp_path / "data", "mds"))
+    clock = [5.0]
+    first = find_remote(store, indexes=indexes(tmp_path, clock)).manifest.fingerprint
+    asked = len(store.reads)
+    assert find_remote(store, indexes=indexes(tmp_path, clock)).manifest.fingerprint == first
+    assert len(store.reads) == asked
+    [kept] = tmp_path.rglob("shardkit-cache-1/indexes/*/index.json")
+    text = kept.read_bytes()
+    for damaged in (text[:-1], text.replace(b"shard.00001", b"shard.00002"), b"\xff" + text[1:]):
+        kept.write_bytes(damaged)
+        assert find_remote(store, indexes=indexes(tmp_path, clock)).manifest.fingerprint == first
+        assert kept.read_bytes() == text
+
+
 def test_the_leaders_error_is_its_own_and_the_next_one_leads(tmp_path: Path) -> None:
     calls: list[int] = []
 
