@@ -36,7 +36,7 @@ def expected_of(release: Path) -> Any:
     return json.loads((release / "expected.json").read_text())
 
 
-def per_release(section: str) -> Any:
+def per_release(section: str) -> pytest.MarkDecorator:
     """(release, name) for each entry of a section of expected.json."""
     found = [(release, name) for release in RELEASES for name in expected_of(release)[section]]
     return pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def per_release(section: str) -> Any:
     )
 
 
-def with_part(part: str) -> Any:
+def with_part(part: str) -> pytest.MarkDecorator:
     """The releases that have a dataset of this name."""
     return pytest.mark.parametrize(
         "release", [each for each in RELEASES if (each / "data" / part).is_dir()], ids=lambda each: each.name
@@ -86,6 +86,22 @@ def test_datasets_are_what_the_specification_says(release: Path, name: str) -> N
             elif encoding.startswith("ndarray"):
                 expected = found[name].dtype.name, found[name].shape, found[name].tobytes()
                 assert reader.array(plain[row][name], encoding) == expected
+
+
+@with_part("built")
+def test_cards_list_the_files_beside_the_shards(release: Path) -> None:
+    for path in (release / "data").iterdir():
+        dataset = reader.Dataset(path)
+        for name, file in dataset.files().items():
+            data = (path / name).read_bytes()
+            assert file.bytes == len(data)
+            assert file.hashes == {kind: reader.hash_of(kind, data) for kind in file.hashes}
+        if path.name == "built":
+            assert {
+                "report.html",
+                "quarantine.jsonl",
+                "provenance/part-00000.parquet",
+            } <= dataset.files().keys()
 
 
 @per_release("runs")
