@@ -7,10 +7,12 @@ tests/golden/release-* hold datasets, states, usage logs and dedup indexes as th
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 import shardkit
@@ -21,6 +23,7 @@ from shardkit.writers.dedup.index import open_index
 from shardkit.writers.token_store import pack_store
 from spec import reader
 from spec.freeze import GOLDEN, cases, deliver, digest_of_rows
+from support.pages import ROOT
 from support.small_dataset import files_of
 
 RELEASES = sorted(GOLDEN.glob("release-*"))
@@ -209,3 +212,35 @@ def test_what_the_next_release_will_freeze_is_what_the_newest_folder_has() -> No
     """So that a case that is added to `freeze.py` is not forgotten in the folder of the version in work."""
     newest = expected_of(max(RELEASES, key=release_key))
     assert newest["runs"].keys() == cases().keys()
+
+
+def keys_written(release: Path) -> Iterator[tuple[str, str]]:
+    """(page, key) of all that a release wrote at the top of its files."""
+    data = release / "data"
+    for path in data.glob("*/dataset.json"):
+        card = json.loads(path.read_bytes())
+        yield from (
+            ("card", key) for key in [*card, *card.get("tokenizer", ()), *card.get("inputs", [{}])[0]]
+        )
+    for path in data.glob("*/index.json"):
+        yield from (("index-files", key) for key in json.loads(path.read_bytes())["shards"][0])
+    for name, entries in (("shards.json", "shardlist"), ("documents.json", "files")):
+        for path in data.glob(f"*/{name}"):
+            listed = json.loads(path.read_bytes())
+            yield from (("index-files", key) for key in [*listed, *listed[entries][0]])
+    for run in expected_of(release)["runs"].values():
+        yield from (("state", key) for key in [*run["state"], *run["state"]["streams"]])
+    for path in (release / "logs").iterdir():
+        [section] = reader.usage_log(path.read_bytes())
+        yield from (("usage-log", key) for key in [*section.head, *section.head["settings"]])
+    for folder in ("provenance", "dropped", "duplicates"):
+        names = pq.read_schema(data / "built" / folder / "part-00000.parquet").names
+        yield from (("provenance", key) for key in names)
+
+
+def test_pages_of_the_specification_name_every_key_that_is_written() -> None:
+    written = set(keys_written(max(RELEASES, key=release_key)))
+    assert len(written) > 80
+    pages = {page: (ROOT / "docs" / "spec" / f"{page}.md").read_text() for page, _ in written}
+    assert [(page, key) for page, key in sorted(written) if f"`{key}`" not in pages[page]
+            and f'"{key}"' not in pages[page]] == []  # fmt: skip
