@@ -1,4 +1,4 @@
-"""A second reader of shardkit's formats, written from docs/spec alone; nothing of shardkit is imported.
+"""A second reader of shardkit's formats, by docs/spec alone; nothing of shardkit is imported.
 
 It opens MDS and tar datasets, finds the samples of any batch of any rank, continues from saved states, and
 reads usage logs and provenance tables. It is slow and short, and refuses little: where the pages define what
