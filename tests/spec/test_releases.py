@@ -190,6 +190,23 @@ def test_provenance_covers_every_token_and_names_the_documents(release: Path) ->
     assert sum(map(sum, covered)) == plain.card["tokens"]
 
 
+@with_part("built")
+def test_traces_find_every_document_and_the_rows_of_a_step(release: Path) -> None:
+    path, run = release / "data" / "built", expected_of(release)["runs"]["built"]
+    starts = reader.Dataset(path).starts
+    records = [one for _, records in reader.provenance(path) for one in records]
+    ids = sorted({one["document_id"].hex() for one in records})
+    found = shardkit.trace(path, document=ids, limit=0).documents
+    assert sorted((one.document_id, one.row, one.start) for one in found) == sorted(
+        (one["document_id"].hex(), starts[one["shard"]] + one["row"], one["token_start"]) for one in records
+    )
+    first = run["first"]
+    for step in range(len(first["ids"][0])):
+        sizes = {"batch_size": first["batch_size"], "world_size": first["ranks"]}
+        seen = shardkit.trace(path, step=step, state=run["state"], limit=0, **sizes).documents
+        assert {one.row for one in seen} == {row for ids in first["ids"] for row in ids[step]}
+
+
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
 def test_dedup_indexes_open_whole(release: Path) -> None:
     index = open_index(release / "dedup-index")
