@@ -178,7 +178,7 @@ class Dataset:
         raw = decompressed(shard.compression, data)
         _compare(shard.raw, raw)
         if self.list == "documents.json":
-            found = [{"": line} for line in raw.splitlines()]
+            found = [{"": line} for line in raw.split(b"\n")[:-1]]
         else:
             is_mds = self.list == "index.json"
             found = list(mds_samples(raw, shard.columns) if is_mds else tar_samples(raw))
