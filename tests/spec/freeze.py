@@ -3,9 +3,9 @@
     python tests/spec/freeze.py     tests/golden/release-VERSION, at each release
 
 `tests/spec/test_releases.py` opens every folder that there is, with every later version. A folder is never
-made again: what it holds is what users of that release have. The folders of
-0.1.0 (its last commit, with states of version 3 and order version 1) and of 0.2.0 were made by running this
-script with that code and `--without masks,text,token_store`, parts that those versions did not have.
+made again: what it holds is what users of that release have. The folders of 0.1.0 (the last commit with
+states of version 3 and order version 1) and of 0.2.0 were made by running this script with that code and
+`--without masks,text,token_store`, parts that those versions did not have.
 
     data/NAME/        datasets
     dedup-index/      of the build's documents

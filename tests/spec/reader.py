@@ -1,4 +1,4 @@
-"""A second reader of shardkit's formats, written from docs/spec alone; nothing of shardkit is imported.
+"""A second reader of shardkit's formats, by docs/spec alone; nothing of shardkit is imported.
 
 It opens MDS and tar datasets, finds the samples of any batch of any rank, continues from saved states, and
 reads usage logs and provenance tables. It is slow and short, and refuses little: where the pages define what
@@ -162,6 +162,14 @@ class Dataset:
             self._read[number] = self.samples_of(number)
         return self._read[number][sample_id - self.starts[number]]
 
+    def files(self) -> dict[str, File]:
+        """The files beside the shards (card.md), those that files.json lists among them."""
+        listed = dict(self.card.get("files", {}))
+        if "files.json" in listed:
+            _compare(_side_file("files.json", listed), (self.folder / "files.json").read_bytes())
+            listed |= _json(self.folder / "files.json")
+        return {name: _side_file(name, listed) for name in listed}
+
     def samples_of(self, number: int) -> list[dict[str, bytes]]:
         """All samples of a shard, whose sizes and hashes are compared with the index."""
         shard = self.shards[number]
@@ -170,13 +178,18 @@ class Dataset:
         raw = decompressed(shard.compression, data)
         _compare(shard.raw, raw)
         if self.list == "documents.json":
-            found = [{"": line} for line in raw.splitlines()]
+            found = [{"": line} for line in raw.split(b"\n")[:-1]]
         else:
             is_mds = self.list == "index.json"
             found = list(mds_samples(raw, shard.columns) if is_mds else tar_samples(raw))
         if len(found) != shard.samples:
             raise ValueError(f"{shard.stored.name}: {len(found)} samples")
         return found
+
+
+def _side_file(name: str, listed: Json) -> File:
+    hashes = {key: value for key, value in listed[name].items() if key != "bytes"}
+    return File(name, listed[name]["bytes"], hashes)
 
 
 def _json(file: Path) -> Json:
@@ -258,6 +271,15 @@ def array(data: bytes, encoding: str) -> tuple[str, tuple[int, ...], bytes]:
     axes, code = data[0] >> 2, "BHIQ"[data[0] & 3]
     dims = struct.Struct(f"<{axes}{code}")
     return dtype, dims.unpack_from(data, 1), data[1 + dims.size :]
+
+
+def row_costs(file: Path) -> list[int]:
+    """A table of squares (balance.md)."""
+    data, stated = file.read_bytes()[:-16], file.read_bytes()[-16:]
+    if hash_of("xxh3_128", data) != stated.hex():
+        raise ValueError(f"{file} is damaged")
+    header, values = npy(data)
+    return list(struct.unpack(f"<{header['shape'][0]}{'I' if header['descr'] == '<u4' else 'Q'}", values))
 
 
 def tokens(sample: Mapping[str, bytes], dtype: str) -> list[int]:

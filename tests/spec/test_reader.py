@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardkit.card import DatasetCard, listed_files
+from shardkit.datasets.row_costs import RowCosts
 from shardkit.formats import mds, tar
 from shardkit.formats.mds import index as mds_index
 from shardkit.loaders import Stream, StreamingLoader
@@ -169,6 +171,28 @@ def test_index_bin_says_what_index_json_says(
     (tmp_path / "index.json").write_bytes((tmp_path / "index.json").read_bytes() + b" ")
     with pytest.raises(ValueError, match="another index"):
         reader.index_bin(tmp_path)
+
+
+def test_a_card_that_leaves_its_files_to_files_json_is_read(tmp_path: Path) -> None:
+    folder = make_dataset(tmp_path / "data", "mds")
+    files = {f"provenance/part-{n:05d}.parquet": {"bytes": n, "xxh3_128": f"{n:032x}"} for n in range(1001)}
+    listed, table = listed_files(files)
+    assert table is not None
+    (folder / "files.json").write_bytes(table)
+    (folder / "dataset.json").write_bytes(DatasetCard({"files": listed, "é": 1}).to_bytes())
+    found = reader.Dataset(folder).files()
+    assert {name: {"bytes": file.bytes, **file.hashes} for name, file in found.items()} == {**listed, **files}
+    (folder / "files.json").write_bytes(table.replace(b'"bytes": 7,', b'"bytes": 8,'))
+    with pytest.raises(ValueError, match=r"files\.json"):
+        reader.Dataset(folder).files()
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "uint64"])
+def test_tables_of_row_costs_are_read(dtype: str, tmp_path: Path) -> None:
+    squares: Any = np.arange(1, 9).astype(dtype) ** 4
+    costs = RowCosts.of(squares)
+    (tmp_path / "table.npy").write_bytes(costs.to_bytes())
+    assert reader.row_costs(tmp_path / "table.npy") == [n**4 for n in range(1, 9)]
 
 
 # Runs

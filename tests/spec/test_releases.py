@@ -7,10 +7,12 @@ tests/golden/release-* hold datasets, states, usage logs and dedup indexes as th
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 import shardkit
@@ -21,6 +23,7 @@ from shardkit.writers.dedup.index import open_index
 from shardkit.writers.token_store import pack_store
 from spec import reader
 from spec.freeze import GOLDEN, cases, deliver, digest_of_rows
+from support.pages import ROOT
 from support.small_dataset import files_of
 
 RELEASES = sorted(GOLDEN.glob("release-*"))
@@ -36,7 +39,7 @@ def expected_of(release: Path) -> Any:
     return json.loads((release / "expected.json").read_text())
 
 
-def per_release(section: str) -> Any:
+def per_release(section: str) -> pytest.MarkDecorator:
     """(release, name) for each entry of a section of expected.json."""
     found = [(release, name) for release in RELEASES for name in expected_of(release)[section]]
     return pytest.mark.parametrize(
@@ -44,7 +47,7 @@ def per_release(section: str) -> Any:
     )
 
 
-def with_part(part: str) -> Any:
+def with_part(part: str) -> pytest.MarkDecorator:
     """The releases that have a dataset of this name."""
     return pytest.mark.parametrize(
         "release", [each for each in RELEASES if (each / "data" / part).is_dir()], ids=lambda each: each.name
@@ -86,6 +89,22 @@ def test_datasets_are_what_the_specification_says(release: Path, name: str) -> N
             elif encoding.startswith("ndarray"):
                 expected = found[name].dtype.name, found[name].shape, found[name].tobytes()
                 assert reader.array(plain[row][name], encoding) == expected
+
+
+@with_part("built")
+def test_cards_list_the_files_beside_the_shards(release: Path) -> None:
+    for path in (release / "data").iterdir():
+        dataset = reader.Dataset(path)
+        for name, file in dataset.files().items():
+            data = (path / name).read_bytes()
+            assert file.bytes == len(data)
+            assert file.hashes == {kind: reader.hash_of(kind, data) for kind in file.hashes}
+        if path.name == "built":
+            assert {
+                "report.html",
+                "quarantine.jsonl",
+                "provenance/part-00000.parquet",
+            } <= dataset.files().keys()
 
 
 @per_release("runs")
@@ -171,6 +190,23 @@ def test_provenance_covers_every_token_and_names_the_documents(release: Path) ->
     assert sum(map(sum, covered)) == plain.card["tokens"]
 
 
+@with_part("built")
+def test_traces_find_every_document_and_the_rows_of_a_step(release: Path) -> None:
+    path, run = release / "data" / "built", expected_of(release)["runs"]["built"]
+    starts = reader.Dataset(path).starts
+    records = [one for _, records in reader.provenance(path) for one in records]
+    ids = sorted({one["document_id"].hex() for one in records})
+    found = shardkit.trace(path, document=ids, limit=0).documents
+    assert sorted((one.document_id, one.row, one.start) for one in found) == sorted(
+        (one["document_id"].hex(), starts[one["shard"]] + one["row"], one["token_start"]) for one in records
+    )
+    first = run["first"]
+    for step in range(len(first["ids"][0])):
+        sizes = {"batch_size": first["batch_size"], "world_size": first["ranks"]}
+        seen = shardkit.trace(path, step=step, state=run["state"], limit=0, **sizes).documents
+        assert {one.row for one in seen} == {row for ids in first["ids"] for row in ids[step]}
+
+
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
 def test_dedup_indexes_open_whole(release: Path) -> None:
     index = open_index(release / "dedup-index")
@@ -193,3 +229,35 @@ def test_what_the_next_release_will_freeze_is_what_the_newest_folder_has() -> No
     """So that a case that is added to `freeze.py` is not forgotten in the folder of the version in work."""
     newest = expected_of(max(RELEASES, key=release_key))
     assert newest["runs"].keys() == cases().keys()
+
+
+def keys_written(release: Path) -> Iterator[tuple[str, str]]:
+    """(page, key) of all that a release wrote at the top of its files."""
+    data = release / "data"
+    for path in data.glob("*/dataset.json"):
+        card = json.loads(path.read_bytes())
+        yield from (
+            ("card", key) for key in [*card, *card.get("tokenizer", ()), *card.get("inputs", [{}])[0]]
+        )
+    for path in data.glob("*/index.json"):
+        yield from (("index-files", key) for key in json.loads(path.read_bytes())["shards"][0])
+    for name, entries in (("shards.json", "shardlist"), ("documents.json", "files")):
+        for path in data.glob(f"*/{name}"):
+            listed = json.loads(path.read_bytes())
+            yield from (("index-files", key) for key in [*listed, *listed[entries][0]])
+    for run in expected_of(release)["runs"].values():
+        yield from (("state", key) for key in [*run["state"], *run["state"]["streams"]])
+    for path in (release / "logs").iterdir():
+        [section] = reader.usage_log(path.read_bytes())
+        yield from (("usage-log", key) for key in [*section.head, *section.head["settings"]])
+    for folder in ("provenance", "dropped", "duplicates"):
+        names = pq.read_schema(data / "built" / folder / "part-00000.parquet").names
+        yield from (("provenance", key) for key in names)
+
+
+def test_pages_of_the_specification_name_every_key_that_is_written() -> None:
+    written = set(keys_written(max(RELEASES, key=release_key)))
+    assert len(written) > 80
+    pages = {page: (ROOT / "docs" / "spec" / f"{page}.md").read_text() for page, _ in written}
+    assert [(page, key) for page, key in sorted(written) if f"`{key}`" not in pages[page]
+            and f'"{key}"' not in pages[page]] == []  # fmt: skip

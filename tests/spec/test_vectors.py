@@ -160,7 +160,7 @@ def check_balance(vectors: Any) -> None:
         lengths = find_segments(np.array([case["tokens"]]), case["eos"]).lengths
         assert int((lengths * lengths).sum()) == case["squares"]
         assert arithmetic.squares(case["tokens"], case["eos"]) == case["squares"]
-    for case in vectors["levelled"]:
+    for case in vectors["leveled"]:
         costs, before = case["costs"], case["before"]
         assert level(np.array([costs]), np.array([before]))[0].tolist() == case["places"]
         assert arithmetic.level(costs, before) == case["places"]
