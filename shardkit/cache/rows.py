@@ -3,11 +3,11 @@
 Only where a row's place follows from the index: raw MDS shards whose columns all have a fixed size, ranges of
 flat token files, and tars as shardkit writes them.
 
-Where the dataset has checksums of blocks, a row is read by one request for the whole blocks that it is in,
-and proved before it is given to anyone. Datasets without them are of others, and no hash covers a part of
-their objects: each row is read twice, by two requests that must agree, and is compared again when its shard
-has come and been proved. A store that returns the same wrong bytes twice is found out only then: the
-difference stops the run. Either way objects must have the size that the index states and stay of one version.
+A row is proved before it is given to anyone, and read by one request, where checksums of its blocks are
+published with the dataset, or its shard was seen whole before (`shardkit.cache.row_proofs`). Other rows are
+read twice, by two requests that must agree, and are compared again when their shard has come and been proved.
+A store that returns the same wrong bytes twice is found out only then: the difference stops the run. Either
+way objects must have the size that the index states and stay of one version.
 
 Replicas (tensor, pipeline and context parallel peers) need the same rows at the same time. Those of one
 machine read each row once: whoever gets the lease on a row reads it and leaves it in the cache folder as a
@@ -30,13 +30,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.arrays import Bytes
-from shardkit.cache.blocks import BlockChecksums
 from shardkit.cache.contract import Cache, Lease
 from shardkit.cache.download import DamagedObjectError
 from shardkit.cache.fetcher import FetchTimeoutError, arrival
+from shardkit.cache.row_proofs import BlockChecksums, BlockProof, Proof, RowChecksums
 from shardkit.cache.subfolder import CacheFolderError
 from shardkit.errors import ShardError
-from shardkit.formats.blocks import BLOCKS_NAME, Checksums, are_right, block_range
 from shardkit.formats.tar.members import BLOCK
 from shardkit.formats.tar.values import make_npy_header
 from shardkit.formats.tar.writer import RECORD_BYTES, member_bytes
@@ -108,10 +107,9 @@ class RowRequests:
     wanted: Mapping[int, npt.NDArray[np.int64]]
     found: dict[Place, bytes] = field(default_factory=dict)
     """As they lie in their shards."""
-    reads: dict[Place, list[Future[bytes]]] = field(default_factory=dict)
-    """Of each row that is read here: one if checksums prove it, otherwise two."""
-    checksums: dict[int, Future[Mapping[int, Checksums]]] = field(default_factory=dict)
-    """Of the shards of `reads`, if the dataset has any."""
+    reads: dict[Place, tuple[Proof | None, list[Future[bytes]]]] = field(default_factory=dict)
+    """Of each row that is read here: one if something proves it, otherwise two."""
+    proved: set[Place] = field(default_factory=set)
     leases: dict[Place, Lease] = field(default_factory=dict)
 
     @property
@@ -239,6 +237,7 @@ class RowReader:
         self._unproved: dict[int, list[FetchedRows]] = {}
         self._max_unproved = max_unproved
         self._blocks = None if blocks is None else BlockChecksums(self._store, manifest, blocks, workers)
+        self._seen = RowChecksums()
         self._versions: dict[int, str] = {}  # of the objects that rows were read from
         self.count = 0
 
@@ -289,7 +288,7 @@ class RowReader:
         for number, rows in requests.wanted.items():
             data = np.frombuffer(b"".join(found[number, int(row)] for row in rows), dtype=np.uint8)
             fetched[number] = FetchedRows(rows, data.reshape(len(rows), -1))
-            if self._blocks is None:
+            if self._blocks is None and not requests.proved.issuperset((number, int(row)) for row in rows):
                 self._remember(number, fetched[number])
         return fetched
 
@@ -310,26 +309,30 @@ class RowReader:
         return False
 
     def _send(self, requests: RowRequests, places: Sequence[Place]) -> None:
-        """Request rows, and before them the checksums of their shards."""
+        """Request rows, and what proves them."""
+        proofs: dict[Place, Proof | None] = {p: self._seen.proof(*p, self._range(p)) for p in places}
         if self._blocks is not None:
-            requests.checksums |= self._blocks.request(number for number, _ in places)
-        times = 2 if self._blocks is None else 1
-        for place in places:
-            requests.reads[place] = [self._workers.submit(partial(self._get, place)) for _ in range(times)]
+            unseen = [place for place, proof in proofs.items() if proof is None]
+            checksums = self._blocks.request(number for number, _ in unseen)
+            for place in unseen:
+                file = self._manifest.shards[place[0]].stored
+                proofs[place] = BlockProof.of(place[0], self._range(place), file, checksums[place[0]])
+        for place, proof in proofs.items():
+            read = partial(self._get, place, self._range(place) if proof is None else proof.read)
+            times = 2 if proof is None else 1
+            requests.reads[place] = proof, [self._workers.submit(read) for _ in range(times)]
 
     def _collect(self, requests: RowRequests, deadline: float) -> None:
         """Wait for the rows that are read here, and leave those that are leased for the others."""
         reads, requests.reads = requests.reads, {}
-        sent = [(place, read) for place, some in reads.items() for read in some]
-        seen: dict[Place, list[bytes]] = {place: [] for place in reads}
-        for (place, _), data in zip(sent, self._wait(sent, deadline), strict=True):
-            seen[place].append(data)
-        for place, came in seen.items():
-            if self._blocks is None:
-                row = self._agreed(place, came, deadline)
+        sent = [(place, read) for place, (_, some) in reads.items() for read in some]
+        self._wait(sent, deadline)
+        for place, (proof, some) in reads.items():
+            if proof is None:
+                row = self._agreed(place, [read.result() for read in some], deadline)
             else:
-                [checksums] = self._wait([(place, requests.checksums[place[0]])], deadline)
-                row = self._proved(place, came[0], checksums[place[0]], deadline)
+                row = self._proved(place, proof, some[0].result(), deadline)
+                requests.proved.add(place)
             requests.found[place] = row
             if (lease := requests.leases.get(place)) is not None and self._node is not None:
                 self._columns(place, row)  # nobody gets what is no row
@@ -366,6 +369,12 @@ class RowReader:
                     problem = f"row {row:,} was damaged identically in two ranged reads, and was delivered"
                     raise ShardError(self._where(number), f"{problem}; go back to the last checkpoint")
 
+    def see(self, number: int, raw: Bytes) -> None:
+        """Keep what proves rows of a shard that is proved, and will be read by rows."""
+        if (layout := self.layout(number)) is not None:
+            rows = self._manifest.shards[number].samples
+            self._seen.learn(number, raw, layout.first, layout.stride, layout.size, rows)
+
     def close(self) -> None:
         """Remove the rows that were left for other processes."""
         if self._node is not None:
@@ -399,11 +408,9 @@ class RowReader:
         start = layout.first + place[1] * layout.stride
         return start, start + layout.size
 
-    def _get(self, place: Place) -> bytes:
-        """A row, or the blocks that it is in if their checksums are known."""
-        number, file, (start, stop) = place[0], self._manifest.shards[place[0]].stored, self._range(place)
-        if self._blocks is not None:
-            start, stop = block_range(start, stop, file.bytes)
+    def _get(self, place: Place, read: tuple[int, int]) -> bytes:
+        """These bytes of the shard of a row."""
+        number, file, (start, stop) = place[0], self._manifest.shards[place[0]].stored, read
         version = self._versions.get(number)
         with self._store.open(file.basename, start, stop, version=version) as body:
             if body.info.bytes != file.bytes:
@@ -414,20 +421,19 @@ class RowReader:
             raise ObjectChangedError(self._where(number), "was replaced while rows of it were read")
         return data
 
-    def _proved(self, place: Place, blocks: bytes, checksums: Checksums, deadline: float) -> bytes:
-        """The row in `blocks`, which are read again while they are wrong; DamagedObjectError."""
-        number, (start, stop) = place[0], self._range(place)
-        first, _ = block_range(start, stop, self._manifest.shards[number].stored.bytes)
+    def _proved(self, place: Place, proof: Proof, data: bytes, deadline: float) -> bytes:
+        """The row in what was read for it, which is read again while it is wrong; DamagedObjectError."""
+        if isinstance(proof, BlockProof):
+            self._wait([(place, proof.checksums)], deadline)
         reads = 1
-        while not are_right(checksums, first, blocks):
+        while (row := proof.row_in(data)) is None:
             if reads == _READS:
-                problem = f"row {place[1]:,}: {reads} reads do not have the checksums of {BLOCKS_NAME}"
+                problem = f"row {place[1]:,}: {reads} reads have other checksums than the dataset's"
                 raise DamagedObjectError(
-                    self._where(number), f"{problem}; check the object in the bucket", offset=start
+                    self._where(place[0]), f"{problem}; check the object in the bucket", offset=proof.read[0]
                 )
-            [blocks] = self._wait([(place, self._workers.submit(partial(self._get, place)))], deadline)
-            reads += 1
-        return blocks[start - first : stop - first]
+            data, reads = self._read_again(place, proof.read, deadline), reads + 1
+        return row
 
     def _agreed(self, place: Place, seen: list[bytes], deadline: float) -> bytes:
         """What two reads of a row have in common; `seen` are the first two."""
@@ -435,8 +441,11 @@ class RowReader:
             if len(seen) > _READS:
                 problem = f"row {place[1]:,} was different in each of {len(seen)} reads"
                 raise ShardError(self._where(place[0]), f"{problem}; check the network")
-            seen += self._wait([(place, self._workers.submit(partial(self._get, place)))], deadline)
+            seen.append(self._read_again(place, self._range(place), deadline))
         return seen[-1]
+
+    def _read_again(self, place: Place, read: tuple[int, int], deadline: float) -> bytes:
+        return self._wait([(place, self._workers.submit(partial(self._get, place, read)))], deadline)[0]
 
     def _columns(self, place: Place, data: bytes) -> bytes:
         """The columns' part of a row, if it is one."""

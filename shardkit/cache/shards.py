@@ -120,6 +120,8 @@ class CachedShards:
         """
         raw = self._load(number, timeout_seconds or self.timeout_seconds, plan)
         self.rows.prove(number, raw)
+        if self.has_no_room(number):
+            self.rows.see(number, raw)
         return raw
 
     def _load(self, number: int, timeout_seconds: float, plan: FetchPlan | None) -> Bytes:

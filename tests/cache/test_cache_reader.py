@@ -307,7 +307,7 @@ def test_in_half_a_cache_every_shard_without_room_is_read_by_rows_however_many_t
         store.reads.clear()
         for _ in range(samples // 16):
             next(batches)
-        assert sum(map(row, store.reads)) > samples // 2
+        assert sum(map(row, store.reads)) > samples // 4, "each by one request"
         assert sum(map(whole, store.reads)) < shards // 16
 
 

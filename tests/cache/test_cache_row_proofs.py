@@ -14,6 +14,7 @@ import pytest
 
 import shardkit
 from shardkit.cache.contract import CacheOptions
+from shardkit.cache.memory import CacheMemory
 from shardkit.card import CARD_NAME, DatasetCard
 from shardkit.errors import ShardError
 from shardkit.formats import mds
@@ -139,7 +140,7 @@ def delivered(store: LyingStore) -> tuple[int, int, Exception | None]:
 def test_of_a_lying_store_no_wrong_row_is_delivered(datasets: dict[str, Path], name: str, lie: str) -> None:
     right, wrong, error = delivered(LyingStore(datasets[name], LIES[lie]))
     assert (right, wrong) == (0, 0)
-    assert "do not have the checksums of blocks.bin" in str(error)
+    assert "have other checksums than the dataset's" in str(error)
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -169,6 +170,32 @@ def test_a_row_that_arrives_damaged_is_read_again(datasets: dict[str, Path]) -> 
 
     assert delivered(LyingStore(datasets["mds"], lie)) == (16, 0, None)
     assert len(reads) > 16
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_rows_of_a_shard_that_was_seen_whole_are_proved_by_it_whoever_made_the_dataset(
+    datasets: dict[str, Path], tmp_path: Path, lie: str
+) -> None:
+    """So it is in a cache that has no room for the shards that a loop reads at a time."""
+    store = LyingStore(without_blocks(datasets["mds"], tmp_path / "old"))
+    store.let_through()
+    remote = Remote.open(store, CacheMemory(1))
+    numbers, wanted = range(len(remote.dataset.manifest.shards)), np.array([0, 7, 90])
+    whole = {number: remote.shards.load(number).copy() for number in numbers}
+    store.reads.clear()
+    found = remote.shards.rows.read(dict.fromkeys(numbers, wanted))
+    assert len(store.rows) == len(numbers) * len(wanted), "by one request each, for its own bytes"
+    for number in numbers:
+        layout = remote.shards.rows.layout(number)
+        assert layout is not None
+        for row, data in zip(wanted.tolist(), found[number].data, strict=True):
+            start = layout.first + row * layout.stride
+            np.testing.assert_array_equal(data, whole[number][start : start + layout.size])
+    store.lie = LIES[lie]
+    for number in numbers:
+        with pytest.raises(ShardError, match="have other checksums than the dataset's"):
+            remote.shards.rows.read({number: wanted})
+    remote.dataset.close()
 
 
 def damaged(parts: bytes) -> bytes:

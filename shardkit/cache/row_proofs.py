@@ -1,24 +1,34 @@
-"""The checksums of blocks of one remote dataset: parts of its blocks.bin, fetched when rows need them.
+"""What proves a row that is read without the rest of its shard, before it is given to anyone.
 
-A file of up to 512 KiB (64 shards of 64 MiB) is fetched whole. Of larger ones, parts that lie near each other
+Checksums of blocks are published with the dataset. Parts of its blocks.bin are fetched when rows need them. A
+file of up to 512 KiB (64 shards of 64 MiB) is fetched whole. Of larger ones, parts that lie near each other
 come in one request, at most one for each shard of which rows are read; these requests go out together with
 those for rows. Each part is proved by its seal (`shardkit.formats.blocks`); wrong ones are fetched again.
+
+A shard that was seen whole, and for which the cache has no room, is read by rows from then on. Checksums of
+its rows are kept instead, so each row takes one request for its own bytes, whoever made the dataset.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+import xxhash
+
+from shardkit.arrays import Bytes
 from shardkit.errors import ShardError
-from shardkit.formats.blocks import BlockFile, Checksums
+from shardkit.formats.blocks import BlockFile, Checksums, are_right, block_range
 from shardkit.manifest import FileInfo, Manifest
 from shardkit.storage.store import Store
 from shardkit.storage.threads import Workers
 
-__all__ = ["BlockChecksums"]
+__all__ = ["BlockChecksums", "BlockProof", "Proof", "RowChecksums", "RowProof"]
 
+Range = tuple[int, int]
 _GAP_BYTES = 1 << 19  # unneeded bytes that cost less than another request
 _KEPT_BYTES = 64 << 20  # of 8,000 shards of 64 MiB; above, all are forgotten
 _READS = 3  # of a part, before blocks.bin itself is called damaged
@@ -75,3 +85,67 @@ class BlockChecksums:
             self._kept, self._kept_bytes = {}, 0
         self._kept.update(found)
         self._kept_bytes += size
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProof:
+    """Of the row in the bytes [start, stop) of shard `number`, by the blocks in `read`."""
+
+    number: int
+    start: int
+    stop: int
+    read: Range
+    checksums: Future[Mapping[int, Checksums]]
+    """Has come before `row_in` is called."""
+
+    @classmethod
+    def of(
+        cls, number: int, row: Range, file: FileInfo, checksums: Future[Mapping[int, Checksums]]
+    ) -> BlockProof:
+        return cls(number, *row, block_range(*row, file.bytes), checksums)
+
+    def row_in(self, data: bytes) -> bytes | None:
+        """The row, if `data` are the blocks of `read`."""
+        first = self.read[0]
+        is_right = are_right(self.checksums.result()[self.number], first, data)
+        return data[self.start - first : self.stop - first] if is_right else None
+
+
+@dataclass(frozen=True, slots=True)
+class RowProof:
+    """Of the row in the bytes `read` of a shard, by a checksum of its own."""
+
+    read: Range
+    checksum: int
+
+    def row_in(self, data: bytes) -> bytes | None:
+        """The row, if `data` is it."""
+        return data if xxhash.xxh3_64_intdigest(data) == self.checksum else None
+
+
+Proof = BlockProof | RowProof
+
+
+class RowChecksums:
+    """Of the rows of shards that were seen whole: 8 bytes a row, of the shards used last."""
+
+    def __init__(self) -> None:
+        # Without a lock, as above.
+        self._kept: dict[int, Checksums] = {}
+        self._kept_bytes = 0
+
+    def learn(self, number: int, raw: Bytes, first: int, stride: int, size: int, rows: int) -> None:
+        """Keep those of a shard whose bytes are proved, and whose row r begins at first + r * stride."""
+        if number in self._kept:
+            return
+        view, starts = raw.data, range(first, first + rows * stride, stride)
+        found = [xxhash.xxh3_64_intdigest(view[start : start + size]) for start in starts]
+        if self._kept_bytes + 8 * len(found) > _KEPT_BYTES:
+            self._kept, self._kept_bytes = {}, 0
+        self._kept[number] = np.array(found, np.uint64)
+        self._kept_bytes += 8 * len(found)
+
+    def proof(self, number: int, row: int, read: Range) -> RowProof | None:
+        """Of one row, whose bytes are `read`; None if its shard was not seen lately."""
+        kept = self._kept.get(number)
+        return None if kept is None else RowProof(read, int(kept[row]))
