@@ -17,13 +17,14 @@ from pathlib import Path
 
 from shardkit.errors import ShardkitError
 
-__all__ = ["Outcome", "Target", "fuzz", "mutate"]
+__all__ = ["MEMORY_BYTES", "SECONDS", "Outcome", "Target", "fuzz", "mutate", "written"]
 
 SECONDS = 30.0  # for one input, on a machine that is not overloaded: milliseconds
 MEMORY_BYTES = 400 << 20  # more than before: what a declared size of terabytes would ask for
 _LIMITS = [0, 1, 2, 7, 127, 128, 255, 256, 32767, 65535, 65536, (1 << 31) - 1, 1 << 31, (1 << 32) - 1]
 _LIMITS += [1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 _TOKENS = [b"\0", b"\n", b"/", b"..", b"../", b"{}", b"[]", b"null", b"-1", b"1e308", b"NaN", b"9" * 30]
+_TOKENS += [b"9" * 5000, b'"\\ud800"', b"-0.0", b"true", b"[1]", b'{"a":1}']
 _TOKENS += [b'"', b"\xff", b",", b":", b"\xf0\x9f\x98\x80", b"ustar", b"zstd", b"(" * 50, b"[" * 5000]
 
 
@@ -38,6 +39,12 @@ class Target:
     tokens: tuple[bytes, ...] = ()
     refuses: bool = True
     """Whether damage is told; False: there is another way to what was damaged."""
+    repair: Callable[[bytes], bytes] | None = None
+    """Makes checksums of a hostile file right, so that damage gets behind them."""
+    change: Callable[[bytes, random.Random], bytes] | None = None
+    """A change that knows the structure of a hostile file."""
+    is_apart: bool = False
+    """Whether a library that reads it may end the process."""
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -136,13 +143,20 @@ def fuzz(target: Target, numbers: Iterable[int], folder: Path) -> Outcome:
         rng = random.Random(f"{target.name} {number}")
         name = rng.choice(target.chosen)
         files = {**target.files, name: mutate(target.files[name], rng, target.tokens)}
+        if target.repair is not None and number % 2:
+            files[name] = target.repair(files[name])
         place = folder / f"{target.name}-{number}"
-        for path, data in files.items():
-            (place / path).parent.mkdir(parents=True, exist_ok=True)
-            (place / path).write_bytes(data)
+        written(files, place)
         _read(target, number, place, outcome)
         shutil.rmtree(place)
     return outcome
+
+
+def written(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write the files of an input to a folder."""
+    for path, data in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
 
 
 def _read(target: Target, number: int, place: Path, outcome: Outcome) -> None:

@@ -15,21 +15,31 @@ import numpy.typing as npt
 import pytest
 
 from fuzz.engine import Target
+from fuzz.inputs import INPUT_FILES, INPUTS, changed_footer
+from fuzz.repairs import repaired_record, repaired_table, repaired_tar, repaired_tar_index
 from fuzz.sources import SOURCES
+from shardkit.cache.tar_scan import TarIndexes
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
 from shardkit.formats.mds import index as mds_index
+from shardkit.formats.tar.members import Scanned
+from shardkit.formats.tar.shard_list import describe_tar
 from shardkit.loaders import StreamingLoader
 from shardkit.order.exclusions import Exclusions
 from shardkit.publish.contents import find_contents
 from shardkit.storage.local import LocalStore
+from shardkit.tools.trace.answers import Tracer
+from shardkit.tools.trace.fates import find_dropped, find_fates
+from shardkit.tools.trace.search import Selection
+from shardkit.tools.trace.table import pieces_of
+from shardkit.writers import build
 from shardkit.writers.execution.task import Output, Task, parse_record, record_of
 from shardkit.writers.recipe import load_recipe
 from support.audit_runs import log_report, logged_run
 from support.foreign_tars import tar_bytes
 from support.mds_values import EXAMPLES
-from support.small_build import RECIPE
+from support.small_build import RECIPE, make_corpus
 
 __all__ = ["NAMES", "target"]
 
@@ -73,6 +83,10 @@ def _files(write: Callable[[Path], object]) -> dict[str, bytes]:
             for path in sorted(Path(name).rglob("*"))
             if path.is_file()
         }
+
+
+def _tars_only(data: bytes) -> bytes:
+    return repaired_tar(data) if data[257:262] == b"ustar" else data
 
 
 @cache
@@ -122,7 +136,8 @@ def _index_table() -> Target:
             assert len(dataset) == 3 * len(_ROWS)
             assert [len(dataset.shard(n)) for n in range(3)] == [len(_ROWS)] * 3
 
-    return Target("index-table", _files(write), read, (mds_index.TABLE_NAME,), refuses=False)
+    files = _files(write)
+    return Target("index-table", files, read, (mds_index.TABLE_NAME,), refuses=False, repair=repaired_table)
 
 
 def _tar_rows() -> Target:
@@ -133,7 +148,9 @@ def _tar_rows() -> Target:
         ]
         tar.write_shard_list(folder, shards)
 
-    return Target("tar-rows", _files(write), _read_all, tokens=(b"ustar\x0000", b"\x93NUMPY"))
+    return Target(
+        "tar-rows", _files(write), _read_all, tokens=(b"ustar\x0000", b"\x93NUMPY"), repair=_tars_only
+    )
 
 
 def _tar_foreign() -> Target:
@@ -145,7 +162,7 @@ def _tar_foreign() -> Target:
         b"7777777",
         b"\x80\0\0\0\0\0\0\0\xff\xff\xff\xff",
     )
-    return Target("tar-foreign", files, _read_all, tokens=tokens)
+    return Target("tar-foreign", files, _read_all, tokens=tokens, repair=repaired_tar)
 
 
 def _card() -> Target:
@@ -241,7 +258,88 @@ def _commit() -> Target:
         if parse_record((folder / "commit.json").read_bytes(), folder) is None:
             raise ShardError(folder, "is no commit: the task runs again")
 
-    return Target("commit", {"commit.json": record}, read)
+    return Target("commit", {"commit.json": record}, read, repair=repaired_record)
+
+
+def _tar_index() -> Target:
+    raw = np.frombuffer(tar_bytes(0, 7), dtype=np.uint8)
+    origin = ("s3://bucket/a.tar", "1")
+    info = describe_tar("a.tar")
+
+    def write(folder: Path) -> None:
+        shard = tar.shard_from_raw("a.tar", info, raw)
+        indexes = TarIndexes.in_cache(folder, [origin])
+        indexes.keep(0, Scanned(len(shard), len(raw), shard.columns), shard.index)
+
+    def read(folder: Path) -> None:
+        """What is damaged is made anew; what is believed gives samples."""
+        indexes = TarIndexes.in_cache(folder, [origin])
+        scanned, index = indexes.scanned(0), indexes.index(0)
+        assert scanned is None or len(scanned.columns) >= 0
+        shard = tar.shard_from_raw("a.tar", info, raw, index=index)
+        for row in range(min(len(shard), _FEW)):
+            with contextlib.suppress(ShardError):
+                assert isinstance(shard.sample(row), dict)
+        assert all(shard.fixed_rows(column.name) is None or len(shard) for column in shard.columns)
+
+    return Target("tar-index", _files(write), read, refuses=False, repair=repaired_tar_index)
+
+
+@cache
+def _built() -> dict[str, bytes]:
+    """A small dataset with tables of provenance and of what was removed, in two text formats too."""
+    with tempfile.TemporaryDirectory() as name:
+        recipe = make_corpus(Path(name), 60)
+        outputs = "outputs: [{path: out, shard_bytes: 4KiB}, {path: parquet, format: parquet}, "
+        outputs += "{path: lines, format: jsonl, compression: zstd}]\n"
+        head = recipe.read_text().partition("output:")[0]
+        recipe.write_text(head + outputs)
+        build(recipe, workers=1, progress=False)
+        return {
+            path.relative_to(name).as_posix(): path.read_bytes()
+            for folder in ("out", "parquet", "lines")
+            for path in sorted((Path(name) / folder).rglob("*"))
+            if path.is_file() and path.suffix not in (".html", ".log")
+        }
+
+
+def _part(folder: str) -> dict[str, bytes]:
+    return {
+        name.removeprefix(f"{folder}/"): data
+        for name, data in _built().items()
+        if name.startswith(f"{folder}/")
+    }
+
+
+def _text(kind: str) -> Target:
+    is_parquet = kind == "parquet"
+    return Target(
+        f"text={kind}",
+        _part(kind),
+        _read_all,
+        tuple(name for name in _part(kind) if name.startswith(("text-", "documents"))),
+        change=changed_footer if is_parquet else None,
+        is_apart=is_parquet,
+    )
+
+
+def _tables() -> Target:
+    """Tables of provenance and of removed documents, as `shardkit trace` reads them."""
+    files = _part("out")
+    hostile = tuple(name for name in files if name.endswith(".parquet"))
+
+    def read(folder: Path) -> None:
+        with open_dataset(folder) as dataset:
+            tracer = Tracer(dataset)
+            table = tracer.table
+            assert table is not None
+            rows = pieces_of(table.of_rows([0, 1, len(tracer.dataset) - 1]))
+            for _ in table.search(Selection(documents=[piece.document_id for piece in rows])):
+                pass
+            find_fates(tracer, Selection(files=["*.jsonl"]), limit=5)
+            find_dropped(tracer)
+
+    return Target("tables", files, read, hostile, change=changed_footer, is_apart=True)
 
 
 _MAKERS: dict[str, Callable[..., Target]] = {
@@ -256,9 +354,14 @@ _MAKERS: dict[str, Callable[..., Target]] = {
     "exclusions": _exclusions,
     "commit": _commit,
     "usage-log": _usage_log,
+    "tar-index": _tar_index,
+    "tables": _tables,
+    "text": _text,
     **SOURCES,
+    **INPUTS,
 }
 NAMES = (
     *("mds-rows=zstd", "mds-rows=gz", "litdata=tokens", "litdata=items", "litdata=zstd"),
-    *(name for name in _MAKERS if name != "litdata"),
+    *("text=parquet", "text=lines", *(f"input={name}" for name in INPUT_FILES)),
+    *(name for name in _MAKERS if name not in ("litdata", "input", "text")),
 )
