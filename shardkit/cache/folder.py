@@ -471,7 +471,7 @@ class FolderSlot:
         self.file, self._descriptor = _create_locked(folder, name)
 
     def allocate(self) -> None:
-        """Give the file its size; OSError if the disk is full, which would be a SIGBUS later. It is gone then."""
+        """Give the file its size; OSError, not a SIGBUS later, if the disk is full: then the file is gone."""
         try:
             allocate(self._descriptor, self._size)
         except BaseException:
@@ -509,17 +509,24 @@ class FolderSlot:
         return CacheFolderError(f"{self.file}: {problem}")
 
     def discard(self, *, damaged: bool = False) -> None:
+        is_kept = False
         if damaged and self._descriptor >= 0:
-            self._cache.set_aside(self.file)
-        self._end(keep=damaged)
+            with contextlib.suppress(OSError):  # a failing disk: then it is removed
+                self._cache.set_aside(self.file)
+                is_kept = True
+        self._end(keep=is_kept)
 
     def _end(self, *, keep: bool) -> None:
-        if self._descriptor >= 0:
+        descriptor, self._descriptor, self._entry = self._descriptor, -1, None
+        if descriptor < 0:
+            return
+        try:
             if not keep:
-                self._cache.give_back(self.file)
-            os.close(self._descriptor)
-            self._descriptor = -1
-        self._entry = None
+                # On a failing disk it stays, without a lock: whoever makes room next removes it.
+                with contextlib.suppress(OSError):
+                    self._cache.give_back(self.file)
+        finally:
+            os.close(descriptor)
 
 
 def _create_locked(folder: Path, name: str) -> tuple[Path, int]:

@@ -594,6 +594,30 @@ def test_a_disk_that_fails_while_an_entry_is_filled_is_an_error_that_names_the_f
     assert names(root / "filling") == []
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_room_that_a_failing_disk_does_not_give_back_is_given_back_by_the_next_who_needs_it(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    def fail(*call: object, **more: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    before = names(Path("/proc/self/fd"))
+    cache = CacheFolder(tmp_path, COST)
+    slot = room(cache, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fail)
+        patch.setattr(os, "unlink", fail)
+        if damaged:
+            slot.discard(damaged=True)
+        else:
+            with pytest.raises(CacheFolderError, match="the disk may be failing"):
+                slot.commit()
+    assert len(names(root / "filling")) == 1
+    assert names(Path("/proc/self/fd")) == before
+    fill(cache, "b")
+    assert names(root / "filling") == []
+
+
 def test_the_entry_used_last_stays_though_no_entry_came_or_went_since(tmp_path: Path, root: Path) -> None:
     cache = CacheFolder(tmp_path, 2 * COST)
     fill(cache, "a")

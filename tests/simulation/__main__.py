@@ -22,7 +22,9 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1, help="how many seeds, one after another")
     parser.add_argument("--seconds", type=float, help="run seeds until this time is over, instead of --runs")
     parser.add_argument("--keep-going", action="store_true", help="continue after a failure")
-    parser.add_argument("--plant", choices=PLANTED, help="with this fault in the package: shows that it is found")
+    parser.add_argument(
+        "--plant", choices=PLANTED, help="with this fault in the package: shows that it is found"
+    )
     parser.add_argument("--verbose", action="store_true", help="print the last events of a failure")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -35,7 +37,9 @@ def main() -> int:
             steps += outcome.steps
             if arguments.verbose:
                 print(outcome)
-                print("\n".join(event for event in watched[0].events if "error " in event or "fault" in event))
+                print(
+                    "\n".join(event for event in watched[0].events if "error " in event or "fault" in event)
+                )
         except Exception as error:
             failures.append(seed)
             steps += watched[0].steps
@@ -43,7 +47,10 @@ def main() -> int:
             if arguments.verbose:
                 traceback.print_exc(file=sys.stdout)
                 print("\n".join(watched[0].events if watched else []))
-            print(f"replay: PYTHONPATH=.:tests PYTHONHASHSEED=0 python -m simulation --seed {seed} --verbose", flush=True)
+            print(
+                f"replay: PYTHONPATH=.:tests PYTHONHASHSEED=0 python -m simulation --seed {seed} --verbose",
+                flush=True,
+            )
             if not arguments.keep_going:
                 return 1
         seed += 1
@@ -53,13 +60,17 @@ def main() -> int:
         if is_over:
             break
     seconds = time.monotonic() - began
-    print(f"{seed - arguments.seed} seeds, {steps:,} steps in {seconds:.1f} s, failures: {failures or 'none'}")
+    print(
+        f"{seed - arguments.seed} seeds, {steps:,} steps in {seconds:.1f} s, failures: {failures or 'none'}"
+    )
     return 1 if failures else 0
 
 
 def _commit() -> str:
     root = Path(__file__).resolve().parents[2]
-    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True)
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True
+    )
     return found.stdout.strip() or "unknown"
 
 

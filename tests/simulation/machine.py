@@ -3,7 +3,8 @@
 `installed` puts these in place of `threading`, `time`, `os`, `fcntl`, … in all modules of shardkit, in
 `concurrent.futures` and in `pathlib`, and of their functions in default arguments. Code that no simulation is
 running gets the real ones, so nothing changes for others in the process. System calls are real ones on a real
-folder: each is a step, and may meet a fault of the simulated disk. Times of files are virtual, listings sorted.
+folder: each is a step, and may meet a fault of the simulated disk. Times of files are virtual, and listings
+are sorted.
 """
 
 from __future__ import annotations
@@ -149,6 +150,8 @@ def _call(name: str, *args: Any, **kwargs: Any) -> Any:
     if found is None:
         return getattr(os, name)(*args, **kwargs)
     found.scheduler.step()
+    if name != "pread" and found.fails():
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(args[0]))
     result = getattr(os, name)(*args, **kwargs)
     found.after_call(name)
     return result
@@ -232,9 +235,7 @@ def _stat(name: str) -> Callable[..., os.stat_result]:
     return call
 
 
-def _with_virtual_times(
-    found: Machine, name: str, path: Any, kwargs: dict[str, Any]
-) -> os.stat_result:
+def _with_virtual_times(found: Machine, name: str, path: Any, kwargs: dict[str, Any]) -> os.stat_result:
     """A file's status; a time that the real clock has put there becomes the virtual one."""
     result: os.stat_result = getattr(os, name)(path, **kwargs)
     if max(result.st_mtime, result.st_atime) < _REAL_SINCE or not stat.S_ISREG(result.st_mode):
@@ -288,9 +289,9 @@ def _scandir(path: Any = ".") -> Any:
 def _listdir(path: Any = ".") -> list[Any]:
     found = machine()
     if found is None:
-        return os.listdir(path)
+        return os.listdir(path)  # noqa: PTH208
     found.scheduler.step()
-    return sorted(os.listdir(path))
+    return sorted(os.listdir(path))  # noqa: PTH208
 
 
 def _getpid() -> int:
@@ -363,7 +364,7 @@ class Future(concurrent.futures.Future[Any]):
         return self._number
 
 
-class _AcquireFutures(futures_base._AcquireFutures):  # type: ignore[misc,name-defined]
+class _AcquireFutures(futures_base._AcquireFutures):
     """Takes the locks of futures in the order of their numbers, not of their addresses."""
 
     def __init__(self, futures: Iterable[Any]) -> None:
@@ -443,7 +444,10 @@ _MODULES: dict[str, object] = {
             "listdir": _listdir,
             "getpid": _getpid,
             "urandom": _urandom,
-            **{name: _plain(name) for name in ("rename", "replace", "unlink", "mkdir", "link", "utime", "pread")},
+            **{
+                name: _plain(name)
+                for name in ("rename", "replace", "unlink", "mkdir", "link", "utime", "pread")
+            },
         },
     ),
     "fcntl": _Module(fcntl, {"flock": _flock}),
@@ -470,13 +474,13 @@ def installed() -> Iterator[None]:
     for module in _IMPORTED_LATE:
         importlib.import_module(module)
     undo: list[Callable[[], None]] = []
-    real = {id(sys.modules[name]): new for name, new in _MODULES.items()}
+    real = {id(sys.modules[name]): simulated for name, simulated in _MODULES.items()}
     for name, module in list(sys.modules.items()):
         is_ours = name.startswith("shardkit.")
         if module is None or not (is_ours or name in _OTHERS):
             continue
         for key, value in list(vars(module).items()):
-            new = real.get(id(value))
+            new: object = real.get(id(value))
             if new is None and is_ours:
                 new = _FUNCTIONS.get(_hashed(value))
             if new is not None:

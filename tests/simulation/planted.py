@@ -1,4 +1,4 @@
-"""Faults to plant into the package, each a line that somebody could forget: the simulation must find them all."""
+"""Faults to plant into the package, each a line that somebody could forget: the simulation finds them all."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A task is a greenlet. It gives up control at its switch points only: where it takes a lock, waits, sleeps,
 starts a thread, calls the operating system or a store. At each of them (a *step*) the seed decides whether
-another task runs now. Time passes while nobody can run: the clock jumps to the next timer. If there is no timer
-either, or if a million steps pass within one virtual second, the run ends with `StuckError` and all stacks.
+another task runs now. Time passes while nobody can run: the clock jumps to the next timer. If there is no
+timer either, or if steps go on without end while no time passes, `StuckError` ends the run with all stacks.
 
 A process is a group of tasks with a number, open files and a variable for each thing that real processes have
 of their own. It can be killed at its next step: its tasks never run again, its descriptors are closed (so its
@@ -29,8 +29,8 @@ from typing import Any
 from greenlet import GreenletExit, getcurrent, greenlet
 
 __all__ = [
-    "Condition", "Event", "Lock", "Process", "RLock", "Scheduler", "StuckError", "Task", "Thread", "active", "local",
-    "waiting_for",
+    "Condition", "Event", "Lock", "Process", "RLock", "Scheduler", "StuckError", "Task", "Thread", "active",
+    "current_thread", "local",
 ]  # fmt: skip
 
 STEP_SECONDS = 1e-6  # that each step takes, so that loops without a wait make time pass, too
@@ -203,7 +203,9 @@ class Scheduler:
         self.now += STEP_SECONDS
         if self.steps - self._since[0] > _STUCK_STEPS:
             if self.now - self._since[1] < 1 + 2 * _STUCK_STEPS * STEP_SECONDS:
-                self.failure = StuckError("livelock: steps without end while no time passes\n" + self.stacks())
+                self.failure = StuckError(
+                    "livelock: steps without end while no time passes\n" + self.stacks()
+                )
             self._since = (self.steps, self.now)
         if not task.process.is_alive:
             raise GreenletExit
@@ -342,7 +344,7 @@ def active() -> Scheduler | None:
     return _active[-1] if _active and _active[-1].current is not None else None
 
 
-def waiting_for(tasks: Iterable[Task]) -> None:
+def _wake(tasks: Iterable[Task]) -> None:
     """Wake tasks that wait."""
     scheduler = _active[-1] if _active else None
     if scheduler is not None:
@@ -381,7 +383,7 @@ class Lock:
             raise RuntimeError("release unlocked lock")
         self._owner = None
         if self._waiting:
-            waiting_for([self._waiting.pop(0)])
+            _wake([self._waiting.pop(0)])
 
     def locked(self) -> bool:
         return self._owner is not None
@@ -463,7 +465,7 @@ class Condition:
 
     def notify(self, n: int = 1) -> None:
         tasks, self._waiting = self._waiting[:n], self._waiting[n:]
-        waiting_for(tasks)
+        _wake(tasks)
 
     def notify_all(self) -> None:
         self.notify(len(self._waiting))
@@ -482,7 +484,7 @@ class Event:
     def set(self) -> None:
         self._is_set = True
         tasks, self._waiting = self._waiting, []
-        waiting_for(tasks)
+        _wake(tasks)
 
     def clear(self) -> None:
         self._is_set = False
@@ -551,7 +553,7 @@ def current_thread() -> Thread | threading.Thread:
     return task.thread
 
 
-class local:  # noqa: N801: as in threading
+class local:  # noqa: N801 (as in threading)
     """`threading.local`: attributes of each task."""
 
     def __getattr__(self, name: str) -> Any:
@@ -565,5 +567,6 @@ class local:  # noqa: N801: as in threading
 
     def _own(self) -> dict[str, Any]:
         scheduler = active()
-        assert scheduler is not None and scheduler.current is not None
+        assert scheduler is not None
+        assert scheduler.current is not None
         return scheduler.current.variables.setdefault(self, {})

@@ -1,4 +1,4 @@
-"""Random runs of real loaders, caches and stores on a virtual machine keep every promise, and replay by seed."""
+"""Random runs of real loaders and caches on a virtual machine keep all promises; a seed replays one."""
 
 from __future__ import annotations
 

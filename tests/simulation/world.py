@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.files import Closing
 from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.config import Stream
 from shardkit.storage.store import (
+    BaseBody,
     BaseStore,
-    Body,
     ObjectInfo,
     ObjectNotFoundError,
     StorageOptions,
@@ -131,7 +130,9 @@ class SimulatedStore(BaseStore):
         self._request("head", key)
         return self._found(key)[0]
 
-    def open(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> Body:
+    def open(
+        self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
+    ) -> SimulatedBody:
         served = self._bucket.mine
         served.open += 1
         served.most_open = max(served.most_open, served.open)
@@ -194,7 +195,7 @@ class SimulatedStore(BaseStore):
         return TransientError(self.where(key), "connection refused (simulated)")
 
 
-class SimulatedBody(Closing):
+class SimulatedBody(BaseBody):
     """The bytes of one answer; what goes wrong with them was drawn when it began."""
 
     def __init__(self, bucket: Bucket, info: ObjectInfo, data: bytes, served: Served) -> None:
@@ -233,6 +234,10 @@ class SimulatedBody(Closing):
         self._at += count
         self._served.body_bytes += count
         return count
+
+    @property
+    def left(self) -> int:
+        return len(self._data) - self._at
 
     def close(self) -> None:
         self._served.open -= self._is_open
@@ -274,8 +279,10 @@ _kept: list[TemporaryDirectory[str]] = []
 def expected_order(
     names: tuple[str, ...], schedule: tuple[tuple[int, tuple[int, ...]], ...], window: int, samples: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(stream, row) of the first `samples` of a run: what one rank reads, one sample at a time, from local files."""
-    streams = [Stream(dataset_files(name), name=str(n), weight=schedule[0][1][n]) for n, name in enumerate(names)]
+    """(stream, row) of the first `samples` of a run, as one rank reads them one by one from local files."""
+    streams = [
+        Stream(dataset_files(name), name=str(n), weight=schedule[0][1][n]) for n, name in enumerate(names)
+    ]
     options: dict[str, Any] = {"schedule": list(schedule)} if len(names) > 1 else {}
     found: list[tuple[int, int]] = []
     with StreamingLoader(
@@ -293,8 +300,8 @@ def expected_order(
         **options,
     ) as loader:
         for batch in loader:
-            stream = int(batch["stream_id"][0]) if "stream_id" in batch else 0  # type: ignore[index]
-            found.append((stream, int(batch["sample_id"][0])))  # type: ignore[index]
+            stream = int(batch["stream_id"][0]) if "stream_id" in batch else 0
+            found.append((stream, int(batch["sample_id"][0])))
             if len(found) == samples:
                 break
     array = np.array(found, dtype=np.int64)
