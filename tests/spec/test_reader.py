@@ -255,11 +255,12 @@ def expected_batches(
 
 
 @st.composite
-def drawn_runs(draw: st.DrawFn) -> dict[str, Any]:
+def drawn_runs(draw: st.DrawFn, *, lanes: int, weight: int, ranks: int) -> dict[str, Any]:
+    """A run of up to three streams and its restart; the largest lanes, weight and number of ranks."""
     count = draw(st.sampled_from([1, 1, 2, 3]))
     sizes = [draw(st.lists(st.integers(1, 9), min_size=1, max_size=5)) for _ in range(count)]
     excluded = [draw(st.sets(st.integers(0, sum(one) - 1), max_size=sum(one) - 1)) for one in sizes]
-    weights = draw(st.lists(st.integers(1, 7), min_size=count, max_size=count))
+    weights = draw(st.lists(st.integers(1, weight), min_size=count, max_size=count))
     later = draw(st.lists(st.integers(0, 5), min_size=count, max_size=count).filter(any))
     change = draw(st.integers(1, 40))
     total = sum(sum(one) - len(gone) for one, gone in zip(sizes, excluded, strict=True))
@@ -273,20 +274,31 @@ def drawn_runs(draw: st.DrawFn) -> dict[str, Any]:
         "options": {
             "seed": draw(st.integers(0, 2**64 - 1)),
             "shuffle": draw(st.sampled_from(["window", "window", "global", "none"])),
-            "lanes": draw(st.integers(1, 6)),
+            "lanes": draw(st.integers(1, lanes)),
             "window": draw(st.integers(1, 20)),
             "tail": draw(st.sampled_from(TAILS)),
             "epoch_samples": draw(st.none() | st.integers(12, 60)),
         },
-        "first": (draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 6))),
-        "second": (draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 6))),
+        "first": (draw(st.integers(1, ranks)), draw(st.integers(1, ranks + 1)), draw(st.integers(1, 6))),
+        "second": (draw(st.integers(1, ranks)), draw(st.integers(1, ranks + 1)), draw(st.integers(1, 6))),
         "total": total,
     }  # fmt: skip
 
 
-@given(drawn=drawn_runs())
+@given(drawn=drawn_runs(lanes=6, weight=7, ranks=3))
 @settings(max_examples=30, deadline=None)
 def test_runs_and_restarts_agree(drawn: dict[str, Any]) -> None:
+    check_run(drawn)
+
+
+@pytest.mark.extended
+@given(drawn=drawn_runs(lanes=70, weight=3000, ranks=6))
+@settings(max_examples=200, deadline=None)
+def test_larger_runs_and_restarts_agree(drawn: dict[str, Any]) -> None:
+    check_run(drawn)
+
+
+def check_run(drawn: dict[str, Any]) -> None:
     """Ids and tokens of all ranks, before and after a restart on other ranks, and their usage logs."""
     options = dict(drawn["options"])
     drawn["total"] = options["epoch_samples"] or drawn["total"]
