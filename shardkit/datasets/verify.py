@@ -18,12 +18,12 @@ import numpy as np
 
 from shardkit.arrays import Bytes
 from shardkit.cache.download import check_hashes, unpack
-from shardkit.card import CARD_NAME, FILES_NAME, DatasetCard
+from shardkit.card import BLOCKS_NAME, CARD_NAME, FILES_NAME, DatasetCard
 from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
 from shardkit.errors import ShardError
 from shardkit.facts import Described, Facts, counted
 from shardkit.formats import mds, tar
-from shardkit.formats.blocks import BLOCKS_NAME, BlockFile, shard_part
+from shardkit.formats.blocks import BlockFile, shard_part
 from shardkit.formats.stored import load_raw
 from shardkit.formats.text import TEXT_FORMATS, TextShard
 from shardkit.hashing import HASH_NAMES
@@ -202,7 +202,8 @@ class _Blocks:
         """ShardError if the card states another size than these shards need."""
         self._store = dataset.store
         stated = None if dataset.card is None else dataset.card.blocks(dataset.fingerprint)
-        self._file = stated and BlockFile(f"{dataset.location}/{BLOCKS_NAME}", dataset.manifest, stated)
+        where = f"{dataset.location}/{BLOCKS_NAME}"
+        self._file = None if stated is None else BlockFile(where, dataset.manifest, stated)
 
     def check(self, number: int, info: ShardInfo, raw: Bytes) -> None:
         """ShardError if the shard has other checksums."""
