@@ -28,11 +28,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
-from shardkit.formats.blocks import BLOCKS_NAME
 from shardkit.hashing import hash_bytes
 from shardkit.manifest import FileInfo, checked_basename
 
 __all__ = [
+    "BLOCKS_NAME",
     "CARD_NAME",
     "FILES_NAME",
     "MAX_CARD_BYTES",
@@ -64,6 +64,7 @@ __all__ = [
     "listed_files",
 ]
 
+BLOCKS_NAME = "blocks.bin"
 CARD_NAME = "dataset.json"
 FILES_NAME = "files.json"
 MAX_CARD_BYTES = 64 << 20  # of those that older versions made for 500,000 files

@@ -13,9 +13,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import shardkit
-from shardkit.card import CARD_NAME, FILES_NAME, DatasetCard, DedupFacts, FilterFacts, listed_files
+from shardkit.card import (
+    BLOCKS_NAME,
+    CARD_NAME,
+    FILES_NAME,
+    DatasetCard,
+    DedupFacts,
+    FilterFacts,
+    listed_files,
+)
 from shardkit.errors import BuildError
-from shardkit.formats.blocks import BLOCKS_NAME
 from shardkit.hashing import digest_of, hash_bytes
 from shardkit.manifest import Format, Manifest, ShardInfo
 from shardkit.writers.execution.artifacts import Artifact

@@ -1,7 +1,6 @@
 """Single rows of remote shards by ranged requests, so that the first batches need not wait for whole shards.
 
-Only where a row's place follows from the index: raw MDS shards whose columns all have a fixed size, ranges of
-flat token files, and tars as shardkit writes them.
+Only where a row's place follows from the index (`shardkit.cache.row_layout`).
 
 A row is proved before it is given to anyone, and read by one request, where checksums of its blocks are
 published with the dataset, or its shard was seen whole before (`shardkit.cache.row_proofs`). Other rows are
@@ -33,59 +32,22 @@ from shardkit.arrays import Bytes
 from shardkit.cache.contract import Cache, Lease
 from shardkit.cache.download import DamagedObjectError
 from shardkit.cache.fetcher import FetchTimeoutError, arrival
+from shardkit.cache.row_layout import RowLayout, row_layout
 from shardkit.cache.row_proofs import BlockChecksums, BlockProof, Proof, RowChecksums
 from shardkit.cache.subfolder import CacheFolderError
 from shardkit.errors import ShardError
-from shardkit.formats.tar.members import BLOCK
-from shardkit.formats.tar.values import make_npy_header
-from shardkit.formats.tar.writer import RECORD_BYTES, member_bytes
-from shardkit.manifest import FileInfo, Manifest, ShardInfo
+from shardkit.manifest import FileInfo, Manifest
 from shardkit.storage.clock import running_seconds, wait_until
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError
 from shardkit.storage.threads import Workers
 
-__all__ = ["ColumnPlace", "FetchedRows", "NodeRows", "RowLayout", "RowReader", "RowRequests", "row_layout"]
+__all__ = ["FetchedRows", "NodeRows", "RowReader", "RowRequests"]
 
-MAX_ROW_BYTES = 4 << 20
 MAX_UNPROVED = 4096  # rows kept for a later comparison
 _READS = 4  # of one row, before the store is called unreliable
-_NAME_BYTES = 100  # of a member, at the start of its header
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnPlace:
-    """Values are the `size` bytes from `at` on in a row: of all columns together, or of a member of a tar.
-
-    Before those of a member come the .npy header `head`, and the block with its name, which has `suffix`.
-    """
-
-    at: int
-    size: int
-    head: bytes = b""
-    suffix: bytes = b""
-
-    def is_in(self, row: bytes) -> bool:
-        """Whether what comes before the values is in a row."""
-        start = self.at - len(self.head)
-        name = row[max(0, start - BLOCK) : start][:_NAME_BYTES].rstrip(b"\0")
-        return row.startswith(self.head, start) and name.endswith(self.suffix)
-
-
-@dataclass(frozen=True, slots=True)
-class RowLayout:
-    """Row r is the bytes [first + r * stride, + size) of a shard, with values of `columns` in their order."""
-
-    first: int
-    stride: int
-    size: int
-    columns: tuple[ColumnPlace, ...]
-
-    def values(self, row: Bytes | bytes) -> bytes:
-        """The columns' bytes in a row, one after the other."""
-        return b"".join(bytes(row[column.at : column.at + column.size]) for column in self.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,34 +135,6 @@ class NodeRows:
     def _name(self, place: Place) -> str:
         origin = f"{self._entry(place[0])}\0{place[1]}"
         return f"row-{hashlib.blake2b(origin.encode(), digest_size=16).hexdigest()}"
-
-
-def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
-    """Where rows are in a shard of that format, if the index says so."""
-    sizes = [column.size for column in info.columns]
-    total = sum(size or 0 for size in sizes)
-    if info.samples < 1 or not total or None in sizes or info.compression or total > MAX_ROW_BYTES:
-        return None
-    if kind == "tokens":
-        return RowLayout(0, total, total, (ColumnPlace(0, total),))
-    if kind == "mds":
-        first = info.raw.bytes - info.samples * total  # samples fill the file's end
-        return RowLayout(first, total, total, (ColumnPlace(0, total),)) if first > 0 else None
-    names = [column.name for column in info.columns]
-    if kind != "tar" or names != sorted(names):  # as members are written; lists of others have any order
-        return None
-    places, size = [], 0
-    for column in info.columns:
-        parts = column.encoding.split(":")
-        if len(parts) != 3 or not parts[2].isdigit():
-            return None
-        dtype, length = np.dtype(parts[1]), int(parts[2])
-        head = make_npy_header(dtype, length)
-        at, name = size + BLOCK + len(head), f".{column.name}".encode()
-        places.append(ColumnPlace(at, length * dtype.itemsize, head, name))
-        size += member_bytes(length, dtype)
-    end = -(-(info.samples * size + 2 * BLOCK) // RECORD_BYTES) * RECORD_BYTES
-    return RowLayout(0, size, size, tuple(places)) if end == info.raw.bytes else None
 
 
 def _have_ended(reads: Sequence[Future[T]], seconds: float) -> bool:

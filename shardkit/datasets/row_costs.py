@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,8 @@ def find_row_costs(dataset: Dataset, ids: DocumentIds, indexes: NodeIndexes | No
         # Under a URL of its own: the index's entry says when the index was checked.
         url = f"{dataset.location}#{name}"
         kept = indexes.objects(url, [name], lambda: {name: _fetch(dataset.store, name)})[name]
-        data = None if kept is None else map_path(kept)
+        if kept is not None:
+            data = map_path(kept) if isinstance(kept, Path) else np.frombuffer(kept, dtype=np.uint8)
     if data is None:
         return None
     return RowCosts.parse(f"{dataset.location}/{name}", data, len(dataset), length)

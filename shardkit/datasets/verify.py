@@ -18,16 +18,17 @@ import numpy as np
 
 from shardkit.arrays import Bytes
 from shardkit.cache.download import check_hashes, unpack
-from shardkit.card import CARD_NAME, FILES_NAME, DatasetCard
+from shardkit.card import BLOCKS_NAME, CARD_NAME, FILES_NAME, DatasetCard
 from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
 from shardkit.errors import ShardError
 from shardkit.facts import Described, Facts, counted
 from shardkit.formats import mds, tar
-from shardkit.formats.blocks import BLOCKS_NAME, BlockFile, shard_part
+from shardkit.formats.blocks import BlockFile, shard_part
+from shardkit.formats.mds.index import INDEX_NAME, TABLE_NAME
 from shardkit.formats.stored import load_raw
 from shardkit.formats.text import TEXT_FORMATS, TextShard
 from shardkit.hashing import HASH_NAMES
-from shardkit.manifest import UNKNOWN, ShardInfo
+from shardkit.manifest import UNKNOWN, ShardInfo, ShardTable
 from shardkit.storage.store import StorageOptions, StoreError, hash_object, read_object
 from shardkit.units import format_bytes
 
@@ -108,6 +109,7 @@ def verify(
             problems += [found] if isinstance(found, Problem) else []
             trained += 0 if isinstance(found, Problem) else found
     problems += _check_names(dataset)
+    problems += _check_table(dataset)
     if dataset.card is not None:
         if not quick and not problems:
             problems += _check_trained(dataset.card, trained)
@@ -202,7 +204,8 @@ class _Blocks:
         """ShardError if the card states another size than these shards need."""
         self._store = dataset.store
         stated = None if dataset.card is None else dataset.card.blocks(dataset.fingerprint)
-        self._file = stated and BlockFile(f"{dataset.location}/{BLOCKS_NAME}", dataset.manifest, stated)
+        where = f"{dataset.location}/{BLOCKS_NAME}"
+        self._file = None if stated is None else BlockFile(where, dataset.manifest, stated)
 
     def check(self, number: int, info: ShardInfo, raw: Bytes) -> None:
         """ShardError if the shard has other checksums."""
@@ -244,6 +247,20 @@ def _check_names(dataset: Dataset) -> Iterator[Problem]:
                 info.stored.basename, "is in the index twice: its samples would be seen twice an epoch"
             )
         seen.add(info.stored.basename)
+
+
+def _check_table(dataset: Dataset) -> Iterator[Problem]:
+    """What index.bin says, if the dataset was opened by it, against the index.json that it stands for."""
+    manifest = dataset.manifest
+    if manifest.format != "mds" or not isinstance(manifest.shards, ShardTable):
+        return
+    where = f"{dataset.location}/{INDEX_NAME}"
+    stated = mds.parse_index(where, dataset.store.get(INDEX_NAME))
+    if manifest.fingerprint != stated.fingerprint:
+        problem = f"fingerprint is {manifest.fingerprint}, the shards have {stated.fingerprint}"
+        yield Problem(TABLE_NAME, problem)
+    elif list(manifest.shards) != list(stated.shards):
+        yield Problem(TABLE_NAME, f"says other things of shards than {INDEX_NAME}; remove it")
 
 
 def _check_card(dataset: Dataset, card: DatasetCard) -> Iterator[Problem]:

@@ -28,7 +28,6 @@ from shardkit.files import map_path
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
 
 __all__ = [
-    "BLOCKS_NAME",
     "BLOCK_BYTES",
     "BlockFile",
     "Checksums",
@@ -36,9 +35,9 @@ __all__ = [
     "block_range",
     "shard_part",
     "shard_parts",
+    "write_blocks",
 ]
 
-BLOCKS_NAME = "blocks.bin"
 BLOCK_BYTES = 1 << 16  # a row takes a few KiB: smaller blocks would double this file, larger ones each read
 _CHECKSUM_BYTES = 8
 _SEAL_BYTES = 16
@@ -64,6 +63,12 @@ def shard_parts(folder: Path, shards: Sequence[ShardInfo]) -> Iterator[bytes]:
         yield shard_part(shard.stored, data)
 
 
+def write_blocks(file: Path, folder: Path, shards: Sequence[ShardInfo]) -> None:
+    """Write the parts of shards that lie in a folder to `file`."""
+    with file.open("wb") as opened:
+        opened.writelines(shard_parts(folder, shards))
+
+
 def block_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:
     """The smallest range of whole blocks of a file that has the bytes [start, stop)."""
     return start - start % BLOCK_BYTES, min(file_bytes, -(-stop // BLOCK_BYTES) * BLOCK_BYTES)
@@ -72,7 +77,8 @@ def block_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:
 def are_right(checksums: Checksums, start: int, data: bytes) -> bool:
     """Whether `data` are the blocks of a file from byte `start` on, which begins one."""
     first, found = start // BLOCK_BYTES, _checksums(memoryview(data))
-    return found == checksums[first : first + len(found)].tolist()
+    expected: list[int] = checksums[first : first + len(found)].tolist()
+    return found == expected
 
 
 class BlockFile:

@@ -104,7 +104,7 @@ def test_the_leaders_error_is_its_own_and_the_next_one_leads(tmp_path: Path) -> 
         node.objects("s3://b", ["index.json"], fail)
     for fetch in (lambda: {"index.json": b"text"}, fail):
         found = node.objects("s3://b", ["index.json"], fetch)["index.json"]
-        assert found is not None
+        assert isinstance(found, Path)
         assert found.read_bytes() == b"text"
     assert node.objects("s3://c", ["index.json"], lambda: {"index.json": None}) == {"index.json": None}
     assert calls == [1]
@@ -130,7 +130,7 @@ def test_a_large_index_is_parsed_once_and_loaded_from_its_table_after_that(tmp_p
     text = mds_index_bytes(shards)
     node = indexes(tmp_path, [5.0])
     file = node.objects("s3://b", ["index.json"], lambda: {"index.json": text})["index.json"]
-    assert file is not None
+    assert isinstance(file, Path)
     parsed = node.index(file, "s3://b/index.json")
     [table] = tmp_path.rglob("index.bin")
     loaded = node.index(file, "s3://b/index.json")
@@ -148,5 +148,5 @@ def test_only_processes_that_share_a_machine_trust_each_other(tmp_path: Path) ->
         for text in (b"one", b"two"):
             fetch = partial(dict[str, bytes | None], {"index.json": text})
             found = node.objects("s3://b", ["index.json"], fetch)["index.json"]
-        assert found is not None
+        assert isinstance(found, Path)
         assert found.read_bytes() == (b"one" if trusted else b"two")

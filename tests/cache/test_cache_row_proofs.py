@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,12 +15,11 @@ import pytest
 import shardkit
 from shardkit.cache.contract import CacheOptions
 from shardkit.cache.memory import CacheMemory
-from shardkit.card import CARD_NAME, DatasetCard
+from shardkit.card import BLOCKS_NAME, CARD_NAME, DatasetCard
 from shardkit.errors import ShardError
 from shardkit.formats import mds
 from shardkit.formats.blocks import (
     BLOCK_BYTES,
-    BLOCKS_NAME,
     BlockFile,
     are_right,
     block_range,
@@ -36,7 +35,7 @@ from support.noted_store import NotedStore, Read
 from support.remote_harness import Remote, fresh_url
 
 LENGTH, ROWS, SHARD_BYTES = 512, 600, 1 << 17  # five shards of two blocks, the last ones short
-FORMATS = ["mds", "wds"]
+FORMATS: tuple[Literal["mds", "wds"], ...] = ("mds", "wds")
 
 
 def values() -> np.ndarray[Any, np.dtype[np.uint16]]:

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.cache.fetcher import FetchTimeoutError
-from shardkit.cache.rows import MAX_ROW_BYTES, FetchedRows, RowLayout, RowReader, row_layout
+from shardkit.cache.row_layout import MAX_ROW_BYTES, RowLayout, row_layout
+from shardkit.cache.rows import FetchedRows, RowReader
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
 from shardkit.formats.tar.shard_list import fixed_size

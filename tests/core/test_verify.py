@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from shardkit.datasets.verify import VerifyReport, verify
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
+from shardkit.formats.mds.index import TABLE_SHARDS
 from shardkit.manifest import ShardInfo
 
 ROWS = np.arange(40 * 16, dtype=np.uint16).reshape(40, 16)
@@ -130,3 +132,25 @@ def test_no_dataset_at_all_raises(tmp_path: Path) -> None:
         verify(tmp_path)
     with pytest.raises(ShardError, match="no such file"):
         verify(tmp_path / "nowhere")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("false", ["fingerprint", "samples"])
+def test_an_index_bin_that_says_other_things_than_the_index_is_found(tmp_path: Path, false: str) -> None:
+    shard = mds.write_rows_shard(tmp_path, "one", ROWS, hashes=["xxh64"])
+    names = [f"shard.{number:05d}.mds" for number in range(TABLE_SHARDS)]
+    for name in names:
+        (tmp_path / name).hardlink_to(tmp_path / "one")
+    (tmp_path / "one").unlink()
+    mds.write_index(tmp_path, [replace(shard, raw=replace(shard.raw, basename=name)) for name in names])
+    assert verify(tmp_path, quick=True).ok
+    with np.load(tmp_path / "index.bin") as table:
+        arrays = dict(table)
+    if false == "fingerprint":
+        header = json.loads(arrays["header"].tobytes()) | {"fingerprint": "0" * 32}
+        arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    else:
+        arrays["samples"] = np.append(arrays["samples"][:-1], np.int64(7))
+    with (tmp_path / "index.bin").open("wb") as file:
+        np.savez(file, **arrays)
+    assert "index.bin" in {problem.file for problem in verify(tmp_path, quick=True).problems}

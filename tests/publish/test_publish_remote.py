@@ -91,7 +91,7 @@ def test_a_build_of_many_files_lists_them_beside_its_card(
     build(corpus, output=output, overrides=changes, workers=1, progress=False)
     files = json.loads((output / "files.json").read_bytes())
     assert {"annotations/part-00000.parquet", "provenance/part-00000.parquet", "report.html"} <= files.keys()
-    assert list(json.loads((output / "dataset.json").read_bytes())["files"]) == ["files.json"]
+    assert list(json.loads((output / "dataset.json").read_bytes())["files"]) == ["blocks.bin", "files.json"]
     assert verify(output).ok
     assert build(corpus, output=output, overrides=changes, workers=1, progress=False).up_to_date
     build(corpus, output=memory.url, overrides=changes, workers=1, progress=False)

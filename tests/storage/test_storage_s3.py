@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -343,7 +344,7 @@ def test_an_error_that_comes_with_status_200_is_that_error(
         return [body]
 
     server.intercept = intercept
-    for attempt in (lambda: store.get("a"), lambda: store.get("a", 5, 10)):
+    for attempt in (partial(store.get, "a"), partial(store.get, "a", 5, 10)):
         with pytest.raises(StoreError, match=f"{code}: as asked; the server sent this error") as caught:
             attempt()
         assert type(caught.value) is kind

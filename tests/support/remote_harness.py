@@ -156,7 +156,7 @@ class Remote:
             found.manifest,
             CacheMemory(1 << 30) if cache is None else cache,
             Fetcher(connections, limits),
-            blocks=found.card and found.card.blocks(found.manifest.fingerprint),
+            blocks=None if found.card is None else found.card.blocks(found.manifest.fingerprint),
         )
         return cls(store, shards, Dataset(None, found.manifest, card=found.card, shards=shards))
 

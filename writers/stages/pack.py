@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from shardkit.card import Histogram
+from shardkit.card import BLOCKS_NAME, Histogram
 from shardkit.errors import BuildError, ConservationError
 from shardkit.formats import mds, tar
-from shardkit.formats.blocks import BLOCKS_NAME, shard_parts
+from shardkit.formats.blocks import write_blocks
 from shardkit.formats.tar.writer import KEY_DIGITS
 from shardkit.manifest import LOSS_MASK, ShardInfo
 from shardkit.order.permutation import Permutation
@@ -266,8 +266,7 @@ def pack_documents(
         name, keys = f"part-{partition:05d}.{number:05d}", (partition * TAR_KEY_STEP + first, key_digits)
         result.shards.append(_write_shard(folder, name, columns, output, keys))
     if output.compression is None:
-        with (folder / BLOCKS_NAME).open("wb") as file:
-            file.writelines(shard_parts(folder, result.shards))
+        write_blocks(folder / BLOCKS_NAME, folder, result.shards)
     if part.masks is not None and pack.crops:
         result.cropped_trained = _trained_of(part) - result.trained
     hashed_with = None if part.joined is not None else seed

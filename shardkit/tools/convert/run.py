@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 
 import shardkit
-from shardkit.card import CARD_NAME
+from shardkit.card import BLOCKS_NAME, CARD_NAME
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.facts import Described, Facts, listed
 from shardkit.files import move_durably, publish_bytes
-from shardkit.formats.blocks import BLOCKS_NAME, shard_parts
+from shardkit.formats.blocks import write_blocks
 from shardkit.formats.mds.encodings import encoding_of
 from shardkit.formats.mds.index import TABLE_NAME
 from shardkit.hashing import hash_file
@@ -375,8 +375,7 @@ def write_card(
     }
     if output.compression is None:
         blocks = work / BLOCKS_NAME
-        with blocks.open("wb") as file:
-            file.writelines(shard_parts(work, manifest.shards))
+        write_blocks(blocks, work, manifest.shards)
         card["files"] = {BLOCKS_NAME: {"bytes": blocks.stat().st_size, **hash_file(blocks, [CONTENT_HASH])}}
     publish_bytes(work / CARD_NAME, json.dumps(card, indent=2).encode() + b"\n")
 
