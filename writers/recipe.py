@@ -372,7 +372,8 @@ class Recipe(StrictModel):
     )
     max_record_bytes: Annotated[Size, Field(ge=1 << 10, le=1 << 30)] = Field(
         default=1 << 26,
-        description="Longest record (a line, or a row's text), bytes; a longer one is unreadable.",
+        description="Longest record (a line, a row's text, the named values of a sample), bytes; a longer "
+        "one is unreadable.",
     )
 
     _folder: Path = PrivateAttr(default_factory=Path.cwd)

@@ -42,6 +42,7 @@ _ROOTS = tuple(str(Path(folder).resolve()) for folder in shardkit.__path__)
 _ROOTS += tuple(str(Path(_ROOTS[0]).parent / folder) for folder in ("writers", "loaders"))
 _REPAIRED = 0.75  # of the inputs of a target that can repair
 _POPULATION = 2000
+_FRESH = 0.3  # of the inputs are made from the sound one: what a mutation broke is seldom mended by another
 
 
 @dataclass
@@ -115,7 +116,8 @@ def explore(
         _read(target, target.files, folder)
     while found.inputs < inputs and time.monotonic() < end and len(found.failures) < 20:
         rng = random.Random(f"{target.name} {seed} {found.inputs}")
-        parent = population[-1 - int(len(population) * rng.random() ** 3)]
+        latest = population[-1 - int(len(population) * rng.random() ** 2)]
+        parent = target.files if rng.random() < _FRESH else latest
         files = _child(target, parent, rng)
         began = time.monotonic()
         with coverage:

@@ -6,7 +6,6 @@ import io
 import json
 import struct
 import zipfile
-import zlib
 
 import xxhash
 
@@ -28,16 +27,14 @@ def _header(block: bytes) -> bytes:
 
 
 def repaired_record(data: bytes) -> bytes:
-    """A task's record, which may have changed its size, with its seal."""
+    """A task's record, with the seal of what it says now."""
     body = data.partition(_SEAL)[0].removesuffix(b"\n}") + b"\n}"
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        pass
-    else:
-        if isinstance(value, dict):
-            value.pop("seal", None)
+        value = json.loads(data)
+        value.pop("seal", None)
         body = json.dumps(value, indent=1, sort_keys=True).encode()
+    except (ValueError, RecursionError, AttributeError, TypeError):
+        pass  # no JSON object any more
     return body[:-2] + _SEAL + xxhash.xxh3_128_hexdigest(body).encode() + b'"\n}\n'
 
 
@@ -66,5 +63,4 @@ def repaired_table(data: bytes) -> bytes:
                 names.add(name)
             at = max(end, at + 4)
     repaired = made.getvalue()
-    assert zlib.crc32(repaired) >= 0
     return repaired if len(repaired) > 22 else data

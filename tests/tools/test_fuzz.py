@@ -1,28 +1,39 @@
 """Damaged and hostile input of every reader ends in values or in a ShardkitError, in bounded time and memory.
 
-1,000 inputs in the default run, 20,000 more in the extended one; for a long one
-`SHARDKIT_FUZZ_INPUTS=100000 pytest -m extended tests/tools/test_fuzz.py`. A failure names target and number:
-`fuzz(target(name), [n], …)`.
+1,000 inputs by number in the default run, 20,000 more in the extended one, which also mutates by coverage for
+20 seconds. For long ones
+
+    SHARDKIT_FUZZ_INPUTS=100000 pytest -m extended tests/tools/test_fuzz.py
+    cd tests && PYTHONPATH=.. python -m fuzz.guided all --seconds 36000 --keep found
+
+A failure names target and number: `fuzz(target(name), [n], …)`, or target, seed and number of a guided run.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fuzz.engine import fuzz, mutate
+from fuzz.engine import fuzz, mutate, written
+from fuzz.guided import explore, explore_apart
 from fuzz.targets import NAMES, target
+from shardkit.writers.execution.task import parse_record
 
 DEFAULT_INPUTS = 1_000
 EXTENDED_INPUTS = int(os.environ.get("SHARDKIT_FUZZ_INPUTS", "20000"))
-every_target = pytest.mark.parametrize("name", NAMES)
+GUIDED_SECONDS = 20.0
+APART_INPUTS = 60
+APART = tuple(name for name in NAMES if target(name).is_apart)
+TOGETHER = tuple(name for name in NAMES if name not in APART)
+every_target = pytest.mark.parametrize("name", TOGETHER)
 
 
 def check(name: str, start: int, inputs: int, folder: Path) -> None:
-    share = -(-inputs // len(NAMES))
+    share = -(-inputs // len(TOGETHER))
     outcome = fuzz(target(name), range(start, start + share), folder)
     assert not outcome.failures, "\n".join(outcome.failures[:20])
     assert outcome.inputs == share
@@ -41,12 +52,26 @@ def test_much_hostile_input_ends_in_values_or_a_clear_error(name: str, tmp_path:
     check(name, DEFAULT_INPUTS, EXTENDED_INPUTS, tmp_path)
 
 
+@pytest.mark.extended
 @every_target
+def test_input_that_reaches_new_code_ends_in_values_or_a_clear_error(name: str, tmp_path: Path) -> None:
+    found = explore(target(name), tmp_path, seconds=GUIDED_SECONDS / len(TOGETHER))
+    assert not found.failures, "\n".join(found.failures)
+    assert found.inputs > 0
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", APART)
+def test_hostile_tables_end_no_process(name: str, tmp_path: Path) -> None:
+    found = explore_apart(name, tmp_path, seed=0, inputs=APART_INPUTS)
+    assert not found.failures, "\n".join(found.failures)
+    assert (found.inputs, found.refused > 0) == (APART_INPUTS, True)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
 def test_what_is_not_mutated_is_read(name: str, tmp_path: Path) -> None:
     made = target(name)
-    for path, data in made.files.items():
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_bytes(data)
+    written(made.files, tmp_path)
     made.read(tmp_path)
 
 
@@ -55,3 +80,24 @@ def test_inputs_are_a_function_of_their_number() -> None:
     made = [mutate(data, random.Random(number)) for number in range(300)]
     assert made == [mutate(data, random.Random(number)) for number in range(300)]
     assert len({*made, data}) > 250
+
+
+def test_a_fault_behind_a_checksum_is_found_by_coverage_and_again_from_its_seed(tmp_path: Path) -> None:
+    def read(folder: Path) -> None:
+        record = parse_record((folder / "commit.json").read_bytes(), folder)
+        if record is not None and record.commit.stage != "pack" and len(record.outputs) == 1:
+            raise KeyError("planted")
+
+    planted = replace(target("commit"), read=read)
+    found = explore(planted, tmp_path, inputs=500, keep=tmp_path / "kept")
+    assert found.failures
+    assert "KeyError: \"'planted'\"" in found.failures[0]
+    assert found.population > 1
+    assert explore(planted, tmp_path, inputs=500).failures == found.failures
+    again = list((tmp_path / "kept").iterdir())
+    assert len(again) == len(found.failures)
+    with pytest.raises(KeyError, match="planted"):
+        read(again[0])
+    without = explore(replace(planted, repair=None), tmp_path, inputs=500)
+    assert not without.failures
+    assert without.pairs < found.pairs

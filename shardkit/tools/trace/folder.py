@@ -73,9 +73,8 @@ class ParquetFolder:
             except (*_UNREADABLE, ValueError) as error:
                 where = f"{self._dataset.location}/{self.names[number]}"
                 raise ShardError(where, f"cannot be read: {error}") from error
-            for column in self._columns:
-                if (problem := _problem(found[1], column)) is not None:
-                    raise ShardError(f"{self._dataset.location}/{self.names[number]}", problem)
+            if (problem := _problem(found[1], self._columns)) is not None:
+                raise ShardError(f"{self._dataset.location}/{self.names[number]}", problem)
             with self._lock:
                 self._footers[number] = found
         return found
@@ -160,12 +159,16 @@ class ParquetFolder:
             raise ShardError(self.where, f"cannot be read: {error}; run shardkit verify") from error
 
 
-def _problem(schema: pa.Schema, column: pa.Field) -> str | None:
-    """Why a table has not the column that it should have; None if it has."""
-    if schema.names.count(column.name) != 1:
-        return f"has {schema.names.count(column.name) or 'no'} columns {column.name!r}, not one"
-    found = schema.field(column.name)
-    kind = found.type.value_type if pa.types.is_dictionary(found.type) else found.type
-    if kind != column.type or (found.nullable and not column.nullable):
-        return f"column {column.name!r} is {found.type}{' with nulls' * found.nullable}, not {column.type}"
+def _problem(schema: pa.Schema, expected: pa.Schema) -> str | None:
+    """Why a table has not the columns that it should have; None if it has."""
+    for name in expected.names:
+        if (count := schema.names.count(name)) != 1:
+            return f"has no column {name!r}" if not count else f"has {count} columns {name!r}"
+    for column in expected:
+        found = schema.field(column.name)
+        kind = found.type.value_type if pa.types.is_dictionary(found.type) else found.type
+        if kind != column.type:
+            return f"column {column.name!r} is of type {found.type}, not {column.type}"
+        if found.nullable and not column.nullable:
+            return f"column {column.name!r} may have nulls"
     return None
