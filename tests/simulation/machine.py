@@ -52,14 +52,15 @@ class Disk:
         self.sync_seconds = 0.0
 
     def used(self) -> int:
-        total = self.foreign
-        for folder, _, names in os.walk(self.root):
-            for name in names:
-                try:
-                    total += os.lstat(f"{folder}/{name}").st_size
-                except FileNotFoundError:
-                    continue
-        return total
+        folders = [Path(folder) for folder, _, _ in os.walk(self.root)]
+        return self.foreign + sum(size for folder in folders for size in self.sizes(folder).values())
+
+    def sizes(self, folder: Path) -> dict[str, int]:
+        """Of the files in a folder; no call that is a step, or may fail."""
+        if not os.path.isdir(folder):  # noqa: PTH112
+            return {}
+        with os.scandir(folder) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
     @property
     def free(self) -> int:
@@ -471,8 +472,8 @@ _OTHERS = ("concurrent.futures._base", "pathlib", "pathlib._local")
 @contextmanager
 def installed() -> Iterator[None]:
     """In the block, simulations see their machine in place of this one."""
-    for module in _IMPORTED_LATE:
-        importlib.import_module(module)
+    for late in _IMPORTED_LATE:
+        importlib.import_module(late)
     undo: list[Callable[[], None]] = []
     real = {id(sys.modules[name]): simulated for name, simulated in _MODULES.items()}
     for name, module in list(sys.modules.items()):

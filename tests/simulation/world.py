@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -94,8 +94,8 @@ class Bucket:
         self.faults = Faults()
         self.objects: dict[str, tuple[ObjectInfo, bytes]] = {}
         self.served: dict[Process, Served] = {}
-        self.corrupted = 0
-        """Bodies."""
+        self.corrupted = self.replaced = 0
+        """Bodies, and objects."""
 
     def put_folder(self, name: str, folder: Path) -> None:
         for file in sorted(folder.rglob("*")):
@@ -107,6 +107,12 @@ class Bucket:
         """As `shardkit.storage.url.open_store`."""
         assert str(url).startswith(URL), url
         return SimulatedStore(self, str(url))
+
+    def replace(self, key: str) -> None:
+        """Put an object again: the same bytes, another version."""
+        info, data = self.objects[key]
+        self.objects[key] = replace(info, version=f"{info.version}+"), data
+        self.replaced += 1
 
     @property
     def mine(self) -> Served:
