@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 
-from shardkit import locks
 from shardkit.cache import folder as cache_folder
 from shardkit.cache.fetcher import FetchLimits
 from shardkit.cache.shards import CachedShards
@@ -508,7 +507,6 @@ def _set(holder: Any, name: str, value: object) -> Any:
 def simulate(seed: int, *, watch: Callable[[Scheduler], None] | None = None) -> Outcome:
     """One run. Raises what went wrong: `BrokenPromiseError`, `StuckError`, or an error of the package."""
     memory = Path("/dev/shm")
-    locks._given_up.clear()
     with tempfile.TemporaryDirectory(
         dir=memory if memory.is_dir() else None, prefix="shardkit-simulation-"
     ) as root:
