@@ -110,14 +110,11 @@ class FileLock:
     def release(self) -> None:
         """Let go; nothing happens if it is not held."""
         if self.held:
-            try:
-                if not self._keep:
-                    self._file.unlink(
-                        missing_ok=True
-                    )  # while it is held: who waits sees that the file is gone
-            finally:
-                _unlock(self._descriptor)
-                self._descriptor = -1
+            if not self._keep:
+                with contextlib.suppress(OSError):  # a file that stays locks nothing
+                    self._file.unlink()  # while it is held: who waits sees that the file is gone
+            _unlock(self._descriptor)
+            self._descriptor = -1
 
 
 def _is_at(descriptor: int, file: Path) -> bool:

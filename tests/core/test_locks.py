@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -252,6 +253,23 @@ def test_a_forked_child_does_not_keep_what_its_parent_releases(tmp_path: Path, k
     finally:
         os.close(go_on)
         os.waitpid(child, 0)
+
+
+def test_a_lock_is_released_though_a_failing_disk_keeps_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*call: object, **more: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    lock, other = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    assert lock.acquire()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", fail)
+        lock.release()
+    assert (tmp_path / "lock").exists()
+    assert other.acquire()
+    other.release()
+    assert not (tmp_path / "lock").exists()
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:

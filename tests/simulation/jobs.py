@@ -14,10 +14,13 @@ that has closed its loader has no file, thread, room, lease or request left; cou
 from __future__ import annotations
 
 import gc
+import os
 import random
+import shutil
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,9 +30,9 @@ from typing import Any
 
 import numpy as np
 
-from shardkit import locks
 from shardkit.cache import folder as cache_folder
 from shardkit.cache.fetcher import FetchLimits
+from shardkit.cache.shards import CachedShards
 from shardkit.cache.subfolder import SUBFOLDER
 from shardkit.errors import ShardkitError
 from shardkit.loaders import StreamingLoader
@@ -134,12 +137,26 @@ class World:
             read_bytes=self.chance.choice((32, 256, 1 << 18)),
             single_rows=self.chance.choice((0, 4, 32)),
         )
+        self.loads: Counter[Process] = Counter()
+        """Shards read."""
         self.is_calm = False
         self.has_failed_disk = False
         self.is_slow = False
         """Whether something may take as long as a loader waits."""
         self.kills = 0
         self.errors: dict[str, int] = {}
+
+    def count_loads(self) -> Callable[..., Any]:
+        """`CachedShards._load` that counts what it returns."""
+        load = CachedShards._load
+
+        def counted(shards: CachedShards, number: int, *more: Any) -> Any:
+            data = load(shards, number, *more)
+            assert self.scheduler.current is not None
+            self.loads[self.scheduler.current.process] += 1
+            return data
+
+        return counted
 
     def direct(self) -> None:
         """The main task of the director: start the jobs, cause faults, end the faults, wait for the jobs."""
@@ -176,6 +193,7 @@ class World:
         has_cause = {
             "DamagedObjectError": self.bucket.corrupted > 0,
             "ShardError": self.bucket.corrupted > 0,
+            "ObjectChangedError": self.bucket.replaced > 0,
             "CacheFolderError": self.has_failed_disk,
             "FetchTimeoutError": self.is_slow,
             "LoaderTimeoutError": self.is_slow,
@@ -188,7 +206,9 @@ class World:
 
     def _cause_fault(self) -> None:
         chance, disk = self.chance, self.machine.disk
-        kind = chance.choice(("kill", "kill", "suspend", "store", "store", "disk", "clock", "damage"))
+        kind = chance.choice(
+            ("kill", "kill", "suspend", "store", "store", "disk", "clock", "damage", "replace", "remove")
+        )
         ranks = self._ranks()
         self.scheduler.note(f"fault {kind}")
         if kind == "kill" and ranks:
@@ -215,6 +235,11 @@ class World:
             self.machine.clock_shift += chance.choice((-3600.0, -10.0, 10.0, 3600.0))
         elif kind == "damage":
             self._damage_entry()
+        elif kind == "replace":
+            self.bucket.replace(chance.choice([key for key in self.bucket.objects if ".mds" in key]))
+        elif kind == "remove" and chance.random() < 0.3:
+            shutil.rmtree(self.cache / SUBFOLDER, ignore_errors=True)
+            self.has_failed_disk = True
 
     def _resume(self, process: Process, seconds: float) -> None:
         self.scheduler.sleep(seconds)
@@ -238,14 +263,19 @@ class World:
         # In a new file: processes that have mapped the old one keep what they have proved.
         replacement = file.with_name("replacement")
         replacement.write_bytes(data)
-        replacement.rename(file)
+        os.rename(replacement, file)  # noqa: PTH104 (a call that the simulated disk does not fail)
 
     def _check_room(self, call: str) -> None:
         """The cache takes no more room than it may."""
         if call not in ("posix_fallocate", "rename"):
             return
         root = self.cache / SUBFOLDER
-        sizes = [file.stat().st_size for name in ("shards", "filling") for file in (root / name).iterdir()]
+        sizes = [
+            size
+            for folder in ("shards", "filling")
+            for name, size in self.machine.disk.sizes(root / folder).items()
+            if not name.startswith("ledger~")  # while it is written anew
+        ]
         if sum(sizes) > self.cache_bytes:
             raise BrokenPromiseError(f"the cache takes {sum(sizes):,} bytes of {self.cache_bytes:,}")
 
@@ -451,6 +481,11 @@ class Incarnation:
         snapshots = [
             data.shards.store.metrics.snapshot() for data in loader.datasets if data.shards is not None
         ]
+        counts = [data.shards.counts for data in loader.datasets if data.shards is not None]
+        loads = sum(count["hits"] + count["misses"] for count in counts)
+        if loads != self.world.loads[process]:
+            read = self.world.loads[process]
+            raise BrokenPromiseError(f"{where}: {loads} hits and misses, {read} shards were read")
         if self.world.bucket.mine.open or any(snapshot.in_flight for snapshot in snapshots):
             raise BrokenPromiseError(f"{where} was closed, but has requests open")
         read = sum(snapshot.bytes_read for snapshot in snapshots)
@@ -472,7 +507,6 @@ def _set(holder: Any, name: str, value: object) -> Any:
 def simulate(seed: int, *, watch: Callable[[Scheduler], None] | None = None) -> Outcome:
     """One run. Raises what went wrong: `BrokenPromiseError`, `StuckError`, or an error of the package."""
     memory = Path("/dev/shm")
-    locks._given_up.clear()
     with tempfile.TemporaryDirectory(
         dir=memory if memory.is_dir() else None, prefix="shardkit-simulation-"
     ) as root:
@@ -491,6 +525,7 @@ def simulate(seed: int, *, watch: Callable[[Scheduler], None] | None = None) -> 
                 installed(),
                 _set(sys, "unraisablehook", lambda error: None),  # generators of processes that were killed
                 _set(resilient, "open_store", world.bucket.open_store),
+                _set(CachedShards, "_load", world.count_loads()),
                 _set(loader_streams, "FetchLimits", lambda **_: world.limits),
                 _set(cache_folder, "_numbers", iter(range(sys.maxsize))),
                 running_on(world.machine),

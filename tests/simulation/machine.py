@@ -15,6 +15,7 @@ import errno
 import fcntl
 import importlib
 import os
+import queue
 import random
 import secrets
 import shutil
@@ -23,11 +24,13 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shardkit import locks
 from shardkit.cache import download
 from shardkit.storage import limits, retry, threads
 from simulation import scheduler as virtual
@@ -52,14 +55,15 @@ class Disk:
         self.sync_seconds = 0.0
 
     def used(self) -> int:
-        total = self.foreign
-        for folder, _, names in os.walk(self.root):
-            for name in names:
-                try:
-                    total += os.lstat(f"{folder}/{name}").st_size
-                except FileNotFoundError:
-                    continue
-        return total
+        folders = [Path(folder) for folder, _, _ in os.walk(self.root)]
+        return self.foreign + sum(size for folder in folders for size in self.sizes(folder).values())
+
+    def sizes(self, folder: Path) -> dict[str, int]:
+        """Of the files in a folder; no call that is a step, or may fail."""
+        if not os.path.isdir(folder):  # noqa: PTH112
+            return {}
+        with os.scandir(folder) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
     @property
     def free(self) -> int:
@@ -352,6 +356,55 @@ class PerProcess:
         return getattr(variables[self], name)
 
 
+class ProcessDict(MutableMapping[Any, Any]):
+    """A dict of each simulated process."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._own()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._own()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._own()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._own())
+
+    def __len__(self) -> int:
+        return len(self._own())
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def _own(self) -> dict[Any, Any]:
+        scheduler = active()
+        assert scheduler is not None
+        assert scheduler.current is not None
+        found: dict[Any, Any] = scheduler.current.process.variables.setdefault(self, {})
+        return found
+
+
+class SimpleQueue:
+    """`queue.SimpleQueue`."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._changed = virtual.Condition(virtual.Lock())
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        with self._changed:
+            self._items.append(item)
+            self._changed.notify()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        with self._changed:
+            self._changed.wait_for(lambda: self._items, timeout if block else 0.0)
+            if not self._items:
+                raise queue.Empty
+            return self._items.popleft()
+
+
 class Future(concurrent.futures.Future[Any]):
     """A future that sets hold in the same order in every run."""
 
@@ -462,6 +515,7 @@ _FUNCTIONS: dict[object, object] = {
     retry._jitter: _jitter,
     threading.Lock: _either(threading.Lock, virtual.Lock),
     concurrent.futures.Future: Future,
+    queue.SimpleQueue: _either(queue.SimpleQueue, SimpleQueue),
     concurrent.futures.ThreadPoolExecutor: _either(concurrent.futures.ThreadPoolExecutor, Executor),
 }
 _IMPORTED_LATE = ("shardkit.cache.memory", "shardkit.cache.tar_scan", "shardkit.formats.tar.find")
@@ -471,8 +525,8 @@ _OTHERS = ("concurrent.futures._base", "pathlib", "pathlib._local")
 @contextmanager
 def installed() -> Iterator[None]:
     """In the block, simulations see their machine in place of this one."""
-    for module in _IMPORTED_LATE:
-        importlib.import_module(module)
+    for late in _IMPORTED_LATE:
+        importlib.import_module(late)
     undo: list[Callable[[], None]] = []
     real = {id(sys.modules[name]): simulated for name, simulated in _MODULES.items()}
     for name, module in list(sys.modules.items()):
@@ -488,6 +542,7 @@ def installed() -> Iterator[None]:
             if is_ours and getattr(value, "__module__", None) == name:
                 undo += _replace_defaults(value)
     undo.append(_set(futures_base, "_AcquireFutures", _AcquireFutures))
+    undo.append(_set(locks, "_given_up", ProcessDict()))
     undo.append(_set(download, "_threads", virtual.local()))
     undo.append(_set(threads, "_threads", PerProcess(threads._threads, threads.Threads)))
     undo.append(_set(limits, "_shared", PerProcess(limits._shared, limits._SharedGates)))

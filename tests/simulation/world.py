@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +24,7 @@ from shardkit.loaders.config import Stream
 from shardkit.storage.store import (
     BaseBody,
     BaseStore,
+    ObjectExistsError,
     ObjectInfo,
     ObjectNotFoundError,
     StorageOptions,
@@ -32,6 +33,7 @@ from shardkit.storage.store import (
     ThrottledError,
     TransientError,
     checked_range,
+    open_source,
 )
 from simulation.scheduler import Process, Scheduler
 from support.loader_data import parts, token_rows
@@ -94,8 +96,11 @@ class Bucket:
         self.faults = Faults()
         self.objects: dict[str, tuple[ObjectInfo, bytes]] = {}
         self.served: dict[Process, Served] = {}
-        self.corrupted = 0
-        """Bodies."""
+        self.versions = 0
+        self.on_write: Callable[[str], None] = lambda name: None
+        """Called after each write, with the object's name."""
+        self.corrupted = self.replaced = 0
+        """Bodies, and objects."""
 
     def put_folder(self, name: str, folder: Path) -> None:
         for file in sorted(folder.rglob("*")):
@@ -107,6 +112,12 @@ class Bucket:
         """As `shardkit.storage.url.open_store`."""
         assert str(url).startswith(URL), url
         return SimulatedStore(self, str(url))
+
+    def replace(self, key: str) -> None:
+        """Put an object again: the same bytes, another version."""
+        info, data = self.objects[key]
+        self.objects[key] = replace(info, version=f"{info.version}+"), data
+        self.replaced += 1
 
     @property
     def mine(self) -> Served:
@@ -153,7 +164,18 @@ class SimulatedStore(BaseStore):
         if_absent: bool = False,
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
-        raise NotImplementedError("loaders do not write")
+        with open_source(self.where(key), data) as source:
+            content = source.read()
+        self._request("put", key)
+        bucket, name = self._bucket, f"{self._prefix}/{key}"
+        if if_absent and name in bucket.objects:
+            raise ObjectExistsError(self.where(key), "already exists", status=412)
+        bucket.versions += 1
+        info = ObjectInfo(name, len(content), f"v{bucket.versions}", dict(metadata or {}))
+        bucket.objects[name] = info, content
+        bucket.on_write(name)
+        self._answer(key)
+        return replace(info, key=key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         self._request("list", prefix)
@@ -163,13 +185,26 @@ class SimulatedStore(BaseStore):
                 yield ObjectInfo(name.removeprefix(before), info.bytes, info.version)
 
     def delete(self, key: str) -> None:
-        raise NotImplementedError("loaders do not delete")
+        self._request("delete", key)
+        name = f"{self._prefix}/{key}"
+        self._bucket.objects.pop(name, None)
+        self._bucket.on_write(name)
+        self._answer(key)
 
     def _found(self, key: str) -> tuple[ObjectInfo, bytes]:
         found = self._bucket.objects.get(f"{self._prefix}/{key}")
         if found is None:
             raise ObjectNotFoundError(self.where(key), "there is no such object", status=404)
-        return ObjectInfo(key, found[0].bytes, found[0].version), found[1]
+        return replace(found[0], key=key), found[1]
+
+    def _answer(self, key: str) -> None:
+        """The way back of an answer to a write, which may be slow or lost."""
+        bucket, faults, chance = self._bucket, self._bucket.faults, self._bucket.chance
+        bucket.scheduler.step()
+        if chance.random() < faults.slow_share:
+            bucket.scheduler.sleep(faults.slow_seconds * chance.random())
+        if chance.random() < faults.refuse_share:
+            raise TransientError(self.where(key), "the answer was lost (simulated)")
 
     def _request(self, operation: str, key: str) -> None:
         bucket, faults, chance = self._bucket, self._bucket.faults, self._bucket.chance
