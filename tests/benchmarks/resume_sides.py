@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import json
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 LENGTH = 64  # tokens of a row; the first is its id
-SPLITS = 16  # of lancedb: its global batches hold a row of each
+SPLITS = 8  # of lancedb: a global batch holds a row of each
 SEED = 7
 
 
@@ -63,8 +64,8 @@ class UnsupportedError(Exception):
     """The library has nothing for this case; says what."""
 
 
-Run = tuple[Iterator[Any], Callable[[], Any]]
-"""(one epoch's batches from where the state says, what gives the state)"""
+Run = tuple[Callable[[int], Iterable[Any]], Callable[[], Any]]
+"""(what gives the batches of the state's epoch, 0, or of the next one, 1; what gives the state)"""
 
 
 def row(number: int) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -110,8 +111,12 @@ def shardkit(request: Request) -> Run:
         loader = StreamingLoader(streams, **options)
     if request.state is not None:
         loader.load_state_dict(request.state)
-    trained = (batch["tokens"][(batch["labels"] != -100).any(1)] for batch in loader)
-    return trained, loader.state_dict
+
+    def batches(_: int) -> Iterator[Any]:
+        for batch in loader:
+            yield batch["tokens"][(batch["labels"] != -100).any(1)]
+
+    return batches, loader.state_dict
 
 
 def streaming(request: Request) -> Run:
@@ -131,12 +136,14 @@ def streaming(request: Request) -> Run:
     loader = mosaicml.StreamingDataLoader(dataset, batch_size=request.batch, num_workers=request.workers)
     if request.state is not None:
         loader.load_state_dict(request.state)
-    return (batch["tokens"].numpy() for batch in loader), loader.state_dict
+    return lambda _: (batch["tokens"].numpy() for batch in loader), loader.state_dict
 
 
 def litdata(request: Request) -> Run:
+    import torch
     from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingDataset
 
+    torch.distributed.init_process_group("gloo")  # where it finds rank and world size
     options: dict[str, Any] = {"shuffle": True, "seed": SEED}
     places = [f"{folder}/litdata" for folder in request.folders]
     if request.cache is not None:
@@ -151,7 +158,7 @@ def litdata(request: Request) -> Run:
     loader = StreamingDataLoader(dataset, batch_size=request.batch, num_workers=request.workers)
     if request.state is not None:
         loader.load_state_dict(request.state)
-    return (batch.numpy() for batch in loader), loader.state_dict
+    return lambda _: (batch.numpy() for batch in loader), loader.state_dict
 
 
 def torchdata(request: Request) -> Run:
@@ -177,7 +184,7 @@ def torchdata(request: Request) -> Run:
     loader = StatefulDataLoader(rows, request.batch, sampler=sampler, num_workers=request.workers)
     if request.state is not None:
         loader.load_state_dict(request.state)
-    return (batch.numpy() for batch in loader), loader.state_dict
+    return lambda _: (batch.numpy() for batch in loader), loader.state_dict
 
 
 def webdataset(request: Request) -> Run:
@@ -197,7 +204,7 @@ def webdataset(request: Request) -> Run:
     loader = StatefulDataLoader(dataset, request.batch, num_workers=request.workers)
     if request.state is not None:
         loader.load_state_dict(request.state)
-    return (batch.numpy() for batch in loader), loader.state_dict
+    return lambda _: (batch.numpy() for batch in loader), loader.state_dict
 
 
 def datasets(request: Request) -> Run:
@@ -209,15 +216,17 @@ def datasets(request: Request) -> Run:
 
     parts = []
     for folder in request.folders:
-        rows = load_from_disk(f"{folder}/datasets").with_format("torch")
+        rows = load_from_disk(f"{folder}/datasets")
         parts.append(rows.to_iterable_dataset(num_shards=16).shuffle(seed=SEED, buffer_size=100))
     shares = [weight / sum(request.weights) for weight in request.weights]
     whole = parts[0] if len(parts) == 1 else interleave_datasets(parts, probabilities=shares, seed=SEED)
-    dataset = split_dataset_by_node(whole, rank=request.rank, world_size=request.world_size)
+    dataset = split_dataset_by_node(
+        whole.with_format("torch"), rank=request.rank, world_size=request.world_size
+    )
     loader = StatefulDataLoader(dataset, request.batch, num_workers=request.workers)
     if request.state is not None:
         loader.load_state_dict(request.state)
-    return (batch["tokens"].numpy() for batch in loader), loader.state_dict
+    return lambda _: (batch["tokens"].numpy() for batch in loader), loader.state_dict
 
 
 def grain(request: Request) -> Run:
@@ -225,15 +234,20 @@ def grain(request: Request) -> Run:
     import grain
 
     parts = [np.load(Path(folder) / "rows.npy") for folder in request.folders]
-    whole = [grain.MapDataset.source(part).shuffle(seed=SEED) for part in parts]
-    mixed = whole[0] if len(whole) == 1 else grain.MapDataset.mix(whole, weights=request.weights)
-    own = mixed[request.rank :: request.world_size].batch(request.batch).to_iter_dataset()
-    if request.workers:
-        own = own.mp_prefetch(grain.MultiprocessingOptions(num_workers=request.workers))
-    iterator = iter(own)
-    if request.state is not None:
-        iterator.set_state(request.state)
-    return iterator, iterator.get_state
+    iterators = []
+
+    def batches(later: int) -> Iterator[Any]:
+        whole = [grain.MapDataset.source(part).shuffle(seed=SEED + later) for part in parts]
+        mixed = whole[0] if len(whole) == 1 else grain.MapDataset.mix(whole, weights=request.weights)
+        own = mixed[request.rank :: request.world_size].batch(request.batch).to_iter_dataset()
+        if request.workers:
+            own = own.mp_prefetch(grain.MultiprocessingOptions(num_workers=request.workers))
+        iterators.append(iter(own))
+        if request.state is not None and not later:
+            iterators[-1].set_state(request.state)
+        return iterators[-1]  # type: ignore[no-any-return]
+
+    return batches, lambda: iterators[-1].get_state()
 
 
 def tokens_of(part: Any) -> Any:
@@ -249,23 +263,28 @@ def lancedb(request: Request) -> Run:
 
     table = lancedb.connect(f"{request.folder}/lance").open_table("rows")
     state = StreamingDataset.merge_state_dicts(request.states) if request.states else None
-    dataset = StreamingDataset(
-        table,
-        num_splits=SPLITS,
-        shuffle_seed=SEED,
-        rank=request.rank,
-        world_size=request.world_size,
-        filter=f"number not in ({', '.join(map(str, request.excluded))})" if request.excluded else None,
-        transform=tokens_of,
-        epoch=0 if state is None else state["epoch"],
-    )
-    if state is not None:
-        dataset.load_state_dict(state)
-    context = "spawn" if request.workers else None
-    loader = StreamingDataLoader(
-        dataset, batch_size=request.batch, num_workers=request.workers, multiprocessing_context=context
-    )
-    return (batch.numpy() for batch in loader), dataset.state_dict
+    made = []
+
+    def batches(later: int) -> Iterator[Any]:
+        dataset = StreamingDataset(
+            table,
+            num_splits=SPLITS,
+            shuffle_seed=SEED,
+            rank=request.rank,
+            world_size=request.world_size,
+            filter=f"number not in ({', '.join(map(str, request.excluded))})" if request.excluded else None,
+            transform=tokens_of,
+            epoch=later + (0 if state is None else state["epoch"]),
+        )
+        if state is not None and not later:
+            dataset.load_state_dict(state)
+        made.append(dataset)
+        options = {"batch_size": request.batch, "num_workers": request.workers}
+        context = "spawn" if request.workers else None
+        for batch in StreamingDataLoader(dataset, multiprocessing_context=context, **options):
+            yield batch.numpy()
+
+    return batches, lambda: made[-1].state_dict()
 
 
 LIBRARIES: dict[str, Callable[[Request], Run]] = {
@@ -309,6 +328,16 @@ def encoded(state: Any) -> str:
     return base64.b64encode(pickle.dumps(state)).decode()
 
 
+def _epochs(batches: Callable[[int], Iterable[Any]]) -> Iterator[Iterable[Any]]:
+    """What is left of an epoch; of the next one, if nothing is."""
+    first = iter(batches(0))
+    for batch in first:
+        yield [batch]
+        yield first
+        return
+    yield batches(1)
+
+
 def run(library: str, asked: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
     """One epoch, or `steps` batches and then `further` ones, which a killed run has not in its state."""
     steps, further = asked.pop("steps"), asked.pop("further")
@@ -318,7 +347,8 @@ def run(library: str, asked: dict[str, Any], answer: Callable[[dict[str, Any]], 
     os.environ |= {"LOCAL_RANK": str(request.rank), "LOCAL_WORLD_SIZE": str(request.world_size)}
     batches, state = LIBRARIES[library](request)
     found = 0
-    for found, batch in enumerate(batches, 1):
+    # An epoch whose state was saved at its end may have nothing left: the loop goes to the next one.
+    for found, batch in enumerate(itertools.chain.from_iterable(_epochs(batches)), 1):
         ids = [int(tokens[0]) for tokens in batch]
         wrong = sum(
             not np.array_equal(tokens, row(number)) for tokens, number in zip(batch, ids, strict=True)
