@@ -318,6 +318,39 @@ def index_bin(folder: Path) -> tuple[str, list[Shard]]:
     ]
 
 
+# Block checksums (blocks.md)
+
+BLOCK = 65536
+
+
+def block_checksums(file: File, part: bytes) -> list[int]:
+    """Of one shard's file, in its part of blocks.bin."""
+    hashes = [f"{name}:{digest.lower()}" for name, digest in sorted(file.hashes.items())]
+    stated = "\0".join([str(file.bytes), *hashes])
+    checksums, seal = part[:-16], part[-16:]
+    if xxhash.xxh3_128(stated.encode() + b"\n" + checksums).digest() != seal:
+        raise ValueError("another shard's checksums, or damaged ones")
+    return [value for (value,) in struct.iter_unpack("<Q", checksums)]
+
+
+def are_proved(checksums: Sequence[int], start: int, data: bytes) -> bool:
+    """Whether whole blocks from byte `start` on are those of the file."""
+    found = [xxhash.xxh3_64(data[at : at + BLOCK]).intdigest() for at in range(0, len(data), BLOCK)]
+    return found == list(checksums[start // BLOCK :][: len(found)])
+
+
+def blocks_bin(dataset: Dataset) -> list[list[int]]:
+    """The checksums of all shards."""
+    data, found = (dataset.folder / "blocks.bin").read_bytes(), []
+    for shard in dataset.shards:
+        size = 8 * -(-shard.stored.bytes // BLOCK) + 16
+        found.append(block_checksums(shard.stored, data[:size]))
+        data = data[size:]
+    if data:
+        raise ValueError("more than the checksums of the shards")
+    return found
+
+
 # State (state.md) and runs (order.md)
 
 

@@ -99,6 +99,9 @@ def test_cards_list_the_files_beside_the_shards(release: Path) -> None:
             data = (path / name).read_bytes()
             assert file.bytes == len(data)
             assert file.hashes == {kind: reader.hash_of(kind, data) for kind in file.hashes}
+        if "blocks.bin" in dataset.files():
+            for shard, checksums in zip(dataset.shards, reader.blocks_bin(dataset), strict=True):
+                assert reader.are_proved(checksums, 0, (path / shard.stored.name).read_bytes())
         if path.name == "built":
             assert {
                 "report.html",

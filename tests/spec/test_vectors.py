@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from shardkit.formats import mds
+from shardkit.formats.blocks import shard_part
 from shardkit.formats.tar.members import split_name
 from shardkit.formats.usage_log import RunHead, end_record, step_record
 from shardkit.hashing import digest_of
@@ -164,6 +165,18 @@ def check_balance(vectors: Any) -> None:
         costs, before = case["costs"], case["before"]
         assert level(np.array([costs]), np.array([before]))[0].tolist() == case["places"]
         assert arithmetic.level(costs, before) == case["places"]
+
+
+def check_blocks(case: Any) -> None:
+    data = bytes(number % 251 for number in range(case["bytes"]))
+    stated = FileInfo("shard.mds", case["bytes"], case["hashes"])
+    assert shard_part(stated, np.frombuffer(data, np.uint8)).hex() == case["part"]
+    part = bytes.fromhex(case["part"])
+    checksums = reader.block_checksums(reader.File("shard.mds", case["bytes"], case["hashes"]), part)
+    assert reader.are_proved(checksums, 65536, data[65536:])
+    assert not reader.are_proved(checksums, 0, data[1:65537])
+    with pytest.raises(ValueError):
+        reader.block_checksums(reader.File("shard.mds", case["bytes"], {}), part)
 
 
 def check_state(cases: Any) -> None:
