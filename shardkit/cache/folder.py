@@ -230,6 +230,10 @@ class CacheFolder:
         status = os.fstat(descriptor)
         self._seen[name] = (status.st_ino, status.st_size, status.st_mtime_ns)
 
+    def note_full(self) -> None:
+        """Count an entry that a full disk has not kept."""
+        self._counters["disk_full"] += 1
+
     def set_aside(self, file: Path) -> None:
         """Move a damaged file to damaged/, where the last few are kept for inspection."""
         self._counters["quarantined"] += 1
@@ -489,6 +493,9 @@ class FolderSlot:
             self._cache.enter(self._name, self.file, self._descriptor)
         except OSError as error:
             self._end(keep=False)
+            if error.errno in NO_ROOM:  # some file systems find room only now: whoever waits has the bytes
+                self._cache.note_full()
+                return
             problem = f"cannot be written: {error.strerror or error}; the disk may be failing"
             raise CacheFolderError(f"{self.file}: {problem}") from error
         self._end(keep=True)

@@ -477,6 +477,21 @@ def test_a_full_disk_is_no_room_and_leaves_nothing_behind(
     fill(cache, "a")
 
 
+def test_a_disk_that_turns_out_to_be_full_at_the_end_keeps_no_entry_and_is_no_error(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    cache = CacheFolder(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        fill(cache, "a")
+    assert (cache.has("a"), cache.counters()["disk_full"]) == (False, 1)
+    assert names(root / "filling") == []
+    fill(cache, "a")
+
+
 @pytest.fixture
 def no_inodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk has bytes, and no inode for another file."""
