@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pytest
 
 from shardkit.cache import folder as module
-from shardkit.cache.contract import CACHE_COUNTERS
+from shardkit.cache.contract import CACHE_COUNTERS, Lease
 from shardkit.cache.entry import SEAL_BYTES, is_sealed, make_seal, sealed_size
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.subfolder import SUBFOLDER, CacheFolderError
@@ -300,7 +300,7 @@ def test_an_entry_fetched_again_meanwhile_is_left_alone(
     os.utime(root / "shards" / "a", ns=(0, 1))
     lease = cache.lease
 
-    def late_lease(name: str, timeout_seconds: float = 0.0) -> FileLock | None:
+    def late_lease(name: str, timeout_seconds: float = 0.0) -> Lease | None:
         fill(other, "a")
         return lease(name, timeout_seconds)
 
