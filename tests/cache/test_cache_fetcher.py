@@ -469,14 +469,14 @@ def test_a_process_that_was_stopped_while_it_fetched_many_shards_is_waited_for_o
     folders: dict[str, Path], opened: Open, tmp_path: Path
 ) -> None:
     """Before, once for each of its leases: 220 seconds with the defaults."""
-    store, seconds = doors(folders["mds"]), 0.5
+    store, seconds = doors(folders["mds"]), 1.0
     shards = opened(store, CacheFolder(tmp_path, 1 << 20), lease_seconds=seconds)
     stopped = CacheFolder(tmp_path, 1 << 20)
     held = [leased(stopped, shards.entry(number)) for number in range(SHARDS)]
     began = time.monotonic()
     for number in range(SHARDS):
         assert load_and_keep(shards, number) == raw_of(folders["mds"], number)
-    assert seconds <= time.monotonic() - began < 2 * seconds
+    assert seconds <= time.monotonic() - began < 3 * seconds
     for lease in held:
         lease.release()
 

@@ -668,7 +668,7 @@ def test_waits_for_the_leases_of_a_stopped_process_do_not_add_up(tmp_path: Path,
         for name in "abcde":
             assert cache.lease(name, 0.4) is None
             waited.append(time.monotonic() - began)
-        assert 0.4 <= waited[0] <= waited[-1] < 0.8
+        assert 0.4 <= waited[0] <= waited[-1] < 1.6
         other.tell()  # it gives the first one back: it runs
         assert other.line() == "released"
         leased(cache, "a").release()
