@@ -262,7 +262,7 @@ def start_delay(machine: str, nodes: int, datasets: int = 1) -> float:
 
 
 def first_rows(processes: int, nodes: int) -> int:
-    """Rows that a process may fetch one by one after a start, by two requests each.
+    """Rows that a process may fetch one by one after a start, by two requests each if nothing proves them.
 
     `SINGLE_ROWS` where the nodes are few; where they are many, all processes of a node have as many together
     as `NODE_REQUESTS` allow.

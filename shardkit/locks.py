@@ -25,6 +25,7 @@ from pathlib import Path
 __all__ = ["FileLock", "held_file", "upgraded"]
 
 _POLL_SECONDS = 0.1
+_HOLDER_BYTES = 64  # at most
 
 # Links are refused, and pipes do not block: somebody else put them there.
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -103,9 +104,15 @@ class FileLock:
     def read_holder(self) -> bytes:
         """What whoever holds the lock has written; b"" if nobody does who writes anything."""
         try:
-            return self._file.read_bytes()
+            descriptor = os.open(self._file, _FLAGS & ~os.O_CREAT)
         except OSError:
             return b""
+        try:
+            return os.read(descriptor, _HOLDER_BYTES)
+        except OSError:  # a pipe that somebody else put there
+            return b""
+        finally:
+            os.close(descriptor)
 
     def release(self) -> None:
         """Let go; nothing happens if it is not held."""

@@ -177,7 +177,7 @@ class Model:
         tokens = self.exchange("tokens", None, c.splits, c.documents, partitions, row)
         shards = ceil(c.tokens * c.token_bytes / partitions / (c.shard_bytes / c.scale))
         written = c.tokens * c.token_bytes
-        self._add("pack", partitions, *self._slices(tokens, partitions), files=shards + 1, written=written)
+        self._add("pack", partitions, *self._slices(tokens, partitions), files=shards + 2, written=written)
         self._add("provenance", partitions, 2 * partitions, files=1)
         removed = c.documents * LOSERS * (c.has_url or c.has_exact or c.has_near)
         files = max(1, ceil(removed / DUPLICATES_OF_FILE))

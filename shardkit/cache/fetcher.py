@@ -75,7 +75,7 @@ class FetchLimits:
     min_part_bytes: int = MIN_PART_BYTES
     read_bytes: int = READ_BYTES
     single_rows: int = 32
-    """Rows that a reader may have fetched one by one after each start, by two small requests each."""
+    """Rows that a reader may have fetched one by one after each start, by one small request each, or two."""
     peer_seconds: float = 5.0
     """A process that is reading a row for its replicas, too, is not waited for longer than this."""
 

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardkit.arrays import Bytes
-from shardkit.cache.contract import Contents, Held, Slot
+from shardkit.cache.contract import Contents, Held, Lease, Slot
 from shardkit.cache.entry import SEAL_BYTES, is_sealed, make_seal, sealed_size
 from shardkit.cache.ledger import Ledger, is_filling
 from shardkit.cache.memory import CacheMemory
@@ -166,7 +166,7 @@ class CacheFolder:
                 self._counters["disk_full"] += 1
         return self._spare.reserve(name, raw_bytes, victims)
 
-    def lease(self, name: str, timeout_seconds: float = 0.0) -> FileLock | None:
+    def lease(self, name: str, timeout_seconds: float = 0.0) -> Lease | None:
         lock = FileLock(self._root / "leases" / name, holder=self._holder)
         with explain_errors(self._root.parent):
             try:
@@ -174,7 +174,7 @@ class CacheFolder:
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
-                return None  # no file can be made for it: whoever waits goes on without
+                return self._spare.lease(name, timeout_seconds)  # of this process, as there can be no file
 
     def _acquire(self, lock: FileLock, timeout_seconds: float) -> bool:
         """Take a lease; do not wait for a process that has let another wait in vain, and is at that still."""
@@ -229,6 +229,10 @@ class CacheFolder:
         self._move(file, self._root / "shards" / name, {name: os.fstat(descriptor).st_size})
         status = os.fstat(descriptor)
         self._seen[name] = (status.st_ino, status.st_size, status.st_mtime_ns)
+
+    def note_full(self) -> None:
+        """Count an entry that a full disk has not kept."""
+        self._counters["disk_full"] += 1
 
     def set_aside(self, file: Path) -> None:
         """Move a damaged file to damaged/, where the last few are kept for inspection."""
@@ -501,6 +505,9 @@ class FolderSlot:
             self._cache.enter(self._name, self.file, self._descriptor)
         except OSError as error:
             self._end(keep=False)
+            if error.errno in NO_ROOM:  # some file systems find room only now: whoever waits has the bytes
+                self._cache.note_full()
+                return
             raise self._failed(error) from error
         self._end(keep=True)
 

@@ -30,7 +30,7 @@ __all__ = ["BlockChecksums", "BlockProof", "Proof", "RowChecksums", "RowProof"]
 
 Range = tuple[int, int]
 _GAP_BYTES = 1 << 19  # unneeded bytes that cost less than another request
-_KEPT_BYTES = 64 << 20  # of 8,000 shards of 64 MiB; above, all are forgotten
+_KEPT_BYTES = 16 << 20  # of 2,000 shards of 64 MiB, or of two million rows; above, all are forgotten
 _READS = 3  # of a part, before blocks.bin itself is called damaged
 
 

@@ -14,12 +14,15 @@ import pytest
 import tokenizers
 
 from shardkit import open_dataset
+from shardkit.card import BLOCKS_NAME
 from shardkit.datasets.verify import verify
 from shardkit.errors import BuildError, RecipeError
+from shardkit.formats.blocks import shard_parts
 from shardkit.publish import download, upload
 from shardkit.writers import BuildResult, build, load_recipe
 from shardkit.writers.ledger import Count
 from shardkit.writers.progress import StageProgress
+from shardkit.writers.stages import graph
 from support.peers import read_with_streaming
 from support.small_build import EOS, make_corpus, text_of, tree
 from support.stores import fresh_memory
@@ -67,6 +70,33 @@ def test_every_document_is_in_the_rows_as_its_tokens_once(corpus: Path, made: Bu
     assert texts == Counter(text_of(n) for n in range(400) if n % 10 != 9)
     assert rows.size == made.tokens + made.padding
     assert sum(len(part) for parts in pieces.values() for _, part in parts) == made.tokens
+
+
+@pytest.mark.parametrize(("kind", "compression"), [("mds", "null"), ("wds", "null"), ("mds", "zstd")])
+def test_uncompressed_shards_have_checksums_of_their_blocks_whatever_partition_made_them(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, compression: str
+) -> None:
+    monkeypatch.setattr(graph, "PARTITION_TEXT_BYTES", 12_000)
+    settings = [f"output.format={kind}", f"output.compression={compression}", "output.shard_bytes=20000"]
+    build(
+        corpus,
+        output=tmp_path / "out",
+        overrides=[*settings, f"work={tmp_path / 'work'}"],
+        workers=2,
+        progress=False,
+    )
+    dataset, blocks = open_dataset(tmp_path / "out"), tmp_path / "out" / BLOCKS_NAME
+    assert dataset.card is not None
+    stated = dataset.card.blocks(dataset.fingerprint)
+    if compression != "null":
+        assert stated is None
+        assert not blocks.exists()
+        return
+    assert stated is not None
+    assert len(dataset.manifest.shards) >= dataset.card.packing["partitions"] > 1
+    assert blocks.read_bytes() == b"".join(shard_parts(tmp_path / "out", dataset.manifest.shards))
+    assert stated.bytes == blocks.stat().st_size
+    assert verify(tmp_path / "out").ok
 
 
 def test_the_funnel_accounts_for_every_record(made: BuildResult) -> None:

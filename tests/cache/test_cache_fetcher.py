@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -481,6 +482,22 @@ def test_what_another_process_fetches_is_left_to_it_until_someone_waits_too_long
     assert shards.load(1).tobytes() == raw_of(folders["mds"], 1), "whoever holds the lease has been stopped"
     assert store.shards.count(1) == 1
     held.release()
+
+
+def test_a_process_that_was_stopped_while_it_fetched_many_shards_is_waited_for_once(
+    folders: dict[str, Path], opened: Open, tmp_path: Path
+) -> None:
+    """Before, once for each of its leases: 220 seconds with the defaults."""
+    store, seconds = doors(folders["mds"]), 1.0
+    shards = opened(store, CacheFolder(tmp_path, 1 << 20), lease_seconds=seconds)
+    stopped = CacheFolder(tmp_path, 1 << 20)
+    held = [leased(stopped, shards.entry(number)) for number in range(SHARDS)]
+    began = time.monotonic()
+    for number in range(SHARDS):
+        assert load_and_keep(shards, number) == raw_of(folders["mds"], number)
+    assert seconds <= time.monotonic() - began < 3 * seconds
+    for lease in held:
+        lease.release()
 
 
 def test_what_another_process_has_fetched_meanwhile_is_not_fetched_again(

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pytest
 
 from shardkit.cache import folder as module
-from shardkit.cache.contract import CACHE_COUNTERS
+from shardkit.cache.contract import CACHE_COUNTERS, Lease
 from shardkit.cache.entry import SEAL_BYTES, is_sealed, make_seal, sealed_size
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.subfolder import SUBFOLDER, CacheFolderError
@@ -300,7 +300,7 @@ def test_an_entry_fetched_again_meanwhile_is_left_alone(
     os.utime(root / "shards" / "a", ns=(0, 1))
     lease = cache.lease
 
-    def late_lease(name: str, timeout_seconds: float = 0.0) -> FileLock | None:
+    def late_lease(name: str, timeout_seconds: float = 0.0) -> Lease | None:
         fill(other, "a")
         return lease(name, timeout_seconds)
 
@@ -477,6 +477,21 @@ def test_a_full_disk_is_no_room_and_leaves_nothing_behind(
     fill(cache, "a")
 
 
+def test_a_disk_that_turns_out_to_be_full_at_the_end_keeps_no_entry_and_is_no_error(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    cache = CacheFolder(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        fill(cache, "a")
+    assert (cache.has("a"), cache.counters()["disk_full"]) == (False, 1)
+    assert names(root / "filling") == []
+    fill(cache, "a")
+
+
 @pytest.fixture
 def no_inodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk has bytes, and no inode for another file."""
@@ -496,8 +511,10 @@ def test_a_disk_without_inodes_is_a_full_one(
     cache = CacheFolder(tmp_path, spare_bytes=10 * COST)
     fill(cache, "a")
     request.getfixturevalue("no_inodes")
-    assert cache.lease("b", SECONDS) is None
+    lease = leased(cache, "b")
+    assert cache.lease("b") is None
     fill(cache, "b")
+    lease.release()
     check(cache, "a")
     check(cache, "b")
     assert names(root / "shards") == ["a"]
@@ -692,7 +709,7 @@ def test_waits_for_the_leases_of_a_stopped_process_do_not_add_up(tmp_path: Path,
         for name in "abcde":
             assert cache.lease(name, 0.4) is None
             waited.append(time.monotonic() - began)
-        assert 0.4 <= waited[0] <= waited[-1] < 0.8
+        assert 0.4 <= waited[0] <= waited[-1] < 1.6
         other.tell()  # it gives the first one back: it runs
         assert other.line() == "released"
         leased(cache, "a").release()

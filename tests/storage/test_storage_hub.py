@@ -30,6 +30,7 @@ from shardkit.storage import (
     connect,
 )
 from shardkit.storage.hub import HubPlace, HubStore, content_version
+from shardkit.storage.hub_client import HubClient
 from support.hub_environment import hub_server
 
 LINES = b'{"text": "one"}\n' * 300
@@ -165,6 +166,24 @@ def test_a_listing_of_many_pages_is_that_of_one_commit(hub: HubServer, name: str
         hub.page_entries = 1000
     assert moved
     assert keys == [f"many/{number:03d}/x.txt" for number in range(40)]
+
+
+def test_a_listing_whose_pages_name_each_other_is_an_error(
+    hub: HubServer, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = HubClient.json, []
+
+    def in_circles(client: HubClient, method: str, path: str, where: str, body: object = None) -> Any:
+        found, _ = real(client, method, path, where, body)
+        if "/tree/" not in path:
+            return found, None
+        asked.append(path)
+        return found, f"{path}&turn=1" if "turn" not in path else asked[0]
+
+    monkeypatch.setattr(HubClient, "json", in_circles)
+    with pytest.raises(StoreError, match="does not end: pages repeat"):
+        list(HubStore(f"hf://datasets/{name}").list())
+    assert len(asked) == 2
 
 
 def test_a_listing_of_which_a_page_is_missing_is_an_error(hub: HubServer, name: str) -> None:

@@ -323,6 +323,7 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out" / "notes.txt").write_text("mine")
     convert(source, tmp_path / "out", output=WDS, replace=True, progress=False)
     assert sorted(content(tmp_path / "out")) == [
+        "blocks.bin",
         "dataset.json",
         "notes.txt",
         "shard-00000.tar",
