@@ -361,7 +361,7 @@ def _decompress_snappy(data: Bytes, output: npt.NDArray[np.uint8]) -> int:
     if stated != len(output):
         raise ValueError(f"its header states {stated:,} bytes, the index {len(output):,}")
     try:
-        return int(cramjam.snappy.decompress_raw_into(data, output))
+        return int(cramjam.snappy.decompress_raw_into(data, output.data))
     except cramjam.DecompressionError as error:
         raise ValueError("it is damaged") from error
 
