@@ -37,7 +37,7 @@ def check(name: str, start: int, inputs: int, folder: Path) -> None:
     outcome = fuzz(target(name), range(start, start + share), folder)
     assert not outcome.failures, "\n".join(outcome.failures[:20])
     assert outcome.inputs == share
-    assert (outcome.refused > 0) == target(name).refuses
+    assert outcome.refused > 0 or not target(name).refuses
 
 
 @every_target
