@@ -185,8 +185,8 @@ def _checked_keys(data: object) -> dict[str, Any]:
     version = data["version"]
     if isinstance(version, bool) or not isinstance(version, Hashable) or version not in _KEYS:
         raise StateError(
-            f"the state is of version {version!r:.80}, this shardkit reads up to {STATE_VERSION}: continue with "
-            "the shardkit that saved it"
+            f"the state is of version {version!r:.80}, this shardkit reads up to {STATE_VERSION}: "
+            "continue with the shardkit that saved it"
         )
     if data.keys() != _KEYS[version]:
         missing, unknown = (
