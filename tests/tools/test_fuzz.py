@@ -5,6 +5,7 @@
 
     SHARDKIT_FUZZ_INPUTS=100000 pytest -m extended tests/tools/test_fuzz.py
     cd tests && PYTHONPATH=.. python -m fuzz.guided all --seconds 36000 --keep found
+    cd tests && PYTHONPATH=.. python -m fuzz.with_atheris recipe corpus -max_total_time=36000
 
 A failure names target and number: `fuzz(target(name), [n], …)`, or target, seed and number of a guided run.
 """
@@ -89,15 +90,15 @@ def test_a_fault_behind_a_checksum_is_found_by_coverage_and_again_from_its_seed(
             raise KeyError("planted")
 
     planted = replace(target("commit"), read=read)
-    found = explore(planted, tmp_path, inputs=500, keep=tmp_path / "kept")
+    found = explore(planted, tmp_path, inputs=200, keep=tmp_path / "kept")
     assert found.failures
     assert "KeyError: \"'planted'\"" in found.failures[0]
     assert found.population > 1
-    assert explore(planted, tmp_path, inputs=500).failures == found.failures
+    assert explore(planted, tmp_path, inputs=200).failures == found.failures
     again = list((tmp_path / "kept").iterdir())
     assert len(again) == len(found.failures)
     with pytest.raises(KeyError, match="planted"):
         read(again[0])
-    without = explore(replace(planted, repair=None), tmp_path, inputs=500)
+    without = explore(replace(planted, repair=None), tmp_path, inputs=200)
     assert not without.failures
     assert without.pairs < found.pairs
