@@ -165,7 +165,6 @@ def _input(name: str) -> Target:
         config = {"text": "txt", "metadata": ["json.b"]}
     if name == "mds":
         config = {"metadata": ["meta.a"]}
-    is_table = kind in ("parquet", "arrow", "arrows")
     return Target(
         f"input={name}",
         {f"a.{kind}": _files()[name]},
@@ -173,7 +172,6 @@ def _input(name: str) -> Target:
         tokens=_WORDS if "warc" in name else (),
         repair=repaired_tar if name == "tar" else None,
         change=changed_footer if kind == "parquet" else None,
-        is_apart=is_table,
     )
 
 
