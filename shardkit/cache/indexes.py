@@ -23,7 +23,7 @@ from os import PathLike
 from pathlib import Path
 
 from shardkit.cache.subfolder import SUBFOLDER, explain_errors, make_subfolders
-from shardkit.files import publish_bytes
+from shardkit.files import load_json, publish_bytes
 from shardkit.formats.mds.index import TABLE_NAME, parse_index, read_table, table_bytes
 from shardkit.locks import FileLock
 from shardkit.manifest import Manifest
@@ -93,13 +93,13 @@ class NodeIndexes:
     def _trusted(self, folder: Path, names: Sequence[str]) -> Mapping[str, Path | None] | None:
         """What a leader has fetched lately; None if that is not all of `names`."""
         try:
-            checked = json.loads((folder / "checked").read_bytes())
+            checked = load_json((folder / "checked").read_bytes())
             age = self._clock() - checked["seconds"]
             if not 0 <= age < self._trust_seconds or not {*names} <= {*checked["there"], *checked["missing"]}:
                 return None
             found = {name: folder / name if name in checked["there"] else None for name in names}
             return found if all(file is None or file.is_file() for file in found.values()) else None
-        except (FileNotFoundError, ValueError, LookupError, TypeError):
+        except (FileNotFoundError, ValueError, LookupError, TypeError, OverflowError):
             return None
 
     def _keep(self, folder: Path, found: Mapping[str, bytes | None]) -> Mapping[str, Path | None]:
