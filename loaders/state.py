@@ -17,7 +17,7 @@ each value under its path and loads the paths that the new loader's state has, t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -183,10 +183,10 @@ def _checked_keys(data: object) -> dict[str, Any]:
         found = f"has the keys {', '.join(map(repr, data))}" if data else "is empty"
         raise StateError(f"not a loader's state: this dict {found:.200}; {hint}")
     version = data["version"]
-    if isinstance(version, bool) or version not in _KEYS:
+    if isinstance(version, bool) or not isinstance(version, Hashable) or version not in _KEYS:
         raise StateError(
-            f"the state is of version {version!r}, this shardkit reads up to {STATE_VERSION}: continue with "
-            "the shardkit that saved it"
+            f"the state is of version {version!r:.80}, this shardkit reads up to {STATE_VERSION}: "
+            "continue with the shardkit that saved it"
         )
     if data.keys() != _KEYS[version]:
         missing, unknown = (

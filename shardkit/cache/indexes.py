@@ -27,7 +27,7 @@ from pathlib import Path
 
 from shardkit.cache.subfolder import NO_ROOM, SUBFOLDER, CacheFolderError, explain_errors, make_subfolders
 from shardkit.errors import ShardError
-from shardkit.files import publish_bytes
+from shardkit.files import load_json, publish_bytes
 from shardkit.formats.mds.index import TABLE_NAME, parse_index, read_table, table_bytes
 from shardkit.hashing import hash_bytes
 from shardkit.locks import FileLock
@@ -121,7 +121,7 @@ class NodeIndexes:
     def _trusted(self, folder: Path, names: Sequence[str]) -> Mapping[str, Path | None] | None:
         """What a leader has fetched lately; None if that is not all of `names`."""
         try:
-            checked = json.loads((folder / _STATE_NAME).read_bytes())
+            checked = load_json((folder / _STATE_NAME).read_bytes())
             age = self._clock() - checked["seconds"]
             there, missing = checked["there"], checked["missing"]
             if not 0 <= age < self._trust_seconds or not {*names} <= {*there, *missing}:
@@ -131,7 +131,7 @@ class NodeIndexes:
                 file is None or _digest(file.read_bytes()) == there[name] for name, file in found.items()
             )
             return found if is_whole else None
-        except (FileNotFoundError, ValueError, LookupError, TypeError):
+        except (FileNotFoundError, ValueError, LookupError, TypeError, OverflowError):
             return None
 
     def _keep(self, folder: Path, found: Mapping[str, bytes | None]) -> Mapping[str, Path | None]:

@@ -243,16 +243,15 @@ class ZstdFrame:
 
     zstandard's own has none: 4 bytes can stand for 128 KiB, so 64 KiB for 2 GiB. A frame is a row of blocks
     of at most 128 KiB of content, each with its size in front (RFC 8878, section 3.1.1.2). They are decoded
-    one by one until there is enough.
+    one by one.
     """
 
     def __init__(self) -> None:
         self._frame = _new_zstd().decompressobj()
-        self._held = b""  # input that waits
+        self._held, self._at = b"", 0  # input, and where in it what waits begins
         self._to_boundary = 0  # bytes of input up to the next header of a block
         self._begun = False
         self._checksum_bytes = 0
-        self._error: zstandard.ZstdError | None = None
         self.needs_input = True
 
     @property
@@ -263,33 +262,26 @@ class ZstdFrame:
     @property
     def unused_data(self) -> bytes:
         """What follows the frame."""
-        return bytes(self._frame.unused_data) + self._held if self.eof else b""
+        return bytes(self._frame.unused_data) + self._held[self._at :] if self.eof else b""
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
-        """What comes next, up to `max_length` and one block; ZstdError after the last sound block."""
-        if self._error is not None:
-            raise self._error
-        held, at, size = self._held + data, 0, 0
-        pieces: list[bytes] = []
-        self.needs_input = False
-        while size < max_length and not self.eof:
-            self._to_boundary = self._to_boundary or self._next_boundary(held[at : at + _ZSTD_HEADER_BYTES])
-            step = held[at : at + self._to_boundary]
+        """What the next block holds, which is less than any `max_length` in use; zstandard.ZstdError."""
+        if data:
+            self._held, self._at = self._held[self._at :] + data, 0
+        held = memoryview(self._held)
+        piece = b""
+        while not piece and not self.eof:
+            if not self._to_boundary:
+                head = self._held[self._at : self._at + _ZSTD_HEADER_BYTES]
+                self._to_boundary = self._next_boundary(head)
+            step = held[self._at : self._at + self._to_boundary]
+            self.needs_input = not step
             if not step:
-                self.needs_input = True
                 break
-            try:
-                piece = self._frame.decompress(step)
-            except zstandard.ZstdError as error:
-                self._error = error
-                if not pieces:
-                    raise
-                break
-            at, size = at + len(step), size + len(piece)
+            self._at += len(step)
             self._to_boundary -= len(step)
-            pieces.append(piece)
-        self._held = held[at:]
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            piece = self._frame.decompress(step)
+        return piece
 
     def _next_boundary(self, head: bytes) -> int:
         """Bytes up to the next header of a block from the header at hand; 0 if it is not all there yet."""
@@ -361,7 +353,7 @@ def _decompress_snappy(data: Bytes, output: npt.NDArray[np.uint8]) -> int:
     if stated != len(output):
         raise ValueError(f"its header states {stated:,} bytes, the index {len(output):,}")
     try:
-        return int(cramjam.snappy.decompress_raw_into(data, output))
+        return int(cramjam.snappy.decompress_raw_into(data, output.data))
     except cramjam.DecompressionError as error:
         raise ValueError("it is damaged") from error
 

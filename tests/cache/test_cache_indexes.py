@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from shardkit.formats.mds.index import TABLE_SHARDS
 from shardkit.formats.mds.index import index_bytes as mds_index_bytes
 from shardkit.manifest import Column, FileInfo, ShardInfo
 from shardkit.storage.memory import MemoryStore
+from support.json_trees import variants
 from support.noted_store import NotedStore
 from support.remote_harness import SOON_SECONDS, fresh_url, make_remote_kind, put_folder
 
@@ -150,3 +152,18 @@ def test_only_processes_that_share_a_machine_trust_each_other(tmp_path: Path) ->
             found = node.objects("s3://b", ["index.json"], fetch)["index.json"]
         assert isinstance(found, Path)
         assert found.read_bytes() == (b"one" if trusted else b"two")
+
+
+def test_crafted_notes_of_what_was_checked_are_not_believed(tmp_path: Path) -> None:
+    store = NotedStore(make_remote_kind(tmp_path / "data", "mds"))
+    first = find_remote(store, indexes=indexes(tmp_path, [5.0])).manifest.fingerprint
+    [note] = tmp_path.rglob("checked")
+    good = json.loads(note.read_bytes())
+    for crafted in variants(good):
+        try:
+            note.write_text(json.dumps(crafted))
+        except (ValueError, RecursionError):
+            continue
+        assert find_remote(store, indexes=indexes(tmp_path, [5.0])).manifest.fingerprint == first
+    note.write_text("[" * 100_000)
+    assert find_remote(store, indexes=indexes(tmp_path, [5.0])).manifest.fingerprint == first

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fuzz.repairs import repaired_table
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.files import open_maps, publish_bytes
@@ -267,6 +268,9 @@ def named(name: bytes) -> Callable[[Any], Any]:
         changed(raw_names=named(b"/x")),
         changed(raw_names=named(b"shard.00001.mds")),
         changed(raw_names=lambda a: np.array([object()] * len(a))),
+        lambda data: repaired_table(data.replace(b"'shape': (", b"'shape': [")),
+        lambda data: repaired_table(data.replace(b"'descr': '", b"'descr': (")),
+        lambda data: repaired_table(data.replace(b", }", b"(((")),
     ],
 )
 def test_a_damaged_or_hostile_one_is_passed_over(large: Path, damage: Callable[[bytes], bytes]) -> None:
@@ -274,6 +278,13 @@ def test_a_damaged_or_hostile_one_is_passed_over(large: Path, damage: Callable[[
     file.write_bytes(damage(file.read_bytes()))
     found = read_table(large / "index.json")
     assert found is None or found == many(), "what is not sound must not be used"
+    assert list(read_index(large).shards) == many()
+
+
+def test_one_with_a_header_beyond_reason_is_passed_over(large: Path) -> None:
+    file = large / "index.bin"
+    file.write_bytes(changed(lambda header: header.update(more="x" * (1 << 24)))(file.read_bytes()))
+    assert read_table(large / "index.json") is None
     assert list(read_index(large).shards) == many()
 
 

@@ -43,8 +43,6 @@ class Target:
     """Makes checksums of a hostile file right, so that damage gets behind them."""
     change: Callable[[bytes, random.Random], bytes] | None = None
     """A change that knows the structure of a hostile file."""
-    is_apart: bool = False
-    """Whether a library that reads it may end the process."""
 
     @property
     def chosen(self) -> tuple[str, ...]:

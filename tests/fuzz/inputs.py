@@ -1,7 +1,7 @@
 """Raw inputs of builds as targets: whatever is read, the ledger adds up, and every document is UTF-8.
 
-Feather of version 1 is none: Arrow reads its metadata unchecked, and one file in a few ends the process, which
-costs a build the split.
+Feather of version 1 is none: Arrow reads its metadata unchecked, and one file in a few ends the process, so
+a build loses the split.
 """
 
 from __future__ import annotations
@@ -165,7 +165,6 @@ def _input(name: str) -> Target:
         config = {"text": "txt", "metadata": ["json.b"]}
     if name == "mds":
         config = {"metadata": ["meta.a"]}
-    is_table = kind in ("parquet", "arrow", "arrows")
     return Target(
         f"input={name}",
         {f"a.{kind}": _files()[name]},
@@ -173,7 +172,6 @@ def _input(name: str) -> Target:
         tokens=_WORDS if "warc" in name else (),
         repair=repaired_tar if name == "tar" else None,
         change=changed_footer if kind == "parquet" else None,
-        is_apart=is_table,
     )
 
 

@@ -41,7 +41,7 @@ from support.foreign_tars import tar_bytes
 from support.mds_values import EXAMPLES
 from support.small_build import RECIPE, make_corpus
 
-__all__ = ["NAMES", "target"]
+__all__ = ["APART", "NAMES", "target"]
 
 _ROWS = np.arange(6 * 8, dtype=np.uint16).reshape(6, 8)
 _FEW = 64  # rows of a hostile file that are decoded
@@ -319,7 +319,6 @@ def _text(kind: str) -> Target:
         _read_all,
         tuple(name for name in _part(kind) if name.startswith(("text-", "documents"))),
         change=changed_footer if is_parquet else None,
-        is_apart=is_parquet,
     )
 
 
@@ -339,7 +338,7 @@ def _tables() -> Target:
             find_fates(tracer, Selection(files=["*.jsonl"]), limit=5)
             find_dropped(tracer)
 
-    return Target("tables", files, read, hostile, change=changed_footer, is_apart=True)
+    return Target("tables", files, read, hostile, change=changed_footer)
 
 
 _MAKERS: dict[str, Callable[..., Target]] = {
@@ -365,3 +364,9 @@ NAMES = (
     *("text=parquet", "text=lines", *(f"input={name}" for name in INPUT_FILES)),
     *(name for name in _MAKERS if name not in ("litdata", "input", "text")),
 )
+APART = tuple(
+    name
+    for name in NAMES
+    if name in ("tables", "text=parquet") or name.endswith((".parquet", ".arrow", ".arrows"))
+)
+"""Those that are read in libraries which may end the process."""

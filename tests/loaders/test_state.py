@@ -88,6 +88,8 @@ def test_a_state_is_flat_plain_data_with_the_names_users_set() -> None:
     [
         ({"version": 5}, "version 5"),
         ({"version": None}, "version None"),
+        ({"version": [4]}, r"version \[4\]"),
+        ({"version": {}}, "version {}"),
         ({"order_version": 9}, "version 9"),
         ({"position": -1}, "position"),
         ({"position": 1.0}, "position"),

@@ -80,7 +80,8 @@ _DIGEST_BYTES = 16
 _MAX_HEAD_BYTES = 1 << 22
 _MAX_COUNT = 1 << 53  # what JSON readers everywhere hold exactly
 _I64, _I32 = np.dtype("<i8"), np.dtype("<i4")
-_Ints, _Kinds = npt.NDArray[np.int64], npt.NDArray[np.int32]
+_Ints = npt.NDArray[np.int64]
+_Kinds = npt.NDArray[np.int32]
 
 Path = str | PathLike[str]
 

@@ -201,13 +201,14 @@ def decode_member(
     `budget` is what its sample may still take; default: that of a sample of its own.
     """
     budget = SampleBudget() if budget is None else budget
-    if decode is not False and not extension.startswith(_METADATA):
-        extension, payload = _expanded(extension, payload, budget)
-    if decode is False or not extension:
+    if decode is False:
         return _decode_bytes(payload, budget)
     if extension.startswith(_METADATA):
         return _decode_metadata(payload, budget)
     kind = extension.rpartition(".")[2]
+    if kind == "gz":
+        extension, payload = _expanded(extension, payload, budget)
+        kind = extension.rpartition(".")[2]
     if kind in _IMAGES and decode != "basic":
         return _decode_image(kind, payload, decode, budget)
     if kind in _PICKLE:
