@@ -11,6 +11,7 @@ import traceback
 from contextlib import nullcontext
 from pathlib import Path
 
+from simulation.builds import simulate_build
 from simulation.jobs import simulate
 from simulation.planted import PLANTED, planted
 from simulation.scheduler import Scheduler
@@ -18,6 +19,7 @@ from simulation.scheduler import Scheduler
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
+    parser.add_argument("--builds", action="store_true", help="simulate builds in place of loaders")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--runs", type=int, default=1, help="how many seeds, one after another")
     parser.add_argument("--seconds", type=float, help="run seeds until this time is over, instead of --runs")
@@ -29,11 +31,12 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     began, seed, steps, failures = time.monotonic(), arguments.seed, 0, []
+    run = simulate_build if arguments.builds else simulate
     while True:
         watched: list[Scheduler] = []
         try:
             with planted(arguments.plant) if arguments.plant else nullcontext():
-                outcome = simulate(seed, watch=watched.append)
+                outcome = run(seed, watch=watched.append)
             steps += outcome.steps
             if arguments.verbose:
                 print(outcome)
@@ -42,15 +45,14 @@ def main() -> int:
                 )
         except Exception as error:
             failures.append(seed)
-            steps += watched[0].steps
+            steps += sum(scheduler.steps for scheduler in watched)
             print(f"seed {seed}, commit {_commit()}: {type(error).__name__}: {error}")
             if arguments.verbose:
                 traceback.print_exc(file=sys.stdout)
                 print("\n".join(watched[0].events if watched else []))
-            print(
-                f"replay: PYTHONPATH=.:tests PYTHONHASHSEED=0 python -m simulation --seed {seed} --verbose",
-                flush=True,
-            )
+            more = "--builds " if arguments.builds else ""
+            more += f"--plant {arguments.plant} " if arguments.plant else ""
+            print(f"replay: PYTHONPATH=tests python -m simulation {more}--seed {seed} --verbose", flush=True)
             if not arguments.keep_going:
                 return 1
         seed += 1

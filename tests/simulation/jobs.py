@@ -13,16 +13,13 @@ that has closed its loader has no file, thread, room, lease or request left; cou
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import shutil
 import sys
 import tempfile
-import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,12 +35,24 @@ from shardkit.errors import ShardkitError
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders import streams as loader_streams
 from shardkit.loaders.config import Stream
-from shardkit.storage import StorageOptions, resilient
-from simulation.machine import Disk, Machine, installed, running_on
+from shardkit.storage import StorageOptions
+from simulation.machine import Disk, Machine
 from simulation.scheduler import Condition, Event, Process, Scheduler
-from simulation.world import LENGTH, URL, Bucket, Faults, Served, dataset_files, dataset_rows, expected_order
+from simulation.world import (
+    LENGTH,
+    URL,
+    BrokenPromiseError,
+    Bucket,
+    Faults,
+    Outcome,
+    Served,
+    dataset_files,
+    dataset_rows,
+    expected_order,
+    running,
+)
 
-__all__ = ["BrokenPromiseError", "Outcome", "simulate"]
+__all__ = ["simulate"]
 
 DATASETS = ("mds-240-24", "zstd-180-15", "mds-96-6")
 MOST_RANKS = MOST_ROWS = 4
@@ -52,25 +61,6 @@ MOST_REQUESTS = 4 * StorageOptions().connections
 """Of a process: those that hold its connections, and three for each that have been abandoned."""
 STOP_SECONDS = 150.0
 """After `close`: idle threads have ended by then, and reads in flight been abandoned."""
-
-
-class BrokenPromiseError(AssertionError):
-    """The package did not do what it promises."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run did."""
-
-    seed: int
-    steps: int
-    switches: int
-    virtual_seconds: float
-    samples: int
-    incarnations: int
-    kills: int
-    errors: Mapping[str, int]
-    digest: int
 
 
 @dataclass(frozen=True)
@@ -494,18 +484,8 @@ class Incarnation:
             raise BrokenPromiseError(f"{where}: {read:,} bytes counted, {served_bytes:,} served")
 
 
-@contextmanager
-def _set(holder: Any, name: str, value: object) -> Any:
-    before = getattr(holder, name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        setattr(holder, name, before)
-
-
 def simulate(seed: int, *, watch: Callable[[Scheduler], None] | None = None) -> Outcome:
-    """One run. Raises what went wrong: `BrokenPromiseError`, `StuckError`, or an error of the package."""
+    """One run of jobs. Raises what went wrong: `BrokenPromiseError`, or an error of the package."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(
         dir=memory if memory.is_dir() else None, prefix="shardkit-simulation-"
@@ -514,39 +494,20 @@ def simulate(seed: int, *, watch: Callable[[Scheduler], None] | None = None) -> 
         for job in world.jobs:
             plan = job.plan
             expected_order(plan.datasets, plan.schedule, plan.window, plan.samples + MOST_BATCH)
-        if watch is not None:
-            watch(world.scheduler)
-        was_collecting = gc.isenabled()
-        gc.disable()  # or its moments would differ from run to run
-        gc.freeze()
-        try:
-            with (
-                warnings.catch_warnings(),
-                installed(),
-                _set(sys, "unraisablehook", lambda error: None),  # generators of processes that were killed
-                _set(resilient, "open_store", world.bucket.open_store),
-                _set(CachedShards, "_load", world.count_loads()),
-                _set(loader_streams, "FetchLimits", lambda **_: world.limits),
-                _set(cache_folder, "_numbers", iter(range(sys.maxsize))),
-                running_on(world.machine),
-            ):
-                warnings.simplefilter("ignore")
-                try:
-                    world.scheduler.run(world.direct)
-                finally:
-                    gc.collect()
-        finally:
-            gc.unfreeze()
-            if was_collecting:
-                gc.enable()
-    return Outcome(
-        seed=seed,
-        steps=world.scheduler.steps,
-        switches=world.scheduler.switches,
-        virtual_seconds=world.scheduler.now,
+        with running(
+            world.machine,
+            world.bucket,
+            (CachedShards, "_load", world.count_loads()),
+            (loader_streams, "FetchLimits", lambda **_: world.limits),
+            (cache_folder, "_numbers", iter(range(sys.maxsize))),
+        ):
+            if watch is not None:
+                watch(world.scheduler)
+            world.scheduler.run(world.direct)
+    return Outcome.of(
+        world.scheduler,
         samples=sum(job.position for job in world.jobs),
         incarnations=sum(job.incarnations for job in world.jobs),
         kills=world.kills,
         errors=world.errors,
-        digest=world.scheduler.digest,
     )

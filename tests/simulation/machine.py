@@ -36,7 +36,7 @@ from shardkit.storage import limits, retry, threads
 from simulation import scheduler as virtual
 from simulation.scheduler import Scheduler, active
 
-__all__ = ["Disk", "Machine", "installed", "running_on"]
+__all__ = ["Disk", "Machine", "PerProcess", "ProcessDict", "installed", "machine", "running_on"]
 
 EPOCH = 1_000_000_000.0  # what the clock on the wall shows at virtual time 0: no real file is that old
 _REAL_SINCE = 1_500_000_000.0  # times of files behind it come from the real clock
@@ -518,7 +518,12 @@ _FUNCTIONS: dict[object, object] = {
     queue.SimpleQueue: _either(queue.SimpleQueue, SimpleQueue),
     concurrent.futures.ThreadPoolExecutor: _either(concurrent.futures.ThreadPoolExecutor, Executor),
 }
-_IMPORTED_LATE = ("shardkit.cache.memory", "shardkit.cache.tar_scan", "shardkit.formats.tar.find")
+_IMPORTED_LATE = (
+    "shardkit.writers.publish",
+    "shardkit.cache.memory",
+    "shardkit.cache.tar_scan",
+    "shardkit.formats.tar.find",
+)
 _OTHERS = ("concurrent.futures._base", "pathlib", "pathlib._local")
 
 

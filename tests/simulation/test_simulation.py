@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from simulation.jobs import BrokenPromiseError, simulate
+from simulation.jobs import simulate
 from simulation.planted import PLANTED, planted
 from simulation.scheduler import Condition, Lock, Scheduler, StuckError, Thread
+from simulation.world import BrokenPromiseError
 
 STEPS = 1_000_000
 
