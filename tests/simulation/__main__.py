@@ -12,9 +12,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from simulation.builds import simulate_build
-from simulation.jobs import simulate
-from simulation.planted import PLANTED, planted
+from simulation.planted import PLANTED, PLANTED_IN_BUILDS, planted
 from simulation.scheduler import Scheduler
+from simulation.training import simulate
 
 
 def main() -> int:
@@ -25,7 +25,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="run seeds until this time is over, instead of --runs")
     parser.add_argument("--keep-going", action="store_true", help="continue after a failure")
     parser.add_argument(
-        "--plant", choices=PLANTED, help="with this fault in the package: shows that it is found"
+        "--plant",
+        choices=PLANTED | PLANTED_IN_BUILDS,
+        help="with this fault in the package: shows that it is found",
     )
     parser.add_argument("--verbose", action="store_true", help="print the last events of a failure")
     arguments = parser.parse_args()
