@@ -20,6 +20,9 @@ from simulation.training import simulate
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
     parser.add_argument("--builds", action="store_true", help="simulate builds in place of loaders")
+    parser.add_argument(
+        "--lines", action="store_true", help="interrupt threads between any two lines, too: slow"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--runs", type=int, default=1, help="how many seeds, one after another")
     parser.add_argument("--seconds", type=float, help="run seeds until this time is over, instead of --runs")
@@ -38,7 +41,7 @@ def main() -> int:
         watched: list[Scheduler] = []
         try:
             with planted(arguments.plant) if arguments.plant else nullcontext():
-                outcome = run(seed, watch=watched.append)
+                outcome = run(seed, watch=watched.append, lines=arguments.lines)
             steps += outcome.steps
             if arguments.verbose:
                 print(outcome)
@@ -52,7 +55,7 @@ def main() -> int:
             if arguments.verbose:
                 traceback.print_exc(file=sys.stdout)
                 print("\n".join(watched[0].events if watched else []))
-            more = "--builds " if arguments.builds else ""
+            more = ("--builds " if arguments.builds else "") + ("--lines " if arguments.lines else "")
             more += f"--plant {arguments.plant} " if arguments.plant else ""
             print(f"replay: PYTHONPATH=tests python -m simulation {more}--seed {seed} --verbose", flush=True)
             if not arguments.keep_going:

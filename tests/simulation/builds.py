@@ -287,7 +287,9 @@ class BuildWorld:
         return not any(process.number == number and not process.is_alive for process in self._all)
 
 
-def simulate_build(seed: int, *, watch: Callable[[Scheduler], None] | None = None) -> Outcome:
+def simulate_build(
+    seed: int, *, watch: Callable[[Scheduler], None] | None = None, lines: bool = False
+) -> Outcome:
     """One run of builds. Raises what went wrong."""
     work_store._outputs.cache_clear()
 
@@ -306,6 +308,7 @@ def simulate_build(seed: int, *, watch: Callable[[Scheduler], None] | None = Non
             (scratch, "_locks", ProcessDict()),
             (work_store, "_connect", connected),
             (work_store, "_cache", PerProcess(work_store._cache, work_store._Cache)),
+            lines=lines,
         ):
             if watch is not None:
                 watch(world.scheduler)

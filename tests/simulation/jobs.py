@@ -36,6 +36,8 @@ MOST_RANKS = MOST_ROWS = 4
 MOST_BATCH = MOST_RANKS * MOST_ROWS
 MOST_REQUESTS = 4 * StorageOptions().connections
 """Of a process: those that hold its connections, and three for each that have been abandoned."""
+CALM_SECONDS = 30.0
+"""Without faults, a batch is not waited for longer: as long as a lease and a lock that others hold."""
 STOP_SECONDS = 150.0
 """After `close`: idle threads have ended by then, and reads in flight been abandoned."""
 
@@ -56,6 +58,8 @@ class JobPlan:
     prefetch_batches: int
     pause_seconds: float
     """Between two batches, at most."""
+    changes_live: bool
+    """Whether weights change by `set_weights` during a run, not by a schedule given to the loader."""
 
     @classmethod
     def drawn(cls, chance: random.Random, name: str, folder: Path, cache_bytes: int) -> JobPlan:
@@ -63,7 +67,8 @@ class JobPlan:
         samples = chance.choice((60, 150, 300))
         schedule = [(0, tuple(chance.randint(1, 3) for _ in datasets))]
         if len(datasets) > 1 and chance.random() < 0.7:
-            schedule.append((chance.randrange(1, samples), tuple(chance.randint(1, 3) for _ in datasets)))
+            start = chance.randrange(MOST_BATCH, samples)
+            schedule.append((start, tuple(chance.randint(1, 3) for _ in datasets)))
         return cls(
             name=name,
             datasets=datasets,
@@ -76,6 +81,7 @@ class JobPlan:
             timeout_seconds=chance.choice((60.0, 600.0)),
             prefetch_batches=chance.choice((0, 2, 64)),
             pause_seconds=chance.choice((0.0, 0.01, 1.0)),
+            changes_live=len(schedule) > 1 and chance.random() < 0.5,
         )
 
 
@@ -119,6 +125,7 @@ class Incarnation:
         self.start, self.start_state = job.position, job.state
         self.errors: list[Exception] = []
         self.lost = False
+        self._began_calm = self.world.is_calm
         self._changed = Condition()
         self._arrived = self._passed = 0
         self._states: list[tuple[int, dict[str, object]]] = []
@@ -158,7 +165,9 @@ class Incarnation:
 
     def _loader(self, rank: int) -> StreamingLoader:
         plan = self.plan
-        options: dict[str, Any] = {"schedule": list(plan.schedule)} if len(plan.datasets) > 1 else {}
+        options: dict[str, Any] = {}
+        if len(plan.datasets) > 1 and not plan.changes_live:
+            options["schedule"] = list(plan.schedule)
         streams = [
             Stream(f"{URL}/{name}", name=str(number), weight=plan.schedule[0][1][number])
             for number, name in enumerate(plan.datasets)
@@ -183,8 +192,11 @@ class Incarnation:
         )
 
     def _train(self, rank: int, loader: StreamingLoader) -> None:
-        scheduler, position = self.world.scheduler, self.start
+        scheduler, chance, position = self.world.scheduler, self.world.machine.chance, self.start
         batches = iter(loader)
+        change_at = self.plan.schedule[-1][0] - MOST_BATCH if self.plan.changes_live else None
+        if change_at is not None and position >= max(1, change_at):
+            change_at = None  # it is in the state
         while position < self.plan.samples:
             began = scheduler.now
             batch = next(batches)
@@ -194,12 +206,18 @@ class Incarnation:
             if loader.position != position:
                 raise BrokenPromiseError(f"the position is {loader.position}, not {position}")
             scheduler.note(f"batch {position}")
+            if change_at is not None and position >= change_at:
+                start, weights = self.plan.schedule[-1]
+                loader.set_weights(weights, at_position=max(start, position))
+                change_at = None
             self._pass_barrier(position, loader)
+            if chance.random() < 0.03:  # leave the loop, and come back
+                batches = iter(loader)
             if self.plan.pause_seconds:
-                scheduler.sleep(self.plan.pause_seconds * self.world.machine.chance.random())
+                scheduler.sleep(self.plan.pause_seconds * chance.random())
 
     def _check_wait(self, seconds: float) -> None:
-        longest = self.plan.timeout_seconds + 60.0
+        longest = CALM_SECONDS if self._began_calm else self.plan.timeout_seconds + 60.0
         if seconds > longest and self.world.is_calm:
             raise BrokenPromiseError(
                 f"a batch was waited for for {seconds:.0f} s, longer than {longest:.0f} s"

@@ -18,10 +18,12 @@ import heapq
 import itertools
 import os
 import random
+import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -93,6 +95,7 @@ class Scheduler:
         self._hub: Any = None
         self._is_unwinding = False
         self._since = (0, 0.0)  # steps and time when time last passed noticeably
+        self._trace: Any = None
         self._lock_waiters: list[Task] = []
 
     def process(self, name: str, main: Callable[[], None]) -> Process:
@@ -120,9 +123,22 @@ class Scheduler:
         """A number that nothing else has in this run."""
         return next(self._order)
 
+    def interrupt_lines(self, is_interrupted: Callable[[str], bool], share: float) -> None:
+        """Switch at a share of all lines of these files, too, as Python may between any two of them."""
+        draw = random.Random(f"{self.seed} lines").random
+
+        def in_function(frame: FrameType, event: str, argument: object) -> Any:
+            task = self.current
+            if event == "line" and task is not None and task.process.is_alive and draw() < share:
+                self._make_ready(task)
+                self._leave(task)
+            return in_function
+
+        self._trace = lambda frame, *more: in_function if is_interrupted(frame.f_code.co_filename) else None
+
     def run(self, director: Callable[[], None]) -> None:
         """Run until `director` has returned; raises what any task raised."""
-        self._hub = getcurrent()
+        self._hub, trace = getcurrent(), sys.gettrace()
         first = self.process("director", director)
         main = next(iter(first.tasks))
         with _activated(self):
@@ -130,6 +146,7 @@ class Scheduler:
                 while not main.is_done and self.failure is None:
                     self._run_next()
             finally:
+                sys.settrace(trace)
                 self._unwind()
         if self.failure is not None:
             raise self.failure
@@ -157,6 +174,8 @@ class Scheduler:
 
     def _run_task(self, task: Task) -> None:
         try:
+            if self._trace is not None:
+                sys.settrace(self._trace)
             task.action()
         except GreenletExit:
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from simulation.builds import simulate_build
@@ -9,7 +11,7 @@ from simulation.planted import PLANTED, PLANTED_IN_BUILDS, planted
 from simulation.scheduler import Scheduler, StuckError
 from simulation.threads import Condition, Lock, Thread
 from simulation.training import simulate
-from simulation.world import BrokenPromiseError
+from simulation.world import BrokenPromiseError, Outcome
 
 STEPS, BUILD_STEPS = 1_000_000, 300_000
 
@@ -44,6 +46,15 @@ def test_three_hundred_thousand_steps_of_builds_keep_every_promise() -> None:
             break
     assert steps >= BUILD_STEPS
     assert kills > 10
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("run", [simulate, simulate_build])
+def test_interruptions_between_any_two_lines_break_no_promise(run: Callable[..., Outcome]) -> None:
+    assert run(40, lines=True) == run(40, lines=True)
+    for seed in range(41, 46):
+        run(seed, lines=True)
 
 
 @pytest.mark.extended

@@ -215,7 +215,7 @@ class World:
             raise BrokenPromiseError(f"the cache takes {sum(sizes):,} bytes of {self.cache_bytes:,}")
 
 
-def simulate(seed: int, *, watch: Callable[[Scheduler], None] | None = None) -> Outcome:
+def simulate(seed: int, *, watch: Callable[[Scheduler], None] | None = None, lines: bool = False) -> Outcome:
     """One run of jobs. Raises what went wrong: `BrokenPromiseError`, or an error of the package."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(
@@ -231,6 +231,7 @@ def simulate(seed: int, *, watch: Callable[[Scheduler], None] | None = None) -> 
             (CachedShards, "_load", world.count_loads()),
             (loader_streams, "FetchLimits", lambda **_: world.limits),
             (cache_folder, "_numbers", iter(range(sys.maxsize))),
+            lines=lines,
         ):
             if watch is not None:
                 watch(world.scheduler)

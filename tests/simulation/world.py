@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -52,6 +52,17 @@ __all__ = [
 
 URL = "memory://bucket"
 LENGTH = 8
+LINE_SHARE = 0.02
+_THREADED = (
+    "cache/",
+    "storage/",
+    "publish/",
+    "execution/",
+    "locks.py",
+    "loader.py",
+    "producer.py",
+    "streams.py",
+)
 Rows = npt.NDArray[Any]
 
 
@@ -384,9 +395,20 @@ def expected_order(
     return array[:, 0], array[:, 1]
 
 
+@cache
+def _has_threads(file: str) -> bool:
+    """Whether several threads run what is in a file."""
+    return "/shardkit/" in file and any(f"/{part}" in file for part in _THREADED)
+
+
 @contextmanager
-def running(machine: Machine, bucket: Bucket, *more: tuple[Any, str, object]) -> Iterator[None]:
-    """In the block, the scheduler's tasks run on `machine` and reach `bucket`; `more`: what else they see."""
+def running(
+    machine: Machine, bucket: Bucket, *more: tuple[Any, str, object], lines: bool = False
+) -> Iterator[None]:
+    """In the block, the scheduler's tasks run on `machine` and reach `bucket`; `more`: what else they see.
+
+    `lines`: tasks may be interrupted between any two lines of the package's code that several threads run.
+    """
     was_collecting = gc.isenabled()
     gc.disable()  # or its moments would differ from run to run
     gc.freeze()
@@ -401,6 +423,8 @@ def running(machine: Machine, bucket: Bucket, *more: tuple[Any, str, object]) ->
             for holder, name, value in more:
                 stack.enter_context(patch.object(holder, name, value))
             stack.enter_context(running_on(machine))
+            if lines:
+                machine.scheduler.interrupt_lines(_has_threads, LINE_SHARE)
             try:
                 yield
             finally:
