@@ -11,29 +11,37 @@ import traceback
 from contextlib import nullcontext
 from pathlib import Path
 
-from simulation.jobs import simulate
-from simulation.planted import PLANTED, planted
+from simulation.builds import simulate_build
+from simulation.planted import PLANTED, PLANTED_IN_BUILDS, planted
 from simulation.scheduler import Scheduler
+from simulation.training import simulate
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
+    parser.add_argument("--builds", action="store_true", help="simulate builds in place of loaders")
+    parser.add_argument(
+        "--lines", action="store_true", help="interrupt threads between any two lines, too: slow"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--runs", type=int, default=1, help="how many seeds, one after another")
     parser.add_argument("--seconds", type=float, help="run seeds until this time is over, instead of --runs")
     parser.add_argument("--keep-going", action="store_true", help="continue after a failure")
     parser.add_argument(
-        "--plant", choices=PLANTED, help="with this fault in the package: shows that it is found"
+        "--plant",
+        choices=PLANTED | PLANTED_IN_BUILDS,
+        help="with this fault in the package: shows that it is found",
     )
     parser.add_argument("--verbose", action="store_true", help="print the last events of a failure")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     began, seed, steps, failures = time.monotonic(), arguments.seed, 0, []
+    run = simulate_build if arguments.builds else simulate
     while True:
         watched: list[Scheduler] = []
         try:
             with planted(arguments.plant) if arguments.plant else nullcontext():
-                outcome = simulate(seed, watch=watched.append)
+                outcome = run(seed, watch=watched.append, lines=arguments.lines)
             steps += outcome.steps
             if arguments.verbose:
                 print(outcome)
@@ -42,15 +50,14 @@ def main() -> int:
                 )
         except Exception as error:
             failures.append(seed)
-            steps += watched[0].steps
+            steps += sum(scheduler.steps for scheduler in watched)
             print(f"seed {seed}, commit {_commit()}: {type(error).__name__}: {error}")
             if arguments.verbose:
                 traceback.print_exc(file=sys.stdout)
                 print("\n".join(watched[0].events if watched else []))
-            print(
-                f"replay: PYTHONPATH=.:tests PYTHONHASHSEED=0 python -m simulation --seed {seed} --verbose",
-                flush=True,
-            )
+            more = ("--builds " if arguments.builds else "") + ("--lines " if arguments.lines else "")
+            more += f"--plant {arguments.plant} " if arguments.plant else ""
+            print(f"replay: PYTHONPATH=tests python -m simulation {more}--seed {seed} --verbose", flush=True)
             if not arguments.keep_going:
                 return 1
         seed += 1

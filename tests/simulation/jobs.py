@@ -1,76 +1,45 @@
-"""Training jobs on one simulated machine, what befalls them, and what must hold all the same.
-
-A run draws one to three jobs from its seed. Each reads a dataset or a mixture through a cache, which jobs may
-share, as ranks in lockstep that save a state now and then. In the first part of a run, ranks are killed and
-suspended, the store and the disk fail, clocks jump, and cached files are damaged. A job that lost a rank, or
-whose rank got an error that the package documents, begins again from its last state with another number of
-ranks and another batch size. Then all faults end, and each job must reach its end without any error.
-
-Checked are: each step has the samples that the order says, with the right tokens; an error has a cause; a
-wait has a limit; the cache never takes more than its room; no more requests are open than allowed; a process
-that has closed its loader has no file, thread, room, lease or request left; counters agree with the store's.
-"""
+"""The training jobs of a simulation: ranks in lockstep, and what is checked of each step and each end."""
 
 from __future__ import annotations
 
-import gc
-import os
 import random
-import shutil
-import sys
-import tempfile
-import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardkit.cache import folder as cache_folder
-from shardkit.cache.fetcher import FetchLimits
-from shardkit.cache.shards import CachedShards
 from shardkit.cache.subfolder import SUBFOLDER
 from shardkit.errors import ShardkitError
 from shardkit.loaders import StreamingLoader
-from shardkit.loaders import streams as loader_streams
 from shardkit.loaders.config import Stream
-from shardkit.storage import StorageOptions, resilient
-from simulation.machine import Disk, Machine, installed, running_on
-from simulation.scheduler import Condition, Event, Process, Scheduler
-from simulation.world import LENGTH, URL, Bucket, Faults, Served, dataset_files, dataset_rows, expected_order
+from shardkit.storage import StorageOptions
+from simulation.scheduler import Process
+from simulation.threads import Condition
+from simulation.world import (
+    LENGTH,
+    URL,
+    BrokenPromiseError,
+    Served,
+    dataset_rows,
+    expected_order,
+)
 
-__all__ = ["BrokenPromiseError", "Outcome", "simulate"]
+if TYPE_CHECKING:
+    from simulation.training import World
+
+__all__ = ["DATASETS", "MOST_BATCH", "Job", "JobPlan"]
 
 DATASETS = ("mds-240-24", "zstd-180-15", "mds-96-6")
 MOST_RANKS = MOST_ROWS = 4
 MOST_BATCH = MOST_RANKS * MOST_ROWS
 MOST_REQUESTS = 4 * StorageOptions().connections
 """Of a process: those that hold its connections, and three for each that have been abandoned."""
+CALM_SECONDS = 30.0
+"""Without faults, a batch is not waited for longer: as long as a lease and a lock that others hold."""
 STOP_SECONDS = 150.0
 """After `close`: idle threads have ended by then, and reads in flight been abandoned."""
-
-
-class BrokenPromiseError(AssertionError):
-    """The package did not do what it promises."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run did."""
-
-    seed: int
-    steps: int
-    switches: int
-    virtual_seconds: float
-    samples: int
-    incarnations: int
-    kills: int
-    errors: Mapping[str, int]
-    digest: int
 
 
 @dataclass(frozen=True)
@@ -89,6 +58,8 @@ class JobPlan:
     prefetch_batches: int
     pause_seconds: float
     """Between two batches, at most."""
+    changes_live: bool
+    """Whether weights change by `set_weights` during a run, not by a schedule given to the loader."""
 
     @classmethod
     def drawn(cls, chance: random.Random, name: str, folder: Path, cache_bytes: int) -> JobPlan:
@@ -96,7 +67,8 @@ class JobPlan:
         samples = chance.choice((60, 150, 300))
         schedule = [(0, tuple(chance.randint(1, 3) for _ in datasets))]
         if len(datasets) > 1 and chance.random() < 0.7:
-            schedule.append((chance.randrange(1, samples), tuple(chance.randint(1, 3) for _ in datasets)))
+            start = chance.randrange(MOST_BATCH, samples)
+            schedule.append((start, tuple(chance.randint(1, 3) for _ in datasets)))
         return cls(
             name=name,
             datasets=datasets,
@@ -109,175 +81,8 @@ class JobPlan:
             timeout_seconds=chance.choice((60.0, 600.0)),
             prefetch_batches=chance.choice((0, 2, 64)),
             pause_seconds=chance.choice((0.0, 0.01, 1.0)),
+            changes_live=len(schedule) > 1 and chance.random() < 0.5,
         )
-
-
-class World:
-    """One run: its jobs, its machine and its faults."""
-
-    def __init__(self, seed: int, folder: Path) -> None:
-        self.scheduler = Scheduler(seed)
-        self.chance = random.Random(f"{seed} world")
-        cache_bytes = self.chance.choice((1_500, 4_000, 12_000, 100_000))
-        disk = Disk(folder, total=self.chance.choice((30_000, 400_000)))
-        self.machine = Machine(self.scheduler, disk, random.Random(f"{seed} machine"))
-        self.machine.after_call = self._check_room
-        self.bucket = Bucket(self.scheduler, random.Random(f"{seed} store"))
-        self.cache = folder / "cache"
-        self.cache.mkdir()
-        for name in DATASETS:
-            self.bucket.put_folder(name, dataset_files(name))
-        self.cache_bytes = cache_bytes
-        count = self.chance.choice((1, 1, 2, 3))
-        self.jobs = [
-            Job(self, JobPlan.drawn(self.chance, f"job{n}", self.cache, cache_bytes)) for n in range(count)
-        ]
-        self.limits = FetchLimits(
-            min_part_bytes=self.chance.choice((64, 256, 1 << 20)),
-            read_bytes=self.chance.choice((32, 256, 1 << 18)),
-            single_rows=self.chance.choice((0, 4, 32)),
-        )
-        self.loads: Counter[Process] = Counter()
-        """Shards read."""
-        self.is_calm = False
-        self.has_failed_disk = False
-        self.is_slow = False
-        """Whether something may take as long as a loader waits."""
-        self.kills = 0
-        self.errors: dict[str, int] = {}
-
-    def count_loads(self) -> Callable[..., Any]:
-        """`CachedShards._load` that counts what it returns."""
-        load = CachedShards._load
-
-        def counted(shards: CachedShards, number: int, *more: Any) -> Any:
-            data = load(shards, number, *more)
-            assert self.scheduler.current is not None
-            self.loads[self.scheduler.current.process] += 1
-            return data
-
-        return counted
-
-    def direct(self) -> None:
-        """The main task of the director: start the jobs, cause faults, end the faults, wait for the jobs."""
-        ended = []
-        for job in self.jobs:
-            ended.append(Event())
-            self.scheduler.spawn(partial(self._run_job, job, ended[-1]), job.plan.name)
-        for _ in range(self.chance.choice((0, 3, 10, 30))):
-            self._cause_fault()
-            self.scheduler.sleep(self.chance.choice((0.05, 1.0, 10.0)) * self.chance.random())
-        self._calm_down()
-        for event in ended:
-            event.wait()
-
-    def _run_job(self, job: Job, ended: Event) -> None:
-        job.run()
-        ended.set()
-
-    def _calm_down(self) -> None:
-        self.scheduler.note("calm")
-        self.bucket.faults = Faults()
-        disk = self.machine.disk
-        disk.foreign, disk.error_share, disk.sync_seconds = 0, 0.0, 0.0
-        for process in self._ranks():
-            if process.is_suspended:
-                self.scheduler.resume(process)
-        self.is_calm = True
-
-    def note_error(self, error: ShardkitError) -> None:
-        """A rank's loop got `error`, for which there must be a cause."""
-        name = type(error).__name__
-        self.scheduler.note(f"error {name}: {error}")
-        self.errors[name] = self.errors.get(name, 0) + 1
-        has_cause = {
-            "DamagedObjectError": self.bucket.corrupted > 0,
-            "ShardError": self.bucket.corrupted > 0,
-            "ObjectChangedError": self.bucket.replaced > 0,
-            "CacheFolderError": self.has_failed_disk,
-            "FetchTimeoutError": self.is_slow,
-            "LoaderTimeoutError": self.is_slow,
-        }
-        if not has_cause.get(name, False):
-            raise BrokenPromiseError(f"without a cause: {name}: {error}") from error
-
-    def _ranks(self) -> list[Process]:
-        return [rank for job in self.jobs for rank in job.ranks if rank.is_alive and not rank.ended.is_set()]
-
-    def _cause_fault(self) -> None:
-        chance, disk = self.chance, self.machine.disk
-        kind = chance.choice(
-            ("kill", "kill", "suspend", "store", "store", "disk", "clock", "damage", "replace", "remove")
-        )
-        ranks = self._ranks()
-        self.scheduler.note(f"fault {kind}")
-        if kind == "kill" and ranks:
-            self.kills += 1
-            self.scheduler.kill_after(chance.choice(ranks), chance.choice((1, 10, 100, 1000)))
-        elif kind == "suspend" and ranks:
-            process = chance.choice(ranks)
-            if not process.is_suspended:
-                self.scheduler.suspend(process)
-                self.is_slow = True
-                seconds = chance.choice((0.1, 5.0, 30.0, 200.0)) * chance.random()
-                self.scheduler.spawn(partial(self._resume, process, seconds), "resume")
-        elif kind == "store":
-            self.bucket.faults = faults = Faults.drawn(chance)
-            self.is_slow |= faults.refuse_share + faults.slow_share + faults.break_share > 0
-            self.is_slow |= faults.bytes_per_second < 1e5
-        elif kind == "disk":
-            disk.foreign = chance.choice((0, 0, disk.total // 2, disk.total))
-            disk.error_share = chance.choice((0.0, 0.0, 0.05))
-            disk.sync_seconds = chance.choice((0.0, 0.5, 20.0))
-            self.has_failed_disk |= disk.error_share > 0
-            self.is_slow |= disk.sync_seconds > 1
-        elif kind == "clock":
-            self.machine.clock_shift += chance.choice((-3600.0, -10.0, 10.0, 3600.0))
-        elif kind == "damage":
-            self._damage_entry()
-        elif kind == "replace":
-            self.bucket.replace(chance.choice([key for key in self.bucket.objects if ".mds" in key]))
-        elif kind == "remove" and chance.random() < 0.3:
-            shutil.rmtree(self.cache / SUBFOLDER, ignore_errors=True)
-            self.has_failed_disk = True
-
-    def _resume(self, process: Process, seconds: float) -> None:
-        self.scheduler.sleep(seconds)
-        if process.is_suspended:
-            self.scheduler.resume(process)
-
-    def _damage_entry(self) -> None:
-        """Change a byte of a cached file, or cut it."""
-        entries = sorted((self.cache / SUBFOLDER / "shards").glob("*"))
-        if not entries:
-            return
-        file = self.chance.choice(entries)
-        data = bytearray(file.read_bytes())
-        if not data:
-            return
-        place = self.chance.randrange(len(data))
-        if self.chance.random() < 0.5:
-            data[place] ^= 0xFF
-        else:
-            data = data[:place]
-        # In a new file: processes that have mapped the old one keep what they have proved.
-        replacement = file.with_name("replacement")
-        replacement.write_bytes(data)
-        os.rename(replacement, file)  # noqa: PTH104 (a call that the simulated disk does not fail)
-
-    def _check_room(self, call: str) -> None:
-        """The cache takes no more room than it may."""
-        if call not in ("posix_fallocate", "rename"):
-            return
-        root = self.cache / SUBFOLDER
-        sizes = [
-            size
-            for folder in ("shards", "filling")
-            for name, size in self.machine.disk.sizes(root / folder).items()
-            if not name.startswith("ledger~")  # while it is written anew
-        ]
-        if sum(sizes) > self.cache_bytes:
-            raise BrokenPromiseError(f"the cache takes {sum(sizes):,} bytes of {self.cache_bytes:,}")
 
 
 class Job:
@@ -320,6 +125,7 @@ class Incarnation:
         self.start, self.start_state = job.position, job.state
         self.errors: list[Exception] = []
         self.lost = False
+        self._began_calm = self.world.is_calm
         self._changed = Condition()
         self._arrived = self._passed = 0
         self._states: list[tuple[int, dict[str, object]]] = []
@@ -359,7 +165,9 @@ class Incarnation:
 
     def _loader(self, rank: int) -> StreamingLoader:
         plan = self.plan
-        options: dict[str, Any] = {"schedule": list(plan.schedule)} if len(plan.datasets) > 1 else {}
+        options: dict[str, Any] = {}
+        if len(plan.datasets) > 1 and not plan.changes_live:
+            options["schedule"] = list(plan.schedule)
         streams = [
             Stream(f"{URL}/{name}", name=str(number), weight=plan.schedule[0][1][number])
             for number, name in enumerate(plan.datasets)
@@ -384,8 +192,11 @@ class Incarnation:
         )
 
     def _train(self, rank: int, loader: StreamingLoader) -> None:
-        scheduler, position = self.world.scheduler, self.start
+        scheduler, chance, position = self.world.scheduler, self.world.machine.chance, self.start
         batches = iter(loader)
+        change_at = self.plan.schedule[-1][0] - MOST_BATCH if self.plan.changes_live else None
+        if change_at is not None and position >= max(1, change_at):
+            change_at = None  # it is in the state
         while position < self.plan.samples:
             began = scheduler.now
             batch = next(batches)
@@ -395,12 +206,18 @@ class Incarnation:
             if loader.position != position:
                 raise BrokenPromiseError(f"the position is {loader.position}, not {position}")
             scheduler.note(f"batch {position}")
+            if change_at is not None and position >= change_at:
+                start, weights = self.plan.schedule[-1]
+                loader.set_weights(weights, at_position=max(start, position))
+                change_at = None
             self._pass_barrier(position, loader)
+            if chance.random() < 0.03:  # leave the loop, and come back
+                batches = iter(loader)
             if self.plan.pause_seconds:
-                scheduler.sleep(self.plan.pause_seconds * self.world.machine.chance.random())
+                scheduler.sleep(self.plan.pause_seconds * chance.random())
 
     def _check_wait(self, seconds: float) -> None:
-        longest = self.plan.timeout_seconds + 60.0
+        longest = CALM_SECONDS if self._began_calm else self.plan.timeout_seconds + 60.0
         if seconds > longest and self.world.is_calm:
             raise BrokenPromiseError(
                 f"a batch was waited for for {seconds:.0f} s, longer than {longest:.0f} s"
@@ -492,61 +309,3 @@ class Incarnation:
         if read != self.world.bucket.mine.body_bytes:
             served_bytes = self.world.bucket.mine.body_bytes
             raise BrokenPromiseError(f"{where}: {read:,} bytes counted, {served_bytes:,} served")
-
-
-@contextmanager
-def _set(holder: Any, name: str, value: object) -> Any:
-    before = getattr(holder, name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        setattr(holder, name, before)
-
-
-def simulate(seed: int, *, watch: Callable[[Scheduler], None] | None = None) -> Outcome:
-    """One run. Raises what went wrong: `BrokenPromiseError`, `StuckError`, or an error of the package."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(
-        dir=memory if memory.is_dir() else None, prefix="shardkit-simulation-"
-    ) as root:
-        world = World(seed, Path(root))
-        for job in world.jobs:
-            plan = job.plan
-            expected_order(plan.datasets, plan.schedule, plan.window, plan.samples + MOST_BATCH)
-        if watch is not None:
-            watch(world.scheduler)
-        was_collecting = gc.isenabled()
-        gc.disable()  # or its moments would differ from run to run
-        gc.freeze()
-        try:
-            with (
-                warnings.catch_warnings(),
-                installed(),
-                _set(sys, "unraisablehook", lambda error: None),  # generators of processes that were killed
-                _set(resilient, "open_store", world.bucket.open_store),
-                _set(CachedShards, "_load", world.count_loads()),
-                _set(loader_streams, "FetchLimits", lambda **_: world.limits),
-                _set(cache_folder, "_numbers", iter(range(sys.maxsize))),
-                running_on(world.machine),
-            ):
-                warnings.simplefilter("ignore")
-                try:
-                    world.scheduler.run(world.direct)
-                finally:
-                    gc.collect()
-        finally:
-            gc.unfreeze()
-            if was_collecting:
-                gc.enable()
-    return Outcome(
-        seed=seed,
-        steps=world.scheduler.steps,
-        switches=world.scheduler.switches,
-        virtual_seconds=world.scheduler.now,
-        samples=sum(job.position for job in world.jobs),
-        incarnations=sum(job.incarnations for job in world.jobs),
-        kills=world.kills,
-        errors=world.errors,
-        digest=world.scheduler.digest,
-    )

@@ -19,13 +19,13 @@ import queue
 import random
 import secrets
 import shutil
+import socket
 import stat
 import sys
 import threading
 import time
 import types
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,10 @@ from typing import Any
 from shardkit import locks
 from shardkit.cache import download
 from shardkit.storage import limits, retry, threads
-from simulation import scheduler as virtual
-from simulation.scheduler import Scheduler, active
+from simulation import threads as virtual
+from simulation.scheduler import Event, Scheduler, active
 
-__all__ = ["Disk", "Machine", "installed", "running_on"]
+__all__ = ["Disk", "Machine", "installed", "machine", "running_on"]
 
 EPOCH = 1_000_000_000.0  # what the clock on the wall shows at virtual time 0: no real file is that old
 _REAL_SINCE = 1_500_000_000.0  # times of files behind it come from the real clock
@@ -340,124 +340,6 @@ def _disk_usage(path: Any) -> Any:
     return types.SimpleNamespace(total=found.disk.total, used=used, free=max(0, found.disk.total - used))
 
 
-class PerProcess:
-    """One object for each simulated process, the real one outside of a simulation."""
-
-    def __init__(self, real: object, make: Callable[[], object]) -> None:
-        self._real, self._make = real, make
-
-    def __getattr__(self, name: str) -> Any:
-        scheduler = active()
-        if scheduler is None or scheduler.current is None:
-            return getattr(self._real, name)
-        variables = scheduler.current.process.variables
-        if self not in variables:
-            variables[self] = self._make()
-        return getattr(variables[self], name)
-
-
-class ProcessDict(MutableMapping[Any, Any]):
-    """A dict of each simulated process."""
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._own()[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._own()[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._own()[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._own())
-
-    def __len__(self) -> int:
-        return len(self._own())
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def _own(self) -> dict[Any, Any]:
-        scheduler = active()
-        assert scheduler is not None
-        assert scheduler.current is not None
-        found: dict[Any, Any] = scheduler.current.process.variables.setdefault(self, {})
-        return found
-
-
-class SimpleQueue:
-    """`queue.SimpleQueue`."""
-
-    def __init__(self) -> None:
-        self._items: deque[Any] = deque()
-        self._changed = virtual.Condition(virtual.Lock())
-
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        with self._changed:
-            self._items.append(item)
-            self._changed.notify()
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        with self._changed:
-            self._changed.wait_for(lambda: self._items, timeout if block else 0.0)
-            if not self._items:
-                raise queue.Empty
-            return self._items.popleft()
-
-
-class Future(concurrent.futures.Future[Any]):
-    """A future that sets hold in the same order in every run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        scheduler = active()
-        self._number = id(self) if scheduler is None else scheduler.next_number()
-
-    def __hash__(self) -> int:
-        return self._number
-
-
-class _AcquireFutures(futures_base._AcquireFutures):
-    """Takes the locks of futures in the order of their numbers, not of their addresses."""
-
-    def __init__(self, futures: Iterable[Any]) -> None:
-        self.futures = sorted(futures, key=hash)
-
-
-class Executor(concurrent.futures.Executor):
-    """`ThreadPoolExecutor`, with a thread for each task at first and no more than `max_workers` at a time."""
-
-    def __init__(self, max_workers: int = 8, thread_name_prefix: str = "pool") -> None:
-        self._name, self._left = thread_name_prefix, max_workers
-        self._changed = virtual.Condition(virtual.Lock())
-        self._threads: list[virtual.Thread] = []
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        future = Future()
-        with self._changed:
-            self._changed.wait_for(lambda: self._left > 0)
-            self._left -= 1
-
-        def run() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(fn(*args, **kwargs))
-                except BaseException as error:
-                    future.set_exception(error)
-            with self._changed:
-                self._left += 1
-                self._changed.notify_all()
-
-        thread = virtual.Thread(target=run, name=self._name)
-        self._threads.append(thread)
-        thread.start()
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        for thread in self._threads:
-            thread.join()
-
-
 _MODULES: dict[str, object] = {
     "threading": _Module(
         threading,
@@ -465,7 +347,7 @@ _MODULES: dict[str, object] = {
             "Lock": _either(threading.Lock, virtual.Lock),
             "RLock": _either(threading.RLock, virtual.RLock),
             "Condition": _either(threading.Condition, virtual.Condition),
-            "Event": _either(threading.Event, virtual.Event),
+            "Event": _either(threading.Event, Event),
             "Thread": _either(threading.Thread, virtual.Thread),
             "local": virtual.local,
             "current_thread": virtual.current_thread,
@@ -505,6 +387,7 @@ _MODULES: dict[str, object] = {
     ),
     "fcntl": _Module(fcntl, {"flock": _flock}),
     "shutil": _Module(shutil, {"disk_usage": _disk_usage}),
+    "socket": _Module(socket, {"gethostname": lambda: "host"}),
     "secrets": _Module(secrets, {"token_hex": _token_hex}),
     "atexit": types.SimpleNamespace(register=lambda call: call, unregister=lambda call: None),
 }
@@ -514,11 +397,16 @@ _FUNCTIONS: dict[object, object] = {
     time.sleep: _sleep,
     retry._jitter: _jitter,
     threading.Lock: _either(threading.Lock, virtual.Lock),
-    concurrent.futures.Future: Future,
-    queue.SimpleQueue: _either(queue.SimpleQueue, SimpleQueue),
-    concurrent.futures.ThreadPoolExecutor: _either(concurrent.futures.ThreadPoolExecutor, Executor),
+    concurrent.futures.Future: virtual.Future,
+    queue.SimpleQueue: _either(queue.SimpleQueue, virtual.SimpleQueue),
+    concurrent.futures.ThreadPoolExecutor: _either(concurrent.futures.ThreadPoolExecutor, virtual.Executor),
 }
-_IMPORTED_LATE = ("shardkit.cache.memory", "shardkit.cache.tar_scan", "shardkit.formats.tar.find")
+_IMPORTED_LATE = (
+    "shardkit.writers.publish",
+    "shardkit.cache.memory",
+    "shardkit.cache.tar_scan",
+    "shardkit.formats.tar.find",
+)
 _OTHERS = ("concurrent.futures._base", "pathlib", "pathlib._local")
 
 
@@ -541,11 +429,11 @@ def installed() -> Iterator[None]:
                 undo.append(_set(module, key, new))
             if is_ours and getattr(value, "__module__", None) == name:
                 undo += _replace_defaults(value)
-    undo.append(_set(futures_base, "_AcquireFutures", _AcquireFutures))
-    undo.append(_set(locks, "_given_up", ProcessDict()))
+    undo.append(_set(futures_base, "_AcquireFutures", virtual.AcquireFutures))
+    undo.append(_set(locks, "_given_up", virtual.ProcessDict()))
     undo.append(_set(download, "_threads", virtual.local()))
-    undo.append(_set(threads, "_threads", PerProcess(threads._threads, threads.Threads)))
-    undo.append(_set(limits, "_shared", PerProcess(limits._shared, limits._SharedGates)))
+    undo.append(_set(threads, "_threads", virtual.PerProcess(threads._threads, threads.Threads)))
+    undo.append(_set(limits, "_shared", virtual.PerProcess(limits._shared, limits._SharedGates)))
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,11 +13,17 @@ from shardkit.cache.fetcher import Fetcher, Job
 from shardkit.cache.folder import CacheFolder, FolderSlot
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.producer import Group, Prefetcher
+from shardkit.publish import publication
+from shardkit.publish.contents import Listing
+from shardkit.publish.publication import Publication
 from shardkit.storage import retry
-from shardkit.storage.resilient import ResilientBody
+from shardkit.storage.resilient import ResilientBody, ResilientStore
 from shardkit.storage.retry import Call
+from shardkit.writers.execution.scheduler import SliceQueue
+from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work_store import StoreWork
 
-__all__ = ["PLANTED", "planted"]
+__all__ = ["PLANTED", "PLANTED_IN_BUILDS", "planted"]
 
 Patch = tuple[Any, str, object]
 
@@ -113,6 +120,45 @@ def _forget_to_wake() -> list[Patch]:
     return [(Fetcher, "_finish", leave_waiting)]
 
 
+def _record_before_outputs() -> list[Patch]:
+    commit = StoreWork.commit
+
+    def record_first(self: StoreWork, task: Task, temporary: Path, made: Commit, record: bytes) -> Commit:
+        self.store.put(f"commits/{task.key}.json", record)
+        for name in made.outputs:
+            self.store.put(f"data/{task.key}/{name}", temporary / name)
+        return commit(self, task, temporary, made, record)
+
+    return [(StoreWork, "commit", record_first)]
+
+
+def _index_before_files() -> list[Patch]:
+    move = Publication._move
+
+    def index_first(self: Publication, listing: Listing) -> None:
+        self._put_index()
+        move(self, listing)
+
+    return [(Publication, "_move", index_first)]
+
+
+def _finish_twice() -> list[Patch]:
+    def done(self: SliceQueue, commit: Commit) -> None:
+        self._running.discard(commit.key)  # and stays among those that others may have finished
+        self._moved = self._clock()
+        self._done(commit)
+
+    return [(SliceQueue, "done", done)]
+
+
+def _refuse_after_a_lost_answer() -> list[Patch]:
+    return [(ResilientStore, "_find_same", lambda self, *request: None)]
+
+
+def _leave_marker() -> list[Patch]:
+    return [(publication, "_clean", lambda *arguments, **options: None)]
+
+
 PLANTED: dict[str, Callable[[], list[Patch]]] = {
     "lease-kept": _keep_lease,
     "room-kept": _keep_room,
@@ -128,11 +174,19 @@ PLANTED: dict[str, Callable[[], list[Patch]]] = {
     "not-woken": _forget_to_wake,
 }
 
+PLANTED_IN_BUILDS: dict[str, Callable[[], list[Patch]]] = {
+    "record-before-outputs": _record_before_outputs,
+    "index-before-files": _index_before_files,
+    "finished-twice": _finish_twice,
+    "refused-after-lost-answer": _refuse_after_a_lost_answer,
+    "marker-left": _leave_marker,
+}
+
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """In the block, the package has the fault of this name."""
     with ExitStack() as stack:
-        for holder, attribute, new in PLANTED[name]():
+        for holder, attribute, new in (PLANTED | PLANTED_IN_BUILDS)[name]():
             stack.enter_context(patch.object(holder, attribute, new))
         yield

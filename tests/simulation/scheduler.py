@@ -18,19 +18,18 @@ import heapq
 import itertools
 import os
 import random
-import threading
+import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from types import FrameType
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
 __all__ = [
-    "Condition", "Event", "Lock", "Process", "RLock", "Scheduler", "StuckError", "Task", "Thread", "active",
-    "current_thread", "local",
+    "Event", "Process", "Scheduler", "StuckError", "Task", "active", "wake_all",
 ]  # fmt: skip
 
 STEP_SECONDS = 1e-6  # that each step takes, so that loops without a wait make time pass, too
@@ -67,7 +66,7 @@ class Task:
         self.is_waiting = False
         self.timed_out = False
         self.variables: dict[object, dict[str, Any]] = {}  # of `local`
-        self.thread: Thread | None = None
+        self.thread: object = None  # what the code that runs here sees as its thread
         self.ended = Event()
 
     def __hash__(self) -> int:
@@ -96,6 +95,7 @@ class Scheduler:
         self._hub: Any = None
         self._is_unwinding = False
         self._since = (0, 0.0)  # steps and time when time last passed noticeably
+        self._trace: Any = None
         self._lock_waiters: list[Task] = []
 
     def process(self, name: str, main: Callable[[], None]) -> Process:
@@ -123,9 +123,22 @@ class Scheduler:
         """A number that nothing else has in this run."""
         return next(self._order)
 
+    def interrupt_lines(self, is_interrupted: Callable[[str], bool], share: float) -> None:
+        """Switch at a share of all lines of these files, too, as Python may between any two of them."""
+        draw = random.Random(f"{self.seed} lines").random
+
+        def in_function(frame: FrameType, event: str, argument: object) -> Any:
+            task = self.current
+            if event == "line" and task is not None and task.process.is_alive and draw() < share:
+                self._make_ready(task)
+                self._leave(task)
+            return in_function
+
+        self._trace = lambda frame, *more: in_function if is_interrupted(frame.f_code.co_filename) else None
+
     def run(self, director: Callable[[], None]) -> None:
         """Run until `director` has returned; raises what any task raised."""
-        self._hub = getcurrent()
+        self._hub, trace = getcurrent(), sys.gettrace()
         first = self.process("director", director)
         main = next(iter(first.tasks))
         with _activated(self):
@@ -133,6 +146,7 @@ class Scheduler:
                 while not main.is_done and self.failure is None:
                     self._run_next()
             finally:
+                sys.settrace(trace)
                 self._unwind()
         if self.failure is not None:
             raise self.failure
@@ -160,6 +174,8 @@ class Scheduler:
 
     def _run_task(self, task: Task) -> None:
         try:
+            if self._trace is not None:
+                sys.settrace(self._trace)
             task.action()
         except GreenletExit:
             return
@@ -275,6 +291,10 @@ class Scheduler:
         if process.is_alive:
             self._doomed[process] = max(1, steps)
 
+    def spare(self) -> None:
+        """Kill nobody who was to be killed later."""
+        self._doomed.clear()
+
     def suspend(self, process: Process) -> None:
         """Let no task of a process run until `resume`."""
         process.is_suspended = True
@@ -344,131 +364,12 @@ def active() -> Scheduler | None:
     return _active[-1] if _active and _active[-1].current is not None else None
 
 
-def _wake(tasks: Iterable[Task]) -> None:
+def wake_all(tasks: Iterable[Task]) -> None:
     """Wake tasks that wait."""
     scheduler = _active[-1] if _active else None
     if scheduler is not None:
         for task in tasks:
             scheduler.wake(task)
-
-
-class Lock:
-    """`threading.Lock`."""
-
-    def __init__(self) -> None:
-        self._owner: object = None
-        self._waiting: list[Task] = []
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        scheduler = active()
-        if scheduler is None:
-            assert self._owner is None
-            self._owner = self
-            return True
-        scheduler.step()
-        deadline = None if timeout < 0 else scheduler.now + timeout
-        task = scheduler.current
-        assert task is not None
-        while self._owner is not None:
-            if not blocking or (deadline is not None and scheduler.now >= deadline):
-                return False
-            self._waiting.append(task)
-            if not scheduler.wait(None if deadline is None else deadline - scheduler.now):
-                self._waiting.remove(task)
-        self._owner = task
-        return True
-
-    def release(self) -> None:
-        if self._owner is None and active() is not None:
-            raise RuntimeError("release unlocked lock")
-        self._owner = None
-        if self._waiting:
-            _wake([self._waiting.pop(0)])
-
-    def locked(self) -> bool:
-        return self._owner is not None
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-
-class RLock(Lock):
-    """`threading.RLock`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._depth = 0
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        scheduler = active()
-        if scheduler is not None and self._owner is scheduler.current:
-            self._depth += 1
-            return True
-        if super().acquire(blocking, timeout):
-            self._depth = 1
-            return True
-        return False
-
-    def release(self) -> None:
-        self._depth -= 1
-        if not self._depth:
-            super().release()
-
-
-class Condition:
-    """`threading.Condition`."""
-
-    def __init__(self, lock: Lock | None = None) -> None:
-        self._lock = lock or RLock()
-        self._waiting: list[Task] = []
-        self.acquire, self.release = self._lock.acquire, self._lock.release
-
-    def __enter__(self) -> bool:
-        return self._lock.acquire()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lock.release()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        scheduler = active()
-        assert scheduler is not None
-        task = scheduler.current
-        assert task is not None
-        self._waiting.append(task)
-        self._lock.release()
-        woken = scheduler.wait(timeout)
-        if not woken and task in self._waiting:
-            self._waiting.remove(task)
-        self._lock.acquire()
-        return woken
-
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        scheduler = active()
-        result = predicate()
-        end = None
-        while not result:
-            assert scheduler is not None
-            if timeout is not None:
-                end = scheduler.now + timeout if end is None else end
-                if end <= scheduler.now:
-                    break
-            self.wait(None if end is None else end - scheduler.now)
-            result = predicate()
-        return result
-
-    def notify(self, n: int = 1) -> None:
-        tasks, self._waiting = self._waiting[:n], self._waiting[n:]
-        _wake(tasks)
-
-    def notify_all(self) -> None:
-        self.notify(len(self._waiting))
 
 
 class Event:
@@ -484,7 +385,7 @@ class Event:
     def set(self) -> None:
         self._is_set = True
         tasks, self._waiting = self._waiting, []
-        _wake(tasks)
+        wake_all(tasks)
 
     def clear(self) -> None:
         self._is_set = False
@@ -499,74 +400,3 @@ class Event:
             if not scheduler.wait(timeout) and scheduler.current in self._waiting:
                 self._waiting.remove(scheduler.current)
         return self._is_set
-
-
-class Thread:
-    """`threading.Thread`."""
-
-    def __init__(
-        self,
-        group: None = None,
-        target: Callable[..., object] | None = None,
-        name: str | None = None,
-        args: Iterable[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        daemon: bool | None = None,
-    ) -> None:
-        self._target, self._args, self._kwargs = target, tuple(args), dict(kwargs or {})
-        self.name, self.daemon = name or "thread", bool(daemon)
-        self.task: Task | None = None
-
-    def run(self) -> None:
-        if self._target is not None:
-            self._target(*self._args, **self._kwargs)
-
-    def start(self) -> None:
-        scheduler = active()
-        assert scheduler is not None
-        self.task = scheduler.spawn(self.run, self.name)
-        self.task.thread = self
-        scheduler.step()
-
-    def join(self, timeout: float | None = None) -> None:
-        assert self.task is not None
-        self.task.ended.wait(timeout)
-
-    def is_alive(self) -> bool:
-        return self.task is not None and not self.task.is_done
-
-    @property
-    def ident(self) -> int | None:
-        return None if self.task is None else self.task.number
-
-
-def current_thread() -> Thread | threading.Thread:
-    """`threading.current_thread`; the main task of a process has a `Thread`, too."""
-    scheduler = active()
-    if scheduler is None or scheduler.current is None:
-        return threading.current_thread()
-    task = scheduler.current
-    if task.thread is None:
-        task.thread = Thread(name=task.name)
-        task.thread.task = task
-    return task.thread
-
-
-class local:  # noqa: N801 (as in threading)
-    """`threading.local`: attributes of each task."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self._own()[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def __setattr__(self, name: str, value: object) -> None:
-        self._own()[name] = value
-
-    def _own(self) -> dict[str, Any]:
-        scheduler = active()
-        assert scheduler is not None
-        assert scheduler.current is not None
-        return scheduler.current.variables.setdefault(self, {})

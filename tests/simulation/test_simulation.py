@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from simulation.jobs import BrokenPromiseError, simulate
-from simulation.planted import PLANTED, planted
-from simulation.scheduler import Condition, Lock, Scheduler, StuckError, Thread
+from simulation.builds import simulate_build
+from simulation.planted import PLANTED, PLANTED_IN_BUILDS, planted
+from simulation.scheduler import Scheduler, StuckError
+from simulation.threads import Condition, Lock, Thread
+from simulation.training import simulate
+from simulation.world import BrokenPromiseError, Outcome
 
-STEPS = 1_000_000
+STEPS, BUILD_STEPS = 1_000_000, 300_000
 
 
 def test_two_runs_of_a_seed_take_the_same_steps() -> None:
@@ -22,6 +27,34 @@ def test_a_run_reads_every_sample_once_whatever_befalls_it(seed: int) -> None:
     outcome = simulate(seed)
     assert outcome.samples > 0
     assert outcome.steps > 1000
+
+
+def test_builds_of_several_machines_publish_what_one_process_makes() -> None:
+    assert simulate_build(3) == simulate_build(3)
+    for seed in (1, 2):
+        assert simulate_build(seed).incarnations > 0
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(900)
+def test_three_hundred_thousand_steps_of_builds_keep_every_promise() -> None:
+    steps = kills = 0
+    for seed in range(100, 10_000):
+        outcome = simulate_build(seed)
+        steps, kills = steps + outcome.steps, kills + outcome.kills
+        if steps >= BUILD_STEPS:
+            break
+    assert steps >= BUILD_STEPS
+    assert kills > 10
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("run", [simulate, simulate_build])
+def test_interruptions_between_any_two_lines_break_no_promise(run: Callable[..., Outcome]) -> None:
+    assert run(40, lines=True) == run(40, lines=True)
+    for seed in range(41, 46):
+        run(seed, lines=True)
 
 
 @pytest.mark.extended
@@ -40,23 +73,24 @@ def test_a_million_steps_keep_every_promise() -> None:
 
 def find(fault: str, runs: int) -> Exception | None:
     """What the first of `runs` runs that a planted fault breaks says."""
+    run = simulate_build if fault in PLANTED_IN_BUILDS else simulate
     for seed in range(runs):
         try:
             with planted(fault):
-                simulate(seed)
+                run(seed)
         except Exception as error:
             return error
     return None
 
 
-@pytest.mark.parametrize("fault", ["lease-kept", "state-of-the-batch-before", "place-kept"])
+@pytest.mark.parametrize("fault", ["lease-kept", "state-of-the-batch-before", "index-before-files"])
 def test_a_planted_fault_is_found_within_a_few_runs(fault: str) -> None:
     assert isinstance(find(fault, 4), BrokenPromiseError)
 
 
 @pytest.mark.extended
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize("fault", PLANTED | PLANTED_IN_BUILDS)
 def test_every_planted_fault_is_found(fault: str) -> None:
     assert find(fault, 300) is not None
 

@@ -6,14 +6,19 @@ a request meets is drawn from the seed by `Faults`, which the director of a run 
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +26,7 @@ import numpy.typing as npt
 from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.config import Stream
+from shardkit.storage import resilient
 from shardkit.storage.store import (
     BaseBody,
     BaseStore,
@@ -35,14 +41,60 @@ from shardkit.storage.store import (
     checked_range,
     open_source,
 )
+from simulation.machine import Machine, installed, running_on
 from simulation.scheduler import Process, Scheduler
 from support.loader_data import parts, token_rows
 
-__all__ = ["URL", "Bucket", "Faults", "SimulatedStore", "dataset_rows", "expected_order"]
+__all__ = [
+    "LENGTH", "URL", "BrokenPromiseError", "Bucket", "Faults", "Outcome", "Served", "dataset_files",
+    "dataset_rows", "expected_order", "running",
+]  # fmt: skip
 
 URL = "memory://bucket"
 LENGTH = 8
+LINE_SHARE = 0.02
+_THREADED = (
+    "cache/",
+    "storage/",
+    "publish/",
+    "execution/",
+    "locks.py",
+    "loader.py",
+    "producer.py",
+    "streams.py",
+)
 Rows = npt.NDArray[Any]
+
+
+class BrokenPromiseError(AssertionError):
+    """The package did not do what it promises."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run did."""
+
+    seed: int
+    steps: int
+    switches: int
+    virtual_seconds: float
+    samples: int
+    incarnations: int
+    kills: int
+    errors: Mapping[str, int]
+    digest: int
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, **counts: Any) -> Outcome:
+        """What a run that has ended did."""
+        return cls(
+            seed=scheduler.seed,
+            steps=scheduler.steps,
+            switches=scheduler.switches,
+            virtual_seconds=scheduler.now,
+            digest=scheduler.digest,
+            **counts,
+        )
 
 
 @dataclass
@@ -341,3 +393,43 @@ def expected_order(
                 break
     array = np.array(found, dtype=np.int64)
     return array[:, 0], array[:, 1]
+
+
+@cache
+def _has_threads(file: str) -> bool:
+    """Whether several threads run what is in a file."""
+    return "/shardkit/" in file and any(f"/{part}" in file for part in _THREADED)
+
+
+@contextmanager
+def running(
+    machine: Machine, bucket: Bucket, *more: tuple[Any, str, object], lines: bool = False
+) -> Iterator[None]:
+    """In the block, the scheduler's tasks run on `machine` and reach `bucket`; `more`: what else they see.
+
+    `lines`: tasks may be interrupted between any two lines of the package's code that several threads run.
+    """
+    was_collecting = gc.isenabled()
+    gc.disable()  # or its moments would differ from run to run
+    gc.freeze()
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            # Generators of processes that were killed.
+            stack.enter_context(patch.object(sys, "unraisablehook", lambda error: None))
+            stack.enter_context(installed())
+            stack.enter_context(patch.object(resilient, "open_store", bucket.open_store))
+            for holder, name, value in more:
+                stack.enter_context(patch.object(holder, name, value))
+            stack.enter_context(running_on(machine))
+            if lines:
+                machine.scheduler.interrupt_lines(_has_threads, LINE_SHARE)
+            try:
+                yield
+            finally:
+                gc.collect()
+    finally:
+        gc.unfreeze()
+        if was_collecting:
+            gc.enable()

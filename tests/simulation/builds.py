@@ -1,0 +1,322 @@
+"""Builds by several machines whose work folder and output are in one bucket, and what befalls them.
+
+Each run draws a number of slices from its seed (`--task-slice`), or two drivers that are rivals. They run two
+stages of small tasks through the real journal, runner, leases, segments and commits, and publish the shards
+by the real publication. Machines are killed, suspended beyond their leases and woken again, and answers of
+the bucket are lost. A machine that was killed, or that got a documented error, runs the same command again.
+Then all faults end, and every machine must finish.
+
+Checked after each write to the bucket: a commit is only there with all of its files, and never changes; an
+index is only there with all files of the dataset, byte for byte those of a build by one process. In the end
+the output is complete, nothing is claimed, and nobody holds the lease.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from shardkit.card import CARD_NAME, DatasetCard
+from shardkit.errors import ShardkitError
+from shardkit.formats import mds
+from shardkit.manifest import Manifest, ShardInfo
+from shardkit.progress import make_listener
+from shardkit.publish.contents import INDEX_NAMES, MARKER_NAME
+from shardkit.storage.resilient import connect
+from shardkit.writers.execution import scratch, work_store
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.engine import InlineEngine
+from shardkit.writers.execution.runner import Journal, Runner
+from shardkit.writers.execution.scheduler import SharingTimes, TaskSlice
+from shardkit.writers.execution.task import Commit, Task, code_version
+from shardkit.writers.execution.work_store import StoreWork
+from shardkit.writers.publish import RemoteOutput, Watch, global_shards, publish
+from simulation.machine import Disk, Machine, machine
+from simulation.scheduler import Event, Process, Scheduler
+from simulation.threads import PerProcess, ProcessDict
+from simulation.world import URL, BrokenPromiseError, Bucket, Faults, Outcome, running
+
+__all__ = ["simulate_build"]
+
+WORK, OUTPUT = f"{URL}/work", f"{URL}/output"
+NUMBERS, SHARDS = 7, 4
+ROWS = 6
+TIMES = SharingTimes(
+    lease_seconds=60.0, beat_seconds=10.0, poll_seconds=2.0, longest_poll_seconds=30.0, scavenge_seconds=300.0
+)
+
+
+def draw_numbers(folder: Path, number: int) -> dict[str, Any]:
+    """A task of the first stage."""
+    _work()
+    np.random.default_rng(number).integers(0, 9999, (ROWS, 4)).astype(np.uint16).tofile(
+        folder / "numbers.bin"
+    )
+    return {}
+
+
+def pack_numbers(folder: Path, part: int, sources: list[Artifact]) -> dict[str, Any]:
+    """A task of the second stage: a shard of what others have drawn."""
+    rows = [np.frombuffer(source.read_bytes(), np.uint16).reshape(ROWS, 4) for source in sources]
+    _work()
+    mds.write_rows_shard(folder, _shard_name(part), np.concatenate(rows), hashes=["xxh64"])
+    return {}
+
+
+def _work() -> None:
+    """Take as long as a task does."""
+    if (found := machine()) is not None:
+        found.scheduler.sleep(found.chance.choice((0.1, 5.0, 60.0)) * found.chance.random())
+
+
+def _shard_name(part: int) -> str:
+    return f"part-{part:05d}.00000.mds"
+
+
+def _sources(part: int) -> list[int]:
+    return [part, (part + 2) % NUMBERS, (3 * part + 1) % NUMBERS]
+
+
+@lru_cache(maxsize=1)
+def _plain_build() -> tuple[tuple[ShardInfo, ...], dict[str, bytes]]:
+    """The shards, and all files of the output, as one process makes them without any of this."""
+    code_version()  # reads all sources, once
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root)
+        for number in range(NUMBERS):
+            (folder / str(number)).mkdir()
+            draw_numbers(folder / str(number), number)
+        shards = []
+        for part in range(SHARDS):
+            rows = [
+                np.fromfile(folder / str(n) / "numbers.bin", np.uint16).reshape(ROWS, 4)
+                for n in _sources(part)
+            ]
+            shards.append(
+                mds.write_rows_shard(folder, _shard_name(part), np.concatenate(rows), hashes=["xxh64"])
+            )
+        publish(folder / "out", *_contents(shards, [Artifact(folder)] * SHARDS), replace=False)
+        files = {
+            file.relative_to(folder / "out").as_posix(): file.read_bytes()
+            for file in (folder / "out").rglob("*")
+            if file.is_file()
+        }
+    return tuple(shards), files
+
+
+def _contents(
+    shards: list[ShardInfo], folders: list[Artifact]
+) -> tuple[Manifest, dict[str, Artifact], dict[str, bytes]]:
+    """What is published."""
+    named = global_shards([(folder, [shard]) for folder, shard in zip(folders, shards, strict=True)])
+    manifest = Manifest("mds", [shard for _, shard in named])
+    card = {"fingerprint": manifest.fingerprint, "samples": manifest.samples, "files": {}}
+    links = {shard.stored.basename: file for file, shard in named}
+    return manifest, links, {CARD_NAME: DatasetCard(card).to_bytes()}
+
+
+class BuildWorld:
+    """One run: machines, their bucket, and its faults."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.scheduler = Scheduler(seed)
+        self.chance = random.Random(f"{seed} build")
+        self.folder = folder
+        self.machine = Machine(self.scheduler, Disk(folder, 1 << 30), random.Random(f"{seed} machine"))
+        self.bucket = Bucket(self.scheduler, random.Random(f"{seed} store"))
+        self.bucket.on_write = self._check_write
+        self.slices = self.chance.choice((0, 0, 1, 2, 3, 4))
+        """0: two drivers, of which one waits for the other or is refused."""
+        self.segment_records = self.chance.choice((1, 3, 1000))
+        self._known_errors = ["failed after"]
+        if not self.slices:
+            self._known_errors += ["runs a build in this work folder", "has taken over this work folder"]
+        self.is_calm = False
+        self.kills = self.starts = 0
+        self.errors: dict[str, int] = {}
+        self.running: dict[int, Process] = {}
+        self._all: list[Process] = []
+        self._commits: dict[str, bytes] = {}
+        self.shards, self.expected = _plain_build()
+
+    def direct(self) -> None:
+        """The main task of the director."""
+        ended = [Event() for _ in range(self.slices or 2)]
+        for index, event in enumerate(ended):
+            self.scheduler.spawn(partial(self._keep_running, index, event), f"launcher{index}")
+        for _ in range(self.chance.choice((0, 5, 20))):
+            self.scheduler.sleep(self.chance.choice((1.0, 30.0, 100.0)) * self.chance.random())
+            self._cause_fault()
+        self.scheduler.note("calm")
+        self.scheduler.spare()
+        self.bucket.faults = Faults()
+        for process in self.running.values():
+            if process.is_suspended:
+                self.scheduler.resume(process)
+        self.is_calm = True
+        for event in ended:
+            event.wait()
+        self._check_end()
+
+    def _cause_fault(self) -> None:
+        chance = self.chance
+        kind = chance.choice(("kill", "suspend", "store", "store"))
+        alive = [
+            process for process in self.running.values() if process.is_alive and not process.ended.is_set()
+        ]
+        self.scheduler.note(f"fault {kind}")
+        if kind == "store":
+            self.bucket.faults = Faults.drawn(chance)
+            self.bucket.faults.corrupt_share = 0.0
+        elif kind == "kill" and alive:
+            self.kills += 1
+            self.scheduler.kill_after(chance.choice(alive), chance.choice((1, 10, 100, 1000)))
+        elif alive:
+            process = chance.choice(alive)
+            if not process.is_suspended:
+                self.scheduler.suspend(process)
+                seconds = chance.choice((1.0, 50.0, 100.0, 1000.0)) * chance.random()
+                self.scheduler.spawn(partial(self._resume, process, seconds), "resume")
+
+    def _resume(self, process: Process, seconds: float) -> None:
+        self.scheduler.sleep(seconds)
+        if process.is_suspended:
+            self.scheduler.resume(process)
+
+    def _keep_running(self, index: int, ended: Event) -> None:
+        """Start a machine's build again until it finishes."""
+        while True:
+            was_calm = self.is_calm
+            failed: list[Exception] = []
+            self.starts += 1
+            name = f"machine{index}.{self.starts}"
+            process = self.scheduler.process(name, partial(self._build, index, failed))
+            self.running[index] = process
+            self._all.append(process)
+            process.ended.wait()
+            if process.is_suspended and process.is_alive:
+                self.scheduler.resume(process)
+            if process.is_alive and not failed:
+                break
+            if was_calm and failed and self.slices:
+                raise failed[0]
+            self.scheduler.sleep(self.chance.choice((0.1, 10.0, 100.0)))
+        ended.set()
+
+    def _build(self, index: int, failed: list[Exception]) -> None:
+        """The main task of a machine."""
+        try:
+            self._run(index)
+        except ShardkitError as error:
+            self.scheduler.note(f"error {type(error).__name__}: {error}")
+            if not any(known in str(error) for known in self._known_errors):
+                raise
+            self.errors[type(error).__name__] = self.errors.get(type(error).__name__, 0) + 1
+            failed.append(error)
+
+    def _run(self, index: int) -> None:
+        slice = TaskSlice(index, self.slices) if self.slices else None
+        folder = self.folder / f"machine{index if self.slices < 3 else index // 2}"
+        work = StoreWork(WORK, folder, segment_records=self.segment_records)
+        output = RemoteOutput(OUTPUT)
+        watch = Watch(output, replace=False)
+        with Journal(work, slice=slice, times=TIMES) as journal:
+            runner = Runner(journal, InlineEngine(), make_listener(False))
+            [drawn] = runner.run([Task("draw", str(n), {}, draw_numbers, (n,)) for n in range(NUMBERS)])
+            [packed] = runner.run([self._pack_task(part, drawn) for part in range(SHARDS)])
+            manifest, links, texts = _contents(list(self.shards), [commit.files for commit in packed])
+            if runner.await_turn("publish", lambda: watch.shows(texts[CARD_NAME])):
+                publish(output, manifest, links, texts, replace=False)
+
+    def _pack_task(self, part: int, drawn: list[Commit]) -> Task:
+        sources = [drawn[number].files / "numbers.bin" for number in _sources(part)]
+        inputs = {str(n): drawn[n].outputs["numbers.bin"].xxh3_128 for n in _sources(part)}
+        return Task("pack", str(part), {}, pack_numbers, (part, sources), part, inputs)
+
+    def _check_write(self, name: str) -> None:
+        """What must hold whenever the bucket has changed."""
+        objects = self.bucket.objects
+        if name.startswith("work/commits/") and name in objects:
+            record = objects[name][1]
+            if self._commits.setdefault(name, record) != record:
+                raise BrokenPromiseError(f"{name} has changed")
+        for commit, record in self._commits.items():
+            if commit in objects:
+                self._check_commit(commit, record)
+        index = next((f"output/{name}" for name in INDEX_NAMES if f"output/{name}" in objects), None)
+        if index is not None:
+            self._check_output()
+
+    def _check_commit(self, name: str, record: bytes) -> None:
+        key = name.removeprefix("work/commits/").removesuffix(".json")
+        for file, output in json.loads(record)["outputs"].items():
+            found = self.bucket.objects.get(f"work/data/{key}/{file}")
+            if found is None or xxhash.xxh3_128_hexdigest(found[1]) != output["xxh3_128"]:
+                raise BrokenPromiseError(f"{name} is there, and {file} is not, or is another")
+
+    def _check_output(self) -> None:
+        for file, data in self.expected.items():
+            found = self.bucket.objects.get(f"output/{file}")
+            if found is None or found[1] != data:
+                raise BrokenPromiseError(f"the output has an index, and not the right {file}")
+
+    def _check_end(self) -> None:
+        objects = self.bucket.objects
+        self._check_output()
+        left = [
+            name
+            for name, (_, data) in objects.items()
+            if name == f"output/{MARKER_NAME}" or (name.startswith("work/lease/") and self._is_held(data))
+        ]
+        if left:
+            raise BrokenPromiseError(f"left in the end: {left}")
+        if more := [name for name in objects if name.startswith("output/") and name[7:] not in self.expected]:
+            raise BrokenPromiseError(f"the output has files of nobody: {more}")
+
+    def _is_held(self, lease: bytes) -> bool:
+        """Whether a lease is of a process that could give it back: that of one that was killed expires."""
+        number = int(lease.decode().partition(" ")[0].split("-")[1])
+        return not any(process.number == number and not process.is_alive for process in self._all)
+
+
+def simulate_build(
+    seed: int, *, watch: Callable[[Scheduler], None] | None = None, lines: bool = False
+) -> Outcome:
+    """One run of builds. Raises what went wrong."""
+    work_store._outputs.cache_clear()
+
+    def connected(url: str, storage: Any, around: Any) -> Any:
+        """`work_store._connect`, with a store for each process."""
+        if (url, storage) not in stores:
+            stores[url, storage] = connect(url, storage)
+        return stores[url, storage]
+
+    stores = ProcessDict()
+    with tempfile.TemporaryDirectory(prefix="shardkit-simulation-") as root:
+        world = BuildWorld(seed, Path(root))
+        with running(
+            world.machine,
+            world.bucket,
+            (scratch, "_locks", ProcessDict()),
+            (work_store, "_connect", connected),
+            (work_store, "_cache", PerProcess(work_store._cache, work_store._Cache)),
+            lines=lines,
+        ):
+            if watch is not None:
+                watch(world.scheduler)
+            world.scheduler.run(world.direct)
+    return Outcome.of(
+        world.scheduler,
+        samples=NUMBERS + SHARDS,
+        incarnations=world.starts,
+        kills=world.kills,
+        errors=world.errors,
+    )

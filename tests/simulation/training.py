@@ -1,0 +1,245 @@
+"""Training jobs on one simulated machine, what befalls them, and what must hold all the same.
+
+A run draws one to three jobs from its seed. Each reads a dataset or a mixture through a cache, which jobs may
+share, as ranks in lockstep that save a state now and then. In the first part of a run, ranks are killed and
+suspended, the store and the disk fail, clocks jump, and cached files are damaged. A job that lost a rank, or
+whose rank got an error that the package documents, begins again from its last state with another number of
+ranks and another batch size. Then all faults end, and each job must reach its end without any error.
+
+Checked are: each step has the samples that the order says, with the right tokens; an error has a cause; a
+wait has a limit; the cache never takes more than its room; no more requests are open than allowed; a process
+that has closed its loader has no file, thread, room, lease or request left; counters agree with the store's.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardkit.cache import folder as cache_folder
+from shardkit.cache.fetcher import FetchLimits
+from shardkit.cache.shards import CachedShards
+from shardkit.cache.subfolder import SUBFOLDER
+from shardkit.errors import ShardkitError
+from shardkit.loaders import streams as loader_streams
+from simulation.jobs import DATASETS, MOST_BATCH, Job, JobPlan
+from simulation.machine import Disk, Machine
+from simulation.scheduler import Event, Process, Scheduler
+from simulation.world import (
+    BrokenPromiseError,
+    Bucket,
+    Faults,
+    Outcome,
+    dataset_files,
+    expected_order,
+    running,
+)
+
+__all__ = ["simulate"]
+
+
+class World:
+    """One run: its jobs, its machine and its faults."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.scheduler = Scheduler(seed)
+        self.chance = random.Random(f"{seed} world")
+        cache_bytes = self.chance.choice((1_500, 4_000, 12_000, 100_000))
+        disk = Disk(folder, total=self.chance.choice((30_000, 400_000)))
+        self.machine = Machine(self.scheduler, disk, random.Random(f"{seed} machine"))
+        self.machine.after_call = self._check_room
+        self.bucket = Bucket(self.scheduler, random.Random(f"{seed} store"))
+        self.cache = folder / "cache"
+        self.cache.mkdir()
+        for name in DATASETS:
+            self.bucket.put_folder(name, dataset_files(name))
+        self.cache_bytes = cache_bytes
+        count = self.chance.choice((1, 1, 2, 3))
+        self.jobs = [
+            Job(self, JobPlan.drawn(self.chance, f"job{n}", self.cache, cache_bytes)) for n in range(count)
+        ]
+        self.limits = FetchLimits(
+            min_part_bytes=self.chance.choice((64, 256, 1 << 20)),
+            read_bytes=self.chance.choice((32, 256, 1 << 18)),
+            single_rows=self.chance.choice((0, 4, 32)),
+        )
+        self.loads: Counter[Process] = Counter()
+        """Shards read."""
+        self.is_calm = False
+        self.has_failed_disk = False
+        self.is_slow = False
+        """Whether something may take as long as a loader waits."""
+        self.kills = 0
+        self.errors: dict[str, int] = {}
+
+    def count_loads(self) -> Callable[..., Any]:
+        """`CachedShards._load` that counts what it returns."""
+        load = CachedShards._load
+
+        def counted(shards: CachedShards, number: int, *more: Any) -> Any:
+            data = load(shards, number, *more)
+            assert self.scheduler.current is not None
+            self.loads[self.scheduler.current.process] += 1
+            return data
+
+        return counted
+
+    def direct(self) -> None:
+        """The main task of the director: start the jobs, cause faults, end the faults, wait for the jobs."""
+        ended = []
+        for job in self.jobs:
+            ended.append(Event())
+            self.scheduler.spawn(partial(self._run_job, job, ended[-1]), job.plan.name)
+        for _ in range(self.chance.choice((0, 3, 10, 30))):
+            self._cause_fault()
+            self.scheduler.sleep(self.chance.choice((0.05, 1.0, 10.0)) * self.chance.random())
+        self._calm_down()
+        for event in ended:
+            event.wait()
+
+    def _run_job(self, job: Job, ended: Event) -> None:
+        job.run()
+        ended.set()
+
+    def _calm_down(self) -> None:
+        self.scheduler.note("calm")
+        self.scheduler.spare()
+        self.bucket.faults = Faults()
+        disk = self.machine.disk
+        disk.foreign, disk.error_share, disk.sync_seconds = 0, 0.0, 0.0
+        for process in self._ranks():
+            if process.is_suspended:
+                self.scheduler.resume(process)
+        self.is_calm = True
+
+    def note_error(self, error: ShardkitError) -> None:
+        """A rank's loop got `error`, for which there must be a cause."""
+        name = type(error).__name__
+        self.scheduler.note(f"error {name}: {error}")
+        self.errors[name] = self.errors.get(name, 0) + 1
+        has_cause = {
+            "DamagedObjectError": self.bucket.corrupted > 0,
+            "ShardError": self.bucket.corrupted > 0,
+            "ObjectChangedError": self.bucket.replaced > 0,
+            "CacheFolderError": self.has_failed_disk,
+            "FetchTimeoutError": self.is_slow,
+            "LoaderTimeoutError": self.is_slow,
+        }
+        if not has_cause.get(name, False):
+            raise BrokenPromiseError(f"without a cause: {name}: {error}") from error
+
+    def _ranks(self) -> list[Process]:
+        return [rank for job in self.jobs for rank in job.ranks if rank.is_alive and not rank.ended.is_set()]
+
+    def _cause_fault(self) -> None:
+        chance, disk = self.chance, self.machine.disk
+        kind = chance.choice(
+            ("kill", "kill", "suspend", "store", "store", "disk", "clock", "damage", "replace", "remove")
+        )
+        ranks = self._ranks()
+        self.scheduler.note(f"fault {kind}")
+        if kind == "kill" and ranks:
+            self.kills += 1
+            self.scheduler.kill_after(chance.choice(ranks), chance.choice((1, 10, 100, 1000)))
+        elif kind == "suspend" and ranks:
+            process = chance.choice(ranks)
+            if not process.is_suspended:
+                self.scheduler.suspend(process)
+                self.is_slow = True
+                seconds = chance.choice((0.1, 5.0, 30.0, 200.0)) * chance.random()
+                self.scheduler.spawn(partial(self._resume, process, seconds), "resume")
+        elif kind == "store":
+            self.bucket.faults = faults = Faults.drawn(chance)
+            self.is_slow |= faults.refuse_share + faults.slow_share + faults.break_share > 0
+            self.is_slow |= faults.bytes_per_second < 1e5
+        elif kind == "disk":
+            disk.foreign = chance.choice((0, 0, disk.total // 2, disk.total))
+            disk.error_share = chance.choice((0.0, 0.0, 0.05))
+            disk.sync_seconds = chance.choice((0.0, 0.5, 20.0))
+            self.has_failed_disk |= disk.error_share > 0
+            self.is_slow |= disk.sync_seconds > 1
+        elif kind == "clock":
+            self.machine.clock_shift += chance.choice((-3600.0, -10.0, 10.0, 3600.0))
+        elif kind == "damage":
+            self._damage_entry()
+        elif kind == "replace":
+            self.bucket.replace(chance.choice([key for key in self.bucket.objects if ".mds" in key]))
+        elif kind == "remove" and chance.random() < 0.3:
+            shutil.rmtree(self.cache / SUBFOLDER, ignore_errors=True)
+            self.has_failed_disk = True
+
+    def _resume(self, process: Process, seconds: float) -> None:
+        self.scheduler.sleep(seconds)
+        if process.is_suspended:
+            self.scheduler.resume(process)
+
+    def _damage_entry(self) -> None:
+        """Change a byte of a cached file, or cut it."""
+        entries = sorted((self.cache / SUBFOLDER / "shards").glob("*"))
+        if not entries:
+            return
+        file = self.chance.choice(entries)
+        data = bytearray(file.read_bytes())
+        if not data:
+            return
+        place = self.chance.randrange(len(data))
+        if self.chance.random() < 0.5:
+            data[place] ^= 0xFF
+        else:
+            data = data[:place]
+        # In a new file: processes that have mapped the old one keep what they have proved.
+        replacement = file.with_name("replacement")
+        replacement.write_bytes(data)
+        os.rename(replacement, file)  # noqa: PTH104 (a call that the simulated disk does not fail)
+
+    def _check_room(self, call: str) -> None:
+        """The cache takes no more room than it may."""
+        if call not in ("posix_fallocate", "rename"):
+            return
+        root = self.cache / SUBFOLDER
+        sizes = [
+            size
+            for folder in ("shards", "filling")
+            for name, size in self.machine.disk.sizes(root / folder).items()
+            if not name.startswith("ledger~")  # while it is written anew
+        ]
+        if sum(sizes) > self.cache_bytes:
+            raise BrokenPromiseError(f"the cache takes {sum(sizes):,} bytes of {self.cache_bytes:,}")
+
+
+def simulate(seed: int, *, watch: Callable[[Scheduler], None] | None = None, lines: bool = False) -> Outcome:
+    """One run of jobs. Raises what went wrong: `BrokenPromiseError`, or an error of the package."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(
+        dir=memory if memory.is_dir() else None, prefix="shardkit-simulation-"
+    ) as root:
+        world = World(seed, Path(root))
+        for job in world.jobs:
+            plan = job.plan
+            expected_order(plan.datasets, plan.schedule, plan.window, plan.samples + MOST_BATCH)
+        with running(
+            world.machine,
+            world.bucket,
+            (CachedShards, "_load", world.count_loads()),
+            (loader_streams, "FetchLimits", lambda **_: world.limits),
+            (cache_folder, "_numbers", iter(range(sys.maxsize))),
+            lines=lines,
+        ):
+            if watch is not None:
+                watch(world.scheduler)
+            world.scheduler.run(world.direct)
+    return Outcome.of(
+        world.scheduler,
+        samples=sum(job.position for job in world.jobs),
+        incarnations=sum(job.incarnations for job in world.jobs),
+        kills=world.kills,
+        errors=world.errors,
+    )
