@@ -16,12 +16,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m mutation", description=__doc__)
     parser.add_argument("module", choices=known, help="path of a module that targets.toml lists")
     parser.add_argument("--sample", type=int, help="only so many of its mutants, chosen by the seed")
+    parser.add_argument("--only", default="", help="only mutants with this text in their names")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     began = time.monotonic()
     print("survivors:", flush=True)
     found = score(
         known[arguments.module],
+        only=arguments.only,
         sample=arguments.sample,
         seed=arguments.seed,
         report=lambda line: print(f"  {line}", flush=True),

@@ -84,10 +84,18 @@ class Score:
 
 
 def score(
-    target: Target, *, sample: int | None = None, seed: int = 1, report: Callable[[str], None] = print
+    target: Target,
+    *,
+    only: str = "",
+    sample: int | None = None,
+    seed: int = 1,
+    report: Callable[[str], None] = print,
 ) -> Score:
-    """Run the tests of `target` against its mutants, or a sample; RuntimeError if they fail without one."""
-    runs = _Runs(target, sample, seed, report)
+    """Run the tests of `target` against its mutants, or against a sample of those with `only` in their names.
+
+    RuntimeError if the tests fail without a mutant. `report` is called with each survivor.
+    """
+    runs = _Runs(target, only, sample, seed, report)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         options = ["-q", "-s", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", ""]
         options += [f"--basetemp={folder}/tests", f"--rootdir={target.root}"]
@@ -116,12 +124,14 @@ class _Reach:
 class _Runs:
     """The plugin that takes pytest's loop over tests into forks."""
 
-    def __init__(self, target: Target, sample: int | None, seed: int, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, target: Target, only: str, sample: int | None, seed: int, report: Callable[[str], None]
+    ) -> None:
         self.target, self.report = target, report
         self.folder = Path()
         self.score = Score()
         self.error: str | None = None
-        self._sample, self._random = sample, random.Random(seed)
+        self._only, self._sample, self._random = only, sample, random.Random(seed)
         self._module: ModuleType | None = None
 
     def pytest_collection(self) -> None:
@@ -166,10 +176,11 @@ class _Runs:
         every = mutants(Path(file).read_text())
         names = {mutant.name for mutant in every}
         self.score.stale = [name for name in self.target.harmless if name not in names]
-        chosen = every
-        if self._sample is not None and self._sample < len(every):
-            order = {mutant.name: place for place, mutant in enumerate(every)}
-            chosen = sorted(self._random.sample(every, self._sample), key=lambda one: order[one.name])
+        chosen = [mutant for mutant in every if self._only in mutant.name]
+        if self._sample is not None and self._sample < len(chosen):
+            places = sorted(self._random.sample(range(len(chosen)), self._sample))
+            chosen = [chosen[place] for place in places]
+        gc.freeze()  # or a collection in a fork would copy all that is shared
         for mutant in chosen:
             self._judge(session, mutant, found, functions, file)
 
@@ -188,15 +199,15 @@ class _Runs:
         else:
             items = [item for item in session.items if lines & reaches[item.nodeid].lines]
         items.sort(key=lambda item: reaches[item.nodeid].seconds)
-        seconds = PATIENCE * sum(reaches[item.nodeid].seconds for item in items) + GRACE_SECONDS
+        limits = [PATIENCE * reaches[item.nodeid].seconds + GRACE_SECONDS for item in items]
 
         def child() -> str | None:
             with mutant.applied() as tree:
                 assert self._module is not None
                 _install(tree, mutant.statement, functions, self._module, file)
-            return _first_failure(session, items)
+            return _first_failure(session, items, limits)
 
-        killer = self._forked(child, seconds) if items else None
+        killer = self._forked(child, sum(limits)) if items else None
         is_harmless = mutant.name in self.target.harmless
         if killer is not None:
             self.score.killed[mutant.name] = str(killer)
@@ -216,9 +227,9 @@ class _Runs:
         sys.stderr.flush()
         child = os.fork()
         if not child:
-            _in_child(work, answer, int(cpu_seconds) + 1)
+            _in_child(work, answer)
         # On a busy machine a second of work takes many; only what sleeps reaches this limit.
-        end = time.monotonic() + 10 * cpu_seconds
+        end = time.monotonic() + 10 + 10 * cpu_seconds
         while not os.waitpid(child, os.WNOHANG)[0]:
             if time.monotonic() > end:
                 with suppress(ProcessLookupError):
@@ -233,10 +244,9 @@ class _Runs:
         return pickle.loads(answer.read_bytes())
 
 
-def _in_child(work: Callable[[], object], answer: Path, cpu_seconds: int) -> None:
+def _in_child(work: Callable[[], object], answer: Path) -> None:
     """Run `work`, write its result and end the process without what would run at exit."""
     os.setsid()
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     silence = os.open(os.devnull, os.O_WRONLY)
@@ -292,10 +302,15 @@ def _reaches(session: pytest.Session, file: str) -> dict[str, _Reach] | str:
     return reaches
 
 
-def _first_failure(session: pytest.Session, items: Sequence[pytest.Item]) -> str | None:
-    """Run tests in this order, up to the first that fails; its name."""
-    following: Iterator[pytest.Item | None] = iter([*items[1:], None])
-    for item, after in zip(items, following, strict=True):
+def _first_failure(
+    session: pytest.Session, items: Sequence[pytest.Item], cpu_seconds: Sequence[float] = ()
+) -> str | None:
+    """Run tests in this order up to the first that fails; its name. A signal ends what takes too long."""
+    for number, item in enumerate(items):
+        if cpu_seconds:
+            limit = int(time.process_time() + cpu_seconds[number]) + 1
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+        after = items[number + 1] if number + 1 < len(items) else None
         before = session.testsfailed
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
         if session.testsfailed > before:

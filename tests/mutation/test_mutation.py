@@ -87,6 +87,7 @@ def test_mutants_are_of_what_a_module_computes_and_not_of_its_texts() -> None:
     ]
 
 
+@pytest.mark.extended
 def test_a_weak_test_leaves_survivors_and_a_good_one_none(tmp_path: Path) -> None:
     listed = ["first_power: 2 -> 3", "module: 10 -> 11", "first_power: gone -> away"]
     done = run(tmp_path, TESTS, *listed)
@@ -102,6 +103,7 @@ def test_a_weak_test_leaves_survivors_and_a_good_one_none(tmp_path: Path) -> Non
     assert (tmp_path / "small.py").read_text() == MODULE
 
 
+@pytest.mark.extended
 def test_tests_that_fail_without_a_mutant_give_no_score(tmp_path: Path) -> None:
     done = run(tmp_path, TESTS + "\ndef test_wrong():\n    assert first_power(5) == 5\n")
     assert done.returncode != 0
