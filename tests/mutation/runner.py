@@ -97,7 +97,7 @@ def score(
     """
     runs = _Runs(target, only, sample, seed, report)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        options = ["-q", "-s", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", ""]
+        options = ["-qq", "-s", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", ""]
         options += [f"--basetemp={folder}/tests", f"--rootdir={target.root}"]
         if target.root == ROOT:
             options += ["-c", str(ROOT / "pyproject.toml")]
@@ -165,11 +165,8 @@ class _Runs:
         assert self._module is not None
         assert self._module.__file__ is not None
         file = self._module.__file__
-        functions = [
-            each
-            for each in gc.get_objects()
-            if isinstance(each, FunctionType) and each.__code__.co_filename == file
-        ]
+        every_function = [each for each in gc.get_objects() if type(each) is FunctionType]
+        functions = [each for each in every_function if each.__code__.co_filename == file]
         found = self._forked(lambda: _reaches(session, file), 3600.0)
         if not isinstance(found, dict):
             raise RuntimeError(f"a test fails without any mutant: {found}")
