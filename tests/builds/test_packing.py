@@ -254,6 +254,34 @@ def test_eos_after_eos_within_a_row_is_always_padding(lengths: list[int], size: 
     assert int((rows[~is_padding] == EOS).sum()) == len(lengths)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=5), min_size=1, max_size=30),
+    st.integers(2, 40),
+    st.sampled_from([pack_best_fit, pack_concat]),
+)
+def test_dividing_texts_into_their_parts_moves_no_token(
+    texts: list[list[int]], size: int, packer: Callable[..., Placement]
+) -> None:
+    texts = [[*parts[:-1], parts[-1] + 1] for parts in texts]  # a text has at least two tokens
+    whole = packer(np.array([sum(parts) for parts in texts]), size)
+    firsts = np.cumsum([0, *(len(parts) for parts in texts)])
+    divided = whole.divided(np.array([length for parts in texts for length in parts]), firsts)
+    # Number all tokens: text by text, and within each part by part, which is the same.
+    in_text = np.cumsum([0, *(sum(parts) for parts in texts)])
+    in_part = np.cumsum([0, *(length for parts in texts for length in parts)])
+    expected = np.full((whole.rows, size), -1)
+    for text, start, length, row, column in pieces_of(whole):
+        expected[row, column : column + length] = in_text[text] + start + np.arange(length)
+    found = np.full((divided.rows, size), -1)
+    for part, start, length, row, column in pieces_of(divided):
+        assert length > 0
+        assert start + length <= in_part[part + 1] - in_part[part]
+        assert (found[row, column : column + length] == -1).all()
+        found[row, column : column + length] = in_part[part] + start + np.arange(length)
+    assert found.tolist() == expected.tolist()
+
+
 def test_rows_hold_the_documents_tokens() -> None:
     tokens, sizes, starts = corpus([3, 5, 12, 2, 3])
     rows = filled(pack_concat(sizes, 5), tokens, starts)
@@ -295,9 +323,18 @@ def test_lengths_that_cannot_be_packed_are_refused(lengths: list[int], size: int
 
 @pytest.mark.parametrize(
     ("source", "length", "row", "column"),
-    [(-1, 2, 0, 0), (3, 2, 0, 0), (0, 2, 2, 0), (0, 2, 0, 7), (0, -1, 0, 0)],
+    [
+        (-1, 2, 0, 0),
+        (3, 2, 0, 0),
+        (0, 2, -1, 0),
+        (0, 2, 2, 0),
+        (0, 2, 1, -1),
+        (0, 2, 0, 7),
+        (0, -1, 0, 0),
+    ],
 )
 def test_a_piece_outside_the_arrays_is_refused(source: int, length: int, row: int, column: int) -> None:
-    sources, lengths, rows, columns = np.array([[source], [length], [row], [column]], np.int64)
-    with pytest.raises(IndexError):
+    # Behind a piece that fills all there is.
+    sources, lengths, rows, columns = np.array([[0, source], [4, length], [1, row], [4, column]], np.int64)
+    with pytest.raises(IndexError, match="lies outside"):
         fill_rows(np.zeros(4, np.uint16), sources, lengths, rows, columns, np.zeros((2, 8), np.uint16), EOS)

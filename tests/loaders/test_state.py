@@ -63,6 +63,26 @@ def test_states_of_earlier_versions_go_on_in_their_order(number: int, state: Loa
     assert resume(saved, now, fixed=NOTHING_FIXED, on_mismatch="error") == saved
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"mixture": 5}, "a mixture's state has schedule and epoch_samples; this one: 5"),
+        ({"mixture": {"schedule": None}}, "a mixture's state has schedule and epoch_samples"),
+        ({"streams": 5}, "must have a list of streams"),
+        ({"streams": []}, "must have a list of streams"),
+        ({"streams": [5]}, "must have a list of streams"),
+    ],
+)
+def test_a_state_of_an_earlier_version_that_is_not_one_is_refused(change: dict[str, Any], words: str) -> None:
+    saved = json.loads((GOLDEN / "loader_states.json").read_text())[2]
+    assert saved["version"] == 2
+    with pytest.raises(StateError, match=words):
+        LoaderState.from_dict(saved | change)
+    saved["streams"][1]["extra"] = 1
+    with pytest.raises(StateError, match="streams have different keys"):
+        LoaderState.from_dict(saved)
+
+
 def test_all_states_have_the_same_keys_and_no_dicts_in_lists() -> None:
     """torch.distributed.checkpoint would make a key of each of these dicts, and miss those of new streams."""
     states = [state.to_dict() for state in (STATE, MIXED, STEPS)]
@@ -131,6 +151,8 @@ def test_a_state_that_is_not_one_is_refused(change: dict[str, Any], words: str) 
         ("state", "a dict, not str"),
         ({}, "this dict is empty"),
         ({"model": {}}, "has the keys 'model'; load what state_dict"),
+        ({"version": 4}, "has the keys 'version'; load what state_dict"),
+        ({"position": 5}, "has the keys 'position'; load what state_dict"),
         ({"step": 5, "loader": STATE.to_dict()}, "keys 'step', 'loader'; it seems to be under 'loader'"),
     ],
 )
@@ -195,6 +217,8 @@ def schedule_of(state: LoaderState) -> list[list[object]]:
 
 def test_a_saved_schedule_is_gone_on_with_if_the_streams_weights_are_those_it_began_with() -> None:
     assert resume(MIXED, with_schedule((0, (3, 1))), fixed=NOTHING_FIXED, on_mismatch="error") == MIXED
+    soon = with_schedule((0, (3, 1)), (1, (1, 1)))
+    assert resume(MIXED, soon, fixed=NOTHING_FIXED, on_mismatch="error") == MIXED
     with pytest.raises(StateError, match=r"weights before position 120: saved \[\[0, \[3, 1\]\]"):
         resume(MIXED, with_schedule((0, (2, 1))), fixed=NOTHING_FIXED, on_mismatch="error")
 
@@ -269,6 +293,22 @@ def test_a_fork_keeps_the_position_and_the_loaders_own_settings() -> None:
         8,
         9,
     )
+
+
+def test_a_fork_to_other_data_or_weights_has_epochs_of_the_loaders_own_length() -> None:
+    other = replace(SETTINGS, streams=(StreamSettings("bb", 51),))
+    mixed = replace(MIXED_SETTINGS, epoch_samples=90)
+    scheduled = replace(with_schedule((0, (2, 1))), epoch_samples=90)
+    for saved, current, fixed in (
+        (STATE, other, NOTHING_FIXED),
+        (STATE, mixed, NOTHING_FIXED),
+        (MIXED, scheduled, frozenset({"schedule"})),
+    ):
+        forked = resume(saved, current, fixed=fixed, on_mismatch="fork").settings
+        assert (forked.schedule, forked.epoch_samples) == (current.schedule, current.epoch_samples)
+    agreeing = replace(with_schedule((0, (3, 1)), (100, (1, 1)), (120, (5, 1))), epoch_samples=90)
+    resumed = resume(MIXED, agreeing, fixed=frozenset({"schedule"}), on_mismatch="error")
+    assert resumed.settings.epoch_samples == MIXED_SETTINGS.epoch_samples
 
 
 def test_a_fork_without_differences_is_a_resume() -> None:

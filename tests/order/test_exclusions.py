@@ -121,6 +121,23 @@ def test_a_line_that_is_neither_is_named(tmp_path: Path, line: bytes, problem: s
         Exclusions.read(file)
 
 
+def test_a_file_may_state_the_dataset_of_its_rows(tmp_path: Path) -> None:
+    file = tmp_path / "rows.txt"
+    file.write_text("17\n# fingerprint: 0123456789abcdef0123456789abcdef\n# a comment\n")
+    assert Exclusions.read(file).fingerprint == "0123456789abcdef0123456789abcdef"
+    file.write_text("17\n# fingerprint: unknown\n")
+    assert Exclusions.read(file).fingerprint is None
+
+
+@pytest.mark.parametrize("wrong", [(3, 3), (5, 2), (-1, 2), (0, 2**60 + 1)])
+def test_a_wrong_range_is_found_behind_the_outermost_ranges_that_are_right(wrong: tuple[int, int]) -> None:
+    right = [(0, 1), (2**60 - 1, 2**60)]
+    assert Exclusions(np.array(right)).to_list() == right
+    for ranges in (np.array([*right, wrong, (7, 7)]), [*right, wrong, (7, 7)]):
+        with pytest.raises(ValueError, match=f"{wrong[0]}:{wrong[1]} (is not a range|goes beyond)"):
+            Exclusions(ranges)
+
+
 def test_rows_that_are_none_are_refused() -> None:
     for ranges in ([(3, 3)], [(5, 2)], [(-1, 2)], [(0, 2**60 + 1)], [(0, 2**70)]):
         with pytest.raises(ValueError, match=r"not a range of rows|goes beyond"):
@@ -140,8 +157,9 @@ def test_rows_that_are_none_are_refused() -> None:
 def test_rows_that_the_dataset_does_not_have_are_refused() -> None:
     excluded = Exclusions([(3, 8)])
     assert excluded.kept_of_shards([4, 4]).tolist() == [3, 0]
-    with pytest.raises(ValueError, match="rows up to 7 are excluded, but the dataset has 7 samples"):
-        excluded.kept_of_shards([4, 3])
+    for ranges in ([(3, 8)], [(1, 2), (7, 8)]):
+        with pytest.raises(ValueError, match="rows up to 7 are excluded, but the dataset has 7 samples"):
+            Exclusions(ranges).kept_of_shards([4, 3])
     for ask in (excluded.select, excluded.rank, excluded.contains):
         with pytest.raises(IndexError, match="are numbered from 0, not -1"):
             ask([5, -1])

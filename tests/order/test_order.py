@@ -9,6 +9,7 @@ import math
 import pickle
 import threading
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -298,6 +299,7 @@ def test_default_lanes_grow_with_the_shards_alone(shards: int, lanes: int, of_co
         (1_600 * 4096, 1_600, 2 * 4096),
         (450_000 * 8192 - 1, 450_000, 2 * 8192),
         (1, 0, 64),
+        (0, 0, 1),
     ],
 )
 def test_a_default_window_holds_two_shards_or_all_windows_64(samples: int, shards: int, window: int) -> None:
@@ -481,6 +483,12 @@ def test_a_spec_from_elsewhere_is_refused(change: dict[str, object]) -> None:
 def test_a_spec_has_limits(seed: int, lanes: int, window: int) -> None:
     with pytest.raises(ValueError, match="must be between"):
         OrderSpec(seed, lanes, window)
+    for shuffle in get_args(Shuffle)[1:]:  # which have neither lanes nor windows
+        if 0 <= seed < 2**64:
+            assert OrderSpec(seed, lanes, window, shuffle).seed == seed
+        else:
+            with pytest.raises(ValueError, match="seed must be between"):
+                OrderSpec(seed, lanes, window, shuffle)
 
 
 def test_extreme_specs_within_the_limits_work() -> None:
@@ -500,6 +508,8 @@ def test_damaged_sizes_are_refused() -> None:
     for sizes in ([-1], [[1]], [1.5], [2**62, 2**62]):
         with pytest.raises(ValueError):
             Order(np.array(sizes), spec)
+    with pytest.raises(ValueError, match="shards are too many"):
+        Order(np.broadcast_to(np.int8(0), 2**31), spec)
 
 
 def test_positions_out_of_range_are_refused() -> None:
@@ -510,8 +520,18 @@ def test_positions_out_of_range_are_refused() -> None:
         order.locate(np.array([2**62]))
     with pytest.raises(ValueError, match="positions go from 0"):
         order.global_batch(2**62 - 1, 2)
+    with pytest.raises(ValueError, match="positions go from 0"):
+        order.locate((5, -1))
+    last = order.global_batches(
+        2**62 - 6, 2, 2, every=2
+    ).position  # the second one ends with the last position
+    assert np.sort(last).tolist() == [[2**62 - 6, 2**62 - 5], [2**62 - 2, 2**62 - 1]]
+    with pytest.raises(ValueError, match="positions go from 0"):
+        order.global_batches(2**62 - 5, 2, 2, every=2)
     with pytest.raises(IndexError, match="sample ids go from 0 to 7"):
         order.positions_of([8], 0)
+    with pytest.raises(IndexError, match="sample ids go from 0 to 7, not -1 to 3"):
+        order.positions_of([3, -1], 0)
     with pytest.raises(TypeError, match="must be integers"):
         order.locate(np.array([0.5]))
 
@@ -521,8 +541,11 @@ def test_a_dataset_without_samples_has_no_positions() -> None:
         order = Order(sizes, OrderSpec(1, 2, 3))
         assert order.samples == 0
         assert order.locate((0, 0)).shard.shape == (0,)
+        assert order.positions_of([], 5).shape == (0,)
         with pytest.raises(ValueError, match="no samples"):
             order.locate((0, 1))
+        with pytest.raises(ValueError, match="positions go from 0"):
+            order.positions_of([], -1)
 
 
 def test_small_sizes_are_not_summed_in_their_own_width() -> None:
