@@ -105,13 +105,10 @@ def installed_by(requirement: str) -> set[str]:
 
 def license_of(name: str) -> str:
     """The expression in its metadata, or its classifiers, or the first line of its text."""
-    about = importlib.metadata.metadata(name)
-    stated = [
-        line.rpartition("::")[2] for line in about.get_all("Classifier", []) if line.startswith("License")
-    ]
-    return (
-        about.get("License-Expression") or " AND ".join(stated) or (about.get("License") or "").split("\n")[0]
-    )
+    about = importlib.metadata.metadata(name).json
+    classifiers = [line.rpartition("::") for line in about.get("classifier", [])]
+    stated = " AND ".join(last for first, _, last in classifiers if first.startswith("License"))
+    return str(about.get("license_expression") or stated or about.get("license", "")).split("\n")[0]
 
 
 def is_permissive(license: str) -> bool:
