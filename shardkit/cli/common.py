@@ -265,7 +265,7 @@ def add_storage_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--follow-urls",
         action="store_true",
-        help="let a list of tars name other places than its own folder or bucket, also ones that are not S3",
+        help="let a list of tars name places other than its own folder or bucket (default: refuse)",
     )
 
 

@@ -152,18 +152,8 @@ def tasks(
     made = []
     for number in range(partitions):
         mine = tokens.slice(partition_start(number, partitions), partition_start(number + 1, partitions))
-        settings = (
-            recipe.pack,
-            recipe.output,
-            recipe.seed,
-            eos_id,
-            dtype,
-            key_digits,
-            recipe.is_masked,
-            bos_id,
-            groups,
-        )
-        args = (mine, number, *settings)
+        settings = (recipe.pack, recipe.output, recipe.seed, eos_id, dtype, key_digits, recipe.is_masked)
+        args = (mine, number, *settings, bos_id, groups)
         name, config = partition_name(number, partitions), shared | {"partition": number}
         inputs = {"tokens": mine.digest}
         made.append(Task("pack", name, config, pack_partition, args, inputs=inputs))
