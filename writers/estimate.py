@@ -208,7 +208,9 @@ def _copy_rows(piece: Piece, target: Path) -> int:
                     if copied * size >= piece.bytes * rows:
                         break
         return copied * size // rows
-    except (pa.ArrowException, ValueError, MemoryError):
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+        if getattr(error, "errno", None) is not None:  # the disk's, not the file's
+            raise
         target.unlink(missing_ok=True)
         return 0
 
