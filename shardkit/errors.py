@@ -34,6 +34,7 @@ _EXTRAS = {
     "boto3": ("boto3", "s3"),
     "botocore": ("boto3", "s3"),
     "brotli": ("Brotli", "formats"),
+    "cramjam": ("python-snappy", "formats"),  # which brings it
     "cbor2": ("cbor2", "webdataset"),
     "floret": ("floret", "classifier"),
     "fsspec": ("fsspec", "fsspec"),

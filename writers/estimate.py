@@ -54,6 +54,7 @@ from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.executors import Execution, open_runner
 from shardkit.writers.inputs.decompress import ContainerError, decompressed
 from shardkit.writers.inputs.files import open_input
+from shardkit.writers.inputs.readers import within_memory
 from shardkit.writers.inputs.scan import Split, parts_of, scan_inputs
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import InputConfig, Recipe
@@ -152,7 +153,8 @@ def _put(piece: Piece, folder: Path, number: int, *, lines: bool, cut_anywhere: 
             if taken := copy_start(piece, folder / stem, whole_lines=True):
                 return taken
         elif split.format == "parquet":
-            return _copy_rows(piece, folder / name)
+            if taken := _copy_rows(piece, folder / name):
+                return taken
         elif cut_anywhere and split.format in ("csv", "warc"):
             stem = name if split.compression is None else PurePosixPath(name).stem
             if taken := copy_start(piece, folder / stem):
@@ -166,7 +168,7 @@ def _put(piece: Piece, folder: Path, number: int, *, lines: bool, cut_anywhere: 
 
 
 def copy_start(piece: Piece, target: Path, *, whole_lines: bool = False) -> int:
-    """A file's beginning, decompressed; 0 if there is damage, which the build must see."""
+    """A file's beginning, decompressed; 0 if there is damage, or too much, which the build must see."""
     split = piece.split
     with open_input(split.input) as source, target.open("wb") as lines:
         taken = 0
@@ -175,32 +177,47 @@ def copy_start(piece: Piece, target: Path, *, whole_lines: bool = False) -> int:
                 taken = source.tell()
                 if taken < piece.bytes:
                     lines.write(data)
+                    if lines.tell() > _MOST_TEXT * piece.bytes + _SMALL_BYTES:
+                        break  # a decompression bomb, which would fill the disk
                     continue
                 end = data.rfind(b"\n") + 1 if whole_lines else len(data)
                 lines.write(data[:end])
                 if end:
                     return taken
+            else:
+                return split.input.bytes
         except ContainerError:
-            target.unlink()
-            return 0
-    return split.input.bytes
+            pass
+    target.unlink()
+    return 0
 
 
 def _copy_rows(piece: Piece, target: Path) -> int:
-    """The first rows of a Parquet file."""
+    """The first rows of a Parquet file; 0 if there is damage, which the build must see."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with open_input(piece.split.input) as source:
-        file = pq.ParquetFile(source)
-        size, rows, copied = piece.split.input.bytes, max(1, int(file.metadata.num_rows)), 0
-        with pq.ParquetWriter(target, file.schema_arrow) as writer:
-            for batch in file.iter_batches(_BATCH_ROWS):
-                writer.write_batch(batch)
-                copied += len(batch)
-                if copied * size >= piece.bytes * rows:
-                    break
-    return copied * size // rows
+    try:
+        with open_input(piece.split.input) as source:
+            file = pq.ParquetFile(source)
+            size, rows, copied = piece.split.input.bytes, max(1, int(file.metadata.num_rows)), 0
+            with pq.ParquetWriter(target, file.schema_arrow) as writer:
+                for batch in within_memory(file.iter_batches(_BATCH_ROWS, use_threads=False), _COPIED_BYTES):
+                    writer.write_batch(batch)
+                    copied += len(batch)
+                    if copied * size >= piece.bytes * rows:
+                        break
+        return copied * size // rows
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+        if getattr(error, "errno", None) is not None:  # the disk's, not the file's
+            raise
+        target.unlink(missing_ok=True)
+        return 0
 
+
+_MOST_TEXT = 64  # times the stored bytes: more than text of any kind is compressed
+_SMALL_BYTES = 1 << 24  # of text, which may be more
+_COPIED_BYTES = 1 << 30  # of memory for a batch of rows
 
 SAMPLE_BYTES = 8 << 20  # stored bytes of all sources: seconds of work, whatever the input
 

@@ -340,8 +340,8 @@ _STREAMS: dict[str, tuple[Callable[[], Any], Callable[[Any, bytes], tuple[bytes,
 
 def _decompress_snappy(data: Bytes, output: npt.NDArray[np.uint8]) -> int:
     """The raw format into `output`, which it has to fill: a varint with the size of the whole comes first."""
-    _snappy()
-    import cramjam  # what python-snappy calls, with a copy of both sides
+    with naming_extras("snappy compression"):
+        import cramjam  # what python-snappy calls, with a copy of both sides
 
     stated = 0
     for shift, byte in enumerate(data[:_MAX_VARINT_BYTES]):

@@ -38,6 +38,7 @@ from shardkit.writers.estimate import (
     disk_needs,
     finished_stages,
     most_bytes,
+    put_pieces,
     rehearse,
 )
 from shardkit.writers.execution.work_local import LocalWork
@@ -47,7 +48,9 @@ from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe import Recipe, load_recipe
 from shardkit.writers.stages.graph import BuildInputs
 from shardkit.writers.stages.tokenize import TokenizerFile
+from support.bombs import zstd_of
 from support.disk_meter import files_of, peak_bytes
+from support.read_inputs import recipe as recipe_of
 from support.small_build import make_corpus, tree
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
@@ -349,6 +352,22 @@ def test_the_beginning_of_a_file_is_whole_lines(corpus: Path, tmp_path: Path, na
     assert 0 < taken <= split.bytes
     assert lines.pop() == b""
     assert [json.loads(line)["number"] for line in lines]
+
+
+def test_the_beginning_of_a_bomb_fills_no_disk_and_damaged_tables_are_left_to_the_build(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jsonl.zst").write_bytes(zstd_of([(b"\n", 8 << 30)]))
+    (folder / "b.parquet").write_bytes(b"PAR1" + bytes(1000) + b"PAR1")
+    found = {split.file: split for split in scan_inputs(recipe_of(folder, "*"))}
+    bomb, table = found["a.jsonl.zst"], found["b.parquet"]
+    assert copy_start(Piece(bomb, 200_000), tmp_path / "head", whole_lines=True) == 0
+    assert not (tmp_path / "head").exists()
+    inputs, stored = put_pieces(recipe_of(folder, "*"), [Piece(table, 500)], tmp_path / "sample")
+    assert stored == {0: table.bytes}
+    assert len(inputs) == 1
 
 
 def test_the_command_plans_from_a_finished_dataset(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,9 +111,9 @@ def explore(
     """Read inputs of a target until there were enough, or the time is up; `keep` failing ones."""
     found, coverage = Found(), _Coverage()
     population: list[Mapping[str, bytes]] = [target.files]
-    end = time.monotonic() + seconds
     with coverage:
         _read(target, target.files, folder)
+    end = time.monotonic() + seconds
     while found.inputs < inputs and time.monotonic() < end and len(found.failures) < 20:
         rng = random.Random(f"{target.name} {seed} {found.inputs}")
         latest = population[-1 - int(len(population) * rng.random() ** 2)]

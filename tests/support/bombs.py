@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -141,6 +142,7 @@ def read_input(file: Path, memory_bytes: int) -> str:
     settings = json.loads(os.environ.get("BOMB_INPUT", "{}"))
     made = recipe(file.parent, {"path": file.name, **settings}, memory=memory_bytes, max_bad_fraction=1.0)
     ledger, quarantine = Ledger(), Quarantine(max_bad_fraction=1.0)
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
     documents = 0
     try:
         for split in scan_inputs(made):
@@ -158,6 +160,8 @@ def read_input(file: Path, memory_bytes: int) -> str:
             documents += sum(batch.num_rows for batch in batches)
     except ShardkitError as error:
         return str(error)
+    finally:
+        assert resource.getrlimit(resource.RLIMIT_DATA) == limits, "memory is limited while a batch is read"
     return f"{documents} documents; {quarantine.first or 'nothing'} quarantined"
 
 

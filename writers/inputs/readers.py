@@ -34,7 +34,7 @@ from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import Ledger, Quarantine, check_bad_fraction
 from shardkit.writers.recipe import InputConfig
 
-__all__ = ["SuspectDataError", "SuspectFilesError", "read_parts", "read_split"]
+__all__ = ["SuspectDataError", "SuspectFilesError", "read_parts", "read_split", "within_memory"]
 
 Reader = Callable[[RecordSink, InputConfig], Iterator[None]]
 _READERS: dict[str, Reader] = {
@@ -113,10 +113,10 @@ def read_parts(
         if found:
             raise SuspectFilesError(found)
 
-    yield from _within(_joined(read_all()) if split.rest else read_all(), memory_bytes)
+    yield from within_memory(_joined(read_all()) if split.rest else read_all(), memory_bytes)
 
 
-def _within(batches: Iterator[pa.RecordBatch], memory_bytes: int) -> Iterator[pa.RecordBatch]:
+def within_memory(batches: Iterator[pa.RecordBatch], memory_bytes: int) -> Iterator[pa.RecordBatch]:
     """The batches; reading one raises MemoryError instead of taking more than `memory_bytes`.
 
     The kernel refuses what the libraries ask for: a Parquet page, an Arrow buffer or an image states any size
