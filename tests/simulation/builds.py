@@ -48,6 +48,7 @@ __all__ = ["simulate_build"]
 
 WORK, OUTPUT = f"{URL}/work", f"{URL}/output"
 NUMBERS, SHARDS = 7, 4
+STEPS = (1, 10, 100, 1000)  # of a machine, until something befalls it
 ROWS = 6
 TIMES = SharingTimes(
     lease_seconds=60.0, beat_seconds=10.0, poll_seconds=2.0, longest_poll_seconds=30.0, scavenge_seconds=300.0
@@ -159,8 +160,7 @@ class BuildWorld:
         self.scheduler.spare()
         self.bucket.faults = Faults()
         for process in self.running.values():
-            if process.is_suspended:
-                self.scheduler.resume(process)
+            self.scheduler.resume(process)
         self.is_calm = True
         for event in ended:
             event.wait()
@@ -178,18 +178,11 @@ class BuildWorld:
             self.bucket.faults.corrupt_share = 0.0
         elif kind == "kill" and alive:
             self.kills += 1
-            self.scheduler.kill_after(chance.choice(alive), chance.choice((1, 10, 100, 1000)))
+            self.scheduler.after_steps(chance.choice(alive), chance.choice(STEPS), self.scheduler.kill)
         elif alive:
-            process = chance.choice(alive)
-            if not process.is_suspended:
-                self.scheduler.suspend(process)
-                seconds = chance.choice((1.0, 50.0, 100.0, 1000.0)) * chance.random()
-                self.scheduler.spawn(partial(self._resume, process, seconds), "resume")
-
-    def _resume(self, process: Process, seconds: float) -> None:
-        self.scheduler.sleep(seconds)
-        if process.is_suspended:
-            self.scheduler.resume(process)
+            seconds = chance.choice((1.0, 50.0, 100.0, 1000.0)) * chance.random()
+            suspend = partial(self.scheduler.suspend, seconds=seconds)
+            self.scheduler.after_steps(chance.choice(alive), chance.choice(STEPS), suspend)
 
     def _keep_running(self, index: int, ended: Event) -> None:
         """Start a machine's build again until it finishes."""
@@ -202,8 +195,6 @@ class BuildWorld:
             self.running[index] = process
             self._all.append(process)
             process.ended.wait()
-            if process.is_suspended and process.is_alive:
-                self.scheduler.resume(process)
             if process.is_alive and not failed:
                 break
             if was_calm and failed and self.slices:

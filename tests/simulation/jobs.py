@@ -145,8 +145,6 @@ class Incarnation:
             if self.lost and pending:
                 scheduler.sleep(self.world.chance.choice((0.0, 1.0, 20.0)))
                 for process in pending:
-                    if process.is_suspended:
-                        scheduler.resume(process)
                     scheduler.kill(process)
                 return
 

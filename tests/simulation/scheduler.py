@@ -91,8 +91,9 @@ class Scheduler:
         self._timers: list[tuple[float, int, Task, int]] = []
         self._order = itertools.count(1)
         self._processes: list[Process] = []
-        self._doomed: dict[Process, int] = {}
+        self._awaited: dict[Process, tuple[int, Callable[[], None]]] = {}  # steps left, and what comes then
         self._hub: Any = None
+        self._director: Process | None = None
         self._is_unwinding = False
         self._since = (0, 0.0)  # steps and time when time last passed noticeably
         self._trace: Any = None
@@ -139,8 +140,8 @@ class Scheduler:
     def run(self, director: Callable[[], None]) -> None:
         """Run until `director` has returned; raises what any task raised."""
         self._hub, trace = getcurrent(), sys.gettrace()
-        first = self.process("director", director)
-        main = next(iter(first.tasks))
+        self._director = self.process("director", director)
+        main = next(iter(self._director.tasks))
         with _activated(self):
             try:
                 while not main.is_done and self.failure is None:
@@ -225,10 +226,15 @@ class Scheduler:
             self._since = (self.steps, self.now)
         if not task.process.is_alive:
             raise GreenletExit
-        if self._doomed and task.process in self._doomed:
-            self._doomed[task.process] -= 1
-            if self._doomed[task.process] <= 0:
-                self.kill(task.process)
+        if self._awaited and task.process in self._awaited:
+            left, action = self._awaited.pop(task.process)
+            if left > 1:
+                self._awaited[task.process] = left - 1, action
+            else:
+                action()
+                if task.process.is_suspended:
+                    self._make_ready(task)
+                    self._leave(task)
         draw = self._draw()
         if draw < self.stall:  # the machine gives this thread no time for a while
             self.sleep(self.random.choice((0.001, 0.05, 1.0)) * self._draw())
@@ -277,7 +283,7 @@ class Scheduler:
             return
         self.note(f"kill {process.name}")
         process.is_alive = False
-        self._doomed.pop(process, None)
+        self._awaited.pop(process, None)
         for descriptor in sorted(process.descriptors):
             os.close(descriptor)
         process.descriptors.clear()
@@ -286,21 +292,31 @@ class Scheduler:
         if self.current is not None and self.current.process is process:
             self._leave(self.current)
 
-    def kill_after(self, process: Process, steps: int) -> None:
-        """Kill a process in the middle of its step of this number from now."""
+    def after_steps(self, process: Process, steps: int, action: Callable[[Process], None]) -> None:
+        """Kill or suspend a process, as `action` does, in the middle of its step of this number from now."""
         if process.is_alive:
-            self._doomed[process] = max(1, steps)
+            self._awaited[process] = steps, lambda: action(process)
 
     def spare(self) -> None:
-        """Kill nobody who was to be killed later."""
-        self._doomed.clear()
+        """Let nothing of `after_steps` come."""
+        self._awaited.clear()
 
-    def suspend(self, process: Process) -> None:
-        """Let no task of a process run until `resume`."""
-        process.is_suspended = True
-        self.note(f"suspend {process.name}")
+    def suspend(self, process: Process, seconds: float) -> None:
+        """Let no task of a process run for so long, or until `resume`."""
+
+        def resume_later() -> None:
+            self.sleep(seconds)
+            self.resume(process)
+
+        if not process.is_suspended:
+            process.is_suspended = True
+            self.note(f"suspend {process.name} for {seconds:.1f} s")
+            self.spawn(resume_later, "resume", self._director)
 
     def resume(self, process: Process) -> None:
+        """Let a suspended process go on."""
+        if not process.is_suspended:
+            return
         process.is_suspended = False
         self.note(f"resume {process.name}")
         held, process.held = process.held, []

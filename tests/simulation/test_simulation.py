@@ -128,7 +128,7 @@ def test_a_killed_process_takes_no_further_step_and_a_suspended_one_waits() -> N
         killed, suspended = (scheduler.process(name, lambda name=name: count(name)) for name in ("a", "b"))  # type: ignore[misc]
         scheduler.sleep(2.5)
         scheduler.kill(killed)
-        scheduler.suspend(suspended)
+        scheduler.suspend(suspended, 1e9)
         scheduler.sleep(10.0)
         scheduler.resume(suspended)
         scheduler.sleep(0.1)

@@ -45,6 +45,10 @@ from simulation.world import (
 
 __all__ = ["simulate"]
 
+FAULTS = ("kill", "suspend", "store", "disk", "clock", "damage", "replace", "remove")
+STEPS = (1, 10, 100, 1000)
+"""Of a process, until something befalls it: in the middle of whatever it does."""
+
 
 class World:
     """One run: its jobs, its machine and its faults."""
@@ -74,6 +78,7 @@ class World:
         self.loads: Counter[Process] = Counter()
         """Shards read."""
         self.is_calm = False
+        self._kinds = self.chance.sample(FAULTS, self.chance.randint(1, len(FAULTS)))  # that this run has
         self.has_failed_disk = False
         self.is_slow = False
         """Whether something may take as long as a loader waits."""
@@ -98,9 +103,10 @@ class World:
         for job in self.jobs:
             ended.append(Event())
             self.scheduler.spawn(partial(self._run_job, job, ended[-1]), job.plan.name)
+        pause = self.chance.choice((0.05, 1.0, 10.0, 60.0))
         for _ in range(self.chance.choice((0, 3, 10, 30))):
             self._cause_fault()
-            self.scheduler.sleep(self.chance.choice((0.05, 1.0, 10.0)) * self.chance.random())
+            self.scheduler.sleep(pause * self.chance.random())
         self._calm_down()
         for event in ended:
             event.wait()
@@ -116,8 +122,7 @@ class World:
         disk = self.machine.disk
         disk.foreign, disk.error_share, disk.sync_seconds = 0, 0.0, 0.0
         for process in self._ranks():
-            if process.is_suspended:
-                self.scheduler.resume(process)
+            self.scheduler.resume(process)
         self.is_calm = True
 
     def note_error(self, error: ShardkitError) -> None:
@@ -141,21 +146,17 @@ class World:
 
     def _cause_fault(self) -> None:
         chance, disk = self.chance, self.machine.disk
-        kind = chance.choice(
-            ("kill", "kill", "suspend", "store", "store", "disk", "clock", "damage", "replace", "remove")
-        )
+        kind = chance.choice(self._kinds)
         ranks = self._ranks()
         self.scheduler.note(f"fault {kind}")
         if kind == "kill" and ranks:
             self.kills += 1
-            self.scheduler.kill_after(chance.choice(ranks), chance.choice((1, 10, 100, 1000)))
+            self.scheduler.after_steps(chance.choice(ranks), chance.choice(STEPS), self.scheduler.kill)
         elif kind == "suspend" and ranks:
-            process = chance.choice(ranks)
-            if not process.is_suspended:
-                self.scheduler.suspend(process)
-                self.is_slow = True
-                seconds = chance.choice((0.1, 5.0, 30.0, 200.0)) * chance.random()
-                self.scheduler.spawn(partial(self._resume, process, seconds), "resume")
+            self.is_slow = True
+            seconds = chance.choice((0.1, 5.0, 30.0, 200.0)) * chance.random()
+            suspend = partial(self.scheduler.suspend, seconds=seconds)
+            self.scheduler.after_steps(chance.choice(ranks), chance.choice(STEPS), suspend)
         elif kind == "store":
             self.bucket.faults = faults = Faults.drawn(chance)
             self.is_slow |= faults.refuse_share + faults.slow_share + faults.break_share > 0
@@ -172,14 +173,9 @@ class World:
             self._damage_entry()
         elif kind == "replace":
             self.bucket.replace(chance.choice([key for key in self.bucket.objects if ".mds" in key]))
-        elif kind == "remove" and chance.random() < 0.3:
+        elif kind == "remove":
             shutil.rmtree(self.cache / SUBFOLDER, ignore_errors=True)
             self.has_failed_disk = True
-
-    def _resume(self, process: Process, seconds: float) -> None:
-        self.scheduler.sleep(seconds)
-        if process.is_suspended:
-            self.scheduler.resume(process)
 
     def _damage_entry(self) -> None:
         """Change a byte of a cached file, or cut it."""
