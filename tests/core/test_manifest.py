@@ -224,13 +224,15 @@ def test_a_table_has_names_of_any_lengths_up_to_the_limit_and_sizes_from_0_on() 
             assert table is None or list(table) == order
 
 
-def test_shards_of_which_only_some_are_compressed_stay_a_list() -> None:
+def test_shards_that_are_compressed_in_part_or_have_odd_digests_stay_a_list() -> None:
     plain = ShardInfo(FileInfo("first", 1000, DIGEST), 5, COLUMNS)
     packed = ShardInfo(FileInfo("second", 1000, DIGEST), 5, COLUMNS, FileInfo("b", 9, DIGEST), "zstd")
     assert table_of([packed], "aa") == [packed]
     assert table_of([plain, packed], "aa") is None
     assert table_of([packed, plain], "aa") is None
     assert table_of([], "aa") is None
+    odd = {"xxh64": "abc"}  # two of which are three bytes
+    assert table_of([ShardInfo(FileInfo(name, 9, odd), 5, COLUMNS) for name in "ab"], "aa") is None
 
 
 def test_a_table_differs_from_a_list_in_which_one_shard_differs() -> None:
@@ -239,7 +241,7 @@ def test_a_table_differs_from_a_list_in_which_one_shard_differs() -> None:
     assert table != many()[:-1]
     assert table != [*many()[:-1], shard("other", 3)]
     assert table != [shard("other", 3), *many()[1:]]
-    assert table != {number: one for number, one in enumerate(many())}
+    assert table != dict(enumerate(many()))
 
 
 def many(count: int = 40) -> list[ShardInfo]:
