@@ -296,6 +296,9 @@ def test_a_mixture_that_cannot_be_is_refused() -> None:
     nothing = stream_order([3], OrderSpec(1, 1, 1), Exclusions([(0, 3)]))
     with pytest.raises(ValueError, match="stream 1 has weight, but no samples"):
         MixedOrder([mixed.streams[0], nothing], mixed.mixture, 10)
+    later = Schedule(((0, (1, 0)), (5, (1, 1))))
+    with pytest.raises(ValueError, match="stream 1 has weight, but no samples"):
+        MixedOrder([mixed.streams[0], nothing], Mixture(1, later), 10)
     assert MixedOrder([mixed.streams[0], nothing], Mixture(1, Schedule.of((1, 0))), 10).locate((0, 9))
     huge = [stream_order([2**59], OrderSpec(1, 1, 1)) for _ in range(3)]
     largest = MixedOrder(huge[:2], Mixture(1, Schedule.of((1, 1))), 10)
@@ -319,3 +322,13 @@ def test_positions_out_of_range_are_refused() -> None:
     with pytest.raises(TypeError, match="must be integers"):
         mixed.locate(np.array([0.5]))
     assert mixed.global_batches(2**62 - 8, 4, 2).position.max() == 2**62 - 1
+    assert mixed.global_batch(2**62 - 4, 4).max() == 2**62 - 1
+
+
+def test_a_global_batch_may_be_larger_than_what_is_sorted_at_once() -> None:
+    mixed, size = mixture_of_two(), 2**15 + 1
+    located = mixed.global_batches(3, size, 2)
+    assert np.sort(located.position, axis=1).tolist() == [
+        list(range(3, 3 + size)),
+        list(range(3 + size, 3 + 2 * size)),
+    ]
