@@ -325,8 +325,16 @@ def test_positions_out_of_range_are_refused() -> None:
     assert mixed.global_batch(2**62 - 4, 4).max() == 2**62 - 1
 
 
-def test_a_global_batch_may_be_larger_than_what_is_sorted_at_once() -> None:
+def test_a_global_batch_of_streams_of_two_lanes_is_sorted_by_lane() -> None:
+    orders = [stream_order([30, 20], OrderSpec(n, 2, 10)) for n in range(2)]
+    lanes = MixedOrder(orders, Mixture(9, Schedule.of((2, 1))), 60).global_batches(5, 24, 2).lane
+    assert (np.diff(lanes, axis=1) >= 0).all()
+    assert np.unique(lanes).tolist() == [0, 1]
+
+
+def test_a_global_batch_may_be_empty_and_larger_than_what_is_sorted_at_once() -> None:
     mixed, size = mixture_of_two(), 2**15 + 1
+    assert mixed.global_batches(3, 0, 2).position.shape == (2, 0)
     located = mixed.global_batches(3, size, 2)
     assert np.sort(located.position, axis=1).tolist() == [
         list(range(3, 3 + size)),
