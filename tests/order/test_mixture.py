@@ -429,8 +429,8 @@ def test_what_is_out_of_range_is_refused() -> None:
     first, last = 0, 2**62 - 1
     streams, indices = mixture.locate_at(np.array([last, first]))
     for place, position in enumerate((last, first)):
-        stream, index = mixture.locate(position, 1)
-        assert (streams[place], indices[place]) == (stream[0], index[0])
+        own_stream, own_index = mixture.locate(position, 1)
+        assert (streams[place], indices[place]) == (own_stream[0], own_index[0])
     for position in (-1, 2**62 + 1):
         with pytest.raises(ValueError, match="positions go from 0"):
             mixture.counts(position)
