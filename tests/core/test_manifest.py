@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -30,7 +31,16 @@ from shardkit.formats.mds.index import (
     write_index,
 )
 from shardkit.loaders import StreamingLoader
-from shardkit.manifest import FileInfo, Manifest, ShardInfo, ShardTable, checked_basename, table_of
+from shardkit.manifest import (
+    Column,
+    FileInfo,
+    Manifest,
+    ShardInfo,
+    ShardTable,
+    checked_basename,
+    merge_columns,
+    table_of,
+)
 
 
 def shard(name: str, samples: int, digest: str = "aa", bytes: int = 10) -> ShardInfo:
@@ -67,6 +77,38 @@ def test_the_fingerprint_of_a_dataset_is_pinned() -> None:
     assert Manifest("mds", [shard("shard.00000.mds", 3)]).fingerprint == "941d5026ee817a1ccf6262e217b069cb"
 
 
+def test_what_was_seen_of_content_without_hashes_is_part_of_the_fingerprint() -> None:
+    shards = [ShardInfo(FileInfo("a.tar", 10), 3)]
+    prints = [Manifest("tar", shards, seen).fingerprint for seen in ("", "00", "01")]
+    assert len(set(prints)) == 3
+
+
+def test_the_first_hash_of_the_raw_file_by_name_is_part_of_the_fingerprint_or_of_the_stored_one() -> None:
+    def of(raw: dict[str, str], stored: dict[str, str]) -> str:
+        packed = FileInfo("a.zstd", 5, stored)
+        return Manifest("mds", [ShardInfo(FileInfo("a", 10, raw), 3, zip=packed)]).fingerprint
+
+    assert of({"xxh64": "aa", "md5": "bb"}, {"sha1": "cc"}) == of({"md5": "bb"}, {})
+    assert of({}, {"sha1": "cc", "xxh64": "dd"}) == of({"sha1": "cc"}, {})
+    assert len({of({}, {}), of({"sha1": "cc"}, {}), of({"sha1": "dd"}, {}), of({"md5": "cc"}, {})}) == 4
+
+
+def test_shards_survive_as_plain_data() -> None:
+    for one in (
+        shard("a", 3),
+        ShardInfo(FileInfo("b", 9), 4, COLUMNS, FileInfo("b.zstd", 5, {"xxh64": "ff"}), "zstd", 1 << 26),
+    ):
+        assert ShardInfo.from_dict(json.loads(json.dumps(asdict(one)))) == one
+
+
+def test_columns_of_shards_that_differ_are_merged_by_first_appearance() -> None:
+    a, b = Column("a", "ndarray:uint16:8", 16), Column("b", "int", 8)
+    longer = Column("a", "ndarray:uint16:9", 18)
+    assert merge_columns([(b, a), (b, a), (a,)]) == (b, a)
+    assert merge_columns([(a,), (longer, b), (a,)]) == (Column("a", "ndarray"), b)
+    assert merge_columns([]) == ()
+
+
 def test_compression_does_not_change_what_a_dataset_is() -> None:
     plain = shard("shard.00000.mds", 3)
     zipped = ShardInfo(
@@ -75,7 +117,13 @@ def test_compression_does_not_change_what_a_dataset_is() -> None:
     assert Manifest("mds", [plain]).fingerprint == Manifest("mds", [zipped]).fingerprint
 
 
-@pytest.mark.parametrize("name", ["shard.00000.mds", "part_00/shard.00000.mds", "a b.tar", "ünï.mds", "..a"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("shard.00000.mds", "part_00/shard.00000.mds", "a b.tar", "ünï.mds", "..a", "x" * 1024),
+        *("\ud7ff", "\ue000"),  # beside the surrogates
+    ],
+)
 def test_names_that_stay_in_the_folder_are_taken(name: str) -> None:
     assert checked_basename(name, "index.json") == name
 
@@ -84,7 +132,8 @@ def test_names_that_stay_in_the_folder_are_taken(name: str) -> None:
     "name",
     [
         *("../x", "/etc/passwd", "a/../../x", "a\\b", "c:/x", "./x", ".", "a/."),
-        *("", "a\0b", "a\nb", "x" * 2000, None, 7, ["a"]),
+        *("", "a\0b", "a\nb", "a\x1fb", "x" * 1025, None, 7, ["a"]),
+        *("\ud800", "\udfff"),
     ],
 )
 def test_names_that_could_leave_the_folder_are_refused(name: object) -> None:
@@ -164,6 +213,36 @@ def test_what_does_not_fit_stays_a_list(name: str, hashes: dict[str, str]) -> No
     one = ShardInfo(FileInfo("first", 1000, DIGEST), 5, COLUMNS)
     assert table_of([one], "aa") is not None
     assert table_of([one, ShardInfo(FileInfo(name, 1000, hashes), 5, COLUMNS)], "aa") is None
+
+
+def test_a_table_has_names_of_any_lengths_up_to_the_limit_and_sizes_from_0_on() -> None:
+    first = ShardInfo(FileInfo("first", 1000, DIGEST), 5, COLUMNS)
+    for name, size, fits in (("x" * 1024, 0, True), ("x" * 1025, 0, False), ("second", -1, False)):
+        shards = [first, ShardInfo(FileInfo(name, size, DIGEST), 5, COLUMNS)]
+        for order in (shards, shards[::-1]):
+            table = table_of(order, "aa")
+            assert (table is not None) == fits
+            assert table is None or list(table) == order
+
+
+def test_shards_that_are_compressed_in_part_or_have_odd_digests_stay_a_list() -> None:
+    plain = ShardInfo(FileInfo("first", 1000, DIGEST), 5, COLUMNS)
+    packed = ShardInfo(FileInfo("second", 1000, DIGEST), 5, COLUMNS, FileInfo("b", 9, DIGEST), "zstd")
+    assert table_of([packed], "aa") == [packed]
+    assert table_of([plain, packed], "aa") is None
+    assert table_of([packed, plain], "aa") is None
+    assert table_of([], "aa") is None
+    odd = {"xxh64": "abc"}  # two of which are three bytes
+    assert table_of([ShardInfo(FileInfo(name, 9, odd), 5, COLUMNS) for name in "ab"], "aa") is None
+
+
+def test_a_table_differs_from_a_list_in_which_one_shard_differs() -> None:
+    table = table_of(many(), "aa")
+    assert table == many()
+    assert table != many()[:-1]
+    assert table != [*many()[:-1], shard("other", 3)]
+    assert table != [shard("other", 3), *many()[1:]]
+    assert table != dict(enumerate(many()))
 
 
 def many(count: int = 40) -> list[ShardInfo]:

@@ -211,6 +211,50 @@ def test_who_goes_is_the_brute_force_answer_however_edges_and_memory_are_cut(
     assert results[0] == results[1]
 
 
+def resolved(
+    folder: Path, documents: list[Document], edges: set[IdPair], equal: dict[bytes, bytes]
+) -> dict[str, Any]:
+    """What `check` returns of these, in one range of memory."""
+    rng = random.Random(0)
+    world = write_world(folder, documents, rng, splits=1)
+    verified = write_edges(folder / "edges", numbered_edges(world, edges), rng, 1)
+    equals = write_equal(folder / "equal", world, equal, rng)
+    run, parts = TaskFolders(folder), world.population.parts
+    counts = {"edges": len(edges), "equals": len(equal)}
+    _, lost, kept = resolve(run, parts, verified, equals, **counts, memory_bytes=1 << 20)
+    return check(world, edges, equal, lost, kept)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((0, 5, 2, 2), (1, 9, 1, 1)),  # by source, whatever the rest
+        ((0, 9, 2, 2), (0, 5, 1, 1)),  # then by length, the longer one
+        ((0, 5, 1, 2), (0, 5, 2, 1)),  # then by the first half of the id
+        ((0, 5, 1, 1), (0, 5, 1, 2)),  # then by the second
+    ],
+)
+def test_a_removed_document_is_booked_on_the_first_by_priority_of_those_that_beat_it(
+    tmp_path: Path, first: tuple[int, ...], second: tuple[int, ...]
+) -> None:
+    both = [
+        Document("input", source, bytes([high] * 8 + [low] * 8), size, (1,))
+        for source, size, high, low in (first, second)
+    ]
+    loser = Document("input", 2, bytes([9] * 16), 1, (1,))
+    found = resolved(tmp_path, [*both, loser], {(one.id, loser.id) for one in both}, {})
+    assert found["removed"] == {loser.id: both[0].id}
+
+
+def test_documents_of_an_index_represent_inputs_and_are_no_winners(tmp_path: Path) -> None:
+    index = [Document("index", 0, bytes([number] * 16), 5, (1,)) for number in range(5)]
+    inputs = [Document("input", 0, bytes([10 + number] * 16), 5, (1,), copies=2) for number in range(5)]
+    edges = {(old.id, new.id) for old, new in zip(index, inputs, strict=True)}
+    found = resolved(tmp_path, [*index, *inputs], edges, {})
+    assert found["removed"] == {lo: hi for hi, lo in edges}
+    assert found["copies"] == {}
+
+
 def test_counts_say_what_was_removed_from_where(tmp_path: Path) -> None:
     def document(kind: Any, source: int, size: int, copies: int = 1) -> Document:
         return Document(kind, source, bytes([len(documents)]) * 16, size, (1,), copies)

@@ -70,7 +70,7 @@ def test_states_of_earlier_versions_go_on_in_their_order(number: int, state: Loa
         ({"mixture": {"schedule": None}}, "a mixture's state has schedule and epoch_samples"),
         ({"streams": 5}, "must have a list of streams"),
         ({"streams": []}, "must have a list of streams"),
-        ({"streams": [5]}, "must have a list of streams"),
+        ({"streams": [{"name": ""}, 5]}, "must have a list of streams"),
     ],
 )
 def test_a_state_of_an_earlier_version_that_is_not_one_is_refused(change: dict[str, Any], words: str) -> None:
@@ -120,6 +120,7 @@ def test_a_state_is_flat_plain_data_with_the_names_users_set() -> None:
         ({"streams": []}, "lists of name"),
         ({"streams": {"name": [], "fingerprint": [], "samples": [], "excluded": []}}, "of one length"),
         ({"streams": TWO | {"name": [""]}}, "of one length"),
+        ({"streams": {name: [] for name in TWO}}, "of one length"),
         ({"streams": {"fingerprint": ["aa"], "samples": [5]}}, "lists of name, fingerprint, samples"),
         ({"streams": {name: [5] for name in TWO} | {"name": [""]}}, "fingerprint must be text"),
         ({"streams": TWO | {"lanes": [0, "8"]}}, "lanes must be a whole number"),
@@ -219,6 +220,8 @@ def test_a_saved_schedule_is_gone_on_with_if_the_streams_weights_are_those_it_be
     assert resume(MIXED, with_schedule((0, (3, 1))), fixed=NOTHING_FIXED, on_mismatch="error") == MIXED
     soon = with_schedule((0, (3, 1)), (1, (1, 1)))
     assert resume(MIXED, soon, fixed=NOTHING_FIXED, on_mismatch="error") == MIXED
+    saved = replace(MIXED, settings=soon)
+    assert resume(saved, with_schedule((0, (3, 1))), fixed=NOTHING_FIXED, on_mismatch="error") == saved
     with pytest.raises(StateError, match=r"weights before position 120: saved \[\[0, \[3, 1\]\]"):
         resume(MIXED, with_schedule((0, (2, 1))), fixed=NOTHING_FIXED, on_mismatch="error")
 

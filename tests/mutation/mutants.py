@@ -4,7 +4,7 @@
 by the opposite operator, an integer one more or less, `min` for `max`, "left" for "right", a condition
 negated, `and` for `or`, a slice that begins or ends one off, a call statement left out, None returned.
 Docstrings, annotations, defaults, decorators, class bodies, assertions, error texts and `__repr__` stay as
-they are. Files of names like `Domains.of: bits // 2 -> bits * 2` stay valid when lines move.
+they are. A mutant's name, like `Domains.of: bits // 2 -> bits * 2`, stays valid when lines move.
 """
 
 from __future__ import annotations

@@ -372,6 +372,7 @@ def test_a_schedule_from_elsewhere_is_refused(data: object) -> None:
         ((), "1 to 4,096 streams"),
         ((0, 0), "at least one weight"),
         ((1, -1), ">= 0, not -1"),
+        ((1, -0.5), ">= 0, not -0.5"),
         ((1, float("nan")), ">= 0, not nan"),
         ((1, float("inf")), ">= 0, not inf"),
         ((1, True), "numbers, not True"),
@@ -425,6 +426,11 @@ def test_what_is_out_of_range_is_refused() -> None:
     for start, count in ((-1, 2), (0, -1), (2**62, 1), (2**62 - 1, 2)):
         with pytest.raises(ValueError, match="positions go from 0"):
             mixture.locate(start, count)
+    first, last = 0, 2**62 - 1
+    streams, indices = mixture.locate_at(np.array([last, first]))
+    for place, position in enumerate((last, first)):
+        own_stream, own_index = mixture.locate(position, 1)
+        assert (streams[place], indices[place]) == (own_stream[0], own_index[0])
     for position in (-1, 2**62 + 1):
         with pytest.raises(ValueError, match="positions go from 0"):
             mixture.counts(position)

@@ -275,6 +275,10 @@ def test_a_sample_that_is_never_delivered_has_no_position() -> None:
     mixed = mixture_of_two((1, 0))
     assert mixed.position_of(49, 3) in range(150, 200)
     assert mixed.position_of(50, 0) is None
+    first = int(mixed.locate((0, 1)).sample_id[0])
+    assert mixed.position_of(first, 0) == 0
+    assert mixed.position_of(0, 0) in range(50)
+    assert mixed.position_of(99, 0) is None
     for sample in (-1, 100):
         with pytest.raises(IndexError, match="sample ids go from 0 to 99"):
             mixed.position_of(sample, 0)
@@ -284,13 +288,21 @@ def test_a_mixture_that_cannot_be_is_refused() -> None:
     mixed = mixture_of_two()
     with pytest.raises(ValueError, match="1 streams need as many weights, not 2"):
         MixedOrder(mixed.streams[:1], mixed.mixture, 10)
-    with pytest.raises(ValueError, match="epoch_samples must be from 1"):
-        MixedOrder(mixed.streams, mixed.mixture, 0)
+    for epoch_samples in (0, 2**60 + 1):
+        with pytest.raises(ValueError, match="epoch_samples must be from 1"):
+            MixedOrder(mixed.streams, mixed.mixture, epoch_samples)
+    for epoch_samples in (1, 2**60):
+        assert MixedOrder(mixed.streams, mixed.mixture, epoch_samples).samples == epoch_samples
     nothing = stream_order([3], OrderSpec(1, 1, 1), Exclusions([(0, 3)]))
     with pytest.raises(ValueError, match="stream 1 has weight, but no samples"):
         MixedOrder([mixed.streams[0], nothing], mixed.mixture, 10)
+    later = Schedule(((0, (1, 0)), (5, (1, 1))))
+    with pytest.raises(ValueError, match="stream 1 has weight, but no samples"):
+        MixedOrder([mixed.streams[0], nothing], Mixture(1, later), 10)
     assert MixedOrder([mixed.streams[0], nothing], Mixture(1, Schedule.of((1, 0))), 10).locate((0, 9))
     huge = [stream_order([2**59], OrderSpec(1, 1, 1)) for _ in range(3)]
+    largest = MixedOrder(huge[:2], Mixture(1, Schedule.of((1, 1))), 10)
+    assert largest.first_samples.tolist() == [0, 2**59, 2**60]
     with pytest.raises(ValueError, match="too many for a mixture"):
         MixedOrder(huge, Mixture(1, Schedule.of((1, 1, 1))), 10)
 
@@ -310,3 +322,21 @@ def test_positions_out_of_range_are_refused() -> None:
     with pytest.raises(TypeError, match="must be integers"):
         mixed.locate(np.array([0.5]))
     assert mixed.global_batches(2**62 - 8, 4, 2).position.max() == 2**62 - 1
+    assert mixed.global_batch(2**62 - 4, 4).max() == 2**62 - 1
+
+
+def test_a_global_batch_of_streams_of_two_lanes_is_sorted_by_lane() -> None:
+    orders = [stream_order([30, 20], OrderSpec(n, 2, 10)) for n in range(2)]
+    lanes = MixedOrder(orders, Mixture(9, Schedule.of((2, 1))), 60).global_batches(5, 24, 2).lane
+    assert (np.diff(lanes, axis=1) >= 0).all()
+    assert np.unique(lanes).tolist() == [0, 1]
+
+
+def test_a_global_batch_may_be_empty_and_larger_than_what_is_sorted_at_once() -> None:
+    mixed, size = mixture_of_two(), 2**15 + 1
+    assert mixed.global_batches(3, 0, 2).position.shape == (2, 0)
+    located = mixed.global_batches(3, size, 2)
+    assert np.sort(located.position, axis=1).tolist() == [
+        list(range(3, 3 + size)),
+        list(range(3 + size, 3 + 2 * size)),
+    ]
