@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from shardkit.cache import fetcher, folder
-from shardkit.cache.fetcher import Fetcher, Job
+from shardkit.cache.fetcher import Job
 from shardkit.cache.folder import CacheFolder, FolderSlot
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.producer import Group, Prefetcher
@@ -19,7 +19,6 @@ from shardkit.publish.publication import Publication
 from shardkit.storage import retry
 from shardkit.storage.resilient import ResilientBody, ResilientStore
 from shardkit.storage.retry import Call
-from shardkit.writers.execution.scheduler import SliceQueue
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work_store import StoreWork
 
@@ -77,16 +76,6 @@ def _end_the_thread_that_cannot_plan() -> list[Patch]:
     return [(fetcher, "CacheFolderError", ZeroDivisionError)]
 
 
-def _record_room_late() -> list[Patch]:
-    make, allocate = FolderSlot.__init__, FolderSlot.allocate
-
-    def init(self: FolderSlot, *arguments: Any) -> None:
-        make(self, *arguments)
-        allocate(self)
-
-    return [(FolderSlot, "__init__", init), (FolderSlot, "allocate", lambda self: None)]
-
-
 def _take_room_of_others() -> list[Patch]:
     def fits(self: CacheFolder, needed: int) -> bool:
         return self._ledger.used_bytes < self._capacity  # without what is needed
@@ -104,20 +93,6 @@ def _lose_what_is_ready() -> list[Patch]:
         return group
 
     return [(Prefetcher, "_take_ready", take_ready)]
-
-
-def _forget_to_wake() -> list[Patch]:
-    finish = Fetcher._finish
-
-    def leave_waiting(self: Fetcher, job: Job) -> None:
-        if job.error is None:
-            finish(self, job)
-        else:  # as if only success were announced
-            job.let_go()
-            with self._changed:
-                self._active.pop(job.key, None)
-
-    return [(Fetcher, "_finish", leave_waiting)]
 
 
 def _record_before_outputs() -> list[Patch]:
@@ -142,15 +117,6 @@ def _index_before_files() -> list[Patch]:
     return [(Publication, "_move", index_first)]
 
 
-def _finish_twice() -> list[Patch]:
-    def done(self: SliceQueue, commit: Commit) -> None:
-        self._running.discard(commit.key)  # and stays among those that others may have finished
-        self._moved = self._clock()
-        self._done(commit)
-
-    return [(SliceQueue, "done", done)]
-
-
 def _refuse_after_a_lost_answer() -> list[Patch]:
     return [(ResilientStore, "_find_same", lambda self, *request: None)]
 
@@ -168,16 +134,13 @@ PLANTED: dict[str, Callable[[], list[Patch]]] = {
     "late-answers-open": _leave_late_answers_open,
     "entries-trusted": _trust_entries,
     "planning-ends-thread": _end_the_thread_that_cannot_plan,
-    "room-recorded-late": _record_room_late,
     "room-of-others": _take_room_of_others,
     "ready-lost": _lose_what_is_ready,
-    "not-woken": _forget_to_wake,
 }
 
 PLANTED_IN_BUILDS: dict[str, Callable[[], list[Patch]]] = {
     "record-before-outputs": _record_before_outputs,
     "index-before-files": _index_before_files,
-    "finished-twice": _finish_twice,
     "refused-after-lost-answer": _refuse_after_a_lost_answer,
     "marker-left": _leave_marker,
 }

@@ -32,6 +32,7 @@ __all__ = [
     "Event", "Process", "Scheduler", "StuckError", "Task", "active", "wake_all",
 ]  # fmt: skip
 
+LATEST = 1e5  # virtual seconds; runs take some thousand
 STEP_SECONDS = 1e-6  # that each step takes, so that loops without a wait make time pass, too
 _STUCK_STEPS = 1_000_000
 _MASK = (1 << 64) - 1
@@ -194,6 +195,8 @@ class Scheduler:
         until, _, task, number = heapq.heappop(self._timers)
         if task.waits == number and task.is_waiting and task.process.is_alive:
             self.now = max(self.now, until)
+            if self.now > LATEST:
+                raise StuckError("no end: the run would take more than a day\n" + self.stacks())
             task.timed_out = True
             self._wake(task)
 
