@@ -34,6 +34,7 @@ from shardkit.loaders import StreamingLoader
 from shardkit.manifest import (
     Column,
     FileInfo,
+    Files,
     Manifest,
     ShardInfo,
     ShardTable,
@@ -223,6 +224,12 @@ def test_a_table_has_names_of_any_lengths_up_to_the_limit_and_sizes_from_0_on() 
             table = table_of(order, "aa")
             assert (table is not None) == fits
             assert table is None or list(table) == order
+
+
+@pytest.mark.parametrize(("names", "is_sound"), [(b"ab\n", True), (b"a\xff\n", False), (b"a\x80\n", False)])
+def test_names_of_a_table_are_of_plain_characters(names: bytes, is_sound: bool) -> None:
+    files = Files(np.frombuffer(names, dtype=np.uint8), np.array([5]), (), ())
+    assert files.are_sound() == is_sound
 
 
 def test_shards_that_are_compressed_in_part_or_have_odd_digests_stay_a_list() -> None:

@@ -220,8 +220,9 @@ def resolved(
     verified = write_edges(folder / "edges", numbered_edges(world, edges), rng, 1)
     equals = write_equal(folder / "equal", world, equal, rng)
     run, parts = TaskFolders(folder), world.population.parts
-    counts = {"edges": len(edges), "equals": len(equal)}
-    _, lost, kept = resolve(run, parts, verified, equals, **counts, memory_bytes=1 << 20)
+    _, lost, kept = resolve(
+        run, parts, verified, equals, edges=len(edges), equals=len(equal), memory_bytes=1 << 20
+    )
     return check(world, edges, equal, lost, kept)
 
 
