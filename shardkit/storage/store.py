@@ -291,7 +291,7 @@ def checked_key(store_url: str, key: str) -> str:
     try:
         return checked_basename(key, store_url)
     except ShardError as error:
-        raise StoreError(store_url, f"bad key {key!r:.200}") from error
+        raise StoreError(store_url, f"bad key {key!r:.200}: {error.problem}") from error
 
 
 def checked_range(

@@ -273,7 +273,6 @@ def test_bad_yaml_is_refused_with_its_line(tmp_path: Path, text: str, words: str
         "'" + "9" * 4000 + "'",
         "'" + "9" * 400 + ".5GB'",
         "[" * 400 + "]" * 400,
-        "[" * 2000,
         "2001-13-45",
         "!!binary a",
     ],

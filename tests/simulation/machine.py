@@ -32,7 +32,7 @@ from typing import Any
 
 from shardkit import locks
 from shardkit.cache import download
-from shardkit.storage import limits, retry, threads
+from shardkit.storage import clock, limits, retry, threads
 from simulation import threads as virtual
 from simulation.scheduler import Event, Scheduler, active
 
@@ -433,6 +433,7 @@ def installed() -> Iterator[None]:
     undo.append(_set(locks, "_given_up", virtual.ProcessDict()))
     undo.append(_set(download, "_threads", virtual.local()))
     undo.append(_set(threads, "_threads", virtual.PerProcess(threads._threads, threads.Threads)))
+    undo.append(_set(clock, "_clock", virtual.PerProcess(clock._clock, clock.RunningClock)))
     undo.append(_set(limits, "_shared", virtual.PerProcess(limits._shared, limits._SharedGates)))
     try:
         yield

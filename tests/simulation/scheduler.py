@@ -23,6 +23,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
@@ -78,7 +79,7 @@ class Scheduler:
     """Runs tasks until the first one, the director, has ended."""
 
     def __init__(self, seed: int) -> None:
-        self.seed = seed
+        self.seed, self.thread = seed, get_ident()
         self.random = random.Random(seed)
         self.now = 1000.0
         self.steps = self.switches = 0
@@ -379,8 +380,9 @@ def _activated(scheduler: Scheduler) -> Iterator[None]:
 
 
 def active() -> Scheduler | None:
-    """The scheduler that runs the caller, if one does."""
-    return _active[-1] if _active and _active[-1].current is not None else None
+    """The scheduler that runs the caller, if one does: other real threads of the process have none."""
+    found = _active[-1] if _active else None
+    return found if found is not None and found.current is not None and found.thread == get_ident() else None
 
 
 def wake_all(tasks: Iterable[Task]) -> None:

@@ -225,6 +225,9 @@ class PerProcess:
             variables[self] = self._make()
         return getattr(variables[self], name)
 
+    def __call__(self) -> Any:
+        return self.__getattr__("__call__")()
+
 
 class ProcessDict(MutableMapping[Any, Any]):
     """A dict of each simulated process."""
