@@ -72,10 +72,6 @@ def _trust_entries() -> list[Patch]:
     return [(folder, "is_sealed", lambda entry, name: True)]
 
 
-def _end_the_thread_that_cannot_plan() -> list[Patch]:
-    return [(fetcher, "CacheFolderError", ZeroDivisionError)]
-
-
 def _take_room_of_others() -> list[Patch]:
     def fits(self: CacheFolder, needed: int) -> bool:
         return self._ledger.used_bytes < self._capacity  # without what is needed
@@ -133,7 +129,6 @@ PLANTED: dict[str, Callable[[], list[Patch]]] = {
     "place-kept": _keep_place_at_the_gate,
     "late-answers-open": _leave_late_answers_open,
     "entries-trusted": _trust_entries,
-    "planning-ends-thread": _end_the_thread_that_cannot_plan,
     "room-of-others": _take_room_of_others,
     "ready-lost": _lose_what_is_ready,
 }
