@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from shardkit.cache import fetcher, folder
+from shardkit.cache import folder
 from shardkit.cache.fetcher import Job
 from shardkit.cache.folder import CacheFolder, FolderSlot
 from shardkit.loaders.loader import StreamingLoader
