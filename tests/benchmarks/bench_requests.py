@@ -84,6 +84,7 @@ MEMORY_BYTES = 2_000_000_000
 SHARD_BYTES = 64 << 20
 # Constants in bytes or rows that are divided by the scale, by module.
 SCALED = {
+    "shardkit.writers.execution.task": ("BLOCK_BYTES",),
     "shardkit.writers.execution.work": ("BLOCK_BYTES",),
     "shardkit.writers.execution.work_store": ("BLOCK_BYTES", "CACHE_BYTES"),
     "shardkit.storage.object_file": ("_FIRST_BYTES", "_MOST_BYTES", "_BUFFER_BYTES"),

@@ -105,7 +105,9 @@ def score(
         before = Path.cwd()
         os.chdir(target.root)
         try:
-            status = pytest.main([*options, *target.tests], plugins=[runs])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.delenv("PYTEST_ADDOPTS", raising=False)  # for the run that this one may be part of
+                status = pytest.main([*options, *target.tests], plugins=[runs])
         finally:
             os.chdir(before)
     if runs.error is not None or status != pytest.ExitCode.OK:

@@ -44,6 +44,7 @@ COMPRESSIONS = {
 }
 _READ_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 20
+_ZSTD_READ_BYTES = 1 << 13  # less than a block takes: how far a file was decoded is known closely (estimates)
 # A decoder of xz holds a dictionary as large as the file says: -9 has 64 MiB, hostile files say 4 GiB.
 _XZ_MEMORY_BYTES = 1 << 28
 _MAGIC_BYTES = 8
@@ -235,6 +236,7 @@ class _Codec:
     errors: tuple[type[Exception], ...]
     magic: re.Pattern[bytes]  # how a member begins
     padded: bool = False  # zeros may stand between members
+    read_bytes: int = _READ_BYTES
 
 
 class _MemberReader:
@@ -258,7 +260,7 @@ class _MemberReader:
         self.file.seek(read)
 
         def more() -> bytes:
-            return self.file.read(min(_READ_BYTES, max(bytewise_from - read, 1)))
+            return self.file.read(min(codec.read_bytes, max(bytewise_from - read, 1)))
 
         pending = more()
         while pending or not self.members:
@@ -293,7 +295,8 @@ def _codec(compression: str) -> _Codec:
         return _Codec("gzip", "member", _ZlibDecoder, (zlib.error,), re.compile(rb"\x1f\x8b"), padded=True)
     if compression == "zstd":
         magic = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # frames, and those to be skipped
-        return _Codec("zstd", "frame", ZstdFrame, (zstandard.ZstdError,), magic)
+        errors = (zstandard.ZstdError,)
+        return _Codec("zstd", "frame", ZstdFrame, errors, magic, read_bytes=_ZSTD_READ_BYTES)
     if compression == "bz2":
         magic = re.compile(rb"BZh[1-9]")
         return _Codec("bz2", "stream", bz2.BZ2Decompressor, (OSError, ValueError), magic)
