@@ -29,13 +29,14 @@ from shardkit.cache.subfolder import NO_ROOM, SUBFOLDER, CacheFolderError, expla
 from shardkit.errors import ShardError
 from shardkit.files import load_json, publish_bytes
 from shardkit.formats.mds.index import TABLE_NAME, parse_index, read_table, table_bytes
-from shardkit.hashing import hash_bytes
+from shardkit.hashing import hash_bytes, hash_file
 from shardkit.locks import FileLock
 from shardkit.manifest import Manifest
 
 __all__ = ["TRUST_SECONDS", "NodeIndexes"]
 
 _STATE_NAME = "checked"
+_HASHES = ("xxh3_128",)
 TRUST_SECONDS = 60.0  # processes of a job start within this time of each other
 
 
@@ -128,14 +129,14 @@ class NodeIndexes:
                 return None
             found = {name: folder / name if name in there else None for name in names}
             is_whole = all(
-                file is None or _digest(file.read_bytes()) == there[name] for name, file in found.items()
+                file is None or hash_file(file, _HASHES) == there[name] for name, file in found.items()
             )
             return found if is_whole else None
-        except (FileNotFoundError, ValueError, LookupError, TypeError, OverflowError):
+        except (FileNotFoundError, ShardError, ValueError, LookupError, TypeError, OverflowError):
             return None
 
     def _keep(self, folder: Path, found: Mapping[str, bytes | None]) -> Mapping[str, Path | None]:
-        there = {name: _digest(text) for name, text in found.items() if text is not None}
+        there = {name: hash_bytes(text, _HASHES) for name, text in found.items() if text is not None}
         for name, text in found.items():
             if text is not None:
                 publish_bytes(folder / name, text)
@@ -143,7 +144,3 @@ class NodeIndexes:
         state = {"seconds": self._clock(), "there": there, "missing": missing}
         publish_bytes(folder / _STATE_NAME, json.dumps(state).encode())
         return {name: folder / name if name in there else None for name in found}
-
-
-def _digest(text: bytes) -> str:
-    return hash_bytes(text, ["xxh3_128"])["xxh3_128"]

@@ -34,6 +34,26 @@ _KEPT_BYTES = 16 << 20  # of 2,000 shards of 64 MiB, or of two million rows; abo
 _READS = 3  # of a part, before blocks.bin itself is called damaged
 
 
+class _Kept:
+    """Checksums of the shards used last. It has no lock: each use is one step of a dict."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Checksums] = {}
+        self._bytes = 0
+
+    def get(self, number: int) -> Checksums | None:
+        """Those of a shard, if they are kept."""
+        return self._of.get(number)
+
+    def put(self, found: Mapping[int, Checksums]) -> None:
+        """Keep those of some shards; if that is too much, forget all others."""
+        size = sum(checksums.nbytes for checksums in found.values())
+        if self._bytes + size > _KEPT_BYTES:
+            self._of, self._bytes = {}, 0
+        self._of.update(found)
+        self._bytes += size
+
+
 class BlockChecksums:
     """Threads may share one."""
 
@@ -42,9 +62,7 @@ class BlockChecksums:
         self._store, self._workers = store, workers
         self._where = f"{store.url}/{stated.basename}"
         self._file = BlockFile(self._where, manifest, stated)
-        # Without a lock: each use is one step of a dict, and valid after a fork.
-        self._kept: dict[int, Checksums] = {}
-        self._kept_bytes = 0
+        self._kept = _Kept()
 
     def request(self, numbers: Iterable[int]) -> dict[int, Future[Mapping[int, Checksums]]]:
         """Fetch the parts of these shards; what each future gives has that of its shard."""
@@ -72,19 +90,12 @@ class BlockChecksums:
             found = {number: self._file.checksums(number, part) for number, part in parts.items()}
             right = {number: checksums for number, checksums in found.items() if checksums is not None}
             if len(right) == len(group):
-                self._keep(right)
+                self._kept.put(right)
                 return right
         problem = f"holds no checksums of {len(group) - len(right):,} shards where the index says they are"
         raise ShardError(
             self._where, f"{problem}; it was fetched {_READS} times: run shardkit verify", offset=start
         )
-
-    def _keep(self, found: Mapping[int, Checksums]) -> None:
-        size = sum(checksums.nbytes for checksums in found.values())
-        if self._kept_bytes + size > _KEPT_BYTES:
-            self._kept, self._kept_bytes = {}, 0
-        self._kept.update(found)
-        self._kept_bytes += size
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,20 +141,15 @@ class RowChecksums:
     """Of the rows of shards that were seen whole: 8 bytes a row, of the shards used last."""
 
     def __init__(self) -> None:
-        # Without a lock, as above.
-        self._kept: dict[int, Checksums] = {}
-        self._kept_bytes = 0
+        self._kept = _Kept()
 
     def learn(self, number: int, raw: Bytes, first: int, stride: int, size: int, rows: int) -> None:
         """Keep those of a shard whose bytes are proved, and whose row r begins at first + r * stride."""
-        if number in self._kept:
+        if self._kept.get(number) is not None:
             return
         view, starts = raw.data, range(first, first + rows * stride, stride)
         found = [xxhash.xxh3_64_intdigest(view[start : start + size]) for start in starts]
-        if self._kept_bytes + 8 * len(found) > _KEPT_BYTES:
-            self._kept, self._kept_bytes = {}, 0
-        self._kept[number] = np.array(found, np.uint64)
-        self._kept_bytes += 8 * len(found)
+        self._kept.put({number: np.array(found, np.uint64)})
 
     def proof(self, number: int, row: int, read: Range) -> RowProof | None:
         """Of one row, whose bytes are `read`; None if its shard was not seen lately."""
