@@ -19,6 +19,7 @@ tensors, one for each column of a block. Everything else (lists, strings, small 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import mmap
 import os
@@ -275,12 +276,20 @@ def _address(array: _Array) -> int:
 
 @contextmanager
 def forking_workers() -> Iterator[None]:
-    """Fork workers that see none of the batches that this process holds."""
+    """Fork workers that see none of the batches that this process holds, and collect none of its garbage.
+
+    Garbage may hold CUDA events and streams, at whose end a fork of a process that has used CUDA aborts.
+    """
     _forking.workers = True
+    is_ours = not gc.get_freeze_count()  # else `unfreeze` would undo what the training code has done
+    if is_ours:
+        gc.freeze()
     try:
         yield
     finally:
         _forking.workers = False
+        if is_ours:
+            gc.unfreeze()
 
 
 def _count_fork() -> None:

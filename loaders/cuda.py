@@ -248,6 +248,7 @@ class _Iteration:
         item = ahead.wait(ahead.taken + 1)
         if (copied := item.copied) is not None:
             owner._copies.finish(copied)
+            ahead.want(item.number)  # only now: the thread would hold Python's lock while `finish` needs it
             batch = copied.batch
             # From here to `return` nothing is called, so no signal handler runs.
             owner._state = item.state
@@ -302,14 +303,13 @@ class _Ahead:
     def wait(self, number: int) -> _Item:
         """Item `number`, the first that is not taken yet."""
         self._is_waiting = False
-        self._wanted = number
-        self._to_thread.put(None)
         ready = self._ready
         while True:
             while ready and ready[0].number < number:
                 ready.popleft()
             if ready:
                 return ready[0]
+            self.want(number)
             if not self._running.locked() and (self.thread is None or not self.thread.is_alive()):
                 if not ready:  # else its last act was to append
                     # A daemon, so that it cannot keep the process alive.
@@ -320,6 +320,11 @@ class _Ahead:
             if not ready:
                 with suppress(Empty):
                     self._to_loop.get(timeout=_CHECK_SECONDS)
+
+    def want(self, number: int) -> None:
+        """Have the thread make what is due once the loop takes item `number`."""
+        self._wanted = number
+        self._to_thread.put(None)
 
     def stop(self, join_seconds: float | None = None) -> None:
         """End the thread and wait for it. Safe to call twice, from the thread, and from a forked child."""

@@ -372,7 +372,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     gpu = default == "cuda"
     parser.add_argument("--rounds", type=int, default=5 if gpu else 2)
-    parser.add_argument("--steps", type=int, default=100 if gpu else 5)
+    parser.add_argument("--steps", type=int, default=25 if gpu else 5)
     parser.add_argument("--warm-up", type=int, default=5 if gpu else 1)
     parser.add_argument("--batch-size", type=int, default=16 if gpu else 2)
     parser.add_argument("--length", type=int, default=2048 if gpu else 128)

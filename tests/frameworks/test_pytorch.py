@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import pickle
 import time
 import traceback
@@ -145,6 +147,34 @@ class SlowStart:
 
     def __call__(self, worker: int) -> None:
         time.sleep(self.milliseconds[worker] / 1000)
+
+
+def test_a_forked_worker_collects_none_of_the_loops_garbage(data: dict[str, Path], tmp_path: Path) -> None:
+    """Of which CUDA events would abort it."""
+
+    class Event:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            (tmp_path / str(os.getpid())).touch()
+
+    dataset = StreamingDataset(data["mds"], batch_size=4, rank=0, world_size=1)
+    loader = StreamingDataLoader(
+        dataset, num_workers=2, multiprocessing_context="fork", worker_init_fn=lambda number: gc.collect()
+    )
+    gc.disable()
+    try:
+        Event()
+        iterator = iter(loader)
+        next(iterator)
+        assert not list(tmp_path.iterdir())
+        assert gc.get_freeze_count() == 0
+        gc.collect()
+        assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
+    finally:
+        gc.enable()
+        loader.close()
 
 
 @pytest.mark.parametrize("delays", [(150, 0, 0), (0, 40, 150)])

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.cuda import Copied, CudaCopies, CudaPrefetcher, HostCopies
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 from support.loader_data import make_dataset
+from support.remote_harness import wait_until
 from support.resume import Batch, State, assert_equal, assert_exact_resume, batches, run
 
 GPU = pytest.param(
@@ -168,6 +170,27 @@ def test_no_more_than_depth_batches_are_taken_ahead(depth: int) -> None:
     for number, _ in enumerate(ahead, 1):
         time.sleep(0.02)
         assert numbers.given <= number + depth - 1
+
+
+def test_the_thread_makes_no_batch_while_the_loop_takes_one() -> None:
+    """Both need Python's lock, which the calls of CUDA in `finish` let go of and ask for again."""
+
+    class Watched(HostCopies):
+        def finish(self, copied: Copied) -> None:
+            time.sleep(0.05)  # without the lock, as those calls
+            given.append(numbers.given)
+
+    given: list[int] = []
+    numbers = Numbers(8)
+    for depth in (2, 3):
+        given.clear()
+        numbers.given = 0
+        iterator = iter(CudaPrefetcher(numbers, "cpu", depth=depth, copies=Watched()))
+        for number in range(1, 6):
+            next(iterator)
+            wait_until(partial(lambda due: numbers.given == due, number + depth - 1))
+        del iterator
+        assert given[1:] == [depth + n for n in range(4)], "made while the loop was in `finish`"
 
 
 class FailingCopies(HostCopies):
