@@ -50,6 +50,7 @@ def parse_arguments(description: str, checkpoint: str) -> argparse.Namespace:
     add("--inside-documents", action="store_true", help="keep attention inside documents")
     args = parser.parse_args()
     if args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
         args.checkpoint, args.log_file = args.folder / checkpoint, args.folder / "losses.jsonl"
     return args
 

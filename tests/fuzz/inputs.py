@@ -1,8 +1,4 @@
-"""Raw inputs of builds as targets: whatever is read, the ledger adds up, and every document is UTF-8.
-
-Feather of version 1 is none: Arrow reads its metadata unchecked, and one file in a few ends the process, so
-a build loses the split.
-"""
+"""Raw inputs of builds as targets: whatever is read, the ledger adds up, and every document is UTF-8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of Parquet files and of Arrow files (IPC files and streams, Feather of both versions) as documents.
+"""Rows of Parquet files and of Arrow files (IPC files and streams, Feather of version 2) as documents.
 
 The text column may be any string or binary type, dictionary-encoded or not, also inside structs. Each value
 is checked to be UTF-8, because Arrow does not. A null text, bad UTF-8 or an oversized text costs its row.
@@ -11,12 +11,10 @@ known. Memory is one record batch as it was written: Arrow cannot read parts of 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import pyarrow as pa
-import pyarrow.feather
 import pyarrow.parquet as pq
 
 from shardkit.writers.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
@@ -232,10 +230,11 @@ def _open(stored: BinaryIO, config: InputConfig) -> tuple[pa.Schema, Iterator[pa
     magic = stored.read(len(_FILE_MAGIC))
     stored.seek(0)
     if magic.startswith(_FEATHER_MAGIC):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of the format; such files still exist
-            table = pyarrow.feather.read_table(pa.PythonFile(stored, "r"), memory_map=False)
-        return table.schema, iter(table.to_batches())
+        # Arrow checks none of its metadata: a damaged file would end the process.
+        raise ValueError(
+            "it is Feather of version 1, which is not read; with pyarrow.feather, "
+            "write_feather(read_table(OLD), NEW) makes version 2 of it"
+        )
     if magic == _FILE_MAGIC:
         try:
             schema, file = _reader(pa.ipc.open_file, stored, 0, config)
