@@ -3,7 +3,7 @@
     python docs/figures.py                     # rewrite docs/figures/*.svg
     python docs/figures.py --train DATASET     # first train, kill and resume: rewrite resume.json
 
-Bars come from the table in docs/benchmarks.md and the loss curve from resume.json, which `--train` records:
+Bars come from the tables in benchmarks.json and the loss curve from resume.json, which `--train` records:
 `examples/train_plain.py` once without interruption, and once killed by SIGKILL and started again. A test
 compares the committed files with what this draws.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -239,19 +238,14 @@ def cache(palette: Palette) -> Drawing:
 
 def loaders(palette: Palette) -> Drawing:
     """Samples a second, from the table of the benchmarks page."""
-    table = (DOCS / "benchmarks.md").read_text()
-    rates: list[tuple[str, int]] = []
-    for name, row in (
-        ("shardkit", r"shardkit, MDS / tar"), ("litdata", r"litdata / with 2 workers"),
-        ("grain", r"grain over the plain file[^|]*"), ("Hugging Face datasets", r"Hugging Face datasets"),
-        ("mosaicml-streaming, predownload raised", r"mosaicml-streaming / with[^|]*"),
-        ("webdataset", r"webdataset"),
-        ("mosaicml-streaming, defaults", r"mosaicml-streaming / with[^|]*"),
-    ):  # fmt: skip
-        found = re.search(rf"^\| {row} \| ([\d,]+)(?: / ([\d,]+))?", table, re.MULTILINE)
-        assert found is not None, row
-        text = found[2] if name.endswith("raised") else found[1]
-        rates.append((name, int(text.replace(",", ""))))
+    rows = json.loads((FOLDER / "benchmarks.json").read_text())["loaders"]["rows"]
+    measured = {row["side"]: round(row["samples_per_s"]) for row in rows}
+    names = {
+        "shardkit": "shardkit", "litdata": "litdata", "grain_unthreaded": "grain, no threads",
+        "datasets": "Hugging Face datasets", "mosaicml_tuned": "mosaicml-streaming, predownload raised",
+        "webdataset": "webdataset",
+    }  # fmt: skip
+    rates = sorted(((name, measured[side]) for side, name in names.items()), key=lambda rate: -rate[1])
     drawing = Drawing(920, 40 + 36 * len(rates) + 44, "Samples per second from one process", palette)
     drawing.text(20, 24, "samples per second, one process, higher is better", anchor="start", bold=True)
     most = max(rate for _, rate in rates)
