@@ -281,21 +281,31 @@ def forking_workers() -> Iterator[None]:
     Garbage may hold CUDA events and streams, at whose end a fork of a process that has used CUDA aborts.
     """
     _forking.workers = True
-    is_ours = not gc.get_freeze_count()  # else `unfreeze` would undo what the training code has done
-    if is_ours:
-        gc.freeze()
     try:
         yield
     finally:
         _forking.workers = False
-        if is_ours:
-            gc.unfreeze()
 
 
-def _count_fork() -> None:
+def _before_fork() -> None:
     global _forks
     if not getattr(_forking, "workers", False):
         _forks += 1
+        return
+    _forking.collects = gc.isenabled()
+    gc.disable()
+
+
+def _after_fork_in_parent() -> None:
+    if getattr(_forking, "workers", False) and _forking.collects:
+        gc.enable()
+
+
+def _after_fork_in_child() -> None:
+    if getattr(_forking, "workers", False):
+        gc.freeze()
+        _after_fork_in_parent()
+        _forking.workers = False
 
 
 _KINDS = "biuf"  # of numbers, all of which torch knows too
@@ -303,4 +313,6 @@ _numbers = itertools.count()
 _memories: weakref.WeakValueDictionary[int, BlockMemory] = weakref.WeakValueDictionary()
 _forks = 0  # of processes that may show batches
 _forking = threading.local()
-os.register_at_fork(before=_count_fork)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)

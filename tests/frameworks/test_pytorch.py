@@ -159,17 +159,19 @@ def test_a_forked_worker_collects_none_of_the_loops_garbage(data: dict[str, Path
         def __del__(self) -> None:
             (tmp_path / str(os.getpid())).touch()
 
-    dataset = StreamingDataset(data["mds"], batch_size=4, rank=0, world_size=1)
-    loader = StreamingDataLoader(
-        dataset, num_workers=2, multiprocessing_context="fork", worker_init_fn=lambda number: gc.collect()
-    )
+    def collect(number: int) -> None:
+        gc.collect()
+
+    dataset = StreamingDataset(data["mds"], **arguments())
+    loader = exact_loader(dataset, 2, worker_init_fn=collect)
+    frozen = gc.get_freeze_count()
     gc.disable()
     try:
         Event()
         iterator = iter(loader)
         next(iterator)
         assert not list(tmp_path.iterdir())
-        assert gc.get_freeze_count() == 0
+        assert gc.get_freeze_count() == frozen
         gc.collect()
         assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
     finally:
