@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference.near import reference_resolve
+from shardkit.writers.dedup.measure import CHECKED
 from shardkit.writers.dedup.population import DOCUMENTS_FILE, Kind
 from shardkit.writers.dedup.removals import OUTCOMES
 from shardkit.writers.dedup.resolve import (
@@ -24,6 +25,7 @@ from shardkit.writers.dedup.resolve import (
     LOSERS_FILE,
     NEAR_LOSER,
     WINNERS_FILE,
+    decide_round,
     decided_edges,
     resolve,
 )
@@ -31,7 +33,7 @@ from shardkit.writers.dedup.verify import EDGES, WAITING
 from shardkit.writers.exchange import RunWriter, Table
 from shardkit.writers.execution.task import Commit
 from support.near_population import Document, World, make_documents, priorities_of, write_world
-from support.task_folders import TaskFolders, commit_folder, read_run
+from support.task_folders import TaskFolders, commit_folder, read_run, slice_of
 
 IdPair = tuple[bytes, bytes]
 
@@ -291,6 +293,67 @@ def test_counts_say_what_was_removed_from_where(tmp_path: Path) -> None:
             "1": {"documents": 3, "losers": 3, "bytes": 240},
         },
     }
+
+
+@pytest.mark.parametrize(
+    ("documents", "edges", "tasks"),
+    [
+        (1000, 8, 10),
+        (20, 60, 20),
+        (200, 60, 27),
+    ],  # ranges of a hundred numbers, of one, and of 100 bytes of rows
+)
+def test_tasks_of_a_round_hold_a_quarter_of_the_memory(
+    tmp_path: Path, documents: int, edges: int, tasks: int
+) -> None:
+    rows: list[Edge] = [(0, number % (documents - 1) + 1, (0, 0, 0), 0.9) for number in range(edges)]
+    run = TaskFolders(tmp_path)
+    decided_edges(run, write_edges(tmp_path / "edges", rows, random.Random(0), 1), documents, 400)
+    assert sum(task.startswith("near-round-1/") for task in run.ran) == tasks
+
+
+def test_a_round_of_the_highest_numbers_takes_no_more_memory_than_of_the_lowest(tmp_path: Path) -> None:
+    first = 1 << 50
+    rows = np.array([(first + 1, first + 2, (0, 0, 0), 0.9)], EDGES.dtype)
+    waiting = rows["lo"].copy().view(WAITING.dtype)
+    tables = {EDGES: rows, WAITING: waiting, BEATEN: np.empty(0, BEATEN.dtype)}
+    made = write_rows(tmp_path / "made", tables, "made")
+    slices = [slice_of(made.folder / table.file, table).within(first, first + 4) for table in tables]
+    (tmp_path / "out").mkdir()
+    decide_round(tmp_path / "out", slices[0], slices[1], slices[2], 1 << 20)
+    assert read_run(tmp_path / "out" / BEATEN.file, BEATEN)["key"].tolist() == [first + 2]
+
+
+def test_up_to_so_many_removed_inputs_of_a_part_may_be_compared_again(tmp_path: Path) -> None:
+    kinds: list[Kind] = ["input"] * 12 + ["planted"] * 3
+    documents = [Document(kind, 0, bytes([at] * 16), 5, (1,)) for at, kind in enumerate(kinds)]
+    edges = {(documents[0].id, other.id) for other in documents[1:]}
+    world = write_world(tmp_path, documents, random.Random(0), splits=1)
+    verified = write_edges(tmp_path / "edges", numbered_edges(world, edges), random.Random(0), 1)
+    equals = write_equal(tmp_path / "equal", world, {}, random.Random(0))
+    for checked, expected in ((0, 0), (4, 4), (50, 11)):
+        _, lost, _ = resolve(
+            TaskFolders(tmp_path / str(checked)),
+            world.population.parts,
+            verified,
+            equals,
+            edges=len(edges),
+            equals=0,
+            checked=checked,
+            memory_bytes=1 << 20,
+        )
+        found = [len(read_run(commit.folder / CHECKED.file, CHECKED)) for commit in lost]
+        assert found == [expected, 0, 0, 0]
+
+
+def test_without_documents_nobody_stands_for_any(tmp_path: Path) -> None:
+    world = write_world(tmp_path, [], random.Random(0), splits=2)
+    run, rng = TaskFolders(tmp_path), random.Random(0)
+    verified = write_edges(tmp_path / "edges", [], rng, 1)
+    equals = write_equal(tmp_path / "equal", world, {}, rng)
+    parts = world.population.parts
+    decided, *_ = resolve(run, parts, verified, equals, edges=0, equals=0, memory_bytes=1 << 20)
+    assert (decided.largest_group, sum(decided.groups), decided.sources) == (0, 0, {})
 
 
 @settings(max_examples=12, deadline=None)
