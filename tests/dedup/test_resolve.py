@@ -32,6 +32,7 @@ from shardkit.writers.dedup.resolve import (
 from shardkit.writers.dedup.verify import EDGES, WAITING
 from shardkit.writers.exchange import RunWriter, Table
 from shardkit.writers.execution.task import Commit
+from shardkit.writers.runs import EMPTY_BYTES
 from support.near_population import Document, World, make_documents, priorities_of, write_world
 from support.task_folders import TaskFolders, commit_folder, read_run, slice_of
 
@@ -310,6 +311,17 @@ def test_tasks_of_a_round_hold_a_quarter_of_the_memory(
     run = TaskFolders(tmp_path)
     decided_edges(run, write_edges(tmp_path / "edges", rows, random.Random(0), 1), documents, 400)
     assert sum(task.startswith("near-round-1/") for task in run.ran) == tasks
+
+
+def test_edges_that_a_quarter_of_the_memory_holds_take_no_round(tmp_path: Path) -> None:
+    rows: list[Edge] = [(0, number, (0, 0, 0), 0.9) for number in range(1, 30)]
+    made = write_edges(tmp_path / "edges", rows, random.Random(0), 2)
+    held = sum(commit.outputs[EDGES.file].bytes - EMPTY_BYTES for commit in made)
+    assert held >= EDGES.dtype.itemsize * len(rows)
+    for memory_bytes, rounds in ((4 * held, 0), (4 * held - 1, 1)):
+        run = TaskFolders(tmp_path / str(memory_bytes))
+        decided_edges(run, made, 30, memory_bytes)
+        assert len({task.split("/")[0] for task in run.ran if task.startswith("near-round")}) == rounds
 
 
 def test_a_round_of_the_highest_numbers_takes_no_more_memory_than_of_the_lowest(tmp_path: Path) -> None:

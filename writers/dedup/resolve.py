@@ -96,7 +96,7 @@ GAINED = Table("gained.run", np.dtype([("key", "<u8"), ("copies", "<i8")]))
 
 _WAITS, _BEATEN = 1, 2
 
-_BYTES_PER_EDGE = 4 * EDGES.dtype.itemsize  # in `decide_all`, which holds all of its edges
+_DECIDING = 4  # times their bytes in files, edges take in `decide_all`, which holds all of them
 
 _U64 = npt.NDArray[np.uint64]
 
@@ -114,7 +114,7 @@ def decided_edges(
     number = 0
     while True:
         held = _bytes(edges, EDGES) + _bytes(last, BEATEN)
-        if held * _BYTES_PER_EDGE <= memory_bytes * EDGES.dtype.itemsize:
+        if held * _DECIDING <= memory_bytes:
             break
         number += 1
         ranges = _ranges(held, documents, memory_bytes)
