@@ -232,6 +232,11 @@ def test_a_table_of_one_shard_has_one_name_with_a_newline_behind_it(names: bytes
     assert not Files(np.frombuffer(names, dtype=np.uint8), np.array([5]), (), ()).are_sound()
 
 
+@pytest.mark.parametrize("names", [b"\nb\n", b"b\n\n", b"\n\n"])
+def test_no_name_of_a_table_is_empty(names: bytes) -> None:
+    assert not Files(np.frombuffer(names, dtype=np.uint8), np.array([5, 5]), (), ()).are_sound()
+
+
 @pytest.mark.parametrize(("names", "is_sound"), [(b"ab\n", True), (b"a\xff\n", False), (b"a\x80\n", False)])
 def test_names_of_a_table_are_of_plain_characters(names: bytes, is_sound: bool) -> None:
     files = Files(np.frombuffer(names, dtype=np.uint8), np.array([5]), (), ())

@@ -101,7 +101,18 @@ def score(
     """
     runs = _Runs(target, only, sample, seed, report)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        options = ["-qq", "-s", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", ""]
+        options = [
+            "-qq",
+            "-s",
+            "--no-header",
+            "--disable-warnings",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "-m",
+            "",
+        ]
         options += [f"--basetemp={folder}/tests", f"--rootdir={target.root}"]
         if target.root == ROOT:
             options += ["-c", str(ROOT / "pyproject.toml")]

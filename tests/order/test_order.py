@@ -325,17 +325,22 @@ def test_defaults_refuse_nonsense() -> None:
 
 
 @given(
-    sizes=SIZES, spec=SPECS, position=st.integers(0, 700), size=st.integers(0, 90), count=st.integers(0, 5)
+    sizes=SIZES,
+    spec=SPECS,
+    position=st.integers(0, 700),
+    size=st.integers(0, 90),
+    count=st.integers(0, 5),
+    every=st.sampled_from([1, 1, 2, 100]),
 )
 @settings(max_examples=120, deadline=None)
 def test_a_global_batch_is_its_positions_sorted_by_lane(
-    sizes: list[int], spec: OrderSpec, position: int, size: int, count: int
+    sizes: list[int], spec: OrderSpec, position: int, size: int, count: int, every: int
 ) -> None:
     order = Order(sizes, spec)
-    blocks = order.global_batches(position, size, count)
+    blocks = order.global_batches(position, size, count, every=every)
     assert blocks.position.shape == (count, size)
     for i in range(count):
-        start = position + i * size
+        start = position + i * size * every
         expected = sorted(
             range(start, start + size), key=lambda p: lane_key(p % order.samples % spec.lanes, spec)
         )
@@ -513,7 +518,7 @@ def test_extreme_specs_within_the_limits_work() -> None:
 
 def test_damaged_sizes_are_refused() -> None:
     spec = OrderSpec(1, 2, 3)
-    for sizes in ([-1], [[1]], [1.5], [2**62, 2**62]):
+    for sizes in ([-1], [[1]], [1.5], [2**60, 2**60], [2**62, 2**62]):
         with pytest.raises(ValueError):
             Order(np.array(sizes), spec)
     with pytest.raises(ValueError, match="shard 1 has -2 samples"):
@@ -543,6 +548,8 @@ def test_positions_out_of_range_are_refused() -> None:
         order.positions_of([8], 0)
     with pytest.raises(IndexError, match="sample ids go from 0 to 7, not -1 to 3"):
         order.positions_of([3, -1], 0)
+    with pytest.raises(IndexError, match="sample ids go from 0 to 7, not 3 to 8"):
+        order.positions_of([3, 8], 0)
     with pytest.raises(TypeError, match="must be integers"):
         order.locate(np.array([0.5]))
 
