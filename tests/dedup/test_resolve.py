@@ -12,7 +12,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference.near import reference_resolve
@@ -29,6 +29,7 @@ from shardkit.writers.dedup.resolve import (
     decided_edges,
     resolve,
 )
+from shardkit.writers.dedup.tables import CHUNK_ROWS
 from shardkit.writers.dedup.verify import EDGES, WAITING
 from shardkit.writers.exchange import RunWriter, Table
 from shardkit.writers.execution.task import Commit
@@ -324,6 +325,25 @@ def test_edges_that_a_quarter_of_the_memory_holds_take_no_round(tmp_path: Path) 
         assert len({task.split("/")[0] for task in run.ran if task.startswith("near-round")}) == rounds
 
 
+def test_more_edges_than_are_written_at_once_are_all_decided(tmp_path: Path) -> None:
+    edges = np.zeros(CHUNK_ROWS + 3, EDGES.dtype)
+    edges["lo"] = np.arange(1, len(edges) + 1)
+    tables = {EDGES: edges, WAITING: edges["lo"].copy().view(WAITING.dtype)}
+    made = write_rows(tmp_path / "made", tables, "made")
+    [commit] = decided_edges(TaskFolders(tmp_path), [made], len(edges) + 1, 1 << 30)
+    beaten = read_run(commit.folder / BEATEN.file, BEATEN)
+    assert np.array_equal(beaten["key"], edges["lo"])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_equals_a_document_that_stays_is_booked_on_it_whatever_its_number(
+    tmp_path: Path, first: int
+) -> None:
+    both = [Document("input", 0, bytes([at] * 16), 5, (1,)) for at in range(2)]
+    found = resolved(tmp_path, [both[first], both[1 - first]], set(), {both[1].id: both[0].id})
+    assert found["removed"] == {both[1].id: both[0].id}
+
+
 def test_a_round_of_the_highest_numbers_takes_no_more_memory_than_of_the_lowest(tmp_path: Path) -> None:
     first = 1 << 50
     rows = np.array([(first + 1, first + 2, (0, 0, 0), 0.9)], EDGES.dtype)
@@ -369,6 +389,7 @@ def test_without_documents_nobody_stands_for_any(tmp_path: Path) -> None:
 
 
 @settings(max_examples=12, deadline=None)
+@example(seed=1, documents=25, shape="chain", memory_bytes=500)
 @given(
     seed=st.integers(0, 1 << 30),
     documents=st.integers(1, 25),

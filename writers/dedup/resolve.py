@@ -312,7 +312,6 @@ def write_lost(
     for name in ("row", "bytes", "copies"):
         rows[name] = documents[name]
     np.save(folder / LOSERS_FILE, rows, allow_pickle=False)
-    gains = np.empty(len(rows) if part.kind == "input" else 0, GAINED.dtype)
     with (
         RunWriter(folder / OUTCOMES.file, OUTCOMES, memory_bytes=memory_bytes // 8) as decided,
         RunWriter(folder / GAINED.file, GAINED, memory_bytes=memory_bytes // 8) as gained,
@@ -323,6 +322,7 @@ def write_lost(
             is_indexed = rows["kept"] >= indexed  # which may be one of the inputs, in an earlier build
             ranks[is_indexed, 0] = ~ranks[is_indexed, 0]
             decided.write(outcomes(keys, bytes=rows["bytes"], kept=ranks, similarity=booked["jaccard"]))
+            gains = np.empty(len(rows), GAINED.dtype)
             gains["key"], gains["copies"] = rows["kept"], rows["copies"]
             gained.write(gains)
     with RunWriter(folder / CHECKED.file, CHECKED, memory_bytes=memory_bytes // 8) as sample:
