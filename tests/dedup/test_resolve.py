@@ -357,8 +357,9 @@ def test_a_round_of_the_highest_numbers_takes_no_more_memory_than_of_the_lowest(
 
 
 def test_up_to_so_many_removed_inputs_of_a_part_may_be_compared_again(tmp_path: Path) -> None:
-    kinds: list[Kind] = ["input"] * 12 + ["planted"] * 3
-    documents = [Document(kind, 0, bytes([at] * 16), 5, (1,)) for at, kind in enumerate(kinds)]
+    documents = [
+        Document("input" if at < 12 else "planted", 0, bytes([at] * 16), 5, (1,)) for at in range(15)
+    ]
     edges = {(documents[0].id, other.id) for other in documents[1:]}
     world = write_world(tmp_path, documents, random.Random(0), splits=1)
     verified = write_edges(tmp_path / "edges", numbered_edges(world, edges), random.Random(0), 1)
