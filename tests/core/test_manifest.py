@@ -135,7 +135,7 @@ def test_names_that_stay_in_the_folder_are_taken(name: str) -> None:
     [
         *("../x", "/etc/passwd", "a/../../x", "a\\b", "c:/x", "./x", ".", "a/."),
         *("", "a\0b", "a\nb", "a\x1fb", "x" * 1025, None, 7, ["a"]),
-        *("\ud800", "\udfff"),
+        *("\ud800", "\udfff", "a\ud800"),
     ],
 )
 def test_names_that_could_leave_the_folder_are_refused(name: object) -> None:
@@ -232,9 +232,9 @@ def test_a_table_of_one_shard_has_one_name_with_a_newline_behind_it(names: bytes
     assert not Files(np.frombuffer(names, dtype=np.uint8), np.array([5]), (), ()).are_sound()
 
 
-@pytest.mark.parametrize("names", [b"\nb\n", b"b\n\n", b"\n\n"])
-def test_no_name_of_a_table_is_empty(names: bytes) -> None:
-    assert not Files(np.frombuffer(names, dtype=np.uint8), np.array([5, 5]), (), ()).are_sound()
+@pytest.mark.parametrize("names", [b"\na\nb\n", b"a\nb\n\n", b"\n\n\n", b"a\nb\nb\n", b"aa\nb\nb\n"])
+def test_names_of_a_table_are_not_empty_and_differ(names: bytes) -> None:
+    assert not Files(np.frombuffer(names, dtype=np.uint8), np.array([5, 5, 5]), (), ()).are_sound()
 
 
 @pytest.mark.parametrize(("names", "is_sound"), [(b"ab\n", True), (b"a\xff\n", False), (b"a\x80\n", False)])

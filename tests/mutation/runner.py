@@ -101,18 +101,8 @@ def score(
     """
     runs = _Runs(target, only, sample, seed, report)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        options = [
-            "-qq",
-            "-s",
-            "--no-header",
-            "--disable-warnings",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "-m",
-            "",
-        ]
+        plugins = "-p no:cacheprovider -p no:xdist"
+        options = [*f"-qq -s --no-header --disable-warnings {plugins} -m".split(), ""]
         options += [f"--basetemp={folder}/tests", f"--rootdir={target.root}"]
         if target.root == ROOT:
             options += ["-c", str(ROOT / "pyproject.toml")]
@@ -278,7 +268,7 @@ def _in_child(work: Callable[[], object], answer: Path) -> None:
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Nothing is printed, by libraries neither."""
+    """Discard what is printed, by libraries too."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = [os.dup(number) for number in (1, 2)]
