@@ -25,6 +25,7 @@ from shardkit.writers.dedup.resolve import (
     LOSERS_FILE,
     NEAR_LOSER,
     WINNERS_FILE,
+    decide_all,
     decide_round,
     decided_edges,
     resolve,
@@ -246,9 +247,19 @@ def test_a_removed_document_is_booked_on_the_first_by_priority_of_those_that_bea
         Document("input", source, bytes([high] * 8 + [low] * 8), size, (1,))
         for source, size, high, low in (first, second)
     ]
-    loser = Document("input", 2, bytes([9] * 16), 1, (1,))
-    found = resolved(tmp_path, [*both, loser], {(one.id, loser.id) for one in both}, {})
-    assert found["removed"] == {loser.id: both[0].id}
+    losers = [Document("input", 2, bytes([number] * 16), 1, (1,)) for number in (8, 9)]
+    edges = {(one.id, loser.id) for one in both for loser in losers}
+    found = resolved(tmp_path, [*both, *losers], edges, {})
+    assert found["removed"] == {loser.id: both[0].id for loser in losers}
+
+
+def test_what_equals_a_loser_is_booked_with_the_rank_of_whom_that_one_is_booked_on(tmp_path: Path) -> None:
+    first, beaten, equal = (
+        Document("input", number, bytes([number] * 8 + [9 - number] * 8), 5, (1,)) for number in range(3)
+    )
+    documents, edges = [first, beaten, equal], {(first.id, beaten.id)}
+    found = resolved(tmp_path, documents, edges, {equal.id: beaten.id})  # its check compares the outcomes
+    assert found["removed"] == {beaten.id: first.id, equal.id: first.id}
 
 
 def test_documents_of_an_index_represent_inputs_and_are_no_winners(tmp_path: Path) -> None:
@@ -342,6 +353,16 @@ def test_what_equals_a_document_that_stays_is_booked_on_it_whatever_its_number(
     both = [Document("input", 0, bytes([at] * 16), 5, (1,)) for at in range(2)]
     found = resolved(tmp_path, [both[first], both[1 - first]], set(), {both[1].id: both[0].id})
     assert found["removed"] == {both[1].id: both[0].id}
+
+
+def test_who_was_beaten_in_the_last_round_beats_nobody_in_the_last_task(tmp_path: Path) -> None:
+    edges = np.array([(1, 2, (0, 0, 0), 0.9), (3, 4, (0, 0, 0), 0.9)], EDGES.dtype)
+    beaten = np.array([(1, 0, (0, 0, 0), 0.9)], BEATEN.dtype)
+    made = write_rows(tmp_path / "made", {EDGES: edges, BEATEN: beaten}, "made")
+    (tmp_path / "out").mkdir()
+    slices = [slice_of(made.folder / table.file, table) for table in (EDGES, BEATEN)]
+    decide_all(tmp_path / "out", slices[0], slices[1], 1 << 20)
+    assert read_run(tmp_path / "out" / BEATEN.file, BEATEN)["key"].tolist() == [4]
 
 
 def test_a_round_of_the_highest_numbers_takes_no_more_memory_than_of_the_lowest(tmp_path: Path) -> None:
