@@ -239,9 +239,9 @@ class Files:
         if not _IS_PLAIN[names].all() or any(len(digests) != count for digests in self.digests):
             return False
         lengths = np.diff(ends, prepend=-1) - 1
-        if int(lengths.min()) < 1 or int(lengths.max()) > MAX_BASENAME_CHARS or int(self.sizes.min()) < 0:
+        if int(lengths.max()) > MAX_BASENAME_CHARS or int(self.sizes.min()) < 0:
             return False
-        # No part of a path is empty or begins with a dot: each begins a name or follows a slash.
+        # No name or part of a path is empty or begins with a dot: each begins a name or follows a slash.
         begins = np.concatenate([[0], ends[:-1] + 1, np.flatnonzero(names == _SLASH) + 1])
         if np.isin(names[begins], (_SLASH, _DOT, _NEWLINE)).any():
             return False

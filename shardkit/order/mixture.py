@@ -175,7 +175,7 @@ def _scaled(weights: Sequence[Fraction]) -> Weights:
 
 
 def _is_too_fine(weights: Weights) -> bool:
-    return sum(weights) > MAX_WEIGHT * (gcd(*weights) or 1)
+    return sum(weights) > MAX_WEIGHT * gcd(*weights)
 
 
 def _simplest(weight: float) -> Fraction:
@@ -234,7 +234,7 @@ class _Segment:
     @property
     def chunk(self) -> int:
         """How many blocks to work on at once."""
-        return max(1, CHUNK * self.blocks // self.total)
+        return CHUNK * self.blocks // self.total
 
     def block(self, done: _Number) -> _Number:
         """The block of the position `done` positions behind the segment's start."""

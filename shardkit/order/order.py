@@ -115,7 +115,7 @@ class Lanes:
 
     @cached_property
     def _window(self) -> int:
-        return self.window or max(1, -(-self.samples // self.lanes))
+        return self.window or max(1, self.samples)
 
     def windows(self, lanes: LaneNumbers, rows: Ints) -> Ints:
         """The number of the window that holds each row of a lane."""

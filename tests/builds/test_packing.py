@@ -282,6 +282,19 @@ def test_dividing_texts_into_their_parts_moves_no_token(
     assert found.tolist() == expected.tolist()
 
 
+def test_pieces_of_a_row_are_sorted_by_their_columns_wherever_they_stand() -> None:
+    columns = np.array([6, 3, 0, 8])
+    pieces = np.arange(4)
+    placement = Placement(10, 1, pieces, 0 * pieces, np.array([2, 3, 3, 2]), 0 * pieces, columns)
+    assert placement.moved(np.array([0])).document.tolist() == [2, 1, 0, 3]
+
+
+def test_a_piece_without_tokens_writes_none() -> None:
+    out, none = np.zeros((1, 3), np.uint16), np.array([0])
+    fill_rows(np.array([7], np.uint16), none, none, none, none + 3, out, EOS)
+    assert out.tolist() == [[EOS] * 3]
+
+
 def test_rows_hold_the_documents_tokens() -> None:
     tokens, sizes, starts = corpus([3, 5, 12, 2, 3])
     rows = filled(pack_concat(sizes, 5), tokens, starts)

@@ -107,6 +107,7 @@ def test_columns_of_shards_that_differ_are_merged_by_first_appearance() -> None:
     longer = Column("a", "ndarray:uint16:9", 18)
     assert merge_columns([(b, a), (b, a), (a,)]) == (b, a)
     assert merge_columns([(a,), (longer, b), (a,)]) == (Column("a", "ndarray"), b)
+    assert merge_columns([(a,), (a,), (longer, b)]) == (Column("a", "ndarray"), b)
     assert merge_columns([]) == ()
 
 
@@ -134,7 +135,7 @@ def test_names_that_stay_in_the_folder_are_taken(name: str) -> None:
     [
         *("../x", "/etc/passwd", "a/../../x", "a\\b", "c:/x", "./x", ".", "a/."),
         *("", "a\0b", "a\nb", "a\x1fb", "x" * 1025, None, 7, ["a"]),
-        *("\ud800", "\udfff"),
+        *("\ud800", "\udfff", "a\ud800"),
     ],
 )
 def test_names_that_could_leave_the_folder_are_refused(name: object) -> None:
@@ -224,6 +225,16 @@ def test_a_table_has_names_of_any_lengths_up_to_the_limit_and_sizes_from_0_on() 
             table = table_of(order, "aa")
             assert (table is not None) == fits
             assert table is None or list(table) == order
+
+
+@pytest.mark.parametrize("names", [b"", b"a", b"a\nb", b"a\nb\n", b"ab\ncd\n"])
+def test_a_table_of_one_shard_has_one_name_with_a_newline_behind_it(names: bytes) -> None:
+    assert not Files(np.frombuffer(names, dtype=np.uint8), np.array([5]), (), ()).are_sound()
+
+
+@pytest.mark.parametrize("names", [b"\na\nb\n", b"a\nb\n\n", b"\n\n\n", b"a\nb\nb\n", b"aa\nb\nb\n"])
+def test_names_of_a_table_are_not_empty_and_differ(names: bytes) -> None:
+    assert not Files(np.frombuffer(names, dtype=np.uint8), np.array([5, 5, 5]), (), ()).are_sound()
 
 
 @pytest.mark.parametrize(("names", "is_sound"), [(b"ab\n", True), (b"a\xff\n", False), (b"a\x80\n", False)])

@@ -12,10 +12,11 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference.near import reference_resolve
+from shardkit.writers.dedup.measure import CHECKED
 from shardkit.writers.dedup.population import DOCUMENTS_FILE, Kind
 from shardkit.writers.dedup.removals import OUTCOMES
 from shardkit.writers.dedup.resolve import (
@@ -24,14 +25,18 @@ from shardkit.writers.dedup.resolve import (
     LOSERS_FILE,
     NEAR_LOSER,
     WINNERS_FILE,
+    decide_all,
+    decide_round,
     decided_edges,
     resolve,
 )
+from shardkit.writers.dedup.tables import CHUNK_ROWS
 from shardkit.writers.dedup.verify import EDGES, WAITING
 from shardkit.writers.exchange import RunWriter, Table
 from shardkit.writers.execution.task import Commit
+from shardkit.writers.runs import EMPTY_BYTES
 from support.near_population import Document, World, make_documents, priorities_of, write_world
-from support.task_folders import TaskFolders, commit_folder, read_run
+from support.task_folders import TaskFolders, commit_folder, read_run, slice_of
 
 IdPair = tuple[bytes, bytes]
 
@@ -242,9 +247,19 @@ def test_a_removed_document_is_booked_on_the_first_by_priority_of_those_that_bea
         Document("input", source, bytes([high] * 8 + [low] * 8), size, (1,))
         for source, size, high, low in (first, second)
     ]
-    loser = Document("input", 2, bytes([9] * 16), 1, (1,))
-    found = resolved(tmp_path, [*both, loser], {(one.id, loser.id) for one in both}, {})
-    assert found["removed"] == {loser.id: both[0].id}
+    losers = [Document("input", 2, bytes([number] * 16), 1, (1,)) for number in (8, 9)]
+    edges = {(one.id, loser.id) for one in both for loser in losers}
+    found = resolved(tmp_path, [*both, *losers], edges, {})
+    assert found["removed"] == {loser.id: both[0].id for loser in losers}
+
+
+def test_what_equals_a_loser_is_booked_with_the_rank_of_whom_that_one_is_booked_on(tmp_path: Path) -> None:
+    first, beaten, equal = (
+        Document("input", number, bytes([number] * 8 + [9 - number] * 8), 5, (1,)) for number in range(3)
+    )
+    documents, edges = [first, beaten, equal], {(first.id, beaten.id)}
+    found = resolved(tmp_path, documents, edges, {equal.id: beaten.id})  # its check compares the outcomes
+    assert found["removed"] == {beaten.id: first.id, equal.id: first.id}
 
 
 def test_documents_of_an_index_represent_inputs_and_are_no_winners(tmp_path: Path) -> None:
@@ -293,7 +308,110 @@ def test_counts_say_what_was_removed_from_where(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("documents", "edges", "tasks"),
+    [
+        (1000, 8, 10),
+        (20, 60, 20),
+        (200, 60, 27),
+    ],  # ranges of a hundred numbers, of one, and of 100 bytes of rows
+)
+def test_tasks_of_a_round_hold_a_quarter_of_the_memory(
+    tmp_path: Path, documents: int, edges: int, tasks: int
+) -> None:
+    rows: list[Edge] = [(0, number % (documents - 1) + 1, (0, 0, 0), 0.9) for number in range(edges)]
+    run = TaskFolders(tmp_path)
+    decided_edges(run, write_edges(tmp_path / "edges", rows, random.Random(0), 1), documents, 400)
+    assert sum(task.startswith("near-round-1/") for task in run.ran) == tasks
+
+
+def test_edges_that_a_quarter_of_the_memory_holds_take_no_round(tmp_path: Path) -> None:
+    rows: list[Edge] = [(0, number, (0, 0, 0), 0.9) for number in range(1, 30)]
+    made = write_edges(tmp_path / "edges", rows, random.Random(0), 2)
+    held = sum(commit.outputs[EDGES.file].bytes - EMPTY_BYTES for commit in made)
+    assert held >= EDGES.dtype.itemsize * len(rows)
+    for memory_bytes, rounds in ((4 * held, 0), (4 * held - 1, 1)):
+        run = TaskFolders(tmp_path / str(memory_bytes))
+        decided_edges(run, made, 30, memory_bytes)
+        assert len({task.split("/")[0] for task in run.ran if task.startswith("near-round")}) == rounds
+
+
+def test_more_edges_than_are_written_at_once_are_all_decided(tmp_path: Path) -> None:
+    edges = np.zeros(CHUNK_ROWS + 3, EDGES.dtype)
+    edges["lo"] = np.arange(1, len(edges) + 1)
+    tables = {EDGES: edges, WAITING: edges["lo"].copy().view(WAITING.dtype)}
+    made = write_rows(tmp_path / "made", tables, "made")
+    [commit] = decided_edges(TaskFolders(tmp_path), [made], len(edges) + 1, 1 << 30)
+    beaten = read_run(commit.folder / BEATEN.file, BEATEN)
+    assert np.array_equal(beaten["key"], edges["lo"])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_equals_a_document_that_stays_is_booked_on_it_whatever_its_number(
+    tmp_path: Path, first: int
+) -> None:
+    both = [Document("input", 0, bytes([at] * 16), 5, (1,)) for at in range(2)]
+    found = resolved(tmp_path, [both[first], both[1 - first]], set(), {both[1].id: both[0].id})
+    assert found["removed"] == {both[1].id: both[0].id}
+
+
+def test_who_was_beaten_in_the_last_round_beats_nobody_in_the_last_task(tmp_path: Path) -> None:
+    edges = np.array([(1, 2, (0, 0, 0), 0.9), (3, 4, (0, 0, 0), 0.9)], EDGES.dtype)
+    beaten = np.array([(1, 0, (0, 0, 0), 0.9)], BEATEN.dtype)
+    made = write_rows(tmp_path / "made", {EDGES: edges, BEATEN: beaten}, "made")
+    (tmp_path / "out").mkdir()
+    slices = [slice_of(made.folder / table.file, table) for table in (EDGES, BEATEN)]
+    decide_all(tmp_path / "out", slices[0], slices[1], 1 << 20)
+    assert read_run(tmp_path / "out" / BEATEN.file, BEATEN)["key"].tolist() == [4]
+
+
+def test_a_round_of_the_highest_numbers_takes_no_more_memory_than_of_the_lowest(tmp_path: Path) -> None:
+    first = 1 << 50
+    rows = np.array([(first + 1, first + 2, (0, 0, 0), 0.9)], EDGES.dtype)
+    waiting = rows["lo"].copy().view(WAITING.dtype)
+    tables = {EDGES: rows, WAITING: waiting, BEATEN: np.empty(0, BEATEN.dtype)}
+    made = write_rows(tmp_path / "made", tables, "made")
+    slices = [slice_of(made.folder / table.file, table).within(first, first + 4) for table in tables]
+    (tmp_path / "out").mkdir()
+    decide_round(tmp_path / "out", slices[0], slices[1], slices[2], 1 << 20)
+    assert read_run(tmp_path / "out" / BEATEN.file, BEATEN)["key"].tolist() == [first + 2]
+
+
+def test_up_to_so_many_removed_inputs_of_a_part_may_be_compared_again(tmp_path: Path) -> None:
+    documents = [
+        Document("input" if at < 12 else "planted", 0, bytes([at] * 16), 5, (1,)) for at in range(15)
+    ]
+    edges = {(documents[0].id, other.id) for other in documents[1:]}
+    world = write_world(tmp_path, documents, random.Random(0), splits=1)
+    verified = write_edges(tmp_path / "edges", numbered_edges(world, edges), random.Random(0), 1)
+    equals = write_equal(tmp_path / "equal", world, {}, random.Random(0))
+    for checked, expected in ((0, 0), (4, 4), (50, 11)):
+        _, lost, _ = resolve(
+            TaskFolders(tmp_path / str(checked)),
+            world.population.parts,
+            verified,
+            equals,
+            edges=len(edges),
+            equals=0,
+            checked=checked,
+            memory_bytes=1 << 20,
+        )
+        found = [len(read_run(commit.folder / CHECKED.file, CHECKED)) for commit in lost]
+        assert found == [expected, 0, 0, 0]
+
+
+def test_without_documents_nobody_stands_for_any(tmp_path: Path) -> None:
+    world = write_world(tmp_path, [], random.Random(0), splits=2)
+    run, rng = TaskFolders(tmp_path), random.Random(0)
+    verified = write_edges(tmp_path / "edges", [], rng, 1)
+    equals = write_equal(tmp_path / "equal", world, {}, rng)
+    parts = world.population.parts
+    decided, *_ = resolve(run, parts, verified, equals, edges=0, equals=0, memory_bytes=1 << 20)
+    assert (decided.largest_group, sum(decided.groups), decided.sources) == (0, 0, {})
+
+
 @settings(max_examples=12, deadline=None)
+@example(seed=1, documents=25, shape="chain", memory_bytes=500)
 @given(
     seed=st.integers(0, 1 << 30),
     documents=st.integers(1, 25),

@@ -1,9 +1,11 @@
 """Runs the tests of a module against its mutants: `score(target, sample)`.
 
-pytest collects the tests once, in this process. A fork of it runs them all and notes for each test its time
-and the lines of the module that it runs. Then a fork for each mutant puts the changed code into the functions
-that exist already, and runs the tests that reach it, the fastest first, up to the first failure. So a mutant
-costs a few milliseconds beyond its tests, one process runs at a time, and no file is changed.
+pytest collects the tests once, in this process, which runs them all and notes for each test its time and the
+lines of the module that it runs. Then a fork for each mutant puts the changed code into the functions that
+exist already, and runs the tests that reach it up to the first failure: the one that noticed the last mutant
+of the same function, then the fastest first. Forks inherit the compiled kernels of other modules and whatever
+else libraries load late, so a mutant costs a few milliseconds beyond its tests. One process runs at a time,
+and no file is changed.
 
 Kernels of the module run as plain Python: mutants of theirs need no compiler. A changed constant is assigned
 anew, with all constants behind it; what other modules have imported of them stays. A mutant is killed if a
@@ -19,6 +21,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -26,8 +29,9 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import _lru_cache_wrapper
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -40,7 +44,7 @@ __all__ = ["ROOT", "Score", "Target", "score", "targets"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 4  # a mutant is killed when its tests take so many times what they take without it ...
-GRACE_SECONDS = 1.0  # ... and this much more: forks start with cold caches
+GRACE_SECONDS = 0.5  # ... and this much more: forks copy the memory that they write
 MEMORY_BYTES = 6 << 30  # an allocation that a mutant makes too large fails, as it would for a user
 
 
@@ -97,7 +101,8 @@ def score(
     """
     runs = _Runs(target, only, sample, seed, report)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        options = ["-qq", "-s", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", ""]
+        plugins = "-p no:cacheprovider -p no:xdist"
+        options = [*f"-qq -s --no-header --disable-warnings {plugins} -m".split(), ""]
         options += [f"--basetemp={folder}/tests", f"--rootdir={target.root}"]
         if target.root == ROOT:
             options += ["-c", str(ROOT / "pyproject.toml")]
@@ -135,6 +140,7 @@ class _Runs:
         self.error: str | None = None
         self._only, self._sample, self._random = only, sample, random.Random(seed)
         self._module: ModuleType | None = None
+        self._killers: dict[str, str] = {}  # of a function's last mutant that a test noticed
 
     def pytest_collection(self) -> None:
         """Import the module without compiling its kernels, before tests import names from it."""
@@ -169,9 +175,8 @@ class _Runs:
         file = self._module.__file__
         every_function = [each for each in gc.get_objects() if type(each) is FunctionType]
         functions = [each for each in every_function if each.__code__.co_filename == file]
-        found = self._forked(lambda: _reaches(session, file), 3600.0)
-        if not isinstance(found, dict):
-            raise RuntimeError(f"a test fails without any mutant: {found}")
+        with _silenced():
+            found = _reaches(session, file, _caches(self._module.__name__))
         every = mutants(Path(file).read_text())
         names = {mutant.name for mutant in every}
         self.score.stale = [name for name in self.target.harmless if name not in names]
@@ -197,7 +202,9 @@ class _Runs:
             items = [item for item in session.items if reaches[item.nodeid].lines]
         else:
             items = [item for item in session.items if lines & reaches[item.nodeid].lines]
-        items.sort(key=lambda item: reaches[item.nodeid].seconds)
+        function = mutant.name.partition(":")[0]
+        last = self._killers.get(function)
+        items.sort(key=lambda item: (item.nodeid != last, reaches[item.nodeid].seconds))
         limits = [PATIENCE * reaches[item.nodeid].seconds + GRACE_SECONDS for item in items]
 
         def child() -> str | None:
@@ -207,9 +214,11 @@ class _Runs:
             return _first_failure(session, items, limits)
 
         killer = self._forked(child, sum(limits)) if items else None
+        shutil.rmtree(self.folder / "tests", ignore_errors=True)  # or looking for free names takes long
+        (self.folder / "tests").mkdir()
         is_harmless = mutant.name in self.target.harmless
         if killer is not None:
-            self.score.killed[mutant.name] = str(killer)
+            self.score.killed[mutant.name] = self._killers[function] = str(killer)
             if is_harmless:
                 self.score.stale.append(mutant.name)
         elif is_harmless:
@@ -248,15 +257,39 @@ def _in_child(work: Callable[[], object], answer: Path) -> None:
     os.setsid()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
-    os.dup2(silence, 2)
+    with _silenced():
+        try:
+            result = work()
+        except BaseException as error:  # whatever a mutant does, the parent must hear of it
+            result = f"{type(error).__name__}: {error}"
+        answer.write_bytes(pickle.dumps(result))
+        os._exit(0)
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Discard what is printed, by libraries too."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(number) for number in (1, 2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
-        result = work()
-    except BaseException as error:  # whatever a mutant does, the parent must hear of it
-        result = f"{type(error).__name__}: {error}"
-    answer.write_bytes(pickle.dumps(result))
-    os._exit(0)
+        for number in (1, 2):
+            os.dup2(nowhere, number)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, number)
+        for number in (*kept, nowhere):
+            os.close(number)
+
+
+def _caches(module: str) -> list[_lru_cache_wrapper[Any]]:
+    """What functions of the module remember, which a mutant must work out anew."""
+    found = [each for each in gc.get_objects() if isinstance(each, _lru_cache_wrapper)]
+    return [each for each in found if each.__module__ == module]
 
 
 def _import_plain(name: str) -> ModuleType:
@@ -272,8 +305,8 @@ def _import_plain(name: str) -> ModuleType:
         return importlib.reload(module)
 
 
-def _reaches(session: pytest.Session, file: str) -> dict[str, _Reach] | str:
-    """Each test's time and lines of `file`; the name of the first test that fails, if one does."""
+def _reaches(session: pytest.Session, file: str, caches: list[_lru_cache_wrapper[Any]]) -> dict[str, _Reach]:
+    """Each test's time and lines of `file`, with empty `caches`; RuntimeError if one fails."""
     reaches = {}
     lines: set[int] = set()
 
@@ -288,6 +321,8 @@ def _reaches(session: pytest.Session, file: str) -> dict[str, _Reach] | str:
         lines.clear()
         # Timed without the trace, which can make a test many times slower.
         for tracer in (trace, None):
+            for cache in caches:
+                cache.cache_clear()
             sys.settrace(tracer)
             threading.settrace(tracer)
             began = time.process_time()
@@ -296,8 +331,10 @@ def _reaches(session: pytest.Session, file: str) -> dict[str, _Reach] | str:
             finally:
                 sys.settrace(None)
             if failed is not None:
-                return failed
+                raise RuntimeError(f"a test fails without any mutant: {failed}")
         reaches[item.nodeid] = _Reach(time.process_time() - began, frozenset(lines))
+    for cache in caches:
+        cache.cache_clear()
     return reaches
 
 
@@ -307,8 +344,7 @@ def _first_failure(
     """Run tests in this order up to the first that fails; its name. A signal ends what takes too long."""
     for number, item in enumerate(items):
         if cpu_seconds:
-            limit = int(time.process_time() + cpu_seconds[number]) + 1
-            resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds[number])  # SIGPROF ends a process
         after = items[number + 1] if number + 1 < len(items) else None
         before = session.testsfailed
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)

@@ -396,6 +396,10 @@ def test_weights_that_are_none_are_refused(weights: tuple[float, ...], message: 
         ((Fraction(1, 3), 2), (1, 6)),
         ((0.333333, 0.666667), (333333, 666667)),
         ((np.float64(0.25), np.int64(1)), (1, 4)),
+        # As written, though other fractions with smaller denominators are the same floats.
+        ((0.123456789, 0.876543211), (123456789, 876543211)),
+        # What a float without few digits counts as is part of the order.
+        ((math.pi / 10, 1), (56642635, 180299107)),
     ],
 )
 def test_fractions_are_taken_as_they_are_meant(weights: tuple[Any, ...], whole: tuple[int, ...]) -> None:
@@ -439,7 +443,7 @@ def test_what_is_out_of_range_is_refused() -> None:
         with pytest.raises(ValueError, match="positions go from 0"):
             mixture.locate_at(np.array([0, position]))
     for stream, index in ((-1, 0), (2, 0), (0, -1)):
-        with pytest.raises(IndexError):
+        with pytest.raises(IndexError, match=f"no sample {index} of stream {stream} of 2"):
             mixture.position_of(stream, index)
     with pytest.raises(ValueError, match="has 2 streams already"):
         schedule.padded(1)

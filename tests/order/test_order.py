@@ -26,6 +26,7 @@ from shardkit.order.order import (
     Shuffle,
     default_lanes,
     default_window,
+    lane_keys,
     rank_slice,
 )
 from shardkit.order.permutation import mix64
@@ -190,6 +191,11 @@ def test_seeds_and_epochs_have_orders_of_their_own(sizes: list[int], seeds: list
             assert (a.sample_id != b.sample_id).any()
 
 
+def test_the_keys_of_lanes_which_all_orders_share_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        lane_keys(4)[0] = 1
+
+
 def test_threads_may_share_an_order() -> None:
     order = Order([50] * 40, OrderSpec(seed=9, lanes=8, window=100))
     expected = [Order([50] * 40, order.spec).locate((e * order.samples, 500)) for e in range(6)]
@@ -253,6 +259,8 @@ def test_windows_tile_each_lane(samples: int, lanes: int, window: int) -> None:
             inside = rows[numbers == number]
             assert set(firsts[numbers == number]) == {inside[0]}
             assert set(sizes[numbers == number]) == {len(inside)}
+        if not window:
+            assert len(np.unique(numbers)) <= 1
         if window and len(rows) > window:
             assert np.bincount(numbers)[0] == window - window * lane // lanes
             assert set(np.bincount(numbers)[1:-1]) <= {window}
@@ -317,17 +325,22 @@ def test_defaults_refuse_nonsense() -> None:
 
 
 @given(
-    sizes=SIZES, spec=SPECS, position=st.integers(0, 700), size=st.integers(0, 90), count=st.integers(0, 5)
+    sizes=SIZES,
+    spec=SPECS,
+    position=st.integers(0, 700),
+    size=st.integers(0, 90),
+    count=st.integers(0, 5),
+    every=st.sampled_from([1, 1, 2, 100]),
 )
 @settings(max_examples=120, deadline=None)
 def test_a_global_batch_is_its_positions_sorted_by_lane(
-    sizes: list[int], spec: OrderSpec, position: int, size: int, count: int
+    sizes: list[int], spec: OrderSpec, position: int, size: int, count: int, every: int
 ) -> None:
     order = Order(sizes, spec)
-    blocks = order.global_batches(position, size, count)
+    blocks = order.global_batches(position, size, count, every=every)
     assert blocks.position.shape == (count, size)
     for i in range(count):
-        start = position + i * size
+        start = position + i * size * every
         expected = sorted(
             range(start, start + size), key=lambda p: lane_key(p % order.samples % spec.lanes, spec)
         )
@@ -505,9 +518,11 @@ def test_extreme_specs_within_the_limits_work() -> None:
 
 def test_damaged_sizes_are_refused() -> None:
     spec = OrderSpec(1, 2, 3)
-    for sizes in ([-1], [[1]], [1.5], [2**62, 2**62]):
+    for sizes in ([-1], [[1]], [1.5], [2**60, 2**60], [2**62, 2**62]):
         with pytest.raises(ValueError):
             Order(np.array(sizes), spec)
+    with pytest.raises(ValueError, match="shard 1 has -2 samples"):
+        Order([5, -2, 3], spec)
     with pytest.raises(ValueError, match="shards are too many"):
         Order(np.broadcast_to(np.int8(0), 2**31), spec)
 
@@ -526,10 +541,15 @@ def test_positions_out_of_range_are_refused() -> None:
     assert np.sort(last).tolist() == [[2**62 - 6, 2**62 - 5], [2**62 - 2, 2**62 - 1]]
     with pytest.raises(ValueError, match="positions go from 0"):
         order.global_batches(2**62 - 5, 2, 2, every=2)
+    for size, count, every in ((-1, 2, 1), (4, -1, 1), (4, 2, 0)):
+        with pytest.raises(ValueError, match="must not be negative, nor every below 1"):
+            order.global_batches(0, size, count, every=every)
     with pytest.raises(IndexError, match="sample ids go from 0 to 7"):
         order.positions_of([8], 0)
     with pytest.raises(IndexError, match="sample ids go from 0 to 7, not -1 to 3"):
         order.positions_of([3, -1], 0)
+    with pytest.raises(IndexError, match="sample ids go from 0 to 7, not 3 to 8"):
+        order.positions_of([3, 8], 0)
     with pytest.raises(TypeError, match="must be integers"):
         order.locate(np.array([0.5]))
 

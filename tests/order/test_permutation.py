@@ -147,7 +147,7 @@ def test_shape_is_kept_and_results_are_int64() -> None:
     assert permutation(5) == permutation([5])[0]
 
 
-@pytest.mark.parametrize("indices", [[10], [-1], np.array([3, 2**63], dtype=np.uint64)])
+@pytest.mark.parametrize("indices", [[10], [-1], [3, -1], np.array([3, 2**63], dtype=np.uint64)])
 def test_an_index_outside_is_refused(indices: npt.ArrayLike) -> None:
     with pytest.raises(IndexError, match="is not in range"):
         Permutation(10, 1)(indices)

@@ -332,6 +332,16 @@ def test_a_global_batch_of_streams_of_two_lanes_is_sorted_by_lane() -> None:
     assert np.unique(lanes).tolist() == [0, 1]
 
 
+def test_a_stream_of_one_sample_has_it_in_the_first_lane() -> None:
+    spec = OrderSpec(1, 8, 10)
+    orders = [stream_order([samples], spec) for samples in (1, 50)]
+    batch = MixedOrder(orders, Mixture(9, Schedule.of((1, 1))), 60).global_batches(0, 20, 1)
+    keys = [lane_key(lane, spec) for lane in batch.lane[0].tolist()]
+    assert keys == sorted(keys)
+    assert len(set(keys)) > 4
+    assert set(batch.lane[batch.sample_id == 0].tolist()) == {0}
+
+
 def test_a_global_batch_may_be_empty_and_larger_than_what_is_sorted_at_once() -> None:
     mixed, size = mixture_of_two(), 2**15 + 1
     assert mixed.global_batches(3, 0, 2).position.shape == (2, 0)

@@ -96,16 +96,9 @@ GAINED = Table("gained.run", np.dtype([("key", "<u8"), ("copies", "<i8")]))
 
 _WAITS, _BEATEN = 1, 2
 
-_BYTES_PER_EDGE = 4 * EDGES.dtype.itemsize  # in `decide_all`, which holds all of its edges
+_DECIDING = 4  # times their bytes in files, edges take in `decide_all`, which holds all of them
 
 _U64 = npt.NDArray[np.uint64]
-
-
-@dataclass(frozen=True, slots=True)
-class Decided(PlainCounts):
-    """Edges from documents that stay."""
-
-    edges: int
 
 
 def decided_edges(
@@ -121,7 +114,7 @@ def decided_edges(
     number = 0
     while True:
         held = _bytes(edges, EDGES) + _bytes(last, BEATEN)
-        if held * _BYTES_PER_EDGE <= memory_bytes * EDGES.dtype.itemsize:
+        if held * _DECIDING <= memory_bytes:
             break
         number += 1
         ranges = _ranges(held, documents, memory_bytes)
@@ -160,19 +153,23 @@ def _bytes(commits: Sequence[Commit], table: Table) -> int:
 
 def _ranges(rows_bytes: int, documents: int, memory_bytes: int) -> list[tuple[int, int]]:
     """Ranges of numbers, a quarter of the memory of rows each, and as many numbers at most."""
-    count = max(1, -(-max(rows_bytes, documents) // max(1, memory_bytes // 4)))
+    count = max(1, -(-max(rows_bytes, documents) // (memory_bytes // 4)))
     edges = [documents * at // count for at in range(count + 1)]
     return [(start, stop) for start, stop in pairwise(edges) if start < stop]
 
 
-def decide_round(folder: Path, edges: Slice, waiting: Slice, beaten: Slice, memory_bytes: int) -> Decided:
-    """Write the edges of documents that wait, and what the decided ones mean for others, of one range."""
+def decide_round(
+    folder: Path, edges: Slice, waiting: Slice, beaten: Slice, memory_bytes: int
+) -> dict[str, int]:
+    """Write the edges of documents that wait, and what the decided ones mean for others, of one range.
+
+    Nothing is counted, nor by the other tasks that decide.
+    """
     some = memory_bytes // 8
     states = np.zeros(edges.stop - edges.start, np.uint8)
     for told, mark in ((waiting, _WAITS), (beaten, _BEATEN)):
         for rows, _ in told.stream(some):
             states[(rows["key"] - np.uint64(edges.start)).astype(np.int64)] = mark
-    count = 0
     with (
         RunWriter(folder / EDGES.file, EDGES, memory_bytes=some) as left,
         RunWriter(folder / WAITING.file, WAITING, memory_bytes=some) as waits,
@@ -183,10 +180,8 @@ def decide_round(folder: Path, edges: Slice, waiting: Slice, beaten: Slice, memo
             open_ = rows[state == _WAITS]
             left.write(open_)
             waits.write(np.unique(open_["lo"]).view(WAITING.dtype))
-            stays = rows[state == 0]
-            decided.write(_beaten(stays))
-            count += len(stays)
-    return Decided(count)
+            decided.write(_beaten(rows[state == 0]))
+    return {}
 
 
 def _beaten(edges: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
@@ -196,7 +191,7 @@ def _beaten(edges: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     return rows
 
 
-def decide_all(folder: Path, edges: Slice, beaten: Slice, memory_bytes: int) -> Decided:
+def decide_all(folder: Path, edges: Slice, beaten: Slice, memory_bytes: int) -> dict[str, int]:
     """Decide about all documents that are left."""
     rows, _ = edges.read()
     numbers = np.union1d(rows["key"], rows["lo"])
@@ -211,7 +206,7 @@ def decide_all(folder: Path, edges: Slice, beaten: Slice, memory_bytes: int) -> 
     with RunWriter(folder / BEATEN.file, BEATEN, memory_bytes=memory_bytes // 8) as writer:
         for start in range(0, len(stays), CHUNK_ROWS):
             writer.write(_beaten(stays[start : start + CHUNK_ROWS]))
-    return Decided(len(stays))
+    return {}
 
 
 @kernel
@@ -271,11 +266,10 @@ def equal_tasks(
     return tasks
 
 
-def follow_equal(folder: Path, equals: Slice, beaten: Slice, memory_bytes: int) -> Decided:
+def follow_equal(folder: Path, equals: Slice, beaten: Slice, memory_bytes: int) -> dict[str, int]:
     """Book every document that equals another on whom that one is booked on, or on it."""
     booked = np.append(_booked(beaten, memory_bytes // 8), np.zeros(1, BEATEN.dtype))
     booked["key"][-1] = 0xFFFFFFFFFFFFFFFF
-    count = 0
     with RunWriter(folder / BEATEN.file, BEATEN, memory_bytes=memory_bytes // 8) as writer:
         for rows, _ in equals.stream(memory_bytes // 8):
             found = booked[np.searchsorted(booked["key"], rows["key"])]
@@ -286,8 +280,7 @@ def follow_equal(folder: Path, equals: Slice, beaten: Slice, memory_bytes: int) 
             turned["priority"][:, 1:] = np.where(is_kept[:, None], rows["rank"], found["priority"][:, 1:])
             turned["jaccard"] = np.where(is_kept, 1.0, found["jaccard"])
             writer.write(turned)
-            count += len(rows)
-    return Decided(count)
+    return {}
 
 
 @dataclass
@@ -319,7 +312,6 @@ def write_lost(
     for name in ("row", "bytes", "copies"):
         rows[name] = documents[name]
     np.save(folder / LOSERS_FILE, rows, allow_pickle=False)
-    gains = np.empty(len(rows) if part.kind == "input" else 0, GAINED.dtype)
     with (
         RunWriter(folder / OUTCOMES.file, OUTCOMES, memory_bytes=memory_bytes // 8) as decided,
         RunWriter(folder / GAINED.file, GAINED, memory_bytes=memory_bytes // 8) as gained,
@@ -330,6 +322,7 @@ def write_lost(
             is_indexed = rows["kept"] >= indexed  # which may be one of the inputs, in an earlier build
             ranks[is_indexed, 0] = ~ranks[is_indexed, 0]
             decided.write(outcomes(keys, bytes=rows["bytes"], kept=ranks, similarity=booked["jaccard"]))
+            gains = np.empty(len(rows), GAINED.dtype)
             gains["key"], gains["copies"] = rows["kept"], rows["copies"]
             gained.write(gains)
     with RunWriter(folder / CHECKED.file, CHECKED, memory_bytes=memory_bytes // 8) as sample:

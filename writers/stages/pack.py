@@ -266,10 +266,9 @@ def pack_documents(
 
 def _without_repetitions(part: Partition, most: int) -> tuple[Partition, _Ints]:
     """Documents whose loss masks leave out repetitions, and how many tokens of each that takes away."""
-    if part.masks is None or part.mask_starts is None:
-        ends = np.cumsum(part.lengths)
-        total = int(ends[-1]) if len(ends) else 0
-        part = replace(part, masks=np.ones(total, np.uint8), mask_starts=ends - part.lengths)
+    if part.masks is None:
+        masks = np.ones(int(part.lengths.sum()), np.uint8)
+        part = replace(part, masks=masks, mask_starts=np.cumsum(part.lengths) - part.lengths)
     assert part.masks is not None
     assert part.mask_starts is not None
     tokens = part.tokens.view(_stored_type(part.tokens.dtype))
@@ -363,7 +362,7 @@ def _cut_by_bytes(sizes: _Ints, most: int) -> _Ints:
 def _read_partition(documents: Slice, dtype: np.dtype[Any], *, masked: bool = False) -> Partition:
     rows, payload = documents.read()
     starts = np.cumsum(rows["size"]) - rows["size"]
-    ids = np.ascontiguousarray(rows["document_id"]).view(">u8").astype(np.uint64).reshape(-1, 2)
+    ids = np.ascontiguousarray(rows["document_id"]).view(">u8").astype(np.uint64).reshape(len(rows), 2)
     order = np.lexsort((ids[:, 1], ids[:, 0], rows["key"]))
     rows, starts, ids = rows[order], starts[order], ids[order]
     if (repeated := (ids[1:] == ids[:-1]).all(axis=1)).any():
@@ -413,7 +412,7 @@ def _row_bytes(sequence_length: int, dtype: np.dtype[Any], output: OutputConfig,
 def _shard_starts(rows: int, row_bytes: int, output: OutputConfig) -> _Ints:
     """int64[shards + 1]: first row of each shard; sizes differ by at most one row."""
     shards = min(rows, -(-rows * row_bytes // output.shard_bytes))
-    return np.array([rows * k // shards for k in range(shards + 1)] if shards else [0], np.int64)
+    return np.array([rows * k // max(shards, 1) for k in range(shards + 1)], np.int64)
 
 
 def _write_shard(
