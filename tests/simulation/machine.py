@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,24 @@ class _Module:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
+
+
+class _Environment(Mapping[str, str]):
+    """`os.environ`, with what the launcher of the running process has put there."""
+
+    def __getitem__(self, name: str) -> str:
+        return self._own()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own())
+
+    def __len__(self) -> int:
+        return len(self._own())
+
+    def _own(self) -> dict[str, str]:
+        scheduler = active()
+        task = None if scheduler is None else scheduler.current
+        return {**os.environ, **({} if task is None else task.process.environment)}
 
 
 def _monotonic() -> float:
@@ -377,6 +395,7 @@ _MODULES: dict[str, object] = {
             "fstat": _stat("fstat"),
             "scandir": _scandir,
             "listdir": _listdir,
+            "environ": _Environment(),
             "getpid": _getpid,
             "urandom": _urandom,
             **{

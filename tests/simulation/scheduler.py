@@ -52,6 +52,7 @@ class Process:
         self.tasks: set[Task] = set()
         self.descriptors: set[int] = set()
         self.variables: dict[object, Any] = {}
+        self.environment: dict[str, str] = {}  # variables that are not those of the real process
         self.held: list[Task] = []  # that could run if the process were not suspended
         self.is_suspended = False
         self.ended = Event()  # killed, or its main task returned

@@ -30,7 +30,8 @@ from shardkit.cache.shards import CachedShards
 from shardkit.cache.subfolder import SUBFOLDER
 from shardkit.errors import ShardkitError
 from shardkit.loaders import streams as loader_streams
-from simulation.jobs import DATASETS, MOST_BATCH, Job, JobPlan
+from simulation.datasets import DATASETS, dataset_files, is_shard
+from simulation.jobs import Job, JobPlan
 from simulation.machine import Disk, Machine
 from simulation.scheduler import Event, Process, Scheduler
 from simulation.world import (
@@ -38,8 +39,6 @@ from simulation.world import (
     Bucket,
     Faults,
     Outcome,
-    dataset_files,
-    expected_order,
     running,
 )
 
@@ -172,7 +171,7 @@ class World:
         elif kind == "damage":
             self._damage_entry()
         elif kind == "replace":
-            self.bucket.replace(chance.choice([key for key in self.bucket.objects if ".mds" in key]))
+            self.bucket.replace(chance.choice(list(filter(is_shard, self.bucket.objects))))
         elif kind == "remove":
             shutil.rmtree(self.cache / SUBFOLDER, ignore_errors=True)
             self.has_failed_disk = True
@@ -218,9 +217,6 @@ def simulate(seed: int, *, watch: Callable[[Scheduler], None] | None = None, lin
         dir=memory if memory.is_dir() else None, prefix="shardkit-simulation-"
     ) as root:
         world = World(seed, Path(root))
-        for job in world.jobs:
-            plan = job.plan
-            expected_order(plan.datasets, plan.schedule, plan.window, plan.samples + MOST_BATCH)
         with running(
             world.machine,
             world.bucket,
