@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardkit.cache.fetcher import FetchLimits
+from shardkit.cache.folder import LOCK_SECONDS
 from shardkit.cache.subfolder import SUBFOLDER
 from shardkit.errors import ShardkitError
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import Stream
 from shardkit.order.run_settings import Tail
 from shardkit.storage import StorageOptions
+from shardkit.storage.clock import GAP_SECONDS, LOOK_SECONDS
 from simulation.datasets import DATASETS, LANES, LENGTH, SEED, Expectation, Step, dataset_rows
 from simulation.scheduler import Process
 from simulation.threads import Condition
@@ -34,8 +39,6 @@ MOST_BATCH = MOST_RANKS * MOST_ROWS
 PADDING = (-1, -1)
 MOST_REQUESTS = 4 * StorageOptions().connections
 """Of a process: those that hold its connections, and three for each that have been abandoned."""
-CALM_SECONDS = 30.0
-"""Without faults, a batch is not waited for longer: as long as a lease and a lock that others hold."""
 STOP_SECONDS = 150.0
 """After `close`: idle threads have ended by then, and reads in flight been abandoned."""
 
@@ -181,7 +184,6 @@ class Incarnation:
         self.start, self.start_state, self.epoch_batches = job.position, job.state, job.epoch_batches
         self.errors: list[Exception] = []
         self.lost = False
-        self._began_calm = self.world.is_calm
         self._changed = Condition()
         self._arrived = self._passed = 0
         self._states: list[dict[str, object]] = []
@@ -259,9 +261,7 @@ class Incarnation:
         if change_at is not None and position >= max(1, change_at):
             change_at = None  # it is in the state
         while position < self.plan.samples:
-            began = scheduler.now
-            batch = next(batches, None)
-            self._check_wait(scheduler.now - began)
+            batch = self._next_batch(batches)
             if (batch is None) != is_epoch_over:
                 raise BrokenPromiseError(f"at {position} the loop went on: {is_epoch_over}")
             if batch is None:
@@ -285,12 +285,43 @@ class Incarnation:
             if self.plan.pause_seconds:
                 scheduler.sleep(self.plan.pause_seconds * chance.random())
 
-    def _check_wait(self, seconds: float) -> None:
-        longest = CALM_SECONDS if self._began_calm else self.plan.timeout_seconds + 60.0
-        if seconds > longest and self.world.is_calm:
+    def _next_batch(self, batches: Iterator[Batch]) -> Batch | None:
+        """The next batch, None at the end of an epoch, or a documented error; none of them comes too late."""
+        scheduler, loads = self.world.scheduler, self.world.loads_of_tasks
+        task = scheduler.current
+        assert task is not None
+        began, loads_before = scheduler.now, loads[task]
+        try:
+            return next(batches, None)
+        finally:
+            if task.process.is_alive:
+                self._check_wait(task.process, began, loads[task] - loads_before)
+
+    def _check_wait(self, process: Process, began: float, loads: int) -> None:
+        """The wait since `began`, in which the loop itself has asked for so many shards, was bounded."""
+        suspensions = [(max(since, began), until) for since, until in process.suspensions if until > began]
+        seconds = self.world.scheduler.now - began - sum(until - since for since, until in suspensions)
+        longest = self._longest_wait(loads) + len(suspensions) * GAP_SECONDS
+        if seconds > longest:
             raise BrokenPromiseError(
-                f"a batch was waited for for {seconds:.0f} s, longer than {longest:.0f} s"
+                f"a batch was waited for for {seconds:.1f} s, longer than {longest:.1f} s"
             )
+
+    def _longest_wait(self, loads: int) -> float:
+        """Seconds in which the process runs, from asking for a batch until it, or an error, is there."""
+        if not self.world.is_slow:
+            # Nothing but leases and locks that others hold, or have died with, can be waited for.
+            return FetchLimits().lease_seconds + LOCK_SECONDS
+        timeout = self.plan.timeout_seconds
+        # The prefetching thread's batch (`Prefetcher._take_ready`). If there is none after all, the loop
+        # reads by itself: rows one by one (`CacheRun.first_rows`) and shards, each of them in this time
+        # (`CachedShards._load`). The store's retries last longer than that, so they add nothing.
+        waits = (2 + loads) * timeout
+        # Of an entry that is damaged: its lease, then the folder's lock (`CacheFolder._quarantine`).
+        locks = loads * 2 * LOCK_SECONDS
+        # Of another replica that reads the same rows, before they are fetched (`NodeRows`).
+        peers = FetchLimits().peer_seconds if self.plan.replicas > 1 else 0.0
+        return waits + locks + peers + LOOK_SECONDS  # by which a wait on the running clock may be late
 
     def _check_batch(self, rank: int, position: int, batch: Any, step: Step) -> None:
         """The batch has the rows that the rank must get at this step, and their tokens."""

@@ -22,6 +22,7 @@ import shutil
 import socket
 import stat
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -330,6 +331,15 @@ def _token_hex(size: int) -> str:
     return _urandom(size).hex()
 
 
+def _mkdtemp(suffix: str = "", prefix: str = "", dir: Any = None) -> str:
+    found = machine()
+    if found is None:
+        return tempfile.mkdtemp(suffix, prefix, dir)
+    path = os.path.join(dir, f"{prefix}{_token_hex(4)}{suffix}")  # noqa: PTH118
+    _call("mkdir", path)
+    return path
+
+
 def _flock(descriptor: int, operation: int) -> None:
     found = machine()
     if found is None:
@@ -404,6 +414,7 @@ _MODULES: dict[str, object] = {
             },
         },
     ),
+    "tempfile": _Module(tempfile, {"mkdtemp": _mkdtemp}),
     "fcntl": _Module(fcntl, {"flock": _flock}),
     "shutil": _Module(shutil, {"disk_usage": _disk_usage}),
     "socket": _Module(socket, {"gethostname": lambda: "host"}),

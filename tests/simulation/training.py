@@ -17,7 +17,6 @@ import os
 import random
 import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -33,13 +32,14 @@ from shardkit.loaders import streams as loader_streams
 from simulation.datasets import DATASETS, dataset_files, is_shard
 from simulation.jobs import Job, JobPlan
 from simulation.machine import Disk, Machine
-from simulation.scheduler import Event, Process, Scheduler
+from simulation.scheduler import Event, Process, Scheduler, Task
 from simulation.world import (
     BrokenPromiseError,
     Bucket,
     Faults,
     Outcome,
-    running,
+    folder_in_memory,
+    run_world,
 )
 
 __all__ = ["simulate"]
@@ -76,6 +76,8 @@ class World:
         )
         self.loads: Counter[Process] = Counter()
         """Shards read."""
+        self.loads_of_tasks: Counter[Task] = Counter()
+        """Shards asked for."""
         self.is_calm = False
         self._kinds = self.chance.sample(FAULTS, self.chance.randint(1, len(FAULTS)))  # that this run has
         self.has_failed_disk = False
@@ -84,14 +86,26 @@ class World:
         self.kills = 0
         self.errors: dict[str, int] = {}
 
+    @property
+    def samples(self) -> int:
+        """Delivered by all jobs."""
+        return sum(job.position for job in self.jobs)
+
+    @property
+    def starts(self) -> int:
+        """Of jobs, each of which may have several."""
+        return sum(job.incarnations for job in self.jobs)
+
     def count_loads(self) -> Callable[..., Any]:
         """`CachedShards._load` that counts what it returns."""
         load = CachedShards._load
 
         def counted(shards: CachedShards, number: int, *more: Any) -> Any:
+            task = self.scheduler.current
+            assert task is not None
+            self.loads_of_tasks[task] += 1
             data = load(shards, number, *more)
-            assert self.scheduler.current is not None
-            self.loads[self.scheduler.current.process] += 1
+            self.loads[task.process] += 1
             return data
 
         return counted
@@ -212,26 +226,11 @@ class World:
 
 def simulate(seed: int, *, watch: Callable[[Scheduler], None] | None = None, lines: bool = False) -> Outcome:
     """One run of jobs. Raises what went wrong: `BrokenPromiseError`, or an error of the package."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(
-        dir=memory if memory.is_dir() else None, prefix="shardkit-simulation-"
-    ) as root:
-        world = World(seed, Path(root))
-        with running(
-            world.machine,
-            world.bucket,
+    with folder_in_memory() as folder:
+        world = World(seed, folder)
+        seen = (
             (CachedShards, "_load", world.count_loads()),
             (loader_streams, "FetchLimits", lambda **_: world.limits),
             (cache_folder, "_numbers", iter(range(sys.maxsize))),
-            lines=lines,
-        ):
-            if watch is not None:
-                watch(world.scheduler)
-            world.scheduler.run(world.direct)
-    return Outcome.of(
-        world.scheduler,
-        samples=sum(job.position for job in world.jobs),
-        incarnations=sum(job.incarnations for job in world.jobs),
-        kills=world.kills,
-        errors=world.errors,
-    )
+        )
+        return run_world(world, *seen, watch=watch, lines=lines)

@@ -16,7 +16,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
 from unittest.mock import patch
 
 from shardkit.storage import resilient
@@ -38,7 +39,16 @@ from simulation.datasets import is_shard
 from simulation.machine import Machine, installed, running_on
 from simulation.scheduler import Process, Scheduler
 
-__all__ = ["URL", "BrokenPromiseError", "Bucket", "Faults", "Outcome", "Served", "running"]
+__all__ = [
+    "URL",
+    "BrokenPromiseError",
+    "Bucket",
+    "Faults",
+    "Outcome",
+    "Served",
+    "folder_in_memory",
+    "run_world",
+]
 
 URL = "memory://bucket"
 LINE_SHARE = 0.02
@@ -72,17 +82,22 @@ class Outcome:
     errors: Mapping[str, int]
     digest: int
 
-    @classmethod
-    def of(cls, scheduler: Scheduler, **counts: Any) -> Outcome:
-        """What a run that has ended did."""
-        return cls(
-            seed=scheduler.seed,
-            steps=scheduler.steps,
-            switches=scheduler.switches,
-            virtual_seconds=scheduler.now,
-            digest=scheduler.digest,
-            **counts,
-        )
+
+class SimulatedWorld(Protocol):
+    """What a run is about: a machine, a bucket, and who uses them."""
+
+    scheduler: Scheduler
+    machine: Machine
+    bucket: Bucket
+    kills: int
+    errors: dict[str, int]
+
+    @property
+    def samples(self) -> int: ...
+    @property
+    def starts(self) -> int: ...
+    def direct(self) -> None:
+        """The main task of the run's director, with which it ends."""
 
 
 @dataclass
@@ -326,7 +341,44 @@ def _has_threads(file: str) -> bool:
 
 
 @contextmanager
-def running(
+def folder_in_memory() -> Iterator[Path]:
+    """A temporary folder, in memory if the system has one there."""
+    memory = Path("/dev/shm")
+    parent = memory if memory.is_dir() else None
+    with TemporaryDirectory(dir=parent, prefix="shardkit-simulation-") as root:
+        yield Path(root)
+
+
+def run_world(
+    world: SimulatedWorld,
+    *seen: tuple[Any, str, object],
+    watch: Callable[[Scheduler], None] | None,
+    lines: bool,
+) -> Outcome:
+    """A run of a world to its end. `seen`: what its tasks see in place of the package's own objects.
+
+    `watch`: gets the scheduler before the first step. `lines`: as for `_running`.
+    """
+    scheduler = world.scheduler
+    with _running(world.machine, world.bucket, *seen, lines=lines):
+        if watch is not None:
+            watch(scheduler)
+        scheduler.run(world.direct)
+    return Outcome(
+        seed=scheduler.seed,
+        steps=scheduler.steps,
+        switches=scheduler.switches,
+        virtual_seconds=scheduler.now,
+        samples=world.samples,
+        incarnations=world.starts,
+        kills=world.kills,
+        errors=world.errors,
+        digest=scheduler.digest,
+    )
+
+
+@contextmanager
+def _running(
     machine: Machine, bucket: Bucket, *more: tuple[Any, str, object], lines: bool = False
 ) -> Iterator[None]:
     """In the block, the scheduler's tasks run on `machine` and reach `bucket`; `more`: what else they see.
