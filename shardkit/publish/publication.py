@@ -282,6 +282,7 @@ class Publication:
             self._target.delete(MARKER_NAME)
             raise RefusedError(self._target.url, "another transfer finished this moment; run this one again")
         self._claim_version = ""
+        self._check_claim()  # learns it
 
     def _move(self, listing: Listing) -> None:
         outcome, transport, dry_run = self._outcome, self._transport, self._settings.dry_run

@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 
 from shardkit.card import CARD_NAME, DatasetCard
-from shardkit.errors import ShardkitError
+from shardkit.errors import BuildError, ShardkitError
 from shardkit.formats import mds
 from shardkit.manifest import Manifest, ShardInfo
 from shardkit.progress import make_listener
@@ -174,6 +174,7 @@ class BuildWorld:
                 "runs a build in this work folder",
                 "has taken over this work folder",
                 "another build uses this work folder",
+                "another transfer finished this moment",
             ]
         if self.is_local:
             self._known_errors.append("another process is writing a dataset into this folder")
@@ -279,7 +280,11 @@ class BuildWorld:
             if runner.await_turn("publish", lambda: watch.shows(texts[CARD_NAME])):
                 self._disturb_publisher()
                 wait_seconds = PUBLISH_WAIT_SECONDS if self.slices else 0.0
-                publish(self._output, manifest, links, texts, replace=False, wait_seconds=wait_seconds)
+                try:
+                    publish(self._output, manifest, links, texts, replace=False, wait_seconds=wait_seconds)
+                except BuildError:
+                    if not (slice and watch.shows(texts[CARD_NAME])):  # as `shardkit.writers.pipeline` does
+                        raise
 
     def _disturb_publisher(self) -> None:
         """Suspend the running process somewhere while it publishes; meanwhile that is replaced."""

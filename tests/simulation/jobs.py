@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardkit.cache.fetcher import FetchLimits
-from shardkit.cache.folder import LOCK_SECONDS
 from shardkit.cache.subfolder import SUBFOLDER
 from shardkit.errors import ShardkitError
 from shardkit.loaders import StreamingLoader
@@ -21,7 +19,6 @@ from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import Stream
 from shardkit.order.run_settings import Tail
 from shardkit.storage import StorageOptions
-from shardkit.storage.clock import GAP_SECONDS, LOOK_SECONDS
 from simulation.datasets import DATASETS, LANES, LENGTH, SEED, Expectation, Step, dataset_rows
 from simulation.scheduler import Process
 from simulation.threads import Condition
@@ -287,41 +284,19 @@ class Incarnation:
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         """The next batch, None at the end of an epoch, or a documented error; none of them comes too late."""
-        scheduler, loads = self.world.scheduler, self.world.loads_of_tasks
-        task = scheduler.current
+        world, waits = self.world, self.world.waits
+        task = world.scheduler.current
         assert task is not None
-        began, loads_before = scheduler.now, loads[task]
+        began, waits_before = world.scheduler.now, waits[task]
         try:
             return next(batches, None)
         finally:
-            if task.process.is_alive:
-                self._check_wait(task.process, began, loads[task] - loads_before)
-
-    def _check_wait(self, process: Process, began: float, loads: int) -> None:
-        """The wait since `began`, in which the loop itself has asked for so many shards, was bounded."""
-        suspensions = [(max(since, began), until) for since, until in process.suspensions if until > began]
-        seconds = self.world.scheduler.now - began - sum(until - since for since, until in suspensions)
-        longest = self._longest_wait(loads) + len(suspensions) * GAP_SECONDS
-        if seconds > longest:
-            raise BrokenPromiseError(
-                f"a batch was waited for for {seconds:.1f} s, longer than {longest:.1f} s"
-            )
-
-    def _longest_wait(self, loads: int) -> float:
-        """Seconds in which the process runs, from asking for a batch until it, or an error, is there."""
-        if not self.world.is_slow:
-            # Nothing but leases and locks that others hold, or have died with, can be waited for.
-            return FetchLimits().lease_seconds + LOCK_SECONDS
-        timeout = self.plan.timeout_seconds
-        # The prefetching thread's batch (`Prefetcher._take_ready`). If there is none after all, the loop
-        # reads by itself: rows one by one (`CacheRun.first_rows`) and shards, each of them in this time
-        # (`CachedShards._load`). The store's retries last longer than that, so they add nothing.
-        waits = (2 + loads) * timeout
-        # Of an entry that is damaged: its lease, then the folder's lock (`CacheFolder._quarantine`).
-        locks = loads * 2 * LOCK_SECONDS
-        # Of another replica that reads the same rows, before they are fetched (`NodeRows`).
-        peers = FetchLimits().peer_seconds if self.plan.replicas > 1 else 0.0
-        return waits + locks + peers + LOOK_SECONDS  # by which a wait on the running clock may be late
+            # What the prefetching thread is at (`Prefetcher._take_ready`). If it has no batch then, the loop
+            # reads itself: rows one by one (`CacheRun.first_rows`), and shards.
+            calm = world.longest_calm_wait
+            if calm is None:
+                longest = (2 + waits[task] - waits_before) * world.longest_wait(self.plan.timeout_seconds)
+            world.check_wait("a batch", began, longest if calm is None else calm)
 
     def _check_batch(self, rank: int, position: int, batch: Any, step: Step) -> None:
         """The batch has the rows that the rank must get at this step, and their tokens."""

@@ -59,6 +59,11 @@ class Process:
         self.suspensions: list[tuple[float, float]] = []  # those that are over: from when to when
         self.ended = Event()  # killed, or its main task returned
 
+    def ran(self, began: float, now: float) -> tuple[float, int]:
+        """(seconds in which it was not suspended, how often it was) since `began`."""
+        parts = [(max(since, began), until) for since, until in self.suspensions if until > began]
+        return now - began - sum(until - since for since, until in parts), len(parts)
+
 
 class Task:
     """A thread of a process."""

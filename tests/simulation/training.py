@@ -25,10 +25,12 @@ from typing import Any
 
 from shardkit.cache import folder as cache_folder
 from shardkit.cache.fetcher import FetchLimits
+from shardkit.cache.folder import LOCK_SECONDS
 from shardkit.cache.shards import CachedShards
 from shardkit.cache.subfolder import SUBFOLDER
 from shardkit.errors import ShardkitError
 from shardkit.loaders import streams as loader_streams
+from shardkit.storage.clock import GAP_SECONDS, LOOK_SECONDS
 from simulation.datasets import DATASETS, dataset_files, is_shard
 from simulation.jobs import Job, JobPlan
 from simulation.machine import Disk, Machine
@@ -45,6 +47,11 @@ from simulation.world import (
 __all__ = ["simulate"]
 
 FAULTS = ("kill", "suspend", "store", "disk", "clock", "damage", "replace", "remove")
+SHORT_SECONDS = 0.1
+HELD_SECONDS = FetchLimits().lease_seconds + LOCK_SECONDS
+"""The lease of a shard that another process fetches, and the folder's lock.
+
+Whoever holds one for longer has been stopped; both are free at once when their holder dies."""
 STEPS = (1, 10, 100, 1000)
 """Of a process, until something befalls it: in the middle of whatever it does."""
 
@@ -76,13 +83,13 @@ class World:
         )
         self.loads: Counter[Process] = Counter()
         """Shards read."""
-        self.loads_of_tasks: Counter[Task] = Counter()
-        """Shards asked for."""
+        self.waits: Counter[Task] = Counter()
+        """For shards, of each thread."""
         self.is_calm = False
         self._kinds = self.chance.sample(FAULTS, self.chance.randint(1, len(FAULTS)))  # that this run has
         self.has_failed_disk = False
-        self.is_slow = False
-        """Whether something may take as long as a loader waits."""
+        self.is_slow = self.has_suspended = False
+        """Whether store or disk may have taken as long as a loader waits; whether ranks were suspended."""
         self.kills = 0
         self.errors: dict[str, int] = {}
 
@@ -100,11 +107,14 @@ class World:
         """`CachedShards._load` that counts what it returns."""
         load = CachedShards._load
 
-        def counted(shards: CachedShards, number: int, *more: Any) -> Any:
-            task = self.scheduler.current
+        def counted(shards: CachedShards, number: int, timeout_seconds: float, *more: Any) -> Any:
+            task, began = self.scheduler.current, self.scheduler.now
             assert task is not None
-            self.loads_of_tasks[task] += 1
-            data = load(shards, number, *more)
+            try:
+                data = load(shards, number, timeout_seconds, *more)
+            finally:
+                self.waits[task] += self.scheduler.now - began > SHORT_SECONDS
+                self.check_wait("a shard", began, self.longest_wait(timeout_seconds))
             self.loads[task.process] += 1
             return data
 
@@ -138,6 +148,34 @@ class World:
             self.scheduler.resume(process)
         self.is_calm = True
 
+    @property
+    def longest_calm_wait(self) -> float | None:
+        """For a batch, while nothing has taken as long as a loader waits."""
+        return None if self.is_slow or self.has_suspended else HELD_SECONDS
+
+    def longest_wait(self, timeout_seconds: float) -> float:
+        """For one shard, or the rows of a batch (`CachedShards._load`, `CacheRun.first_rows`).
+
+        The store's retries last as long as the loader's timeout, so they add nothing.
+        """
+        longest = timeout_seconds
+        if not self.is_slow:
+            # The store answers: only what suspended processes hold is waited for. Of a damaged entry that is
+            # its lease, then the folder's lock (`CacheFolder._quarantine`); of rows, what a replica claimed.
+            longest = min(longest, HELD_SECONDS + FetchLimits().peer_seconds)
+        # The deadline is looked at before an entry is, which may be damaged, and now and then (`wait_until`).
+        return longest + 2 * LOCK_SECONDS + LOOK_SECONDS
+
+    def check_wait(self, what: str, began: float, longest: float) -> None:
+        """The running task has waited since `began`, no longer than it may; suspensions do not count."""
+        task = self.scheduler.current
+        if task is None or not task.process.is_alive:
+            return
+        seconds, suspensions = task.process.ran(began, self.scheduler.now)
+        longest += suspensions * GAP_SECONDS  # up to which the running clock sees none
+        if seconds > longest:
+            raise BrokenPromiseError(f"{what} was waited for for {seconds:.1f} s, not {longest:.1f} s")
+
     def note_error(self, error: ShardkitError) -> None:
         """A rank's loop got `error`, for which there must be a cause."""
         name = type(error).__name__
@@ -148,8 +186,8 @@ class World:
             "ShardError": self.bucket.corrupted > 0,
             "ObjectChangedError": self.bucket.replaced > 0,
             "CacheFolderError": self.has_failed_disk,
-            "FetchTimeoutError": self.is_slow,
-            "LoaderTimeoutError": self.is_slow,
+            "FetchTimeoutError": self.is_slow or self.has_suspended,
+            "LoaderTimeoutError": self.is_slow or self.has_suspended,
         }
         if not has_cause.get(name, False):
             raise BrokenPromiseError(f"without a cause: {name}: {error}") from error
@@ -166,7 +204,7 @@ class World:
             self.kills += 1
             self.scheduler.after_steps(chance.choice(ranks), chance.choice(STEPS), self.scheduler.kill)
         elif kind == "suspend" and ranks:
-            self.is_slow = True
+            self.has_suspended = True
             seconds = chance.choice((0.1, 5.0, 30.0, 200.0)) * chance.random()
             suspend = partial(self.scheduler.suspend, seconds=seconds)
             self.scheduler.after_steps(chance.choice(ranks), chance.choice(STEPS), suspend)

@@ -194,6 +194,10 @@ class DriverLease(Closing):
             if self.held:
                 with contextlib.suppress(StoreError):  # the next beat may arrive
                     self.renew()
+        if not self.held and self._own[0]:  # `close` did not wait until the last beat had been written
+            with contextlib.suppress(StoreError):
+                if self._store.get(self._own[0]).startswith(self._id.encode()):
+                    self._store.delete(self._own[0])
 
     def _write(self, key: str, *, if_absent: bool = False) -> None:
         self._beats += 1
