@@ -1,14 +1,14 @@
-"""Builds by several machines whose work folder and output are in one bucket, and what befalls them.
+"""Builds by several machines whose work folder and output are in one bucket or folder, and what befalls them.
 
 Each run draws a number of slices from its seed (`--task-slice`), or two drivers that are rivals. They run two
 stages of small tasks through the real journal, runner, leases, segments and commits, and publish the shards
-by the real publication. Machines are killed, suspended beyond their leases and woken again, and answers of
-the bucket are lost. A machine that was killed, or that got a documented error, runs the same command again.
-Then all faults end, and every machine must finish.
+by the real publication. Somebody else may replace these (`--replace`). Machines are killed, suspended beyond
+their leases and woken again, and answers of the bucket are lost. A machine that was killed, or that got a
+documented error, runs the same command again. Then all faults end, and every machine must finish.
 
-Checked after each write to the bucket: a commit is only there with all of its files, and never changes; an
-index is only there with all files of the dataset, byte for byte those of a build by one process. In the end
-the output is complete, nothing is claimed, and nobody holds the lease.
+Checked after each write: a commit is only there with all of its files, and never changes; an index is only
+there with all files of its dataset, byte for byte those of a build by one process. In the end the output is
+complete, nothing is claimed, and nobody holds the lease.
 """
 
 from __future__ import annotations

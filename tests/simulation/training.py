@@ -1,14 +1,16 @@
 """Training jobs on one simulated machine, what befalls them, and what must hold all the same.
 
 A run draws one to three jobs from its seed. Each reads a dataset or a mixture through a cache, which jobs may
-share, as ranks in lockstep that save a state now and then. In the first part of a run, ranks are killed and
+share, as ranks in lockstep that save a state now and then: with any tail, over several epochs, balanced or
+not, each rank as one process or as several replicas. In the first part of a run, ranks are killed and
 suspended, the store and the disk fail, clocks jump, and cached files are damaged. A job that lost a rank, or
 whose rank got an error that the package documents, begins again from its last state with another number of
 ranks and another batch size. Then all faults end, and each job must reach its end without any error.
 
-Checked are: each step has the samples that the order says, with the right tokens; an error has a cause; a
-wait has a limit; the cache never takes more than its room; no more requests are open than allowed; a process
-that has closed its loader has no file, thread, room, lease or request left; counters agree with the store's.
+Checked are: each rank gets the rows that the specification says, in their order, with the right tokens, and
+all of them once; an epoch has its batches; an error has a cause; a wait has a limit, also while things fail;
+the cache never takes more than its room; no more requests are open than allowed; a process that has closed
+its loader has no file, thread, room, lease or request left; counters agree with the store's.
 """
 
 from __future__ import annotations
