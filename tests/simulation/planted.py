@@ -13,7 +13,6 @@ from shardkit.cache.fetcher import Job
 from shardkit.cache.folder import CacheFolder, FolderSlot
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.producer import Group, Prefetcher
-from shardkit.locks import FileLock
 from shardkit.publish import publication
 from shardkit.publish.contents import Listing
 from shardkit.publish.publication import Publication
@@ -93,15 +92,6 @@ def _lose_what_is_ready() -> list[Patch]:
     return [(Prefetcher, "_take_ready", take_ready)]
 
 
-def _wait_for_the_stopped() -> list[Patch]:
-    acquire = CacheFolder._acquire
-
-    def wait_long(self: CacheFolder, lock: FileLock, timeout_seconds: float) -> bool:
-        return acquire(self, lock, 30 * timeout_seconds)
-
-    return [(CacheFolder, "_acquire", wait_long)]
-
-
 def _forget_the_deadline() -> list[Patch]:
     return [(shards, "wait_until", lambda wait, deadline: wait_until(wait, deadline + 1e6))]
 
@@ -146,7 +136,6 @@ PLANTED: dict[str, Callable[[], list[Patch]]] = {
     "entries-trusted": _trust_entries,
     "room-of-others": _take_room_of_others,
     "ready-lost": _lose_what_is_ready,
-    "stopped-waited-for": _wait_for_the_stopped,
     "deadline-forgotten": _forget_the_deadline,
 }
 

@@ -214,6 +214,8 @@ class World:
             self.bucket.faults = faults = Faults.drawn(chance)
             self.is_slow |= faults.refuse_share + faults.slow_share + faults.break_share > 0
             self.is_slow |= faults.bytes_per_second < 1e5
+            if faults.refuse_share == 1:  # an outage
+                self.scheduler.sleep(400 * chance.random())
         elif kind == "disk":
             disk.foreign = chance.choice((0, 0, disk.total // 2, disk.total))
             disk.error_share = chance.choice((0.0, 0.0, 0.05))

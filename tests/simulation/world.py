@@ -125,7 +125,7 @@ class Faults:
             latency_seconds=chance.choice((0.0, 0.005, 0.05, 0.5)),
             slow_share=share(0.2),
             slow_seconds=chance.choice((1.0, 5.0, 40.0)),
-            refuse_share=share(0.3),
+            refuse_share=1.0 if chance.random() < 0.15 else share(0.3),
             break_share=share(0.3),
             corrupt_share=share(0.2),
             bytes_per_second=chance.choice((2e3, 1e5, 1e7)),
