@@ -162,6 +162,21 @@ def test_a_beat_that_is_written_after_the_end_leaves_no_lease() -> None:
     assert keys(memory) == []
 
 
+def test_a_beat_that_is_written_after_a_takeover_leaves_no_lease(store: Store) -> None:
+    one, clock = lease_of(store, "one"), Clock()
+    one.acquire()
+    late = store.get("lease/00000001")
+    two = lease_of(store, "two", clock, replace(TIMES, beat_seconds=10.0))
+    with pytest.warns(RuntimeWarning, match="waiting up to 60 s"):
+        two.acquire()
+    store.put("lease/00000001", late)  # the process was suspended in the middle of this
+    one.renew()
+    assert one.was_lost
+    assert keys(store) == ["lease/00000002"]
+    one.close()
+    two.close()
+
+
 def test_a_driver_that_goes_on_keeps_the_lease_whatever_its_clock_says(store: Store) -> None:
     clock = Clock()
     one, two = lease_of(store, "one"), lease_of(store, "two", clock)  # the first one's clock stands still
