@@ -62,7 +62,7 @@ NUMBERS, SHARDS = 7, 4
 REFUSED = (
     "is there with another content", "took this place over", "came first",
     "was removed during the transfer", "was changed by another", "finished this moment", "is being put here",
-    "holds another dataset", "holds an unfinished transfer",
+    "holds another dataset", "holds an unfinished transfer", "has version",
 )  # fmt: skip
 """What a publisher may say where another dataset is published."""
 STEPS = (1, 10, 100, 1000)  # of a machine, until something befalls it
