@@ -364,6 +364,8 @@ class StreamingLoader:
                     yield batch
                     if self._running is not running or self._iteration is not iteration:
                         running = self._check_live(iteration)  # set_weights has changed what follows
+                        if not cursor[1] and not self.config.endless:
+                            return  # it was the epoch's last batch
                         break
         except Exception as error:
             self._stop_together.report(error, self.position // self._plan.global_batch)

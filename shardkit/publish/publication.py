@@ -8,7 +8,9 @@
     clean      files that only the earlier dataset named, then the marker, are deleted
 
 So an index is only ever seen with all of its files, whatever stops this, and the same call continues. Only
-the winner cleans: before its index is there, it may not know that another dataset took over. While the
+the winner cleans: before its index is there, it may not know that another dataset took over. Before each
+file, and after the index, a look at the marker tells whether one did; what is being put in that moment may
+still land in the other's dataset (docs/limits.md), because stores have no condition for that. While the
 dataset's own index is there, nothing is claimed: missing or damaged files are put again. Files that no
 dataset of this place has named are never touched; one that would be overwritten is refused without `replace`.
 
@@ -68,6 +70,7 @@ __all__ = [
 MAX_THREADS = 256  # each may hold 64 MiB, and a connection or four
 MAX_MARKER_BYTES = 1 << 30  # four million names
 MAX_ERRORS = 16  # enough to see whether one file or everything is wrong
+_TAKEN_OVER = "the transfer of another dataset took this place over"
 _NO_LINKS = (EPERM, ENOTSUP, ENOSYS, EXDEV)
 
 T = TypeVar("T")
@@ -164,6 +167,7 @@ class Publication:
         self._target, self._contents, self._transport = target, contents, transport
         self._settings, self._listener = settings, listener
         self._versions: dict[str, str] = {}
+        self._claim_version: str | None = None  # of the marker; "": not known; None: nothing is claimed
         self._outcome = Outcome()
         self._right: set[str] = set()
 
@@ -202,6 +206,7 @@ class Publication:
             self._check()
         if claims:
             self._put_index()
+            self._check_claim()  # only the winner cleans
         _clean(self._target, outcome.deleted, has_marker=claims or marker is not None)
         return outcome
 
@@ -276,6 +281,8 @@ class Publication:
         elif not index_seen and any(head_if_any(self._target, name) for name in INDEX_NAMES):
             self._target.delete(MARKER_NAME)
             raise RefusedError(self._target.url, "another transfer finished this moment; run this one again")
+        self._claim_version = ""
+        self._check_claim()  # learns it
 
     def _move(self, listing: Listing) -> None:
         outcome, transport, dry_run = self._outcome, self._transport, self._settings.dry_run
@@ -296,6 +303,7 @@ class Publication:
             if dry_run:
                 outcome.sent[name] = file.bytes
             else:
+                self._check_claim()
                 self._placed(file, transport.place(file))
             return True
 
@@ -319,6 +327,9 @@ class Publication:
             lambda file: counter.add(file.bytes, moved=action(file) is not False),
             self._settings.threads,
         )
+        for _, error in errors:
+            if isinstance(error, RefusedError):
+                raise error
         if errors:
             failed = f"{len(errors):,} of {count:,} files failed, " if len(errors) > 1 else ""
             done = f"{len(outcome.sent):,} files were sent and {len(outcome.skipped):,} were there"
@@ -338,11 +349,26 @@ class Publication:
             if (info.bytes, info.version) != (file.bytes, self._versions[file.basename]):
                 raise TransferError(f"{where}: was changed by another during the transfer; run it again")
 
+    def _check_claim(self) -> None:
+        """RefusedError if a transfer of another dataset has taken the place that this one has claimed."""
+        if self._claim_version is None:
+            return
+        info = head_if_any(self._target, MARKER_NAME)
+        if info is not None and info.version == self._claim_version:
+            return
+        marker = _read_marker(self._target)
+        if marker is None:  # another transfer of this dataset may have finished
+            self._accept_same_index(_TAKEN_OVER)
+        elif marker.identity != self._contents.identity:
+            raise RefusedError(self._target.url, f"{_TAKEN_OVER}; run that transfer again")
+        else:
+            self._claim_version = "" if info is None else info.version
+
     def _put_index(self) -> None:
         contents = self._contents
         marker = _read_marker(self._target)
         if marker is None or marker.identity != contents.identity:
-            self._accept_same_index("the transfer of another dataset took this place over")
+            self._accept_same_index(_TAKEN_OVER)
             return
         try:
             _put_first(self._target, contents.index_name, contents.index)

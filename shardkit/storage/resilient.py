@@ -38,6 +38,7 @@ from shardkit.storage.store import (
     ObjectChangedError,
     ObjectExistsError,
     ObjectInfo,
+    ObjectNotFoundError,
     StorageOptions,
     Store,
     StoreError,
@@ -156,7 +157,10 @@ class ResilientStore(BaseStore):
         try:
             info = self._run("put", key, request, self.policy.transfer_seconds(size))
         except ObjectExistsError:
-            found = self._find_same(key, data, size, metadata) if may_be_ours else None
+            found = None
+            if may_be_ours:
+                with suppress(ObjectNotFoundError, ObjectChangedError):  # another's, and changed since
+                    found = self._find_same(key, data, size, metadata)
             if found is None:
                 raise
             info = found

@@ -6,11 +6,11 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -30,12 +30,13 @@ from shardkit.writers.execution.scheduler import (
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import run_task
 from shardkit.writers.execution.work_local import LocalWork
-from support.stores import FaultRule, FaultyStore, fresh_memory
+from support.stores import FaultRule, FaultyStore, WrappedStore, fresh_memory
 
 SECONDS = 60.0
 TIMES = SharingTimes(lease_seconds=SECONDS, beat_seconds=1e6)  # heartbeats come from the tests
 QUICK = SharingTimes(poll_seconds=0.01, longest_poll_seconds=0.01, scavenge_seconds=1e6, beat_seconds=1e6)
 RUNS: Counter[str] = Counter()
+T = TypeVar("T")
 
 
 def note(folder: Path, name: str) -> dict[str, Any]:
@@ -129,6 +130,50 @@ def test_the_lease_of_a_dead_driver_expires(store: Store) -> None:
         two.acquire()
     assert SECONDS <= clock.now - 1000.0 < SECONDS + 10
     assert keys(store) == ["lease/00000002"]
+    two.close()
+
+
+class SlowBeats(WrappedStore):
+    """`below`, where every write but the first waits."""
+
+    def __init__(self, below: Store) -> None:
+        super().__init__(below)
+        self.puts, self.is_waiting, self.goes_on = 0, threading.Event(), threading.Event()
+
+    def request(self, operation: str, key: str, action: Callable[[], T]) -> T:
+        self.puts += operation == "put"
+        if operation == "put" and self.puts > 1:
+            self.is_waiting.set()
+            assert self.goes_on.wait(30)
+        return action()
+
+
+def test_a_beat_that_is_written_after_the_end_leaves_no_lease() -> None:
+    memory, others = fresh_memory(), threading.enumerate()
+    slow = SlowBeats(memory)
+    lease = lease_of(slow, "one", times=replace(TIMES, beat_seconds=0.02))
+    lease.acquire()
+    assert slow.is_waiting.wait(30)
+    [beating] = [thread for thread in threading.enumerate() if thread not in others]
+    lease.close()
+    assert keys(memory) == []
+    slow.goes_on.set()
+    beating.join(30)
+    assert keys(memory) == []
+
+
+def test_a_beat_that_is_written_after_a_takeover_leaves_no_lease(store: Store) -> None:
+    one, clock = lease_of(store, "one"), Clock()
+    one.acquire()
+    late = store.get("lease/00000001")
+    two = lease_of(store, "two", clock, replace(TIMES, beat_seconds=10.0))
+    with pytest.warns(RuntimeWarning, match="waiting up to 60 s"):
+        two.acquire()
+    store.put("lease/00000001", late)  # the process was suspended in the middle of this
+    one.renew()
+    assert one.was_lost
+    assert keys(store) == ["lease/00000002"]
+    one.close()
     two.close()
 
 

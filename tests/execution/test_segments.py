@@ -13,7 +13,7 @@ import pytest
 
 from shardkit.progress import make_listener
 from shardkit.storage.memory import MemoryStore
-from shardkit.storage.store import Store
+from shardkit.storage.store import ObjectChangedError, Store
 from shardkit.writers.execution import scratch
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
@@ -153,6 +153,24 @@ def test_segments_may_be_lost_or_damaged(url: str, tmp_path: Path, harm: str) ->
     assert [commit.facts for commit in found] == [commit.facts for commit in made]
     assert all(commit.reused for commit in found)
     assert requests["read", "commits"] == 75
+
+
+class RewrittenSegments(WrappedStore):
+    """Where each segment is put again, with another version, while it is read."""
+
+    def request(self, operation: str, key: str, action: Callable[[], T]) -> T:
+        if operation in ("get", "open") and key.startswith("segments/"):
+            raise ObjectChangedError(key, "has version 2, not 1")
+        return action()
+
+
+def test_a_segment_that_is_put_again_while_it_is_read_does_not_end_a_build(url: str, tmp_path: Path) -> None:
+    tasks = make_tasks(75)
+    made = run(work_of(url, tmp_path / "a", Counter()), tasks)
+    work = StoreWork(url, tmp_path / "b", around=RewrittenSegments, segment_records=30)
+    found = run(work, tasks)
+    assert [commit.facts for commit in found] == [commit.facts for commit in made]
+    assert all(commit.reused for commit in found)
 
 
 def slices(url: str, folder: Path, count: int, tasks: Sequence[Task]) -> Counter[tuple[str, str]]:

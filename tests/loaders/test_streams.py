@@ -252,6 +252,24 @@ def test_weights_set_while_training_are_those_of_a_schedule_given_before(data: d
             assert_equal(batch, expected[number][0], f"set at step {step}, batch {number}")
 
 
+@pytest.mark.parametrize("tail", ["carry", "drop", "pad"])
+@pytest.mark.parametrize("prefetch_batches", [0, 64])
+def test_weights_set_at_the_last_batch_of_an_epoch_leave_the_loop_its_end(
+    data: dict[str, Dataset], tail: str, prefetch_batches: int
+) -> None:
+    options = {"tail": tail, "prefetch_batches": prefetch_batches, "epoch_samples": 18}
+    with make(streams(data), **options) as loader:
+        counts = []
+        for epoch in range(3):
+            batches_of_epoch = len(loader)
+            for number, _ in enumerate(loader):
+                if number == batches_of_epoch - 1:
+                    loader.set_weights([1, 1 + epoch, 1], at_position=loader.position)
+            counts.append(number + 1 - batches_of_epoch)
+        assert counts == [0, 0, 0]
+        assert loader.epoch == 3
+
+
 def test_weights_cannot_change_where_samples_were_delivered(data: dict[str, Dataset]) -> None:
     with make(streams(data)) as loader:
         drawn(loader, 3)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from shardkit.publish import TransferError, TransferReport, upload
 from shardkit.publish.contents import MARKER_NAME
+from shardkit.publish.publication import RefusedError
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import StoreError
 from support.small_dataset import files_of, make_dataset
@@ -228,3 +230,26 @@ def test_a_broken_index_is_replaced_only_when_told(old: Path) -> None:
         send(old, memory)
     send(old, memory, replace=True)
     assert objects(memory) == files_of(old)
+
+
+def files_after_a_takeover(number: int, old: Path, new: Path) -> list[str]:
+    """Data files that a transfer of `old` puts after one of `new` came at its operation `number`."""
+    memory, before = fresh_memory(), 0
+
+    def take_over(operation: int) -> None:
+        nonlocal before
+        if operation == number:
+            before = len(store.puts)
+            send(new, memory, replace=True)
+
+    store = WatchedStore(memory, watch=take_over)
+    with suppress(RefusedError, TransferError):
+        send(old, store)
+        assert number >= store.operations - 1, "a transfer that lost its place reported success"
+    assert objects(memory)["index.json"] == (new / "index.json").read_bytes()
+    return data_files(store.puts[before:])
+
+
+def test_a_transfer_ends_at_its_next_file_when_another_dataset_takes_the_place(old: Path, new: Path) -> None:
+    written = [len(files_after_a_takeover(n, old, new)) for n in range(1, operations_of(old) + 1)]
+    assert max(written) == 1  # that which was put just after its look at the marker

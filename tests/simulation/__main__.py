@@ -8,18 +8,26 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from simulation.builds import simulate_build
 from simulation.planted import PLANTED, PLANTED_IN_BUILDS, planted
 from simulation.scheduler import Scheduler
 from simulation.training import simulate
+from simulation.world import Outcome
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
     parser.add_argument("--builds", action="store_true", help="simulate builds in place of loaders")
+    parser.add_argument(
+        "--rivals",
+        action="store_true",
+        help="with --builds: others may replace what is published in the bucket; finds a known limit",
+    )
     parser.add_argument(
         "--lines", action="store_true", help="interrupt threads between any two lines, too: slow"
     )
@@ -36,7 +44,9 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     began, seed, steps, failures = time.monotonic(), arguments.seed, 0, []
-    run = simulate_build if arguments.builds else simulate
+    run: Callable[..., Outcome] = simulate
+    if arguments.builds:
+        run = partial(simulate_build, rivals=arguments.rivals)
     while True:
         watched: list[Scheduler] = []
         try:
@@ -55,7 +65,8 @@ def main() -> int:
             if arguments.verbose:
                 traceback.print_exc(file=sys.stdout)
                 print("\n".join(watched[0].events if watched else []))
-            more = ("--builds " if arguments.builds else "") + ("--lines " if arguments.lines else "")
+            options = ("builds", "rivals", "lines")
+            more = "".join(f"--{option} " for option in options if getattr(arguments, option))
             more += f"--plant {arguments.plant} " if arguments.plant else ""
             print(f"replay: PYTHONPATH=tests python -m simulation {more}--seed {seed} --verbose", flush=True)
             if not arguments.keep_going:

@@ -1,19 +1,20 @@
-"""Builds by several machines whose work folder and output are in one bucket, and what befalls them.
+"""Builds by several machines whose work folder and output are in one bucket or folder, and what befalls them.
 
 Each run draws a number of slices from its seed (`--task-slice`), or two drivers that are rivals. They run two
 stages of small tasks through the real journal, runner, leases, segments and commits, and publish the shards
-by the real publication. Machines are killed, suspended beyond their leases and woken again, and answers of
-the bucket are lost. A machine that was killed, or that got a documented error, runs the same command again.
-Then all faults end, and every machine must finish.
+by the real publication. Somebody else may replace these (`--replace`). Machines are killed, suspended beyond
+their leases and woken again, and answers of the bucket are lost. A machine that was killed, or that got a
+documented error, runs the same command again. Then all faults end, and every machine must finish.
 
-Checked after each write to the bucket: a commit is only there with all of its files, and never changes; an
-index is only there with all files of the dataset, byte for byte those of a build by one process. In the end
-the output is complete, nothing is claimed, and nobody holds the lease.
+Checked after each write: a commit is only there with all of its files, and never changes; an index is only
+there with all files of its dataset, byte for byte those of a build by one process. In the end the output is
+complete, nothing is claimed, and nobody holds the lease.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import tempfile
 from collections.abc import Callable
@@ -25,11 +26,11 @@ import numpy as np
 import xxhash
 
 from shardkit.card import CARD_NAME, DatasetCard
-from shardkit.errors import ShardkitError
+from shardkit.errors import BuildError, ShardkitError
 from shardkit.formats import mds
 from shardkit.manifest import Manifest, ShardInfo
 from shardkit.progress import make_listener
-from shardkit.publish.contents import INDEX_NAMES, MARKER_NAME
+from shardkit.publish.contents import INDEX_NAMES
 from shardkit.storage.resilient import connect
 from shardkit.writers.execution import scratch, work_store
 from shardkit.writers.execution.artifacts import Artifact
@@ -37,17 +38,33 @@ from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.scheduler import SharingTimes, TaskSlice
 from shardkit.writers.execution.task import Commit, Task, code_version
+from shardkit.writers.execution.work_local import COMMIT_NAME, LocalWork
 from shardkit.writers.execution.work_store import StoreWork
+from shardkit.writers.pipeline import PUBLISH_WAIT_SECONDS
 from shardkit.writers.publish import RemoteOutput, Watch, global_shards, publish
 from simulation.machine import Disk, Machine, machine
 from simulation.scheduler import Event, Process, Scheduler
 from simulation.threads import PerProcess, ProcessDict
-from simulation.world import URL, BrokenPromiseError, Bucket, Faults, Outcome, running
+from simulation.world import (
+    URL,
+    BrokenPromiseError,
+    Bucket,
+    Faults,
+    Outcome,
+    folder_in_memory,
+    run_world,
+)
 
 __all__ = ["simulate_build"]
 
 WORK, OUTPUT = f"{URL}/work", f"{URL}/output"
 NUMBERS, SHARDS = 7, 4
+REFUSED = (
+    "is there with another content", "took this place over", "came first",
+    "was removed during the transfer", "was changed by another", "finished this moment", "is being put here",
+    "holds another dataset", "holds an unfinished transfer", "has version",
+)  # fmt: skip
+"""What a publisher may say where another dataset is published."""
 STEPS = (1, 10, 100, 1000)  # of a machine, until something befalls it
 ROWS = 6
 TIMES = SharingTimes(
@@ -86,31 +103,38 @@ def _sources(part: int) -> list[int]:
     return [part, (part + 2) % NUMBERS, (3 * part + 1) % NUMBERS]
 
 
-@lru_cache(maxsize=1)
-def _plain_build() -> tuple[tuple[ShardInfo, ...], dict[str, bytes]]:
-    """The shards, and all files of the output, as one process makes them without any of this."""
+@lru_cache(maxsize=2)
+def _plain_build(first: int) -> tuple[tuple[ShardInfo, ...], dict[str, bytes], Path]:
+    """The shards of the numbers from `first` on, all files of the output as one process makes them without
+    any of this, and the folder with the shards.
+    """
     code_version()  # reads all sources, once
-    with tempfile.TemporaryDirectory() as root:
-        folder = Path(root)
-        for number in range(NUMBERS):
-            (folder / str(number)).mkdir()
-            draw_numbers(folder / str(number), number)
-        shards = []
-        for part in range(SHARDS):
-            rows = [
-                np.fromfile(folder / str(n) / "numbers.bin", np.uint16).reshape(ROWS, 4)
-                for n in _sources(part)
-            ]
-            shards.append(
-                mds.write_rows_shard(folder, _shard_name(part), np.concatenate(rows), hashes=["xxh64"])
-            )
-        publish(folder / "out", *_contents(shards, [Artifact(folder)] * SHARDS), replace=False)
-        files = {
-            file.relative_to(folder / "out").as_posix(): file.read_bytes()
-            for file in (folder / "out").rglob("*")
-            if file.is_file()
-        }
-    return tuple(shards), files
+    kept = tempfile.TemporaryDirectory(prefix="shardkit-simulation-")
+    _kept.append(kept)
+    folder, shards = Path(kept.name), []
+    for number in range(NUMBERS):
+        (folder / str(number)).mkdir()
+        draw_numbers(folder / str(number), first + number)
+    for part in range(SHARDS):
+        sources = [Artifact(folder / f"{number}" / "numbers.bin") for number in _sources(part)]
+        rows = [np.frombuffer(source.read_bytes(), np.uint16).reshape(ROWS, 4) for source in sources]
+        shards.append(mds.write_rows_shard(folder, _shard_name(part), np.concatenate(rows), hashes=["xxh64"]))
+    publish(folder / "out", *_contents(shards, [Artifact(folder)] * SHARDS), replace=False)
+    return tuple(shards), _files_in(folder / "out"), folder
+
+
+_kept: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def _files_in(folder: Path) -> dict[str, bytes]:
+    """The files below a folder; no call of the simulated machine."""
+    found = [Path(root, name) for root, _, names in os.walk(folder) for name in names]
+    return {file.relative_to(folder).as_posix(): _read(file) for file in found}
+
+
+def _read(file: Path) -> bytes:
+    with open(file, "rb") as handle:  # noqa: PTH123
+        return handle.read()
 
 
 def _contents(
@@ -127,7 +151,10 @@ def _contents(
 class BuildWorld:
     """One run: machines, their bucket, and its faults."""
 
-    def __init__(self, seed: int, folder: Path) -> None:
+    samples = NUMBERS + SHARDS
+    """Tasks."""
+
+    def __init__(self, seed: int, folder: Path, *, rivals: bool) -> None:
         self.scheduler = Scheduler(seed)
         self.chance = random.Random(f"{seed} build")
         self.folder = folder
@@ -137,22 +164,41 @@ class BuildWorld:
         self.slices = self.chance.choice((0, 0, 1, 2, 3, 4))
         """0: two drivers, of which one waits for the other or is refused."""
         self.segment_records = self.chance.choice((1, 3, 1000))
-        self._known_errors = ["failed after"]
+        self.is_local = self.chance.random() < 0.3
+        """Whether work folder and output are on one machine, which all processes run on."""
+        self.has_rival = self.chance.random() < 0.4 and (self.is_local or rivals)
+        """Whether somebody puts another dataset into the place of this one, with `--replace`."""
+        self._known_errors = ["failed after", *(REFUSED if self.has_rival else ())]
         if not self.slices:
-            self._known_errors += ["runs a build in this work folder", "has taken over this work folder"]
+            self._known_errors += [
+                "runs a build in this work folder",
+                "has taken over this work folder",
+                "another build uses this work folder",
+                "another transfer finished this moment",
+            ]
+        if self.is_local:
+            self._known_errors.append("another process is writing a dataset into this folder")
+            self.machine.after_call = self._check_call
         self.is_calm = False
         self.kills = self.starts = 0
         self.errors: dict[str, int] = {}
         self.running: dict[int, Process] = {}
         self._all: list[Process] = []
         self._commits: dict[str, bytes] = {}
-        self.shards, self.expected = _plain_build()
+        self._publishes = Event()
+        """Set when a machine begins to publish."""
+        self.shards, expected, _ = _plain_build(0)
+        self.expected = [expected]
+        if self.has_rival:
+            self.expected.append(_plain_build(NUMBERS)[1])
 
     def direct(self) -> None:
         """The main task of the director."""
-        ended = [Event() for _ in range(self.slices or 2)]
+        ended = [Event() for _ in range((self.slices or 2) + self.has_rival)]
         for index, event in enumerate(ended):
-            self.scheduler.spawn(partial(self._keep_running, index, event), f"launcher{index}")
+            is_rival = self.has_rival and event is ended[-1]
+            launch = partial(self._keep_running, index, event, self._replace if is_rival else self._run)
+            self.scheduler.spawn(launch, "rival" if is_rival else f"launcher{index}")
         for _ in range(self.chance.choice((0, 5, 20))):
             self.scheduler.sleep(self.chance.choice((1.0, 30.0, 100.0)) * self.chance.random())
             self._cause_fault()
@@ -184,28 +230,34 @@ class BuildWorld:
             suspend = partial(self.scheduler.suspend, seconds=seconds)
             self.scheduler.after_steps(chance.choice(alive), chance.choice(STEPS), suspend)
 
-    def _keep_running(self, index: int, ended: Event) -> None:
-        """Start a machine's build again until it finishes."""
+    def _keep_running(self, index: int, ended: Event, run: Callable[[int], None]) -> None:
+        """Start a machine's build again until it finishes, or another dataset has taken its place."""
+        if run == self._replace:
+            if self.chance.random() < 0.8:
+                self._publishes.wait()
+            self.scheduler.sleep(self.chance.choice((0.1, 1.0, 100.0)) * self.chance.random())
         while True:
             was_calm = self.is_calm
             failed: list[Exception] = []
             self.starts += 1
             name = f"machine{index}.{self.starts}"
-            process = self.scheduler.process(name, partial(self._build, index, failed))
+            process = self.scheduler.process(name, partial(self._build, index, run, failed))
             self.running[index] = process
             self._all.append(process)
             process.ended.wait()
             if process.is_alive and not failed:
                 break
-            if was_calm and failed and self.slices:
+            if run != self._replace and any("holds" in str(error) for error in failed):
+                break  # another dataset
+            if was_calm and failed and self.slices and not self.has_rival:
                 raise failed[0]
             self.scheduler.sleep(self.chance.choice((0.1, 10.0, 100.0)))
         ended.set()
 
-    def _build(self, index: int, failed: list[Exception]) -> None:
+    def _build(self, index: int, run: Callable[[int], None], failed: list[Exception]) -> None:
         """The main task of a machine."""
         try:
-            self._run(index)
+            run(index)
         except ShardkitError as error:
             self.scheduler.note(f"error {type(error).__name__}: {error}")
             if not any(known in str(error) for known in self._known_errors):
@@ -216,16 +268,41 @@ class BuildWorld:
     def _run(self, index: int) -> None:
         slice = TaskSlice(index, self.slices) if self.slices else None
         folder = self.folder / f"machine{index if self.slices < 3 else index // 2}"
-        work = StoreWork(WORK, folder, segment_records=self.segment_records)
-        output = RemoteOutput(OUTPUT)
-        watch = Watch(output, replace=False)
+        work: LocalWork | StoreWork = StoreWork(WORK, folder, segment_records=self.segment_records)
+        if self.is_local:
+            work = LocalWork(self.folder / "work")
+        watch = Watch(self._output, replace=False)
         with Journal(work, slice=slice, times=TIMES) as journal:
             runner = Runner(journal, InlineEngine(), make_listener(False))
             [drawn] = runner.run([Task("draw", str(n), {}, draw_numbers, (n,)) for n in range(NUMBERS)])
             [packed] = runner.run([self._pack_task(part, drawn) for part in range(SHARDS)])
             manifest, links, texts = _contents(list(self.shards), [commit.files for commit in packed])
             if runner.await_turn("publish", lambda: watch.shows(texts[CARD_NAME])):
-                publish(output, manifest, links, texts, replace=False)
+                self._disturb_publisher()
+                wait_seconds = PUBLISH_WAIT_SECONDS if self.slices else 0.0
+                try:
+                    publish(self._output, manifest, links, texts, replace=False, wait_seconds=wait_seconds)
+                except BuildError:
+                    if not (slice and watch.shows(texts[CARD_NAME])):  # as `shardkit.writers.pipeline` does
+                        raise
+
+    def _disturb_publisher(self) -> None:
+        """Suspend the running process somewhere while it publishes; meanwhile that is replaced."""
+        self._publishes.set()
+        task, chance = self.scheduler.current, self.chance
+        assert task is not None
+        if self.has_rival and not self.is_calm:
+            suspend = partial(self.scheduler.suspend, seconds=chance.choice((1.0, 10.0, 1000.0)))
+            self.scheduler.after_steps(task.process, chance.randrange(1, 400), suspend)
+
+    def _replace(self, index: int) -> None:
+        """The build of another dataset, at its end."""
+        shards, _, folder = _plain_build(NUMBERS)
+        publish(self._output, *_contents(list(shards), [Artifact(folder)] * SHARDS), replace=True)
+
+    @property
+    def _output(self) -> Path | RemoteOutput:
+        return self.folder / "output" if self.is_local else RemoteOutput(OUTPUT)
 
     def _pack_task(self, part: int, drawn: list[Commit]) -> Task:
         sources = [drawn[number].files / "numbers.bin" for number in _sources(part)]
@@ -242,9 +319,17 @@ class BuildWorld:
         for commit, record in self._commits.items():
             if commit in objects:
                 self._check_commit(commit, record)
-        index = next((f"output/{name}" for name in INDEX_NAMES if f"output/{name}" in objects), None)
-        if index is not None:
-            self._check_output()
+        self._check_output()
+
+    def _check_call(self, call: str) -> None:
+        """What must hold whenever a local folder has changed."""
+        for folder, _, names in os.walk(self.folder / "work"):
+            if COMMIT_NAME in names and "unfinished" not in folder:
+                record = json.loads(_read(Path(folder, COMMIT_NAME)))
+                for file, output in record["outputs"].items():
+                    if xxhash.xxh3_128_hexdigest(_read(Path(folder, file))) != output["xxh3_128"]:
+                        raise BrokenPromiseError(f"{folder} is committed, and {file} is another")
+        self._check_output()
 
     def _check_commit(self, name: str, record: bytes) -> None:
         key = name.removeprefix("work/commits/").removesuffix(".json")
@@ -253,24 +338,41 @@ class BuildWorld:
             if found is None or xxhash.xxh3_128_hexdigest(found[1]) != output["xxh3_128"]:
                 raise BrokenPromiseError(f"{name} is there, and {file} is not, or is another")
 
-    def _check_output(self) -> None:
-        for file, data in self.expected.items():
-            found = self.bucket.objects.get(f"output/{file}")
-            if found is None or found[1] != data:
+    def _published(self) -> dict[str, bytes]:
+        """The files of the output."""
+        if self.is_local:
+            return _files_in(self.folder / "output")
+        return {
+            name.removeprefix("output/"): data
+            for name, (_, data) in self.bucket.objects.items()
+            if name.startswith("output/")
+        }
+
+    def _check_output(self) -> dict[str, bytes]:
+        """All files of the dataset whose index is there, if there is one."""
+        files = self._published()
+        [index] = self.expected[0].keys() & {*INDEX_NAMES}
+        if index not in files:
+            return {}
+        expected = next((each for each in self.expected if each[index] == files[index]), {})
+        for file in [index, *expected]:
+            if files.get(file) != expected.get(file):
                 raise BrokenPromiseError(f"the output has an index, and not the right {file}")
+        return expected
 
     def _check_end(self) -> None:
-        objects = self.bucket.objects
-        self._check_output()
-        left = [
-            name
-            for name, (_, data) in objects.items()
-            if name == f"output/{MARKER_NAME}" or (name.startswith("work/lease/") and self._is_held(data))
-        ]
-        if left:
-            raise BrokenPromiseError(f"left in the end: {left}")
-        if more := [name for name in objects if name.startswith("output/") and name[7:] not in self.expected]:
-            raise BrokenPromiseError(f"the output has files of nobody: {more}")
+        files, expected = self._published(), self._check_output()
+        if files != expected:
+            names = sorted(files.keys() - expected.keys())
+            raise BrokenPromiseError(f"the output is not a dataset, or has more than its files: {names}")
+        if left := [name for name, data in self._leases() if self._is_held(data)]:
+            raise BrokenPromiseError(f"held in the end: {left}")
+
+    def _leases(self) -> list[tuple[str, bytes]]:
+        if self.is_local:
+            return list(_files_in(self.folder / "work" / "lease").items())
+        objects = self.bucket.objects.items()
+        return [(name, data) for name, (_, data) in objects if name.startswith("work/lease/")]
 
     def _is_held(self, lease: bytes) -> bool:
         """Whether a lease is of a process that could give it back: that of one that was killed expires."""
@@ -279,9 +381,17 @@ class BuildWorld:
 
 
 def simulate_build(
-    seed: int, *, watch: Callable[[Scheduler], None] | None = None, lines: bool = False
+    seed: int,
+    *,
+    watch: Callable[[Scheduler], None] | None = None,
+    lines: bool = False,
+    rivals: bool = False,
 ) -> Outcome:
-    """One run of builds. Raises what went wrong."""
+    """One run of builds. Raises what went wrong.
+
+    `rivals`: another dataset may replace this one in the bucket, too, whose files nothing locks. That finds
+    what docs/limits.md says: a file that is being put while its dataset is replaced.
+    """
     work_store._outputs.cache_clear()
 
     def connected(url: str, storage: Any, around: Any) -> Any:
@@ -291,23 +401,10 @@ def simulate_build(
         return stores[url, storage]
 
     stores = ProcessDict()
-    with tempfile.TemporaryDirectory(prefix="shardkit-simulation-") as root:
-        world = BuildWorld(seed, Path(root))
-        with running(
-            world.machine,
-            world.bucket,
-            (scratch, "_locks", ProcessDict()),
-            (work_store, "_connect", connected),
-            (work_store, "_cache", PerProcess(work_store._cache, work_store._Cache)),
-            lines=lines,
-        ):
-            if watch is not None:
-                watch(world.scheduler)
-            world.scheduler.run(world.direct)
-    return Outcome.of(
-        world.scheduler,
-        samples=NUMBERS + SHARDS,
-        incarnations=world.starts,
-        kills=world.kills,
-        errors=world.errors,
+    seen = (
+        (scratch, "_locks", ProcessDict()),
+        (work_store, "_connect", connected),
+        (work_store, "_cache", PerProcess(work_store._cache, work_store._Cache)),
     )
+    with folder_in_memory() as folder:
+        return run_world(BuildWorld(seed, folder, rivals=rivals), *seen, watch=watch, lines=lines)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,31 +15,27 @@ import numpy as np
 from shardkit.cache.subfolder import SUBFOLDER
 from shardkit.errors import ShardkitError
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import Stream
+from shardkit.order.run_settings import Tail
 from shardkit.storage import StorageOptions
+from simulation.datasets import DATASETS, LANES, LENGTH, SEED, Expectation, Step, dataset_rows
 from simulation.scheduler import Process
 from simulation.threads import Condition
-from simulation.world import (
-    LENGTH,
-    URL,
-    BrokenPromiseError,
-    Served,
-    dataset_rows,
-    expected_order,
-)
+from simulation.world import URL, BrokenPromiseError, Served
+from support.loader_data import EOS
 
 if TYPE_CHECKING:
     from simulation.training import World
 
-__all__ = ["DATASETS", "MOST_BATCH", "Job", "JobPlan"]
+__all__ = ["Job", "JobPlan"]
 
-DATASETS = ("mds-240-24", "zstd-180-15", "mds-96-6")
 MOST_RANKS = MOST_ROWS = 4
+MOST_PROCESSES = 6
 MOST_BATCH = MOST_RANKS * MOST_ROWS
+PADDING = (-1, -1)
 MOST_REQUESTS = 4 * StorageOptions().connections
 """Of a process: those that hold its connections, and three for each that have been abandoned."""
-CALM_SECONDS = 30.0
-"""Without faults, a batch is not waited for longer: as long as a lease and a lock that others hold."""
 STOP_SECONDS = 150.0
 """After `close`: idle threads have ended by then, and reads in flight been abandoned."""
 
@@ -51,6 +49,15 @@ class JobPlan:
     schedule: tuple[tuple[int, tuple[int, ...]], ...]
     window: int
     samples: int
+    """Until the job is done, over all ranks and epochs."""
+    tail: Tail
+    epoch_samples: int | None
+    endless: bool
+    is_balanced: bool
+    replicas: int
+    """Processes of each rank."""
+    is_launched: bool
+    """Whether a launcher says in the environment which process this is, as torchrun does."""
     cache_dir: Path | None
     cache_bytes: int
     connections: int
@@ -75,6 +82,12 @@ class JobPlan:
             schedule=tuple(schedule),
             window=chance.choice((8, 40, 100)),
             samples=samples,
+            tail=chance.choice(("carry", "drop", "pad")),
+            epoch_samples=chance.choice((None, None, 45, 100)),
+            endless=chance.random() < 0.5,
+            is_balanced=chance.random() < 0.3,
+            replicas=chance.choice((1, 1, 1, 2, 3)),
+            is_launched=chance.random() < 0.5,
             cache_dir=folder if chance.random() < 0.85 else None,
             cache_bytes=cache_bytes,
             connections=chance.choice((1, 2, 4, 16)),
@@ -90,30 +103,73 @@ class Job:
 
     def __init__(self, world: World, plan: JobPlan) -> None:
         self.world, self.plan = world, plan
+        self.expectation = Expectation(
+            plan.datasets,
+            plan.schedule,
+            window=plan.window,
+            tail=plan.tail,
+            epoch_samples=plan.epoch_samples,
+            is_balanced=plan.is_balanced,
+        )
         self.ranks: list[Process] = []
         self.state: dict[str, object] | None = None
-        self.position = 0
+        self.position = self.epoch_batches = 0
         self.incarnations = 0
+        self._delivered: Counter[tuple[int, int]] = Counter()  # each (stream, row), up to the last state
 
     def run(self) -> None:
-        chance, scheduler = self.world.chance, self.world.scheduler
-        while self.position < self.plan.samples:
+        chance, scheduler, plan = self.world.chance, self.world.scheduler, self.plan
+        while self.position < plan.samples:
             was_calm = self.world.is_calm
             self.incarnations += 1
-            world_size, batch_size = chance.randint(1, MOST_RANKS), chance.randint(1, MOST_ROWS)
-            scheduler.note(
-                f"start {self.plan.name} at {self.position} with {world_size} ranks of {batch_size}"
-            )
+            world_size = chance.randint(1, min(MOST_RANKS, MOST_PROCESSES // plan.replicas))
+            batch_size = chance.randint(1, MOST_ROWS)
+            scheduler.note(f"start {plan.name} at {self.position} with {world_size} ranks of {batch_size}")
             run = Incarnation(self, world_size, batch_size)
             self.ranks = [
-                scheduler.process(f"{self.plan.name}.{self.incarnations}.{rank}", partial(run.rank, rank))
-                for rank in range(world_size)
+                self._start(run, number, world_size * plan.replicas)
+                for number in range(world_size * plan.replicas)
             ]
             run.wait_for(self.ranks)
             if was_calm and run.errors:
                 raise run.errors[0]
             if was_calm and run.lost:
-                raise BrokenPromiseError(f"{self.plan.name}: a rank was lost after all faults had ended")
+                raise BrokenPromiseError(f"{plan.name}: a rank was lost after all faults had ended")
+        self._check_delivered()
+
+    def _start(self, run: Incarnation, number: int, processes: int) -> Process:
+        name = f"{self.plan.name}.{self.incarnations}.{number}"
+        process = self.world.scheduler.process(name, partial(run.rank, number))
+        if self.plan.is_launched:
+            process.environment = {
+                "RANK": f"{number}",
+                "WORLD_SIZE": f"{processes}",
+                "LOCAL_RANK": f"{number}",
+                "LOCAL_WORLD_SIZE": f"{processes}",
+            }
+        return process
+
+    def save(self, state: dict[str, object], steps: list[Step], epoch_batches: int) -> None:
+        """Keep a state of all ranks, and the steps since the one before."""
+        self.state, self.position, self.epoch_batches = state, steps[-1].after, epoch_batches
+        rows = (row for step in steps for rank in step.ranks for row in rank)
+        self._delivered.update(row for row in rows if row != PADDING)
+        self.world.scheduler.note(f"save {self.plan.name} {self.position}")
+
+    def _check_delivered(self) -> None:
+        """Each row was delivered once before any of its stream was delivered again; arithmetic aside."""
+        plan = self.plan
+        for stream, name in enumerate(plan.datasets):
+            counts = [self._delivered[stream, row] for row in range(len(dataset_rows(name)))]
+            passes = -(-self.position // len(counts))
+            if plan.tail != "drop":
+                passes = min(counts) + 1
+            if max(counts) > passes:
+                raise BrokenPromiseError(f"{plan.name}: rows of {name} were delivered {counts} times")
+        total, position = self._delivered.total(), self.position
+        dropped = MOST_BATCH * (position // self.expectation.epoch_samples) if plan.tail == "drop" else 0
+        if not position - dropped <= total <= position:
+            raise BrokenPromiseError(f"{plan.name}: {total} rows were delivered before {position}")
 
 
 class Incarnation:
@@ -122,15 +178,14 @@ class Incarnation:
     def __init__(self, job: Job, world_size: int, batch_size: int) -> None:
         self.job, self.world, self.plan = job, job.world, job.plan
         self.world_size, self.batch_size = world_size, batch_size
-        self.start, self.start_state = job.position, job.state
+        self.start, self.start_state, self.epoch_batches = job.position, job.state, job.epoch_batches
         self.errors: list[Exception] = []
         self.lost = False
-        self._began_calm = self.world.is_calm
         self._changed = Condition()
         self._arrived = self._passed = 0
-        self._states: list[tuple[int, dict[str, object]]] = []
+        self._states: list[dict[str, object]] = []
         self._saves = False
-        self._delivered: list[tuple[int, int]] = []  # in this step, by all ranks
+        self._steps: list[Step] = []  # since the last state
 
     def wait_for(self, ranks: list[Process]) -> None:
         """Until all ranks have ended; as soon as one is lost, the launcher kills the others."""
@@ -148,8 +203,9 @@ class Incarnation:
                     scheduler.kill(process)
                 return
 
-    def rank(self, rank: int) -> None:
-        """The main task of a rank."""
+    def rank(self, number: int) -> None:
+        """The main task of a process."""
+        rank = number // self.plan.replicas
         try:
             with self._loader(rank) as loader:
                 if self.start_state is not None:
@@ -164,6 +220,8 @@ class Incarnation:
     def _loader(self, rank: int) -> StreamingLoader:
         plan = self.plan
         options: dict[str, Any] = {}
+        if not plan.is_launched or plan.replicas > 1:
+            options = {"rank": rank, "world_size": self.world_size}
         if len(plan.datasets) > 1 and not plan.changes_live:
             options["schedule"] = list(plan.schedule)
         streams = [
@@ -173,14 +231,17 @@ class Incarnation:
         return StreamingLoader(
             streams if len(streams) > 1 else f"{URL}/{plan.datasets[0]}",
             batch_size=self.batch_size,
-            rank=rank,
-            world_size=self.world_size,
+            seed=SEED,
+            tail=plan.tail,
             dtype=None,
             return_ids=True,
             tensors="numpy",
-            endless=True,
-            lanes=2,
+            eos_id=EOS,
+            endless=plan.endless,
+            balance="attention" if plan.is_balanced else None,
+            lanes=LANES,
             window=plan.window,
+            epoch_samples=plan.epoch_samples,
             cache_dir=plan.cache_dir,
             cache_bytes=plan.cache_bytes,
             connections=plan.connections,
@@ -191,67 +252,87 @@ class Incarnation:
 
     def _train(self, rank: int, loader: StreamingLoader) -> None:
         scheduler, chance, position = self.world.scheduler, self.world.machine.chance, self.start
-        batches = iter(loader)
-        change_at = self.plan.schedule[-1][0] - MOST_BATCH if self.plan.changes_live else None
+        expectation, size = self.job.expectation, self.world_size * self.batch_size
+        batches, epoch_batches, is_epoch_over = iter(loader), self.epoch_batches, False
+        change_at = self.plan.schedule[-1][0] - 2 * MOST_BATCH if self.plan.changes_live else None
         if change_at is not None and position >= max(1, change_at):
             change_at = None  # it is in the state
         while position < self.plan.samples:
-            began = scheduler.now
-            batch = next(batches)
-            self._check_wait(scheduler.now - began)
-            self._check_batch(rank, position, batch)
-            position += self.world_size * self.batch_size
-            if loader.position != position:
-                raise BrokenPromiseError(f"the position is {loader.position}, not {position}")
+            batch = self._next_batch(batches)
+            if (batch is None) != is_epoch_over:
+                raise BrokenPromiseError(f"at {position} the loop went on: {is_epoch_over}")
+            if batch is None:
+                batches, is_epoch_over = iter(loader), False
+                continue
+            step = expectation.step(position, self.world_size, self.batch_size)
+            self._check_batch(rank, position, batch, step)
+            epoch_batches = 0 if step.start != position else epoch_batches
+            epoch, position = step.start // expectation.epoch_samples, step.after
+            epoch_batches = epoch_batches + 1 if expectation.epoch(position, size) == epoch else 0
+            self._check_place(loader, position, epoch_batches)
             scheduler.note(f"batch {position}")
             if change_at is not None and position >= change_at:
                 start, weights = self.plan.schedule[-1]
                 loader.set_weights(weights, at_position=max(start, position))
                 change_at = None
-            self._pass_barrier(position, loader)
+            self._pass_barrier(step, loader, epoch_batches)
+            is_epoch_over = not self.plan.endless and not epoch_batches
             if chance.random() < 0.03:  # leave the loop, and come back
-                batches = iter(loader)
+                batches, is_epoch_over = iter(loader), False
             if self.plan.pause_seconds:
                 scheduler.sleep(self.plan.pause_seconds * chance.random())
 
-    def _check_wait(self, seconds: float) -> None:
-        longest = CALM_SECONDS if self._began_calm else self.plan.timeout_seconds + 60.0
-        if seconds > longest and self.world.is_calm:
-            raise BrokenPromiseError(
-                f"a batch was waited for for {seconds:.0f} s, longer than {longest:.0f} s"
-            )
+    def _next_batch(self, batches: Iterator[Batch]) -> Batch | None:
+        """The next batch, None at the end of an epoch, or a documented error; none of them comes too late."""
+        world, waits = self.world, self.world.waits
+        task = world.scheduler.current
+        assert task is not None
+        began, waits_before = world.scheduler.now, waits[task]
+        try:
+            return next(batches, None)
+        finally:
+            # What the prefetching thread is at (`Prefetcher._take_ready`). If it has no batch then, the loop
+            # reads itself: rows one by one (`CacheRun.first_rows`), and shards.
+            calm = world.longest_calm_wait
+            if calm is None:
+                longest = (2 + waits[task] - waits_before) * world.longest_wait(self.plan.timeout_seconds)
+            world.check_wait("a batch", began, longest if calm is None else calm)
 
-    def _check_batch(self, rank: int, position: int, batch: Any) -> None:
-        """The tokens are those of the rows that the batch names."""
+    def _check_batch(self, rank: int, position: int, batch: Any, step: Step) -> None:
+        """The batch has the rows that the rank must get at this step, and their tokens."""
         rows = batch["sample_id"]
-        streams = batch.get("stream_id", np.zeros_like(rows))
+        streams = batch.get("stream_id", np.where(rows < 0, -1, 0))
+        got = tuple(zip(streams.tolist(), rows.tolist(), strict=True))
+        if got != step.ranks[rank]:
+            wanted = step.ranks[rank]
+            raise BrokenPromiseError(f"rank {rank} at {position}: delivered {got}, not {wanted}")
         datasets = self.plan.datasets
-        expected = np.stack([dataset_rows(datasets[s])[r] for s, r in zip(streams, rows, strict=True)])
-        if batch["tokens"].shape != (self.batch_size, LENGTH) or not np.array_equal(
-            batch["tokens"], expected
-        ):
-            raise BrokenPromiseError(f"rank {rank} at {position}: wrong tokens in rows {rows}")
-        self._delivered += zip(streams.tolist(), rows.tolist(), strict=True)
+        expected = np.array([dataset_rows(datasets[s])[r] if r >= 0 else [EOS] * LENGTH for s, r in got])
+        if not np.array_equal(batch["tokens"], expected):
+            raise BrokenPromiseError(f"rank {rank} at {position}: wrong tokens in rows {got}")
+        if self.plan.tail == "pad" and not np.array_equal(batch["is_padding"], rows < 0):
+            raise BrokenPromiseError(f"rank {rank} at {position}: padding is not marked")
 
-    def _check_step(self, position: int) -> None:
-        """The ranks have together what the order says, each sample once."""
-        plan, size = self.plan, self.world_size * self.batch_size
-        streams, rows = expected_order(plan.datasets, plan.schedule, plan.window, plan.samples + MOST_BATCH)
-        step = slice(position - size, position)
-        expected = sorted(zip(streams[step].tolist(), rows[step].tolist(), strict=True))
-        delivered, self._delivered = sorted(self._delivered), []
-        if delivered != expected:
-            raise BrokenPromiseError(f"{plan.name} before {position}: delivered {delivered}, not {expected}")
+    def _check_place(self, loader: StreamingLoader, position: int, epoch_batches: int) -> None:
+        """The loader knows where it is, and how long the epoch of its next batch is."""
+        if loader.position != position:
+            raise BrokenPromiseError(f"the position is {loader.position}, not {position}")
+        if not self.plan.endless:
+            left = self.job.expectation.batches_left(position, self.world_size * self.batch_size)
+            if len(loader) != epoch_batches + left:
+                raise BrokenPromiseError(
+                    f"at {position} an epoch has {len(loader)} batches, not {epoch_batches} and {left}"
+                )
 
-    def _pass_barrier(self, position: int, loader: StreamingLoader) -> None:
-        """Wait for the other ranks, as training does; save a state now and then."""
+    def _pass_barrier(self, step: Step, loader: StreamingLoader, epoch_batches: int) -> None:
+        """Wait for the other processes, as training does; save a state now and then."""
         with self._changed:
             self._arrived += 1
-            if self._arrived == self.world_size:
-                self._check_step(position)
+            if self._arrived == self._processes:
+                self._steps.append(step)
                 self._arrived, self._states = 0, []
                 self._passed += 1
-                self._saves = position >= self.plan.samples or self.world.chance.random() < 0.3
+                self._saves = step.after >= self.plan.samples or self.world.chance.random() < 0.3
                 self._changed.notify_all()
             else:
                 passed = self._passed
@@ -260,12 +341,16 @@ class Incarnation:
                 return
         state = loader.state_dict()
         with self._changed:
-            if any(other != state for _, other in self._states):
+            if any(other != state for other in self._states):
                 raise BrokenPromiseError("two ranks saved different states at one step")
-            self._states.append((position, state))
-            if len(self._states) == self.world_size:
-                self.job.position, self.job.state = position, state
-                self.world.scheduler.note(f"save {self.plan.name} {position}")
+            self._states.append(state)
+            if len(self._states) == self._processes:
+                self.job.save(state, self._steps, epoch_batches)
+                self._steps = []
+
+    @property
+    def _processes(self) -> int:
+        return self.world_size * self.plan.replicas
 
     def _served(self) -> Served:
         return replace(self.world.bucket.mine)

@@ -22,10 +22,11 @@ import shutil
 import socket
 import stat
 import sys
+import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,24 @@ class _Module:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
+
+
+class _Environment(Mapping[str, str]):
+    """`os.environ`, with what the launcher of the running process has put there."""
+
+    def __getitem__(self, name: str) -> str:
+        return self._own()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own())
+
+    def __len__(self) -> int:
+        return len(self._own())
+
+    def _own(self) -> dict[str, str]:
+        scheduler = active()
+        task = None if scheduler is None else scheduler.current
+        return {**os.environ, **({} if task is None else task.process.environment)}
 
 
 def _monotonic() -> float:
@@ -312,6 +331,15 @@ def _token_hex(size: int) -> str:
     return _urandom(size).hex()
 
 
+def _mkdtemp(suffix: str = "", prefix: str = "", dir: Any = None) -> str:
+    found = machine()
+    if found is None:
+        return tempfile.mkdtemp(suffix, prefix, dir)
+    path = os.path.join(dir, f"{prefix}{_token_hex(4)}{suffix}")  # noqa: PTH118
+    _call("mkdir", path)
+    return path
+
+
 def _flock(descriptor: int, operation: int) -> None:
     found = machine()
     if found is None:
@@ -377,6 +405,7 @@ _MODULES: dict[str, object] = {
             "fstat": _stat("fstat"),
             "scandir": _scandir,
             "listdir": _listdir,
+            "environ": _Environment(),
             "getpid": _getpid,
             "urandom": _urandom,
             **{
@@ -385,6 +414,7 @@ _MODULES: dict[str, object] = {
             },
         },
     ),
+    "tempfile": _Module(tempfile, {"mkdtemp": _mkdtemp}),
     "fcntl": _Module(fcntl, {"flock": _flock}),
     "shutil": _Module(shutil, {"disk_usage": _disk_usage}),
     "socket": _Module(socket, {"gethostname": lambda: "host"}),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from shardkit.cache import folder
+from shardkit.cache import folder, shards
 from shardkit.cache.fetcher import Job
 from shardkit.cache.folder import CacheFolder, FolderSlot
 from shardkit.loaders.loader import StreamingLoader
@@ -17,6 +17,7 @@ from shardkit.publish import publication
 from shardkit.publish.contents import Listing
 from shardkit.publish.publication import Publication
 from shardkit.storage import retry
+from shardkit.storage.clock import wait_until
 from shardkit.storage.resilient import ResilientBody, ResilientStore
 from shardkit.storage.retry import Call
 from shardkit.writers.execution.task import Commit, Task
@@ -91,6 +92,10 @@ def _lose_what_is_ready() -> list[Patch]:
     return [(Prefetcher, "_take_ready", take_ready)]
 
 
+def _forget_the_deadline() -> list[Patch]:
+    return [(shards, "wait_until", lambda wait, deadline: wait_until(wait, deadline + 1e6))]
+
+
 def _record_before_outputs() -> list[Patch]:
     commit = StoreWork.commit
 
@@ -131,6 +136,7 @@ PLANTED: dict[str, Callable[[], list[Patch]]] = {
     "entries-trusted": _trust_entries,
     "room-of-others": _take_room_of_others,
     "ready-lost": _lose_what_is_ready,
+    "deadline-forgotten": _forget_the_deadline,
 }
 
 PLANTED_IN_BUILDS: dict[str, Callable[[], list[Patch]]] = {

@@ -52,9 +52,17 @@ class Process:
         self.tasks: set[Task] = set()
         self.descriptors: set[int] = set()
         self.variables: dict[object, Any] = {}
+        self.environment: dict[str, str] = {}  # variables that are not those of the real process
         self.held: list[Task] = []  # that could run if the process were not suspended
         self.is_suspended = False
+        self.suspended_at = 0.0
+        self.suspensions: list[tuple[float, float]] = []  # those that are over: from when to when
         self.ended = Event()  # killed, or its main task returned
+
+    def ran(self, began: float, now: float) -> tuple[float, int]:
+        """(seconds in which it was not suspended, how often it was) since `began`."""
+        parts = [(max(since, began), until) for since, until in self.suspensions if until > began]
+        return now - began - sum(until - since for since, until in parts), len(parts)
 
 
 class Task:
@@ -313,7 +321,7 @@ class Scheduler:
             self.resume(process)
 
         if not process.is_suspended:
-            process.is_suspended = True
+            process.is_suspended, process.suspended_at = True, self.now
             self.note(f"suspend {process.name} for {seconds:.1f} s")
             self.spawn(resume_later, "resume", self._director)
 
@@ -322,6 +330,7 @@ class Scheduler:
         if not process.is_suspended:
             return
         process.is_suspended = False
+        process.suspensions.append((process.suspended_at, self.now))
         self.note(f"resume {process.name}")
         held, process.held = process.held, []
         for task in held:

@@ -1,14 +1,16 @@
 """Training jobs on one simulated machine, what befalls them, and what must hold all the same.
 
 A run draws one to three jobs from its seed. Each reads a dataset or a mixture through a cache, which jobs may
-share, as ranks in lockstep that save a state now and then. In the first part of a run, ranks are killed and
+share, as ranks in lockstep that save a state now and then: with any tail, over several epochs, balanced or
+not, each rank as one process or as several replicas. In the first part of a run, ranks are killed and
 suspended, the store and the disk fail, clocks jump, and cached files are damaged. A job that lost a rank, or
 whose rank got an error that the package documents, begins again from its last state with another number of
 ranks and another batch size. Then all faults end, and each job must reach its end without any error.
 
-Checked are: each step has the samples that the order says, with the right tokens; an error has a cause; a
-wait has a limit; the cache never takes more than its room; no more requests are open than allowed; a process
-that has closed its loader has no file, thread, room, lease or request left; counters agree with the store's.
+Checked are: each rank gets the rows that the specification says, in their order, with the right tokens, and
+all of them once; an epoch has its batches; an error has a cause; a wait has a limit, also while things fail;
+the cache never takes more than its room; no more requests are open than allowed; a process that has closed
+its loader has no file, thread, room, lease or request left; counters agree with the store's.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import os
 import random
 import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -26,26 +27,33 @@ from typing import Any
 
 from shardkit.cache import folder as cache_folder
 from shardkit.cache.fetcher import FetchLimits
+from shardkit.cache.folder import LOCK_SECONDS
 from shardkit.cache.shards import CachedShards
 from shardkit.cache.subfolder import SUBFOLDER
 from shardkit.errors import ShardkitError
 from shardkit.loaders import streams as loader_streams
-from simulation.jobs import DATASETS, MOST_BATCH, Job, JobPlan
+from shardkit.storage.clock import GAP_SECONDS, LOOK_SECONDS
+from simulation.datasets import DATASETS, dataset_files, is_shard
+from simulation.jobs import Job, JobPlan
 from simulation.machine import Disk, Machine
-from simulation.scheduler import Event, Process, Scheduler
+from simulation.scheduler import Event, Process, Scheduler, Task
 from simulation.world import (
     BrokenPromiseError,
     Bucket,
     Faults,
     Outcome,
-    dataset_files,
-    expected_order,
-    running,
+    folder_in_memory,
+    run_world,
 )
 
 __all__ = ["simulate"]
 
 FAULTS = ("kill", "suspend", "store", "disk", "clock", "damage", "replace", "remove")
+SHORT_SECONDS = 0.1
+HELD_SECONDS = FetchLimits().lease_seconds + LOCK_SECONDS
+"""The lease of a shard that another process fetches, and the folder's lock.
+
+Whoever holds one for longer has been stopped; both are free at once when their holder dies."""
 STEPS = (1, 10, 100, 1000)
 """Of a process, until something befalls it: in the middle of whatever it does."""
 
@@ -77,22 +85,39 @@ class World:
         )
         self.loads: Counter[Process] = Counter()
         """Shards read."""
+        self.waits: Counter[Task] = Counter()
+        """For shards, of each thread."""
         self.is_calm = False
         self._kinds = self.chance.sample(FAULTS, self.chance.randint(1, len(FAULTS)))  # that this run has
         self.has_failed_disk = False
-        self.is_slow = False
-        """Whether something may take as long as a loader waits."""
+        self.is_slow = self.has_suspended = False
+        """Whether store or disk may have taken as long as a loader waits; whether ranks were suspended."""
         self.kills = 0
         self.errors: dict[str, int] = {}
+
+    @property
+    def samples(self) -> int:
+        """Delivered by all jobs."""
+        return sum(job.position for job in self.jobs)
+
+    @property
+    def starts(self) -> int:
+        """Of jobs, each of which may have several."""
+        return sum(job.incarnations for job in self.jobs)
 
     def count_loads(self) -> Callable[..., Any]:
         """`CachedShards._load` that counts what it returns."""
         load = CachedShards._load
 
-        def counted(shards: CachedShards, number: int, *more: Any) -> Any:
-            data = load(shards, number, *more)
-            assert self.scheduler.current is not None
-            self.loads[self.scheduler.current.process] += 1
+        def counted(shards: CachedShards, number: int, timeout_seconds: float, *more: Any) -> Any:
+            task, began = self.scheduler.current, self.scheduler.now
+            assert task is not None
+            try:
+                data = load(shards, number, timeout_seconds, *more)
+            finally:
+                self.waits[task] += self.scheduler.now - began > SHORT_SECONDS
+                self.check_wait("a shard", began, self.longest_wait(timeout_seconds))
+            self.loads[task.process] += 1
             return data
 
         return counted
@@ -125,6 +150,34 @@ class World:
             self.scheduler.resume(process)
         self.is_calm = True
 
+    @property
+    def longest_calm_wait(self) -> float | None:
+        """For a batch, while nothing has taken as long as a loader waits."""
+        return None if self.is_slow or self.has_suspended else HELD_SECONDS
+
+    def longest_wait(self, timeout_seconds: float) -> float:
+        """For one shard, or the rows of a batch (`CachedShards._load`, `CacheRun.first_rows`).
+
+        The store's retries last as long as the loader's timeout, so they add nothing.
+        """
+        longest = timeout_seconds
+        if not self.is_slow:
+            # The store answers: only what suspended processes hold is waited for. Of a damaged entry that is
+            # its lease, then the folder's lock (`CacheFolder._quarantine`); of rows, what a replica claimed.
+            longest = min(longest, HELD_SECONDS + FetchLimits().peer_seconds)
+        # The deadline is looked at before an entry is, which may be damaged, and now and then (`wait_until`).
+        return longest + 2 * LOCK_SECONDS + LOOK_SECONDS
+
+    def check_wait(self, what: str, began: float, longest: float) -> None:
+        """The running task has waited since `began`, no longer than it may; suspensions do not count."""
+        task = self.scheduler.current
+        if task is None or not task.process.is_alive:
+            return
+        seconds, suspensions = task.process.ran(began, self.scheduler.now)
+        longest += suspensions * GAP_SECONDS  # up to which the running clock sees none
+        if seconds > longest:
+            raise BrokenPromiseError(f"{what} was waited for for {seconds:.1f} s, not {longest:.1f} s")
+
     def note_error(self, error: ShardkitError) -> None:
         """A rank's loop got `error`, for which there must be a cause."""
         name = type(error).__name__
@@ -135,8 +188,8 @@ class World:
             "ShardError": self.bucket.corrupted > 0,
             "ObjectChangedError": self.bucket.replaced > 0,
             "CacheFolderError": self.has_failed_disk,
-            "FetchTimeoutError": self.is_slow,
-            "LoaderTimeoutError": self.is_slow,
+            "FetchTimeoutError": self.is_slow or self.has_suspended,
+            "LoaderTimeoutError": self.is_slow or self.has_suspended,
         }
         if not has_cause.get(name, False):
             raise BrokenPromiseError(f"without a cause: {name}: {error}") from error
@@ -153,7 +206,7 @@ class World:
             self.kills += 1
             self.scheduler.after_steps(chance.choice(ranks), chance.choice(STEPS), self.scheduler.kill)
         elif kind == "suspend" and ranks:
-            self.is_slow = True
+            self.has_suspended = True
             seconds = chance.choice((0.1, 5.0, 30.0, 200.0)) * chance.random()
             suspend = partial(self.scheduler.suspend, seconds=seconds)
             self.scheduler.after_steps(chance.choice(ranks), chance.choice(STEPS), suspend)
@@ -161,6 +214,8 @@ class World:
             self.bucket.faults = faults = Faults.drawn(chance)
             self.is_slow |= faults.refuse_share + faults.slow_share + faults.break_share > 0
             self.is_slow |= faults.bytes_per_second < 1e5
+            if faults.refuse_share == 1:  # an outage
+                self.scheduler.sleep(400 * chance.random())
         elif kind == "disk":
             disk.foreign = chance.choice((0, 0, disk.total // 2, disk.total))
             disk.error_share = chance.choice((0.0, 0.0, 0.05))
@@ -172,7 +227,7 @@ class World:
         elif kind == "damage":
             self._damage_entry()
         elif kind == "replace":
-            self.bucket.replace(chance.choice([key for key in self.bucket.objects if ".mds" in key]))
+            self.bucket.replace(chance.choice(list(filter(is_shard, self.bucket.objects))))
         elif kind == "remove":
             shutil.rmtree(self.cache / SUBFOLDER, ignore_errors=True)
             self.has_failed_disk = True
@@ -213,29 +268,11 @@ class World:
 
 def simulate(seed: int, *, watch: Callable[[Scheduler], None] | None = None, lines: bool = False) -> Outcome:
     """One run of jobs. Raises what went wrong: `BrokenPromiseError`, or an error of the package."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(
-        dir=memory if memory.is_dir() else None, prefix="shardkit-simulation-"
-    ) as root:
-        world = World(seed, Path(root))
-        for job in world.jobs:
-            plan = job.plan
-            expected_order(plan.datasets, plan.schedule, plan.window, plan.samples + MOST_BATCH)
-        with running(
-            world.machine,
-            world.bucket,
+    with folder_in_memory() as folder:
+        world = World(seed, folder)
+        seen = (
             (CachedShards, "_load", world.count_loads()),
             (loader_streams, "FetchLimits", lambda **_: world.limits),
             (cache_folder, "_numbers", iter(range(sys.maxsize))),
-            lines=lines,
-        ):
-            if watch is not None:
-                watch(world.scheduler)
-            world.scheduler.run(world.direct)
-    return Outcome.of(
-        world.scheduler,
-        samples=sum(job.position for job in world.jobs),
-        incarnations=sum(job.incarnations for job in world.jobs),
-        kills=world.kills,
-        errors=world.errors,
-    )
+        )
+        return run_world(world, *seen, watch=watch, lines=lines)

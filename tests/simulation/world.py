@@ -14,18 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
-import numpy as np
-import numpy.typing as npt
-
-from shardkit.formats import mds
-from shardkit.loaders import StreamingLoader
-from shardkit.loaders.config import Stream
 from shardkit.storage import resilient
 from shardkit.storage.store import (
     BaseBody,
@@ -41,17 +35,22 @@ from shardkit.storage.store import (
     checked_range,
     open_source,
 )
+from simulation.datasets import is_shard
 from simulation.machine import Machine, installed, running_on
 from simulation.scheduler import Process, Scheduler
-from support.loader_data import parts, token_rows
 
 __all__ = [
-    "LENGTH", "URL", "BrokenPromiseError", "Bucket", "Faults", "Outcome", "Served", "dataset_files",
-    "dataset_rows", "expected_order", "running",
-]  # fmt: skip
+    "URL",
+    "BrokenPromiseError",
+    "Bucket",
+    "Faults",
+    "Outcome",
+    "Served",
+    "folder_in_memory",
+    "run_world",
+]
 
 URL = "memory://bucket"
-LENGTH = 8
 LINE_SHARE = 0.02
 _THREADED = (
     "cache/",
@@ -63,7 +62,6 @@ _THREADED = (
     "producer.py",
     "streams.py",
 )
-Rows = npt.NDArray[Any]
 
 
 class BrokenPromiseError(AssertionError):
@@ -84,17 +82,22 @@ class Outcome:
     errors: Mapping[str, int]
     digest: int
 
-    @classmethod
-    def of(cls, scheduler: Scheduler, **counts: Any) -> Outcome:
-        """What a run that has ended did."""
-        return cls(
-            seed=scheduler.seed,
-            steps=scheduler.steps,
-            switches=scheduler.switches,
-            virtual_seconds=scheduler.now,
-            digest=scheduler.digest,
-            **counts,
-        )
+
+class SimulatedWorld(Protocol):
+    """What a run is about: a machine, a bucket, and who uses them."""
+
+    scheduler: Scheduler
+    machine: Machine
+    bucket: Bucket
+    kills: int
+    errors: dict[str, int]
+
+    @property
+    def samples(self) -> int: ...
+    @property
+    def starts(self) -> int: ...
+    def direct(self) -> None:
+        """The main task of the run's director, with which it ends."""
 
 
 @dataclass
@@ -122,7 +125,7 @@ class Faults:
             latency_seconds=chance.choice((0.0, 0.005, 0.05, 0.5)),
             slow_share=share(0.2),
             slow_seconds=chance.choice((1.0, 5.0, 40.0)),
-            refuse_share=share(0.3),
+            refuse_share=1.0 if chance.random() < 0.15 else share(0.3),
             break_share=share(0.3),
             corrupt_share=share(0.2),
             bytes_per_second=chance.choice((2e3, 1e5, 1e7)),
@@ -293,7 +296,7 @@ class SimulatedBody(BaseBody):
         if data and chance.random() < faults.break_share:
             self._break_at, self._kind = chance.randrange(len(data)), chance.randrange(3)
         # Shards only: nothing proves an index, whose other bytes may be another order.
-        if data and ".mds" in info.key and chance.random() < faults.corrupt_share:
+        if data and is_shard(info.key) and chance.random() < faults.corrupt_share:
             bucket.corrupted += 1
             place = chance.randrange(len(data))
             data = data[:place] + bytes([data[place] ^ chance.randrange(1, 256)]) + data[place + 1 :]
@@ -331,70 +334,6 @@ class SimulatedBody(BaseBody):
         self._is_open = False
 
 
-@lru_cache(maxsize=16)
-def dataset_rows(name: str) -> Rows:
-    """Row i of the dataset `name`, which is its number of rows and of shards and its kind: "mds-240-24"."""
-    _, samples, _ = name.split("-")
-    return token_rows(int(samples), LENGTH) + np.uint16(len(name) % 7)
-
-
-@lru_cache(maxsize=16)
-def dataset_files(name: str) -> Path:
-    """The folder with a dataset; it is kept until the process ends."""
-    kind, _, shards = name.split("-")
-    folder = TemporaryDirectory(prefix="shardkit-simulation-")
-    _kept.append(folder)
-    root, rows = Path(folder.name), dataset_rows(name)
-    infos = [
-        mds.write_rows_shard(
-            root,
-            f"shard.{number:05d}.mds",
-            rows[low:high],
-            compression="zstd" if kind == "zstd" else None,
-            hashes=() if kind == "plain" else ("xxh64",),
-        )
-        for number, (low, high) in enumerate(parts(len(rows), int(shards)))
-    ]
-    mds.write_index(root, infos)
-    return root
-
-
-_kept: list[TemporaryDirectory[str]] = []
-
-
-@lru_cache(maxsize=64)
-def expected_order(
-    names: tuple[str, ...], schedule: tuple[tuple[int, tuple[int, ...]], ...], window: int, samples: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(stream, row) of the first `samples` of a run, as one rank reads them one by one from local files."""
-    streams = [
-        Stream(dataset_files(name), name=str(n), weight=schedule[0][1][n]) for n, name in enumerate(names)
-    ]
-    options: dict[str, Any] = {"schedule": list(schedule)} if len(names) > 1 else {}
-    found: list[tuple[int, int]] = []
-    with StreamingLoader(
-        streams if len(names) > 1 else dataset_files(names[0]),
-        batch_size=1,
-        rank=0,
-        world_size=1,
-        return_ids=True,
-        tensors="numpy",
-        dtype=None,
-        endless=True,
-        lanes=2,
-        window=window,
-        prefetch_batches=0,
-        **options,
-    ) as loader:
-        for batch in loader:
-            stream = int(batch["stream_id"][0]) if "stream_id" in batch else 0
-            found.append((stream, int(batch["sample_id"][0])))
-            if len(found) == samples:
-                break
-    array = np.array(found, dtype=np.int64)
-    return array[:, 0], array[:, 1]
-
-
 @cache
 def _has_threads(file: str) -> bool:
     """Whether several threads run what is in a file."""
@@ -402,7 +341,44 @@ def _has_threads(file: str) -> bool:
 
 
 @contextmanager
-def running(
+def folder_in_memory() -> Iterator[Path]:
+    """A temporary folder, in memory if the system has one there."""
+    memory = Path("/dev/shm")
+    parent = memory if memory.is_dir() else None
+    with TemporaryDirectory(dir=parent, prefix="shardkit-simulation-") as root:
+        yield Path(root)
+
+
+def run_world(
+    world: SimulatedWorld,
+    *seen: tuple[Any, str, object],
+    watch: Callable[[Scheduler], None] | None,
+    lines: bool,
+) -> Outcome:
+    """A run of a world to its end. `seen`: what its tasks see in place of the package's own objects.
+
+    `watch`: gets the scheduler before the first step. `lines`: as for `_running`.
+    """
+    scheduler = world.scheduler
+    with _running(world.machine, world.bucket, *seen, lines=lines):
+        if watch is not None:
+            watch(scheduler)
+        scheduler.run(world.direct)
+    return Outcome(
+        seed=scheduler.seed,
+        steps=scheduler.steps,
+        switches=scheduler.switches,
+        virtual_seconds=scheduler.now,
+        samples=world.samples,
+        incarnations=world.starts,
+        kills=world.kills,
+        errors=world.errors,
+        digest=scheduler.digest,
+    )
+
+
+@contextmanager
+def _running(
     machine: Machine, bucket: Bucket, *more: tuple[Any, str, object], lines: bool = False
 ) -> Iterator[None]:
     """In the block, the scheduler's tasks run on `machine` and reach `bucket`; `more`: what else they see.

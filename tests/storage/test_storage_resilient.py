@@ -157,6 +157,22 @@ def test_a_put_after_a_failure_does_not_take_another_writers_object_for_its_own(
     assert faulty.below.get("new") == theirs
 
 
+class BriefStore(ScriptedStore):
+    """Where objects are removed before anybody looks at them."""
+
+    def rule_for(self, operation: str, key: str) -> FaultRule | None:
+        if operation == "head":
+            self.below.delete(key)
+        return super().rule_for(operation, key)
+
+
+def test_a_put_after_a_failure_fails_as_any_other_if_the_object_in_its_way_is_removed_meanwhile() -> None:
+    store = BriefStore([ERROR])
+    store.below.put("new", DATA)
+    with pytest.raises(ObjectExistsError):
+        retrying(store).put("new", DATA, if_absent=True)
+
+
 def test_a_file_that_is_not_there_is_the_stores_to_complain_about(tmp_path: Path) -> None:
     store = connect(tmp_path / "store")
     with pytest.raises(StoreError, match="missing"):

@@ -186,6 +186,8 @@ class DriverLease(Closing):
             is_ours = newest is not None and self._store.get(newest.key).startswith(self._id.encode())
             if not is_ours:  # otherwise our last write arrived, though its answer did not
                 self.held, self.was_lost = False, True
+                if newest is not None and newest.key > self._own[0]:
+                    self._store.delete(self._own[0])  # a late write of ours may have brought it back
                 return
         self._write(self._own[0])
 
@@ -194,6 +196,10 @@ class DriverLease(Closing):
             if self.held:
                 with contextlib.suppress(StoreError):  # the next beat may arrive
                     self.renew()
+        if not self.held and self._own[0]:  # `close` did not wait until the last beat had been written
+            with contextlib.suppress(StoreError):
+                if self._store.get(self._own[0]).startswith(self._id.encode()):
+                    self._store.delete(self._own[0])
 
     def _write(self, key: str, *, if_absent: bool = False) -> None:
         self._beats += 1

@@ -22,7 +22,7 @@ from pathlib import Path
 import xxhash
 
 from shardkit.errors import BuildError
-from shardkit.storage.store import ObjectNotFoundError, Store, StoreError
+from shardkit.storage.store import ObjectChangedError, ObjectNotFoundError, Store, StoreError
 from shardkit.writers.execution.artifacts import RemoteFiles
 from shardkit.writers.execution.task import Commit, task_key
 
@@ -94,7 +94,7 @@ class Segments:
     def _fetch(self, key: str) -> bytes:
         try:
             data = self._store.get(key)
-        except ObjectNotFoundError:
+        except (ObjectNotFoundError, ObjectChangedError):  # removed, or put again, while it was read
             return b""
         return data if xxhash.xxh3_128_hexdigest(data) == key.rpartition("/")[2] else b""
 
