@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -15,6 +16,13 @@ from shardkit.writers.kernels.numba_support import kernel_cache
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ.update(kernel_cache())  # before Numba is imported: kernels are compiled once for tests and workers
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of the tests' processes would compile all modules
+gc.disable()  # while tests are collected: no collection can free what is imported
+
+
+def pytest_collection_finish() -> None:
+    """Leave the millions of objects that were imported out of all collections, in forks of this process too."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
