@@ -20,7 +20,7 @@ gc.disable()  # while tests are collected: no collection can free what is import
 
 
 def pytest_collection_finish() -> None:
-    """Leave the millions of objects that were imported out of all collections, in forks of this process too."""
+    """Leave the millions of objects that were imported out of all collections, also in forks."""
     gc.freeze()
     gc.enable()
 
