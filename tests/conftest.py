@@ -25,6 +25,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _facts_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A tokenizer is examined once for all builds of a run, as workers do it for all builds of a machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDKIT_FACTS_DIR", str(tmp_path_factory.mktemp("facts")))
+        yield
+
+
 @pytest.fixture
 def process_groups() -> Iterator[Callable[[int, int], None]]:
     """Makes this process a rank of a world whose other ranks do nothing; all that it makes share a store."""
