@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -15,6 +16,21 @@ from shardkit.writers.kernels.numba_support import kernel_cache
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ.update(kernel_cache())  # before Numba is imported: kernels are compiled once for tests and workers
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of the tests' processes would compile all modules
+gc.disable()  # while tests are collected: no collection can free what is imported
+
+
+def pytest_collection_finish() -> None:
+    """Leave the millions of objects that were imported out of all collections, also in forks."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _facts_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A tokenizer is examined once for all builds of a run, as workers do it for all builds of a machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDKIT_FACTS_DIR", str(tmp_path_factory.mktemp("facts")))
+        yield
 
 
 @pytest.fixture

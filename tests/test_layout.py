@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,11 @@ def modules() -> Iterator[tuple[str, Path]]:
 MODULES = list(modules())
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def test_pyproject_lists_every_package_of_the_tree() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = {name for name, file in MODULES if file.name == "__init__.py"}
@@ -61,7 +67,7 @@ def test_modules_and_functions_keep_their_budgets() -> None:
     for _, file in MODULES:
         text = file.read_text()
         assert text.count("\n") <= MODULE_LINES, f"{file}: over {MODULE_LINES} lines: split it by concept"
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 check_function(node, file)
     long = [str(file) for _, file in MODULES if file.read_text().count("\n") > LONG_MODULE]
@@ -80,13 +86,14 @@ def check_function(node: ast.FunctionDef | ast.AsyncFunctionDef, file: Path) -> 
 
 
 def test_every_module_says_what_it_guarantees() -> None:
-    silent = [str(file) for _, file in MODULES if not ast.get_docstring(ast.parse(file.read_text()))]
+    silent = [str(file) for _, file in MODULES if not ast.get_docstring(parsed(file))]
     assert not silent, f"without a docstring: {silent}"
 
 
+@cache
 def imported_names(file: Path) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -130,7 +137,7 @@ def test_layers_point_one_way() -> None:
 def test_a_tool_that_is_asked_late_is_imported_in_functions_only() -> None:
     files = dict(MODULES)
     for asks, asked in ASKED_LATE:
-        top = [node for node in ast.parse(files[asks].read_text()).body if isinstance(node, ast.ImportFrom)]
+        top = [node for node in parsed(files[asks]).body if isinstance(node, ast.ImportFrom)]
         assert asked not in {node.module for node in top}
         assert asked in imported_names(files[asks])
 
@@ -191,11 +198,12 @@ def running_imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
             yield from running_imports(node)
 
 
+@cache
 def imported_folders(file: Path) -> set[str]:
     """The folders of the modules that `file` imports."""
     known = {name for name, _ in MODULES}
     found: set[str] = set()
-    for node in running_imports(ast.parse(file.read_text())):
+    for node in running_imports(parsed(file)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name in known}
         elif node.module in known:

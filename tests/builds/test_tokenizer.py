@@ -412,6 +412,7 @@ def test_facts_are_kept_for_their_key_and_made_again_if_damaged(
         made.append(len(made))
         return {"number": len(made)}
 
+    monkeypatch.delenv("SHARDKIT_FACTS_DIR")
     assert [remembered("a", compute), remembered("a", compute)] == [{"number": 1}, {"number": 2}]
     monkeypatch.setenv("SHARDKIT_FACTS_DIR", str(tmp_path / "facts"))
     assert [remembered("a", compute), remembered("a", compute)] == [{"number": 3}] * 2

@@ -6,16 +6,19 @@ import ast
 import importlib
 import json
 import re
-import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from shardkit import errors
 from shardkit.cli.main import VERBS
 from shardkit.errors import MissingExtraError, naming_extras
+from support.script_server import ScriptServer
 from support.small_build import make_corpus
 from support.small_dataset import make_dataset
 
@@ -23,24 +26,45 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 120
 BLOCK = """
 import importlib.abc, sys
+missing = set(sys.argv[1].split(","))
+assert not missing & sys.modules.keys(), "imported before it was hidden"
 class Missing(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name.partition(".")[0] in sys.argv[1].split(","):
+        if name.partition(".")[0] in missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
 """
+COMMAND = "from shardkit.cli.main import main\nsys.exit(main(sys.argv[2:]))"
+# What shardkit always needs: imported once, by the process that all others are forks of.
+NEEDED = ["numpy", "pydantic", "rich.console", "xxhash", "yaml", "zstandard"]
 ALL = ",".join(errors._EXTRAS)
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def without(missing: str, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `code` where these packages cannot be imported."""
-    command = [sys.executable, "-c", BLOCK + code, missing, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+class Ended(NamedTuple):
+    code: int
+    output: str
 
 
-def run_command(missing: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return without(missing, "from shardkit.cli.main import main\nsys.exit(main(sys.argv[2:]))", *words)
+class Bare:
+    """Runs code in new processes, in which some packages cannot be imported."""
+
+    def __init__(self, server: ScriptServer, folder: Path) -> None:
+        self._server, self._folder, self._numbers = server, folder, count()
+
+    def run(self, missing: str, code: str, *arguments: str) -> Ended:
+        stem = self._folder / str(next(self._numbers))
+        script, output = stem.with_suffix(".py"), stem.with_suffix(".out")
+        script.write_text(BLOCK + code)
+        process = self._server.start([str(script), missing, *arguments], cwd=self._folder, output=output)
+        return Ended(process.wait(TIMEOUT), output.read_text())
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bare]:
+    folder = tmp_path_factory.mktemp("scripts")
+    with ScriptServer(NEEDED, path=folder, environment={}) as server:
+        yield Bare(server, folder)
 
 
 def in_extra(extra: str) -> set[str]:
@@ -98,17 +122,17 @@ def test_every_verb_is_tried() -> None:
 
 @pytest.mark.parametrize(("command", "named"), COMMANDS, ids=[command for command, _ in COMMANDS])
 def test_a_command_names_the_extra_that_it_lacks(
-    command: str, named: tuple[str, str] | None, places: dict[str, str]
+    command: str, named: tuple[str, str] | None, places: dict[str, str], bare: Bare
 ) -> None:
-    done = run_command(ALL, *(word.format(**places) for word in command.split()))
+    done = bare.run(ALL, COMMAND, *(word.format(**places) for word in command.split()))
     if named is None:
-        assert done.returncode == 0, done.stderr
+        assert done.code == 0, done.output
         return
     package, extra = named
-    assert done.returncode == 1, done.stdout + done.stderr
-    last = done.stderr.splitlines()[-1]  # the demo says what it begins before
+    assert done.code == 1, done.output
+    last = done.output.splitlines()[-1]  # the demo says what it begins before
     found = re.fullmatch(r"shardkit: error: (.+) needs (\S+): pip install 'shardkit\[(\w+)\]'", last)
-    assert found, done.stderr
+    assert found, done.output
     assert found[3] == extra
     assert found[2] == (package or found[2])
     assert found[2].lower() in in_extra(extra)
@@ -123,12 +147,12 @@ def test_a_command_names_the_extra_that_it_lacks(
     ],
 )
 def test_a_single_missing_package_is_named_with_its_extra(
-    missing: str, command: str, extra: str, places: dict[str, str]
+    missing: str, command: str, extra: str, places: dict[str, str], bare: Bare
 ) -> None:
-    done = run_command(missing, *(word.format(**places) for word in command.split()))
-    assert done.returncode == 1
-    assert f"needs {missing}: pip install 'shardkit[{extra}]'" in done.stderr
-    assert "Traceback" not in done.stderr
+    done = bare.run(missing, COMMAND, *(word.format(**places) for word in command.split()))
+    assert done.code == 1
+    assert f"needs {missing}: pip install 'shardkit[{extra}]'" in done.output
+    assert "Traceback" not in done.output
 
 
 @pytest.mark.parametrize(
@@ -159,13 +183,13 @@ def test_a_single_missing_package_is_named_with_its_extra(
     ],
 )
 def test_a_public_import_names_the_extra_that_it_lacks(
-    statement: str, missing: str, extra: str | None
+    statement: str, missing: str, extra: str | None, bare: Bare
 ) -> None:
-    done = without(missing, statement)
+    done = bare.run(missing, statement)
     if extra is None:
-        assert done.returncode == 0, done.stderr
+        assert done.code == 0, done.output
         return
-    last = done.stderr.splitlines()[-1]
+    last = done.output.splitlines()[-1]
     assert last.startswith("shardkit.errors.MissingExtraError: ")
     assert last.endswith(f": pip install 'shardkit[{extra}]'")
 

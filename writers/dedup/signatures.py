@@ -43,7 +43,7 @@ from shardkit.writers.documents import content_ranks, id_bytes, text_digests
 from shardkit.writers.exchange import RunWriter, Slice, StepReader, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts
-from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt32s, UInt64s, kernel
+from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt32s, UInt64s, int64, kernel
 from shardkit.writers.kernels.shingles import UNITS, make_shingle_scratch, next_shingles
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.words import CharacterTables, character_tables, composed
@@ -146,7 +146,7 @@ def _sign(
     hashes = scratch[2]
     some = len(factors) > 0
     for text in range(len(edges) - 1):
-        at, stop, state = edges[text], edges[text + 1], (0, 0)
+        at, stop, state = edges[text], edges[text + 1], (int64(0), int64(0))
         key, lowest = keys[text], values[text]  # here, because a view costs a counted reference
         count = 0
         while at < stop:

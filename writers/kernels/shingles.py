@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import pyarrow as pa
 
-from shardkit.writers.kernels.numba_support import Int32s, Int64s, UInt8s, UInt64s, kernel
+from shardkit.writers.kernels.numba_support import Int32s, Int64s, UInt8s, UInt64s, int64, kernel
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.utf8 import character_before, next_character
 from shardkit.writers.kernels.words import (
@@ -250,7 +250,7 @@ def _count_shingles(data: UInt8s, edges: Int64s, ngram: int, unit: int, tables: 
     scratch, key = make_shingle_scratch(ngram), np.zeros(2, np.uint64)
     total = 0
     for text in range(len(edges) - 1):
-        at, stop, state = edges[text], edges[text + 1], (0, 0)
+        at, stop, state = edges[text], edges[text + 1], (int64(0), int64(0))
         while at < stop:
             found, at, state = next_shingles(data, at, stop, state, ngram, unit, tables, scratch, key)
             total += found
@@ -271,7 +271,7 @@ def _collect_shingles(
     hashes = scratch[2]
     total = 0
     for text in range(len(edges) - 1):
-        at, stop, state = edges[text], edges[text + 1], (0, 0)
+        at, stop, state = edges[text], edges[text + 1], (int64(0), int64(0))
         while at < stop:
             found, at, state = next_shingles(data, at, stop, state, ngram, unit, tables, scratch, key)
             target = out[total:]

@@ -36,9 +36,14 @@ def text_offsets(texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
 
 
 def text_bytes(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
-    """uint8[m]: the array's UTF-8 buffer; never empty, so that kernels may take its address."""
+    """uint8[m]: the array's UTF-8 buffer, read-only; never empty, so that kernels may take its address.
+
+    Read-only also where Arrow's buffer is not: Numba would compile each kernel for both kinds of arrays.
+    """
     data = texts.buffers()[2]
-    return np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(1, np.uint8)
+    found = np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(1, np.uint8)
+    found.flags.writeable = False
+    return found
 
 
 def text_pieces(texts: pa.LargeStringArray, most_bytes: int) -> Iterator[tuple[int, int]]:
