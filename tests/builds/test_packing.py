@@ -329,9 +329,14 @@ def test_no_documents_make_no_rows(pack: object) -> None:
 
 @pytest.mark.parametrize(("lengths", "size"), [([1], 8), ([3, -1], 8), ([3], 1)])
 def test_lengths_that_cannot_be_packed_are_refused(lengths: list[int], size: int) -> None:
-    for pack in (pack_best_fit, pack_concat):
-        with pytest.raises(ValueError):
+    for pack in (pack_best_fit, pack_concat, pack_best_fit_crop, pack_best_fit_truncate):
+        with pytest.raises(ValueError, match=r"cannot be packed|needs at least 2 tokens"):
             pack(np.array(lengths, np.int64), size)
+
+
+def test_a_window_has_room_for_a_piece() -> None:
+    with pytest.raises(ValueError, match="a window needs at least one piece, not 0"):
+        pack_best_fit(np.array([3]), 8, window=0)
 
 
 @pytest.mark.parametrize(

@@ -359,7 +359,8 @@ def test_a_schedule_survives_json(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     "data",
     [None, {}, [], [[0]], [0, [1]], [[0, 1]], [[0, []]], [[0, [0]]], [[0, [1.0]]], [["0", [1]]], [[1, [1]]],
-     [[0, [1]], [0, [2]]], [[0, [1, 1]], [5, [1]]], [[0, [-1, 2]]], [[0, [True]]], [[0, [1], 2]]],
+     [[0, [1]], [0, [2]]], [[0, [1, 1]], [5, [1]]], [[0, [-1, 2]]], [[0, [True]]], [[0, [1], 2]],
+     [[0, [1]], 5], [[0, [1, 1]], [2**62, [1, 2]]]],
 )  # fmt: skip
 def test_a_schedule_from_elsewhere_is_refused(data: object) -> None:
     with pytest.raises(StateError, match="schedule"):
@@ -400,6 +401,7 @@ def test_weights_that_are_none_are_refused(weights: tuple[float, ...], message: 
         ((0.123456789, 0.876543211), (123456789, 876543211)),
         # What a float without few digits counts as is part of the order.
         ((math.pi / 10, 1), (56642635, 180299107)),
+        ((math.pi, math.e, math.sqrt(2)), (463736403, 401250696, 208754725)),
     ],
 )
 def test_fractions_are_taken_as_they_are_meant(weights: tuple[Any, ...], whole: tuple[int, ...]) -> None:
@@ -442,6 +444,8 @@ def test_what_is_out_of_range_is_refused() -> None:
             schedule.weights_at(position)
         with pytest.raises(ValueError, match="positions go from 0"):
             mixture.locate_at(np.array([0, position]))
+    with pytest.raises(ValueError, match="positions go from 0"):
+        mixture.locate_at(np.array([2**62]))
     for stream, index in ((-1, 0), (2, 0), (0, -1)):
         with pytest.raises(IndexError, match=f"no sample {index} of stream {stream} of 2"):
             mixture.position_of(stream, index)

@@ -317,8 +317,9 @@ def test_a_default_window_holds_two_shards_or_all_windows_64(samples: int, shard
 def test_defaults_refuse_nonsense() -> None:
     with pytest.raises(ValueError, match="must not be negative"):
         default_lanes(-1)
-    with pytest.raises(ValueError, match="no dataset has"):
-        default_window(0, 1, 0)
+    for samples, shards, lanes in ((0, 1, 0), (0, -1, 1), (-1, 1, 1)):
+        with pytest.raises(ValueError, match="no dataset has"):
+            default_window(samples, shards, lanes)
 
 
 # Batches
