@@ -194,6 +194,8 @@ class BuildWorld:
 
     def direct(self) -> None:
         """The main task of the director."""
+        if self.chance.random() < 0.5:  # leases are taken first of all
+            self._draw_faults()
         ended = [Event() for _ in range((self.slices or 2) + self.has_rival)]
         for index, event in enumerate(ended):
             is_rival = self.has_rival and event is ended[-1]
@@ -220,8 +222,7 @@ class BuildWorld:
         ]
         self.scheduler.note(f"fault {kind}")
         if kind == "store":
-            self.bucket.faults = Faults.drawn(chance)
-            self.bucket.faults.corrupt_share = 0.0
+            self._draw_faults()
         elif kind == "kill" and alive:
             self.kills += 1
             self.scheduler.after_steps(chance.choice(alive), chance.choice(STEPS), self.scheduler.kill)
@@ -229,6 +230,10 @@ class BuildWorld:
             seconds = chance.choice((1.0, 50.0, 100.0, 1000.0)) * chance.random()
             suspend = partial(self.scheduler.suspend, seconds=seconds)
             self.scheduler.after_steps(chance.choice(alive), chance.choice(STEPS), suspend)
+
+    def _draw_faults(self) -> None:
+        self.bucket.faults = Faults.drawn(self.chance)
+        self.bucket.faults.corrupt_share = 0.0
 
     def _keep_running(self, index: int, ended: Event, run: Callable[[int], None]) -> None:
         """Start a machine's build again until it finishes, or another dataset has taken its place."""

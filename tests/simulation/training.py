@@ -90,8 +90,10 @@ class World:
         self.is_calm = False
         self._kinds = self.chance.sample(FAULTS, self.chance.randint(1, len(FAULTS)))  # that this run has
         self.has_failed_disk = False
-        self.is_slow = self.has_suspended = False
-        """Whether store or disk may have taken as long as a loader waits; whether ranks were suspended."""
+        self.is_slow = self.has_suspended = self.has_outage = False
+        """Whether store or disk may have taken as long as a loader waits; whether ranks were suspended; and
+        whether the store was down for minutes, which may be longer than it is tried.
+        """
         self.kills = 0
         self.errors: dict[str, int] = {}
 
@@ -190,6 +192,8 @@ class World:
             "CacheFolderError": self.has_failed_disk,
             "FetchTimeoutError": self.is_slow or self.has_suspended,
             "LoaderTimeoutError": self.is_slow or self.has_suspended,
+            "TransientError": self.has_outage,
+            "ThrottledError": self.has_outage,
         }
         if not has_cause.get(name, False):
             raise BrokenPromiseError(f"without a cause: {name}: {error}") from error
@@ -214,7 +218,8 @@ class World:
             self.bucket.faults = faults = Faults.drawn(chance)
             self.is_slow |= faults.refuse_share + faults.slow_share + faults.break_share > 0
             self.is_slow |= faults.bytes_per_second < 1e5
-            if faults.refuse_share == 1:  # an outage
+            if faults.refuse_share == 1:
+                self.has_outage = True
                 self.scheduler.sleep(400 * chance.random())
         elif kind == "disk":
             disk.foreign = chance.choice((0, 0, disk.total // 2, disk.total))
