@@ -351,7 +351,7 @@ def _score(
         total[:] = 0
         end = _cut(data, offsets[text], offsets[text + 1], limit)
         count, seen = _add_text(data, offsets[text], end, tables, work, total, runs)
-        rows, value = _token_vector(_END, 0, len(_END), tables, work, spare)
+        rows, value = _token_vector(_END, int64(0), len(_END), tables, work, spare)
         _add_to_total(work.vectors, spare, total)
         count += rows + _add_runs(value, seen, runs, tables, work, total)
         if count:
@@ -386,7 +386,7 @@ def _add_text(
     data: UInt8s, begin: int, end: int, tables: _Tables, work: _Work, total: Float64s, runs: UInt64s
 ) -> tuple[int, int]:
     """Add the vectors of the tokens of data[begin:end] to `total`: (rows, tokens)."""
-    count, seen, start = int64(0), 0, begin
+    count, seen, start = int64(0), int64(0), begin
     before = ~np.uint64(0)  # what stood at the end of the last block, in its lowest bit
     for segment in range(begin, end + 1, _SEGMENT_BYTES):
         listed = 0

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardkit.writers.kernels.numba_support import Int32s, Int64s, UInt8s, UInt64s, kernel
+from shardkit.writers.kernels.numba_support import Int32s, Int64s, UInt8s, UInt64s, int64, kernel
 from shardkit.writers.tokenizer import Tokens
 
 __all__ = [
@@ -113,6 +113,8 @@ def pack_best_fit(
     lengths = np.ascontiguousarray(lengths, np.int64)
     if row_bos:  # pieces k = 1, 2, ... of a document begin at k * L, with the bos as their first token
         lengths = lengths + np.maximum(0, -(-(lengths - sequence_length) // (sequence_length - 1)))
+    lengths = lengths.view()
+    lengths.flags.writeable = False  # as arrays from files are: one kind of array, one compilation
     rows, document, start, length, row, column = _best_fit(lengths, sequence_length, window)
     if row_bos:
         piece = start // sequence_length
@@ -216,7 +218,7 @@ def _clear_bit(words: UInt64s, summary: UInt64s, i: int) -> None:
 @kernel
 def _best_fit(lengths: Int64s, size: int, window: int) -> tuple[int, Int64s, Int64s, Int64s, Int64s, Int64s]:
     """Cut whole rows off the long documents, then pack the remainders window by window."""
-    whole, count = 0, 0
+    whole, count = int64(0), 0
     for length in lengths:
         long = length // size if length >= size else 0  # divisions cost more than all else here
         whole += long
@@ -289,7 +291,7 @@ def _longest_first(rests: Int32s, counts: Int32s) -> tuple[Int32s, Int32s]:
 def _pack_window(sizes: Int32s, rows: int, size: int, buckets: _Buckets, row: Int64s, column: Int64s) -> int:
     """Best fit of pieces in falling order, from row `rows` on, into `row` and `column`; returns rows used."""
     words, summary, top, under, _ = buckets
-    used = 0
+    used = int64(0)
     for k in range(len(sizes)):
         rest = sizes[k]
         # A piece of more than half a row goes nowhere beside one that is longer still: no need to look.
