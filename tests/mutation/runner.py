@@ -173,6 +173,7 @@ class _Runs:
         assert self._module is not None
         assert self._module.__file__ is not None
         file = self._module.__file__
+        gc.unfreeze()  # what the tests' conftest has frozen would not be among the objects
         every_function = [each for each in gc.get_objects() if type(each) is FunctionType]
         functions = [each for each in every_function if each.__code__.co_filename == file]
         with _silenced():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from unittest.mock import patch
 
@@ -22,4 +23,6 @@ def ended_threads() -> Iterator[None]:
         yield
         for thread in threading.enumerate():
             if thread not in before and thread.name.startswith("shardkit"):
+                while thread.ident is None:  # its start has not got so far: it cannot be joined yet
+                    time.sleep(0.001)
                 thread.join(SECONDS)
