@@ -134,7 +134,7 @@ def assert_exact(folder: Path, name: str, plan: list[Leg]) -> None:
             assert sorted(ids) == sorted(int(i) for i in batch["sample_id"]), f"{leg}, samples of {number}"
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(names, st.lists(legs, min_size=1, max_size=3))
 def test_batches_and_states_are_those_of_a_loader_however_often_it_is_left(
     folder: Path, name: str, plan: list[Leg]
