@@ -31,7 +31,6 @@ def image(number: int) -> Image.Image:
 
 def write_mds(folder: Path) -> None:
     """Numbers, texts and images, as a training team's own script would."""
-    import torchvision_guard  # noqa: F401  (streaming imports torchvision)
     from streaming import MDSWriter
 
     columns = {"number": "int", "caption": "str", "image": "png"}

@@ -17,9 +17,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torchvision_guard  # noqa: F401
-
-# isort: split
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 

@@ -13,9 +13,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torchvision_guard  # noqa: F401
-
-# isort: split
 import lightning
 import torch
 from gpt import GPT, GPTConfig, next_token_loss

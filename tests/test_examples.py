@@ -28,9 +28,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ScriptServer]:
-    with script_server(
-        "torch._dynamo", "torchvision_guard", "lightning", "shardkit.loaders.loader"
-    ) as running:
+    with script_server("torch._dynamo", "lightning", "shardkit.loaders.loader") as running:
         yield running
 
 
@@ -58,7 +56,7 @@ def test_a_killed_run_continues_with_the_same_samples_and_losses(
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
 def test_a_killed_trainer_continues_with_the_same_samples_and_losses(dataset: Path, tmp_path: Path) -> None:
     arguments = ["--data", str(dataset), "--global-batch-size", "4"]
-    with script_server("torch._dynamo", "torchvision_guard", *TRANSFORMERS) as server:
+    with script_server("torch._dynamo", *TRANSFORMERS) as server:
         killed = Training("train_hf.py", tmp_path / "killed", arguments, server=server)
         last_step = max(killed.run_until_killed_between_checkpoints(KILL_STEP), SAMPLES // 4) + 4
         killed.run(last_step)

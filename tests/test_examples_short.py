@@ -10,10 +10,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from support.peers import STAND_INS
 from support.script_server import ScriptServer
 from support.train_harness import ENVIRONMENT, EXAMPLES, script_server
 
@@ -95,6 +97,8 @@ def test_an_example_tells_how_it_is_run(server: ScriptServer, name: str, tmp_pat
 @pytest.mark.parametrize("name", SAYS)
 def test_an_example_is_a_program_that_needs_no_arguments(name: str, tmp_path: Path) -> None:
     command, environment = [sys.executable, str(EXAMPLES / name)], os.environ | ENVIRONMENT
+    if name == "read_existing_data.py" and find_spec("torchvision") is None:  # mosaicml-streaming imports it
+        environment["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(STAND_INS)])
     run = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS
     )

@@ -9,6 +9,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 
@@ -18,11 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def block(file: str, language: str) -> str:
-    """The first code block of a document in a language."""
-    found = re.search(rf"^```{language}\n(.*?)^```$", (ROOT / file).read_text(), re.DOTALL | re.MULTILINE)
-    assert found is not None
-    return found[1]
+def block(file: str, language: str, number: int = 0) -> str:
+    """Return a code block of a document in a language, by its number."""
+    found = re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / file).read_text(), re.DOTALL | re.MULTILINE)
+    return str(found[number])
 
 
 def test_every_file_that_states_the_version_states_this_one() -> None:
@@ -43,15 +43,25 @@ def test_every_python_that_is_declared_is_tested_and_no_other() -> None:
     assert all((ROOT / path).exists() for path in re.findall(r"tests/\S+", paths))
 
 
-def test_ci_runs_what_the_documents_tell_people_to_type() -> None:
+def test_ci_runs_the_two_commands_of_the_readme() -> None:
     run = (ROOT / ".ci/run").read_text()
     [function] = re.findall(r"^first_block\(\) .*$", run, re.MULTILINE)
-    for file in ("README.md", "CONTRIBUTING.md"):
-        command = ["bash", "-c", f"{function}\nfirst_block {file}"]
-        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        assert found == block(file, "bash")
-        assert f"first_block {file} >" in run
-    assert "-m pytest" in block("CONTRIBUTING.md", "bash")
+    command = ["bash", "-c", f"{function}\nfirst_block README.md"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert found == block("README.md", "bash")
+    assert [line.partition("#")[0].strip() for line in found.splitlines()] == ["make demo", "make test"]
+    assert run.count('bash -c "${readme[') == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "document", "number"), [("demo", "README.md", 1), ("test", "CONTRIBUTING.md", 0)]
+)
+def test_what_make_runs_is_what_the_documents_show(target: str, document: str, number: int) -> None:
+    shown = block(document, "bash", number)
+    dry = ["make", "--dry-run", "--always-make", target, "VENV=nowhere"]
+    made = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for line in shown.splitlines():
+        assert line.partition("  #")[0] in made.replace("nowhere/bin/", ""), line
 
 
 def test_all_installs_everything_but_what_it_must_not() -> None:
@@ -78,7 +88,7 @@ def test_what_agents_are_told_exists() -> None:
 
 
 # MPL binds changes of its own files only.
-PERMISSIVE = re.compile(r"MIT|BSD|BSL|Apache|ISC|PSF|Python Software|CNRI|Universal Permissive|MPL|Mozilla")
+PERMISSIVE = re.compile(r"MIT|BSD|BSL|Apache|ISC|PSF|Python Software|CNRI|Universal Permissive|Zlib|CC0|MPL|Mozilla")
 
 
 def installed_by(requirement: str) -> set[str]:

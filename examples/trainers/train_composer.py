@@ -9,13 +9,9 @@ checkpoint with the next sample.
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import torchvision_guard  # noqa: F401  # before Composer
 from composer import Callback, ComposerModel, Logger, State, Trainer
 from composer.utils import dist
 from torch import Tensor, nn

@@ -9,11 +9,8 @@ checkpoint with the next sample. In the configuration, only `train_loader` is sh
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import torchvision_guard  # noqa: F401  # before Composer
 from composer import Callback, Logger, State
 from composer.utils import dist
 from llmfoundry import registry

@@ -212,8 +212,6 @@ def main() -> None:
     what, path, folder = sys.argv[1], *map(Path, sys.argv[2:])
     run = {"seen": seen, "trained": trained}[what]
     if what == "trained":
-        sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
-        import torchvision_guard  # noqa: F401
         import transformers  # noqa: F401
     else:
         import accelerate  # noqa: F401

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from support import lightning_runs as runs  # first: it makes `import lightning` possible beside torchvision
+from support import lightning_runs as runs
 
 # isort: split
 import lightning

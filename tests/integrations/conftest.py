@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,6 @@ from support.loader_data import make_rows
 
 INTERFACES = Path(__file__).resolve().parent / "interfaces"
 sys.path.append(str(INTERFACES))  # behind the packages that are installed
-
-sys.path.append(str(INTERFACES.parents[2] / "examples"))
-with contextlib.suppress(ModuleNotFoundError):
-    import torchvision_guard  # noqa: F401
 
 
 @pytest.fixture

@@ -10,12 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-import support.lightning_runs  # noqa: F401  # first: it makes `import lightning` possible beside torchvision
-
-# isort: split
 from lightning.fabric import Fabric
+from torch import Tensor
 
 from shardkit.loaders.integrations.litgpt_data import ShardkitData
 

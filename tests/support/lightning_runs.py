@@ -15,10 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
-import torchvision_guard  # noqa: F401
-
-# isort: split
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 __all__ = [
+    "STAND_INS",
     "comparable",
     "import_streaming",
     "read_with_streaming",
@@ -21,22 +23,25 @@ __all__ = [
     "write_with_streaming",
 ]
 
-_declared: list[torch.library.Library] = []  # an operator lives as long as its library object
+STAND_INS = Path(__file__).resolve().parent / "stand_ins"
 
 
 def import_streaming() -> Any:
-    """mosaicml-streaming; it imports torchvision, whose CUDA build misses two operators in a CPU torch."""
-    if not _declared:
-        library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-        for operator in (
-            "nms(Tensor a, Tensor b, float c) -> Tensor",
-            "qnms(Tensor a, Tensor b, float c) -> Tensor",
-        ):
-            with contextlib.suppress(RuntimeError):  # a matching torchvision has declared it itself
-                library.define(operator)  # type: ignore[no-untyped-call]
-        _declared.append(library)
-    import streaming
+    """Import mosaicml-streaming, with a stand-in for torchvision where that is not installed.
 
+    The stand-in is forgotten afterwards: other libraries look for torchvision too.
+    """
+    if find_spec("torchvision") is not None or "streaming" in sys.modules:
+        import streaming
+
+        return streaming
+    sys.path.append(str(STAND_INS))
+    try:
+        import streaming
+    finally:
+        sys.path.remove(str(STAND_INS))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
     return streaming
 
 

@@ -178,7 +178,7 @@ class Job:
         script = [str(EXAMPLES / self.trainer.script), *self.arguments, "--folder", str(self.folder)]
         script += ["--steps", str(steps), *self.trainer.arguments]
         environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "trainers" / "site")]),
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
