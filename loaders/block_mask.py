@@ -63,17 +63,17 @@ def block_tables(starts: _Ints, sequences: int, length: int, block: int) -> dict
     own = np.arange(blocks)
     last_tokens = np.minimum((own + 1) * block, length) - 1
     in_sequence = starts % length
-    first, full = (
+    firsts, fulls = (
         in_sequence[np.searchsorted(starts, tokens + np.arange(sequences)[:, None] * length, "right") - 1]
         for tokens in (own * block, last_tokens)
     )
-    first, full = first // block, np.minimum(-(-full // block), own)
+    firsts, fulls = firsts // block, np.minimum(-(-fulls // block), own)
     if length % block:
-        full[:, -1] = blocks - 1
+        fulls[:, -1] = blocks - 1
     # [sequences, 1, blocks, 1]: rows of the tables; their columns are numbered below.
     i, first, full, last, last_full = (
         np.broadcast_to(rows, (sequences, blocks)).astype(np.int32)[:, None, :, None]
-        for rows in (own, first, full, _count_up_to(first) - 1, _count_up_to(full) - 1)
+        for rows in (own, firsts, fulls, _count_up_to(firsts) - 1, _count_up_to(fulls) - 1)
     )
     column = own.astype(np.int32)
     lengths = np.diff(starts, append=sequences * length)

@@ -256,7 +256,7 @@ class Telemetry:
 
     def balanced(self, work: npt.NDArray[np.int64], ranks: int) -> None:
         """Count the work of a batch that was placed on `ranks`, as `Steps.work` has it."""
-        total = work * np.array([1, ranks, ranks] * 2, dtype=np.float64)
+        total = work.astype(np.float64) * np.array([1, ranks, ranks] * 2)
         self._work = total if self._work is None else self._work + total
 
     def step(self, wait_seconds: float, queue_depth: float = 0) -> None:

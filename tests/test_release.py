@@ -88,7 +88,9 @@ def test_what_agents_are_told_exists() -> None:
 
 
 # MPL binds changes of its own files only.
-PERMISSIVE = re.compile(r"MIT|BSD|BSL|Apache|ISC|PSF|Python Software|CNRI|Universal Permissive|Zlib|CC0|MPL|Mozilla")
+PERMISSIVE = re.compile(
+    r"MIT|BSD|BSL|Apache|ISC|PSF|Python Software|CNRI|Universal Permissive|Zlib|CC0|MPL|Mozilla"
+)
 
 
 def installed_by(requirement: str) -> set[str]:

@@ -93,7 +93,8 @@ class Gigatoken:
         )
         encoded = self._tokenizer.encode_batch(awkward.Array(strings), parallel=False).layout
         ids: Ids = np.asarray(encoded.content.data)
-        return ids, np.diff(np.asarray(encoded.offsets.data, np.int64))
+        offsets: npt.NDArray[np.int64] = np.asarray(encoded.offsets.data, np.int64)
+        return ids, np.diff(offsets)
 
 
 class HuggingFace:

@@ -56,7 +56,8 @@ def save(file: Path, step: int, parameters: Parameters, loader: StreamingLoader)
     if jax.process_index() == 0:
         arrays = {name: np.asarray(value.addressable_data(0)) for name, value in parameters.items()}
         unfinished = file.with_suffix(".unfinished.npz")
-        np.savez(unfinished, step=step, loader=json.dumps(loader.state_dict()), **arrays)
+        arrays |= {"step": np.array(step), "loader": np.array(json.dumps(loader.state_dict()))}
+        np.savez(unfinished, **arrays)  # type: ignore[arg-type]  # of its one named option, `allow_pickle`
         unfinished.replace(file)
 
 

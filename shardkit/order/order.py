@@ -119,7 +119,8 @@ class Lanes:
 
     def windows(self, lanes: LaneNumbers, rows: Ints) -> Ints:
         """The number of the window that holds each row of a lane."""
-        return np.floor_divide(rows + self.shifts[lanes], self._window, dtype=np.int64)
+        numbers: Ints = np.floor_divide(rows + self.shifts[lanes], self._window, dtype=np.int64)
+        return numbers
 
     def bounds(self, lanes: LaneNumbers, windows: Ints) -> tuple[Ints, Ints]:
         """(first row, size) of windows of lanes; the size is <= 0 where a lane has no such window."""

@@ -224,7 +224,8 @@ class _Rounds:
 
     def join(self) -> Words:
         np.left_shift(self.left, self._low_bits, out=self.left)
-        return np.bitwise_or(self.left, self.right, out=self.left)
+        np.bitwise_or(self.left, self.right, out=self.left)
+        return self.left
 
     def _hash(self, half: Words, number: int) -> Words:
         # Integer overflow wraps by intent; a ufunc on arrays does so without a warning.

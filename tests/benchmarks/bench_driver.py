@@ -92,7 +92,7 @@ def make_tasks(count: int) -> list[Task]:
 
 def commit_of(task: Task) -> Commit:
     """What a worker gives back."""
-    drawn = xxhash.xxh3_64_intdigest(task.name)
+    drawn = xxhash.xxh3_64_intdigest(task.name.encode())
     documents = 10_000 + drawn % 1000
     counted = {"documents": documents, "bytes": documents * 5000}
     dropped = {f"gopher_quality/rule_{n}": {"documents": 10 + n, "bytes": 50_000} for n in range(3)}
@@ -107,7 +107,7 @@ def commit_of(task: Task) -> Commit:
 
 def sizes_of(task: Task) -> dict[str, int]:
     """Bytes of its files."""
-    drawn = xxhash.xxh3_64_intdigest(task.name)
+    drawn = xxhash.xxh3_64_intdigest(task.name.encode())
     return {name: (drawn >> 8 * n) % (1 << 26) for n, name in enumerate(FILES)}
 
 
@@ -314,7 +314,7 @@ class Chances:
 
     def seconds(self, task: Task, attempt: int) -> tuple[float, bool]:
         """(what an attempt takes, whether it is killed then)."""
-        drawn = xxhash.xxh3_64_intdigest(f"{task.name}/{attempt}") / (1 << 64)
+        drawn = xxhash.xxh3_64_intdigest(f"{task.name}/{attempt}".encode()) / (1 << 64)
         if drawn < self.hanging:
             return TASK_SECONDS, True
         return seconds_of(task) * (10 if drawn < self.hanging + self.slow else 1), False
@@ -343,7 +343,7 @@ class VirtualEngine(Closing):
 
 def seconds_of(task: Task) -> float:
     """Between a quarter of the mean and four times as much."""
-    return float(MEAN_SECONDS * 2.0 ** ((xxhash.xxh3_64_intdigest(task.name) % 401) / 100 - 2))
+    return float(MEAN_SECONDS * 2.0 ** ((xxhash.xxh3_64_intdigest(task.name.encode()) % 401) / 100 - 2))
 
 
 def drive(count: int, workers: int, chances: Chances, *, speculate: bool, scratch: Path) -> Figures:

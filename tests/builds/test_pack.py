@@ -221,7 +221,7 @@ def test_bytes_do_not_depend_on_splits_runs_or_their_order(
         cuts = sorted({0, len(made), *rng.integers(0, len(made), 4).tolist()})
         splits = [Split("a.jsonl", a, made[a:b]) for a, b in pairwise(cuts)]
         named = [spill(tmp_path / f"{trial}-{k}", s, encoder, memory_bytes) for k, s in enumerate(splits)]
-        rng.shuffle(named)  # type: ignore[arg-type]
+        rng.shuffle(named)
         pack_all(tmp_path / f"out{trial}", named, encoder, 3, format=form)
         assert digests(tmp_path / f"out{trial}") == expected
 

@@ -98,7 +98,7 @@ def test_packed_datasets_say_what_their_tokens_are(tmp_path: Path, kind: str) ->
     assert (dataset.sequence_length, dataset.token_dtype) == (16, np.dtype("uint16"))
     assert [c.name for c in dataset.columns] == [dataset.token_column]
     view = dataset.shard(0).fixed_rows(dataset.token_column)
-    np.testing.assert_array_equal(view, PARTS[0])  # type: ignore[arg-type]
+    np.testing.assert_array_equal(view, PARTS[0])
     assert dataset.fingerprint == dataset.manifest.fingerprint
 
 
@@ -111,7 +111,7 @@ def test_views_outlive_the_shard_and_its_file(tmp_path: Path, kind: str) -> None
         shard.close()
     for file in tmp_path.iterdir():
         file.unlink()
-    np.testing.assert_array_equal(view, PARTS[0])  # type: ignore[arg-type]
+    np.testing.assert_array_equal(view, PARTS[0])
 
 
 @parametrize_kinds

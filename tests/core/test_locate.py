@@ -207,7 +207,7 @@ def test_a_folder_and_its_index_are_the_same_dataset(
                     got, wanted = dataset[number], local[number]
                     assert got.keys() == wanted.keys()
                     for name, value in wanted.items():
-                        np.testing.assert_array_equal(got[name], value)  # type: ignore[arg-type]
+                        np.testing.assert_array_equal(got[name], value)
             if where != "local":
                 with pytest.raises(ShardError, match="is remote: it has no local path"):
                     _ = dataset.path

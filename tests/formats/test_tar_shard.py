@@ -83,7 +83,7 @@ def test_arrays_that_differ_in_any_header_are_no_fixed_rows(tmp_path: Path, name
     shard = open_tar(write_tar(tmp_path / "a.tar", members))
     assert shard.fixed_rows("npy") is None
     assert shard.offset_rows("npy") is None
-    np.testing.assert_array_equal(shard.sample(37)["npy"], other)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(shard.sample(37)["npy"], other)
 
 
 def test_a_column_that_some_samples_lack_is_no_fixed_column(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_compressed_tars_give_the_same_samples(tmp_path: Path, suffix: str) -> N
     assert (info.samples, info.raw, info.columns) == (30, FileInfo("b.tar", len(data)), plain.columns)
     assert info.zip == FileInfo(f"b{suffix}", len(stored))
     view = tar.open_shard(tmp_path, info).fixed_rows("tokens")
-    np.testing.assert_array_equal(view, rows)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(view, rows)
     for wrong in (len(data) - 1, len(data) + 1):
         with pytest.raises(ShardError, match="bytes"):
             tar.open_shard(tmp_path, replace(info, raw=FileInfo("b.tar", wrong)))

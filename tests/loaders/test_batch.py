@@ -57,7 +57,7 @@ def test_documents_are_found_as_a_plain_reading_finds_them(table: list[list[int]
             ]
             for row in expected
         ]
-    positions = np.empty(tokens.shape, np.int64)
+    positions = np.empty_like(labels)
     segments.position_ids(positions)
     assert positions.tolist() == [row[1] for row in expected]
     assert segments.document_ids().tolist() == [row[2] for row in expected]

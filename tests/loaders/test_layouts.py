@@ -171,7 +171,7 @@ def test_every_layout_is_that_of_a_plain_reading(
     padded = [pads and data.draw(st.integers(0, 3)) == 0 for _ in rows]
     dtype = data.draw(st.sampled_from(["int64", "int64", "uint16"]))
     ids = np.array([-1 if padding else i for i, padding in enumerate(padded)])
-    for number in np.flatnonzero(ids < 0):
+    for number in np.flatnonzero(ids < 0).tolist():
         rows[number] = [EOS if eos_id is not None else 0] * length
     real = np.array([row for row, padding in zip(rows, padded, strict=True) if not padding], dtype)
     spans = st.tuples(st.integers(0, len(rows) + 2), st.integers(0, length - 1), st.integers(1, length))

@@ -7,6 +7,7 @@ import math
 import random
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,7 @@ def many(size: int, keys: int, first_key: int = 0, elements: list[int] | None = 
     return images.view(np.int64).reshape(keys, len(wanted))
 
 
-def deviation(counts: npt.NDArray[np.integer[npt.NBitBase]], expected: float) -> float:
+def deviation(counts: npt.NDArray[np.integer[Any]], expected: float) -> float:
     """Chi-square of counts that should be equal, in standard deviations from its mean."""
     degrees = len(counts) - 1
     return float((((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees))

@@ -261,7 +261,7 @@ class FaultyStore(WrappedStore):
     def _draw(self, number: int, operation: str, key: str) -> float:
         """Uniform in [0, 1)."""
         text = f"{self._seed} {number} {operation} {self._asked[number, operation, key]} {key}"
-        return xxhash.xxh64_intdigest(text) / 2.0**64 if self._rules[number].probability < 1 else 0.0
+        return xxhash.xxh64_intdigest(text.encode()) / 2.0**64 if self._rules[number].probability < 1 else 0.0
 
 
 class FaultyBody(Closing):

@@ -59,7 +59,7 @@ class RowsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._file:
-            descr = np.lib.format.dtype_to_descr(self.dtype)  # type: ignore[no-untyped-call]
+            descr = np.lib.format.dtype_to_descr(self.dtype)
             fields = {"descr": descr, "fortran_order": False, "shape": (self.rows, *self._shape)}
             header = repr(fields).encode().ljust(HEADER_BYTES - 11) + b"\n"
             start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
@@ -140,10 +140,10 @@ def read_header(table: Artifact) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
     """(where the rows begin, shape, dtype) of a .npy file in C order; BuildError if it is not just that."""
     with table.open() as file:
         try:
-            version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+            version = np.lib.format.read_magic(file)
             if version != (1, 0):
                 raise ValueError(f"version {version}")
-            header = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
+            header = np.lib.format.read_array_header_1_0(file)
         except OSError:
             raise
         except (

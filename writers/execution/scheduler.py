@@ -342,7 +342,7 @@ class TaskSlice:
 
     def rank_of(self, task: Task) -> int:
         """The rank that is to run the task."""
-        return xxhash.xxh3_64_intdigest(f"{task.stage}/{task.name}") % self.count
+        return xxhash.xxh3_64_intdigest(f"{task.stage}/{task.name}".encode()) % self.count
 
     def owns(self, task: Task) -> bool:
         """Whether this process is the one to run the task."""

@@ -32,7 +32,7 @@ _locks: dict[Path, int] = {}  # descriptors that this process holds until it end
 
 def default_scratch(url: str) -> Path:
     """Below the system's temporary folder ($TMPDIR), one for each user and work folder."""
-    name = xxhash.xxh3_64_hexdigest(url.rstrip("/"))
+    name = xxhash.xxh3_64_hexdigest(url.rstrip("/").encode())
     return Path(tempfile.gettempdir()) / f"shardkit-{os.getuid()}" / name
 
 

@@ -191,7 +191,9 @@ class SideOutput(Protocol):
 
 def ratio(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """Divide integers as Python does; 0 where `whole` is 0."""
-    return np.divide(part, whole, out=np.zeros(len(part)), where=whole != 0)
+    ratios = np.zeros(len(part))
+    np.divide(part, whole, out=ratios, where=whole != 0)
+    return ratios
 
 
 def below(name: str, values: npt.NDArray[Any], least: float | None) -> Rule:

@@ -91,10 +91,10 @@ class ScoresFilter:
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge. Leaves the scores in `batch.scores`."""
         scores = np.full((len(batch), len(self._config.columns)), np.nan)
-        missing = None
+        missing: npt.NDArray[np.bool_] | None = None
         if self._lookup is not None:
             scores = self._lookup(self._ids(batch))
-            missing = np.isnan(scores).any(axis=1)
+            missing = np.asarray(np.isnan(scores).any(axis=1))
         rules = [Rule(self.reasons[0], None if self._config.missing == "keep" else missing)]
         for values, (name, bounds) in zip(scores.T, self._config.columns.items(), strict=True):
             batch.scores[name] = values

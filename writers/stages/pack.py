@@ -286,6 +286,7 @@ def _columns_of_rows(
     tokens = np.empty((len(rows), placement.sequence_length), part.tokens.dtype)
     fill_rows(part.tokens, part.starts[document] + start, length, in_shard, column, tokens, eos_id)
     if placement.row_bos:
+        assert bos_id is not None
         further = start > 0
         tokens[in_shard[further], column[further] - 1] = bos_id
     columns: dict[str, npt.NDArray[Any]] = {_TOKENS: tokens.view(_stored_type(tokens.dtype))}

@@ -112,7 +112,7 @@ def _parse(text: bytes, header_bytes: int, version: int) -> NpyHeader:
     if any(type(d) is not int or not 0 <= d < 1 << 62 for d in shape):
         raise ValueError("a .npy header with an impossible shape")
     try:
-        dtype: np.dtype[np.generic] = np.lib.format.descr_to_dtype(fields["descr"])  # type: ignore[no-untyped-call]
+        dtype: np.dtype[np.generic] = np.lib.format.descr_to_dtype(fields["descr"])
     except Exception as error:  # np.dtype raises many types on hostile descriptions, SyntaxError among them
         raise ValueError(f"a .npy header with an unknown type: {str(fields['descr'])[:60]!r}") from error
     if dtype.hasobject:

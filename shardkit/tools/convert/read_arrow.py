@@ -259,4 +259,5 @@ def _token_type(path: Path, schema: pa.Schema, column: str) -> np.dtype[Any]:
     kind = schema.field(number).type
     if not _is_list(kind) or not pa.types.is_integer(kind.value_type):
         raise ShardError(path, f"column {column!r} is {kind}, not a list of integers a row")
-    return np.dtype(kind.value_type.to_pandas_dtype())
+    dtype: np.dtype[Any] = np.dtype(kind.value_type.to_pandas_dtype())
+    return dtype
