@@ -47,7 +47,7 @@ from shardkit.writers.recipe import Recipe, SplitConfig
 from shardkit.writers.settings import TRAIN
 from shardkit.writers.stages.clean import DOCUMENTS_FILE, split_name
 
-__all__ = ["PARTS", "PROPOSED", "PartsFound", "SplitStage"]
+__all__ = ["PARTS", "PROPOSED", "TABLE_BYTES", "PartsFound", "SplitStage"]
 
 PROPOSED = Table(
     "proposed.run",
@@ -69,7 +69,7 @@ PARTS = Table("parts.run", np.dtype([("key", "<u8"), ("part", "<i4")]))  # keyed
 
 _CANDIDATES, _HASHES, _STARTS, _MEMBERS = "candidates.npy", "hashes.npy", "starts.npy", "members.npy"
 _CHOSEN = "chosen.npy"
-_TABLE_BYTES = 40  # that a table and what it is made of take for a byte of text, with room
+TABLE_BYTES = 40  # that a table and what it is made of take for a byte of text, with room
 _BITS_PER_KEY = 16
 _SPARES = 6.0  # standard deviations by which more documents are proposed than are wanted
 _MEMORY = 64 << 20
@@ -120,7 +120,7 @@ class SplitStage:
         end = max(1, *(stops[-1] for stops in bounds))
         [proposed] = run(self._propose(bounds))
         texts = sum(commit.counts["bytes"] for commit in proposed)
-        groups = max(1, -(-texts * _TABLE_BYTES // self.memory_bytes))
+        groups = max(1, -(-texts * TABLE_BYTES // self.memory_bytes))
         edges = [*pairwise(end * number // groups for number in range(groups + 1))]
         shared = {"readers": groups, "end": end, "limits": self.limits}
         [tables] = run(_tables(exchange(run, "split_propose", PROPOSED, proposed, **shared), edges))
