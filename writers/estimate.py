@@ -288,7 +288,8 @@ def rehearse(
     with tempfile.TemporaryDirectory(prefix="shardkit-rehearsal-") as folder:
         pieces = choose_pieces(inputs.splits, sample_bytes)
         sources, stored = put_pieces(recipe, pieces, Path(folder) / "inputs", cut_anywhere=True)
-        derived = _without_measure(sample_recipe(recipe, sources, Path(folder), _share(inputs.splits, stored)))
+        share = _share(inputs.splits, stored)
+        derived = _without_measure(sample_recipe(recipe, sources, Path(folder), share))
         splits = splits_of_tasks(recipe, scan_inputs(derived))
         work = LocalWork(Path(folder) / "work")
         small = BuildInputs(derived, splits, (), inputs.filter_files, masking=inputs.masking)
@@ -308,8 +309,8 @@ def rehearse(
 def sample_recipe(recipe: Recipe, inputs: Sequence[InputConfig], folder: Path, share: float) -> Recipe:
     """Return the recipe of a sample: `inputs`, which are about `share` of the recipe's, in place of its own.
 
-    Whatever a build of it writes lies below `folder`: no place of the user's is left in it, but those of files
-    that are only read. Nothing in it stops a build that the whole would not stop.
+    Whatever a build of it writes lies below `folder`: of the user's places only those of files that are read
+    are left in it. Nothing in it stops a build that the whole would not stop.
     """
     places = [{"path": str(folder / f"out-{number}")} for number in range(max(1, len(recipe.outputs)))]
     outputs = tuple(

@@ -41,7 +41,8 @@ from shardkit.writers.score_tables import score_dtype
 from shardkit.writers.stages.clean import JOINED_AT_ONCE, SIDE_FILES
 from shardkit.writers.stages.graph import PARTITION_TEXT_BYTES
 from shardkit.writers.stages.selection import Selection
-from shardkit.writers.stages.split import PARTS, PROPOSED, TABLE_BYTES
+from shardkit.writers.stages.split import PARTS, TABLE_BYTES
+from shardkit.writers.stages.split import PROPOSED as DRAWN_DOCUMENTS
 from shardkit.writers.stages.tokenize import PARITY_SPLITS, TOKENS, choose_partitions
 from shardkit.writers.tokenizer import PARITY_BYTES
 
@@ -265,7 +266,7 @@ class Model:
         return times * shards, outputs * text
 
     def _add_scores(self) -> int:
-        """Sort a table of a row for each document, for each filter; requests of a split that looks them up."""
+        """Sort a row for each document, for each filter; return the requests of a split that looks them up."""
         c, dtype = self.corpus, score_dtype(1)
         readers = c.limits.partitions(c.documents, dtype)
         size, times = c.documents * dtype.itemsize, c.shape.scores
@@ -280,7 +281,7 @@ class Model:
         c = self.corpus
         proposed = c.documents * DRAWN
         ngrams = 8 * c.text_bytes / 6 / max(1, c.documents)  # of a document: one begins with each word
-        row = PROPOSED.dtype.itemsize + ngrams
+        row = DRAWN_DOCUMENTS.dtype.itemsize + ngrams
         tables = max(1, ceil(c.text_bytes * DRAWN * TABLE_BYTES / c.task_memory))
         gets, read = self._scans(text, c.splits)
         self._add("split_propose", c.splits, gets, read, files=1, written=proposed * row)

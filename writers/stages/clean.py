@@ -76,9 +76,9 @@ from shardkit.writers.score_tables import ScoreTable
 from shardkit.writers.stages.buckets import BUCKETS_FILE, BucketFile
 
 __all__ = [
-    "JOINED_AT_ONCE",
     "DOCUMENTS_FILE",
     "FAILED_SPLITS",
+    "JOINED_AT_ONCE",
     "QUARANTINE_FILE",
     "SIDE_FILES",
     "Cleaned",
@@ -197,9 +197,7 @@ def join_side_files(run: RunTasks, cleaned: Sequence[Commit]) -> list[Commit]:
         tasks, of_names = [], []
         for name in open_names:
             for at in range(0, max(1, len(made[name])), JOINED_AT_ONCE):
-                tasks.append(
-                    _join_task(stage, name, at // JOINED_AT_ONCE, made[name][at:][:JOINED_AT_ONCE])
-                )
+                tasks.append(_join_task(stage, name, at // JOINED_AT_ONCE, made[name][at:][:JOINED_AT_ONCE]))
                 of_names.append(name)
         [commits] = run(tasks)
         for name in open_names:
