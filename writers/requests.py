@@ -266,7 +266,7 @@ class Model:
         return times * shards, outputs * text
 
     def _add_scores(self) -> int:
-        """Sort a row for each document, for each filter; return the requests of a split that looks them up."""
+        """Sort a row for each document and filter; return the requests of a split that looks them up."""
         c, dtype = self.corpus, score_dtype(1)
         readers = c.limits.partitions(c.documents, dtype)
         size, times = c.documents * dtype.itemsize, c.shape.scores

@@ -192,13 +192,13 @@ def test_a_plan_of_a_build_in_a_store_writes_nothing_there(
     folder: Path, scratch: Path, s3: S3Server, shape: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     url = f"s3://{s3.new_bucket()}"
-    given: dict[str, Any] = {
+    shapes: dict[str, dict[str, Any]] = {
         "output": {"output": {"path": f"{url}/out"}},
         "outputs": {"outputs": [{"path": f"{url}/rows"}, {"path": f"{url}/text", "format": "parquet"}]},
         "split": {"output": {"path": f"{url}/out"}, "split": {"validation": 5}},
         "work": {"output": {"path": f"{url}/out"}, "work": f"{url}/work", "scratch": "kept-scratch"},
-    }[shape]
-    recipe = write(folder, given)
+    }
+    recipe = write(folder, shapes[shape])
     before = listing(folder)
     s3.requests.clear()
     plan_of(recipe, capfd)
