@@ -79,4 +79,4 @@ def test_there_is_no_step_before_the_first(out: Path, wrong: dict[str, int]) -> 
     with StreamingLoader(out, batch_size=2) as loader:
         state = loader.state_dict()
     with pytest.raises(ShardkitError, match=r"there is no step .*counted from 1|at least one batch"):
-        shardkit.open(out).trace(state=state, batch_size=2, **wrong)
+        shardkit.open(out).trace(state=state, batch_size=2, **wrong)  # type: ignore[arg-type]
