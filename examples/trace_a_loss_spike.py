@@ -64,10 +64,9 @@ def main() -> None:
             state.write_text(json.dumps(loader.state_dict()))
 
         jumps = [(now - before).item() for before, now in pairwise(losses)]
-        step = jumps.index(max(jumps)) + 1  # the first step is number 0
-        print(
-            f"step {step} of {len(losses)}: loss {losses[step - 1].item():.2f} -> {losses[step].item():.2f}"
-        )
+        step = jumps.index(max(jumps)) + 2  # the first jump is that to step 2
+        before, now = losses[step - 2].item(), losses[step - 1].item()
+        print(f"step {step} of {len(losses)}: loss {before:.2f} -> {now:.2f}")
         # As on the command line: shardkit trace DATASET --step …
         run = ["--state", str(state), "--batch-size", "4"]
         assert shardkit(["trace", dataset, "--step", str(step), *run]) == 0

@@ -34,7 +34,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -58,7 +58,7 @@ from shardkit.writers.inputs.readers import within_memory
 from shardkit.writers.inputs.scan import Split, parts_of, scan_inputs
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import InputConfig, Recipe
-from shardkit.writers.requests import Corpus, compared_lines, stage_requests
+from shardkit.writers.requests import Corpus, Shape, compared_lines, stage_requests
 from shardkit.writers.stages.graph import (
     PARTITION_TEXT_BYTES,
     BuildInputs,
@@ -86,6 +86,7 @@ __all__ = [
     "most_bytes",
     "put_pieces",
     "rehearse",
+    "sample_recipe",
 ]
 
 _FILES = 8  # of a source, if they are large: the beginning of one file may be unlike all else
@@ -139,7 +140,10 @@ def put_pieces(
         lines = recipe.inputs[source].lines
         taken = _put(piece, place, number, lines=lines, cut_anywhere=cut_anywhere)
         stored[source] = stored.get(source, 0) + taken
-    inputs = [recipe.inputs[source].as_sample(f"{place}/*") for source, place in places.items()]
+    inputs = [
+        recipe.inputs[source].as_sample(f"{place}/*", recipe.sources[source])
+        for source, place in places.items()
+    ]
     return inputs, stored
 
 
@@ -284,7 +288,8 @@ def rehearse(
     with tempfile.TemporaryDirectory(prefix="shardkit-rehearsal-") as folder:
         pieces = choose_pieces(inputs.splits, sample_bytes)
         sources, stored = put_pieces(recipe, pieces, Path(folder) / "inputs", cut_anywhere=True)
-        derived = _derived(recipe).model_copy(update={"inputs": tuple(sources)}).in_folder(recipe.folder)
+        share = _share(inputs.splits, stored)
+        derived = _without_measure(sample_recipe(recipe, sources, Path(folder), share))
         splits = splits_of_tasks(recipe, scan_inputs(derived))
         work = LocalWork(Path(folder) / "work")
         small = BuildInputs(derived, splits, (), inputs.filter_files, masking=inputs.masking)
@@ -301,13 +306,60 @@ def rehearse(
         return _whole(inputs, [commit for _, commit in work.commits()], scales, made)
 
 
-def _derived(recipe: Recipe) -> Recipe:
-    """The recipe of the sample: nothing in it stops a build that the whole would not stop."""
-    dedup = recipe.dedup.model_copy(update={"max_removed_fraction": 1.0})
-    if dedup.near is not None:
-        near = dedup.near.model_copy(update={"against": (), "measure": None})
-        dedup = dedup.model_copy(update={"near": near})
-    return recipe.model_copy(update={"dedup": dedup, "max_bad_fraction": 1.0})
+def sample_recipe(recipe: Recipe, inputs: Sequence[InputConfig], folder: Path, share: float) -> Recipe:
+    """Return the recipe of a sample: `inputs`, which are about `share` of the recipe's, in place of its own.
+
+    Whatever a build of it writes lies below `folder`: of the user's places only those of files that are read
+    are left in it. Nothing in it stops a build that the whole would not stop.
+    """
+    places = [{"path": str(folder / f"out-{number}")} for number in range(max(1, len(recipe.outputs)))]
+    outputs = tuple(
+        one.model_copy(update=place)
+        for one, place in zip(recipe.outputs or (recipe.output,), places, strict=True)
+    )
+    split = recipe.split
+    if split is not None:
+        labels = {config.source for config in inputs}
+        parts = {name: _scaled(asked, labels, share) for name, asked in split.parts.items()}
+        split = split.model_copy(update={"parts": parts})
+    changes = {
+        "inputs": tuple(inputs),
+        "output": outputs[0],
+        "outputs": outputs if recipe.outputs else (),
+        "work": str(folder / "work"),
+        "scratch": None,
+        "split": split,
+        "dedup": recipe.dedup.model_copy(update={"max_removed_fraction": 1.0}),
+        "max_bad_fraction": 1.0,
+        "check_disk": False,
+    }
+    return recipe.model_copy(update=changes)
+
+
+def _scaled(
+    asked: float | Mapping[str, float], labels: Collection[str | None], share: float
+) -> float | dict[str, float]:
+    """Return what a split asks of a sample: numbers of documents in proportion, shares as they are."""
+    if isinstance(asked, Mapping):
+        return {
+            label: int(one * share) if isinstance(one, int) else one
+            for label, one in asked.items()
+            if label in labels
+        }
+    return int(asked * share) if isinstance(asked, int) else asked
+
+
+def _share(splits: Sequence[Split], stored: Mapping[int, int]) -> float:
+    """Return the part of all stored bytes that a sample has."""
+    return sum(stored.values()) / max(1, sum(split.bytes for split in splits))
+
+
+def _without_measure(recipe: Recipe) -> Recipe:
+    """Return the recipe without planted copies and indexes, which `_add_near` reckons."""
+    if recipe.dedup.near is None:
+        return recipe
+    near = recipe.dedup.near.model_copy(update={"against": (), "measure": None})
+    return recipe.model_copy(update={"dedup": recipe.dedup.model_copy(update={"near": near})})
 
 
 def _scales(by_split: Sequence[float], made: Outputs) -> _Scales:
@@ -381,6 +433,7 @@ def _corpus(inputs: BuildInputs, scales: _Scales, made: Outputs, documents: floa
         has_exact=inputs.recipe.dedup.exact is not None,
         has_near=inputs.recipe.dedup.near is not None,
         lines=0 if lines is None else compared_lines(text, lines.words if lines.unit == "span" else None),
+        shape=Shape.of(inputs.recipe),
     )
 
 

@@ -235,9 +235,9 @@ class InputConfig(StrictModel):
         """Whether this reads a sample of another input's files."""
         return self._is_sample
 
-    def as_sample(self, path: str) -> InputConfig:
-        """This input for a sample of its files, at `path`."""
-        copy = self.model_copy(update={"path": path, "exclude": (), "base": None})
+    def as_sample(self, path: str, source: str) -> InputConfig:
+        """This input for a sample of its files, at `path`; `source` is its label in the recipe."""
+        copy = self.model_copy(update={"path": path, "exclude": (), "base": None, "source": source})
         copy._is_sample = True
         return copy
 

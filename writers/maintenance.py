@@ -12,7 +12,6 @@ of other recipes, of other versions of shardkit, or of input files that are gone
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -240,12 +239,13 @@ def explain_work(recipe: Recipe, work: Work, storage: StorageOptions | None) -> 
     kept = scan.KeptCuts(work.read_note(scan.CUTS_NOTE))
     inputs = BuildInputs.of(recipe, scan.scan_inputs(recipe, storage, kept=kept), storage)
     work.prepare()
-    planner = Planner(work)
-    with suppress(UnknownError):
+    planner, later = Planner(work), list[str]()
+    try:
         folder, tokenizer = place_files(recipe, planner, inputs.filter_files, tokenizer)
         run_stages(replace(inputs, filter_folder=folder), tokenizer, planner.run)
-    walked = {stage.stage for stage in planner.stages}
-    later = [stage for stage in stage_names(recipe) if stage not in walked]
+    except UnknownError:
+        walked = {stage.stage for stage in planner.stages}
+        later = [stage for stage in stage_names(recipe) if stage not in walked]
     stale = [
         StaleTask(key, commit)
         for key, commit in work.commits()

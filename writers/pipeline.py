@@ -41,6 +41,7 @@ from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.scheduler import TaskSlice
 from shardkit.writers.execution.task import Commit, facts_of
 from shardkit.writers.execution.work import Work
+from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, place_of, work_of
 from shardkit.writers.funnel import Funnel, Trained, add_packed, filters_card
 from shardkit.writers.inputs import scan
@@ -68,6 +69,7 @@ from shardkit.writers.stages.tokenize import Tokenized, TokenizerFile
 
 __all__ = [
     "build",
+    "build_unpublished",
     "default_work",
     "destinations_of",
     "publish_dataset",
@@ -138,6 +140,26 @@ def build(
     seconds, made = time.perf_counter() - start, zip(targets, found, strict=True)
     first, *others = [BuildResult.of_card(str(target), card, seconds, ran) for target, card in made]
     return dataclass_replace(first, others=tuple(others))
+
+
+def build_unpublished(
+    recipe: Recipe,
+    *,
+    workers: int | None = None,
+    progress: bool = True,
+    storage: StorageOptions | None = None,
+) -> list[BuiltDataset]:
+    """Run all stages of a sample's recipe in the local work folder that it names, and publish nothing.
+
+    Parts of a split may be empty. Raises what `build` would raise.
+    """
+    assert recipe.work is not None
+    work, splits = LocalWork(recipe.resolve(recipe.work)), scan.scan_inputs(recipe, storage)
+    tokenizer, inputs = TokenizerFile.of(recipe), BuildInputs.of(recipe, splits, storage)
+    clock = StageClock(_listener(progress, recipe, work), time.perf_counter())
+    execution = Execution(workers=workers).for_text(text_bytes(splits), recipe.memory)
+    with clock as listener, open_runner(recipe, work, execution, listener) as runner:
+        return _run_stages(inputs, tokenizer, runner)
 
 
 def _listener(
@@ -408,7 +430,8 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> BuiltDat
     tables |= {name: commit for commit in outputs.side_files for name in commit.outputs}
 
     def describe(manifest: Manifest) -> DatasetCard:
-        if not manifest.samples:
+        may_be_empty = recipe.part not in (None, TRAIN) and any(one.is_sample for one in recipe.inputs)
+        if not manifest.samples and not may_be_empty:
             raise BuildError(_nothing_to_write(recipe))
         return make_card(
             recipe,

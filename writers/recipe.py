@@ -188,8 +188,9 @@ Share = Annotated[float | int, BeforeValidator(_share)]
 class SplitConfig(StrictModel):
     """Parts of the documents that become datasets of their own, such as a validation set; the rest is train.
 
-    They are drawn after duplicate removal by a hash of the document, so that a part does not depend on the
-    others. A document that is like any other one stays in train, so that no part leaks into another.
+    They are drawn after duplicate removal by a hash of the document, so that a part does not depend on those
+    after it. A document that is like any other one stays in train, so that no part leaks into another; others
+    are drawn in its place.
     """
 
     parts: dict[PartName, Share | dict[FieldName, Share]] = Field(

@@ -33,13 +33,20 @@ from shardkit.writers.dedup.shingle_store import OWN
 from shardkit.writers.dedup.signatures import LOST
 from shardkit.writers.dedup.verify import block_bits
 from shardkit.writers.documents import BATCH_TEXT_BYTES
+from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.publish import _TASK_BYTES, _TASK_FILES
+from shardkit.writers.recipe import Recipe
 from shardkit.writers.runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits
+from shardkit.writers.score_tables import score_dtype
+from shardkit.writers.stages.clean import JOINED_AT_ONCE, SIDE_FILES
 from shardkit.writers.stages.graph import PARTITION_TEXT_BYTES
+from shardkit.writers.stages.selection import Selection
+from shardkit.writers.stages.split import PARTS, TABLE_BYTES
+from shardkit.writers.stages.split import PROPOSED as DRAWN_DOCUMENTS
 from shardkit.writers.stages.tokenize import PARITY_SPLITS, TOKENS, choose_partitions
 from shardkit.writers.tokenizer import PARITY_BYTES
 
-__all__ = ["Corpus", "Model", "StageRequests", "compared_lines", "stage_requests", "together"]
+__all__ = ["Corpus", "Model", "Shape", "StageRequests", "compared_lines", "stage_requests", "together"]
 
 # Of a byte of kept text: documents as they are stored, and texts of those in pairs, once for each block.
 DOCUMENTS = 0.43
@@ -50,6 +57,7 @@ PAIRS = 0.6
 LOSERS = 0.1
 TWIN_BYTES = 250  # a removed document, or one that stays for it, on their way to each other
 CUT_LINES = 0.25  # of lines that are compared: what other documents have
+DRAWN = 0.01  # of the documents, by `split`
 _GUESSED_FOOTER_BYTES = 700  # with which a small run is read whole
 
 
@@ -59,6 +67,36 @@ def compared_lines(text_bytes: float, words: int | None) -> int:
     These begin (words // 3 + 2) / 2 words of 6 bytes apart.
     """
     return ceil(text_bytes / (120 if words is None else words))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """The datasets that a build makes, and its optional stages outside of duplicate removal."""
+
+    tokenized: int = 1
+    """How often the documents are read to be tokenized: once for each part and each `where` of rows."""
+    packed: int = 1
+    """Datasets of tokens."""
+    texts: int = 0
+    """Datasets of text."""
+    parts: int = 0
+    """Parts that `split` draws."""
+    scores: int = 0
+    """Filters that look up scores."""
+    has_buckets: bool = False
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Shape:
+        """Return the shape of a recipe's build."""
+        packed = [one for one in recipe.datasets() if not one.output.is_text]
+        return cls(
+            tokenized=len({(one.part, Selection.of(one)) for one in packed}),
+            packed=len(packed),
+            texts=len(recipe.datasets()) - len(packed),
+            parts=0 if recipe.split is None else len(recipe.split.parts),
+            scores=sum(isinstance(config, ScoresConfig) for _, config in recipe.filter_chain()),
+            has_buckets=recipe.buckets is not None and recipe.buckets.is_fitted,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +121,7 @@ class Corpus:
     is_sent: bool = False
     """Whether the output is in a store, too."""
     bands: int = 14
+    shape: Shape = field(default_factory=Shape)
     scale: int = 1
     limits: Limits = field(init=False)
 
@@ -151,7 +190,9 @@ class Model:
         text = c.text_bytes * DOCUMENTS
         readers = c.limits.partitions(c.documents, KEYS.dtype)
         keys_bytes = (1 + c.has_url) * c.documents * KEYS.dtype.itemsize
-        self._add("clean", c.splits, 0, 0, files=3 + c.has_url, written=text + keys_bytes)
+        looked_up = self._add_scores()
+        files = 3 + c.has_url + c.shape.has_buckets
+        self._add("clean", c.splits, looked_up * c.splits, 0, files=files, written=text + keys_bytes)
         if c.has_url:
             keys = self.exchange("url", KEYS.dtype, c.splits, c.documents, readers)
             self._add("url", readers, *self._slices(keys, readers), files=1)
@@ -169,22 +210,90 @@ class Model:
             self._add_lines(text)
         if c.has_near:
             self._add_near(text, readers)
-        self._add("tokenize", c.splits, *self._scans(text, c.splits), files=2, written=self._spilled)
+        if c.shape.has_buckets:
+            self._add("buckets", 1, 3 * c.splits, 16 * c.documents)
+        if c.shape.parts:
+            self._add_split(text)
+        rows = self._add_rows(text) if c.shape.packed else (0, 0, 0.0)
+        texts = self._add_texts(text) if c.shape.texts else (0, 0.0)
+        removed = c.documents * LOSERS * (c.has_url or c.has_exact or c.has_near)
+        files = max(1, ceil(removed / DUPLICATES_OF_FILE))
+        twins = self.exchange("duplicates", None, c.splits, 2 * removed, files, TWIN_BYTES)
+        self._add("duplicates", files, *self._slices(twins, files), files=1, written=removed * TWIN_BYTES)
+        joined, level = c.splits, 0
+        while joined > 1 or level == 0:
+            stage = f"{SIDE_FILES}-merge-{level}" if level else SIDE_FILES
+            self._add(stage, ceil(joined / JOINED_AT_ONCE), joined, files=1)
+            joined, level = ceil(joined / JOINED_AT_ONCE), level + 1
+        if c.is_sent:
+            self._add_upload(rows[0] + texts[0], rows[1], rows[2] + texts[1])
+
+    def _add_rows(self, text: float) -> tuple[int, int, float]:
+        """Tokenize each part and selection, pack them for each dataset: (shards, other files, bytes)."""
+        c = self.corpus
+        gets, read = self._scans(text, c.splits)
+        times = c.shape.tokenized
+        tokenized = times * c.splits
+        self._add("tokenize", tokenized, times * gets, times * read, files=2, written=self._spilled)
         sampled = min(c.splits, PARITY_SPLITS)
         self._add("parity", 1, 3 * sampled, PARITY_BYTES)
+        outputs = ceil(c.shape.packed / (1 + c.shape.parts))
         partitions = c.partitions()
         row = TOKENS.dtype.itemsize + c.tokens * c.token_bytes / max(1, c.documents)
         tokens = self.exchange("tokens", None, c.splits, c.documents, partitions, row)
         shards = ceil(c.tokens * c.token_bytes / partitions / (c.shard_bytes / c.scale))
         written = c.tokens * c.token_bytes
-        self._add("pack", partitions, *self._slices(tokens, partitions), files=shards + 2, written=written)
-        self._add("provenance", partitions, 2 * partitions, files=1)
-        removed = c.documents * LOSERS * (c.has_url or c.has_exact or c.has_near)
-        files = max(1, ceil(removed / DUPLICATES_OF_FILE))
-        twins = self.exchange("duplicates", None, c.splits, 2 * removed, files, TWIN_BYTES)
-        self._add("duplicates", files, *self._slices(twins, files), files=1, written=removed * TWIN_BYTES)
-        if c.is_sent:
-            self._add_upload(partitions * shards, partitions, written)
+        drawn = _Runs(c.splits, DRAWN * tokens.bytes + c.splits * EMPTY_BYTES, row)
+        small = self._slices(drawn, 1)
+        gets, read = self._slices(tokens, partitions)
+        gets, read = gets + c.shape.parts * small[0], read + c.shape.parts * small[1]
+        tasks = outputs * (partitions + c.shape.parts)
+        self._add("pack", tasks, outputs * gets, outputs * read, files=shards + 2, written=outputs * written)
+        self._add("provenance", tasks, 2 * tasks, files=1)
+        return tasks * shards, tasks, outputs * written
+
+    def _add_texts(self, text: float) -> tuple[int, float]:
+        """Write each dataset of text, by tasks of neighboring splits: (files, bytes)."""
+        c = self.corpus
+        shard_bytes = c.shard_bytes / c.scale
+        tasks = max(1, min(c.splits, ceil(c.text_bytes / shard_bytes)))
+        shards = max(tasks, ceil(c.text_bytes / shard_bytes))
+        gets, read = self._scans(text, c.splits)
+        outputs = ceil(c.shape.texts / (1 + c.shape.parts))
+        times = c.shape.texts
+        files = ceil(shards / tasks) + 1
+        self._add("text", times * tasks, times * gets, times * read, files=files, written=outputs * text)
+        return times * shards, outputs * text
+
+    def _add_scores(self) -> int:
+        """Sort a row for each document and filter; return the requests of a split that looks them up."""
+        c, dtype = self.corpus, score_dtype(1)
+        readers = c.limits.partitions(c.documents, dtype)
+        size, times = c.documents * dtype.itemsize, c.shape.scores
+        for _ in range(times):
+            self._add("scores", c.splits, 0, files=1, written=size)
+            runs = self.exchange("scores", dtype, c.splits, c.documents, readers)
+            self._add("score_tables", readers, *self._slices(runs, readers), files=2, written=size)
+        return 2 * readers * times
+
+    def _add_split(self, text: float) -> None:
+        """All documents are looked up in tables of the n-grams of those that are proposed."""
+        c = self.corpus
+        proposed = c.documents * DRAWN
+        ngrams = 8 * c.text_bytes / 6 / max(1, c.documents)  # of a document: one begins with each word
+        row = DRAWN_DOCUMENTS.dtype.itemsize + ngrams
+        tables = max(1, ceil(c.text_bytes * DRAWN * TABLE_BYTES / c.task_memory))
+        gets, read = self._scans(text, c.splits)
+        self._add("split_propose", c.splits, gets, read, files=1, written=proposed * row)
+        found = self.exchange("split_propose", None, c.splits, proposed, tables, row)
+        self._add("split_tables", tables, *self._slices(found, tables), files=4, written=2 * proposed * row)
+        looked = c.splits * tables
+        size = looked * 2 * proposed * row / tables
+        self._add("split_probe", looked, tables * gets + 4 * looked, tables * read + size, files=1)
+        alike = self.exchange("split_probe", KEYS.dtype, looked, proposed, tables)
+        self._add("split_choose", tables, *self._slices(alike, tables), files=1)
+        self._add("split_rows", tables, 2 * tables, files=1)
+        self._by_split("split", PARTS.dtype, tables, proposed)
 
     @property
     def _spilled(self) -> float:
@@ -197,6 +306,7 @@ class Model:
         self._add("signatures", c.splits, *self._scans(text, c.splits), files=files, written=signatures)
         if c.planted:
             self._add_planted(text)
+        self._add("parts", 1, 0, files=1)
         keys = self.exchange("equal", KEYS.dtype, c.splits, c.documents, readers)
         self._add("equal", readers, *self._slices(keys, readers), files=2)
         lost = self.exchange("lost", LOST.dtype, readers, c.documents * LOSERS, c.splits)
@@ -229,6 +339,8 @@ class Model:
         read_by_block = [self._slices(runs, blocks) for runs in (firsts, own, guests)]
         gets, read = (sum(amounts) for amounts in zip(*read_by_block, strict=True))
         self._add("verify", blocks, gets, read, files=3)
+        self._add("near", 1, 2 * blocks, pairs * PAIRS_BY_FIRST.dtype.itemsize, files=2)
+        self._add("near_equal", blocks, 2 * blocks, c.documents * LOSERS * 24, files=1)
         self._add("near_lost", c.splits, 4 * c.splits, c.documents * 24, files=3)
         self._add("near_kept", c.splits, 5 * c.splits, c.documents * 24, files=2)
         self._by_split("near_removed", OUTCOMES.dtype, 2 * c.splits, c.documents * 2 * LOSERS)

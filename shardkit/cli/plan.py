@@ -386,7 +386,8 @@ def _build(arguments: argparse.Namespace) -> _Plan:
         raise ValueError("give --tokens, --raw, --from a dataset, or a recipe to measure")
     prices = Prices(**{name: value for name, value in values.items() if name in _PRICES})
     rest: dict[str, Any] = {n: v for n, v in values.items() if n not in _PRICES and n != "raw"}
-    needs = BuildNeeds(**({"tokens": 1} | rest), funnel=funnel, prices=prices)
+    measured = {} if found is None else {"shape": found.shape, "text_output": found.text_output}
+    needs = BuildNeeds(**({"tokens": 1} | rest | measured), funnel=funnel, prices=prices)
     if "raw" in values:
         needs = BuildNeeds.of_raw(Fraction(values["raw"]), needs)
     plan = plan_build(needs)
@@ -452,7 +453,8 @@ def _build_tables(
         ["all stages", _percent(needs.funnel.retention), _bytes(plan.raw_bytes), _bytes(plan.kept_bytes)]
     )
     build = [
-        ["tokens", format_count(needs.tokens), f"{_number(needs.text_bytes_per_token)} bytes of text each"],
+        ["tokens" if needs.shape.packed else "tokens that the text is", format_count(needs.tokens),
+         f"{_number(needs.text_bytes_per_token)} bytes of text each"],
         ["raw text", _bytes(plan.raw_bytes),
          f"kept text / {_percent(needs.funnel.retention)}; {_bytes(plan.raw_stored_bytes)} as stored"],
         ["cores", f"{plan.cores:,}",
@@ -461,7 +463,7 @@ def _build_tables(
         ["core-hours", f"{float(plan.core_seconds / 3600):,.0f}", "raw text / speed"],
         ["work folder", _bytes(plan.work_bytes), "kept text x bytes of work, and the shards"],
         ["output", _bytes(plan.output_bytes),
-         f"{plan.shards:,} shards of {format_bytes(needs.shard_bytes)}"],
+         f"{plan.shards:,} shards of {format_bytes(needs.shard_bytes)}; of all outputs"],
         ["reads of the store", f"{plan.gets:,}", "raw input, and a work folder if it is in a store"],
         ["writes of the store", f"{plan.puts:,}", "shards in parts of 16 MiB, and a work folder as above"],
         ["memory of a task", _bytes(needs.memory), "each core needs that much"],

@@ -80,7 +80,10 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         help="row number, or SHARD:ROW; may be repeated (default: none)",
     )
     where.add_argument(
-        "--step", type=natural, metavar="S", help="the rows of this step, counted from 0 (default: none)"
+        "--step",
+        type=count,
+        metavar="S",
+        help="the rows of this step, counted from 1 as training loops print them (default: none)",
     )
     where.add_argument(
         "--position",
@@ -176,6 +179,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--batch-size", type=count, metavar="N", help="sequences per rank and step (default: no steps shown)"
     )
     group.add_argument("--world-size", type=count, default=1, metavar="N", help="ranks (default: 1)")
+    group.add_argument(
+        "--accumulate",
+        type=count,
+        default=1,
+        metavar="N",
+        help="batches of each rank per step, if gradients are accumulated (default: 1)",
+    )
     add_order_arguments(group)
     add_balance_arguments(group)
     group.add_argument(
@@ -267,12 +277,13 @@ def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack)
     if arguments.state is not None:
         state, storage = read_state(Path(arguments.state)), storage_options(arguments)
         others = [opened.enter_context(open_dataset(path, storage=storage)) for path in arguments.stream]
-        sizes = {"batch_size": arguments.batch_size, "world_size": arguments.world_size}
+        sizes = {name: getattr(arguments, name) for name in ("batch_size", "world_size", "accumulate")}
         return Run.from_state(state, [dataset, *others], exclusions, **sizes, loader=loader)
     if len(exclusions) > 1:
         raise ShardkitError("one dataset has one exclusion list: give --without once")
     excluded = exclusions[0] if exclusions else None
-    return Run.from_options(dataset, excluded, world_size=arguments.world_size, loader=loader, **given)
+    sizes = {name: getattr(arguments, name) for name in ("world_size", "accumulate")}
+    return Run.from_options(dataset, excluded, **sizes, loader=loader, **given)
 
 
 def _tracer(arguments: argparse.Namespace, dataset: Dataset) -> Tracer:

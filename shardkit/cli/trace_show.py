@@ -31,6 +31,7 @@ def _run(run: Mapping[str, Any]) -> str:
     text += f", tail {run['tail']}"
     if run["batch_size"] is not None:
         text += f", batches of {run['batch_size']:,} on {_many(run['world_size'], 'rank')}"
+        text += f", {run['accumulate']:,} batches a step" if run["accumulate"] > 1 else ""
     return text if run["position"] is None else f"{text}, at position {run['position']:,}"
 
 
@@ -47,19 +48,21 @@ def _show_step(answer: Mapping[str, Any]) -> None:
     console = stdout_console()
     first, end = answer["positions"]
     rank = "" if answer["rank"] is None else f", rank {answer['rank']}"
-    name = "step" if answer["step"] is None else f"step {answer['step']:,}"
+    name = "step" if answer["step"] is None else f"step {answer['step']:,} (counted from 1)"
     console.print(
-        f"{name}{rank}: {answer['row_count']:,} rows, of positions {first:,} to {end - 1:,}", style="bold"
+        f"{name}{rank}: positions {first:,} to {end - 1:,}, {_many(answer['row_count'], 'row')}", style="bold"
     )
     if answer["sources"]:
         names = ("rows", "documents", "tokens")
         rows = [(entry["source"], *(f"{entry[name]:,}" for name in names)) for entry in answer["sources"]]
         print_columns("", ("source", *names), rows)
     datasets = {row["dataset"] for row in answer["rows"]}
+    accumulates = answer["run"]["accumulate"] > 1
     for row in answer["rows"]:
+        batch = f"batch {row['batch']}, " if accumulates else ""
         where = f" of {row['dataset']}" if len(datasets) > 1 else ""
         console.print(
-            f"rank {row['rank']}, sample {row['index']}: {_title(row)}{where}, epoch {row['epoch']}",
+            f"{batch}rank {row['rank']}, sample {row['index']}: {_title(row)}{where}, epoch {row['epoch']}",
             style="bold",
         )
         _show_documents(row["documents"])

@@ -193,8 +193,8 @@ def test_samples_swapped_between_steps_are_found(path: Path, dataset: Dataset, t
     report = broken_run(path, tmp_path, dataset, swap)
     assert kinds(report) == {"moved", "part"}
     assert {f.step: f.problem for f in report.findings.kept if f.kind == "moved"} == {
-        2: "belongs to step 8",
-        8: "belongs to step 2",
+        3: "belongs to step 9",
+        9: "belongs to step 3",
     }
     assert report.walks[0].epochs_proved == 2
 
@@ -323,7 +323,7 @@ def test_replicas_that_were_given_different_samples_are_named_by_their_files(
     named = {word.strip(",") for word in found.problem.split() if word.startswith("rank-")}
     assert len(named) == 2
     assert named < files
-    assert "differ from their step 0 on" in found.problem
+    assert "differ from their step 1 on" in found.problem
 
 
 def test_logs_of_other_data_are_refused(path: Path, tmp_path: Path) -> None:

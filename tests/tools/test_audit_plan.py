@@ -160,7 +160,7 @@ def test_one_wrong_sample_anywhere_is_found_and_named(
     assert (found["lost"].sample, found["lost"].epoch, found["lost"].position) == (truth[0], epoch, place)
     assert (found["repeated"].sample, found["repeated"].epoch) == (truth[1], epoch)
     if tail == "carry":
-        assert found["lost"].step == place // (4 * world_size)
+        assert found["lost"].step == place // (4 * world_size) + 1
 
 
 def test_a_rank_that_is_a_step_behind_is_named() -> None:
@@ -175,7 +175,7 @@ def test_a_rank_that_is_a_step_behind_is_named() -> None:
 
     report = plan_report(index_only(SIZES), world_sizes=[2], epochs=1, broken=broken)
     first = next(finding for finding in report.findings.kept if finding.kind == "part")
-    assert (first.rank, first.step, first.problem) == (1, 3, "was given what rank 1 has at step 2")
+    assert (first.rank, first.step, first.problem) == (1, 4, "was given what rank 1 has at step 3")
 
 
 def test_a_restart_at_a_wrong_position_is_found() -> None:
@@ -192,7 +192,7 @@ def test_a_restart_at_a_wrong_position_is_found() -> None:
     problems = {finding.kind: finding.problem for finding in report.findings.kept}
     assert "goes on at position" in problems["steps"]
     lost = [(f.step, f.position) for f in report.findings.kept if f.kind == "lost"]
-    assert lost == [(10 + n // 4, 80 + n) for n in range(8)]
+    assert lost == [(11 + n // 4, 80 + n) for n in range(8)]
 
 
 def test_all_wrong_shards_are_counted_and_the_first_are_listed() -> None:

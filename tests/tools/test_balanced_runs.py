@@ -101,7 +101,7 @@ def test_a_row_is_traced_to_the_rank_that_had_it(path: Path, tail: Any, balance:
 
 def assert_traced(run: Run, seen: np.ndarray[Any, Any], streams: int = 1, first: int = 0) -> None:
     """`run` knows of every step, and of every row, the rank and place that `seen` has."""
-    for step, ranks in enumerate(seen):
+    for step, ranks in enumerate(seen, 1):
         expected = {
             (rank, i): int(row) for rank, batch in enumerate(ranks) for i, row in enumerate(batch) if row >= 0
         }
@@ -138,7 +138,7 @@ def test_rows_of_a_mixture_are_traced_to_their_ranks(path: Path, tmp_path: Path)
             world_size=3,
             loader=LoaderConfig(balance="attention"),
         )
-        for step, ranks in enumerate(seen.tolist()):
+        for step, ranks in enumerate(seen.tolist(), 1):
             found = {(row.rank, row.index): row.row + 300 * row.stream for row in run.batch(step)}
             assert found == {(r, i): row for r, batch in enumerate(ranks) for i, row in enumerate(batch)}
 
@@ -151,7 +151,7 @@ def test_the_commands_take_the_balance_of_the_loader(
     seen = ids_of_ranks(path, 4, 8, 3, states=states, **options)
     file = tmp_path / "state.json"
     file.write_text(json.dumps(states[-1]))
-    words = ["trace", str(path), "--step", "2", "--state", str(file), "--json", "--limit", "0"]
+    words = ["trace", str(path), "--step", "3", "--state", str(file), "--json", "--limit", "0"]
     sizes = ["--batch-size", "8", "--world-size", "4"]
     assert main([*words, *sizes, "--balance", "5:2"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
@@ -174,9 +174,9 @@ def test_a_question_about_a_step_takes_the_balance_of_the_loader(path: Path) -> 
     seen = ids_of_ranks(path, 4, 8, 3, states=states, **OPTIONS)
     with open_dataset(path) as dataset:
         run: Any = {"state": states[-1], "batch_size": 8, "world_size": 4}
-        answer = trace(dataset, step=1, limit=0, balance="attention", **run).facts
+        answer = trace(dataset, step=2, limit=0, balance="attention", **run).facts
         assert {row["row"] for row in answer["rows"] if row["rank"] == 2} == set(seen[1, 2].tolist())
         found = Run.from_options(
             dataset, batch_size=8, world_size=4, lanes=8, window=32, loader=LoaderConfig(balance="attention")
         )
-        assert {row.row for row in found.batch(1) if row.rank == 2} == set(seen[1, 2].tolist())
+        assert {row.row for row in found.batch(2) if row.rank == 2} == set(seen[1, 2].tolist())

@@ -172,7 +172,8 @@ def test_a_plan_has_the_stages_that_the_recipe_asks_for() -> None:
         plan = worked_example(dedup=frozenset(dedup))
         return {stage.stage for stage in plan.stages if "-merge-" not in stage.stage}
 
-    always = {"clean", "tokenize", "parity", "pack", "provenance", "duplicates", "upload"}
+    rows = {"tokenize", "parity", "pack", "provenance"}
+    always = {"clean", "duplicates", "side_files", "upload"} | rows
     assert stages() == always
     assert stages("exact") == always | {"exact", "exact_removed"}
     assert stages("url") == always | {"url", "url_removed"}
@@ -295,8 +296,10 @@ def test_a_card_tells_bytes_a_token_and_padding() -> None:
         "stored_bytes": 210,
         "inputs": [{"source": "a", "files": 1, "bytes": 400, "digest": "d", "funnel": LEDGER}],
         "recipe": {
-            "filters": [{"length": {}}],
-            "output": {"shard_bytes": 64},
+            "inputs": [{"path": "a.jsonl"}],
+            "filters": [{"length": {"min_words": 1}}],
+            "tokenizer": {"path": "tokenizer.json", "eos": "</s>"},
+            "output": {"shard_bytes": 1024, "format": "mds"},
             "dedup": {"exact": {}, "lines": None, "near": {"measure": {"planted": 9}}},
         },
     }

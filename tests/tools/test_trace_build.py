@@ -244,7 +244,7 @@ def test_a_step_shows_the_documents_that_its_batch_holds(
     path = made("best_fit-mds") / "out"
     with StreamingLoader(path, batch_size=5, rank=1, world_size=2, return_ids=True, seed=3) as loader:
         batch = next(islice(loader, 4, None))
-    sizes = ["--seed", 3, "--batch-size", 5, "--world-size", 2, "--step", 4]
+    sizes = ["--seed", 3, "--batch-size", 5, "--world-size", 2, "--step", 5]
     found = answer(capsys, path, *sizes, "--rank", 1)
     assert [row["row"] for row in found["rows"]] == batch["sample_id"].tolist()
     whole = answer(capsys, path, *sizes)
@@ -261,7 +261,7 @@ def test_a_step_shows_the_documents_that_its_batch_holds(
     assert (len(few["rows"]), few["row_count"], few["sources"]) == (2, 10, whole["sources"])
     assert main(["trace", str(path), *map(str, sizes), "--limit", "2"]) == 0
     out, err = capsys.readouterr()
-    assert "step 4: 10 rows, of positions 40 to 49" in out
+    assert "step 5 (counted from 1): positions 40 to 49, 10 rows" in out
     state = loader.state_dict()
     assert f"seed 3, shuffle window ({state['lanes']:,} lanes, window {state['window']:,})" in out
     assert "and 8 more rows" in err
@@ -275,8 +275,8 @@ def test_a_remote_dataset_answers_as_the_local_one(made: Any, capsys: pytest.Cap
     for words in (
         ["--row", 3, "--row", 40, "--row", 1],
         ["--url", "https://site1.example.org/*"],
-        ["--step", 2, "--batch-size", 4, "--lanes", 2, "--window", 6],
-        ["--step", 1, "--batch-size", 2],
+        ["--step", 3, "--batch-size", 4, "--lanes", 2, "--window", 6],
+        ["--step", 2, "--batch-size", 2],
     ):
         local = json.dumps(answer(capsys, folder / "out", *words, *tokenizer))
         local = local.replace(f'"{folder / "out"}"', f'"{url}"')
@@ -331,6 +331,7 @@ def test_text_needs_the_tokenizer_of_the_dataset(
         (["--row", "1", "--without", "gone.txt"], 2, "--without is about a run"),
         (["--row", "1", "--exclude", "x"], 2, "--exclude belongs to a search"),
         (["--step", "1"], 2, "give --batch-size"),
+        (["--step", "0", "--batch-size", "2"], 2, "--step"),
         (["--step", "1", "--batch-size", "2", "--rank", "1"], 2, "rank 1 of 1"),
         (["--row", "1", "--stream", "x"], 2, "--stream needs --state"),
     ],

@@ -40,7 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @contextmanager
 def traced(*words: object) -> Iterator[Run]:
     """The run that a command line describes."""
-    arguments = make_parser().parse_args(["trace", *map(str, words), "--step", "0"])
+    arguments = make_parser().parse_args(["trace", *map(str, words), "--step", "1"])
     with ExitStack() as opened:
         found = find_run(arguments, opened.enter_context(open_dataset(arguments.path)), opened)
         assert found is not None
@@ -54,7 +54,7 @@ def deliveries(data: Any, steps: int, world_size: int, **options: Any) -> dict[P
         with StreamingLoader(
             data, rank=rank, world_size=world_size, return_ids=True, endless=True, **options
         ) as loader:
-            for step, batch in enumerate(islice(loader, steps)):
+            for step, batch in enumerate(islice(loader, steps), 1):
                 rows = batch["sample_id"].tolist()
                 streams = batch["stream_id"].tolist() if "stream_id" in batch else [0] * len(rows)
                 for index, (stream, row) in enumerate(zip(streams, rows, strict=True)):
@@ -66,7 +66,7 @@ def deliveries(data: Any, steps: int, world_size: int, **options: Any) -> dict[P
 def assert_agrees(run: Run, seen: dict[Place, tuple[int, int]], steps: int, epochs: int) -> None:
     """`run` computes of every step and of every row what `seen` has."""
     computed: dict[Place, tuple[int, int]] = {}
-    for step in range(steps):
+    for step in range(1, steps + 1):
         computed |= {(step, row.rank, row.index): (row.stream, row.row) for row in run.batch(step)}
     assert computed == seen
     places = defaultdict(list)
@@ -74,7 +74,7 @@ def assert_agrees(run: Run, seen: dict[Place, tuple[int, int]], steps: int, epoc
         places[sample].append(place)
     for (stream, row), expected in places.items():
         sightings = run.sightings(row, stream, epochs=epochs)
-        found = [(s.step, s.rank, s.index) for s in sightings if s.step is not None and s.step < steps]
+        found = [(s.step, s.rank, s.index) for s in sightings if s.step is not None and s.step <= steps]
         assert sorted(found) == sorted(expected)
 
 
@@ -90,7 +90,7 @@ def test_steps_are_those_of_a_loader_and_every_position_has_the_step_that_delive
     assume(tail != "drop" or samples >= batch_size * world_size)
     plan = BatchPlan(samples, batch_size, 0, world_size, tail)
     cursor, delivered = (0, 0), set()
-    for step in range(3 * samples // plan.global_batch + 5):
+    for step in range(1, 3 * samples // plan.global_batch + 6):
         start = plan.start(cursor[0])
         first, count = span_at(plan, start_of_step(plan, step))
         assert first == start
@@ -127,7 +127,7 @@ def test_a_run_by_its_options_is_that_of_a_loader_with_them(
         assert_agrees(run, seen, steps, epochs=4)
         dropped = [s for row in range(SAMPLES) for s in run.sightings(row, epochs=1) if s.is_dropped]
         assert len(dropped) == (SAMPLES % (4 * world_size) if tail == "drop" else 0)
-        for step in (0, 2, 5):
+        for step in (1, 3, 6):
             assert run.plan is not None
             assert run.batch_at(start_of_step(run.plan, step)) == run.batch(step)
 
@@ -224,12 +224,12 @@ def test_a_dataset_of_others_tells_where_rows_are_seen_and_that_documents_are_no
     out, err = capsys.readouterr()
     assert "epoch 0: position" in out
     assert "has no provenance tables" in err
-    assert main([*command, "--step", "2", "--json"]) == 0
+    assert main([*command, "--step", "3", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert len(answer["rows"]) == 4
     assert all(row["documents"] is None for row in answer["rows"])
     assert answer["sources"] == []
-    short = ["--tail", "pad", "--world-size", "13", "--step", "1", "--json"]  # one row, which rank 12 has
+    short = ["--tail", "pad", "--world-size", "13", "--step", "2", "--json"]  # one row, which rank 12 has
     for rank, rows in ((0, 0), (12, 1)):
         assert main([*command, *short, "--rank", str(rank)]) == 0
         answer = json.loads(capsys.readouterr().out)

@@ -78,6 +78,7 @@ from shardkit.writers.stages.buckets import BUCKETS_FILE, BucketFile
 __all__ = [
     "DOCUMENTS_FILE",
     "FAILED_SPLITS",
+    "JOINED_AT_ONCE",
     "QUARANTINE_FILE",
     "SIDE_FILES",
     "Cleaned",
@@ -95,7 +96,7 @@ QUARANTINE_FILE = "quarantine.jsonl"
 FAILED_SPLITS = "failed_splits"
 SIDE_FILES = "side_files"
 
-_JOINED_AT_ONCE = 64
+JOINED_AT_ONCE = 64
 
 _KEYS_MEMORY_BYTES = 48 << 20  # to sort keys in; a third is a run
 
@@ -195,10 +196,8 @@ def join_side_files(run: RunTasks, cleaned: Sequence[Commit]) -> list[Commit]:
         stage = f"{SIDE_FILES}-merge-{level}" if level else SIDE_FILES
         tasks, of_names = [], []
         for name in open_names:
-            for at in range(0, max(1, len(made[name])), _JOINED_AT_ONCE):
-                tasks.append(
-                    _join_task(stage, name, at // _JOINED_AT_ONCE, made[name][at:][:_JOINED_AT_ONCE])
-                )
+            for at in range(0, max(1, len(made[name])), JOINED_AT_ONCE):
+                tasks.append(_join_task(stage, name, at // JOINED_AT_ONCE, made[name][at:][:JOINED_AT_ONCE]))
                 of_names.append(name)
         [commits] = run(tasks)
         for name in open_names:

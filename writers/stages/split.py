@@ -13,8 +13,9 @@ are few and fit into tables, and every document that stays is looked up in them.
 
 Two documents are alike if they share `similarity` of the distinct n-grams of one of them, or if this share of
 the n-grams of one, with repetitions, occurs in the other one. That includes a Jaccard similarity of
-`similarity`, and short documents that lie in long ones. For a number of documents, more are proposed than
-needed, and the lowest hashes of those that are like no other are taken.
+`similarity`, and short documents that lie in long ones. A share is a number of the documents that stay. More
+are proposed than wanted, and the lowest hashes of those that are like no other are taken. Where too many were
+like another one, the stages run again with as many more proposed as their part says, at most `_ROUNDS` times.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from shardkit.writers.recipe import Recipe, SplitConfig
 from shardkit.writers.settings import TRAIN
 from shardkit.writers.stages.clean import DOCUMENTS_FILE, split_name
 
-__all__ = ["PARTS", "PROPOSED", "PartsFound", "SplitStage"]
+__all__ = ["PARTS", "PROPOSED", "TABLE_BYTES", "PartsFound", "SplitStage"]
 
 PROPOSED = Table(
     "proposed.run",
@@ -69,16 +70,17 @@ PARTS = Table("parts.run", np.dtype([("key", "<u8"), ("part", "<i4")]))  # keyed
 
 _CANDIDATES, _HASHES, _STARTS, _MEMBERS = "candidates.npy", "hashes.npy", "starts.npy", "members.npy"
 _CHOSEN = "chosen.npy"
-_TABLE_BYTES = 40  # that a table and what it is made of take for a byte of text, with room
+TABLE_BYTES = 40  # that a table and what it is made of take for a byte of text, with room
 _BITS_PER_KEY = 16
+_ROUNDS = 5
 _SPARES = 6.0  # standard deviations by which more documents are proposed than are wanted
 _MEMORY = 64 << 20
 _PURPOSE = "split"
 
 Bounds = tuple[tuple[int, ...], ...]
 """Of each source, the hashes at which its parts end; the first begins at 0."""
-Wanted = int | list[float | int]
-"""Documents of all sources together, or a share or a number of documents of each source."""
+Wanted = int | list[int]
+"""Documents of all sources together, or of each source."""
 Quota = int | list[int]
 """The most documents of all sources together, or of each source."""
 
@@ -114,20 +116,17 @@ class SplitStage:
 
     def run(self, run: RunTasks) -> PartsFound:
         """Draw the parts; RecipeError if a source is not there, or if too many documents are asked for."""
-        names = tuple(self.config.parts)
-        wanted = self._wanted()
-        bounds = _bounds(wanted, self._remaining())
-        end = max(1, *(stops[-1] for stops in bounds))
-        [proposed] = run(self._propose(bounds))
-        texts = sum(commit.counts["bytes"] for commit in proposed)
-        groups = max(1, -(-texts * _TABLE_BYTES // self.memory_bytes))
-        edges = [*pairwise(end * number // groups for number in range(groups + 1))]
-        shared = {"readers": groups, "end": end, "limits": self.limits}
-        [tables] = run(_tables(exchange(run, "split_propose", PROPOSED, proposed, **shared), edges))
-        [probed] = run(self._probe(tables))
-        alike = exchange(run, "split_probe", ALIKE, probed, **shared)
-        [chosen] = run(self._choose(alike, edges, tables))
-        counted = [Chosen.of(commit) for commit in chosen]
+        names, left = tuple(self.config.parts), self._remaining()
+        wanted = self._wanted(left)
+        rates = [1.0 for _ in names]
+        for _ in range(_ROUNDS):
+            bounds = _bounds(wanted, left, rates)
+            chosen = self._choose_from(bounds, run)
+            counted = [Chosen.of(commit) for commit in chosen]
+            found_rates = _rates(wanted, counted, rates)
+            if found_rates == rates or _bounds(wanted, left, found_rates) == bounds:
+                break
+            rates = found_rates
         [taken] = run(self._take(chosen, _quotas(wanted, counted)))
         drawn = [sum(commit.counts["taken"][code] for commit in taken) for code in range(len(names))]
         _warn_of_few(names, wanted, drawn)
@@ -141,6 +140,20 @@ class SplitStage:
                 for code, name in enumerate(names)
             },
         )
+
+    def _choose_from(self, bounds: Bounds, run: RunTasks) -> Sequence[Commit]:
+        """Return the commits of those below `bounds` that are like no other document."""
+        end = max(1, *(stops[-1] for stops in bounds))
+        [proposed] = run(self._propose(bounds))
+        texts = sum(commit.counts["bytes"] for commit in proposed)
+        groups = max(1, -(-texts * TABLE_BYTES // self.memory_bytes))
+        edges = [*pairwise(end * number // groups for number in range(groups + 1))]
+        shared = {"readers": groups, "end": end, "limits": self.limits}
+        [tables] = run(_tables(exchange(run, "split_propose", PROPOSED, proposed, **shared), edges))
+        [probed] = run(self._probe(tables))
+        alike = exchange(run, "split_probe", ALIKE, probed, **shared)
+        [chosen] = run(self._choose(alike, edges, tables))
+        return chosen
 
     def _propose(self, bounds: Bounds) -> list[Task]:
         made = []
@@ -204,17 +217,19 @@ class SplitStage:
         pairs = zip(self.removals, found, strict=True)
         return [removed.of_part(Part(part, names, table)) for removed, table in pairs]
 
-    def _wanted(self) -> list[Wanted]:
+    def _wanted(self, left: Sequence[int]) -> list[Wanted]:
+        """Return how many documents each part gets, of those that are `left` of each source."""
         labels = self.recipe.sources
         wanted: list[Wanted] = []
         for name, share in self.config.parts.items():
             if not isinstance(share, Mapping):
-                wanted.append(share if isinstance(share, int) else [share] * len(labels))
+                wanted.append(_number(share, sum(left)))
                 continue
             if unknown := [label for label in share if label not in labels]:
                 known = ", ".join(dict.fromkeys(labels))
                 raise RecipeError(f"split.parts.{name}: there is no source {unknown[0]!r}; there are {known}")
-            wanted.append([share.get(label, 0) for label in labels])
+            asked = (share.get(label, 0) for label in labels)
+            wanted.append([_number(one, there) for one, there in zip(asked, left, strict=True)])
         return wanted
 
     def _remaining(self) -> list[int]:
@@ -228,12 +243,34 @@ class SplitStage:
 
 def _warn_of_few(names: Sequence[str], wanted: Sequence[Wanted], drawn: Sequence[int]) -> None:
     for name, asked, found in zip(names, wanted, drawn, strict=True):
-        numbers = [asked] if isinstance(asked, int) else asked
-        if all(isinstance(number, int) for number in numbers) and found < sum(numbers):
+        number = asked if isinstance(asked, int) else sum(asked)
+        if found < number:
             warn_user(
-                f"split: {name} has {found:,} documents, {sum(numbers):,} were asked for: too many of those "
-                f"drawn are like another document; remove duplicates (dedup.near), or ask for a share"
+                f"split: {name} has {found:,} documents, {number:,} were asked for: too many of those "
+                f"drawn are like another document; remove duplicates (dedup.near), or ask for fewer"
             )
+
+
+def _number(share: float, documents: int) -> int:
+    """Return how many of `documents` a share is, at least 1 but never all; a number is one already."""
+    if isinstance(share, int):
+        return share
+    return min(max(1, round(share * documents)), max(0, documents - 1))
+
+
+def _rates(wanted: Sequence[Wanted], chosen: Sequence[Chosen], rates: Sequence[float]) -> list[float]:
+    """Return of each part how many proposed documents are like no other; `rates` where that is enough."""
+    found = []
+    for part, (asked, rate) in enumerate(zip(wanted, rates, strict=True)):
+        clean = np.sum([one.clean[part] for one in chosen], axis=0)
+        proposed = np.sum([one.proposed[part] for one in chosen], axis=0)
+        if isinstance(asked, int):
+            clean, proposed = clean.sum(keepdims=True), proposed.sum(keepdims=True)
+        needed = np.atleast_1d(asked)
+        short = clean < needed
+        seen = (clean[short] + 1) / (proposed[short] + 1)
+        found.append(min(rate, float(0.9 * min(seen.min(), rate))) if short.any() else rate)
+    return found
 
 
 def _tables(proposed: Exchanged, edges: Sequence[tuple[int, int]]) -> list[Task]:
@@ -245,20 +282,22 @@ def _tables(proposed: Exchanged, edges: Sequence[tuple[int, int]]) -> list[Task]
     return made
 
 
-def _bounds(wanted: Sequence[Wanted], left: Sequence[int]) -> Bounds:
-    """The hashes at which the parts of each source end; RecipeError if they ask for more than there is."""
+def _bounds(wanted: Sequence[Wanted], left: Sequence[int], rates: Sequence[float]) -> Bounds:
+    """Return the hashes at which the parts of each source end; RecipeError for more than there is.
+
+    `rates`: of each part, the share of proposed documents that are like no other one.
+    """
     stops = []
     for source, documents in enumerate(left):
         shares = []
-        for one in wanted:
-            share = one if isinstance(one, int) else one[source]
-            if isinstance(share, int) and share:
-                whole = sum(left) if isinstance(one, int) else documents
-                if share >= whole:
-                    problem = f"{share:,} documents are asked for, there are {whole:,} to draw from"
-                    raise RecipeError(f"split: {problem}")
-                share = (share + _SPARES * sqrt(share) + 10) / whole
-            shares.append(min(float(share), 1.0))
+        for one, rate in zip(wanted, rates, strict=True):
+            number = one if isinstance(one, int) else one[source]
+            whole = sum(left) if isinstance(one, int) else documents
+            if number and number >= whole:
+                problem = f"{number:,} documents are asked for, there are {whole:,} to draw from"
+                raise RecipeError(f"split: {problem}")
+            proposed = number + _SPARES * sqrt(number) + 10 if number else 0.0
+            shares.append(min(proposed / rate / max(1, whole), 1.0))
         ends = np.minimum(np.cumsum(shares), 1.0)
         stops.append(tuple(min(int(end * (1 << 53)) << 11, (1 << 64) - 1) for end in ends.tolist()))
     return tuple(stops)
@@ -266,10 +305,7 @@ def _bounds(wanted: Sequence[Wanted], left: Sequence[int]) -> Bounds:
 
 def _quotas(wanted: Sequence[Wanted], chosen: Sequence[Chosen]) -> list[list[Quota]]:
     """What each range of hashes may give to each part, the lowest hashes first."""
-    left: list[Quota] = [
-        one if isinstance(one, int) else [share if isinstance(share, int) else 1 << 62 for share in one]
-        for one in wanted
-    ]
+    left: list[Quota] = [one if isinstance(one, int) else [*one] for one in wanted]
     quotas = []
     for group in chosen:
         quota: list[Quota] = []

@@ -104,8 +104,11 @@ class Checker:
         rank: int | None = None,
         sample: int | None = None,
     ) -> None:
-        """Add a finding; by default about the next step. `sample`: the first one that it concerns."""
-        step = self.walk.steps if step is None else step
+        """Add a finding; by default about the next step. `sample`: the first one that it concerns.
+
+        `step` is counted from 0 here, and from 1 in findings.
+        """
+        step = 1 + (self.walk.steps if step is None else step)
         found = Finding(kind=kind, problem=problem, step=step, position=position, rank=rank)
         if sample is not None and self.findings.wants(kind):
             found = replace(found, **self.expected.place(sample))

@@ -99,7 +99,7 @@ class Discrepancies:
                 continue
             step, rank = entry.came or (None, None)
             if kind == "moved":
-                problem = f"belongs to step {entry.missing}"
+                problem = f"belongs to step {_from_1(entry.missing)}"
             elif kind == "repeated":
                 problem = "delivered here, where it does not belong, and elsewhere in the epoch"
             else:
@@ -110,7 +110,7 @@ class Discrepancies:
                     problem=problem,
                     epoch=epoch,
                     position=self._expected.position_of(stream, entry.index),
-                    step=step,
+                    step=_from_1(step),
                     rank=rank,
                     **self._expected.place(sample),
                 ),
@@ -136,14 +136,14 @@ class Discrepancies:
                 problem = f"{len(given - own):,} of {batch:,} samples are not of its part"
                 if (other := next((each for each in near if given in parts[each]), None)) is not None:
                     whose = parts[other].index(given)
-                    problem = f"was given what rank {whose} has at step {first_step + other}"
+                    problem = f"was given what rank {whose} has at step {first_step + other + 1}"
                     if other == row:
                         problem = f"was given the part of rank {whose}"
                 found = Finding(
                     kind="part",
                     problem=problem,
                     position=steps.start + row * steps.size,
-                    step=first_step + row,
+                    step=first_step + row + 1,
                     rank=rank,
                 )
                 self._findings.add(found)
@@ -160,3 +160,8 @@ class Discrepancies:
 
 def _as_set(ids: Ints) -> frozenset[int]:
     return frozenset(ids[ids >= 0].tolist())
+
+
+def _from_1(step: int | None) -> int | None:
+    """Return the number of a step as findings have it, of one counted from 0."""
+    return None if step is None else step + 1

@@ -37,7 +37,7 @@ _MOST_KEPT = 100  # of a kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something wrong; what is None is unknown or does not apply."""
+    """Something wrong; what is None is unknown or does not apply. `step` is counted from 1."""
 
     kind: str
     problem: str

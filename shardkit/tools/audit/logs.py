@@ -183,7 +183,7 @@ def _unite_twins(run: Run, findings: Findings) -> None:
         if (step := _first_difference(section, twin)) is not None:
             problem = (
                 f"{run}: {section.path.name} and {twin.path.name}, logs of replicas of one rank, differ from "
-                f"their step {step:,} on"
+                f"their step {step + 1:,} on"
             )
             findings.add(Finding(kind="replica", problem=problem, rank=rank))
         run.sections[rank] = max(section, twin, key=lambda each: each.count)

@@ -143,8 +143,8 @@ def _texts(
 
 
 def show_step(explored: Explored, params: Params, state: LoaderState | None = None) -> dict[str, object]:
-    """The rows that a step of a training run delivers, over all ranks."""
-    step = number_param(params, "step", 0, most=10**15)
+    """Return the rows that a step of a training run, counted from 1, delivers over all ranks."""
+    step = number_param(params, "step", 1, most=10**15)
     batch_size = number_param(params, "batch_size", 8, most=_MOST_BATCH)
     world_size = number_param(params, "world_size", 1, most=_MOST_BATCH)
     seed = number_param(params, "seed", 17, most=2**63 - 1)

@@ -18,18 +18,20 @@ Speed and the size of the work folder are not in a card, which is the same on an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil, prod
+from pathlib import Path
 from typing import Any
 
 from shardkit.card import DatasetCard
-from shardkit.errors import ShardError, ShardkitError
+from shardkit.errors import RecipeError, ShardError, ShardkitError
 from shardkit.storage.object_file import _MOST_BYTES as RANGE_BYTES
 from shardkit.tools.plan.quantities import Prices
 from shardkit.writers.dedup.config import MeasureConfig
-from shardkit.writers.requests import Corpus, StageRequests, compared_lines, stage_requests, together
+from shardkit.writers.recipe import TEXT_FORMATS, recipe_from_mapping
+from shardkit.writers.requests import Corpus, Shape, StageRequests, compared_lines, stage_requests, together
 
 # Bytes: of the real queue and commits (tests/benchmarks/bench_driver.py). Seconds: of Ray, which hands over
 # some hundred tasks a second.
@@ -37,6 +39,7 @@ DRIVER_TASK_SECONDS = Fraction("0.0025")
 DRIVER_TASK_BYTES = 2_000
 DRIVER_BYTES = 200_000_000
 MANY_TASKS = 10_000_000  # the driver was measured with a million in a stage
+_ELSEWHERE = ("split", "output")  # steps of a funnel: documents of another part, or of another output
 DEDUP_PARTS = ("url", "exact", "lines", "spans", "near", "measure")
 
 __all__ = [
@@ -49,6 +52,7 @@ __all__ = [
     "Stage",
     "funnel_of",
     "measured_from_card",
+    "measured_from_cards",
     "plan_build",
 ]
 
@@ -115,7 +119,9 @@ class BuildNeeds:
     work_bytes_per_text_byte: Fraction = Fraction(2)
     """Peak bytes in the work folder per byte of kept text, without the packed shards."""
     token_bytes: Fraction = Fraction(4)
-    """Bytes of a stored token: 2 for vocabularies up to 65,536, else 4."""
+    """Bytes of a stored token: 2 for vocabularies up to 65,536, else 4; of all outputs together."""
+    text_output: Fraction = Fraction(0)
+    """Stored bytes of text outputs per byte of kept text."""
     padding: Fraction = Fraction(0)
     """Part of the output that is padding."""
     shard_bytes: int = 1 << 26
@@ -127,6 +133,8 @@ class BuildNeeds:
     """Raw text of a split: a compressed file, or a part of a plain one (64 MiB)."""
     dedup: frozenset[str] = frozenset({"exact", "near"})
     """Parts of duplicate removal, of `DEDUP_PARTS`."""
+    shape: Shape = field(default_factory=Shape)
+    """Datasets that are written, and other stages; of a recipe or a card."""
     prices: Prices = field(default_factory=Prices)
 
     def __post_init__(self) -> None:
@@ -188,7 +196,8 @@ def plan_build(needs: BuildNeeds) -> BuildPlan:
     raw_bytes = needs.funnel.before(kept_bytes)
     raw_stored_bytes = raw_bytes * needs.stored_bytes_per_text_byte
     core_seconds = raw_bytes / needs.core_bytes_per_second
-    output_bytes = needs.tokens * needs.token_bytes / (1 - needs.padding)
+    rows = needs.tokens * needs.token_bytes / (1 - needs.padding) if needs.shape.packed else Fraction(0)
+    output_bytes = rows + kept_bytes * needs.text_output
     shards = ceil(output_bytes / needs.shard_bytes)
     stages = stage_requests(_corpus(needs, kept_bytes, raw_bytes))
     asked = together(stages)
@@ -238,6 +247,7 @@ def _corpus(needs: BuildNeeds, kept_bytes: Fraction, raw_bytes: Fraction) -> Cor
         lines=compared_lines(float(cleaned), 50 if "spans" in needs.dedup else None) if cut else 0,
         planted=measure.planted,
         checked=measure.checked,
+        shape=needs.shape,
         is_sent=True,
     )
 
@@ -253,12 +263,16 @@ class Measured:
     """The input files."""
     kept_bytes: int
     tokens: int
-    text_bytes_per_token: Fraction
+    """0 if only text is written."""
+    text_bytes_per_token: Fraction | None
     stored_bytes_per_text_byte: Fraction
-    token_bytes: Fraction
-    """Bytes of the stored shards for each token or cell of padding."""
+    token_bytes: Fraction | None
+    """Bytes of the stored shards for each token or cell of padding, in all outputs."""
+    text_output: Fraction
+    """Stored bytes of text outputs per byte of kept text."""
     padding: Fraction
     shard_bytes: int
+    shape: Shape
     document_bytes: Fraction | None = None
     memory: int | None = None
     """Of a task, as the recipe says."""
@@ -269,31 +283,62 @@ class Measured:
 
 
 def measured_from_card(card: DatasetCard) -> Measured:
-    """ShardkitError if it is not a card that a build wrote."""
+    """Return what the card of a dataset says. ShardkitError if it is not a card that a build wrote."""
     try:
-        read, kept, cells = card.funnel.read.bytes, card.funnel.kept.bytes, card.tokens + card.padding
-        stored = sum(each.bytes for each in card.inputs)
-        if not (card.tokens and kept and stored):
+        content = {**card.recipe, "output": {**card.recipe["output"], "path": "out"}}
+        content.pop("part", None)
+        shape = Shape.of(recipe_from_mapping(content, folder=Path.cwd()))
+    except (ShardError, RecipeError, KeyError, TypeError) as error:
+        raise _lacks(card, error) from error
+    return measured_from_cards([card], shape)
+
+
+def measured_from_cards(cards: Sequence[DatasetCard], shape: Shape) -> Measured:
+    """Return what the cards of all datasets of one build say together.
+
+    Documents that another part of the split has, or another output, are no loss then.
+    """
+    try:
+        first, several = cards[0], len(cards) > 1
+        read, funnel = first.funnel.read.bytes, funnel_of(first, _ELSEWHERE if several else ())
+        kept = round(funnel.after(Fraction(read)))
+        texts = [card for card in cards if card.recipe["output"]["format"] in TEXT_FORMATS]
+        rows = [card for card in cards if card not in texts]
+        stored = sum(each.bytes for each in first.inputs)
+        counted = sum(card.tokens for card in rows)
+        if not (kept and stored) or (rows and not counted):
             raise ValueError("it holds no tokens")
+        cells = sum(card.tokens + card.padding for card in rows)
+        per_token = Fraction(sum(card.funnel.kept.bytes for card in rows), counted) if rows else None
+        tokens = 0 if per_token is None else round(kept / per_token)
+        padding = Fraction(sum(card.padding for card in rows), max(1, cells))
+        written = sum(card.stored_bytes for card in rows)
+        documents = sum(card.funnel.kept.documents for card in (rows or texts))
+        text_bytes = sum(card.funnel.kept.bytes for card in (rows or texts))
         return Measured(
-            funnel=funnel_of(card),
+            funnel=funnel,
             read_bytes=read,
             stored_bytes=stored,
             kept_bytes=kept,
-            tokens=card.tokens,
-            text_bytes_per_token=Fraction(kept, card.tokens),
+            tokens=tokens,
+            text_bytes_per_token=per_token,
             stored_bytes_per_text_byte=Fraction(stored, read),
-            token_bytes=Fraction(card.stored_bytes, cells),
-            padding=Fraction(card.padding, cells),
-            shard_bytes=int(card.recipe["output"]["shard_bytes"]),
-            document_bytes=Fraction(kept, max(1, card.funnel.kept.documents)),
-            memory=card.recipe.get("memory"),
-            dedup=_dedup_parts(card.recipe.get("dedup") or {}),
+            token_bytes=Fraction(written) * (1 - padding) / tokens if tokens else None,
+            text_output=Fraction(sum(card.stored_bytes for card in texts), kept),
+            padding=padding,
+            shard_bytes=int(first.recipe["output"]["shard_bytes"]),
+            shape=shape,
+            document_bytes=Fraction(text_bytes, max(1, documents)),
+            memory=first.recipe.get("memory"),
+            dedup=_dedup_parts(first.recipe.get("dedup") or {}),
         )
     except (ShardError, KeyError, TypeError, ValueError) as error:
-        raise ShardkitError(
-            f"{card.where}: lacks what a plan needs ({error!r}); only cards of `shardkit build` have it"
-        ) from error
+        raise _lacks(cards[0], error) from error
+
+
+def _lacks(card: DatasetCard, error: Exception) -> ShardkitError:
+    problem = f"lacks what a plan needs ({error!r}); only cards of `shardkit build` have it"
+    return ShardkitError(f"{card.where}: {problem}")
 
 
 def _dedup_parts(dedup: Mapping[str, Any]) -> frozenset[str]:
@@ -306,11 +351,16 @@ def _dedup_parts(dedup: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(found)
 
 
-def funnel_of(card: DatasetCard) -> Funnel:
-    """The stages of a build that lost anything: what could not be read comes first, as one stage."""
+def funnel_of(card: DatasetCard, kept_steps: Collection[str] = ()) -> Funnel:
+    """The stages of a build that lost anything: what could not be read comes first, as one stage.
+
+    What the steps `kept_steps` take out is counted as kept.
+    """
     read, *steps = card.funnel_steps()
     lost: dict[str, int] = {}
     for step in steps:
+        if step.label in kept_steps:
+            continue
         name = "unreadable" if step.kind == "quarantined" else step.label
         lost[name] = lost.get(name, 0) + step.lost_bytes
     stages, left = [], read.bytes

@@ -3,6 +3,8 @@
 The part is built three times in a temporary folder: a quarter of it to compile kernels, the same quarter
 again, and all of it. The difference of the last two is the cost of bytes; the fixed cost of a build cancels.
 
+Nothing is published, and the sample's recipe names no place of the user's that a build would write to.
+
 Duplicates are found within the sample only, so duplicate removal keeps less of the whole input.
 """
 
@@ -16,14 +18,14 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
-from shardkit.card import CARD_NAME, DatasetCard
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.storage.store import StorageOptions
-from shardkit.tools.plan.build import Measured, measured_from_card
-from shardkit.writers.estimate import Piece, choose_pieces, put_pieces
+from shardkit.tools.plan.build import Measured, measured_from_cards
+from shardkit.writers.estimate import Piece, choose_pieces, put_pieces, sample_recipe
 from shardkit.writers.inputs.scan import Split, scan_inputs
-from shardkit.writers.pipeline import build, with_overrides
+from shardkit.writers.pipeline import build_unpublished, with_overrides
 from shardkit.writers.recipe import Recipe
+from shardkit.writers.requests import Shape
 
 __all__ = ["Sample", "measure_sample"]
 
@@ -82,7 +84,7 @@ def measure_sample(
         for number, size in enumerate((wanted // _PART, wanted // _PART, wanted)):
             folder = Path(scratch) / str(number)
             pieces = choose_pieces(splits, max(1, size))
-            built.append(_build(recipe, pieces, folder, workers, progress))
+            built.append(_build(recipe, pieces, folder, whole, workers, progress, storage))
             shutil.rmtree(folder)
     _, small, large = built
     measured, notes = large.measured, _notes(recipe, large, whole)
@@ -125,25 +127,28 @@ def _notes(recipe: Recipe, large: _Built, whole: int) -> list[str]:
 
 
 def _build(
-    recipe: Recipe, pieces: Sequence[Piece], folder: Path, workers: int | None, progress: bool
+    recipe: Recipe,
+    pieces: Sequence[Piece],
+    folder: Path,
+    whole: int,
+    workers: int | None,
+    progress: bool,
+    storage: StorageOptions | None,
 ) -> _Built:
     inputs, stored = put_pieces(recipe, pieces, folder / "inputs")
-    output = recipe.output.model_copy(update={"path": str(folder / "out")})
-    changes = {"inputs": tuple(inputs), "output": output, "work": str(folder / "work")}
-    derived = recipe.model_copy(update=changes).in_folder(recipe.folder)
+    derived = sample_recipe(recipe, inputs, folder, sum(stored.values()) / max(1, whole))
     before = _core_seconds()
     try:
-        build(derived, workers=workers, progress=progress)
+        built = build_unpublished(derived, workers=workers, progress=progress, storage=storage)
     except BuildError as error:
         raise BuildError(f"building from a sample: {error}") from error
     seconds = _core_seconds() - before
-    card = DatasetCard.read(folder / "out" / CARD_NAME)
-    assert card is not None
-    shards = {file.stat().st_ino for file in (folder / "out").rglob("*") if file.is_file()}
-    held = {status.st_ino: status.st_size for status in _files(folder / "work")}
-    work = sum(size for inode, size in held.items() if inode not in shards)
-    read = [entry.funnel.read.bytes for entry in card.inputs]
-    return _Built(measured_from_card(card), seconds, work, stored, dict(zip(stored, read, strict=True)))
+    shards = sum(shard.stored.bytes for dataset in built for shard in dataset.manifest.shards)
+    work = sum(status.st_size for status in _files(folder / "work")) - shards
+    cards = [dataset.facts for dataset in built]
+    read = [entry.funnel.read.bytes for entry in cards[0].inputs]
+    measured = measured_from_cards(cards, Shape.of(recipe))
+    return _Built(measured, seconds, work, stored, dict(zip(stored, read, strict=True)))
 
 
 def _files(folder: Path) -> list[os.stat_result]:

@@ -167,7 +167,11 @@ def trace_step(
 
     `rank`: only rows of this rank. `limit`: how many to list, 0: all; totals include the others.
     """
-    batch = run.batch_at(position) if position is not None else run.batch(step or 0)
+    if position is None:
+        assert step is not None
+        batch = run.batch(step)
+    else:
+        batch = run.batch_at(position)
     wanted = [each for each in batch if rank in (None, each.rank)]
     count = min(limit or len(wanted), len(wanted))
     tracers = {id(tracer.dataset): tracer}

@@ -126,6 +126,7 @@ class Question(TypedDict, total=False):
     state: Mapping[str, object] | _Path | None
     batch_size: int | None
     world_size: int
+    accumulate: int
     balance: Balance
     eos_id: int | None
     streams: Sequence[Dataset]
@@ -195,12 +196,13 @@ def trace(
                                            your own or of shardkit (hex), labels of inputs, or raw files; for
                                            a removed duplicate, the one that stays
         row                                the documents in a row
-        step                               the documents in a step of a run
+        step                               the documents in a step of a run, counted from 1 as loops print
 
     Several values are a list. `limit` (default: 20; 0: all) bounds what is listed, not the totals. `exclude`
     writes the rows found as a list for `Stream(exclude=...)`, `export` all documents found to a .parquet,
     .jsonl or .csv file. A run is known from the `state` of its loader, a mapping or a file, with
-    `batch_size`, `world_size` and, where it had them, `balance` and `eos_id`; a mixture needs its other
+    `batch_size`, `world_size` and, where it had them, `balance`, `eos_id` and `accumulate` (batches of a
+    step, with gradient accumulation); a mixture needs its other
     `streams`, a run that left rows out the lists that it ran `without`. `tokenizer` is as in `Dataset.text`,
     `storage` as in `open_dataset`. ShardkitError if nothing is found.
     """
@@ -244,6 +246,7 @@ def _run(dataset: Dataset, question: Question) -> Run | None:
         question.get("without", ()),
         batch_size=question.get("batch_size"),
         world_size=question.get("world_size", 1),
+        accumulate=question.get("accumulate", 1),
         loader=LoaderConfig(balance=question.get("balance"), eos_id=question.get("eos_id")),
     )
 

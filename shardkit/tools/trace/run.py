@@ -5,6 +5,9 @@ follow from the order itself. Which positions a step has follows from the loader
 same batch size and world size from position 0 on. All of it is exact for a run of any length: nothing is
 replayed.
 
+Steps are counted from 1, as training loops print them: before step 1 nothing is delivered. With gradient
+accumulation a step is one of the optimizer, of `accumulate` batches of each rank.
+
 A run is known from the state of its loader (`read_state`, `Run.from_state`), which fixes everything except
 batch size, world size and `balance`, or from the options of its loader (`Run.from_options`). With balance,
 the rank of a row follows from the work of all rows of its global batch, as it does in the loader.
@@ -44,20 +47,20 @@ _TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin")
 
 
 def start_of_step(plan: BatchPlan, step: int) -> int:
-    """The first position of a step."""
+    """Return the first position of a step of one batch, counted from 1."""
     if plan.tail == "carry":
-        return step * plan.global_batch
-    epoch, number = divmod(step, plan.batches_left(0))
+        return (step - 1) * plan.global_batch
+    epoch, number = divmod(step - 1, plan.batches_left(0))
     return epoch * plan.samples + number * plan.global_batch
 
 
 def step_of(plan: BatchPlan, position: int) -> int | None:
-    """The step that delivers a position; None if the tail drops it."""
+    """Return the step of one batch, counted from 1, that delivers a position; None if the tail drops it."""
     if plan.tail == "carry":
-        return position // plan.global_batch
+        return position // plan.global_batch + 1
     epoch, place = divmod(position, plan.samples)
     number, steps = place // plan.global_batch, plan.batches_left(0)
-    return epoch * steps + number if number < steps else None
+    return epoch * steps + number + 1 if number < steps else None
 
 
 def span_at(plan: BatchPlan, position: int) -> tuple[int, int]:
@@ -78,6 +81,7 @@ class Sighting:
 
     `step`, `rank` and `index` (in the rank's batch) are None where batch size and world size are not known,
     or, with `is_dropped`, because the tail drops the position. `is_delivered`: before the state's position.
+    `batch`: which of the step's batches, counted from 1.
     """
 
     epoch: int
@@ -87,13 +91,15 @@ class Sighting:
     index: int | None = None
     is_dropped: bool = False
     is_delivered: bool | None = None
+    batch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
     """A sample of a step: row `row` of stream number `stream`, and its place in the step.
 
-    `index`: in the batch of `rank`. `epoch`: of the stream. `dataset`: the stream's name.
+    `index`: in the batch of `rank`. `epoch`: of the stream. `dataset`: the stream's name. `batch`: which of
+    the step's batches, counted from 1.
     """
 
     rank: int
@@ -103,13 +109,15 @@ class BatchRow:
     stream: int
     dataset: str
     row: int
+    batch: int = 1
 
 
 class Run:
     """What a loader with these settings delivers of these datasets, one for each stream.
 
-    Without `batch_size`, positions are known, but no steps. `delivered`: number of samples that the run has
-    delivered (a state's position), None if unknown. ShardkitError if no loader takes the batch size.
+    Without `batch_size`, positions are known, but no steps. `accumulate`: batches of a step. `delivered`:
+    number of samples that the run has delivered (a state's position), None if unknown. ShardkitError if no
+    loader takes the batch size.
     """
 
     def __init__(
@@ -120,11 +128,15 @@ class Run:
         *,
         batch_size: int | None = None,
         world_size: int = 1,
+        accumulate: int = 1,
         delivered: int | None = None,
         loader: LoaderConfig | None = None,
         step_sizes: StepSizes | None = None,
     ) -> None:
         self.settings, self.datasets, self.delivered = settings, tuple(datasets), delivered
+        if accumulate < 1:
+            raise ShardkitError(f"accumulate: a step has at least one batch, not {accumulate}")
+        self.accumulate = accumulate
         named = zip(settings.streams, datasets, strict=True)
         self.names = tuple(stream.name or dataset.location for stream, dataset in named)
         limits, streams = [None] * len(datasets), Streams(datasets, self.names)
@@ -151,6 +163,7 @@ class Run:
         *,
         batch_size: int | None = None,
         world_size: int = 1,
+        accumulate: int = 1,
         loader: LoaderConfig | None = None,
     ) -> Self:
         """The run that a loader's state belongs to; `loader`: the options that its balance follows from.
@@ -182,6 +195,7 @@ class Run:
             [by_digest[stream.excluded] if stream.excluded else None for stream in settings.streams],
             batch_size=batch_size,
             world_size=world_size,
+            accumulate=accumulate,
             delivered=state.position,
             loader=loader,
             step_sizes=state.step_sizes,
@@ -195,6 +209,7 @@ class Run:
         *,
         batch_size: int | None = None,
         world_size: int = 1,
+        accumulate: int = 1,
         seed: int = 17,
         shuffle: Shuffle = "window",
         lanes: int | None = None,
@@ -220,6 +235,7 @@ class Run:
             opened.exclusions,
             batch_size=batch_size,
             world_size=world_size,
+            accumulate=accumulate,
             loader=loader,
         )
 
@@ -239,6 +255,7 @@ class Run:
             "tail": self.settings.tail,
             "batch_size": plan.batch_size if plan else None,
             "world_size": plan.world_size if plan else None,
+            "accumulate": self.accumulate if plan else None,
             "position": self.delivered,
         }
 
@@ -270,13 +287,23 @@ class Run:
         return found
 
     def batch(self, step: int) -> list[BatchRow]:
-        """The rows of a step over all ranks, rank by rank."""
-        return self.batch_at(start_of_step(self._known_plan(), step))
+        """Return the rows of a step, counted from 1, over all ranks: batch by batch, rank by rank."""
+        if step < 1:
+            raise ShardkitError(f"there is no step {step}: steps are counted from 1, as loops print them")
+        return self.batch_at(start_of_step(self._known_plan(), (step - 1) * self.accumulate + 1))
 
     def batch_at(self, position: int) -> list[BatchRow]:
-        """The same for the global batch that a loader at this position delivers next."""
+        """Return the same for the step of which a loader at this position delivers the first batch next."""
+        rows: list[BatchRow] = []
+        for number in range(1, self.accumulate + 1):
+            start, count = span_at(self._known_plan(), position)
+            rows += self._global_batch(start, count, number)
+            position = start + count
+        return rows
+
+    def _global_batch(self, start: int, count: int, number: int) -> list[BatchRow]:
+        """Return the rows of the `count` positions from `start` on, batch `number` of a step."""
         plan = self._known_plan()
-        start, count = span_at(plan, position)
         located = self._order.locate(self._batch_in_places(start, count))
         rows = []
         columns = (located.position, located.epoch, located.sample_id)
@@ -286,7 +313,7 @@ class Run:
                 stream = int(np.searchsorted(self._mixed.first_samples, sample, side="right")) - 1
                 row = sample - int(self._mixed.first_samples[stream])
             rank, place = rank_of(plan, index, count)
-            rows.append(BatchRow(rank, place, at, epoch, stream, self.names[stream], row))
+            rows.append(BatchRow(rank, place, at, epoch, stream, self.names[stream], row, number))
         return rows
 
     def _batch_in_places(self, start: int, count: int) -> Ints:
@@ -319,7 +346,8 @@ class Run:
         start, count = span_at(self.plan, start_of_step(self.plan, step))
         batch = self._batch_in_places(start, count)
         rank, index = rank_of(self.plan, int(np.flatnonzero(batch == position)[0]), count)
-        return Sighting(epoch, position, step, rank, index, is_delivered=delivered)
+        step, number = 1 + (step - 1) // self.accumulate, 1 + (step - 1) % self.accumulate
+        return Sighting(epoch, position, step, rank, index, is_delivered=delivered, batch=number)
 
 
 def read_state(path: Path) -> LoaderState:
