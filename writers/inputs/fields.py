@@ -13,15 +13,24 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shardkit.errors import RecipeError
+from shardkit.errors import RecipeError, warn_user
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.recipe import InputConfig
 
-__all__ = ["MISSING", "NamedFields", "check_named_fields", "column_at", "field_at", "type_at"]
+__all__ = [
+    "MISSING",
+    "NamedFields",
+    "check_named_fields",
+    "column_at",
+    "field_at",
+    "type_at",
+    "warn_of_notes",
+]
 
 MISSING: Any = object()
 _MAX_SEEN = 1000  # names of fields that a split reports
 _SHOWN = 40
+_WARNED = 5  # files
 
 
 def field_at(fields: Mapping[str, Any], path: str) -> Any:
@@ -63,6 +72,7 @@ class NamedFields:
 
     `missing` has their paths by key of the recipe (`url`, `metadata[0]`), `seen` the names of the fields that
     the records had while any was missing. A sample of the input may lack a rare field, so it names none.
+    `notes` are warnings of the reader about the file (`RecordSink.note`).
     """
 
     def __init__(self, config: InputConfig) -> None:
@@ -71,6 +81,7 @@ class NamedFields:
         self.missing = {key: path for key, path in named.items() if path and not config.is_sample}
         self.seen: set[str] = set()
         self.records = 0
+        self.notes: list[str] = []
 
     def look(self, fields: Mapping[str, object]) -> None:
         """Look at a record."""
@@ -87,7 +98,7 @@ class NamedFields:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a commit."""
         seen = sorted(self.seen)[:_MAX_SEEN] if self.missing else []
-        return {"records": self.records, "missing": self.missing, "seen": seen}
+        return {"records": self.records, "missing": self.missing, "seen": seen, "notes": self.notes}
 
 
 def check_named_fields(splits: Sequence[Split], found: Iterable[Mapping[str, Any]]) -> None:
@@ -105,6 +116,15 @@ def check_named_fields(splits: Sequence[Split], found: Iterable[Mapping[str, Any
     for split, missing, seen in files.values():
         if missing:
             raise _missing(split, missing, seen)
+
+
+def warn_of_notes(splits: Sequence[Split], found: Iterable[Mapping[str, Any]]) -> None:
+    """Issue the warnings about files, those of the first few one by one; `found` as above."""
+    noted = [(split.file, note) for split, part in zip(splits, found, strict=True) for note in part["notes"]]
+    for file, note in noted[:_WARNED]:
+        warn_user(f"{file}: {note}")
+    if len(noted) > _WARNED:
+        warn_user(f"{len(noted) - _WARNED:,} more warnings like these, about files up to {noted[-1][0]}")
 
 
 def _missing(split: Split, missing: Mapping[str, str], seen: Collection[str]) -> RecipeError:

@@ -204,6 +204,15 @@ class RecordSink:
         self._ledger.read += Count(1, bytes)
         self._ledger.drop(reason, 1, bytes)
 
+    def drop_lines(self, reason: str, count: int) -> None:
+        """Book `count` lines that were read as parts of another record; their bytes are booked with it."""
+        self._ledger.read += Count(count, 0)
+        self._ledger.drop(reason, count, 0)
+
+    def note(self, message: str) -> None:
+        """Report what the user should know of a file that was read all the same."""
+        self._named.notes.append(message)
+
     def too_long(self, length: int, *, head: bytes = b"") -> None:
         """Book a record of more than `max_record_bytes`."""
         error = f"{length:,} bytes, more than max_record_bytes {self.max_record_bytes:,}"
