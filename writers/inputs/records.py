@@ -8,12 +8,10 @@ at (`record`, and `offset` in a file of bytes), so that every entry of the quara
 from __future__ import annotations
 
 import builtins
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
-import orjson
 import pyarrow as pa
 
 from shardkit.writers.documents import (
@@ -30,7 +28,7 @@ from shardkit.writers.inputs.decompress import (
     decompressed,
     plain_range,
 )
-from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at
+from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at, field_text
 from shardkit.writers.inputs.files import fields_of_path
 from shardkit.writers.inputs.pages import main_text_by
 from shardkit.writers.inputs.scan import Split
@@ -174,12 +172,12 @@ class RecordSink:
             self._ledger.read += Count(0, replaced)
             self._ledger.drop("text/replaced", 0, replaced)
         self._bytes += bytes
-        id, url = (_field_text(field_at(fields, path)) for path in self.carried[:2])
+        id, url = (field_text(field_at(fields, path)) for path in self.carried[:2])
         metadata = None
         if config.metadata or self._of_path:
             found = {path: field_at(fields, path) for path in config.metadata}
             own = {path: value for path, value in found.items() if value is not MISSING}
-            metadata = _field_text(self._of_path | own)
+            metadata = field_text(self._of_path | own)
         self._rows.append((self.record, text, id, url, metadata, own_id, marks))
 
     def add_masked(self, fields: Mapping[str, Any], *, bytes: int, head: builtins.bytes = b"") -> None:
@@ -189,6 +187,9 @@ class RecordSink:
             rendered = self._masking.render(self._config, fields)
         except ChatError as error:
             self.bad(error.reason, str(error), bytes=bytes, head=head)
+            return
+        except RecursionError:
+            self.bad("bad_messages", "values are nested too deeply", bytes=bytes, head=head)
             return
         if not rendered.trained_bytes:
             self.drop("chat/nothing_to_train", bytes=len(rendered.text.encode()))
@@ -310,21 +311,10 @@ class RecordSink:
 def _own_id(fields: Mapping[str, object], path: str) -> bytes | None:
     """The document id in a field: 32 hexadecimal digits; None if there is none."""
     value = field_at(fields, path)
+    value = value.hex() if isinstance(value, bytes) else value
     if not isinstance(value, str) or _OWN_ID.fullmatch(value) is None:
         return None
     return bytes.fromhex(value)
-
-
-def _field_text(value: object) -> str | None:
-    """A field of the user's as text: strings as they are, everything else as JSON."""
-    if value is None or isinstance(value, str):
-        return value
-    if value is MISSING:
-        return None
-    try:
-        return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
-    except orjson.JSONEncodeError:  # an integer of more than 64 bits
-        return json.dumps(value, default=str, ensure_ascii=False, separators=(",", ":"))
 
 
 class Lines:
