@@ -262,6 +262,27 @@ def test_damage_keeps_the_rows_before_it_and_counts_the_others(tmp_path: Path) -
     assert ledger.read.documents == 100
 
 
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_a_page_whose_own_checksum_says_that_it_is_damaged_is_not_read(
+    tmp_path: Path, compression: str, version: str
+) -> None:
+    texts = [f"{i:04d} some document text" for i in range(50)]
+    options: dict[str, Any] = {"compression": compression, "data_page_version": version}
+    write(tmp_path, {"text": texts}, rows=25, use_dictionary=False, write_page_checksum=True, **options)
+    path = tmp_path / "a.parquet"
+    data, metadata = bytearray(path.read_bytes()), pq.read_metadata(path)
+    table, bad, _ = read(tmp_path, "a.parquet")
+    assert (table["text"].to_pylist(), bad) == (texts, [])
+    column = metadata.row_group(1).column(0)
+    data[column.data_page_offset + column.total_compressed_size - 30] ^= 1
+    path.write_bytes(data)
+    table, (entry,), _ = read(tmp_path, "a.parquet")
+    assert (table["text"].to_pylist(), entry["reason"]) == (texts[:25], "damaged_file")
+    if compression == "none":
+        assert "CRC checksum verification failed" in entry["error"]
+
+
 @pytest.mark.parametrize("data", [b"", b"PAR1", b"not parquet at all", b"PAR1" + bytes(40) + b"PAR1"])
 def test_something_else_named_parquet_is_refused(tmp_path: Path, data: bytes) -> None:
     table, bad, _ = read(tmp_path, put(tmp_path, "a.parquet", data))

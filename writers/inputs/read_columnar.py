@@ -214,7 +214,7 @@ def read_parquet(sink: RecordSink, config: InputConfig) -> Iterator[None]:
 def _read_open(sink: RecordSink, config: InputConfig, stored: BinaryIO) -> Iterator[None]:
     split = sink.split
     try:
-        file = pq.ParquetFile(stored, pre_buffer=False, buffer_size=1 << 20)
+        file = pq.ParquetFile(stored, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
     except _DAMAGE as error:
         _raise_unless_damage(error)
         problem = _other_format(stored, sink) or _first_line(error)
