@@ -259,8 +259,9 @@ def read_wds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
         data: _FileBytes | _StreamBytes = _FileBytes(file, split.input.bytes)
         damage = None
         if split.compression is not None:
-            size, damage = _sound_bytes(file, split)
-            data = _StreamBytes(decompressed(file, split.compression, split.input.bytes), size)
+            size, damage = _sound_bytes(file, split, sink.window_bytes)
+            pieces = decompressed(file, split.compression, split.input.bytes, window_bytes=sink.window_bytes)
+            data = _StreamBytes(pieces, size)
         samples = _Samples(sink, config, data)
         try:
             for found, size in samples:
@@ -277,11 +278,11 @@ def read_wds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
             sink.damaged(damage.problem if damage else problem, bytes=left + lost)
 
 
-def _sound_bytes(file: BinaryIO, split: Split) -> tuple[int, ContainerError | None]:
+def _sound_bytes(file: BinaryIO, split: Split, window_bytes: int) -> tuple[int, ContainerError | None]:
     """How many bytes a compressed tar has that a checksum confirms, and what comes after them."""
     size = 0
     try:
-        for piece in decompressed(file, split.compression, split.input.bytes):
+        for piece in decompressed(file, split.compression, split.input.bytes, window_bytes=window_bytes):
             size += len(piece)
     except ContainerError as damage:
         return size - damage.suspect_bytes, ContainerError(

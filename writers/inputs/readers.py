@@ -46,6 +46,7 @@ _READERS: dict[str, Reader] = {
     "wds": read_wds,
 }
 _RECORD_COPIES = 8  # of a large record, while it is decoded, parsed and put into a batch
+_MAX_WINDOW_BYTES = 1 << 31  # of zstd, on machines of 64 bits
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -91,6 +92,7 @@ def read_parts(
             fields=fields[number],
             suspect=suspects.get(parts[number].file),
             masking=masking,
+            memory_bytes=memory_bytes,
         )
 
     def read_all() -> Iterator[pa.RecordBatch]:
@@ -169,6 +171,7 @@ def read_split(
     fields: NamedFields | None = None,
     suspect: SuspectDataError | None = None,
     masking: Masking | None = None,
+    memory_bytes: int = 2_000_000_000,
 ) -> Iterator[pa.RecordBatch]:
     """Batches of DOCUMENT_SCHEMA in record order; books `ledger.read` and `ledger.quarantined`.
 
@@ -180,6 +183,7 @@ def read_split(
     """
     named = fields or NamedFields(config)
     sink = RecordSink(split, config, ledger, quarantine, max_record_bytes, named, suspect, masking)
+    sink.window_bytes = max(sink.window_bytes, min(memory_bytes * 3 // 4, _MAX_WINDOW_BYTES))
     try:
         for _ in _reader(split, config)(sink, config):
             if sink.full:
@@ -193,6 +197,7 @@ def read_split(
         raise BuildError(f"{split.path}: cannot be read: {error.strerror or error}") from error
     except MemoryError as error:
         problem = "reading it takes more memory than the recipe allows; raise `memory`, or leave the file out"
+        problem = str(error) if "window" in str(error) else problem
         raise BuildError(f"{split.path}: at record {sink.record:,}: {problem}") from error
     yield from sink.flush()
 

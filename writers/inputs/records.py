@@ -94,6 +94,7 @@ class RecordSink:
         self._of_path = fields_of_path(config, split.file)
         own_id = () if config.document_id is None else (config.document_id,)
         self.carried = (config.id or "id", config.url or "url", *config.metadata, *own_id)  # paths of fields
+        self.window_bytes = 1 << 27  # that a decoder of zstd may use
         self.record = split.first_record
         self.offset: int | None = None
         self.position = split.start  # in the decompressed file, after the last of `pieces`
@@ -250,7 +251,7 @@ class RecordSink:
         split, suspect = self.split, self._suspect
         stored = plain_range(file, split.start, split.end)
         if split.compression is not None:
-            stored = decompressed(file, split.compression, split.input.bytes)
+            stored = decompressed(file, split.compression, split.input.bytes, window_bytes=self.window_bytes)
         try:
             for piece in stored:
                 if suspect is not None and self.position + len(piece) >= suspect.sound_bytes:
