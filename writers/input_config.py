@@ -232,8 +232,16 @@ class InputConfig(StrictModel):
         description="What becomes of text that is not UTF-8, and of halves of surrogate pairs in JSON: the "
         "record is quarantined, or U+FFFD replaces them; replaced bytes are counted as text/replaced.",
     )
-    lines: bool = Field(
-        default=False, description="Text files: each line is a document (default: each file is one)."
+    lines: bool | Literal["paragraphs"] = Field(
+        default=False,
+        description="Text files: true: each line is a document; paragraphs: each run of lines between blank "
+        "ones is; false: each file is one.",
+    )
+    salvage: bool = Field(
+        default=False,
+        description="Compressed files: keep the whole records before the damage in a member that is "
+        "truncated or damaged, though no checksum confirms them; the rest is counted as salvage/lost and "
+        "reported, and does not stop the build. false: such a member is quarantined.",
     )
 
     _is_sample: bool = PrivateAttr(default=False)

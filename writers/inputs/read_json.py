@@ -190,7 +190,7 @@ def _json_problem(line: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]
     except UnicodeDecodeError as bad:
         return "bad_utf8", f"byte {bad.start:,} of the line is not UTF-8"
     if error.msg.startswith(_TOO_DEEP):
-        return "bad_json", "values are nested too deeply"
+        return "bad_json", "not JSON that can be read: values are nested too deeply"
     return "bad_json", f"not JSON: {error.msg} at character {error.pos:,} of the line"
 
 

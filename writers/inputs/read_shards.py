@@ -80,8 +80,7 @@ def read_mds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
             sink.damaged(problem, bytes=lost, records=len(offsets) - 1 - sink.record)
         except ContainerError as damage:
             unfinished = sink.position - int(offsets[sink.record])
-            left = len(offsets) - 1 - sink.record
-            sink.damaged(damage.problem, bytes=unfinished + damage.rest_bytes, records=left)
+            sink.cut_short(damage, bytes=unfinished, records=len(offsets) - 1 - sink.record)
 
 
 class _CutShortError(Exception):
@@ -259,7 +258,7 @@ def read_wds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
         data: _FileBytes | _StreamBytes = _FileBytes(file, split.input.bytes)
         damage = None
         if split.compression is not None:
-            size, damage = _sound_bytes(file, split, sink.window_bytes)
+            size, damage = _sound_bytes(file, split, sink.window_bytes, salvage=config.salvage)
             pieces = decompressed(file, split.compression, split.input.bytes, window_bytes=sink.window_bytes)
             data = _StreamBytes(pieces, size)
         samples = _Samples(sink, config, data)
@@ -273,18 +272,26 @@ def read_wds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
             problem, left = error.problem, len(data) - samples.start
         else:
             problem, left = "", 0
-        if problem or damage:
-            lost = damage.rest_bytes if damage else 0
-            sink.damaged(damage.problem if damage else problem, bytes=left + lost)
+        if damage:
+            sink.cut_short(damage, bytes=left)
+        elif problem:
+            sink.damaged(problem, bytes=left)
 
 
-def _sound_bytes(file: BinaryIO, split: Split, window_bytes: int) -> tuple[int, ContainerError | None]:
-    """How many bytes a compressed tar has that a checksum confirms, and what comes after them."""
+def _sound_bytes(
+    file: BinaryIO, split: Split, window_bytes: int, *, salvage: bool
+) -> tuple[int, ContainerError | None]:
+    """How many bytes a compressed tar has that a checksum confirms, and what comes after them.
+
+    With `salvage` also those that none confirms.
+    """
     size = 0
     try:
         for piece in decompressed(file, split.compression, split.input.bytes, window_bytes=window_bytes):
             size += len(piece)
     except ContainerError as damage:
+        if salvage:
+            return size, ContainerError(damage.problem, damage.rest_bytes)
         return size - damage.suspect_bytes, ContainerError(
             damage.problem, damage.rest_bytes + damage.suspect_bytes
         )

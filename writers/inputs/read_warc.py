@@ -98,8 +98,7 @@ class _Archive:
         try:
             return self._read_next()
         except ContainerError as damage:
-            unfinished = self._stream.tell() - self._start
-            self._sink.damaged(damage.problem, bytes=unfinished + damage.rest_bytes)
+            self._sink.cut_short(damage, bytes=self._stream.tell() - self._start)
             self._sink.record += 1
             self._line = b""
             self._begin(self._stream.tell())

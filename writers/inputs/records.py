@@ -233,6 +233,23 @@ class RecordSink:
             error += f"; {records:,} records from the damaged part are not trusted"
         self._book(max(records, 1), bytes, "damaged_file", error)
 
+    def cut_short(self, damage: ContainerError, *, bytes: int, records: int = 1) -> None:
+        """Book what damage of a compressed file costs: `bytes` that are no whole record, and what follows.
+
+        With `salvage` it is reported, and no reason to stop.
+        """
+        bytes += damage.rest_bytes
+        if not self._config.salvage or self.split.compression is None:
+            self.damaged(damage.problem, bytes=bytes, records=records)
+            return
+        records = max(records, 1)
+        self._ledger.read += Count(records, bytes)
+        self._ledger.drop("salvage/lost", records, bytes)
+        self.note(
+            f"{damage.problem}; salvage keeps the {self.records:,} records that were read before, and "
+            f"{bytes:,} bytes are lost"
+        )
+
     def no_column(self, problem: str, *, bytes: int, records: int = 1) -> None:
         """Book all of a file because it lacks the column of text."""
         problem += f"; set inputs[{self.split.source}].text to the column that holds the text"
@@ -262,7 +279,8 @@ class RecordSink:
                 self.position += len(piece)
                 yield piece
         except ContainerError as damage:
-            if suspect is not None or not damage.suspect_bytes or self._quarantine.allows_none:
+            trusted = self._config.salvage or self._quarantine.allows_none
+            if suspect is not None or not damage.suspect_bytes or trusted:
                 raise
             sound = self.position - damage.suspect_bytes
             lost = damage.suspect_bytes + damage.rest_bytes
