@@ -214,7 +214,15 @@ class InputConfig(StrictModel):
         "With options of the library: {trafilatura: {favor: recall}}.",
     )
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = Field(
-        default=None, description="CSV: between fields; null: a tab for names with .tsv, else a comma."
+        default=None,
+        description="CSV: between fields; null: what a first line such as sep=; says, else a tab for names "
+        "with .tsv, else a comma; of a file whose row of names has the text column only with another of "
+        "tab , ; | that one.",
+    )
+    quote: Annotated[str, Field(min_length=1, max_length=1)] | Literal["auto"] | None = Field(
+        default="auto",
+        description="CSV: the character around fields that hold delimiters, quotes (doubled) or line ends; "
+        'null: quotes are text, and every line is a row; auto: null for .tsv, " for .csv.',
     )
     columns: Listed[FieldName] = Field(
         default=(), description="CSV: names of the columns; (): the first row has them."
@@ -224,8 +232,16 @@ class InputConfig(StrictModel):
         description="What becomes of text that is not UTF-8, and of halves of surrogate pairs in JSON: the "
         "record is quarantined, or U+FFFD replaces them; replaced bytes are counted as text/replaced.",
     )
-    lines: bool = Field(
-        default=False, description="Text files: each line is a document (default: each file is one)."
+    lines: bool | Literal["paragraphs"] = Field(
+        default=False,
+        description="Text files: true: each line is a document; paragraphs: each run of lines between blank "
+        "ones is; false: each file is one.",
+    )
+    salvage: bool = Field(
+        default=False,
+        description="Compressed files: keep the whole records before the damage in a member that is "
+        "truncated or damaged, though no checksum confirms them; the rest is counted as salvage/lost and "
+        "reported, and does not stop the build. false: such a member is quarantined.",
     )
 
     _is_sample: bool = PrivateAttr(default=False)
@@ -252,6 +268,15 @@ class InputConfig(StrictModel):
             raise ValueError("prompt and completion are fields of one record: name both")
         if self.messages is not None and self.prompt is not None:
             raise ValueError("a record has messages, or prompt and completion")
+        return self
+
+    @model_validator(mode="after")
+    def _can_take_rows_apart(self) -> Self:
+        for key, value in (("delimiter", self.delimiter), ("quote", self.quote)):
+            if value is not None and value in "\r\n":
+                raise ValueError(f"{key}: a line end cannot be one")
+        if self.delimiter is not None and self.delimiter == self.quote:
+            raise ValueError("delimiter and quote are the same character")
         return self
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bz2
 import io
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from shardkit.errors import MissingExtraError, ShardError, naming_extras
 
 __all__ = [
     "COMPRESSIONS",
+    "ZSTD_WINDOW_ERROR",
     "Compressor",
     "ZstdFrame",
     "decompress",
@@ -55,6 +57,9 @@ _MAX_ZSTD_WINDOW = 1 << 27
 _ZSTD_HEADER_BYTES = 8  # of a frame that is skipped; magic and flags of others are 5, of blocks 3
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_SKIPPED = b"\x2a\x4d\x18"  # magic of a frame that is skipped, behind its first byte
+_ZSTD_DICTIONARY = 0x5D  # that byte, of a frame with the dictionary of those after it
+_MAX_DICTIONARY_BYTES = 1 << 26
+ZSTD_WINDOW_ERROR = "Frame requires too much memory for decoding"  # as zstd says it
 _ZSTD_REPEATED = 1  # kind of a block of one byte, repeated
 
 _GZIP_WBITS = 31  # zlib's code for "gzip header, 32 KiB window"
@@ -244,10 +249,23 @@ class ZstdFrame:
     zstandard's own has none: 4 bytes can stand for 128 KiB, so 64 KiB for 2 GiB. A frame is a row of blocks
     of at most 128 KiB of content, each with its size in front (RFC 8878, section 3.1.1.2). They are decoded
     one by one.
+
+    A frame that asks for a larger window than `max_window_bytes` is decoded with that one as long as its
+    content fits in, so that a small file made with `--long=31` takes no 2 GiB; then it is refused.
     """
 
-    def __init__(self) -> None:
-        self._frame = _new_zstd().decompressobj()
+    def __init__(
+        self,
+        max_window_bytes: int = _MAX_ZSTD_WINDOW,
+        dictionary: zstandard.ZstdCompressionDict | None = None,
+    ) -> None:
+        """`max_window_bytes` is a power of two."""
+        self._max_window = max_window_bytes
+        decoder = zstandard.ZstdDecompressor(dict_data=dictionary, max_window_size=max_window_bytes)
+        self._frame = decoder.decompressobj()
+        self._left = sys.maxsize  # of the content that the window can hold
+        self.dictionary = bytearray()  # what the frame holds, if it is one with a dictionary
+        self._holds_dictionary = False
         self._held, self._at = b"", 0  # input, and where in it what waits begins
         self._to_boundary = 0  # bytes of input up to the next header of a block
         self._begun = False
@@ -273,15 +291,34 @@ class ZstdFrame:
         while not piece and not self.eof:
             if not self._to_boundary:
                 head = self._held[self._at : self._at + _ZSTD_HEADER_BYTES]
+                is_first = not self._begun
                 self._to_boundary = self._next_boundary(head)
+                if is_first and self._begun and self._limit_window(head):
+                    held = memoryview(self._held)
             step = held[self._at : self._at + self._to_boundary]
             self.needs_input = not step
             if not step:
                 break
             self._at += len(step)
             self._to_boundary -= len(step)
+            if self._holds_dictionary and len(self.dictionary) < _MAX_DICTIONARY_BYTES:
+                self.dictionary += step
             piece = self._frame.decompress(step)
+        self._left -= len(piece)
+        if self._left < 0:
+            raise zstandard.ZstdError(ZSTD_WINDOW_ERROR)
         return piece
+
+    def _limit_window(self, head: bytes) -> bool:
+        """State a smaller window in the header if it is too large; whether that was so."""
+        flags, window = head[4], head[5]
+        if flags & 32 or (8 + (window & 7)) << (7 + (window >> 3)) <= self._max_window:
+            return False
+        at = self._at + 5
+        fitting = (self._max_window.bit_length() - 11) << 3
+        self._held = self._held[:at] + bytes([fitting]) + self._held[at + 1 :]
+        self._left = self._max_window
+        return True
 
     def _next_boundary(self, head: bytes) -> int:
         """Bytes up to the next header of a block from the header at hand; 0 if it is not all there yet."""
@@ -295,6 +332,7 @@ class ZstdFrame:
             is_frame = len(head) < 4 or head[:4] == _ZSTD_MAGIC or head[1:4] == _ZSTD_SKIPPED
             return 0 if is_frame else len(head)  # of what is none, zstd says so
         if head[1:4] == _ZSTD_SKIPPED:
+            self._holds_dictionary = head[0] == _ZSTD_DICTIONARY
             return _ZSTD_HEADER_BYTES + int.from_bytes(head[4:8], "little")
         self._begun = True
         flags = head[4]

@@ -9,6 +9,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import lz4.frame
 import pytest
@@ -244,3 +245,86 @@ def test_a_file_of_headers_that_lead_nowhere_ends_the_search_in_reasonable_time(
     assert sum(error.rest_bytes for error in damage) == len(data)
     assert not damage[-1].resumes
     assert len(damage) < 2000
+
+
+def zstd_frame(data: bytes, log: int, **options: Any) -> bytes:
+    """A frame with a window of 2 to this power."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=log, **options)
+    made = io.BytesIO()
+    with zstandard.ZstdCompressor(compression_params=parameters).stream_writer(made, closefd=False) as file:
+        for at in range(0, len(data), 100_000):
+            file.write(data[at : at + 100_000])
+            file.flush()
+    return made.getvalue()
+
+
+def undone(data: bytes, **options: int) -> bytes:
+    return b"".join(decompressed(io.BytesIO(data), "zstd", len(data), **options))
+
+
+NOISE = random.Random(7).randbytes(300_000)
+REPEATED = NOISE * 4  # each after the first refers to the one before
+
+
+@pytest.mark.parametrize("log", [10, 20, 26, 27, 28, 30, 31])
+@pytest.mark.parametrize("checksum", [False, True])
+def test_frames_of_any_window_are_read_while_their_content_fits_into_what_is_allowed(
+    log: int, checksum: bool
+) -> None:
+    frames = [zstd_frame(data, log, write_checksum=checksum) for data in (REPEATED, b"", NOISE)]
+    assert undone(b"".join(frames)) == REPEATED + NOISE
+    assert undone(b"".join(frames), window_bytes=1 << 31) == REPEATED + NOISE
+
+
+def test_a_frame_whose_content_needs_a_larger_window_is_refused_by_its_size_and_not_as_damage() -> None:
+    small, large = zstd_frame(NOISE, 31), zstd_frame(REPEATED, 31)
+    assert undone(small + large, window_bytes=1 << 21) == NOISE + REPEATED
+    for allowed in (1 << 19, 1 << 20, (1 << 21) - 1):
+        with pytest.raises(MemoryError, match=r"frame 2 needs a window of 2 GiB; raise `memory` to 2\.9GB"):
+            undone(small + large, window_bytes=allowed)
+    whole = zstandard.ZstdCompressor().compress(REPEATED)  # its size is in the header: its window is that
+    with pytest.raises(MemoryError, match=r"zstd frame 1 needs a window of 0\.00112 GiB"):
+        undone(whole, window_bytes=1 << 20)
+
+
+TRAINED = zstandard.train_dictionary(
+    4000, [b"%d common words of records %d" % (i, i * i) * 3 for i in range(999)]
+)
+
+
+def skippable(content: bytes, kind: int = 0x5D) -> bytes:
+    return bytes([kind]) + b"\x2a\x4d\x18" + len(content).to_bytes(4, "little") + content
+
+
+@pytest.mark.parametrize("form", ["plain", "compressed", "compressed in pieces"])
+@pytest.mark.parametrize("options", [{}, {"write_checksum": True}, {"write_dict_id": False}])
+def test_a_dictionary_in_the_first_frame_is_that_of_the_frames_after_it(
+    form: str, options: dict[str, bool]
+) -> None:
+    texts = [b"%d common words of records" % i for i in range(20)]
+    made = zstandard.ZstdCompressor(dict_data=TRAINED, **options)
+    plain = TRAINED.as_bytes()
+    held = {
+        "plain": plain,
+        "compressed": zstandard.compress(plain),
+        "compressed in pieces": zstd_frame(plain, 17),
+    }
+    data = skippable(held[form]) + b"".join(map(made.compress, texts)) + skippable(b"index", 0x5E)
+    assert undone(data) == b"".join(texts)
+    assert undone(skippable(b"pzstd", 0x50) + data) == b"".join(texts)
+
+
+def test_frames_that_lack_their_dictionary_are_refused_with_its_number() -> None:
+    data = zstandard.ZstdCompressor(dict_data=TRAINED).compress(b"common words of records")
+    other = zstandard.train_dictionary(
+        500, [b"%d other things, and more" % i * 3 for i in range(999)], dict_id=7
+    )
+    words = (
+        f"zstd frame 2 was compressed with dictionary {TRAINED.dict_id()}, which is not in the first frame"
+    )
+    for first in (skippable(other.as_bytes()), skippable(b"no dictionary"), skippable(b"")):
+        with pytest.raises(ContainerError, match=words):
+            undone(first + data)
+    with pytest.raises(ContainerError, match="zstd frame 1 was compressed with dictionary"):
+        undone(data)
+    assert undone(skippable(TRAINED.as_bytes()) + zstandard.compress(b"without")) == b"without"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import decimal
 import json
 import random
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
@@ -109,6 +113,118 @@ def test_other_columns_become_json(tmp_path: Path) -> None:
     }
 
 
+DIGEST = bytes(15) + b"\xc8"
+HEX = DIGEST.hex()
+UUID = uuid.UUID("12345678-1234-5678-1234-567812345678")
+NOT_UTF8 = pa.array([b"\xff", b"ok"]).view(pa.string())
+
+
+def extension(kind: pa.BaseExtensionType, values: list[Any]) -> pa.Array:
+    return pa.ExtensionArray.from_storage(kind, pa.array(values, kind.storage_type))
+
+
+ODD: dict[str, tuple[pa.Array, list[Any]]] = {
+    # the column, and what metadata has of it
+    "binary": (pa.array([DIGEST, b"plain \n \xc3\xa9"]), [HEX, "plain \n \u00e9"]),
+    "binary with control characters": (pa.array([b"\0a", b""]), ["0061", ""]),
+    "binary(16)": (pa.array([DIGEST, None], pa.binary(16)), [HEX, None]),
+    "binary(32)": (pa.array([DIGEST * 2, None], pa.binary(32)), [HEX * 2, None]),
+    "uuid": (extension(pa.uuid(), [UUID.bytes, None]), [str(UUID), None]),
+    "json": (extension(pa.json_(), ['{"a":1}', None]), ['{"a":1}', None]),
+    "bool8": (extension(pa.bool8(), [1, 0]), [True, False]),
+    "tensor": (extension(pa.fixed_shape_tensor(pa.int32(), [2]), [[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+    "large_binary": (pa.array([DIGEST, b"b"], pa.large_binary()), [HEX, "b"]),
+    "binary_view": (pa.array([DIGEST, b"b"], pa.binary_view()), [HEX, "b"]),
+    "string_view": (pa.array(["a", None], pa.string_view()), ["a", None]),
+    "dictionary of binary": (pa.array([DIGEST, DIGEST]).dictionary_encode(), [HEX, HEX]),
+    "list of binary": (pa.array([[DIGEST, b"x"], []]), [[HEX, "x"], []]),
+    "struct of binary": (pa.array([{"a": DIGEST}, None]), [{"a": HEX}, None]),
+    "map": (pa.array([[("k", b"\xff")], []], pa.map_(pa.string(), pa.binary())), [[["k", "ff"]], []]),
+    "large_list": (pa.array([["a"], None], pa.large_list(pa.string())), [["a"], None]),
+    "list_view": (pa.array([["a"], None], pa.list_view(pa.string())), [["a"], None]),
+    "strings that are none": (NOT_UTF8, [None, "ok"]),
+    "strings in lists that are none": (pa.ListArray.from_arrays([0, 1, 2], NOT_UTF8), [None, ["ok"]]),
+    "strings in structs that are none": (
+        pa.StructArray.from_arrays([NOT_UTF8], ["x"]),
+        [None, {"x": "ok"}],
+    ),
+    "decimal256": (
+        pa.array([decimal.Decimal("1" * 50), None], pa.decimal256(60, 2)),
+        ["1" * 50 + ".00", None],
+    ),
+    "duration": (pa.array([5, None], pa.duration("ns")), ["5", None]),
+    "time": (pa.array([1001, None], pa.time64("ns")), ["00:00:00.000001001", None]),
+    "date": (pa.array([1, None], pa.date32()), ["1970-01-02", None]),
+    "a time zone that nobody knows": (pa.array([1, 2], pa.timestamp("us", "Mars/Olympus")), [None, None]),
+    "null": (pa.nulls(2), [None, None]),
+    "half float": (pa.array(np.array([1.5, np.nan], np.float16)), [1.5, None]),
+    "not finite": (pa.array([float("nan"), float("-inf")]), [None, None]),
+    "uint64": (pa.array([2**64 - 1, 0], pa.uint64()), [2**64 - 1, 0]),
+    # of Arrow only
+    "dictionary of strings that are none": (
+        pa.DictionaryArray.from_arrays(pa.array([0, 1]), NOT_UTF8),
+        [None, "ok"],
+    ),
+    "interval": (pa.array([pa.MonthDayNano([1, 2, 3]), None]), [mock.ANY, None]),
+    "a year beyond all": (pa.array([2**62, None], pa.timestamp("s")), [mock.ANY, None]),
+    "union": (
+        pa.UnionArray.from_dense(
+            pa.array([0, 1], pa.int8()), pa.array([0, 0], pa.int32()), [pa.array([1]), pa.array([DIGEST])]
+        ),
+        [1, HEX],
+    ),
+    "runs": (pa.RunEndEncodedArray.from_arrays([2], ["a"]), ["a", "a"]),
+}
+OF_ARROW = ("dictionary of strings that are none", "interval", "a year beyond all", "union", "runs")
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("on_bad_text", ["quarantine", "replace"])
+@FORMATS
+def test_columns_of_any_type_are_carried_along_and_cost_no_text(
+    tmp_path: Path, name: str, kind: str, on_bad_text: str
+) -> None:
+    column, wanted = ODD[kind]
+    if name == "a.parquet" and kind in OF_ARROW:
+        pytest.skip("Parquet has no such type")
+    write(tmp_path, {"text": ["one", "two"], "x": column}, name)
+    table, bad, _ = read(tmp_path, name, metadata="x", id="x", url="x", on_bad_text=on_bad_text)
+    assert (table["text"].to_pylist(), bad) == (["one", "two"], [])
+    if not (on_bad_text == "replace" and "that are none" in kind):
+        assert [json.loads(held)["x"] for held in table["metadata"].to_pylist()] == wanted
+        plain = [number for number, held in enumerate(wanted) if held is None or isinstance(held, str)]
+        assert [table["id"][number].as_py() for number in plain] == [wanted[number] for number in plain]
+
+
+@FORMATS
+def test_a_binary_column_named_id_is_read_though_nobody_asked_for_it(tmp_path: Path, name: str) -> None:
+    write(tmp_path, {"text": ["a"], "id": pa.array([DIGEST], pa.binary(16))}, name)
+    table, _, _ = read(tmp_path, name, allowed=0)
+    assert table["id"].to_pylist() == [HEX]
+    table, _, _ = read(tmp_path, name, allowed=0, document_id="id")
+    assert table["document_id"].to_pylist() == [DIGEST]
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.binary(2), pa.binary_view(), pa.json_(), pa.dictionary(pa.int8(), pa.binary())]
+)
+def test_text_of_unusual_types_is_read_and_what_is_no_text_names_the_column(
+    tmp_path: Path, kind: pa.DataType
+) -> None:
+    values = [b"ab", b"\xff\xfe"]
+    if pa.types.is_dictionary(kind):
+        column = pa.array(values).dictionary_encode()
+    elif isinstance(kind, pa.BaseExtensionType):
+        column, values = extension(kind, ["ab", "cd"]), [b"ab", b"cd"]
+    else:
+        column = pa.array(values, kind)
+    table, bad, _ = read(tmp_path, write(tmp_path, {"text": column}))
+    assert table["text"].to_pylist()[0] == "ab"
+    assert [entry["error"] for entry in bad] == ["byte 0 of column 'text' is not UTF-8"] * (
+        2 - table.num_rows
+    )
+
+
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
@@ -144,6 +260,27 @@ def test_damage_keeps_the_rows_before_it_and_counts_the_others(tmp_path: Path) -
     assert (entry["record"], entry["reason"]) == (60, "damaged_file")
     assert "60 records were read before" in entry["error"]
     assert ledger.read.documents == 100
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_a_page_whose_own_checksum_says_that_it_is_damaged_is_not_read(
+    tmp_path: Path, compression: str, version: str
+) -> None:
+    texts = [f"{i:04d} some document text" for i in range(50)]
+    options: dict[str, Any] = {"compression": compression, "data_page_version": version}
+    write(tmp_path, {"text": texts}, rows=25, use_dictionary=False, write_page_checksum=True, **options)
+    path = tmp_path / "a.parquet"
+    data, metadata = bytearray(path.read_bytes()), pq.read_metadata(path)
+    table, bad, _ = read(tmp_path, "a.parquet")
+    assert (table["text"].to_pylist(), bad) == (texts, [])
+    column = metadata.row_group(1).column(0)
+    data[column.data_page_offset + column.total_compressed_size - 30] ^= 1
+    path.write_bytes(data)
+    table, (entry,), _ = read(tmp_path, "a.parquet")
+    assert (table["text"].to_pylist(), entry["reason"]) == (texts[:25], "damaged_file")
+    if compression == "none":
+        assert "CRC checksum verification failed" in entry["error"]
 
 
 @pytest.mark.parametrize("data", [b"", b"PAR1", b"not parquet at all", b"PAR1" + bytes(40) + b"PAR1"])

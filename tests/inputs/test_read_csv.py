@@ -4,12 +4,14 @@ import csv
 import gzip
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.errors import BuildError
+from shardkit.errors import BuildError, RecipeError
+from shardkit.writers.ledger import Count
 from support.read_inputs import put, read
 
 
@@ -34,8 +36,8 @@ def test_rows_are_documents_with_quotes_and_newlines_undone(tmp_path: Path) -> N
         assert set(table["metadata"].to_pylist()) == {'{"url":"u"}'}
 
 
-def test_delimiter_and_names_can_be_given(tmp_path: Path) -> None:
-    table, _, _ = read(tmp_path, put(tmp_path, "a.tsv", written([NAMES, *ROWS], "\t")))
+def test_delimiter_quote_and_names_can_be_given(tmp_path: Path) -> None:
+    table, _, _ = read(tmp_path, put(tmp_path, "a.tsv", written([NAMES, *ROWS], "\t")), quote='"')
     assert table["text"].to_pylist() == [row[1] for row in ROWS]
     name = put(tmp_path, "b.csv", written(ROWS, ";"))
     table, _, _ = read(tmp_path, name, delimiter=";", columns=NAMES)
@@ -66,7 +68,7 @@ def test_a_bad_row_costs_itself_and_is_named_with_its_place(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("data", "kept", "words"),
     [
-        (b'text\na\n"open\nb\n', 1, "begins at byte 7 cannot be taken apart: unexpected end of data"),
+        (b'text\na\n"open\nb\n', 1, "begins at byte 7 cannot be taken apart: a quote that nothing"),
         (b'text\na\n"two\nlines"x\nb\n', 1, "begins at byte 7 cannot be taken apart"),
         (b"text\na\n" + b"x" * 3000 + b"\nb\n", 1, "a row over max_record_bytes 2,000"),
         (b'text\na\n"' + b"x\n" * 3000, 1, "or a quote that nothing closes"),
@@ -93,6 +95,125 @@ def test_a_file_without_the_column_is_refused_with_the_key_that_names_it(tmp_pat
     assert entry["error"].startswith("no column 'text'; its columns: body")
     with pytest.raises(BuildError, match=r"no_column: .*; set inputs\[0\].text to the column .* the text$"):
         read(tmp_path, "a.csv", allowed=0)
+
+
+TO_BE = 'id\ttext\n1\t"To be or not\n2\tsecond\n3\tthird ends with quote"\n4\tfour\n'
+SHAPES: list[tuple[str, str, dict[str, Any], list[str]]] = [
+    # name, content, settings, texts
+    ("a.tsv", TO_BE, {}, ['"To be or not', "second", 'third ends with quote"', "four"]),
+    ("a.tsv", TO_BE, {"quote": '"'}, ["To be or not\n2\tsecond\n3\tthird ends with quote", "four"]),
+    ("a.tsv", 'id\ttext\n1\t"unclosed\n2\tb\n', {}, ['"unclosed', "b"]),
+    ("a.tsv", 'text\tid\nsay ""hi""\t1\n"a" b\t2\n', {}, ['say ""hi""', '"a" b']),
+    ("a.tsv", '"id"\t"text"\n"1"\t"two\nlines"\n', {}, ["two\nlines"]),  # its names are quoted, so all is
+    ("a.tsv", "text\r\na\r\n\r\nb\r\n", {}, ["a", "b"]),
+    ("a.tsv", "id\ttext\n1\ta\rb\n", {}, ["a\rb"]),
+    ("a.tsv", 'id,text\n1,"a,b"\n', {}, ["a,b"]),
+    ("a.tsv.gz", 'id\ttext\n1\t"x\n', {}, ['"x']),
+    ("a.csv", 'id;text\n1;semi\n2;"a;b"\n', {}, ["semi", "a;b"]),
+    ("a.csv", "id|text\n1|pipe\n", {}, ["pipe"]),
+    ("a.csv", 'id\ttext\n1\t"a\tb"\n', {}, ["a\tb"]),
+    ("a.csv", "sep=;\nid;text\n1;excel\n", {}, ["excel"]),
+    ("a.csv", "\ufeffsep=;\r\nid;text\r\n1;excel\r\n", {}, ["excel"]),
+    ("a.csv", '"sep=^"\nid^text\n1^odd\n', {}, ["odd"]),
+    ("a.csv", "sep=;\n1;no names\n", {"columns": ["id", "text"]}, ["no names"]),
+    ("a.csv", "SEP=,\nid,text\n1,a\n", {}, ["a"]),
+    ("a.csv", "id,text\r1,a\r2,b\r", {}, ["a", "b"]),
+    ("a.csv", 'id,text\r1,"a\nb"\r2,b', {}, ["a\nb", "b"]),
+    ("a.csv", "\r\n\r\nid,text\r\n1,a\r\n", {}, ["a"]),
+    (
+        "a.csv",
+        "\ufefftext\r\nonly one column, with commas".replace(",", ""),
+        {},
+        ["only one column with commas"],
+    ),
+    ("a.csv", "\n\ntext\n\na\n\n\nb\n", {}, ["a", "b"]),
+    ("a.csv", "id,text\n1,'a,b'\n", {"quote": "'"}, ["a,b"]),
+    ("a.csv", "id,text\n1,'it''s'\n", {"quote": "'"}, ["it's"]),
+    ("a.csv", 'id,text\n1,he said "no"\n', {}, ['he said "no"']),  # not in front of the field
+    ("a.csv", 'id,text\n1,"he said ""no"""\n', {}, ['he said "no"']),
+    ("a.csv", 'id,text\n1,""\n2,\n', {}, ["", ""]),
+    ("a.csv", 'id,text\n1,"a\n2,b\n', {"quote": None}, ['"a', "b"]),
+    ("a.csv", "text;id\na,b;1\n", {}, ["a,b"]),
+    ("a.csv", '"id";"text"\n"1";"x"\n', {}, ["x"]),
+    ("a.csv", "1,2;a\n", {"columns": ["id", "text"], "delimiter": ";"}, ["a"]),
+    ("a.csv", "text", {}, []),
+    ("a.csv", "", {}, []),
+    ("a.csv", "sep=;", {}, []),
+    ("a.txt", "id\ttext\n1\tb", {"format": "csv"}, ["b"]),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "config", "texts"), SHAPES)
+def test_the_shapes_in_which_programs_write_tables_are_read(
+    tmp_path: Path, name: str, content: str, config: dict[str, Any], texts: list[str]
+) -> None:
+    data = content.encode()
+    put(tmp_path, name, gzip.compress(data) if name.endswith(".gz") else data)
+    table, bad, _ = read(tmp_path, name, **config)
+    assert (table["text"].to_pylist(), bad) == (texts, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "config", "words"),
+    [
+        (
+            "a.csv",
+            'id,text\n1,a\n2,"open\n3,b\n',
+            {},
+            "if quotes are part of the text, set inputs[0].quote: null",
+        ),
+        ("a.csv", "1;a\n", {"columns": ["id", "text"]}, "if ';' is between fields, set inputs[0].delimiter"),
+        ("a.tsv", 'id\ttext\n1\t"two\nlines"\n', {}, "set inputs[0].quote: '\"'"),
+        ("a.csv", "id,text\n1,a\rb\n", {}, "a carriage return in a field that is not quoted"),
+        ("a.csv", "id,text\n1,a,b\n", {}, "3 fields where there are 2 columns"),
+        ("a.csv", "id,text\n1\n", {}, "1 fields where there are 2 columns"),
+        ("a.csv", "id;body\n1;x\n", {}, "no column 'text'; its columns: id;body"),
+    ],
+)
+def test_a_table_that_is_taken_apart_wrongly_names_the_key_to_set(
+    tmp_path: Path, name: str, content: str, config: dict[str, Any], words: str
+) -> None:
+    put(tmp_path, name, content.encode())
+    with pytest.raises(BuildError) as refused:
+        read(tmp_path, name, allowed=0, **config)
+    assert words in str(refused.value)
+    assert "universal" not in str(refused.value)
+    assert "newline=" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "config", "count", "words"),
+    [
+        ("a.tsv", TO_BE, {"quote": '"'}, 2, "2 lines that would be rows by themselves"),
+        (
+            "a.csv",
+            'id,text\n1,"a\n2,b"\n3,"c\n4,d"\n',
+            {},
+            2,
+            "first in record 0 (byte 8); if quotes",
+        ),
+        ("a.csv", 'id,text\n1,"a\nb, c\nd"\n', {}, 0, ""),  # its last line is no row
+        ("a.csv", 'text\n"a\nb"\n', {}, 0, ""),  # every line would be a row of one column
+        ("a.tsv", 'id\ttext\n1\t"say ""hi"""\n', {}, 0, "1 fields are in quotes with doubled quotes inside"),
+        ("a.tsv", 'id\ttext\n1\t"say ""hi"""\n', {"quote": None}, 0, ""),
+        ("a.tsv", 'id\ttext\n1\t"Hello."\n', {}, 0, ""),
+    ],
+)
+def test_rows_inside_quotes_and_quotes_that_are_read_as_text_are_counted_and_reported(
+    tmp_path: Path, name: str, content: str, config: dict[str, Any], count: int, words: str
+) -> None:
+    notes: list[str] = []
+    _, bad, ledger = read(tmp_path, put(tmp_path, name, content.encode()), notes=notes, **config)
+    assert not bad
+    assert ledger.dropped.get("csv/rows_in_quotes", Count()).documents == count
+    assert words in "".join(notes)
+    assert bool(notes) == bool(words)
+
+
+@pytest.mark.parametrize("settings", [{"delimiter": "\n"}, {"quote": "\r"}, {"quote": ",", "delimiter": ","}])
+def test_characters_that_cannot_take_rows_apart_are_refused(tmp_path: Path, settings: dict[str, str]) -> None:
+    with pytest.raises(RecipeError, match=r"a line end cannot be one|are the same character"):
+        read(tmp_path, put(tmp_path, "a.csv", b"text\na\n"), **settings)
 
 
 @settings(max_examples=60, deadline=None)

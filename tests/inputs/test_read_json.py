@@ -149,3 +149,88 @@ def test_deep_and_long_values_take_no_stack_and_little_memory() -> None:
     long = [b'[{"text": "', *[b"x" * 100_000] * 50, b'"}]']
     ((offset, length, head, whole),) = Values(iter(long), max_value_bytes=1000)
     assert (offset, length, whole, len(head)) == (1, 5_000_012, False, 256)
+
+
+def _deep(levels: int, inner: str = "1") -> str:
+    return '{"a":[' * (levels // 2) + inner + "]}" * (levels // 2)
+
+
+SOUND: list[tuple[str, Any]] = [
+    # a value of another field as it is written, and what metadata has
+    ("NaN", None),
+    ("Infinity", None),
+    ("-Infinity", None),
+    ("1e400", None),
+    ("-1e400", None),
+    ("9" * 400, int("9" * 400)),
+    ("-" + "9" * 5000, None),
+    ("1" * 30, int("1" * 30)),
+    ("0.1e-999", 0.0),
+    ('"\\ud800"', None),
+    ('"\\udc00 half"', None),
+    ('"\\ud83d\\ude00"', "\U0001f600"),
+    ('{"x": [NaN, 1, {"y": Infinity}]}', {"x": [None, 1, {"y": None}]}),
+    ('{"\\ud800": 1}', {"?": 1}),
+    ('{"k": "\\ud800", "j": 2}', {"k": None, "j": 2}),
+    ('[1e400, "a", null]', [None, "a", None]),
+    ('1, "m": 2', 2),  # a name that comes twice: the last one counts
+    ("true", True),
+    ('""', ""),
+]
+
+
+@pytest.mark.parametrize(("written", "held"), SOUND)
+@pytest.mark.parametrize("form", ["jsonl", "json"])
+def test_values_that_json_does_not_know_cost_no_text_in_other_fields(
+    tmp_path: Path, written: str, held: Any, form: str
+) -> None:
+    record = f'{{"text": "caf\u00e9 \u2028", "id": 7, "m": {written}}}'
+    data = f"[{record}]" if form == "json" else f"{record}\n"
+    name = put(tmp_path, f"a.{form}", data.encode())
+    table, bad, _ = read(tmp_path, name, format=form, metadata="m")
+    assert (table["text"].to_pylist(), table["id"].to_pylist(), bad) == (["caf\u00e9 \u2028"], ["7"], [])
+    assert json.loads(table["metadata"][0].as_py()) == {"m": held}
+
+
+@pytest.mark.parametrize("written", ["NaN", "-Infinity", "1e400", '"\\ud800"'])
+def test_what_is_no_value_is_a_null_id_and_url(tmp_path: Path, written: str) -> None:
+    data = f'{{"text": "a", "id": {written}, "url": {written}}}'
+    table, bad, _ = read(tmp_path, put(tmp_path, "a.jsonl", data.encode()))
+    assert (table["id"].to_pylist(), table["url"].to_pylist(), bad) == ([None], [None], [])
+
+
+@pytest.mark.parametrize("levels", [250, 256, 300, 390, 600, 990, 1000, 1024, 1026, 3000, 100_000])
+@pytest.mark.parametrize("on_bad_text", ["quarantine", "replace"])
+def test_deeply_nested_metadata_is_kept_or_cut_and_costs_no_text(
+    tmp_path: Path, levels: int, on_bad_text: str
+) -> None:
+    lines = [
+        f'{{"text": "]}} a", "m": {_deep(levels)}, "n": "x"}}',
+        '{{"m": {}, "n": "x", "text": "]}} a"}}'.format(_deep(levels, '"\\"]}[", NaN')),
+    ]
+    name = put(tmp_path, "a.jsonl", "\n".join(lines).encode())
+    table, bad, _ = read(tmp_path, name, metadata=["m", "n"], on_bad_text=on_bad_text)
+    assert (table["text"].to_pylist(), bad) == (["]} a"] * 2, [])
+    assert [json.loads(held)["n"] for held in table["metadata"].to_pylist()] == ["x"] * 2
+    if levels < 400:
+        assert table["metadata"][0].as_py() == f'{{"m":{_deep(levels)},"n":"x"}}'
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"text": "a", "m": nan}',
+        '{"text": "a", "m": NaN',
+        '{"text": "\\ud800", "m": NaN}',
+        '{"text": NaN}',
+        '{"text": "a", "m": 01}',
+        '{"text": "a\tb", "m": NaN}',
+        '{"text": "a", "m": ' + "[" * 5000 + "}",
+        '{"text": "a", "m": ' + "[" * 5000 + "]" * 5000 + ", }",
+        "[" * 5000 + "]" * 5000,
+    ],
+)
+def test_what_is_no_json_and_texts_that_are_none_stay_bad_records(tmp_path: Path, line: str) -> None:
+    table, (entry,), _ = read(tmp_path, put(tmp_path, "a.jsonl", line.encode()), metadata="m")
+    assert table.num_rows == 0
+    assert entry["reason"] in ("bad_json", "no_text", "not_an_object")

@@ -263,10 +263,10 @@ def test_a_sample_of_a_tar_that_cannot_be_used_costs_itself(tmp_path: Path) -> N
     ]
     name = put(tmp_path, "a.tar", make_tar(members))
     table, bad, _ = read(tmp_path, name, text="txt", metadata=["json"])
-    assert table["text"].to_pylist() == ["good", "text beside a pickle", "good too"]
+    assert table["text"].to_pylist() == ["good", "text beside bad JSON", "text beside a pickle", "good too"]
+    assert table["metadata"].to_pylist()[1] == '{"json":null}'
     assert [(entry["record"], entry["reason"]) for entry in bad] == [
         (1, "bad_utf8"),
-        (2, "bad_record"),
         (3, "bad_record"),
         (5, "no_text"),
     ]
@@ -276,14 +276,42 @@ def test_a_sample_of_a_tar_that_cannot_be_used_costs_itself(tmp_path: Path) -> N
     assert found[4] == '{"pkl":"cos\\nsystem\\n(S\'exit 1\'\\ntR."}'  # never loaded
 
 
-def test_text_that_utf8_cannot_hold_is_quarantined_wherever_it_is(tmp_path: Path) -> None:
+def test_text_that_utf8_cannot_hold_is_quarantined_and_other_values_are_null(tmp_path: Path) -> None:
     lone: list[dict[str, Any]] = [{"text": "\ud800"}, {"text": "fine", "url": "\ud800"}]
     lone += [{"text": "ok", "m": {"\udc00": [1]}}, {"text": "ok"}]
     tar = make_tar([(f"{i}.json", json.dumps(row).encode()) for i, row in enumerate(lone)])
     config: dict[str, Any] = {"url": "json.url", "metadata": ["json.m"], "text": "json.text"}
     table, bad, _ = read(tmp_path, put(tmp_path, "a.tar", tar), **config)
-    assert table["record"].to_pylist() == [3]
-    assert [entry["reason"] for entry in bad] == ["bad_utf8"] * 3
+    assert table["record"].to_pylist() == [1, 2, 3]
+    assert table["url"].to_pylist() == [None] * 3
+    assert table["metadata"].to_pylist() == ["{}", '{"json.m":{"?":[1]}}', "{}"]
+    assert [entry["reason"] for entry in bad] == ["bad_utf8"]
+
+
+def test_binary_members_and_columns_are_ids_and_metadata_in_hexadecimal(tmp_path: Path) -> None:
+    digest = bytes(range(240, 256))
+    members = [
+        ("0.txt", b"a"),
+        ("0.md5", digest),
+        ("0.json", b'{"n": NaN, "x": ' + b"[" * 900 + b"]" * 900 + b"}"),
+    ]
+    name = put(tmp_path, "a.tar", make_tar(members))
+    table, _, _ = read(tmp_path, name, text="txt", id="md5", metadata=["md5", "json.n"], allowed=0)
+    assert table["id"].to_pylist() == [digest.hex()]
+    assert json.loads(table["metadata"][0].as_py()) == {"md5": digest.hex(), "json.n": None}
+    rows = [{"text": "a", "id": digest, "n": np.float32("nan"), "j": {"x": [1e999]}}]
+    (name,) = write_mds(tmp_path, {"text": "str", "id": "bytes", "n": "float32", "j": "json"}, rows)
+    table, _, _ = read(tmp_path, name, metadata=["n", "j"], allowed=0)
+    assert table["id"].to_pylist() == [digest.hex()]
+    assert json.loads(table["metadata"][0].as_py()) == {"n": None, "j": {"x": [None]}}
+
+
+@pytest.mark.parametrize("levels", [300, 900, 5000])
+def test_deep_json_beside_the_text_of_a_sample_costs_no_text(tmp_path: Path, levels: int) -> None:
+    deep = b'{"x": ' + b"[" * levels + b"]" * levels + b"}"
+    name = put(tmp_path, "a.tar", make_tar([("0.txt", b"a"), ("0.json", deep)]))
+    table, _, _ = read(tmp_path, name, text="txt", metadata=["json"], allowed=0)
+    assert table["text"].to_pylist() == ["a"]
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

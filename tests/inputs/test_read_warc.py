@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import base64
 import bz2
 import gzip
+import hashlib
 import io
 import json
 import random
@@ -402,7 +404,7 @@ def test_real_archives_give_what_warcio_reads(tmp_path: Path, monkeypatch: pytes
         "example-bad.warc.gz.bad": (0, 1),  # gzip that its name hides
         "example-space-in-url.arc": (0, 1),  # ends 12 bytes before its record does
         "example-trunc.warc": (0, 1),  # two bytes more than Content-Length says
-        "example-wrong-chunks.warc.gz": (1, 0),
+        "example-wrong-chunks.warc.gz": (1, 1),  # changed by hand: its digests are those of another block
     }
     for entry in json.loads((folder / "expected_warcio.json").read_text())["files"]:
         name = Path(entry["file"]).name
@@ -439,3 +441,98 @@ def test_generated_archives_read_to_the_byte(tmp_path: Path) -> None:
             if entry.get("encoding") == "latin-1":
                 digests = {sha256(text.encode("latin-1")).hexdigest()}
             assert entry.get("sha256", entry.get("decoded_sha256")) in digests, entry["url"]
+
+
+def digest(algorithm: str, form: str, data: bytes) -> str:
+    """A digest as the writers of archives spell it."""
+    raw = hashlib.new(algorithm, data).digest()
+    spelled = {
+        "base32": base64.b32encode(raw).decode(),
+        "base32 without padding": base64.b32encode(raw).decode().rstrip("="),
+        "base32 in lower case": base64.b32encode(raw).decode().lower(),
+        "base64": base64.b64encode(raw).decode(),
+        "hex": raw.hex(),
+        "hex in upper case": raw.hex().upper(),
+    }
+    return spelled[form]
+
+
+SHA1 = digest("sha1", "base32", b"something else")
+SPELLINGS = [
+    *[
+        ("sha1", name, form)
+        for name in ("sha1", "SHA-1")
+        for form in ("base32", "base32 in lower case", "hex")
+    ],
+    *[("md5", "md5", form) for form in ("base32", "base32 without padding", "hex in upper case")],
+    *[("sha256", name, form) for name in ("sha256", "SHA-256") for form in ("base32", "hex", "base64")],
+    ("sha512", "sha-512", "hex"),
+]
+
+
+@pytest.mark.parametrize("kind", ["Block", "Payload"])
+@pytest.mark.parametrize(("algorithm", "name", "form"), SPELLINGS)
+def test_a_record_that_its_own_digest_contradicts_is_quarantined(
+    tmp_path: Path, algorithm: str, name: str, form: str, kind: str
+) -> None:
+    content = response(PAGE)
+    stated = f"{name}:{digest(algorithm, form, content if kind == 'Block' else PAGE)}"
+    good = record("response", content, **{f"WARC_{kind}_Digest": stated})
+    text = record(
+        "conversion",
+        b"plain text",
+        **{f"WARC_{kind}_Digest": f"{name}:" + digest(algorithm, form, b"plain text")},
+    )
+    data = (
+        good
+        + good.replace(b"about tokens", b"about tokenz", 1)
+        + text
+        + text.replace(b"plain", b"plane")
+        + good
+    )
+    table, bad, _ = read(tmp_path, put(tmp_path, "a.warc", data))
+    assert table["record"].to_pylist() == [0, 2, 4]
+    assert [(entry["record"], entry["reason"]) for entry in bad] == [(1, "bad_digest"), (3, "bad_digest")]
+    assert all(f"WARC-{kind}-Digest {name}:" in entry["error"] for entry in bad)
+    with pytest.raises(BuildError, match=r"record 1 .*bad_digest"):
+        read(tmp_path, "a.warc", allowed=0)
+
+
+@pytest.mark.parametrize("form", ["stored", "without chunks", "decoded"])
+def test_the_digest_of_a_body_may_be_of_any_form_of_it(tmp_path: Path, form: str) -> None:
+    zipped = gzip.compress(PAGE, mtime=0)
+    forms = {"stored": chunked(zipped), "without chunks": zipped, "decoded": PAGE}
+    content = response(forms["stored"], Transfer_Encoding="chunked", Content_Encoding="gzip")
+    good = record("response", content, WARC_Payload_Digest=f"sha1:{digest('sha1', 'base32', forms[form])}")
+    table, bad, _ = read(tmp_path, put(tmp_path, "a.warc", good))
+    assert (table.num_rows, bad) == (1, [])
+    wrong = record("response", content, WARC_Payload_Digest=f"sha1:{SHA1}")
+    table, (entry,), _ = read(tmp_path, put(tmp_path, "a.warc", wrong))
+    assert (table.num_rows, entry["reason"]) == (0, "bad_digest")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"WARC_Block_Digest": "xxh3:0011223344556677"},  # an algorithm that nobody knows
+        {"WARC_Block_Digest": "sha1:short"},
+        {"WARC_Block_Digest": "sha1:" + "!" * 32},
+        {"WARC_Block_Digest": SHA1},  # no algorithm
+        {"WARC_Block_Digest": ""},
+        {"WARC_Payload_Digest": f"sha1:{SHA1}", "WARC_Truncated": "length"},
+        {"WARC_Block_Digest": f"sha1:{SHA1}", "WARC_Truncated": "disconnect"},
+        {"WARC_Payload_Digest": f"sha1:{SHA1}", "WARC_Segment_Number": "1"},
+        # The block is proved: what the writer took for the payload is its own affair.
+        {
+            "WARC_Payload_Digest": f"sha1:{SHA1}",
+            "WARC_Block_Digest": "sha1:" + digest("sha1", "base32", response(PAGE)),
+        },
+    ],
+)
+def test_a_digest_that_proves_nothing_refuses_no_record(tmp_path: Path, headers: dict[str, str]) -> None:
+    table, bad, _ = read(tmp_path, put(tmp_path, "a.warc", record("response", response(PAGE), **headers)))
+    assert (table.num_rows, bad) == (1, [])
+    kept = {name: value for name, value in headers.items() if "Truncated" not in name}
+    revisit = record("revisit", response(b""), **kept)
+    _, bad, ledger = read(tmp_path, put(tmp_path, "a.warc", revisit))
+    assert (dropped(ledger), bad) == ({"warc/not_a_response": 1}, [])

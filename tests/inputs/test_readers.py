@@ -314,3 +314,29 @@ def test_dirty_samples_give_up_exactly_what_is_broken(name: str, texts: int, rea
     table, bad, _ = read(data_folder() / "samples/dirty", name)
     assert table.num_rows == texts
     assert [entry["reason"] for entry in bad] == reasons
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        (b"one\ntwo\n\nthree\n", ["one\ntwo", "three"]),
+        (b"\n\n \t\none\r\ntwo\r\n\r\n\r\nthree", ["one\ntwo", "three"]),
+        (b"\xef\xbb\xbfone\n\n\n\n", ["one"]),
+        ("  indented\u2028x\n  poem\n \nend ".encode(), ["  indented\u2028x\n  poem", "end "]),
+        (b"", []),
+        (b"\n \n", []),
+        (b"long\n" * 600 + b"\nshort\n", ["short"]),
+        (b"x" * 3000 + b"\n\nshort\n", ["short"]),
+        (b"bad \xff\nline\n\ngood", ["good"]),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_runs_of_lines_between_blank_ones_are_documents(
+    tmp_path: Path, content: bytes, texts: list[str], suffix: str
+) -> None:
+    name = put(tmp_path, f"a.txt{suffix}", gzip.compress(content) if suffix else content)
+    table, bad, ledger = read(tmp_path, name, lines="paragraphs", limit=2000, split_bytes=16)
+    assert table["text"].to_pylist() == texts
+    assert table["record"].to_pylist() == list(range(len(bad), len(bad) + len(texts)))
+    assert len(bad) == (b"\xff" in content) + (len(content) > 2000)
+    assert ledger.read.documents == len(texts) + len(bad)

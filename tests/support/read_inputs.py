@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 from shardkit.writers.documents import DOCUMENT_SCHEMA
+from shardkit.writers.inputs.fields import NamedFields
 from shardkit.writers.inputs.readers import SuspectDataError, read_split
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Count, Ledger, Quarantine
@@ -38,9 +39,13 @@ def read(
     allowed: float = 1.0,
     limit: int = 1 << 26,
     records: int | None = None,
+    notes: list[str] | None = None,
     **config: Any,
 ) -> tuple[pa.Table, list[Bad], Ledger]:
-    """All documents of one input file, or its first `records`, its quarantine and its checked ledger."""
+    """All documents of one input file, or its first `records`, its quarantine and its checked ledger.
+
+    `notes` receives the reader's warnings.
+    """
     made = recipe(folder, {"path": name, **config}, limit=records)
     ledger = Ledger()
     batches: list[pa.RecordBatch] = []
@@ -49,17 +54,25 @@ def read(
         with tempfile.TemporaryDirectory() as scratch:
             path, suspect = Path(scratch) / "q.jsonl", None
             for _ in range(2):
-                part = Ledger()
+                part, fields = Ledger(), NamedFields(made.inputs[0])
                 try:
                     with Quarantine(path, max_bad_fraction=allowed) as quarantine:
                         found = read_split(
-                            split, made.inputs[0], part, quarantine, max_record_bytes=limit, suspect=suspect
+                            split,
+                            made.inputs[0],
+                            part,
+                            quarantine,
+                            max_record_bytes=limit,
+                            fields=fields,
+                            suspect=suspect,
                         )
                         batches += list(found)
                 except SuspectDataError as error:
                     suspect = error
                 else:
                     break
+            if notes is not None:
+                notes += fields.notes
             bad += map(json.loads, path.read_bytes().splitlines())
         ledger.merge(part)
     table = pa.Table.from_batches(batches, DOCUMENT_SCHEMA)

@@ -328,6 +328,14 @@ def test_a_damaged_arrow_file_is_refused(tmp_path: Path) -> None:
         writer.write_table(table)
     with pytest.raises(ShardError, match=r"x\.arrow: is damaged or cut short"):
         convert(tmp_path / "x.arrow", tmp_path / "out", cut=KEEP, progress=False)
+    table = pa.table({"ids": pa.array([[1 << 20, 2, 3]] * 50, pa.list_(pa.int32()))})
+    pq.write_table(
+        table, tmp_path / "x.parquet", write_page_checksum=True, compression="none", use_dictionary=False
+    )
+    data = (tmp_path / "x.parquet").read_bytes()
+    (tmp_path / "x.parquet").write_bytes(data.replace(b"\2\0\0\0\3\0\0\0", b"\2\0\0\0\4\0\0\0", 1))
+    with pytest.raises(ShardError, match=r"x\.parquet: is damaged .*CRC checksum verification failed"):
+        convert(tmp_path / "x.parquet", tmp_path / "out", cut=KEEP, progress=False)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     with pytest.raises(ShardError, match=r"x\.parquet: cannot be read"):
         convert(tmp_path / "x.parquet", tmp_path / "out", progress=False)

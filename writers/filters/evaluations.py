@@ -106,7 +106,7 @@ def _read_rows(path: Path) -> Iterator[EvaluationRecord]:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             rows = (row for batch in file.iter_batches(batch_size=_ROWS) for row in batch.to_pylist())
             for number, row in enumerate(rows):
                 yield EvaluationRecord(number, row, f"decontamination: {path}: row {number:,}")

@@ -7,7 +7,9 @@ data, a bad checksum, garbage after the last member.
 
 A decoder discards what it made in the call that fails. So a damaged member is decoded once more, byte by byte
 where it failed, to hand out the rest: damage costs the time of one member, sound files cost nothing extra.
-Memory is one read buffer, one output piece and the decoder's own window.
+Memory is one read buffer, one output piece and the decoder's own window. A zstd frame whose content needs a
+larger window than is allowed is a MemoryError. A first frame to be skipped that holds a zstd dictionary,
+compressed or not, gives the frames after it theirs, as in `.warc.zst` files.
 
 `ConfirmedMembers` reads a gzip file in which every member begins with a record, as web archives are written:
 it hands out nothing that a checksum has not confirmed, and continues after damage at the next such member.
@@ -17,6 +19,8 @@ from __future__ import annotations
 
 import bz2
 import lzma
+import math
+import os
 import re
 import sys
 import zlib
@@ -29,7 +33,7 @@ from typing import Any, BinaryIO, cast
 import zstandard
 
 from shardkit.errors import MissingExtraError
-from shardkit.formats.compression import ZstdFrame
+from shardkit.formats.compression import ZSTD_WINDOW_ERROR, ZstdFrame
 
 __all__ = ["COMPRESSIONS", "ConfirmedMembers", "ContainerError", "decompressed", "plain_range"]
 
@@ -48,6 +52,13 @@ _ZSTD_READ_BYTES = 1 << 13  # less than a block takes: how far a file was decode
 # A decoder of xz holds a dictionary as large as the file says: -9 has 64 MiB, hostile files say 4 GiB.
 _XZ_MEMORY_BYTES = 1 << 28
 _MAGIC_BYTES = 8
+_WINDOW_BYTES = 1 << 27  # of zstd, the most that levels up to 22 use without `--long`
+_ZSTD_HEADER_BYTES = 18  # the longest header of a frame
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_DICTIONARY_MAGIC = b"\x37\xa4\x30\xec"
+_DICTIONARY_MISMATCH = "Dictionary mismatch"
+_SKIPPED_HEADER_BYTES = 8  # of a frame to be skipped: its magic and size
+_OUT_OF_MEMORY = (ZSTD_WINDOW_ERROR, "not enough memory")
 _CONFIRMED_BYTES = 1 << 24  # content of a member that is held until it is confirmed; more is decoded twice
 _GZIP_START = re.compile(rb"\x1f\x8b\x08[\x00-\x1f]", re.DOTALL)
 _SEARCH_BYTES = 1 << 14
@@ -72,12 +83,17 @@ class ContainerError(Exception):
         super().__init__(problem)
 
 
-def decompressed(file: BinaryIO, compression: str | None, size: int) -> Iterator[bytes]:
-    """The content of an open file of `size` bytes in pieces; ContainerError after the last good byte."""
+def decompressed(
+    file: BinaryIO, compression: str | None, size: int, *, window_bytes: int = _WINDOW_BYTES
+) -> Iterator[bytes]:
+    """Yield the content of an open file of `size` bytes in pieces; ContainerError after the last good byte.
+
+    MemoryError if a zstd frame needs a window of more than `window_bytes`.
+    """
     if compression is None:
         yield from plain_range(file, 0, size)
         return
-    reader, codec = _MemberReader(file), _codec(compression)
+    reader, codec = _MemberReader(file), _codec(compression, window_bytes)
     if compression == "gzip" and (fast := _igzip()) is not None:
         with suppress(*fast.errors):
             yield from reader.read_on(fast)
@@ -88,6 +104,8 @@ def decompressed(file: BinaryIO, compression: str | None, size: int) -> Iterator
     except codec.errors as error:
         if getattr(error, "errno", None) is not None:  # the disk's error, not the decoder's
             raise
+        if any(words in str(error) for words in _OUT_OF_MEMORY):
+            raise MemoryError(_window_problem(reader, codec)) from None
         with suppress(*codec.errors):
             yield from reader.read_on(codec, bytewise_from=reader.failed_at)
         rest = size - (reader.failed_at if reader.given else reader.start)
@@ -289,21 +307,43 @@ class _MemberReader:
             self.start, self.given, self.complete = read, 0, not pending
 
 
-def _codec(compression: str) -> _Codec:
+class _ZstdFrames:
+    """Makes the decoders of a file's frames; those after a frame with a dictionary have it."""
+
+    def __init__(self, window_bytes: int) -> None:
+        self._window_bytes = 1 << (window_bytes.bit_length() - 1)
+        self._last: ZstdFrame | None = None
+        self._dictionary: zstandard.ZstdCompressionDict | None = None
+
+    def __call__(self) -> ZstdFrame:
+        if self._dictionary is None and self._last is not None and self._last.dictionary:
+            data = bytes(self._last.dictionary[_SKIPPED_HEADER_BYTES:])
+            if data.startswith(_ZSTD_MAGIC):
+                decoder = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
+                with decoder.stream_reader(data) as reader:
+                    data = reader.read(_WINDOW_BYTES)
+            if data.startswith(_DICTIONARY_MAGIC):
+                self._dictionary = zstandard.ZstdCompressionDict(data)
+        self._last = ZstdFrame(self._window_bytes, self._dictionary)
+        return self._last
+
+
+def _codec(compression: str, window_bytes: int = _WINDOW_BYTES) -> _Codec:
     """The codec of a value of COMPRESSIONS; MissingExtraError if its package is missing."""
     if compression == "gzip":
         return _Codec("gzip", "member", _ZlibDecoder, (zlib.error,), re.compile(rb"\x1f\x8b"), padded=True)
     if compression == "zstd":
         magic = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # frames, and those to be skipped
         errors = (zstandard.ZstdError,)
-        return _Codec("zstd", "frame", ZstdFrame, errors, magic, read_bytes=_ZSTD_READ_BYTES)
+        decoder = _ZstdFrames(window_bytes)
+        return _Codec("zstd", "frame", decoder, errors, magic, read_bytes=_ZSTD_READ_BYTES)
     if compression == "bz2":
         magic = re.compile(rb"BZh[1-9]")
         return _Codec("bz2", "stream", bz2.BZ2Decompressor, (OSError, ValueError), magic)
     if compression == "xz":
         magic = re.compile(rb"\xfd7zXZ\0|\x5d\0\0")
-        decoder = partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY_BYTES)
-        return _Codec("xz", "stream", decoder, (lzma.LZMAError,), magic, padded=True)
+        stream = partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY_BYTES)
+        return _Codec("xz", "stream", stream, (lzma.LZMAError,), magic, padded=True)
     try:
         import lz4.frame
     except ImportError:
@@ -344,7 +384,21 @@ class _ZlibDecoder:
         return piece
 
 
+def _window_problem(reader: _MemberReader, codec: _Codec) -> str:
+    """Say what window the current zstd frame asks for."""
+    reader.file.seek(reader.start)
+    needs = f"{codec.name} {codec.member} {reader.members + 1} needs"
+    try:
+        window = zstandard.get_frame_parameters(reader.file.read(_ZSTD_HEADER_BYTES)).window_size
+    except zstandard.ZstdError:
+        return f"{needs} more memory than there is; raise `memory`"
+    least = math.ceil(window * 4 / 3e8) / 10  # GB; three quarters of `memory` may be a window
+    return f"{needs} a window of {window / (1 << 30):.3g} GiB; raise `memory` to {least:g}GB, or leave it out"
+
+
 def _truncated(reader: _MemberReader, codec: _Codec) -> str:
+    if not reader.file.seek(0, os.SEEK_END):
+        return f"truncated: the file has 0 bytes, which is no {codec.name} file"
     return f"truncated: the file ends inside {codec.name} {codec.member} {reader.members + 1}"
 
 
@@ -352,6 +406,13 @@ def _problem(reader: _MemberReader, codec: _Codec, error: Exception) -> str:
     reader.file.seek(reader.start)
     if codec.magic.match(reader.file.read(_MAGIC_BYTES)):
         reason = str(error).rsplit(": ", 1)[-1]
+        if reason == _DICTIONARY_MISMATCH:
+            reader.file.seek(reader.start)
+            wanted = zstandard.get_frame_parameters(reader.file.read(_ZSTD_HEADER_BYTES)).dict_id
+            return (
+                f"{codec.name} {codec.member} {reader.members + 1} was compressed with dictionary {wanted}, "
+                "which is not in the first frame of the file"
+            )
         kind = "bad checksum" if _CHECKSUM.search(reason) else "damaged data"
         return f"{kind} in {codec.name} {codec.member} {reader.members + 1} ({reason})"
     if reader.members:

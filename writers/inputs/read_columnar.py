@@ -2,6 +2,8 @@
 
 The text column may be any string or binary type, dictionary-encoded or not, also inside structs. Each value
 is checked to be UTF-8, because Arrow does not. A null text, bad UTF-8 or an oversized text costs its row.
+Columns that are carried along may have any type, and never cost the text: a value that Python or UTF-8 cannot
+hold is null, and binary data are made text by `fields.field_text`.
 
 Damage in a Parquet file costs the rows that had not been read yet, whose number is in the footer. Every
 record batch of an Arrow file is validated before anything is taken out of it, because Arrow trusts offsets
@@ -12,9 +14,11 @@ known. Memory is one record batch as it was written: Arrow cannot read parts of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from shardkit.writers.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
@@ -28,6 +32,8 @@ __all__ = ["read_arrow", "read_parquet"]
 
 # Arrow reports damage as ArrowException (a ValueError or its kin) or as OSError without an errno.
 _DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, NotImplementedError)
+# What converting a value to Python's raises, beside bugs: out of range, not UTF-8, or a type it has none for.
+_NO_VALUE = (pa.ArrowException, ValueError, ArithmeticError, TypeError, LookupError, AttributeError)
 _FILE_MAGIC = b"ARROW1"
 _FILE_START_BYTES = 8  # the magic and padding, then a stream
 _FEATHER_MAGIC = b"FEA1"
@@ -46,13 +52,17 @@ def _first_line(error: Exception) -> str:
 
 def _wanted_paths(schema: pa.Schema, config: InputConfig) -> list[str]:
     """The columns and struct fields that the recipe wants and the file has."""
-    texts: tuple[str, ...] = (config.text,)
-    if config.is_masked:
-        named = (config.messages, config.prompt, config.completion)
-        texts = (*(path for path in named if path is not None), config.tools)
-    paths = dict.fromkeys((*texts, config.id or "id", config.url or "url", *config.metadata))
+    paths = dict.fromkeys((*_text_paths(config), config.id or "id", config.url or "url", *config.metadata))
     paths |= {} if config.document_id is None else {config.document_id: None}
     return [path for path in paths if type_at(schema, path) is not None]
+
+
+def _text_paths(config: InputConfig) -> list[str]:
+    """Return the columns that the text is, or is rendered from."""
+    if not config.is_masked:
+        return [config.text]
+    named = (config.messages, config.prompt, config.completion, config.tools)
+    return [path for path in named if path is not None]
 
 
 def _text_problem(schema: pa.Schema, text: str) -> str | None:
@@ -62,9 +72,7 @@ def _text_problem(schema: pa.Schema, text: str) -> str | None:
         repeated = text in schema.names
         names = ", ".join(schema.names[:40])
         return f"{'more than one' if repeated else 'no'} column {text!r}; its columns: {names}"
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return None if _is_textual(kind) else f"column {text!r} holds {kind}, not text"
+    return None if _is_textual(_value_type(kind)) else f"column {text!r} holds {kind}, not text"
 
 
 def _problem(schema: pa.Schema, config: InputConfig) -> str | None:
@@ -78,10 +86,17 @@ def _problem(schema: pa.Schema, config: InputConfig) -> str | None:
 
 
 def _take_masked_rows(sink: RecordSink, config: InputConfig, batch: pa.RecordBatch) -> None:
-    columns = {path: column_at(batch, path).to_pylist() for path in _wanted_paths(batch.schema, config)}
+    paths = [path for path in _text_paths(config) if type_at(batch.schema, path) is not None]
+    columns = {path: column_at(batch, path) for path in paths}
+    others = {path: _carried(sink, column_at(batch, path)) for path in _carried_paths(batch.schema, sink)}
     for row in range(batch.num_rows):
-        fields = {path: without_nulls(values[row]) for path, values in columns.items()}
-        sink.add_masked(fields, bytes=batch.nbytes // batch.num_rows)
+        size = batch.nbytes // batch.num_rows
+        try:
+            fields = {path: without_nulls(column[row].as_py()) for path, column in columns.items()}
+        except (pa.ArrowException, ValueError) as error:
+            sink.bad("bad_utf8", f"a value cannot be read: {_first_line(error)}", bytes=size)
+        else:
+            sink.add_masked({path: values[row] for path, values in others.items()} | fields, bytes=size)
         sink.record += 1
 
 
@@ -89,9 +104,8 @@ def _take_rows(sink: RecordSink, config: InputConfig, batch: pa.RecordBatch) -> 
     if config.is_masked:
         _take_masked_rows(sink, config, batch)
         return
-    columns = {path: _values(column_at(batch, path)) for path in _wanted_paths(batch.schema, config)}
-    others = {path: values for path, values in columns.items() if path != config.text}
-    for row, raw in enumerate(columns[config.text]):
+    others = {path: _carried(sink, column_at(batch, path)) for path in _carried_paths(batch.schema, sink)}
+    for row, raw in enumerate(_as_binary(column_at(batch, config.text)).to_pylist()):
         if raw is None:
             sink.bad("no_text", f"column {config.text!r} is null")
         elif len(raw) > sink.max_record_bytes:
@@ -99,39 +113,96 @@ def _take_rows(sink: RecordSink, config: InputConfig, batch: pa.RecordBatch) -> 
         else:
             try:
                 text = sink.decode(raw)
-                fields = {path: _decoded(sink, values[row]) for path, values in others.items()}
             except UnicodeDecodeError as error:
-                sink.bad("bad_utf8", f"byte {error.start:,} of a value is not UTF-8", head=raw)
+                problem = f"byte {error.start:,} of column {config.text!r} is not UTF-8"
+                sink.bad("bad_utf8", problem, head=raw)
             else:
-                sink.add(text, fields, bytes=len(raw))
+                sink.add(text, {path: values[row] for path, values in others.items()}, bytes=len(raw))
         sink.record += 1
+
+
+def _carried_paths(schema: pa.Schema, sink: RecordSink) -> list[str]:
+    """Return the columns and struct fields beside the text that the recipe names and the file has."""
+    return [path for path in dict.fromkeys(sink.carried) if type_at(schema, path) is not None]
+
+
+def _value_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of a column's values, without what says how they are encoded."""
+    while True:
+        if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+            kind = kind.value_type
+        elif isinstance(kind, pa.BaseExtensionType):
+            kind = kind.storage_type
+        else:
+            return kind
+
+
+def _decoded(column: pa.Array) -> pa.Array:
+    """Return the values of a column that is encoded by a dictionary or by runs, in full."""
+    while True:
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        elif pa.types.is_run_end_encoded(column.type):
+            column = pc.run_end_decode(column)
+        else:
+            return column
+
+
+def _is_string(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or kind == pa.string_view()
 
 
 def _is_textual(kind: pa.DataType) -> bool:
     return (
-        pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
+        _is_string(kind)
         or pa.types.is_binary(kind)
         or pa.types.is_large_binary(kind)
         or pa.types.is_fixed_size_binary(kind)
-        or kind in (pa.string_view(), pa.binary_view())
+        or kind == pa.binary_view()
     )
 
 
-def _values(column: pa.Array) -> list[Any]:
-    """Python values; strings as bytes that are still to be checked, times as ISO text."""
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if pa.types.is_temporal(column.type):
-        column = column.cast(pa.string())
-    if _is_textual(column.type):
-        column = column.cast(pa.large_binary())
-    values: list[Any] = column.to_pylist()
-    return values
+def _as_binary(column: pa.Array) -> pa.Array:
+    """Return strings and binary values as large_binary, whose bytes are still to be checked."""
+    column = _decoded(column)
+    while isinstance(column, pa.ExtensionArray):
+        column = _decoded(column.storage)
+    return column.cast(pa.large_binary())
 
 
-def _decoded(sink: RecordSink, value: object) -> object:
-    return sink.decode(value) if isinstance(value, bytes) else value
+def _carried(sink: RecordSink, column: pa.Array) -> list[object]:
+    """Return the values of a column beside the text as Python has them, times as ISO text; null for no value.
+
+    Nothing about a value is an error: the text of its row is sound.
+    """
+    column, kind = _decoded(column), _value_type(column.type)
+    if _is_string(kind):
+        return [_text_or_null(sink, value) for value in _as_binary(column).to_pylist()]
+    if pa.types.is_temporal(kind) and kind == column.type:
+        with suppress(pa.ArrowException, ValueError):  # such as intervals, which have no text
+            return list(column.cast(pa.string()).to_pylist())
+    try:
+        return list(column.to_pylist())
+    except MemoryError:
+        raise
+    except _NO_VALUE:
+        return [_value_or_null(value) for value in column]
+
+
+def _text_or_null(sink: RecordSink, value: bytes | None) -> str | None:
+    try:
+        return None if value is None else sink.decode(value)
+    except UnicodeDecodeError:
+        return None
+
+
+def _value_or_null(value: pa.Scalar) -> object:
+    try:
+        return value.as_py()
+    except MemoryError:
+        raise
+    except _NO_VALUE:
+        return None
 
 
 def read_parquet(sink: RecordSink, config: InputConfig) -> Iterator[None]:
@@ -143,7 +214,7 @@ def read_parquet(sink: RecordSink, config: InputConfig) -> Iterator[None]:
 def _read_open(sink: RecordSink, config: InputConfig, stored: BinaryIO) -> Iterator[None]:
     split = sink.split
     try:
-        file = pq.ParquetFile(stored, pre_buffer=False, buffer_size=1 << 20)
+        file = pq.ParquetFile(stored, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
     except _DAMAGE as error:
         _raise_unless_damage(error)
         problem = _other_format(stored, sink) or _first_line(error)
@@ -275,7 +346,26 @@ def _reader(
 def _validate(batch: pa.RecordBatch) -> None:
     """ArrowInvalid unless its buffers fit its lengths; that text is UTF-8 is checked row by row later."""
     for column in batch.columns:
-        for text, raw in ((pa.string(), pa.binary()), (pa.large_string(), pa.large_binary())):
-            if column.type == text:
+        raw = _raw_type(column.type)
+        if raw != column.type:
+            with suppress(NotImplementedError):  # Arrow cannot view it; it is then checked whole
                 column = column.view(raw)
         column.validate(full=True)
+
+
+def _raw_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type with binary values where it has strings."""
+    if _is_string(kind):
+        views = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
+        return views.get(kind, pa.binary_view())
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_raw_type(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_raw_type(kind.value_type)))
+    if pa.types.is_map(kind):
+        return pa.map_(_raw_type(kind.key_type), _raw_type(kind.item_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_raw_type(field.type)) for field in kind])
+    if pa.types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _raw_type(kind.value_type), kind.ordered)
+    return kind

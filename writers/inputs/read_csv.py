@@ -1,4 +1,11 @@
-"""Rows of CSV and TSV files as documents: UTF-8, quoted as in RFC 4180, newlines inside quotes included.
+"""Rows of CSV and TSV files as documents: UTF-8, quoted as in RFC 4180 or not quoted at all.
+
+The row of names decides the delimiter where the recipe does not: the usual one of the file's name, unless
+only another one gives the text column. A line `sep=;` before it, as Excel writes, is honored. Line ends are
+LF, CRLF or, in files without LF in front, CR. TSV corpora are seldom quoted, and a quote in front of a field
+would swallow rows up to the next quote, so names with .tsv are read without quoting. Either choice can be
+wrong for a file, so rows that lie inside quotes of another one, and fields that look quoted and are not taken
+for it, are counted and reported.
 
 Record numbers count rows after the row of names, byte offsets point to a row's first line. A row with more
 or fewer fields than there are columns, of one line with misplaced quotes, or with bytes that are not UTF-8
@@ -10,36 +17,74 @@ because only reading from its start shows what is quoted.
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
 
 from shardkit.writers.inputs.fields import MISSING, field_at
 from shardkit.writers.inputs.files import open_input
-from shardkit.writers.inputs.records import Lines, RecordSink
+from shardkit.writers.inputs.records import Line, Lines, RecordSink
 from shardkit.writers.recipe import InputConfig
 
 __all__ = ["read_csv"]
 
 _BOM = b"\xef\xbb\xbf"
 _TAB_NAMES = (".tsv",)
+_DELIMITERS = "\t,;|"  # that a row of names is tried with
+_SEPARATOR_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)
+_LINE_END = re.compile(rb"\n|\r\n?")
+_LINE_END_BYTES = 1 << 20  # in which the first line ends, or it ends with LF
+_LOOKS_QUOTED = re.compile(r'"(?:[^"]|"")*""(?:[^"]|"")*"')  # with doubled quotes inside
 
 
 class _TooLongError(Exception):
     """A row is longer than a record may be."""
 
 
+@dataclass(frozen=True)
+class _Dialect:
+    """How lines are taken apart; without a `quote`, every line is a row."""
+
+    delimiter: str
+    quote: str | None
+
+    def rows(self, lines: Iterator[str]) -> Iterator[list[str]]:
+        """Yield the fields of each row; csv.Error where quotes make no sense."""
+        if self.quote is not None:
+            return csv.reader(lines, strict=True, delimiter=self.delimiter, quotechar=self.quote)
+        stripped = (line.removesuffix("\n").removesuffix("\r") for line in lines)
+        return (line.split(self.delimiter) if line else [] for line in stripped)
+
+
 class _Source:
     """Lines for the csv module, which takes as many as a row has; knows where the row began."""
 
     def __init__(self, lines: Lines, limit: int) -> None:
-        self._lines, self._limit = iter(lines), limit
+        self._lines: Iterator[Line] = iter(lines)
+        self._limit = limit
         self.start = self.length = self.lines = 0
         self.ended = False
         self.head = b""
         self._fresh = True
+        self.delimiter, self.delimiters = b"", -1  # `delimiters` are in a row of one line
+        self.are_rows = False  # whether each line of the row has as many
 
     def next_row(self) -> None:
         """The next line begins a row."""
         self._fresh = True
+
+    def first_line(self) -> str:
+        """Return the first line that is not blank, which stays to be read; "" if there is none."""
+        for offset, length, line, whole in self._lines:
+            if line.strip(b"\r") or not whole:
+                self._lines = chain([(offset, length, line, whole)], self._lines)
+                return line.removeprefix(_BOM).decode("utf-8", "surrogateescape").removesuffix("\r")
+        return ""
+
+    def skip_line(self) -> None:
+        """Skip a line that belongs to no row."""
+        next(self._lines)
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -50,8 +95,10 @@ class _Source:
         self.ended = False
         if self._fresh:
             self.start, self.length, self.lines, self.head, self._fresh = offset, 0, 0, line, False
+            self.are_rows = self.delimiters > 0
         self.lines += 1
         self.length += length + 1
+        self.are_rows = self.are_rows and line.count(self.delimiter) == self.delimiters
         if not whole or self.length - 1 > self._limit:
             raise _TooLongError
         if offset == 0 and line.startswith(_BOM):
@@ -66,22 +113,25 @@ def read_csv(sink: RecordSink, config: InputConfig) -> Iterator[None]:
     sink.columns = config.columns
     sink.offset = 0
     with open_input(split.input) as file:
-        lines = Lines(sink.pieces(file), max_line_bytes=sink.max_record_bytes)
+        lines = Lines(_with_line_feeds(sink.pieces(file)), max_line_bytes=sink.max_record_bytes)
         source = _Source(lines, sink.max_record_bytes)
-        rows = csv.reader(source, strict=True, delimiter=_delimiter(split.file, config))
+        doubts = _Doubts(sink, config)
         try:
+            dialect = _dialect(split.file, config, source)
+            source.delimiter, source.delimiters = dialect.delimiter.encode(), len(config.columns) - 1
+            rows = dialect.rows(source)
             while (row := _next_row(rows, source)) is not None:
                 sink.offset = source.start
                 if isinstance(row, csv.Error):
-                    problem = f"misplaced quote or carriage return: {row}"
-                    sink.bad("bad_row", problem, head=source.head, bytes=source.length)
+                    sink.bad("bad_row", _misplaced(row), head=source.head, bytes=source.length)
                     sink.record += 1
                 elif row and not sink.columns:
-                    sink.columns = row
+                    sink.columns, source.delimiters = row, len(row) - 1
                     if _unfit(sink, config, row):
                         return
                 elif row:  # else a blank line
-                    _take_row(sink, config, row, source)
+                    doubts.look(row, source, dialect)
+                    _take_row(sink, config, row, source, dialect)
                     sink.record += 1
                 sink.offset = lines.offset
                 yield
@@ -89,6 +139,25 @@ def read_csv(sink: RecordSink, config: InputConfig) -> Iterator[None]:
             sink.offset = source.start
             lost = max(split.bytes - source.start, source.length)
             sink.damaged(_problem(error, source, sink), bytes=lost)
+        finally:
+            doubts.report()
+
+
+def _with_line_feeds(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the pieces; LF replaces CR throughout if the first line ends with CR alone."""
+    head = b""
+    for piece in pieces:
+        head += piece
+        found = _LINE_END.search(head)
+        if (found and found.end() < len(head)) or len(head) > _LINE_END_BYTES:
+            break
+    found = _LINE_END.search(head)
+    if found is None or found[0] != b"\r":
+        yield head
+        yield from pieces
+    else:
+        for piece in chain([head], pieces):
+            yield piece.replace(b"\r", b"\n")
 
 
 def _next_row(rows: Iterator[list[str]], source: _Source) -> list[str] | csv.Error | None:
@@ -102,10 +171,71 @@ def _next_row(rows: Iterator[list[str]], source: _Source) -> list[str] | csv.Err
         return error
 
 
-def _delimiter(name: str, config: InputConfig) -> str:
-    if config.delimiter is not None:
-        return config.delimiter
-    return "\t" if any(part in name.lower() for part in _TAB_NAMES) else ","
+def _dialect(name: str, config: InputConfig, source: _Source) -> _Dialect:
+    """Choose delimiter and quote by the recipe, a line `sep=;`, the row of names, or the file's name."""
+    is_tsv = any(part in name.lower() for part in _TAB_NAMES)
+    line, delimiter = source.first_line(), config.delimiter
+    if (stated := _SEPARATOR_LINE.fullmatch(line)) is not None:
+        source.skip_line()
+        line, delimiter = source.first_line(), delimiter or stated[1]
+    names = "" if config.columns else line
+    if delimiter is None:
+        usual = "\t" if is_tsv else ","
+        fitting = (one for one in usual + _DELIMITERS if config.text in _fields(names, one, config.quote))
+        delimiter = next(fitting, usual)
+    quote = config.quote
+    if quote == "auto":
+        is_quoted = all(len(name) > 1 and name[0] == name[-1] == '"' for name in names.split(delimiter))
+        quote = '"' if delimiter != "\t" or not is_tsv or is_quoted else None
+    return _Dialect(delimiter, quote)
+
+
+def _fields(line: str, delimiter: str, quote: str | None) -> list[str]:
+    """Return the fields of a line in this dialect, which need not be its own."""
+    if delimiter == quote:
+        return []
+    try:
+        return next(_Dialect(delimiter, '"' if quote == "auto" else quote).rows(iter([line])), [])
+    except csv.Error:
+        return []
+
+
+class _Doubts:
+    """Counts what suggests that the recipe's `quote` is not the file's, for the report."""
+
+    def __init__(self, sink: RecordSink, config: InputConfig) -> None:
+        self._sink, self._chosen = sink, config.quote
+        self._counts = {"swallowed": 0, "quoted": 0}
+        self._first = {"swallowed": "", "quoted": ""}
+
+    def look(self, row: list[str], source: _Source, dialect: _Dialect) -> None:
+        """Look at a row before it is taken."""
+        if dialect.quote is None:
+            if self._chosen == "auto" and b'""' in source.head:
+                self._count("quoted", sum(_LOOKS_QUOTED.fullmatch(field) is not None for field in row))
+        elif source.lines > 1 and source.are_rows:
+            self._sink.drop_lines("csv/rows_in_quotes", source.lines - 1)
+            self._count("swallowed", source.lines - 1)
+
+    def _count(self, kind: str, number: int) -> None:
+        if number and not self._counts[kind]:
+            self._first[kind] = f"record {self._sink.record:,} (byte {self._sink.offset:,})"
+        self._counts[kind] += number
+
+    def report(self) -> None:
+        """Hand what was found to the sink, as notes about the file."""
+        key = f"inputs[{self._sink.split.source}].quote"
+        if count := self._counts["swallowed"]:
+            self._sink.note(
+                f"{count:,} lines that would be rows by themselves lie inside quotes and are no documents of "
+                f"their own, first in {self._first['swallowed']}; if quotes are part of the text, "
+                f"set {key}: null"
+            )
+        if count := self._counts["quoted"]:
+            self._sink.note(
+                f"{count:,} fields are in quotes with doubled quotes inside, and are read as they are, first "
+                f"in {self._first['quoted']}; if the file is quoted, set {key}: '\"'"
+            )
 
 
 def _unfit(sink: RecordSink, config: InputConfig, names: list[str]) -> bool:
@@ -123,14 +253,17 @@ def _unfit(sink: RecordSink, config: InputConfig, names: list[str]) -> bool:
     return True
 
 
-def _take_row(sink: RecordSink, config: InputConfig, row: list[str], source: _Source) -> None:
+def _take_row(
+    sink: RecordSink, config: InputConfig, row: list[str], source: _Source, dialect: _Dialect
+) -> None:
     names = sink.columns or ()
     if sink.replaces:
         row = [sink.decode(value.encode("utf-8", "surrogateescape")) for value in row]
     fields = dict(zip(names, row, strict=False))
     text = field_at(fields, config.text)
     if len(row) != len(names):
-        problem = "bad_row", f"{len(row)} fields where there are {len(names)} columns"
+        counts = f"{len(row)} fields where there are {len(names)} columns"
+        problem = "bad_row", counts + _hint(sink, source.head, len(names), dialect)
     elif not all(map(_is_unicode, row)):
         problem = "bad_utf8", "the row is not UTF-8"
     elif text is MISSING:
@@ -149,7 +282,28 @@ def _is_unicode(value: str) -> bool:
     return True
 
 
+def _hint(sink: RecordSink, line: bytes, columns: int, dialect: _Dialect) -> str:
+    """Say which key may be wrong if a row has too many or too few fields, "" if none seems to be."""
+    key = f"inputs[{sink.split.source}]"
+    for other in _DELIMITERS:
+        if columns > 1 and other != dialect.delimiter and line.count(other.encode()) == columns - 1:
+            return f"; if {other!r} is between fields, set {key}.delimiter"
+    if dialect.quote is None and b'"' in line:
+        return f"; if fields are quoted, set {key}.quote: '\"'"
+    return ""
+
+
+def _misplaced(error: Exception) -> str:
+    if "new-line character" in str(error):  # Python's message is about how to open a file
+        return "a carriage return in a field that is not quoted, in a file whose lines end with line feeds"
+    if str(error) == "unexpected end of data":
+        return "a quote that nothing closes"
+    return f"misplaced quote: {error}"
+
+
 def _problem(error: Exception, source: _Source, sink: RecordSink) -> str:
     if isinstance(error, _TooLongError):
-        return f"a row over max_record_bytes {sink.max_record_bytes:,}, or a quote that nothing closes"
-    return f"the row that begins at byte {source.start:,} cannot be taken apart: {error}"
+        problem = f"a row over max_record_bytes {sink.max_record_bytes:,}, or a quote that nothing closes"
+    else:
+        problem = f"the row that begins at byte {source.start:,} cannot be taken apart: {_misplaced(error)}"
+    return f"{problem}; if quotes are part of the text, set inputs[{sink.split.source}].quote: null"

@@ -1,14 +1,17 @@
 """JSON records: an object a line, or the objects of arrays (`[{…}, {…}]`) over any number of lines.
 
 Arrays are read as a stream: the file is cut between its values by their brackets and quotes, and each value
-is parsed by itself, so memory is one record. A value that is no JSON inside costs itself. Blanks and commas
-stand between values; anything else there is a bad record. A file may also hold objects one after the other
-without an array around them, as `jq` prints them. One that ends inside a value or an array is damaged.
+is parsed by itself, so memory is one record. A value that is no JSON inside costs itself; NaN, Infinity and
+numbers beyond all limits, which Python and others write, do not, and neither does what is nested too deeply
+for parsers, unless it is the text. Blanks and commas stand between values; anything else there is a bad
+record. A file may also hold objects one after the other without an array around them, as `jq` prints them.
+One that ends inside a value or an array is damaged.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from shardkit.writers.inputs.fields import MISSING, field_at
+from shardkit.writers.inputs.fields import MAX_DEPTH, MISSING, field_at
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.records import Line, RecordSink
 from shardkit.writers.recipe import InputConfig
@@ -26,6 +29,8 @@ __all__ = ["Values", "read_json", "take_json"]
 _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 256
 _OUT_OF_MEMORY = "Not enough memory"  # which orjson reports as if the text were bad
+_TOO_DEEP = ("depth limit exceeded", "Recursion limit reached")
+_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
 _BETWEEN = re.compile(rb"[ \t\r\n,]*+")
 _SCALAR = re.compile(rb"[^ \t\r\n,\[\]{}\"]*+")  # what is no string, array or object; JSON or not
 _EXACT = (str, int, bool, type(None), type(MISSING))  # read without loss
@@ -56,7 +61,7 @@ def read_json(sink: RecordSink, config: InputConfig) -> Iterator[None]:
 def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
     """Hand the object that is `line` to the sink."""
     try:
-        fields = _parse(sink, line)
+        fields, refused = _parse(sink, config, line)
     except orjson.JSONDecodeError as error:
         reason, problem = _json_problem(line, error)
         sink.bad(reason, problem + _hint_of_array(sink, line), head=line)
@@ -64,6 +69,11 @@ def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
     if not isinstance(fields, dict):
         problem = f"a JSON {_kind(fields)} where an object is expected"
         sink.bad("not_an_object", problem + _hint_of_array(sink, line), head=line)
+        return
+    texts = (config.messages, config.prompt, config.completion, config.tools)
+    texts = tuple(filter(None, texts)) if config.is_masked else (config.text,)
+    if refused is not None and not all(_is_exact(field_at(fields, path)) for path in texts):
+        sink.bad(*_json_problem(line, refused), head=line)
         return
     if config.is_masked:
         sink.add_masked(fields, bytes=len(line), head=line)
@@ -81,29 +91,78 @@ def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
         sink.bad("no_text", problem, head=line)
         return
     carried = [value for path in sink.carried if type(value := field_at(fields, path)) not in _EXACT]
-    if carried and any(map(_holds_large_number, carried)):
+    if carried and refused is None and any(map(_holds_large_number, carried)):
         # orjson makes floats of integers that 64 bits do not hold; json nests a little less deep than it.
         with suppress(RecursionError):
             fields = json.loads(line)
     sink.add(text, fields, bytes=len(line))
 
 
-def _parse(sink: RecordSink, line: bytes) -> Any:
-    """The value of a line; orjson.JSONDecodeError if it is no JSON, or text that is not to be replaced."""
+def _parse(sink: RecordSink, config: InputConfig, line: bytes) -> tuple[Any, orjson.JSONDecodeError | None]:
+    """Return the value of a line, and why orjson refuses it although it can be read: None of most.
+
+    Python's parser also reads NaN, infinities, numbers of any size and halves of surrogate pairs, which many
+    programs write. Values that are nested deeper than both parsers go are null. Raises orjson.JSONDecodeError
+    if it is no JSON, or text that is not to be replaced.
+    """
     try:
-        return orjson.loads(line)
+        return orjson.loads(line), None
     except orjson.JSONDecodeError as error:
-        if error.msg.startswith(_OUT_OF_MEMORY):
-            raise MemoryError(error.msg) from None
-        if not sink.replaces:
-            raise
-        with suppress(ValueError, RecursionError):
-            return sink.check_value(json.loads(sink.decode(line), parse_constant=_refuse_constant))
-        raise
+        refused = error
+    if refused.msg.startswith(_OUT_OF_MEMORY):
+        raise MemoryError(refused.msg)
+    try:
+        text = sink.decode(line)
+        value = json.loads(text, parse_int=_integer)
+        return (sink.check_value(value) if sink.replaces else value), refused
+    except ValueError:
+        raise refused from None
+    except RecursionError:
+        line, cut = text.encode(), _cut_deep(text.encode())
+        if config.is_masked or cut == line:  # else what is rendered could lack a part
+            raise refused from None
+        return _parse(sink, config, cut)[0], refused
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+def _integer(digits: str) -> int | float:
+    """Return the integer, or infinity beyond the number of digits that Python reads."""
+    try:
+        return int(digits)
+    except ValueError:
+        return math.inf
+
+
+def _cut_deep(line: bytes) -> bytes:
+    """Return the line with null for the values that lie in `MAX_DEPTH` others."""
+    parts: list[bytes] = []
+    depth = at = start = 0
+    for token in _TOKEN.finditer(line):
+        if token[0] in (b"{", b"["):
+            depth += 1
+            start = token.start() if depth == MAX_DEPTH + 1 else start
+        elif token[0] in (b"}", b"]"):
+            if depth == MAX_DEPTH + 1:
+                parts += [line[at:start], b"null"]
+                at = token.end()
+            depth -= 1
+    return b"".join([*parts, line[at:]])
+
+
+def _is_exact(value: object) -> bool:
+    """Whether a text, or what one is rendered from, has nothing that UTF-8 or JSON cannot hold."""
+    held = [value]
+    while held:
+        value = held.pop()
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                return False
+        elif isinstance(value, float) and not math.isfinite(value):
+            return False
+        elif isinstance(value, dict | list):
+            held += [*value, *value.values()] if isinstance(value, dict) else value
+    return True
 
 
 def _hint_of_array(sink: RecordSink, line: bytes) -> str:
@@ -130,6 +189,8 @@ def _json_problem(line: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]
         line.decode()
     except UnicodeDecodeError as bad:
         return "bad_utf8", f"byte {bad.start:,} of the line is not UTF-8"
+    if error.msg.startswith(_TOO_DEEP):
+        return "bad_json", "not JSON that can be read: values are nested too deeply"
     return "bad_json", f"not JSON: {error.msg} at character {error.pos:,} of the line"
 
 

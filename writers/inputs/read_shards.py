@@ -7,10 +7,11 @@ its id unless the recipe or a member named `id` gives another.
 
 A shard is read from front to back, compressed or not (a compressed tar twice, because its length has to be
 known), and describes itself: an MDS shard by its header, which lists columns and offsets. A sample whose
-bytes do not fit its columns, a value that is not what its type says, and a tar's sample with two members of
-one extension cost themselves. A header that is no MDS, offsets that go back, a tar header whose checksum is
-wrong or that ends beyond the file cost what comes after them, because where the next sample begins would be a
-guess; nothing of the sample that they lie in is used.
+bytes do not fit its columns, a text that is not what its type says, and a tar's sample with two members of
+one extension cost themselves. Values beside the text never cost it: what cannot be decoded is null in MDS
+shards, whose columns have types, and binary data in tars, whose members have none. A header that is no MDS,
+offsets that go back, a tar header whose checksum is wrong or that ends beyond the file cost what comes after
+them, because where the next sample begins would be a guess; nothing of the sample that they lie in is used.
 
 Memory is the offsets of a shard and the named values of one sample, which have `max_record_bytes` together.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -78,8 +80,7 @@ def read_mds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
             sink.damaged(problem, bytes=lost, records=len(offsets) - 1 - sink.record)
         except ContainerError as damage:
             unfinished = sink.position - int(offsets[sink.record])
-            left = len(offsets) - 1 - sink.record
-            sink.damaged(damage.problem, bytes=unfinished + damage.rest_bytes, records=left)
+            sink.cut_short(damage, bytes=unfinished, records=len(offsets) - 1 - sink.record)
 
 
 class _CutShortError(Exception):
@@ -136,7 +137,9 @@ def _take_row(
             found.fields[column.name] = MISSING
             if column.encoding in _PLAIN and any(_within(path, column.name) for path in paths):
                 stream.skip(begin + position - stream.tell())
-                value = _value(stream, encoding, column, length, sink, sink.max_record_bytes - found.taken)
+                left = sink.max_record_bytes - found.taken
+                of_text = _within(config.text, column.name)
+                value = _value(stream, encoding, column, length, sink, left, of_text=of_text)
                 found.put(column.name, value, length, length)
     except ShardError as error:
         found.problem = _BadSampleError("bad_record", error.problem)
@@ -149,8 +152,16 @@ def _take_row(
 
 
 def _value(
-    stream: PieceReader, encoding: Encoding, column: Column, size: int, sink: RecordSink, left: int
+    stream: PieceReader,
+    encoding: Encoding,
+    column: Column,
+    size: int,
+    sink: RecordSink,
+    left: int,
+    *,
+    of_text: bool,
 ) -> object:
+    """Return the value of a column; null if it cannot be decoded and the text is not in it."""
     name = column.name
     _check_size(size, name, sink, left)
     data = stream.read(size)
@@ -160,10 +171,13 @@ def _value(
         if sink.replaces and column.encoding in ("str", "json"):
             data = sink.decode(data).encode()
         return encoding.decode(memoryview(data))
-    except UnicodeDecodeError as error:
-        raise _BadSampleError("bad_utf8", f"byte {error.start:,} of {name!r} is not UTF-8") from None
-    except ValueError as error:
-        raise _BadSampleError("bad_record", f"column {name!r}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        if not of_text:
+            return None
+        if isinstance(error, UnicodeDecodeError):
+            raise _BadSampleError("bad_utf8", f"byte {error.start:,} of {name!r} is not UTF-8") from None
+        problem = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise _BadSampleError("bad_record", f"column {name!r}: {problem}") from None
 
 
 def _check_size(size: int, name: str, sink: RecordSink, left: int) -> None:
@@ -205,8 +219,8 @@ def _book(sink: RecordSink, config: InputConfig, found: _Found, size: int) -> No
         if found.problem is not None:
             raise found.problem
         carried = {path: found.at(path) for path in sink.carried}
-        carried = {path: _plain(sink, value, path) for path, value in carried.items() if value is not MISSING}
-        text = _plain(sink, found.at(config.text), config.text)
+        carried = {path: _carried(sink, value) for path, value in carried.items() if value is not MISSING}
+        text = _text(sink, found.at(config.text), config.text)
         if not isinstance(text, str):
             raise _BadSampleError("no_text", f"no text at {config.text!r}")
     except _BadSampleError as error:
@@ -218,14 +232,18 @@ def _book(sink: RecordSink, config: InputConfig, found: _Found, size: int) -> No
     sink.add(text, found.fields | carried, bytes=of_text)
 
 
-def _plain(sink: RecordSink, value: Any, path: str) -> Any:
-    """A value as JSON and text hold it; _BadSampleError if it is text that UTF-8 cannot hold."""
-    if isinstance(value, np.generic):
-        value = value.item()
+def _carried(sink: RecordSink, value: Any) -> Any:
+    """Return a value beside the text, repaired if the recipe says so; `field_text` takes what remains."""
+    if sink.replaces and isinstance(value, str | dict | list):
+        with suppress(RecursionError):
+            return sink.check_value(value)
+    return value
+
+
+def _text(sink: RecordSink, value: Any, path: str) -> Any:
+    """Return the value as text, if it is any; _BadSampleError if it is text that UTF-8 cannot hold."""
     try:
-        if isinstance(value, bytes):
-            return sink.decode(value)
-        return sink.check_value(value)
+        return sink.decode(value) if isinstance(value, bytes) else sink.check_value(value)
     except UnicodeError:
         raise _BadSampleError("bad_utf8", f"{path!r} is not UTF-8") from None
     except RecursionError:
@@ -240,8 +258,9 @@ def read_wds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
         data: _FileBytes | _StreamBytes = _FileBytes(file, split.input.bytes)
         damage = None
         if split.compression is not None:
-            size, damage = _sound_bytes(file, split)
-            data = _StreamBytes(decompressed(file, split.compression, split.input.bytes), size)
+            size, damage = _sound_bytes(file, split, sink.window_bytes, salvage=config.salvage)
+            pieces = decompressed(file, split.compression, split.input.bytes, window_bytes=sink.window_bytes)
+            data = _StreamBytes(pieces, size)
         samples = _Samples(sink, config, data)
         try:
             for found, size in samples:
@@ -253,18 +272,26 @@ def read_wds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
             problem, left = error.problem, len(data) - samples.start
         else:
             problem, left = "", 0
-        if problem or damage:
-            lost = damage.rest_bytes if damage else 0
-            sink.damaged(damage.problem if damage else problem, bytes=left + lost)
+        if damage:
+            sink.cut_short(damage, bytes=left)
+        elif problem:
+            sink.damaged(problem, bytes=left)
 
 
-def _sound_bytes(file: BinaryIO, split: Split) -> tuple[int, ContainerError | None]:
-    """How many bytes a compressed tar has that a checksum confirms, and what comes after them."""
+def _sound_bytes(
+    file: BinaryIO, split: Split, window_bytes: int, *, salvage: bool
+) -> tuple[int, ContainerError | None]:
+    """How many bytes a compressed tar has that a checksum confirms, and what comes after them.
+
+    With `salvage` also those that none confirms.
+    """
     size = 0
     try:
-        for piece in decompressed(file, split.compression, split.input.bytes):
+        for piece in decompressed(file, split.compression, split.input.bytes, window_bytes=window_bytes):
             size += len(piece)
     except ContainerError as damage:
+        if salvage:
+            return size, ContainerError(damage.problem, damage.rest_bytes)
         return size - damage.suspect_bytes, ContainerError(
             damage.problem, damage.rest_bytes + damage.suspect_bytes
         )
@@ -289,7 +316,7 @@ class _Samples:
 
     def __init__(self, sink: RecordSink, config: InputConfig, data: Bytes) -> None:
         self._sink, self._data = sink, data
-        self._paths = {config.text, *sink.carried}
+        self._text, self._paths = config.text, {config.text, *sink.carried}
         self.start = 0
 
     def __iter__(self) -> Iterator[tuple[_Found, int]]:
@@ -326,7 +353,13 @@ class _Samples:
             data = bytes(self._data[offset : offset + size])
             if extension.endswith(".gz"):
                 data = gunzip(memoryview(data), left)
-            value = _member(extension, data, self._sink.decode)
+            value: object = None
+            try:
+                value = _member(extension, data, self._sink.decode)
+            except ValueError as error:
+                if _within(self._text, extension):
+                    raise
+                value = data if isinstance(error, UnicodeDecodeError) else None
             found.put(extension, value, size, max(size, len(data)))
         except UnicodeDecodeError as error:
             problem = f"byte {error.start:,} of member .{extension} is not UTF-8"

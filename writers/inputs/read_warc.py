@@ -9,19 +9,27 @@ its text is cut or has parts of its neighbors. A file that ends inside a record 
 not have a member for each record; if they do, a damaged member is one quarantine entry of the stored bytes up
 to the next member that begins with a record, and nothing of a member is used unless its checksum confirms it.
 Memory is one record; long ones that are no page are skipped.
+
+Of a page or text that is used, the record's own digest is compared (`bad_digest`): WARC-Block-Digest, which
+covers the bytes as stored, or else WARC-Payload-Digest, of which writers disagree whether it is of the body
+as stored or without its transfer and content encoding: one of these has to match. Digests of truncated
+records may be of the whole, and what is no known algorithm or spelling proves nothing; neither is compared.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, BinaryIO
 
 from shardkit.errors import MissingExtraError
 from shardkit.writers.inputs.decompress import ContainerError
 from shardkit.writers.inputs.files import open_input
-from shardkit.writers.inputs.pages import BodyError, decode_body, decode_page
+from shardkit.writers.inputs.pages import BodyError, decode_body, decode_page, join_chunks
 from shardkit.writers.inputs.records import PieceReader, RecordSink
 from shardkit.writers.recipe import InputConfig
 
@@ -43,6 +51,9 @@ _HTML_TYPES = frozenset({"text/html", "application/xhtml+xml"})
 _CHARSET = re.compile(r"charset\s*=\s*[\"']?([\w.:-]+)", re.IGNORECASE)
 _SNIFFED = re.compile(rb"\s*(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html|head|body)\b", re.I | re.S)
 _SNIFF_BYTES = 1024
+_DIGEST_BYTES = {"md5": 16, "sha1": 20, "sha256": 32, "sha512": 64}
+_URL_SAFE = str.maketrans("+/", "-_")
+_SHOWN_DIGEST = 80
 _Booking = Callable[[], None]  # hands what a record holds to the sink
 
 
@@ -87,8 +98,7 @@ class _Archive:
         try:
             return self._read_next()
         except ContainerError as damage:
-            unfinished = self._stream.tell() - self._start
-            self._sink.damaged(damage.problem, bytes=unfinished + damage.rest_bytes)
+            self._sink.cut_short(damage, bytes=self._stream.tell() - self._start)
             self._sink.record += 1
             self._line = b""
             self._begin(self._stream.tell())
@@ -174,8 +184,11 @@ class _Archive:
 
     def _read_content(self, kind: str, headers: dict[str, str], size: int) -> _Booking:
         if kind == "conversion":
+            content = self._content(size)
+            if (problem := _digest_problem(headers, b"", content)) is not None:
+                return partial(self._sink.bad, "bad_digest", problem, head=content, bytes=size)
             try:
-                text = self._sink.decode(self._content(size))
+                text = self._sink.decode(content)
             except UnicodeDecodeError as error:
                 raise _RecordError("bad_utf8", f"byte {error.start:,} of the text is not UTF-8") from None
             return partial(self._sink.add, text, _fields(headers), bytes=size, markup=False)
@@ -183,7 +196,7 @@ class _Archive:
             return self._dropped("not_a_response", size, size)
         if not _url_of(headers).lower().startswith(("http:", "https:")):
             return self._dropped("not_html", size, size)
-        limited = LimitReader(self._stream, size)
+        limited = _HeldHeader(self._stream, size)
         self._stream.header_begins()
         try:
             http = self._http.parse(limited)
@@ -191,22 +204,24 @@ class _Archive:
             return self._dropped("http_status", size, limited.limit)
         if http.get_statuscode() != "200":
             return self._dropped("http_status", size, limited.limit)
-        return self._read_page(headers, http, limited.limit, size)
+        return self._read_page(headers, http, b"".join(limited.lines), limited.limit, size)
 
-    def _read_page(self, headers: dict[str, str], http: Any, left: int, size: int) -> _Booking:
+    def _read_page(
+        self, headers: dict[str, str], http: Any, http_header: bytes, left: int, size: int
+    ) -> _Booking:
         declared = http.get_header("content-type") or headers.get("warc-identified-payload-type") or ""
         kind = declared.split(";")[0].strip().lower()
         if kind and kind not in _HTML_TYPES:
             return self._dropped("not_html", size, left)
         body = self._content(left)
-        try:
-            page = decode_body(
-                body,
-                http.get_header("transfer-encoding") or "",
-                http.get_header("content-encoding") or "",
-                self._sink.max_record_bytes,
-            )
-        except BodyError:
+        encodings = http.get_header("transfer-encoding") or "", http.get_header("content-encoding") or ""
+        page = None
+        with suppress(BodyError):
+            page = decode_body(body, *encodings, self._sink.max_record_bytes)
+        forms = [body, *([join_chunks(body)] if encodings[0] else []), *([] if page is None else [page])]
+        if (problem := _digest_problem(headers, http_header, *forms)) is not None:
+            return partial(self._sink.bad, "bad_digest", problem, head=body, bytes=size)
+        if page is None:
             return self._dropped("bad_body", size, 0)
         if not kind and not _SNIFFED.match(page[:_SNIFF_BYTES]):
             return self._dropped("not_html", size, 0)
@@ -252,6 +267,60 @@ class _Archive:
             if not line or self._begins(line):
                 self._line = line
                 return
+
+
+class _HeldHeader(LimitReader):  # type: ignore[misc]
+    """Keeps the lines that a parser reads, for the digest of the block."""
+
+    def __init__(self, stream: Any, limit: int) -> None:
+        super().__init__(stream, limit)
+        self.lines: list[bytes] = []
+
+    def readline(self, length: int | None = None) -> bytes:
+        line: bytes = super().readline(length)
+        self.lines.append(line)
+        return line
+
+
+def _digest_problem(headers: Mapping[str, str], http_header: bytes, *bodies: bytes) -> str | None:
+    """Say which digest of a record its content contradicts, None if none does.
+
+    `bodies` are the body as stored, and then without its encodings.
+    """
+    if "warc-truncated" in headers:
+        return None
+    block, payload = _stated(headers, "block"), _stated(headers, "payload")
+    if block is not None:
+        algorithm, wanted = block
+        state = hashlib.new(algorithm, http_header, usedforsecurity=False)
+        state.update(bodies[0])
+        if state.digest() != wanted:
+            return (
+                f"WARC-Block-Digest {headers['warc-block-digest'][:_SHOWN_DIGEST]} is not that of its block"
+            )
+    elif payload is not None and "warc-segment-number" not in headers:
+        algorithm, wanted = payload
+        if all(hashlib.new(algorithm, body, usedforsecurity=False).digest() != wanted for body in bodies):
+            stated = headers["warc-payload-digest"][:_SHOWN_DIGEST]
+            return f"WARC-Payload-Digest {stated} is that of no form of its body"
+    return None
+
+
+def _stated(headers: Mapping[str, str], kind: str) -> tuple[str, bytes] | None:
+    """Return a digest of the record as (algorithm of hashlib, bytes); None if it is none that is known."""
+    name, _, text = headers.get(f"warc-{kind}-digest", "").partition(":")
+    algorithm = name.strip().lower().replace("-", "").replace("_", "")
+    if algorithm not in _DIGEST_BYTES:
+        return None
+    size, text = _DIGEST_BYTES[algorithm], text.strip().rstrip("=")
+    with suppress(ValueError):
+        if len(text) == 2 * size:
+            return algorithm, bytes.fromhex(text)
+        if len(text) == -(-size * 8 // 5):
+            return algorithm, base64.b32decode(text.upper() + "=" * (-len(text) % 8))
+        if len(text) == -(-size * 8 // 6):
+            return algorithm, base64.urlsafe_b64decode(text.translate(_URL_SAFE) + "=" * (-len(text) % 4))
+    return None
 
 
 def _plain_headers(line: bytes, block: bytes) -> dict[str, str] | None:

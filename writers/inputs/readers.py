@@ -46,6 +46,8 @@ _READERS: dict[str, Reader] = {
     "wds": read_wds,
 }
 _RECORD_COPIES = 8  # of a large record, while it is decoded, parsed and put into a batch
+_HEAD_BYTES = 256  # of a paragraph, for the quarantine
+_MAX_WINDOW_BYTES = 1 << 31  # of zstd, on machines of 64 bits
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -91,6 +93,7 @@ def read_parts(
             fields=fields[number],
             suspect=suspects.get(parts[number].file),
             masking=masking,
+            memory_bytes=memory_bytes,
         )
 
     def read_all() -> Iterator[pa.RecordBatch]:
@@ -169,6 +172,7 @@ def read_split(
     fields: NamedFields | None = None,
     suspect: SuspectDataError | None = None,
     masking: Masking | None = None,
+    memory_bytes: int = 2_000_000_000,
 ) -> Iterator[pa.RecordBatch]:
     """Batches of DOCUMENT_SCHEMA in record order; books `ledger.read` and `ledger.quarantined`.
 
@@ -180,6 +184,7 @@ def read_split(
     """
     named = fields or NamedFields(config)
     sink = RecordSink(split, config, ledger, quarantine, max_record_bytes, named, suspect, masking)
+    sink.window_bytes = max(sink.window_bytes, min(memory_bytes * 3 // 4, _MAX_WINDOW_BYTES))
     try:
         for _ in _reader(split, config)(sink, config):
             if sink.full:
@@ -187,12 +192,12 @@ def read_split(
     except LimitReachedError:
         pass
     except ContainerError as damage:
-        unfinished = sink.position - (sink.offset or 0)
-        sink.damaged(damage.problem, bytes=unfinished + damage.rest_bytes)
+        sink.cut_short(damage, bytes=sink.position - (sink.offset or 0))
     except OSError as error:
         raise BuildError(f"{split.path}: cannot be read: {error.strerror or error}") from error
     except MemoryError as error:
         problem = "reading it takes more memory than the recipe allows; raise `memory`, or leave the file out"
+        problem = str(error) if "window" in str(error) else problem
         raise BuildError(f"{split.path}: at record {sink.record:,}: {problem}") from error
     yield from sink.flush()
 
@@ -207,6 +212,8 @@ def _reader(split: Split, config: InputConfig) -> Reader:
         from shardkit.writers.inputs.read_warc import read_warc
 
         return read_warc
+    if split.format == "text" and config.lines == "paragraphs":
+        return _read_paragraphs
     lines = split.format == "jsonl" or config.lines
     return _read_lines if lines else _read_whole
 
@@ -236,6 +243,41 @@ def _take_text(sink: RecordSink, config: InputConfig, line: bytes) -> None:
         sink.bad("bad_utf8", f"byte {error.start:,} of the record is not UTF-8", head=line)
         return
     sink.add(text, {}, bytes=len(line))
+
+
+def _read_paragraphs(sink: RecordSink, config: InputConfig) -> Iterator[None]:
+    """Hand the runs of lines between blank lines to the sink; record numbers count them."""
+    with open_input(sink.split.input) as file:
+        lines = Lines(sink.pieces(file), max_line_bytes=sink.max_record_bytes)
+        held: list[bytes] = []
+        size = 0  # of the paragraph, which may be more than is held of it
+        sink.offset = 0
+        for offset, length, line, whole in lines:
+            line = line.removeprefix(_BOM) if not offset else line
+            if whole and (not line or line.isspace()):
+                if size:
+                    _take_paragraph(sink, config, held, size)
+                    held, size = [], 0
+                sink.offset = lines.offset
+                yield
+                continue
+            size += length + (1 if size else 0)
+            if size <= sink.max_record_bytes:
+                held.append(line.removesuffix(b"\r"))
+            elif not held:
+                held = [line]
+        if size:
+            _take_paragraph(sink, config, held, size)
+            yield
+
+
+def _take_paragraph(sink: RecordSink, config: InputConfig, lines: list[bytes], size: int) -> None:
+    text = b"\n".join(lines)
+    if size > sink.max_record_bytes:
+        sink.too_long(size, head=text[:_HEAD_BYTES])
+    else:
+        _take_text(sink, config, text)
+    sink.record += 1
 
 
 def _read_whole(sink: RecordSink, config: InputConfig) -> Iterator[None]:

@@ -8,12 +8,10 @@ at (`record`, and `offset` in a file of bytes), so that every entry of the quara
 from __future__ import annotations
 
 import builtins
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
-import orjson
 import pyarrow as pa
 
 from shardkit.writers.documents import (
@@ -30,7 +28,7 @@ from shardkit.writers.inputs.decompress import (
     decompressed,
     plain_range,
 )
-from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at
+from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at, field_text
 from shardkit.writers.inputs.files import fields_of_path
 from shardkit.writers.inputs.pages import main_text_by
 from shardkit.writers.inputs.scan import Split
@@ -96,6 +94,7 @@ class RecordSink:
         self._of_path = fields_of_path(config, split.file)
         own_id = () if config.document_id is None else (config.document_id,)
         self.carried = (config.id or "id", config.url or "url", *config.metadata, *own_id)  # paths of fields
+        self.window_bytes = 1 << 27  # that a decoder of zstd may use
         self.record = split.first_record
         self.offset: int | None = None
         self.position = split.start  # in the decompressed file, after the last of `pieces`
@@ -174,12 +173,12 @@ class RecordSink:
             self._ledger.read += Count(0, replaced)
             self._ledger.drop("text/replaced", 0, replaced)
         self._bytes += bytes
-        id, url = (_field_text(field_at(fields, path)) for path in self.carried[:2])
+        id, url = (field_text(field_at(fields, path)) for path in self.carried[:2])
         metadata = None
         if config.metadata or self._of_path:
             found = {path: field_at(fields, path) for path in config.metadata}
             own = {path: value for path, value in found.items() if value is not MISSING}
-            metadata = _field_text(self._of_path | own)
+            metadata = field_text(self._of_path | own)
         self._rows.append((self.record, text, id, url, metadata, own_id, marks))
 
     def add_masked(self, fields: Mapping[str, Any], *, bytes: int, head: builtins.bytes = b"") -> None:
@@ -189,6 +188,9 @@ class RecordSink:
             rendered = self._masking.render(self._config, fields)
         except ChatError as error:
             self.bad(error.reason, str(error), bytes=bytes, head=head)
+            return
+        except RecursionError:
+            self.bad("bad_messages", "values are nested too deeply", bytes=bytes, head=head)
             return
         if not rendered.trained_bytes:
             self.drop("chat/nothing_to_train", bytes=len(rendered.text.encode()))
@@ -203,6 +205,15 @@ class RecordSink:
     def _drop(self, reason: str, *, bytes: int) -> None:
         self._ledger.read += Count(1, bytes)
         self._ledger.drop(reason, 1, bytes)
+
+    def drop_lines(self, reason: str, count: int) -> None:
+        """Book `count` lines that were read as parts of another record; their bytes are booked with it."""
+        self._ledger.read += Count(count, 0)
+        self._ledger.drop(reason, count, 0)
+
+    def note(self, message: str) -> None:
+        """Report what the user should know of a file that was read all the same."""
+        self._named.notes.append(message)
 
     def too_long(self, length: int, *, head: bytes = b"") -> None:
         """Book a record of more than `max_record_bytes`."""
@@ -222,6 +233,23 @@ class RecordSink:
             error += f"; {records:,} records from the damaged part are not trusted"
         self._book(max(records, 1), bytes, "damaged_file", error)
 
+    def cut_short(self, damage: ContainerError, *, bytes: int, records: int = 1) -> None:
+        """Book what damage of a compressed file costs: `bytes` that are no whole record, and what follows.
+
+        With `salvage` it is reported, and no reason to stop.
+        """
+        bytes += damage.rest_bytes
+        if not self._config.salvage or self.split.compression is None:
+            self.damaged(damage.problem, bytes=bytes, records=records)
+            return
+        records = max(records, 1)
+        self._ledger.read += Count(records, bytes)
+        self._ledger.drop("salvage/lost", records, bytes)
+        self.note(
+            f"{damage.problem}; salvage keeps the {self.records:,} records that were read before, and "
+            f"{bytes:,} bytes are lost"
+        )
+
     def no_column(self, problem: str, *, bytes: int, records: int = 1) -> None:
         """Book all of a file because it lacks the column of text."""
         problem += f"; set inputs[{self.split.source}].text to the column that holds the text"
@@ -240,7 +268,7 @@ class RecordSink:
         split, suspect = self.split, self._suspect
         stored = plain_range(file, split.start, split.end)
         if split.compression is not None:
-            stored = decompressed(file, split.compression, split.input.bytes)
+            stored = decompressed(file, split.compression, split.input.bytes, window_bytes=self.window_bytes)
         try:
             for piece in stored:
                 if suspect is not None and self.position + len(piece) >= suspect.sound_bytes:
@@ -251,7 +279,8 @@ class RecordSink:
                 self.position += len(piece)
                 yield piece
         except ContainerError as damage:
-            if suspect is not None or not damage.suspect_bytes or self._quarantine.allows_none:
+            trusted = self._config.salvage or self._quarantine.allows_none
+            if suspect is not None or not damage.suspect_bytes or trusted:
                 raise
             sound = self.position - damage.suspect_bytes
             lost = damage.suspect_bytes + damage.rest_bytes
@@ -301,21 +330,10 @@ class RecordSink:
 def _own_id(fields: Mapping[str, object], path: str) -> bytes | None:
     """The document id in a field: 32 hexadecimal digits; None if there is none."""
     value = field_at(fields, path)
+    value = value.hex() if isinstance(value, bytes) else value
     if not isinstance(value, str) or _OWN_ID.fullmatch(value) is None:
         return None
     return bytes.fromhex(value)
-
-
-def _field_text(value: object) -> str | None:
-    """A field of the user's as text: strings as they are, everything else as JSON."""
-    if value is None or isinstance(value, str):
-        return value
-    if value is MISSING:
-        return None
-    try:
-        return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
-    except orjson.JSONEncodeError:  # an integer of more than 64 bits
-        return json.dumps(value, default=str, ensure_ascii=False, separators=(",", ":"))
 
 
 class Lines:

@@ -288,7 +288,7 @@ def _takes_reading(
     """Whether the file must be read to know its cuts; any other is one split."""
     if format == "parquet":
         return True
-    has_lines = format == "jsonl" or (format == "text" and config.lines)
+    has_lines = format == "jsonl" or (format == "text" and config.lines is True)
     return has_lines and compression is None and file.bytes > split_bytes
 
 

@@ -36,7 +36,7 @@ from shardkit.writers.execution.task import Commit, RunTasks, Task
 from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.decontamination import DecontaminationConfig
 from shardkit.writers.inputs.chat import Masking
-from shardkit.writers.inputs.fields import check_named_fields
+from shardkit.writers.inputs.fields import check_named_fields, warn_of_notes
 from shardkit.writers.inputs.scan import Split, parts_of
 from shardkit.writers.inputs.small_files import group_small_files
 from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger, check_bad_fraction, first_of
@@ -406,7 +406,9 @@ def _check_cleaned(
     total = Ledger()
     for one in counts:
         total.merge(one.ledger)
-    check_named_fields(parts_of(splits), [fields for one in counts for fields in one.fields])
+    facts = [fields for one in counts for fields in one.fields]
+    check_named_fields(parts_of(splits), facts)
+    warn_of_notes(parts_of(splits), facts)
     check_bad_fraction("all inputs", total, recipe.max_bad_fraction)
     failed = total.quarantined.get(FAILED_SPLIT, Count()).documents
     if failed > recipe.max_failed_splits:  # found finished, or made by several processes

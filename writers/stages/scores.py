@@ -139,7 +139,7 @@ def _write_run(
 
 def _read_parquet(split: Split, names: Sequence[str]) -> Iterator[pa.Table]:
     with open_input(split.input) as stored:
-        file = pq.ParquetFile(stored)
+        file = pq.ParquetFile(stored, page_checksum_verification=True)
         if absent := [name for name in names if name not in file.schema_arrow.names]:
             known = ", ".join(file.schema_arrow.names)
             raise BuildError(f"filters: scores: {split.path}: has no column {absent[0]!r}; it has {known}")

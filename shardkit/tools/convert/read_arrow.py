@@ -207,7 +207,8 @@ class _Parquet:
         rows = max(1, self._metadata.num_rows)
         size = sum(self._metadata.row_group(g).total_byte_size for g in range(self._metadata.num_row_groups))
         batch = max(1, min(_MAX_BATCH_ROWS, rows * BLOCK_BYTES // max(1, size)))
-        with pq.ParquetFile(self._path, buffer_size=1 << 20, pre_buffer=False) as file:
+        options: dict[str, Any] = {"pre_buffer": False, "page_checksum_verification": True}
+        with pq.ParquetFile(self._path, buffer_size=1 << 20, **options) as file:
             for record_batch in file.iter_batches(batch_size=batch, columns=[column], use_threads=False):
                 yield record_batch.column(record_batch.schema.get_field_index(column))
 
