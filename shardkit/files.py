@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 __all__ = [
     "PART_SUFFIX",
     "Closing",
+    "FileVersion",
     "NotRegularFileError",
     "allocate",
+    "file_version",
     "fsync_path",
     "link_or_copy",
     "load_json",
@@ -46,6 +48,9 @@ __all__ = [
 
 PART_SUFFIX = ".shardkit-part"
 _ZEROS = bytes(1 << 20)
+
+FileVersion = tuple[int, int, int, int]
+"""What `file_version` returns."""
 
 
 class Closing:
@@ -77,6 +82,17 @@ def load_json(text: str | bytes) -> Any:
 def user_cache_folder() -> Path:
     """$XDG_CACHE_HOME/shardkit (~/.cache/shardkit): what builds keep for others; it may be deleted."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardkit"
+
+
+def file_version(status: os.stat_result) -> FileVersion:
+    """Return (bytes, mtime, ctime, inode) of a file, times in ns: equal only while its content is the same.
+
+    Size and mtime alone are not enough: `cp -p`, `rsync -t`, `tar x` and os.utime set the mtime, but nothing
+    sets the ctime. The inode tells two files apart that were copied from an image which holds no ctime. The
+    device is left out, because its number changes when a network file system is mounted again. Another
+    machine, or a copy of a folder, has other versions of equal files: treat a difference as "read it again".
+    """
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def fsync_path(path: Path) -> None:

@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
-from shardkit.errors import BuildError, RecipeError
+from shardkit.errors import RecipeError
+from shardkit.files import file_version
 from shardkit.storage.hub import HubPlace
 from shardkit.storage.object_file import open_object
 from shardkit.storage.resilient import ResilientStore, connect
@@ -47,14 +48,15 @@ from shardkit.writers.recipe import InputConfig, Recipe
 
 __all__ = [
     "InputFile",
-    "check_unchanged",
     "expand_path",
     "expand_url",
     "fields_of_path",
     "find_files",
     "identities",
     "key_matches",
+    "local_version",
     "open_input",
+    "version_now",
 ]
 
 _MAGIC = re.compile(r"[*?\[]")
@@ -71,7 +73,7 @@ class InputFile:
     name: str  # what its documents' ids are made from
     path: str  # where it is: a path of this machine, or a URL
     bytes: int
-    version: int | str  # changes when the file is written to: its modification time in ns, or its ETag
+    version: str  # another one when the content is another one: `local_version`, or the ETag of an object
     storage: StorageOptions | None = None  # how a URL is reached
 
     @property
@@ -162,17 +164,20 @@ def open_input(file: InputFile) -> BinaryIO:
     return Path(file.path).open("rb")
 
 
-def check_unchanged(files: Iterable[InputFile]) -> None:
-    """BuildError if a local file was written to since it was found; reads of a URL see that."""
-    for file in files:
-        if file.is_remote:
-            continue
-        try:
-            found = Path(file.path).stat()
-        except OSError as error:
-            raise BuildError(f"{file.path}: cannot be read: {error.strerror or error}") from error
-        if (found.st_size, found.st_mtime_ns) != (file.bytes, file.version):
-            raise BuildError(f"{file.path}: changed while the build ran; run it again")
+def local_version(status: os.stat_result) -> str:
+    """Return the version of a local file, as `InputFile.version` has it."""
+    return "-".join(map(str, file_version(status)[1:]))
+
+
+def version_now(file: InputFile) -> tuple[int, str] | None:
+    """Return the bytes and version that a local file has now; None for an object, and if there is no file."""
+    if file.is_remote:
+        return None
+    try:
+        status = Path(file.path).stat()
+    except OSError:
+        return None
+    return status.st_size, local_version(status)
 
 
 def _find_local(recipe: Recipe, config: InputConfig, key: str) -> dict[str, InputFile]:
@@ -189,7 +194,7 @@ def _find_local(recipe: Recipe, config: InputConfig, key: str) -> dict[str, Inpu
             raise RecipeError(f"{key}: {path} is not a regular file")
         where = str(path)
         name = where.removeprefix(base) if where.startswith(base) else _name_of(path, recipe, config, key)
-        files[name] = InputFile(name, where, found.st_size, found.st_mtime_ns)
+        files[name] = InputFile(name, where, found.st_size, local_version(found))
     if not files:
         left = f"{len(found_paths):,} files, and exclude leaves none" if found_paths else "no file"
         raise RecipeError(f"{key}: {config.path} matches {left} (looked in {recipe.folder})")
