@@ -142,7 +142,7 @@ def _inputs_at(
     recipe = recipe_from_mapping(stub, folder=folder)
     groups: dict[str, list[InputFile]] = defaultdict(list)
     unfit: list[InputFile] = []
-    for name, file in find_files(recipe, recipe.inputs[0], path, storage).items():
+    for name, file in find_files(recipe, recipe.inputs[0], path, storage).files.items():
         problem = _problem(file, len(groups[_ending(name)]))
         if problem is None:
             groups[_ending(name)].append(file)

@@ -31,12 +31,13 @@ from typing import Any, BinaryIO
 import xxhash
 import zstandard
 
-from shardkit.errors import BuildError, RecipeError
+from shardkit.errors import BuildError, RecipeError, warn_user
 from shardkit.files import load_json
 from shardkit.hashing import digest_of
 from shardkit.storage.store import StorageOptions
 from shardkit.writers.inputs.decompress import COMPRESSIONS
 from shardkit.writers.inputs.files import (
+    Found,
     InputFile,
     fields_of_path,
     find_files,
@@ -215,7 +216,8 @@ def _find_all(recipe: Recipe, storage: StorageOptions | None, key: str) -> list[
     for source, config in enumerate(recipe.inputs):
         where = key.format(source)
         files = find_files(recipe, config, where, storage)
-        for (name, file), identity in zip(files.items(), identities(files.values()), strict=True):
+        _warn_of_unread(files, where)
+        for (name, file), identity in zip(files.files.items(), identities(files.files.values()), strict=True):
             if identity in owners:
                 owner, other = owners[identity]
                 raise RecipeError(
@@ -235,6 +237,28 @@ def _find_all(recipe: Recipe, storage: StorageOptions | None, key: str) -> list[
             owners[identity], names[name] = (source, name), file
             found.append((source, file, *_format_of(name, config, where)))
     return found
+
+
+def _warn_of_unread(found: Found, key: str) -> None:
+    """Warn of files that look like data and are not read, and of such that may not be meant to be read."""
+    # macOS makes a file "._name" for each file.
+    hidden = [name for name in found.hidden if guess_format(name) and not PurePosixPath(name).match("._*")]
+    splits = ", ".join(sorted(set(found.left_out.values())))
+    for names, why in (
+        (
+            hidden,
+            "not read, as a name begins with . or _; to read such files spell that in the path",
+        ),
+        (list(found.left_out), f"not read: {splits}; to read such files name them in an input of their own"),
+        (
+            list(found.held_out),
+            "read, and called like a split that is not to train on; use `exclude` or, if they are meant, an "
+            "input of their own",
+        ),
+    ):
+        if names:
+            count = f"{names[0]} and {len(names) - 1:,} more are" if len(names) > 1 else f"{names[0]} is"
+            warn_user(f"{key}: {count} {why}")
 
 
 def _limited(splits: Sequence[Split], limit: int) -> list[Split]:
