@@ -324,7 +324,9 @@ inputs:
 
 dedup:
   exact: true  # remove documents with equal text
-  # near: 0.8  # remove near-duplicates: word 5-grams with at least this Jaccard similarity
+  # near:  # remove near-duplicates: n-grams of 5 words with at least this Jaccard similarity
+  #   similarity: 0.8
+  #   minhash: {{unit: auto}}  # each character of Chinese, Japanese, Thai, ... is a word
 
 tokenizer:
   path: {_scalar(tokenizer)}
