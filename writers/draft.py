@@ -142,7 +142,7 @@ def _inputs_at(
     recipe = recipe_from_mapping(stub, folder=folder)
     groups: dict[str, list[InputFile]] = defaultdict(list)
     unfit: list[InputFile] = []
-    for name, file in find_files(recipe, recipe.inputs[0], path, storage).items():
+    for name, file in find_files(recipe, recipe.inputs[0], path, storage).files.items():
         problem = _problem(file, len(groups[_ending(name)]))
         if problem is None:
             groups[_ending(name)].append(file)
@@ -324,7 +324,9 @@ inputs:
 
 dedup:
   exact: true  # remove documents with equal text
-  # near: 0.8  # remove near-duplicates: word 5-grams with at least this Jaccard similarity
+  # near:  # remove near-duplicates: n-grams of 5 words with at least this Jaccard similarity
+  #   similarity: 0.8
+  #   minhash: {{unit: auto}}  # each character of Chinese, Japanese, Thai, ... is a word
 
 tokenizer:
   path: {_scalar(tokenizer)}

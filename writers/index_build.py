@@ -145,6 +145,7 @@ def build_dedup_index(
         stored = target if isinstance(target, StoreTarget) else None
         tasks = index_tasks(survivors, config, sketch, task_memory(recipe), stored)
         [made] = runner.run(list(tasks.values()))
+        scan.check_unchanged(inputs.splits, survivors.input_hashes)
         facts = {
             "recipe_digest": digest_of(recipe_content(recipe)),
             "inputs": describe_inputs(recipe, inputs.splits, survivors.input_hashes),

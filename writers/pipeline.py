@@ -45,8 +45,8 @@ from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, place_of, work_of
 from shardkit.writers.funnel import Funnel, Trained, add_packed, filters_card
 from shardkit.writers.inputs import scan
-from shardkit.writers.inputs.files import check_unchanged, identities
-from shardkit.writers.inputs.scan import Split, describe_inputs, hash_splits
+from shardkit.writers.inputs.files import identities
+from shardkit.writers.inputs.scan import Split, check_unchanged, describe_inputs, hash_splits
 from shardkit.writers.inputs.small_files import text_bytes
 from shardkit.writers.languages import add_languages
 from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger
@@ -420,8 +420,9 @@ def _count(inputs: BuildInputs, outputs: Outputs) -> Funnel:
 def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> BuiltDataset:
     """What is published of one dataset; BuildError if there is no sample."""
     recipe, survivors = outputs.recipe, outputs.survivors
-    scores = (split for one in inputs.scores for split in one.splits)
-    check_unchanged({split.input for split in (*scan.parts_of(inputs.splits), *scores)})
+    check_unchanged(inputs.splits, survivors.input_hashes)
+    for scores in inputs.scores:
+        check_unchanged(scores.splits, scores.hashes)
     if recipe.output.is_text:
         made = [(commit, Written.of(commit).shards) for commit in outputs.texts]
     else:

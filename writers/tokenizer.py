@@ -39,7 +39,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shardkit.errors import BuildError, RecipeError, warn_user
-from shardkit.files import load_json
+from shardkit.files import FileVersion, file_version, load_json
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.inputs.chat import TRAINED, parts_of
@@ -364,14 +364,12 @@ def load_encoder(
     encoding: Encoding | None = None,
 ) -> Encoder:
     """An Encoder, kept for the process's next task as long as the file's bytes stay the same."""
-    status = path.stat()
-    version = status.st_size, status.st_mtime_ns, status.st_ino
-    digest = _digest_of_version(path, version)
+    digest = _digest_of_version(path, file_version(path.stat()))
     return _load_encoder(path, digest, eos, engine, bos, encoding).sparing(unlike)
 
 
 @lru_cache(maxsize=4)
-def _digest_of_version(path: Path, version: tuple[int, int, int]) -> str:
+def _digest_of_version(path: Path, version: FileVersion) -> str:
     """`tokenizer_digest`, once for tasks of a process that find the file unchanged."""
     return tokenizer_digest(path)
 

@@ -8,24 +8,20 @@ filled; a `Lease` keeps two threads or processes from filling the same one.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from shardkit.arrays import Bytes
+from shardkit.files import local_path
+from shardkit.limits import available_bytes
 from shardkit.units import parse_bytes
 
 __all__ = ["CACHE_COUNTERS", "Cache", "CacheOptions", "Contents", "Held", "Lease", "Slot", "open_cache"]
 
 _MAX_MEMORY_BYTES = 8 << 30  # of a default cache in memory
 _MEMORY_SHARE = 4  # a quarter of what is free, for all processes of the machine together
-_MEMORY_FILE = "proc/meminfo"
-_LIMIT_FILES = (  # what a container may use, of control groups of version 2 and 1
-    "sys/fs/cgroup/memory.max",
-    "sys/fs/cgroup/memory/memory.limit_in_bytes",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +122,8 @@ class CacheOptions:
     """Processes of this machine that divide the default memory among them."""
 
     def __post_init__(self) -> None:
+        if self.folder is not None:
+            object.__setattr__(self, "folder", local_path(self.folder, "cache_dir"))
         if self.capacity is not None:
             parse_bytes(self.capacity)
         if self.connections < 1 or self.processes < 1:
@@ -138,7 +136,7 @@ def open_cache(options: CacheOptions, *, system: Path = Path("/")) -> Cache:
     `system`: where the files lie that say how much memory is free.
     """
     capacity = None if options.capacity is None else parse_bytes(options.capacity)
-    memory = min(_MAX_MEMORY_BYTES, _free_memory(system) // _MEMORY_SHARE) // options.processes
+    memory = min(_MAX_MEMORY_BYTES, available_bytes(system) // _MEMORY_SHARE) // options.processes
     if options.folder is not None:
         from shardkit.cache.folder import CacheFolder
 
@@ -146,18 +144,3 @@ def open_cache(options: CacheOptions, *, system: Path = Path("/")) -> Cache:
     from shardkit.cache.memory import CacheMemory
 
     return CacheMemory(memory if capacity is None else capacity)
-
-
-def _free_memory(system: Path) -> int:
-    """Bytes that are free or hold what the system would give up, such as cached files; at most the limit."""
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text(system / _MEMORY_FILE), re.MULTILINE)
-    free = int(found[1]) << 10 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limits = [_text(system / file).strip() for file in _LIMIT_FILES]
-    return min([free, *(int(limit) for limit in limits if limit.isdecimal())])
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""

@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
+from shardkit.files import is_remote, local_path
 from shardkit.storage.store import StorageOptions, Store, StoreError
 
 __all__ = ["is_remote", "local_path", "open_store", "split_url"]
-
-
-def is_remote(url: str | os.PathLike[str]) -> bool:
-    """Return whether `url` is not a path on this machine (file:// is one)."""
-    text = os.fspath(url)
-    return "://" in text and not text.lower().startswith("file://")
-
-
-def local_path(url: str | os.PathLike[str]) -> Path:
-    """Return the path of a local `url`: a path, or a file:// URL."""
-    text = os.fspath(url)
-    return Path(unquote(urlsplit(text).path)) if text.lower().startswith("file://") else Path(text)
 
 
 def split_url(url: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -37,9 +38,13 @@ def built(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Path
 
 @pytest.fixture
 def recipe(built: Path, tmp_path: Path) -> Path:
-    """That of a finished build, whose work folder is kept."""
-    shutil.copytree(built, tmp_path / "built")
-    return tmp_path / "built" / "corpus" / "recipe.yaml"
+    """That of a finished build, whose work folder is kept. Inputs are links: copies would be other files."""
+    corpus = tmp_path / "built" / "corpus"
+    shutil.copytree(built / "out", tmp_path / "built" / "out")
+    shutil.copytree(built / "corpus", corpus, copy_function=os.symlink)
+    shutil.rmtree(corpus / "work")
+    shutil.copytree(built / "corpus" / "work", corpus / "work")
+    return corpus / "recipe.yaml"
 
 
 def explain(recipe: Path, *changes: str) -> Explanation:
@@ -134,7 +139,9 @@ def test_an_added_file_is_the_only_one_that_is_cleaned(recipe: Path) -> None:
 
 def test_a_changed_file_is_told_from_an_added_one(recipe: Path) -> None:
     file = recipe.parent / "plain-1.jsonl"
-    file.write_text(file.read_text() + "\n" + json.dumps({"text": text_of(999), "number": 1}) + "\n")
+    text = file.read_text()
+    file.unlink()
+    file.write_text(text + "\n" + json.dumps({"text": text_of(999), "number": 1}) + "\n")
     [(stage, (count, reasons))] = to_run(explain(recipe)).items()
     assert (stage, count) == ("clean", 1)
     assert "file: read from other bytes" in reasons

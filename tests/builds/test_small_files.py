@@ -92,7 +92,7 @@ def make(recipe: Path, *overrides: str, output: str = "out") -> BuildResult:
 
 def splits_of(sizes: Sequence[int], **about: str) -> list[Split]:
     files = [
-        InputFile(f"{about.get('folder', 'f')}/{n:05d}.txt", "", size, 0) for n, size in enumerate(sizes)
+        InputFile(f"{about.get('folder', 'f')}/{n:05d}.txt", "", size, "0") for n, size in enumerate(sizes)
     ]
     return [Split(n, 0, file, "text", None, 0, file.bytes, 0, file.bytes) for n, file in enumerate(files)]
 

@@ -143,13 +143,18 @@ def test_a_list_that_is_damaged_or_hostile_is_refused(
         names(tmp_path, path=name.split("/")[0])
 
 
-def test_splits_of_a_saved_dataset_are_named_one_by_one(tmp_path: Path) -> None:
+def test_of_a_saved_dataset_with_splits_the_one_to_train_on_is_read_and_the_others_are_named(
+    tmp_path: Path,
+) -> None:
     for split in ("train", "test"):
         put_saved(tmp_path / "all" / split, 1)
     (tmp_path / "all/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(RecipeError, match=r"all/ holds splits \(test, train\); name one, such as all/test"):
+    with pytest.warns(RuntimeWarning, match=r"all/test/.* and 1 more are not read: in the split test"):
+        assert names(tmp_path, path="all") == ["all/train/data-00000-of-00001.arrow"]
+    assert names(tmp_path, path="all/test") == ["all/test/data-00000-of-00001.arrow"]
+    shutil.rmtree(tmp_path / "all/train")
+    with pytest.raises(RecipeError, match=r"all/dataset_dict.json: .* the splits test, and none is train"):
         names(tmp_path, path="all")
-    assert names(tmp_path, path="all/train") == ["all/train/data-00000-of-00001.arrow"]
 
 
 def test_files_that_only_have_the_name_of_a_list_are_data(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import pickle
 import threading
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -24,7 +25,8 @@ from shardkit.storage.s3 import S3Store
 from shardkit.storage.store import StorageOptions
 from shardkit.writers import BuildResult, build
 from shardkit.writers.inputs import scan
-from shardkit.writers.inputs.files import expand_path, expand_url, find_files, key_matches
+from shardkit.writers.inputs.files import expand_url, find_files
+from shardkit.writers.inputs.patterns import expand_path, key_matches
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.inputs.scan import UNCOUNTED, scan_inputs
 from shardkit.writers.ledger import Ledger, Quarantine
@@ -72,9 +74,11 @@ def test_a_pattern_names_the_same_files_in_a_bucket_and_in_a_folder(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
         store.put(name, b"x")
-    local = [path.relative_to(tmp_path).as_posix() for path in expand_path(tmp_path, pattern)]
+    local = {
+        path.relative_to(tmp_path).as_posix(): match for path, match in expand_path(tmp_path, pattern).items()
+    }
     found = expand_url(f"{store.url}/{pattern}", None)
-    assert sorted(url.removeprefix(store.url + "/") for url in found) == local
+    assert {url.removeprefix(store.url + "/"): match for url, (_, _, match) in found.items()} == local
 
 
 def test_two_stars_cross_folders_that_are_not_hidden_and_no_name_is_matched_in_part() -> None:
@@ -111,10 +115,79 @@ def test_excluded_files_are_not_found_in_a_folder_or_in_a_bucket(
         (tmp_path / name).write_text("x")
         store.put(name, b"x")
     local = recipe(tmp_path, {"path": path, "exclude": exclude})
-    assert list(find_files(local, local.inputs[0], "inputs[0].path")) == left
+    assert list(find_files(local, local.inputs[0], "inputs[0].path").files) == left
     urls = [f"{store.url}/{pattern}" if "/" in pattern else pattern for pattern in exclude]
     remote = recipe(tmp_path, {"path": f"{store.url}/{path}", "base": store.url, "exclude": urls})
-    assert list(find_files(remote, remote.inputs[0], "inputs[0].path")) == left
+    assert list(find_files(remote, remote.inputs[0], "inputs[0].path").files) == left
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("{a,b}.jsonl*", ["a.jsonl", "b.jsonl.zst"]),
+        ("d/n-{08..11}.txt", ["d/n-08.txt", "d/n-09.txt", "d/n-10.txt", "d/n-11.txt"]),
+        ("{d,e}", ["d/n-08.txt", "d/n-09.txt", "d/n-10.txt", "d/n-11.txt", "e/x.txt"]),
+        ("{d,e}/*-{08,09}.txt", None),
+        ("{d/n-08,e/x}.txt", ["d/n-08.txt", "e/x.txt"]),
+        ("set{1,2}/*.txt", ["set{1,2}/a.txt"]),
+        ("we{ir}d.txt", ["we{ir}d.txt"]),
+        ("half{.txt", ["half{.txt"]),
+        ("we[[]1].txt", ["we[1].txt"]),
+        ("{d,none}", None),
+        ("n{1..3}.txt", None),
+    ],
+)
+def test_lists_in_braces_name_files_and_each_item_must_be_there(
+    pattern: str, expected: list[str] | None, store: MemoryStore, tmp_path: Path
+) -> None:
+    for name in (
+        "a.jsonl", "b.jsonl.zst", "d/n-08.txt", "d/n-09.txt", "d/n-10.txt", "d/n-11.txt", "e/x.txt", "n1.txt",
+        "n2.txt", "set{1,2}/a.txt", "set1/b.txt", "set2/b.txt", "we{ir}d.txt", "half{.txt", "we[1].txt",
+        "we1.txt",
+    ):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+        store.put(name, b"x")
+    for base, path in ((None, pattern), (store.url, f"{store.url}/{pattern}")):
+        made = recipe(tmp_path, {"path": path, "base": base})
+        if expected is None:
+            with pytest.raises(RecipeError, match=r"inputs\[0\].path: .* lists .*, which matches no "):
+                find_files(made, made.inputs[0], "inputs[0].path")
+        else:
+            assert list(find_files(made, made.inputs[0], "inputs[0].path").files) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "read", "warned"),
+    [
+        ("d", ["d/b.jsonl"], 5),
+        ("d/**/*.jsonl", ["d/b.jsonl"], 5),
+        ("d/*.jsonl", ["d/b.jsonl"], 2),
+        ("d/_*", ["d/_SUCCESS.jsonl", "d/_part/c.jsonl", "d/_train.jsonl"], 1),
+        ("d/_train.jsonl", ["d/_train.jsonl"], 0),
+        ("d/_part", ["d/_part/c.jsonl"], 1),
+        ("d/.x/*", ["d/.x/e.jsonl"], 0),
+        ("d/{b,_train}.jsonl", ["d/_train.jsonl", "d/b.jsonl"], 0),
+    ],
+)
+def test_files_whose_names_begin_with_a_dot_or_underscore_are_counted_and_said_unless_they_are_spelled(
+    path: str, read: list[str], warned: int, store: MemoryStore, tmp_path: Path
+) -> None:
+    for name in ("b.jsonl", "_train.jsonl", "_SUCCESS.jsonl", "_part/c.jsonl", "_part/_d.jsonl", ".x/e.jsonl",
+                 "_SUCCESS", ".b.jsonl.crc", "._b.jsonl", ".git/config"):  # fmt: skip
+        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "d" / name).write_text("{}")
+        store.put(f"d/{name}", b"{}")
+    for config in ({"path": path}, {"path": f"{store.url}/{path}", "base": store.url}):
+        made = recipe(tmp_path, config | {"exclude": "_SUCCESS"})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert sorted(split.file for split in scan_inputs(made)) == read
+        said = [str(one.message) for one in caught]
+        assert len(said) == (warned > 0), said
+        if warned:
+            more = f" and {warned - 1} more are" if warned > 1 else " is"
+            assert f"{more} not read, as a name begins with . or _" in said[0]
 
 
 def test_an_input_of_which_nothing_is_left_is_an_error(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import gzip
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import RecipeError
+from shardkit.writers.inputs import scan
+from shardkit.writers.inputs.files import InputFile, open_input
 from shardkit.writers.inputs.scan import KeptCuts, scan_inputs
 from support.read_inputs import recipe
 
@@ -208,7 +210,9 @@ def test_a_parquet_file_without_a_footer_is_one_split_for_the_reader_to_judge(tm
     assert split.bytes == 12
 
 
-def test_kept_cuts_spare_reading_a_file_until_it_changes(tmp_path: Path) -> None:
+def test_kept_cuts_spare_reading_a_file_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = pa.table({"text": [f"document {i} " * 50 for i in range(100)]})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
     put(tmp_path, "b.jsonl", b'{"text": "x"}\n' * 500)
@@ -217,12 +221,16 @@ def test_kept_cuts_spare_reading_a_file_until_it_changes(tmp_path: Path) -> None
     expected = scan_inputs(made, split_bytes=2000, kept=kept)
     assert kept.changed
     again = KeptCuts(kept.to_bytes())
-    stats = {path.name: path.stat() for path in tmp_path.iterdir()}
-    for name in ("a.parquet", "b.jsonl"):  # no reader gets anything from these
-        (tmp_path / name).write_bytes(bytes(stats[name].st_size))
-        os.utime(tmp_path / name, ns=(stats[name].st_atime_ns, stats[name].st_mtime_ns))
+    opened: list[str] = []
+
+    def note(file: InputFile) -> BinaryIO:
+        opened.append(file.name)
+        return open_input(file)
+
+    monkeypatch.setattr(scan, "open_input", note)
     assert scan_inputs(made, split_bytes=2000, kept=again) == expected
     assert not again.changed
+    assert opened == ["c.parquet"], "it has no cuts that could be kept"
     assert scan_inputs(made, split_bytes=2500, kept=again) != expected, "cut to another size"
     put(tmp_path, "b.jsonl", b'{"text": "y"}\n' * 500)
     changed = scan_inputs(made, split_bytes=2000, kept=KeptCuts(kept.to_bytes()))

@@ -33,7 +33,7 @@ from shardkit.publish.repository_card import PAGE_NAME, repository_card
 from shardkit.storage.hub import HubPlace
 from shardkit.storage.local import LocalStore
 from shardkit.writers import build
-from shardkit.writers.inputs.files import key_matches
+from shardkit.writers.inputs.patterns import key_matches
 from shardkit.writers.publish import RemoteOutput
 from support.hub_environment import hub_server
 from support.resume import assert_exact_resume

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter
 
 from shardkit.card import PrecisionFacts, RecallFacts
-from shardkit.errors import BuildError
+from shardkit.errors import BuildError, warn_user
 from shardkit.hashing import digest_of, hash_file
 from shardkit.progress import make_listener
 from shardkit.writers.dedup.bands import BANDS
@@ -427,9 +427,20 @@ class NearResult:
     measured: Measured | None
 
 
+def _warn_of_unspaced(signed: Sequence[SignedPart]) -> None:
+    """Warn if a hundredth of the documents is of scripts without spaces, of which words tell little."""
+    documents, unspaced = sum(part.documents for part in signed), sum(part.unspaced for part in signed)
+    if unspaced and unspaced * 100 >= documents:
+        warn_user(
+            f"dedup.near: {unspaced:,} of {documents:,} documents are written without spaces (as Chinese and "
+            "Thai), so near-duplicates among them are hardly found; set dedup.near.minhash.unit: auto"
+        )
+
+
 def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex] = ()) -> NearResult:
     """Run all stages. The documents of `indexes` win over all of the splits'."""
     [signed] = run(stages.signature_tasks())
+    _warn_of_unspaced([SignedPart.of(commit) for commit in signed])
     file = stages.splits_file(run, signed)
     [planted] = run(stages.planted_tasks(run, signed, file))
     parts = [Part(commit.files, SignedPart.of(commit).documents, digest=commit.content) for commit in signed]

@@ -20,6 +20,7 @@ documents, or what a run is sorted in, whatever the split's size.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt32s, UInt64s, int64, kernel
 from shardkit.writers.kernels.shingles import UNITS, make_shingle_scratch, next_shingles
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
-from shardkit.writers.kernels.words import CharacterTables, character_tables, composed
+from shardkit.writers.kernels.words import UNSPACED_CLASS, CharacterTables, character_tables, composed
 
 __all__ = [
     "LOST",
@@ -72,6 +73,10 @@ _BAND_SEED_64, _BAND_FACTOR_64 = np.uint64(0x452821E638D01377), np.uint64(0x9E37
 _U29, _U32 = np.uint64(29), np.uint64(32)
 
 _GLOBAL = -1
+
+_UNSPACED = re.compile(f"[{UNSPACED_CLASS}]")
+_LONG_WORD_BYTES = 15  # on average: only such texts are looked at, for speed
+_BEGINNING_CHARACTERS = 400
 
 
 class Signatures(NamedTuple):
@@ -268,12 +273,14 @@ def _batch_groups(
 class SignedPart(PlainCounts):
     """`documents` of a part have signatures; `wordless` ones have no words and take no part.
 
-    `eligible` ones may be originals of planted copies.
+    `eligible` ones may be originals of planted copies. Of `unspaced` ones words are whole sentences: most of
+    their beginning is of a script without spaces, and the unit is words.
     """
 
     documents: int
     wordless: int
     eligible: int = 0
+    unspaced: int = 0
 
 
 def sign_documents(
@@ -296,7 +303,7 @@ def sign_documents(
     """
     lowest, eligible = Lowest(PROPOSED, proposed), 0
     losers = np.sort(np.concatenate([np.zeros(0, np.int64), *removed.rows.values()]))
-    start = wordless = 0
+    start = wordless = unspaced = 0
     with ExitStack() as stack:
         source = stack.enter_context(documents.open_arrow())
         table = stack.enter_context(RowsWriter(folder / DOCUMENTS_FILE, DOCUMENT))
@@ -310,7 +317,8 @@ def sign_documents(
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
             kept = _kept_rows(losers, start, batch.num_rows)
-            signed, described = _sign_batch(batch, kept, config)
+            signed, described, without_spaces = _sign_batch(batch, kept, config)
+            unspaced += without_spaces
             own = _batch_groups(batch, described["row"], start, config, groups)
             copies, here = np.ones(batch.num_rows, np.int64), removed.within(start, batch.num_rows)
             copies[here.copied] = here.copies
@@ -334,7 +342,7 @@ def sign_documents(
     if proposed:
         with RunWriter(folder / PROPOSED.file, PROPOSED, memory_bytes=memory_bytes // 8) as run:
             run.write(lowest.rows)
-    return SignedPart(table.rows, wordless, eligible)
+    return SignedPart(table.rows, wordless, eligible, unspaced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,11 +390,15 @@ def _kept_rows(losers: npt.NDArray[np.int64], start: int, count: int) -> npt.NDA
 
 def _sign_batch(
     batch: pa.RecordBatch, kept: npt.NDArray[np.int64], config: NearDedupConfig
-) -> tuple[Signatures, npt.NDArray[np.void]]:
-    """Signatures and DOCUMENT rows (`row` within the batch) of those of `kept` that have words."""
+) -> tuple[Signatures, npt.NDArray[np.void], int]:
+    """Signatures and DOCUMENT rows (`row` within the batch) of those of `kept` that have words.
+
+    Also the number of texts whose words are whole sentences (`SignedPart.unspaced`).
+    """
     if len(kept) < batch.num_rows:
         batch = batch.take(pa.array(kept))
     signed = sign_batch(batch.column("text"), config.minhash)
+    unspaced = _count_unspaced(batch.column("text"), signed.shingles) if config.minhash.unit == "words" else 0
     some = np.flatnonzero(signed.shingles)
     described = np.empty(len(kept), DOCUMENT)
     described["id"] = content_ranks(text_digests(batch.column("text")), batch.column("document_id"))
@@ -397,7 +409,14 @@ def _sign_batch(
     if len(some) < len(kept):
         signed = Signatures(signed.values[some], signed.keys[some], signed.shingles[some])
         described = described[some]
-    return signed, described
+    return signed, described, unspaced
+
+
+def _count_unspaced(texts: pa.LargeStringArray, shingles: npt.NDArray[np.int64]) -> int:
+    """Count texts with few n-grams for their bytes whose beginning is of a script without spaces."""
+    few = np.flatnonzero(np.diff(text_offsets(texts)) > _LONG_WORD_BYTES * (shingles + 1))
+    beginnings = (texts[int(row)].as_py()[:_BEGINNING_CHARACTERS] for row in few)
+    return sum(2 * len(_UNSPACED.findall(one)) > len(one) for one in beginnings)
 
 
 def _key_rows(

@@ -13,7 +13,6 @@ error of its own, the queue is told that the task failed.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections import Counter
@@ -21,9 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+from shardkit import limits
 from shardkit.errors import BuildError, warn_user
 from shardkit.files import Closing
 from shardkit.writers.execution.processes import ONE_THREAD, RESUME, Processes, WorkerProcess
@@ -255,9 +256,10 @@ def death_of(task: Task) -> TaskFailedError:
     return TaskFailedError(f"task {task}: in every attempt its process died or ran past --task-seconds")
 
 
-def default_workers(memory_bytes: int) -> int:
-    """One per core that this process may use, as long as each can have `memory_bytes`."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # macOS has not
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(cores, DEFAULT_MAX_WORKERS, pages * 4 // 5 // max(1, memory_bytes)))
+def default_workers(memory_bytes: int, system: Path = limits.ROOT) -> int:
+    """One per core that this process or its container may use, as long as each can have `memory_bytes`.
+
+    `system`: where the files lie that say how much there is.
+    """
+    memory = limits.memory_bytes(system) * 4 // 5
+    return max(1, min(limits.usable_cores(system), DEFAULT_MAX_WORKERS, memory // max(1, memory_bytes)))

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from pydantic import Field, StringConstraints, model_validator
 
 from shardkit.errors import RecipeError
+from shardkit.files import FileVersion, file_version
 from shardkit.writers.settings import StrictModel
 
 if TYPE_CHECKING:
@@ -45,11 +46,11 @@ __all__ = [
     "WordSettings",
     "above",
     "below",
-    "file_version",
     "first_failing",
     "load_list",
     "load_splitter",
     "ratio",
+    "version_of",
 ]
 
 _Loaded = TypeVar("_Loaded")
@@ -216,13 +217,12 @@ def first_failing(rules: Sequence[Rule], count: int) -> npt.NDArray[np.int64]:
     return codes
 
 
-def file_version(path: Path, key: str) -> tuple[int, int]:
-    """(size, mtime in nanoseconds) of a file; a RecipeError names the recipe's `key` if it cannot be read."""
+def version_of(path: Path, key: str) -> FileVersion:
+    """Return the `file_version` of a file; a RecipeError names the recipe's `key` if it cannot be read."""
     try:
-        state = path.stat()
+        return file_version(path.stat())
     except OSError as error:
         raise RecipeError(f"{key}: {path}: {error.strerror or error}") from None
-    return state.st_size, state.st_mtime_ns
 
 
 def load_list(
@@ -231,17 +231,17 @@ def load_list(
     """Call `make` with the entries of list files, and cache its result for the life of the process.
 
     A file has one entry per line; blank lines and lines that start with # are skipped. Entries are streamed.
-    `make` must be a module-level function, because it is part of the cache key. A file whose size or mtime
-    changes is read again. A RecipeError names the recipe's `key` if a file cannot be read.
+    `make` must be a module-level function, because it is part of the cache key. A file that changes
+    is read again. A RecipeError names the recipe's `key` if a file cannot be read.
     """
-    files = tuple((folder / path, *file_version(folder / path, key)) for path in paths)
+    files = tuple((folder / path, version_of(folder / path, key)) for path in paths)
     loaded: _Loaded = _load(make, files)
     return loaded
 
 
 @lru_cache(maxsize=32)
-def _load(make: Callable[[Iterator[str]], Any], files: tuple[tuple[Path, int, int], ...]) -> Any:
-    return make(_entries(path for path, _, _ in files))
+def _load(make: Callable[[Iterator[str]], Any], files: tuple[tuple[Path, FileVersion], ...]) -> Any:
+    return make(_entries(path for path, _ in files))
 
 
 def _entries(paths: Iterable[Path]) -> Iterator[str]:

@@ -33,6 +33,7 @@ import numpy.typing as npt
 from pydantic import SerializeAsAny, ValidationError
 
 from shardkit.errors import RecipeError
+from shardkit.files import FileVersion, file_version
 from shardkit.writers.filters.base import Editor, Filter, FilterSettings, Rule, SideOutput
 from shardkit.writers.filters.fasttext import OTHERS, LanguageConfig
 from shardkit.writers.recipe_yaml import load_yaml
@@ -242,13 +243,12 @@ def _read_files(patterns: Sequence[str], folder: Path | None) -> dict[str, Any]:
         for path in paths:
             if path.stem in found:
                 raise ValueError(f"files: {path.name} is a second file of {path.stem}")
-            state = path.stat()
-            found[path.stem] = _clamped(_read_file(path, state.st_size, state.st_mtime_ns))
+            found[path.stem] = _clamped(_read_file(path, file_version(path.stat())))
     return found
 
 
 @lru_cache(maxsize=_MOST_FILES)
-def _read_file(path: Path, _size: int, _time: int) -> Mapping[str, Any]:
+def _read_file(path: Path, _version: FileVersion) -> Mapping[str, Any]:
     """One file's keys; several entries of a recipe read the same files."""
     try:
         return load_yaml(path)

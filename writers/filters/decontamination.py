@@ -31,7 +31,8 @@ import numpy.typing as npt
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from shardkit.errors import RecipeError
-from shardkit.writers.filters.base import Edit, FilterSettings, Rule, above, file_version
+from shardkit.files import FileVersion
+from shardkit.writers.filters.base import Edit, FilterSettings, Rule, above, version_of
 from shardkit.writers.filters.evaluations import (
     WORDS,
     EvaluationConfig,
@@ -301,13 +302,13 @@ def cut_out(text: str, overlaps: Sequence[Overlap], cut: CutConfig) -> tuple[str
 
 
 def _load(config: DecontaminationConfig, folder: Path) -> tuple[list[EvaluationItem], list[HashTable]]:
-    versions = [file_version(folder / path, "decontamination.evaluations") for path in config.files()]
+    versions = [version_of(folder / path, "decontamination.evaluations") for path in config.files()]
     return _load_cached(config, folder, tuple(versions))
 
 
 @lru_cache(maxsize=2)
 def _load_cached(
-    config: DecontaminationConfig, folder: Path, _versions: tuple[tuple[int, int], ...]
+    config: DecontaminationConfig, folder: Path, _versions: tuple[FileVersion, ...]
 ) -> tuple[list[EvaluationItem], list[HashTable]]:
     """Items and tables, cached for the process's next task while the files stay the same."""
     items = read_items(config, folder)

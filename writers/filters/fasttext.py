@@ -26,8 +26,9 @@ import numpy as np
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
+from shardkit.files import FileVersion
 from shardkit.hashing import hash_file
-from shardkit.writers.filters.base import FilterSettings, Rule, file_version
+from shardkit.writers.filters.base import FilterSettings, Rule, version_of
 from shardkit.writers.settings import FieldName, Listed, Ratio
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class LanguageConfig(FilterSettings):
         if self.model is None:
             return LanguageFilter(self, language_scorer())
         path = folder / self.model
-        scorer = _scorer(path, *file_version(path, "language.model"))
+        scorer = _scorer(path, version_of(path, "language.model"))
         labels = scorer.model.labels
         if len(labels) > _MOST_LANGUAGES:
             raise RecipeError(
@@ -244,7 +245,7 @@ class ClassifierFilter:
     def __init__(self, config: ClassifierConfig, folder: Path, key: str = "classifier") -> None:
         path = folder / config.model
         self._config = config
-        self._scorer = _scorer(path, *file_version(path, f"{key}.model"))
+        self._scorer = _scorer(path, version_of(path, f"{key}.model"))
         labels = self._scorer.model.labels
         if config.label not in labels:
             shown = ", ".join(labels[:12]) + (", …" if len(labels) > 12 else "")
@@ -262,7 +263,7 @@ class ClassifierFilter:
 
 
 @lru_cache(maxsize=4)
-def _scorer(path: Path, _size: int, _time: int) -> FastTextScorer:
+def _scorer(path: Path, _version: FileVersion) -> FastTextScorer:
     """Load the model, and cache it for the process's next task while the file stays the same."""
     from shardkit.writers.kernels.fasttext import FastTextScorer
     from shardkit.writers.kernels.fasttext_model import load_fasttext

@@ -28,7 +28,8 @@ import numpy.typing as npt
 from pydantic import Field
 
 from shardkit.errors import MissingExtraError, RecipeError
-from shardkit.writers.filters.base import FilterSettings, Rule, above, file_version
+from shardkit.files import FileVersion
+from shardkit.writers.filters.base import FilterSettings, Rule, above, version_of
 from shardkit.writers.settings import FieldName
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class PerplexityFilter:
 
         path = folder / config.model
         self._config = config
-        self._model = _load(path, *file_version(path, "perplexity.model"))
+        self._model = _load(path, version_of(path, "perplexity.model"))
         self._split = normalized_words if config.words == "normalized" else str.split
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
@@ -100,7 +101,7 @@ class PerplexityFilter:
 
 
 @lru_cache(maxsize=2)
-def _load(path: Path, _size: int, _time: int) -> Any:
+def _load(path: Path, _version: FileVersion) -> Any:
     """Load the model, and cache it for the process's next task while the file stays the same."""
     try:
         import kenlm
@@ -140,7 +141,7 @@ class UnigramLogProbFilter:
     def __init__(self, config: UnigramLogProbConfig, folder: Path) -> None:
         path = folder / config.frequencies
         self._threshold = config.logprobs_threshold
-        self._table = _table(path, *file_version(path, "unigram_log_prob.frequencies"))
+        self._table = _table(path, version_of(path, "unigram_log_prob.frequencies"))
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge. Documents without words have the value 0, as in datatrove."""
@@ -155,7 +156,7 @@ class UnigramLogProbFilter:
 
 
 @lru_cache(maxsize=2)
-def _table(path: Path, _size: int, _time: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
+def _table(path: Path, _version: FileVersion) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
     """(hashes in slots, log-probabilities, 1 where a slot is empty)."""
     import pyarrow as pa
 

@@ -44,7 +44,8 @@ import numpy.typing as npt
 from pydantic import Field
 
 from shardkit.errors import RecipeError
-from shardkit.writers.filters.base import Rule, file_version
+from shardkit.files import FileVersion
+from shardkit.writers.filters.base import Rule, version_of
 from shardkit.writers.filters.evaluations import (
     EvaluationConfig,
     EvaluationRecord,
@@ -139,7 +140,7 @@ class QuestionFilter:
     def __init__(
         self, config: QuestionsConfig, evaluations: Sequence[EvaluationConfig], folder: Path, *, drops: bool
     ) -> None:
-        versions = [file_version(folder / one.path, "decontamination.evaluations") for one in evaluations]
+        versions = [version_of(folder / one.path, "decontamination.evaluations") for one in evaluations]
         self._config, self._drops = config, drops
         self._index = _load(config, tuple(evaluations), folder, tuple(versions))
         self._rows: list[dict[str, Any]] = []
@@ -354,7 +355,7 @@ def _load(
     config: QuestionsConfig,
     evaluations: tuple[EvaluationConfig, ...],
     folder: Path,
-    _versions: tuple[tuple[int, int], ...],
+    _versions: tuple[FileVersion, ...],
 ) -> QuestionIndex:
     """The index, cached for the process's next task while the files stay the same."""
     from shardkit.writers.kernels.shingles import Ngrams

@@ -10,6 +10,8 @@ Of such a folder only the files that its list names are read, because others are
 states, is an error, because documents would be missing in silence. A folder is one of these only if it has
 both the list and a file of the kind, and the input has that format or none; a glob of shards names files and
 needs no list.
+
+A folder with splits (dataset_splits.py) is read by the same rule: those of the split to train on.
 """
 
 from __future__ import annotations
@@ -24,13 +26,22 @@ from shardkit.formats.mds import parse_index
 from shardkit.formats.tar import parse_shard_list
 from shardkit.formats.text import TEXT_INDEX_NAME, parse_text_index
 from shardkit.manifest import UNKNOWN, checked_basename
+from shardkit.writers.inputs.dataset_splits import CACHE_INFO, README, Splits, of_cache, of_folders, of_readme
 
-__all__ = ["MAX_LIST_BYTES", "data_files"]
+__all__ = ["MAX_LIST_BYTES", "Chosen", "data_files"]
 
 MAX_LIST_BYTES = 1 << 31  # what an index of MDS may have
 _SPLITS = "dataset_dict.json"  # of a save_to_disk folder whose subfolders are datasets
 Listed = Sequence[tuple[str, int]]
 """Name and bytes (-1: not stated) of one file in a list, raw before compressed: the first that is there."""
+
+
+class Chosen(NamedTuple):
+    """Which files of an input hold documents."""
+
+    kept: set[str]
+    left_out: dict[str, str]  # files of other splits: why, by name
+    of_splits: set[str]  # those kept files of which a dataset says that they are to train on
 
 
 class _Kind(NamedTuple):
@@ -50,8 +61,8 @@ def data_files(
     key: str,
     read: Callable[[str], bytes],
     is_excluded: Callable[[str], bool],
-) -> set[str]:
-    """The names that hold documents of files with these sizes, for an input of this format (None: any).
+) -> Chosen:
+    """Choose the files that hold documents, by names and sizes; `format` is that of the input (None: any).
 
     `read` gives a file's content, `is_excluded` says whether the recipe leaves out a file that was not found.
     RecipeErrors, which begin with `key`: a list that is damaged, or names a file that is not there or has
@@ -60,6 +71,8 @@ def data_files(
     listed: set[str] = set()
     folders: set[str] = set()
     lists = sorted(name for name in sizes if _last(name) in _LIST_NAMES)
+    splits = _of_splits(sizes, lists, format, key, read)
+    unread = {name for _, found in splits for name in found.left_out}
     for kind in _KINDS:
         if not lists or format not in (None, kind.format):
             continue
@@ -67,10 +80,8 @@ def data_files(
         for name in lists:
             last = _last(name)
             folder = name.removesuffix(last)
-            if folder not in holding:
+            if folder not in holding or name in unread:
                 continue
-            if last == _SPLITS and kind.format == "arrow":
-                raise _has_splits(folder, sizes, key)
             if last == kind.list_name:
                 try:
                     parts = kind.names(name, read(name))
@@ -79,9 +90,55 @@ def data_files(
                 if parts is not None:
                     listed |= _present(parts, name, sizes, key, is_excluded)
                     folders.add(folder)
-    if not folders:
-        return set(sizes)
-    return {name for name in sizes if name in listed or folders.isdisjoint(_folders_above([name]))}
+    kept = {name for name in sizes if name in listed or folders.isdisjoint(_folders_above([name]))}
+    left_out: dict[str, str] = {}
+    of_splits: set[str] = set()
+    for folder, found in splits:
+        kept -= {name for name in kept if name.startswith(folder) and name not in found.read}
+        left_out |= found.left_out
+        of_splits |= kept & found.read
+    return Chosen(kept, left_out, of_splits)
+
+
+def _of_splits(
+    sizes: Mapping[str, int],
+    lists: Iterable[str],
+    format: str | None,
+    key: str,
+    read: Callable[[str], bytes],
+) -> list[tuple[str, Splits]]:
+    """[(folder, its splits)] of the folders that state splits, with whole names."""
+    made = []
+    for name in lists:
+        last = _last(name)
+        folder = name.removesuffix(last)
+        inside = [other.removeprefix(folder) for other in sizes if other.startswith(folder)]
+        try:
+            if last == README:
+                found = of_readme(read(name), inside)
+            elif format not in (None, "arrow"):
+                continue
+            elif last == CACHE_INFO and "state.json" not in inside:
+                found = of_cache(read(name), [other for other in inside if "/" not in other])
+            elif last == _SPLITS and any(other.endswith(".arrow") for other in inside):
+                found = of_folders(_saved_splits(inside))
+            else:
+                continue
+        except ValueError as error:
+            raise RecipeError(f"{key}: {name}: {error}") from None
+        if found is not None:
+            left_out = {folder + other: why for other, why in found.left_out.items()}
+            made.append((folder, Splits({folder + other for other in found.read}, left_out)))
+    return made
+
+
+def _saved_splits(names: Iterable[str]) -> dict[str, set[str]]:
+    """{split: its data files} of a folder of `DatasetDict.save_to_disk`."""
+    splits: dict[str, set[str]] = {}
+    for name in names:
+        if "/" in name and name.endswith(".arrow"):
+            splits.setdefault(name.split("/")[0], set()).add(name)
+    return splits
 
 
 def _last(name: str) -> str:
@@ -125,14 +182,6 @@ def _present(
     return present
 
 
-def _has_splits(folder: str, found: Iterable[str], key: str) -> RecipeError:
-    inside = (name.removeprefix(folder) for name in found if name.startswith(folder))
-    splits = sorted({name.split("/")[0] for name in inside if name.endswith("/state.json")})
-    names = ", ".join(splits[:20])
-    example = f", such as {folder}{splits[0]}" if splits else ""
-    return RecipeError(f"{key}: {folder or '.'} holds splits ({names or 'none'}); name one{example}")
-
-
 def _mds_names(file: str, data: bytes) -> list[Listed]:
     shards = parse_index(file, data).shards
     return [[(file.basename, file.bytes) for file in (info.raw, info.stored)] for info in shards]
@@ -174,4 +223,4 @@ _KINDS = (
     _Kind("parquet", TEXT_INDEX_NAME, ".parquet", _text_names),
     _Kind("jsonl", TEXT_INDEX_NAME, ".jsonl", _text_names),
 )
-_LIST_NAMES = frozenset({_SPLITS, *(kind.list_name for kind in _KINDS)})
+_LIST_NAMES = frozenset({_SPLITS, README, CACHE_INFO, *(kind.list_name for kind in _KINDS)})

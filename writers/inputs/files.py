@@ -1,11 +1,8 @@
 """The input files of a recipe: what its paths name, what the files are called, and how they are opened.
 
-A path is a file, a folder (all files below it) or a glob, on this machine or in a store. A folder that a glob
-matches is read as a folder, because Spark, Dask and Ray write `part.parquet/`. Names that begin with a dot or
-an underscore (`_SUCCESS`, `.crc`) are skipped unless the pattern spells them. Of a folder that is a dataset
-only the files are read that its list names (dataset_folders.py). Unlike the standard library's glob, `**`
-never follows a link into a folder that it is already inside, so a loop of links ends. The keys of a bucket
-are matched by the same rules.
+A path is a file, a folder (all files below it), a glob or a list in braces, on this machine or in a store
+(patterns.py). Of a folder that is a dataset only the files are read that its list names, and of its splits
+the one to train on (dataset_folders.py).
 
 The name of a file is what its documents' ids are made from:
 - of a local file its path relative to the input's `base`, or without one to the recipe's folder, with "/"
@@ -28,7 +25,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from os.path import normpath
@@ -36,28 +33,38 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
-from shardkit.errors import BuildError, RecipeError
+from shardkit.errors import RecipeError
+from shardkit.files import file_version
 from shardkit.storage.hub import HubPlace
 from shardkit.storage.object_file import open_object
 from shardkit.storage.resilient import ResilientStore, connect
-from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, StoreError
+from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote
-from shardkit.writers.inputs.dataset_folders import MAX_LIST_BYTES, data_files
+from shardkit.writers.inputs.dataset_folders import MAX_LIST_BYTES, Chosen, data_files
+from shardkit.writers.inputs.dataset_splits import held_out_names, names_a_split
+from shardkit.writers.inputs.patterns import (
+    Match,
+    alternatives,
+    expand_path,
+    fixed_part,
+    grade_of,
+    is_glob,
+    key_matches,
+)
 from shardkit.writers.recipe import InputConfig, Recipe
 
 __all__ = [
+    "Found",
     "InputFile",
-    "check_unchanged",
-    "expand_path",
     "expand_url",
     "fields_of_path",
     "find_files",
     "identities",
-    "key_matches",
+    "local_version",
     "open_input",
+    "version_now",
 ]
 
-_MAGIC = re.compile(r"[*?\[]")
 _STORES = 16
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 # s3://bucket, gs://bucket, https://host: what a connection is made to; hdfs:///folder has no host.
@@ -71,7 +78,7 @@ class InputFile:
     name: str  # what its documents' ids are made from
     path: str  # where it is: a path of this machine, or a URL
     bytes: int
-    version: int | str  # changes when the file is written to: its modification time in ns, or its ETag
+    version: str  # another one when the content is another one: `local_version`, or the ETag of an object
     storage: StorageOptions | None = None  # how a URL is reached
 
     @property
@@ -92,30 +99,38 @@ def identities(files: Iterable[InputFile]) -> Iterator[str]:
         yield f"{folders[folder].rstrip('/')}/{name}"
 
 
-def find_files(
-    recipe: Recipe, config: InputConfig, key: str, storage: StorageOptions | None = None
-) -> dict[str, InputFile]:
-    """{name: file} of an input, sorted by name; `key` is its key path in the recipe, for errors.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What an input's path stands for: the files that are read, by name and sorted, and what is not."""
+
+    files: Mapping[str, InputFile]
+    hidden: Sequence[str] = ()  # files whose names, or those of their folders, begin with a dot or underscore
+    left_out: Mapping[str, str] = field(default_factory=dict)  # other splits of a dataset: why, by name
+    held_out: Sequence[str] = ()  # files that are read, though their names are those of test splits
+
+
+def find_files(recipe: Recipe, config: InputConfig, key: str, storage: StorageOptions | None = None) -> Found:
+    """Find the files of an input; `key` is its key path in the recipe, for errors.
 
     RecipeError if it matches nothing, or something that is not a regular file or cannot be reached.
     """
     if is_remote(config.path):
-        files = _find_remote(config, key, storage)
+        files, hidden = _find_remote(config, key, storage)
     else:
-        files = _find_local(recipe, config, key)
-    files = _with_documents(files, recipe, config, key)
-    for name in files:
+        files, hidden = _find_local(recipe, config, key)
+    chosen = _choose(files, recipe, config, key)
+    kept = {name: files[name] for name in sorted(chosen.kept)}
+    for name in kept:
         try:
             name.encode()
         except UnicodeEncodeError:
             raise RecipeError(f"{key}: file name {name!r} is not UTF-8; rename the file") from None
-    return dict(sorted(files.items()))
+    held_out = [] if names_a_split(config.path) else held_out_names(kept, chosen.of_splits)
+    return Found(kept, sorted(hidden), chosen.left_out, held_out)
 
 
-def _with_documents(
-    files: Mapping[str, InputFile], recipe: Recipe, config: InputConfig, key: str
-) -> dict[str, InputFile]:
-    """The files without those that only describe a dataset that the others make up."""
+def _choose(files: Mapping[str, InputFile], recipe: Recipe, config: InputConfig, key: str) -> Chosen:
+    """Leave out files that only describe a dataset that the others make up, and those of its other splits."""
 
     def read(name: str) -> bytes:
         file = files[name]
@@ -133,9 +148,9 @@ def _with_documents(
             return _is_excluded(config, url)
         return _is_excluded(config, normpath(recipe.folder / (config.base or "") / name), recipe.folder)
 
-    sizes = {name: file.bytes for name, file in files.items()}
-    kept = data_files(sizes, config.format, key, read, is_excluded)
-    return {name: file for name, file in files.items() if name in kept}
+    return data_files(
+        {name: file.bytes for name, file in files.items()}, config.format, key, read, is_excluded
+    )
 
 
 def fields_of_path(config: InputConfig, name: str) -> dict[str, str]:
@@ -162,55 +177,82 @@ def open_input(file: InputFile) -> BinaryIO:
     return Path(file.path).open("rb")
 
 
-def check_unchanged(files: Iterable[InputFile]) -> None:
-    """BuildError if a local file was written to since it was found; reads of a URL see that."""
-    for file in files:
-        if file.is_remote:
-            continue
-        try:
-            found = Path(file.path).stat()
-        except OSError as error:
-            raise BuildError(f"{file.path}: cannot be read: {error.strerror or error}") from error
-        if (found.st_size, found.st_mtime_ns) != (file.bytes, file.version):
-            raise BuildError(f"{file.path}: changed while the build ran; run it again")
+def local_version(status: os.stat_result) -> str:
+    """Return the version of a local file, as `InputFile.version` has it."""
+    return "-".join(map(str, file_version(status)[1:]))
 
 
-def _find_local(recipe: Recipe, config: InputConfig, key: str) -> dict[str, InputFile]:
-    files = {}
+def version_now(file: InputFile) -> tuple[int, str] | None:
+    """Return the bytes and version that a local file has now; None for an object, and if there is no file."""
+    if file.is_remote:
+        return None
+    try:
+        status = Path(file.path).stat()
+    except OSError:
+        return None
+    return status.st_size, local_version(status)
+
+
+def _find_local(recipe: Recipe, config: InputConfig, key: str) -> tuple[dict[str, InputFile], list[str]]:
+    """{name: file}, and the names of those that are hidden."""
+    files, hidden = {}, []
     base = f"{normpath(recipe.folder.absolute() / (config.base or '')).rstrip('/')}/"
-    found_paths = expand_path(recipe.folder, config.path)
-    paths = [path for path in found_paths if not _is_excluded(config, str(path), recipe.folder)]
-    for path in paths:
+    try:
+        found_paths = expand_path(recipe.folder, config.path)
+    except FileNotFoundError as error:
+        problem = f"{config.path} lists {error}, which matches no file (looked in {recipe.folder})"
+        raise RecipeError(f"{key}: {problem}") from None
+    for path, match in found_paths.items():
+        where = str(path)
+        if _is_excluded(config, where, recipe.folder):
+            continue
+        name = where.removeprefix(base) if where.startswith(base) else _name_of(path, recipe, config, key)
+        if match is Match.HIDDEN:
+            hidden.append(name)
+            continue
         try:
             found = path.stat()
         except OSError as error:
             raise RecipeError(f"{key}: {path}: {error.strerror or error}") from error
         if not stat.S_ISREG(found.st_mode):
             raise RecipeError(f"{key}: {path} is not a regular file")
-        where = str(path)
-        name = where.removeprefix(base) if where.startswith(base) else _name_of(path, recipe, config, key)
-        files[name] = InputFile(name, where, found.st_size, found.st_mtime_ns)
+        files[name] = InputFile(name, where, found.st_size, local_version(found))
     if not files:
-        left = f"{len(found_paths):,} files, and exclude leaves none" if found_paths else "no file"
+        left = _nothing_left("file", len(found_paths), hidden)
         raise RecipeError(f"{key}: {config.path} matches {left} (looked in {recipe.folder})")
-    return files
+    return files, hidden
 
 
-def _find_remote(config: InputConfig, key: str, storage: StorageOptions | None) -> dict[str, InputFile]:
+def _find_remote(
+    config: InputConfig, key: str, storage: StorageOptions | None
+) -> tuple[dict[str, InputFile], list[str]]:
+    """{name: object}, and the names of those that are hidden."""
     try:
         found = expand_url(config.path, storage)
+    except FileNotFoundError as error:
+        raise RecipeError(f"{key}: {config.path} lists {error}, which matches no object") from None
     except StoreError as error:
         raise RecipeError(f"{key}: {error}") from error
-    files = {}
-    for url, (place, info) in found.items():
+    files, hidden = {}, []
+    for url, (place, info, match) in found.items():
         if _is_excluded(config, url):
             continue
         name = _name_of_url(url, config.base, key)
-        files[name] = InputFile(name, place, info.bytes, info.version, storage)
+        if match is Match.HIDDEN:
+            hidden.append(name)
+        else:
+            files[name] = InputFile(name, place, info.bytes, info.version, storage)
     if not files:
-        left = f"{len(found):,} objects, and exclude leaves none" if found else "no object"
-        raise RecipeError(f"{key}: {config.path} matches {left}")
-    return files
+        raise RecipeError(f"{key}: {config.path} matches {_nothing_left('object', len(found), hidden)}")
+    return files, hidden
+
+
+def _nothing_left(noun: str, matched: int, hidden: Sequence[str]) -> str:
+    if hidden:
+        return (
+            f"no {noun}, but {len(hidden):,} whose names begin with . or _, such as {hidden[0]}; spell that"
+        )
+    return f"{matched:,} {noun}s, and exclude leaves none" if matched else f"no {noun}"
 
 
 def _is_excluded(config: InputConfig, place: str, folder: Path | None = None) -> bool:
@@ -224,9 +266,9 @@ def _is_excluded(config: InputConfig, place: str, folder: Path | None = None) ->
 
     above = whole(config.path)
     if not place.startswith(f"{above.rstrip('/')}/"):
-        above = _fixed_part(above).rpartition("/")[0]
+        above = fixed_part(above).rpartition("/")[0]
     names = place.removeprefix(above).strip("/").split("/")
-    for pattern in config.exclude:
+    for pattern in (one for given in config.exclude for one in alternatives(given)):
         if "/" in pattern:
             if key_matches(whole(pattern), place):
                 return True
@@ -254,118 +296,12 @@ def _name_of_url(url: str, base: str | None, key: str) -> str:
     return name
 
 
-def expand_path(folder: Path, pattern: str) -> list[Path]:
-    """Sorted paths that `pattern`, relative to `folder`, names; a literal file wins over a glob."""
-    whole = folder / pattern
-    if whole.is_dir():
-        found = set(_below(whole))
-    elif _exists(whole) or not _MAGIC.search(pattern):
-        found = {whole} if _exists(whole) else set()
-    else:
-        parts = [part for part in pattern.split("/") if part not in ("", ".")]
-        if parts[-1] == "**":
-            parts.append("*")
-        found = set(_matches(Path("/") if pattern.startswith("/") else folder, parts))
-    paths = (path if normpath(path) == str(path) else Path(normpath(path)) for path in found)
-    return sorted(paths, key=lambda path: path.parts)
+def expand_url(url: str, storage: StorageOptions | None) -> dict[str, tuple[str, ObjectInfo, Match]]:
+    """{URL: (where to read it, object, whether it is hidden)} of what `url` stands for (patterns.py).
 
-
-def _fixed_part(pattern: str) -> str:
-    """The prefix of all that matches; the whole pattern if it is no glob."""
-    found = _MAGIC.search(pattern)
-    return pattern[: found.start()] if found else pattern
-
-
-def key_matches(pattern: str, key: str) -> bool:
-    """Whether the glob `pattern` names `key`; both relative to the same place, with "/" between the parts."""
-    if key.endswith("/"):
-        return False  # a marker that some tools write to show an empty folder
-    parts = pattern.split("/")
-    return _parts_match([*parts, "*"] if parts[-1] == "**" else parts, key.split("/"))
-
-
-def _parts_match(pattern: Sequence[str], key: Sequence[str]) -> bool:
-    if not pattern:  # `key` is what lies below a folder that the pattern matched
-        return not any(map(_hidden, key))
-    if not key:
-        return False
-    part, name = pattern[0], key[0]
-    if part == "**":
-        inside = len(key) > 1 and not _hidden(name)
-        return _parts_match(pattern[1:], key) or (inside and _parts_match(pattern, key[1:]))
-    return _name_matches(part, name) and _parts_match(pattern[1:], key[1:])
-
-
-def _name_matches(part: str, name: str) -> bool:
-    """Whether a part of a glob names a file or folder; a hidden one only if it spells the first character."""
-    if not _MAGIC.search(part):
-        return part == name
-    return fnmatchcase(name, part) and (not _hidden(name) or part[0] == name[0])
-
-
-def _hidden(name: str) -> bool:
-    return name.startswith((".", "_"))
-
-
-def _matches(base: Path, parts: list[str]) -> Iterator[Path]:
-    part, rest = parts[0], parts[1:]
-    if part == "**":
-        yield from _matches(base, rest)
-        for folder in _folders_below(base):
-            yield from _matches(folder, rest)
-        return
-    if not _MAGIC.search(part):
-        candidates = [(base / part, (base / part).is_dir(), _exists(base / part))]
-    else:
-        entries = [entry for entry in _entries(base) if _name_matches(part, entry.name)]
-        candidates = [(base / entry.name, entry.is_dir(), True) for entry in entries]
-    for path, is_folder, exists in candidates:
-        if rest:
-            yield from _matches(path, rest)
-        elif is_folder:
-            if not base.resolve().is_relative_to(path.resolve()):  # else a link to where it lies in
-                yield from _below(path)
-        elif exists:
-            yield path
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    """All files below a folder."""
-    for base in (folder, *_folders_below(folder)):
-        entries = (entry for entry in _entries(base) if not _hidden(entry.name) and not entry.is_dir())
-        yield from (base / entry.name for entry in entries)
-
-
-def _folders_below(base: Path, inside: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    inside = inside | {base.resolve()}
-    for entry in _entries(base):
-        if _hidden(entry.name) or not entry.is_dir():
-            continue
-        path = base / entry.name
-        if path.resolve() not in inside:
-            yield path
-            yield from _folders_below(path, inside)
-
-
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder, by name: an entry knows whether it is a folder, mostly without asking the disk."""
-    try:
-        with os.scandir(folder) as found:
-            return sorted(found, key=lambda entry: entry.name)
-    except (NotADirectoryError, FileNotFoundError):
-        return []
-
-
-def _exists(path: Path) -> bool:
-    """Also true for a broken link, which the caller reports rather than skips."""
-    return path.exists() or path.is_symlink()
-
-
-def expand_url(url: str, storage: StorageOptions | None) -> dict[str, tuple[str, ObjectInfo]]:
-    """{URL: (where to read it, object)} of what `url` names: an object, a glob, or all below a folder.
-
-    An object of this very name wins over a glob. http(s) has no listings: one file. Where to read it is the
-    URL itself, or that of the commit which its branch has now. StoreError.
+    An object of this very name wins over a pattern. http(s) has no listings: a file, or a list in braces.
+    Where to read it is the URL itself, or that of the commit which its branch has now. StoreError;
+    FileNotFoundError names the first item of a list in braces for which there is no object.
     """
     root, pattern = _split_url(url)
     connected = _connect(root, storage)
@@ -373,20 +309,46 @@ def expand_url(url: str, storage: StorageOptions | None) -> dict[str, tuple[str,
     start = root if store is connected else store.url
     is_web = urlsplit(url).scheme.lower() in ("http", "https")
     if pattern and not pattern.endswith("/"):
+        names = alternatives(pattern)
         try:
-            return {url: (f"{start}/{pattern}", store.head(pattern))}
+            return {url: (f"{start}/{pattern}", store.head(pattern), Match.YES)}
         except ObjectNotFoundError:
-            if is_web:
+            if is_web and len(names) == 1:
                 raise
+        if is_web:
+            return {f"{root}/{one}": (f"{start}/{one}", store.head(one), Match.YES) for one in names}
     elif is_web:
         raise StoreError(url, "is no file, and http has no listings")
-    is_glob = _fixed_part(pattern) != pattern
-    pattern = pattern.rstrip("/")
-    if not is_glob:
-        pattern = f"{pattern}/**" if pattern else "**"
-    found = store.list(_fixed_part(pattern))
-    keys = [info for info in found if key_matches(pattern, info.key)]
-    return {f"{root}/{info.key}": (f"{start}/{info.key}", info) for info in keys}
+    found = _matching(store, pattern.rstrip("/"))
+    return {f"{root}/{info.key}": (f"{start}/{info.key}", info, match) for info, match in found}
+
+
+def _matching(store: Store, pattern: str) -> list[tuple[ObjectInfo, Match]]:
+    """List the objects that a pattern stands for; braces are taken literally if some names have them."""
+    fixed = fixed_part(pattern)
+    listed = list(store.list(f"{pattern}/" if pattern and fixed == pattern else fixed))
+    graded = _graded([pattern or "**"], listed)[0]
+    names = alternatives(pattern)
+    if not graded and len(names) > 1:
+        graded, unmatched = _graded(names, listed)
+        if unmatched:
+            raise FileNotFoundError(unmatched[0])
+    return [(info, graded[info.key]) for info in listed if info.key in graded]
+
+
+def _graded(patterns: Sequence[str], listed: Sequence[ObjectInfo]) -> tuple[dict[str, Match], list[str]]:
+    """({key: match}, patterns that match nothing)."""
+    globs = [one for one in patterns if is_glob(one)]
+    names = dict.fromkeys(one for one in patterns if not is_glob(one))
+    graded: dict[str, Match] = {}
+    used = set()
+    for info in listed:
+        above = [info.key, *(info.key[:at] for at, one in enumerate(info.key) if one == "/")]
+        for one in (*(name for name in above if name in names), *globs):
+            if match := grade_of(one, info.key):
+                used.add(one)
+                graded[info.key] = max(match, graded.get(info.key, Match.NO))
+    return graded, [one for one in patterns if one not in used]
 
 
 def _split_url(url: str) -> tuple[str, str]:

@@ -15,6 +15,7 @@ so that nothing is downloaded to find that there is nothing to do; a copied buck
 
 Where a file is cut is in its footer (Parquet) or at its newlines. `KeptCuts` remembers that in
 the work folder, by the file's path, size and version, so that the next start and --explain read no file.
+Of a local file the version is its mtime, ctime and inode, because a size and an mtime come back with `cp -p`.
 """
 
 from __future__ import annotations
@@ -30,12 +31,20 @@ from typing import Any, BinaryIO
 import xxhash
 import zstandard
 
-from shardkit.errors import BuildError, RecipeError
+from shardkit.errors import BuildError, RecipeError, warn_user
 from shardkit.files import load_json
 from shardkit.hashing import digest_of
 from shardkit.storage.store import StorageOptions
 from shardkit.writers.inputs.decompress import COMPRESSIONS
-from shardkit.writers.inputs.files import InputFile, fields_of_path, find_files, identities, open_input
+from shardkit.writers.inputs.files import (
+    Found,
+    InputFile,
+    fields_of_path,
+    find_files,
+    identities,
+    open_input,
+    version_now,
+)
 from shardkit.writers.recipe import InputConfig, Recipe
 
 __all__ = [
@@ -45,6 +54,7 @@ __all__ = [
     "Cut",
     "KeptCuts",
     "Split",
+    "check_unchanged",
     "describe_inputs",
     "guess_format",
     "hash_split",
@@ -182,8 +192,7 @@ def scan_inputs(
         _, file, format, _ = entry
         if (known := kept.get(file, split_bytes)) is not None:
             return known
-        line_cuts = _remote_line_cuts if file.is_remote else _line_cuts
-        made = list((_parquet_cuts if format == "parquet" else line_cuts)(file, split_bytes))
+        made = _cuts(file, format, split_bytes)
         if made != [_unreadable(file)]:
             kept.put(file, split_bytes, made)
         return made
@@ -207,7 +216,8 @@ def _find_all(recipe: Recipe, storage: StorageOptions | None, key: str) -> list[
     for source, config in enumerate(recipe.inputs):
         where = key.format(source)
         files = find_files(recipe, config, where, storage)
-        for (name, file), identity in zip(files.items(), identities(files.values()), strict=True):
+        _warn_of_unread(files, where)
+        for (name, file), identity in zip(files.files.items(), identities(files.files.values()), strict=True):
             if identity in owners:
                 owner, other = owners[identity]
                 raise RecipeError(
@@ -227,6 +237,28 @@ def _find_all(recipe: Recipe, storage: StorageOptions | None, key: str) -> list[
             owners[identity], names[name] = (source, name), file
             found.append((source, file, *_format_of(name, config, where)))
     return found
+
+
+def _warn_of_unread(found: Found, key: str) -> None:
+    """Warn of files that look like data and are not read, and of such that may not be meant to be read."""
+    # macOS makes a file "._name" for each file.
+    hidden = [name for name in found.hidden if guess_format(name) and not PurePosixPath(name).match("._*")]
+    splits = ", ".join(sorted(set(found.left_out.values())))
+    for names, why in (
+        (
+            hidden,
+            "not read, as a name begins with . or _; to read such files spell that in the path",
+        ),
+        (list(found.left_out), f"not read: {splits}; to read such files name them in an input of their own"),
+        (
+            list(found.held_out),
+            "read, and called like a split that is not to train on; use `exclude` or, if they are meant, an "
+            "input of their own",
+        ),
+    ):
+        if names:
+            count = f"{names[0]} and {len(names) - 1:,} more are" if len(names) > 1 else f"{names[0]} is"
+            warn_user(f"{key}: {count} {why}")
 
 
 def _limited(splits: Sequence[Split], limit: int) -> list[Split]:
@@ -290,6 +322,12 @@ def _takes_reading(
         return True
     has_lines = format == "jsonl" or (format == "text" and config.lines is True)
     return has_lines and compression is None and file.bytes > split_bytes
+
+
+def _cuts(file: InputFile, format: str, split_bytes: int) -> list[Cut]:
+    """Read the cuts of a file that takes reading for them."""
+    line_cuts = _remote_line_cuts if file.is_remote else _line_cuts
+    return list((_parquet_cuts if format == "parquet" else line_cuts)(file, split_bytes))
 
 
 def _unreadable(file: InputFile) -> Cut:
@@ -399,6 +437,39 @@ def hash_splits(splits: Sequence[Split]) -> list[str]:
     """`hash_split` of all their parts, in threads."""
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(hash_split, parts_of(splits)))
+
+
+def check_unchanged(splits: Sequence[Split], hashes: Sequence[str]) -> None:
+    """BuildError if a local file is not what was read of it; reads of a URL see that by themselves.
+
+    `hashes` are the `hash_split` of what was read, of all parts. A file with another size or mtime has
+    changed. One with another ctime or inode alone may be the same (its mode or owner changed, it was linked,
+    or its file system invents inodes): it is read again, and must have the same cuts and hashes.
+    """
+    parts = list(zip(parts_of(splits), hashes, strict=True))
+    touched = set()
+    for file in {part.input for part, _ in parts if not part.input.is_remote}:
+        now = version_now(file)
+        if now is None or now[0] != file.bytes or _mtime(now[1]) != _mtime(file.version):
+            raise BuildError(f"{file.path}: changed while the build ran; run it again")
+        if now[1] != file.version:
+            touched.add(file)
+    cuts: dict[InputFile, set[tuple[int, int, int]]] = {}
+    for part, content in parts:
+        file = part.input
+        if file not in touched:
+            continue
+        is_same = hash_split(part) == content
+        if (part.start, part.end) != (0, file.bytes):
+            if file not in cuts:
+                cuts[file] = {cut[:3] for cut in _cuts(file, part.format, SPLIT_BYTES)}
+            is_same = is_same and (part.start, part.end, part.first_record) in cuts[file]
+        if not is_same:
+            raise BuildError(f"{file.path}: changed while the build ran; run it again")
+
+
+def _mtime(version: str) -> str:
+    return version.partition("-")[0]
 
 
 def describe_inputs(recipe: Recipe, splits: Sequence[Split], hashes: Sequence[str]) -> list[dict[str, Any]]:

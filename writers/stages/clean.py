@@ -36,7 +36,7 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
-from shardkit.errors import RecipeError
+from shardkit.errors import BuildError, RecipeError
 from shardkit.hashing import digest_of, hash_file
 from shardkit.writers.annotations import ANNOTATIONS_FILE, AnnotationFile
 from shardkit.writers.dedup.config import DedupConfig
@@ -57,6 +57,7 @@ from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.funnel import FilterCounts
 from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.fields import NamedFields
+from shardkit.writers.inputs.files import version_now
 from shardkit.writers.inputs.readers import SuspectDataError, SuspectFilesError, read_parts
 from shardkit.writers.inputs.scan import Split, hash_split
 from shardkit.writers.kernels.text_arrays import text_offsets
@@ -282,6 +283,7 @@ def _clean(
     counts = FilterCounts.of_chain(chain)
     allowed = recipe.max_bad_fraction if failure is None else 1.0
     schema = DOCUMENT_SCHEMA if masking is None else MARKED_SCHEMA
+    versions = [version_now(part.input) for part in split.parts]
     with (
         Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=allowed) as quarantine,
         _KeyFiles(folder, recipe.dedup) as keys,
@@ -319,6 +321,10 @@ def _clean(
     ledger.check(f"{split.file} (split {split.index})")
     labels = None if languages is None else languages.labels
     found, hashes = [one.to_dict() for one in fields], [hash_split(part) for part in split.parts]
+    # The hashes must be those of what was read just now. That this is what was found is checked at the end.
+    for part, before in zip(split.parts, versions, strict=True):
+        if version_now(part.input) != before:
+            raise BuildError(f"{part.path}: changed while it was read; run the build again")
     return Cleaned(ledger, counts, found, hashes, labels, keys.urls)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,15 @@ class ScoreFiles:
     config: ScoresConfig
     splits: Sequence[Split]
 
+    @cached_property
+    def hashes(self) -> list[str]:
+        """`hash_split` of all parts, as they were when this was first asked for."""
+        return hash_splits(self.splits)
+
     def digests(self) -> dict[str, str]:
         """xxh3-128 of each file by its path; of one in a store, of its size and version."""
         found: dict[str, list[str]] = {}
-        for split, digest in zip(self.splits, hash_splits(self.splits), strict=True):
+        for split, digest in zip(self.splits, self.hashes, strict=True):
             found.setdefault(split.file, []).append(digest)
         return {f"scores/{name}": digest_of(digests) for name, digests in found.items()}
 

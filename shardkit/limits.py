@@ -1,0 +1,83 @@
+"""How much memory and how many cores this process may use: those of the machine, or less in a container.
+
+Containers and batch systems limit by control groups. `/proc/self/cgroup` names the group of the process in
+each hierarchy; every group above it may set a lower limit, so all of them are read. Where the group's folder
+is not visible, as for a container with a namespace of its own, that of the mount point is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["ROOT", "available_bytes", "memory_bytes", "usable_cores"]
+
+ROOT = Path("/")
+_GROUPS = "sys/fs/cgroup"
+_MEMORY_FILES = ("memory.max", "memory.high", "memory.limit_in_bytes")  # of versions 2, 2 and 1
+
+
+def memory_bytes(system: Path = ROOT) -> int:
+    """Return the memory of the machine, or the least limit of a control group. `system`: where files lie."""
+    found = re.search(r"^MemTotal:\s*(\d+) kB$", _text(system / "proc/meminfo"), re.MULTILINE)
+    whole = int(found[1]) << 10 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([whole, *_memory_limits(system)])
+
+
+def available_bytes(system: Path = ROOT) -> int:
+    """Return the bytes that are free or hold what the system would give up, at most the least limit."""
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text(system / "proc/meminfo"), re.MULTILINE)
+    free = int(found[1]) << 10 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([free, *_memory_limits(system)])
+
+
+def usable_cores(system: Path = ROOT) -> int:
+    """Return the cores that this process may run on, at most the least quota of a control group."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # macOS has not
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, min([cores, *_quotas(system)]))
+
+
+def _memory_limits(system: Path) -> Iterator[int]:
+    for group in _groups(system, "memory"):
+        for name in _MEMORY_FILES:
+            limit = _text(group / name).strip()
+            if limit.isdecimal() and int(limit):
+                yield int(limit)
+
+
+def _quotas(system: Path) -> Iterator[int]:
+    """Whole cores that each quota allows: "max 100000" is none in version 2, -1 in version 1."""
+    for group in _groups(system, "cpu"):
+        quota, _, period = _text(group / "cpu.max").strip().partition(" ")
+        if not quota:
+            quota, period = (_text(group / f"cpu.cfs_{one}_us").strip() for one in ("quota", "period"))
+        if quota.isdecimal() and period.isdecimal() and int(quota) and int(period):
+            yield -(-int(quota) // int(period))
+
+
+def _groups(system: Path, controller: str) -> Iterator[Path]:
+    """The folders of the process's control groups of a controller, and of all groups above them."""
+    top = system / _GROUPS
+    mounts = {top, top / "unified", top / controller, top / "cpu,cpuacct", top / "cpuacct,cpu"}
+    paths = {""}
+    for line in _text(system / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if (not names or controller in names.split(",")) and ".." not in path.split("/"):
+            paths.add(path.strip("/"))
+    for mount in sorted(mounts):
+        for path in sorted(paths):
+            folder = mount / path
+            while folder != mount.parent and folder != top.parent:
+                yield folder
+                folder = folder.parent
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
