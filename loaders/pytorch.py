@@ -291,11 +291,11 @@ class StreamingDataLoader(DataLoader[Batch]):
         self._end_delivery()
         self._follow_dataset()
         dataset, loader = self._batches, self._batches.loader
+        self._cursor = loader.start_of(self._cursor)
         if self.num_workers:
-            loader.prepare_workers()
             if loader.config.stop_together:
                 self._stop_together.watch()
-        self._cursor = loader.start_of(self._cursor)
+            loader.prepare_workers(self._cursor)
         dataset.start_at(self._cursor, left=(self._team, self._round))
         number = dataset.iteration
         self._own_iterations = (number, number + 1)  # as soon as torch's iterator or its workers have begun

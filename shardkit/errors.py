@@ -17,6 +17,7 @@ __all__ = [
     "ConservationError",
     "MissingExtraError",
     "PeerError",
+    "RanksDisagreeError",
     "RecipeError",
     "ShardError",
     "ShardNotFoundError",
@@ -147,6 +148,10 @@ class PeerError(ShardkitError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.rank, self.step, self.problem))
+
+
+class RanksDisagreeError(ShardkitError, ValueError):
+    """Ranks of one run have other settings, data or positions; the message names each and both ranks."""
 
 
 class MissingExtraError(ShardkitError, ImportError):
