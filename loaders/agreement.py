@@ -26,6 +26,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from shardkit.errors import RanksDisagreeError, ShardkitError, warn_user
@@ -149,15 +150,16 @@ class _Meeting:
         elif not first.startswith(digest):
             self._await(f"{key}/settings")
             other_rank, name, other = json.loads(store.get(f"{key}/settings"))
-            sides = [(name, other), (self._name(self._process), json.loads(text))]
-            self._refuse("\n".join(_differences(*(sides if other_rank <= rank else sides[::-1]))))
+            sides = [(other_rank, name, other), (rank, self._name(self._process), json.loads(text))]
+            (_, *one), (_, *two) = sorted(sides, key=itemgetter(0))
+            self._refuse("\n".join(_differences((one[0], one[1]), (two[0], two[1]))))
         holder = int(store.compare_set(f"{self._waiting}/rank/{rank}", "", f"{self._process}"))
         if holder != self._process and counts_processes:
             both = f"processes {min(holder, self._process)} and {max(holder, self._process)}"
             self._refuse(f"  rank: {both} are both rank {rank} of {self._place.world_size}")
-        if holder == self._process or self._place.members:
-            if store.add(f"{self._waiting}/count", 1) == self._expected:
-                self._settle(_OPEN)
+        counts = holder == self._process or bool(self._place.members)
+        if counts and store.add(f"{self._waiting}/count", 1) == self._expected:
+            self._settle(_OPEN)
 
     def await_others(self) -> None:
         """Return when all ranks have come; raise the error of one that differs."""

@@ -321,7 +321,7 @@ class StreamingLoader:
         self._agreement.check(settings, data=[dataset.fingerprint for dataset in self.datasets])
 
     def prepare_workers(self, cursor: Cursor) -> None:
-        """Do what workers, who start at `cursor`, cannot: meet the other ranks, learn who shares the cache."""
+        """Do what workers cannot, who start at `cursor`: meet the other ranks, learn who shares a cache."""
         check_place(self._place)
         self._agree(cursor)
         remote = self._opened.streams.remote

@@ -315,7 +315,8 @@ class StreamingDataLoader(DataLoader[Batch]):
             self._memory = BlockMemory(self.num_workers, tensor_maker(self._batches.loader.config))
             blocks = self._memory, self._block_batches
         self._team, self._round = next(_teams), 1
-        with self._batches.starting_workers(self._team, blocks):
+        context = self.multiprocessing_context or torch.multiprocessing
+        with self._batches.starting_workers(self._team, blocks, context.get_start_method()):
             return super()._get_iterator()
 
     def __len__(self) -> int:
