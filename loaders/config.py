@@ -356,7 +356,7 @@ class LoaderConfig:
     def __post_init__(self) -> None:
         _to_plain_int(
             self,
-            *("eos_id", "pad_id", "max_repetitions"),
+            *("eos_id", "bos_id", "pad_id", "max_repetitions"),
             *("lanes", "window", "epoch_samples", "prefetch_batches", "connections"),
         )
         if self.sequence_length is None and (self.token_dtype is not None or self.per_file):

@@ -146,6 +146,7 @@ class StreamingLoader:
             self._source.token_dtype,
             may_be_padded(streams.once, self.config),
             self._opened.token_mask,
+            self._source.may_overflow,
         )
         return BatchMaker(
             batch_size=self.batch_size,

@@ -180,6 +180,7 @@ class MapDataset(TorchDataset[Sample]):
                 find_eos_id(streams, self._config, source.token_key),
                 source.token_dtype,
                 may_be_padded(streams, self._config),
+                may_overflow=source.may_overflow,
             ),
             output=output,
             return_ids=self._return_ids,

@@ -6,10 +6,10 @@ signal would take the step, and the checkpoint, with it.
 
 `signals_held_back` blocks these signals while workers start, so that there is no moment at which one would
 end them: forked and spawned processes inherit the mask. `leave_to_trainer` runs in the worker, before its
-first batch. From then on the signals do nothing, except TERM of the process that started the worker, by which torch
-ends workers that do not end by themselves: a thread takes it, and ends the worker when that process is
-gone, however it ended. A fork server gets the mask as well, and `forkserver_children` gives its children the usual
-one. They begin unprotected, and a fork server that was started by others does so altogether.
+first batch. From then on the signals do nothing, except TERM of the process that started the worker, by
+which torch ends workers that do not end by themselves: a thread takes it, and ends the worker when that
+process is gone, however it ended. A fork server gets the mask as well, and `forkserver_children` gives its
+children the usual one: they begin unprotected. A fork server that was started by others is not protected.
 
 Processes that a worker starts have the usual handlers, except that TERM stays blocked in them: use SIGKILL.
 """

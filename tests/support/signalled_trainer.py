@@ -10,14 +10,14 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.utils.data
 
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, unchanged
 
 
-def collate(batch: dict[str, object]) -> dict[str, object]:
+def collate(batch: Any) -> Any:
     return dict(batch)
 
 
@@ -44,7 +44,9 @@ def main() -> None:
     context: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": method}
     loader: torch.utils.data.DataLoader[object]
     if kind == "plain":
-        loader = torch.utils.data.DataLoader(dataset, batch_size=None, collate_fn=unchanged, **context)
+        loader = torch.utils.data.DataLoader(
+            dataset, batch_size=None, collate_fn=cast(Any, unchanged), **context
+        )
     else:
         options: dict[str, Any] = {"collate_fn": collate} if kind == "collate" else {}
         loader = StreamingDataLoader(dataset, persistent_workers=kind == "persistent", **context, **options)
