@@ -239,7 +239,7 @@ class TokenColumn:
     """The column of tokens; `key` None: there is none.
 
     `dtype`: to deliver them in; None: as they are. `may_be_padded`: rows may hold padding. `mask`: tokens
-    whose labels are -100.
+    whose labels are -100. `may_overflow`: ids may be too large for `dtype`, and are looked at.
     """
 
     key: str | None
@@ -247,6 +247,7 @@ class TokenColumn:
     dtype: np.dtype[np.generic] | None = None
     may_be_padded: bool = True
     mask: TokenMask | None = None
+    may_overflow: bool = False
 
 
 class BatchMaker:
@@ -294,6 +295,8 @@ class BatchMaker:
     def fields(self, columns: Columns, sample_ids: npt.NDArray[np.int64]) -> tuple[Fields, int]:
         """As `make`, before it is cut into batches."""
         count = len(sample_ids) // self.batch_size
+        if self.tokens.may_overflow and self.tokens.key in columns:
+            self._check_overflow(columns[self.tokens.key])
         if self._only_columns and len(columns) == 1:
             ((field, values),) = columns.items()
             if isinstance(values, np.ndarray):
@@ -314,6 +317,16 @@ class BatchMaker:
                 fields[field] = [values[low : low + self.batch_size] for low in cuts]
         fields |= of_batches
         return {self._names[field]: values for field, values in fields.items()}, size
+
+    def _check_overflow(self, tokens: _Array | list[object]) -> None:
+        """ValueError if an id of unsigned rows, which may be converted already, wraps around in `dtype`."""
+        dtype = self.tokens.dtype
+        assert dtype is not None
+        if not isinstance(tokens, np.ndarray) or not tokens.size:
+            return
+        if (largest := int(tokens.view(f"u{tokens.itemsize}").max())) > np.iinfo(dtype.name).max:
+            wider = "'int64'" if dtype.itemsize < 8 else "None"
+            raise ValueError(f"dtype {dtype.name} cannot hold token id {largest:,}: give dtype={wider}")
 
     def row_bytes(self, columns: int, tokens: int) -> int:
         """About how large a row with its fields is, of so many bytes of columns and so many tokens."""

@@ -49,6 +49,18 @@ Weights: TypeAlias = "Sequence[float | Fraction] | Mapping[str, float | Fraction
 
 MAX_PREFETCH_BATCHES = 1 << 16
 _DOCUMENT_OPTIONS = ("position_ids", "document_ids", "cu_seqlens", "doc_lens", "seq_lengths", "block_mask")
+
+# Options that may differ between ranks: they decide neither which samples come nor what a batch looks like.
+_OF_ONE_RANK = frozenset(
+    (
+        *("prefetch_batches", "prefetch_bytes", "timeout_seconds", "cache_dir", "cache_bytes", "connections"),
+        *("storage", "verify", "metrics_file", "usage_log", "stop_grace_seconds", "stop_together"),
+        *("mesh", "group"),
+    )
+)
+# Options whose value, given or default, is part of a loader's state.
+_IN_STATE = frozenset(("lanes", "window", "schedule", "epoch_samples", "global_batch"))
+
 BUSY_SECONDS = 200e-6  # a loop that comes back sooner does nothing but read: there is no work to overlap with
 
 
@@ -348,7 +360,7 @@ class LoaderConfig:
                 object.__setattr__(self, name, local_path(path, name))
         _to_plain_int(
             self,
-            *("eos_id", "pad_id", "max_repetitions"),
+            *("eos_id", "bos_id", "pad_id", "max_repetitions"),
             *("lanes", "window", "epoch_samples", "prefetch_batches", "connections"),
         )
         if self.sequence_length is None and (self.token_dtype is not None or self.per_file):
@@ -397,6 +409,19 @@ class LoaderConfig:
             raise ValueError("pad_id is for an id that neither ends nor begins documents: leave it out")
         if self.max_repetitions is not None and (self.max_repetitions < 1 or not self.labels):
             raise ValueError('max_repetitions is at least 1, and needs labels=True or labels="shifted"')
+
+    def shared_by_ranks(self, *, order_only: bool = False) -> dict[str, object]:
+        """Return the options that must be equal on all ranks, without those that a state has.
+
+        `order_only`: for replicas, such as a pipeline's stages, which may want other fields of the same rows.
+        """
+        left_out = _OF_ONE_RANK | _IN_STATE
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+        if order_only:
+            return {name: options[name] for name in ("endless", "restart")}
+        if self.columns is not None:
+            options["columns"] = sorted(self.columns)  # whose order decides nothing
+        return options
 
     @property
     def token_options(self) -> list[str]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["find_eos_id", "may_be_padded", "shuffle_sizes", "warn_of_small_cache"]
 
+_SAMPLED_SHARDS, _SAMPLED_ROWS = 8, 16  # rows of each shard: where a given id should occur
+
 
 def shuffle_sizes(dataset: Dataset, config: LoaderConfig) -> tuple[int, int]:
     """(lanes, window): as configured, else what follows from the shards and samples of the dataset alone.
@@ -67,6 +69,7 @@ def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -
             f"{streams.datasets[0].location} gives none among {columns}; `shardkit convert SRC DST "
             "--sequence-length L --drop-tail` makes rows of one length of arrays that each state their own"
         )
+    _check_ids(streams, config)
     # Shifted labels need no id: where none is stated, no padding is known, and nothing is masked.
     finds_padding = config.labels is True and config.pad_id is None
     needs_bounds = bool(config.document_options) or finds_padding or config.masks_document_starts
@@ -76,6 +79,8 @@ def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -
         eos_id = config.eos_id if config.eos_id is not None else tokenizer and tokenizer.eos_id
         if type(eos_id) is int:
             stated.add(eos_id)
+            if needs_bounds and config.eos_id is None and config.bos_id is None:
+                _check_range(dataset, "the card's eos_id", eos_id)
         elif needs_bounds and config.bos_id is None:
             raise ValueError(
                 f"{' and '.join(config.token_options)} need the id that ends documents: {dataset.location} "
@@ -89,6 +94,55 @@ def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -
             "pad_id is the id that ends documents, whose padding is found without it: leave it out"
         )
     return next(iter(stated), None)
+
+
+def _check_ids(streams: Streams, config: LoaderConfig) -> None:
+    """ValueError for a given id that no token can have; warn of a given one that no sampled row has."""
+    for dataset in streams.datasets:
+        for name in ("eos_id", "bos_id", "pad_id"):
+            if (value := getattr(config, name)) is not None:
+                _check_range(dataset, name, value)
+        for name in ("eos_id", "bos_id"):  # rows need not be padded
+            value = getattr(config, name)
+            if value is not None and config.token_options and _never_occurs(dataset, value):
+                warn_user(
+                    f"{dataset.location}: none of {_SAMPLED_SHARDS * _SAMPLED_ROWS} rows or fewer that were "
+                    f"looked at, all over the dataset, has {name}={value}: unless documents are far longer "
+                    "than rows, it is another tokenizer's, and each row will pass for one document"
+                )
+
+
+def _check_range(dataset: Dataset, name: str, value: object) -> None:
+    if type(value) is not int:
+        raise ValueError(f"{name} must be a whole number, not {value!r:.80}")
+    stored = dataset.token_dtype
+    most = (1 << 63) - 1 if stored is None or stored.kind not in "iu" else int(np.iinfo(stored.name).max)
+    if not 0 <= value <= most:
+        kind = "a token's id" if stored is None else f"ids stored as {stored.name}"
+        raise ValueError(
+            f"{dataset.location}: {name}={value} cannot occur: {kind} are from 0 to {most:,}; give the id of "
+            "the tokenizer that made this dataset"
+        )
+
+
+def _never_occurs(dataset: Dataset, value: int) -> bool:
+    """Whether none of some rows, all over a local uncompressed dataset, has the id; False if not known."""
+    column = dataset.token_column
+    if dataset.shards is not None or dataset.verifies or column is None or not len(dataset):
+        return False
+    if any(kind.compression for kind in dataset.manifest.kinds):
+        return False
+    samples = dataset.manifest.shard_samples
+    with_rows = np.flatnonzero(samples)
+    chosen = np.unique(np.linspace(0, len(with_rows) - 1, _SAMPLED_SHARDS).astype(np.int64))
+    for number in with_rows[chosen].tolist():
+        rows = dataset.shard(number).fixed_rows(column)
+        if rows is None:
+            return False
+        places = np.unique(np.linspace(0, len(rows) - 1, _SAMPLED_ROWS).astype(np.int64))
+        if (rows[places] == value).any():
+            return False
+    return True
 
 
 def may_be_padded(streams: Streams, config: LoaderConfig) -> bool:

@@ -31,11 +31,13 @@ from typing import Any, Self, SupportsIndex, TypeAlias, Unpack, cast
 import numpy as np
 
 from shardkit.errors import StateError
+from shardkit.loaders.agreement import RankAgreement
 from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, RunOptions, Stream, Weights
 from shardkit.loaders.defaults import find_eos_id
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.metrics import LoaderStats
+from shardkit.loaders.peers import StopTogether
 from shardkit.loaders.placement import find_place, local_processes
 from shardkit.loaders.state import OnMismatch
 from shardkit.loaders.streams import named_weights, open_streams
@@ -121,11 +123,16 @@ class LengthLoader:
         self._is_scheduled = length_schedule is not None
         self._adopt(self._schedule(length_schedule, [spec.weight for spec in specs]))
         self._step, self._iteration = 0, object()
+        self._agreement = RankAgreement(place, StopTogether(self), timeout_seconds=config.timeout_seconds)
         self._running: dict[int, Iterator[Batch]] = {}
 
     def __iter__(self) -> Iterator[Batch]:
+        # What ranks exchange is exchanged now, not in the middle of a run.
+        self._agreement.check(
+            self.state_dict(), data=[dataset.fingerprint for dataset in self._opened.streams.datasets]
+        )
         for loader in self._loaders:
-            loader.prepare_workers()  # what ranks exchange is exchanged now, not in the middle of a run
+            loader.prepare_workers(loader.cursor)
         for number, position in enumerate(self._positions(self._step)):
             if self._loaders[number].position != position:  # an interrupt came between a batch and its count
                 self._running.pop(number, None)

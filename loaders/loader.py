@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import operator
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +32,7 @@ from shardkit.cache.reader import PlanRequest
 from shardkit.cache.shards import CachedShards
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
+from shardkit.loaders.agreement import RankAgreement
 from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, Weights
 from shardkit.loaders.defaults import find_eos_id, may_be_padded, warn_of_small_cache
@@ -40,8 +40,8 @@ from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.metrics import LoaderStats, Telemetry
 from shardkit.loaders.peers import StopTogether
 from shardkit.loaders.placement import (
-    agree_on_data,
     check_place,
+    dataloader_workers,
     find_place,
     local_processes,
     ranks_of_machine,
@@ -116,7 +116,9 @@ class StreamingLoader:
             mixed_lengths=self.config.mixed_lengths,
             keep_stored=self.config.reads_tokens,
         )
-        self._cursor, self._is_compared = (0, 0), False
+        self._cursor = (0, 0)
+        timeout_seconds = self.config.timeout_seconds
+        self._agreement = RankAgreement(self._place, self._stop_together, timeout_seconds=timeout_seconds)
         self._balance = open_work_balance(
             streams, self.config, self.world_size, processes=local_processes(self._place)
         )
@@ -144,6 +146,7 @@ class StreamingLoader:
             self._source.token_dtype,
             may_be_padded(streams.once, self.config),
             self._opened.token_mask,
+            self._source.may_overflow,
         )
         return BatchMaker(
             batch_size=self.batch_size,
@@ -157,7 +160,7 @@ class StreamingLoader:
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        if (workers := _dataloader_workers()) > 1:
+        if (workers := dataloader_workers()) > 1:
             raise RuntimeError(
                 f"a StreamingLoader in {workers} DataLoader workers would deliver every batch "
                 f"{workers} times: iterate over it directly (it prefetches by itself), or give "
@@ -197,8 +200,8 @@ class StreamingLoader:
     def _begin(self, portion: Portion = WHOLE) -> Prefetcher:
         self._stop()
         check_place(self._place)  # the process group may have been made since
-        self._compare_data()
         self._watch_peers()
+        self._agree(self._cursor)
         self._announce_limit()
         self._iteration = object()
         return self._start(portion)
@@ -302,20 +305,26 @@ class StreamingLoader:
             self.machine_ranks = ranks_of_machine(self._place)
         return self.machine_ranks
 
-    def _compare_data(self) -> None:
-        """Raise ShardError, once, if the ranks have opened different data."""
-        if not self._is_compared:
-            self._is_compared = True
-            datasets = self._opened.streams.once.datasets
-            seen = {dataset.location: dataset.fingerprint for dataset in datasets}
-            if self._balance is not None:
-                seen[datasets[0].location] += f" balanced by {self._balance}".replace(" ", "_")
-            agree_on_data(self._place, seen)
+    def _agree(self, cursor: Cursor) -> None:
+        """Compare all that must be equal with the other ranks, before an iteration from `cursor` on."""
+        if self.config.restart and self._agreement.has_met:
+            return  # every iteration starts at the first sample
+        settings: dict[str, object] = {
+            **self.config.shared_by_ranks(order_only=self._agreement.may_have_replicas()),
+            "batch_size": self.batch_size,
+            "world_size": self.world_size,
+            **self.state_at(cursor),
+            "repeat or choose": self._opened.limits,
+            "balance": None if self._balance is None else str(self._balance),
+        }
+        if "eos_id" in settings:
+            settings |= {"eos_id": self._maker.tokens.eos_id, "dtype": str(self._maker.tokens.dtype)}
+        self._agreement.check(settings, data=[dataset.fingerprint for dataset in self.datasets])
 
-    def prepare_workers(self) -> None:
-        """Do what DataLoader workers cannot: check the place, and learn who shares the cache folder."""
+    def prepare_workers(self, cursor: Cursor) -> None:
+        """Do what workers cannot, who start at `cursor`: meet the other ranks, learn who shares a cache."""
         check_place(self._place)
-        self._compare_data()
+        self._agree(cursor)
         remote = self._opened.streams.remote
         if any(shards.cache.is_shared for shards in remote):
             self.learn_machine_ranks()
@@ -548,7 +557,7 @@ class StreamingLoader:
 
     def _watch_peers(self) -> None:
         """Listen for errors of other ranks; DataLoader workers leave that to the process that made them."""
-        if self.config.stop_together and not _dataloader_workers():
+        if self.config.stop_together and not dataloader_workers():
             self._stop_together.watch()
 
     def __len__(self) -> int:
@@ -639,10 +648,3 @@ class StreamingLoader:
             f"world_size={plan.world_size}, "
             f"lanes={order.lanes}, window={order.window}, position={self.position})"
         )
-
-
-def _dataloader_workers() -> int:
-    """How many workers the torch DataLoader has of which this process is one; 0 outside of workers."""
-    data = sys.modules.get("torch.utils.data")
-    worker = None if data is None else data.get_worker_info()
-    return 0 if worker is None else int(worker.num_workers)

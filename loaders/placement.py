@@ -14,8 +14,6 @@ need not be consecutive. Each process appends its rank to a key named after its 
 process group, counts itself, waits until all are counted (30 s at most), and reads its machine's key: four
 to six requests a process and a connection, whatever the world size. Nothing that is learned decides an order.
 
-`agree_on_data` finds ranks that opened other data at one place, by one request of each process to that store.
-
 `usage_log_role` chooses one of the replicas to write the usage log.
 """
 
@@ -27,8 +25,6 @@ import socket
 import sys
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,7 +32,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex
 
-from shardkit.errors import ShardError, warn_user
+from shardkit.errors import warn_user
 from shardkit.units import whole_number
 
 if TYPE_CHECKING:
@@ -48,10 +44,11 @@ __all__ = [
     "CountingStore",
     "Place",
     "Store",
-    "agree_on_data",
     "announce",
     "await_ranks",
     "check_place",
+    "dataloader_workers",
+    "distributed_in_use",
     "find_place",
     "group_store",
     "local_processes",
@@ -186,7 +183,7 @@ def _from_mesh(mesh: DeviceMesh) -> Place:
 
 
 def _from_group(group: ProcessGroup) -> Place:
-    distributed = _distributed()
+    distributed = distributed_in_use()
     if distributed is None:
         raise ValueError("group was given, but torch.distributed is not initialized")
     rank = int(distributed.get_rank(group))
@@ -197,7 +194,7 @@ def _from_group(group: ProcessGroup) -> Place:
 
 
 def _from_torch() -> tuple[int, int] | None:
-    distributed = _distributed()
+    distributed = distributed_in_use()
     return None if distributed is None else (int(distributed.get_rank()), int(distributed.get_world_size()))
 
 
@@ -304,7 +301,6 @@ def check_place(place: Place) -> None:
             )
 
 
-_compared: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()  # by process group
 _learned: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], tuple[int, ...]]]
 _learned = weakref.WeakKeyDictionary()  # by process group
 _learning = threading.Lock()
@@ -316,8 +312,8 @@ def ranks_of_machine(place: Place, *, wait_seconds: float = WAIT_SECONDS) -> tup
     Asks the store of the process group once for each place. Without a store, and in a DataLoader worker, only
     what torchrun's environment says is known.
     """
-    distributed = _distributed()
-    if distributed is None or place.world_size == 1 or _is_worker():
+    distributed = distributed_in_use()
+    if distributed is None or place.world_size == 1 or dataloader_workers():
         return _by_environment(place)
     key = (place.rank, place.world_size, place.members, place.machine)
     with _learning:
@@ -330,35 +326,6 @@ def ranks_of_machine(place: Place, *, wait_seconds: float = WAIT_SECONDS) -> tup
                     announce(store, place, process=int(distributed.get_rank()))
                     known[key] = await_ranks(store, place, wait_seconds=wait_seconds)
         return known[key]
-
-
-def agree_on_data(place: Place, fingerprints: Mapping[str, str]) -> None:
-    """ShardError if another rank has opened other data at these places, {path or URL: fingerprint}.
-
-    A dataset that is replaced while a job starts would give ranks different orders. Compared is the k-th
-    loader of each process over the same places. Nothing is known without the store of a process group.
-    """
-    distributed = _distributed()
-    if distributed is None or place.world_size == 1 or _is_worker():
-        return
-    where = hashlib.blake2b("\0".join(fingerprints).encode(errors="surrogatepass"), digest_size=8).hexdigest()
-    with _learning:
-        compared = _compared.setdefault(distributed.group.WORLD, Counter())
-        key = f"{run_key()}/data/{place.world_size}/{where}/{compared[where]}"
-        compared[where] += 1
-    mine = " ".join([f"{place.rank}", *fingerprints.values()])
-    first = mine
-    with suppress(RuntimeError):  # the store is gone
-        if (store := group_store()) is not None:
-            first = store.compare_set(key, "", mine).decode()
-    rank, *others = first.split(" ")
-    for location, own, other in zip(fingerprints, fingerprints.values(), others, strict=True):
-        if own != other:
-            raise ShardError(
-                location,
-                f"rank {place.rank} has opened the dataset with fingerprint {own}, rank {rank} that with "
-                f"{other}: it was replaced while the ranks started; start them again",
-            )
 
 
 def announce(store: CountingStore, place: Place, *, process: int) -> None:
@@ -441,7 +408,7 @@ def run_key() -> str:
 
 def group_store() -> CountingStore | None:
     """Return a connection to the store of the default process group; None without torch.distributed."""
-    distributed = _distributed()
+    distributed = distributed_in_use()
     if distributed is None:
         return None
     if not hasattr(distributed.Store, "clone"):  # torch before 2.8
@@ -453,7 +420,7 @@ def group_store() -> CountingStore | None:
 
 def rendezvous_store() -> CountingStore | None:
     """Return a connection to the store at MASTER_ADDR, which ranks meet over by default; None without one."""
-    distributed = _distributed()
+    distributed = distributed_in_use()
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if distributed is None or not host or not port:
         return None
@@ -465,7 +432,7 @@ def rendezvous_store() -> CountingStore | None:
     return store  # type: ignore[no-any-return]
 
 
-def _distributed() -> Any:
+def distributed_in_use() -> Any:
     """Return torch.distributed if it is in use. Not imported here: who uses it has done so."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -473,7 +440,8 @@ def _distributed() -> Any:
     return torch.distributed
 
 
-def _is_worker() -> bool:
-    """Whether this process is a DataLoader worker, which must not use connections that it inherited."""
+def dataloader_workers() -> int:
+    """Return how many workers the torch DataLoader has of which this process is one; 0 outside of workers."""
     data = sys.modules.get("torch.utils.data")
-    return data is not None and data.get_worker_info() is not None
+    worker = None if data is None else data.get_worker_info()
+    return 0 if worker is None else int(worker.num_workers)

@@ -180,6 +180,7 @@ class MapDataset(TorchDataset[Sample]):
                 find_eos_id(streams, self._config, source.token_key),
                 source.token_dtype,
                 may_be_padded(streams, self._config),
+                may_overflow=source.may_overflow,
             ),
             output=output,
             return_ids=self._return_ids,
@@ -291,11 +292,11 @@ class StreamingDataLoader(DataLoader[Batch]):
         self._end_delivery()
         self._follow_dataset()
         dataset, loader = self._batches, self._batches.loader
+        self._cursor = loader.start_of(self._cursor)
         if self.num_workers:
-            loader.prepare_workers()
             if loader.config.stop_together:
                 self._stop_together.watch()
-        self._cursor = loader.start_of(self._cursor)
+            loader.prepare_workers(self._cursor)
         dataset.start_at(self._cursor, left=(self._team, self._round))
         number = dataset.iteration
         self._own_iterations = (number, number + 1)  # as soon as torch's iterator or its workers have begun
@@ -315,7 +316,8 @@ class StreamingDataLoader(DataLoader[Batch]):
             self._memory = BlockMemory(self.num_workers, tensor_maker(self._batches.loader.config))
             blocks = self._memory, self._block_batches
         self._team, self._round = next(_teams), 1
-        with self._batches.starting_workers(self._team, blocks):
+        context = self.multiprocessing_context or torch.multiprocessing
+        with self._batches.starting_workers(self._team, blocks, context.get_start_method()):
             return super()._get_iterator()
 
     def __len__(self) -> int:

@@ -41,7 +41,7 @@ __all__ = [
 
 TokenDtype: TypeAlias = "torch.dtype | np.dtype[np.generic] | type | str | None"
 
-# Types that hold every token id of a stored type although they are signed: ids stay far below 2**31.
+# Signed types for unsigned ids of their size, which stay far below 2**31: batches are checked for others.
 _SAME_SIZE = {("uint32", "int32"), ("uint64", "int64")}
 
 PLAN_BYTES = 1 << 30
@@ -71,6 +71,7 @@ class SourceInfo:
     token_dtype: np.dtype[np.generic] | None  # to deliver tokens in; the source may give them as stored
     stored_bytes: int  # of a sample, on average
     delivered_bytes: int | None  # of a sample, if constant
+    may_overflow: bool = False  # whether `token_dtype` holds only the lower half of the stored ids
     plan_bytes: int = PLAN_BYTES  # of stored samples, at most, in a plan: its shards are open together
 
 
@@ -105,6 +106,7 @@ def open_source(
         delivered_bytes=first.delivered_bytes
         if all(part.delivered_bytes == first.delivered_bytes for part in each)
         else None,
+        may_overflow=any(part.may_overflow for part in each),
         plan_bytes=min(part.plan_bytes for part in each),
     )
 
@@ -126,6 +128,13 @@ class _Part:
         if self.fixed is None:
             return None
         return sum(prod(column.shape) * column.delivered.itemsize for column in self.fixed.values())
+
+    @property
+    def may_overflow(self) -> bool:
+        if self.token_key is None or self.dataset.token_dtype is None:
+            return False
+        wanted = self.delivered.get(self.token_key)
+        return wanted is not None and not np.can_cast(self.dataset.token_dtype, wanted)
 
     def as_stored(self) -> _Part:
         """The same without conversion."""

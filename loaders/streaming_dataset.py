@@ -36,6 +36,7 @@ from shardkit.loaders.plan import BatchPlan, Cursor
 from shardkit.loaders.producer import Group, Portion
 from shardkit.loaders.shared_cursor import SharedCursor, Worker
 from shardkit.loaders.state import LoaderState, OnMismatch
+from shardkit.loaders.worker_signals import leave_to_trainer, signals_held_back
 
 __all__ = ["State", "StreamingDataset", "state_of"]
 
@@ -110,6 +111,7 @@ class StreamingDataset(IterableDataset[Batch]):
         info = get_worker_info()
         if info is None:
             return self._iterate()
+        leave_to_trainer()
         self._round += 1
         try:
             seed = self._team or info.seed - info.id
@@ -256,14 +258,16 @@ class StreamingDataset(IterableDataset[Batch]):
             batch.pop(stream_id, None)
 
     @contextmanager
-    def starting_workers(self, team: int, blocks: tuple[BlockMemory, int] | None) -> Iterator[None]:
-        """Let the workers that start meanwhile have this number, below 0.
+    def starting_workers(
+        self, team: int, blocks: tuple[BlockMemory, int] | None, start_method: str
+    ) -> Iterator[None]:
+        """Let the workers that start meanwhile, by this method, have this number, below 0.
 
         `blocks`: (the memory, the most batches) of the blocks that they hand over; None: batches.
         """
         self._team, self._blocks = team, blocks
         try:
-            with forking_workers():
+            with forking_workers(), signals_held_back(start_method):
                 yield
         finally:
             self._team, self._blocks = 0, None

@@ -18,6 +18,7 @@ __all__ = [
     "MissingExtraError",
     "PathError",
     "PeerError",
+    "RanksDisagreeError",
     "RecipeError",
     "ShardError",
     "ShardNotFoundError",
@@ -152,6 +153,10 @@ class PeerError(ShardkitError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.rank, self.step, self.problem))
+
+
+class RanksDisagreeError(ShardkitError, ValueError):
+    """Ranks of one run have other settings, data or positions; the message names each and both ranks."""
 
 
 class MissingExtraError(ShardkitError, ImportError):

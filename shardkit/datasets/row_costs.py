@@ -14,8 +14,8 @@ taken for it. Padding at the end of a row is one more document, as it is for `cu
 
 Tables of remote datasets are kept in the cache folder, where all processes of the machine map one file;
 without a folder each process holds 4 bytes a row. A table is hashed whenever it is opened, and processes
-compare what they have before the first batch (`placement.agree_on_data`): ranks with different tables would
-not deliver each row once.
+compare what they have before the first batch (`shardkit.loaders.agreement`): ranks with different tables
+would not deliver each row once.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from shardkit.arrays import Ints
 from shardkit.errors import ShardError, ShardNotFoundError, warn_user
 from shardkit.formats.tar.shard_list import fixed_folder, is_pattern, matches
 from shardkit.formats.tokens import (
@@ -62,6 +63,10 @@ __all__ = ["RangeStore", "RowCut", "TokenRows", "find_token_rows", "is_token_fil
 SHARD_BYTES = 64 << 20  # of rows that are fetched together
 MAX_SHARDS = 1 << 15  # of one dataset; above two terabytes, shards grow
 MAX_ROW_TOKENS = 1 << 28  # longer rows are a mistake
+_MOST_ID = 1 << 24  # far above any vocabulary
+_MOST_INT = np.uint64((1 << 63) - 1)
+_MOST_HALF = 7  # the upper half of an id below 2**19
+_FEWEST_HALVES = 32  # ids, of each half, that tell
 _PROBES, _PROBES_OF_FILE = 128, 16
 _THREADS = 32
 _SUFFIXES = (".idx", ".bin", ".npy")
@@ -258,7 +263,54 @@ def _look(store: AnyStore, named: _Named, cut: RowCut, parts: Sequence[bytes]) -
         dtype = _dtype(where, stated, cut.token_dtype)
     if (info.bytes - start) % dtype.itemsize:
         raise ShardError(where, f"has {info.bytes - start:,} bytes of tokens, which are no {dtype.name} ids")
+    if index is None:
+        _warn_of_odd_ids(where, dtype, start, parts, _places(info.bytes, len(parts)))
     return _File(info, start, dtype, b"".join(parts))
+
+
+def _warn_of_odd_ids(
+    where: str, dtype: np.dtype[Any], start: int, parts: Sequence[bytes], places: Sequence[int]
+) -> None:
+    """Warn of ids, in the bytes at these places, that are none or were written in another type."""
+    found = [_ids(part, at, start, dtype) for part, at in zip(parts, places, strict=True)]
+    ids = np.concatenate(found)
+    if not len(ids):
+        return
+    problem = None
+    if ids.min() < 0:
+        problem = f"ids as low as {int(ids.min()):,}"
+    elif ids.max() > _MOST_ID:
+        problem = f"ids as high as {int(ids.max()):,}"
+    elif any(map(_is_of_halves, found)):
+        problem = "small numbers at every other place, as the upper halves of larger ids are"
+    if problem is not None:
+        other = np.dtype("<u2" if ids.max() > _MOST_ID and dtype.itemsize > 2 else "<u4")
+        readings = (f"{kind.name} {_shown(parts[0], start, kind)}" for kind in (dtype, other))
+        advice = "give token_dtype= as written" if start == 0 else "the file states this type"
+        warn_user(f"{where}: has {problem}: {advice}; it begins with {', or as '.join(readings)}")
+
+
+def _ids(part: bytes, at: int, start: int, dtype: np.dtype[Any]) -> Ints:
+    """Return the ids that lie whole in the bytes at `at` of a file whose ids begin at `start`."""
+    skip = start - at if at < start else -(at - start) % dtype.itemsize
+    body = part[skip:]
+    whole = np.frombuffer(body[: len(body) // dtype.itemsize * dtype.itemsize], dtype)
+    return whole.clip(max=_MOST_INT).astype(np.int64) if dtype.kind == "u" else whole.astype(np.int64)
+
+
+def _is_of_halves(ids: Ints) -> bool:
+    """Whether every other number is at most `_MOST_HALF`, and those between are various."""
+    for first in (0, 1):
+        upper, lower = ids[first::2], ids[1 - first :: 2]
+        if len(upper) < _FEWEST_HALVES or not upper.max() <= _MOST_HALF < lower.max():
+            continue
+        if len(np.unique(lower)) > _FEWEST_HALVES:
+            return True
+    return False
+
+
+def _shown(part: bytes, start: int, dtype: np.dtype[Any]) -> str:
+    return " ".join(f"{number}" for number in _ids(part, 0, start, dtype)[:6].tolist())
 
 
 def _dtype(where: str, stated: np.dtype[Any] | None, given: str | None) -> np.dtype[Any]:

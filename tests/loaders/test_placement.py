@@ -22,11 +22,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardkit.datasets.dataset import open_dataset
-from shardkit.errors import ShardError
-from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders import StreamingLoader
 from shardkit.loaders.placement import (
     Place,
-    agree_on_data,
     announce,
     await_ranks,
     check_place,
@@ -469,58 +467,6 @@ def test_dataloader_workers_are_given_what_their_parent_has_learned(
     with pytest.raises(RuntimeError, match="made as rank 0 of 1"):
         iter(StreamingDataLoader(early, num_workers=1))
     early.close()
-
-
-# The same data on all ranks.
-
-
-def test_ranks_that_opened_other_data_at_one_place_are_refused_before_their_first_batch(
-    tmp_path: Path, process_groups: ProcessGroups
-) -> None:
-    """A dataset that is replaced while a job starts: the leader of one machine saw the old one."""
-    urls = [fresh_url(), fresh_url()]
-    for number, url in enumerate(urls):
-        put_folder(make_remote_kind(tmp_path / f"{number}", "mds"), MemoryStore(url))
-
-    def first_batches(rank: int) -> None:
-        process_groups(rank, 3)
-        options: dict[str, Any] = {"batch_size": 2, "stop_together": False}
-        with StreamingLoader([Stream(url) for url in urls], **options) as mixed:
-            assert len(next(iter(mixed))["tokens"]) == 2
-        for _ in range(2):  # the second time, and DataLoader workers, too
-            with StreamingLoader(urls[1], **options) as loader:
-                assert len(next(iter(loader))["tokens"]) == 2
-                assert len(next(iter(loader))["tokens"]) == 2
-                loader.prepare_workers()
-
-    first_batches(0)
-    first_batches(1)
-    old = open_dataset(urls[1]).fingerprint
-    put_folder(make_remote_kind(tmp_path / "new", "mds", samples=20), MemoryStore(urls[1]))
-    new = open_dataset(urls[1]).fingerprint
-    with pytest.raises(ShardError, match=rf"{urls[1]}: rank 2 has opened .*{new}, rank 0 that with {old}"):
-        first_batches(2)
-    process_groups(2, 3)
-    with StreamingLoader(urls[1], batch_size=2, stop_together=False) as loader:
-        for begin in (lambda: iter(loader), loader.prepare_workers):
-            loader._is_compared = False
-            with pytest.raises(ShardError, match="start them again"):
-                begin()
-
-
-def test_what_is_opened_again_later_is_compared_with_what_the_others_open_then(
-    tmp_path: Path, process_groups: ProcessGroups
-) -> None:
-    for rank, names in ((0, "ab"), (1, "ab"), (2, "aa")):
-        process_groups(rank, 3)
-        place = find_place()
-        agree_on_data(place, {"s3://a": names[0], "s3://b": "same"})
-        if rank < 2:
-            agree_on_data(place, {"s3://a": names[1], "s3://b": "same"})
-        else:
-            with pytest.raises(ShardError, match=r"s3://a: rank 2 .* a, rank 0 that with b"):
-                agree_on_data(place, {"s3://a": names[1], "s3://b": "same"})
-        agree_on_data(Place(0, 1), {"s3://a": f"{rank}"})
 
 
 # Who writes the usage log.

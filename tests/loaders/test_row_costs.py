@@ -17,6 +17,7 @@ from shardkit.datasets.row_costs import DocumentIds, find_row_costs, table_name,
 from shardkit.errors import ShardError
 from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.agreement import RankAgreement
 from shardkit.loaders.row_costs import count_row_costs, open_row_costs
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import lanes_of_ranks, shard_uses
@@ -202,21 +203,14 @@ def test_the_command_refuses_what_it_cannot_count(
 
 
 def test_ranks_with_other_tables_or_other_balance_are_told(path: Path) -> None:
-    """What `agree_on_data` is given names the model and the table: a rank that differs is refused."""
-    seen: list[dict[str, str]] = []
-
-    def note(place: object, found: dict[str, str]) -> None:
-        seen.append(found)
-
+    """What ranks compare names the model and the table: a rank that differs is refused."""
+    seen: list[Any] = []
     for balance in (None, "attention"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("shardkit.loaders.loader.agree_on_data", note)
+            patch.setattr(RankAgreement, "check", lambda _, settings, **_options: seen.append(settings))
             options: dict[str, Any] = OPTIONS | {"balance": balance}
             with StreamingLoader(path, batch_size=2, rank=0, world_size=2, **options) as loader:
                 next(iter(loader))
     with open_dataset(path) as dataset:
         digest = count_row_costs(dataset, IDS, progress=False).digest
-    [plain], [balanced] = (list(each.values()) for each in seen)
-    assert plain == balanced.split("_")[0]
-    assert digest in balanced
-    assert " " not in balanced
+    assert [each["balance"] for each in seen] == [None, f"CostModel(linear=0, quadratic=1) {digest}"]
