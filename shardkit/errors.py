@@ -16,6 +16,7 @@ __all__ = [
     "BuildError",
     "ConservationError",
     "MissingExtraError",
+    "PathError",
     "PeerError",
     "RecipeError",
     "ShardError",
@@ -115,6 +116,10 @@ class ShardError(ShardkitError):
 
 class ShardNotFoundError(ShardError, FileNotFoundError):
     """There is no dataset or no shard where one was looked for."""
+
+
+class PathError(ShardkitError, ValueError):
+    """A path option is not a path on this machine: a URL, an unexpanded variable, or nothing."""
 
 
 class RecipeError(ShardkitError):
