@@ -23,6 +23,8 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
+from shardkit.storage.url import is_remote, local_path
+
 __all__ = [
     "ANNOTATIONS_FOLDER",
     "TRAIN",
@@ -122,20 +124,15 @@ class Shorthand:
 
 
 def _local(path: str) -> str:
-    """Refuse what would be read as a folder named "s3:"."""
-    if "://" in path:
-        raise ValueError("a local path is needed here; only inputs and the output may be URLs")
-    if not path or "\0" in path:
-        raise ValueError("a path cannot be empty or hold a NUL")
-    return path
+    """Return a local path as written, or in full where it begins with "~" or is a file:// URL."""
+    found = local_path(path)
+    return str(found) if path[0] == "~" or path[:5].lower() == "file:" else path
 
 
 def _url_or_path(path: str) -> str:
-    if path.lower().startswith("file://"):
-        raise ValueError("write a local path without file://")
-    scheme, mark, rest = path.partition("://")
-    if not mark:
+    if not is_remote(path):
         return _local(path)
+    scheme, _, rest = path.partition("://")
     if not scheme.isalnum() or not rest.strip("/") or "\0" in path:
         raise ValueError(f"{path!r} is no URL, such as s3://bucket/prefix")
     return path

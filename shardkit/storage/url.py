@@ -23,35 +23,36 @@ def is_remote(url: str | os.PathLike[str]) -> bool:
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
-def local_path(url: str | os.PathLike[str], option: str = "the path") -> Path:
+def local_path(url: str | os.PathLike[str], option: str | None = None) -> Path:
     """Return the path on this machine that `url` names: a path, "~" expanded, or a file:// URL.
 
-    PathError, which names `option`, for any other scheme, for a variable of the shell, which would be taken
-    literally, and for nothing.
+    PathError, which begins with the name of the `option`, for any other scheme, for a variable of the shell,
+    which would be taken literally, and for nothing.
     """
     text = os.fsdecode(url)
+    where = repr(text) if option is None else f"{option}: {text!r}"
     scheme = _SCHEME.match(text)
     if scheme is not None and scheme[1].lower() == "file":
-        return _path_of_file_url(text, option)
+        return _path_of_file_url(text, where)
     if not text or "\0" in text:
-        raise PathError(f"{option}: {text!r} is not a path: it is empty or has a NUL character")
+        raise PathError(f"{where} is not a path: it is empty or has a NUL character")
     if scheme is not None or "://" in text:
         hint = "" if "://" in text else "; pathlib.Path removes slashes of URLs: give URLs as text"
-        raise PathError(f"{option}: {text!r} is a URL, and must be a path on this machine{hint}")
+        raise PathError(f"{where} is a URL, and must be a path on this machine{hint}")
     if text.startswith("$"):
         name = re.match(r"\$\{?(\w*)", text)
         known = f' (in Python, os.environ["{name[1]}"])' if name and name[1] else ""
         raise PathError(
-            f"{option}: {text!r} begins with a variable, which is not expanded: give its value{known}; "
+            f"{where} begins with a variable, which is not expanded: give its value{known}; "
             f"a folder of this very name is ./{text}"
         )
     if text.startswith("~"):
-        return _expanded(text, option)
+        return _expanded(text, where)
     path = Path(text)  # which drops the "./" that protects an odd name
     return path.absolute() if str(path)[:1] in ("$", "~") or _SCHEME.match(str(path)) else path
 
 
-def _expanded(text: str, option: str) -> Path:
+def _expanded(text: str, where: str) -> Path:
     """Return the path that begins with "~" or "~user"."""
     try:
         return Path(text).expanduser()
@@ -59,20 +60,20 @@ def _expanded(text: str, option: str) -> Path:
         if os.path.lexists(text):  # as in a shell, where "~" in front of no user's name is a plain character
             return Path(text).absolute()
         problem = "HOME is not set" if text.partition("/")[0] == "~" else "there is no such user"
-        raise PathError(f"{option}: {text!r}: {problem}; give the whole path") from error
+        raise PathError(f"{where}: {problem}; give the whole path") from error
 
 
-def _path_of_file_url(text: str, option: str) -> Path:
+def _path_of_file_url(text: str, where: str) -> Path:
     """Return the path of file:///path, file://localhost/path or file:/path, percent signs decoded."""
     rest = text.partition(":")[2]
     if rest.startswith("//"):
         host, slash, rest = rest[2:].partition("/")
         if not slash or host.lower() not in ("", "localhost"):
-            raise PathError(f"{option}: {text!r} names the host {host!r}; write file:///path, or the path")
+            raise PathError(f"{where} names the host {host!r}; write file:///path, or the path")
         rest = f"/{rest}"
     path = unquote(rest)
     if "\0" in path:
-        raise PathError(f"{option}: {text!r} has a NUL character")
+        raise PathError(f"{where} has a NUL character")
     return Path(path)
 
 

@@ -196,7 +196,8 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
         ({"max_bad_fraction": "5%"}, "max_bad_fraction: should be a number: write 0.05 for 5%, got '5%'"),
         ({"tokenizer": "tokenizer.json"}, "tokenizer.eos: required, but missing, such as '<|endoftext|>'"),
         ({"inputs": []}, "inputs: "),
-        ({"inputs": [{"path": "file:///x"}]}, "inputs[0].path: write a local path without file://"),
+        ({"inputs": [{"path": "file://x"}]}, "inputs[0].path: 'file://x' names the host 'x'"),
+        ({"inputs": [{"path": "$DATA/x"}]}, "inputs[0].path: '$DATA/x' begins with a variable"),
         ({"inputs": [{"path": "s3://"}]}, "inputs[0].path: 's3://' is no URL"),
         (
             {"inputs": [{"path": "a", "base": "s3://b"}]},
@@ -207,8 +208,9 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
             "inputs[0]: base is a folder above the path, or a URL",
         ),
         ({"output": {"path": "s3://"}}, "output.path: 's3://' is no URL"),
-        ({"output": {"path": "file:///out"}}, "output.path: write a local path without file://"),
-        ({"scratch": "s3://bucket/work"}, "scratch: a local path is needed here"),
+        ({"output": {"path": "$OUT/x"}}, "output.path: '$OUT/x' begins with a variable"),
+        ({"work": "~nobody-of-this-name/x"}, "work: '~nobody-of-this-name/x': there is no such user"),
+        ({"scratch": "s3://bucket/work"}, "scratch: 's3://bucket/work' is a URL"),
         ({"dedup": {"near": {"similarity": 0}}}, "dedup.near.similarity: should be more than 0"),
         ({"dedup": {"near": {"bands": 7}}}, "dedup.near: bands and rows are set together"),
         ({"dedup": {"near": {"bands": 20, "rows": 6}}}, "20 bands x 6 rows need 120 permutations"),
@@ -394,3 +396,22 @@ def test_a_recipe_with_every_filter_is_read_without_numba_arrow_or_a_model(tmp_p
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "True []", done.stderr
+
+
+def test_a_tilde_and_a_file_url_are_paths_in_every_place_of_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    written = {
+        "inputs": [{"path": "~/in"}],
+        "tokenizer": {"path": "~/t.json", "eos": "<e>"},
+        "output": {"path": "file:///out/a%20b"},
+        "work": "~/work",
+        "scratch": "file:///scratch",
+    }
+    recipe = recipe_from_mapping(written, folder=tmp_path)
+    assert recipe.inputs[0].path == "/home/me/in"
+    assert recipe.tokenizer is not None
+    assert recipe.tokenizer.path == "/home/me/t.json"
+    assert recipe.datasets()[0].output.path == "/out/a b"
+    assert (recipe.work, recipe.scratch) == ("/home/me/work", "/scratch")
