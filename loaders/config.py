@@ -16,6 +16,7 @@ from fractions import Fraction
 from numbers import Rational
 from typing import TYPE_CHECKING, Literal, SupportsIndex, TypeAlias, TypedDict
 
+from shardkit.files import local_path
 from shardkit.storage.store import StorageOptions
 from shardkit.units import parse_bytes, whole_number
 
@@ -342,6 +343,9 @@ class LoaderConfig:
     """Take rank and world size from this process group."""
 
     def __post_init__(self) -> None:
+        for name in ("cache_dir", "metrics_file", "usage_log"):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, local_path(path, name))
         _to_plain_int(
             self,
             *("eos_id", "pad_id", "max_repetitions"),

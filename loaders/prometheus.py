@@ -14,9 +14,9 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from pathlib import Path
 
 from shardkit.errors import warn_user
+from shardkit.files import local_path
 from shardkit.loaders.metrics import HELP, METRIC, LoaderStats, Telemetry
 
 __all__ = ["MetricsFile", "render"]
@@ -46,7 +46,7 @@ class MetricsFile:
     ) -> None:
         if not every_seconds > 0:
             raise ValueError(f"every_seconds must be above 0, not {every_seconds}")
-        self.path = Path(path).absolute()
+        self.path = local_path(path, "metrics_file").absolute()
         self._labels = dict(labels or {})
         _label_text(self._labels)  # a bad label is the caller's mistake: say so now, not in a warning later
         self._telemetry = telemetry

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import overload
 
 import numpy as np
@@ -373,7 +372,7 @@ def _exclusions(excluded: ExcludedRows, dataset: Dataset) -> Exclusions | None:
     if excluded is None:
         return None
     if isinstance(excluded, (str, os.PathLike)):
-        excluded = Exclusions.read(Path(excluded))
+        excluded = Exclusions.read(excluded)
     elif not isinstance(excluded, Exclusions):
         excluded = Exclusions.of(excluded)
     if excluded.fingerprint not in (None, dataset.fingerprint):
@@ -391,7 +390,7 @@ def _token_mask(mask: MaskedTokens, dataset: Dataset, config: LoaderConfig) -> T
     if not config.labels:
         raise ValueError("mask= sets labels to -100: give labels=True or labels='shifted', too")
     if isinstance(mask, (str, os.PathLike)):
-        mask = TokenMask.read(Path(mask))
+        mask = TokenMask.read(mask)
     elif not isinstance(mask, TokenMask):
         mask = TokenMask(mask)
     if mask.fingerprint not in (None, dataset.fingerprint):

@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import warn_user
+from shardkit.files import local_path
 from shardkit.formats.usage_log import MAGIC, SUFFIX, RunHead, end_record, id_type, step_record
 from shardkit.loaders.placement import Place, process_place, usage_log_role
 from shardkit.loaders.streams import Streams
 from shardkit.order.run_settings import RunSettings
-from shardkit.storage.url import is_remote
 
 __all__ = ["UsageLog", "open_usage_log"]
 
@@ -55,9 +55,7 @@ class UsageLog:
         replica: int | None = None,
     ) -> None:
         """`replica`: this process's rank in the world, if its replicas write logs of the same steps too."""
-        if is_remote(os.fspath(folder)):
-            raise ValueError(f"usage_log must be a folder of a file system, not {os.fspath(folder)}")
-        self._folder, self._names = Path(folder).absolute(), streams.names
+        self._folder, self._names = local_path(folder, "usage_log").absolute(), streams.names
         self._rank, self._world_size, self._batch_size = rank, world_size, batch_size
         self._replica = replica
         self._type = id_type(sum(map(len, streams.datasets)))

@@ -1,4 +1,4 @@
-"""Local files: durable writes, maps that hold no descriptor, and checks of who can write in a folder.
+"""Local files: paths as users write them, durable writes, maps that hold no descriptor, and who can write.
 
 A file's bytes are durable after `fsync` of the file, its name after `fsync` of its folder.
 
@@ -13,6 +13,7 @@ import errno
 import json
 import mmap
 import os
+import re
 import shutil
 import stat
 import threading
@@ -20,6 +21,9 @@ import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import unquote
+
+from shardkit.errors import PathError
 
 if TYPE_CHECKING:
     from shardkit.arrays import Bytes
@@ -30,8 +34,10 @@ __all__ = [
     "NotRegularFileError",
     "allocate",
     "fsync_path",
+    "is_remote",
     "link_or_copy",
     "load_json",
+    "local_path",
     "make_folder",
     "map_file",
     "map_path",
@@ -46,6 +52,8 @@ __all__ = [
 
 PART_SUFFIX = ".shardkit-part"
 _ZEROS = bytes(1 << 20)
+# Of two letters or more, as in browsers: "a:/b" is a folder. `pathlib.Path` removes the second slash.
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
 class Closing:
@@ -64,6 +72,66 @@ class Closing:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def is_remote(url: str | os.PathLike[str]) -> bool:
+    """Return whether `url` is not a path on this machine (file:// is one)."""
+    text = os.fspath(url)
+    return "://" in text and not text.lower().startswith("file://")
+
+
+def local_path(url: str | os.PathLike[str], option: str | None = None) -> Path:
+    """Return the path on this machine that `url` names: a path, "~" expanded, or a file:// URL.
+
+    PathError, which begins with the name of the `option`, for any other scheme, for a variable of the shell,
+    which would be taken literally, and for nothing.
+    """
+    text = os.fsdecode(url)
+    where = repr(text) if option is None else f"{option}: {text!r}"
+    scheme = _SCHEME.match(text)
+    if scheme is not None and scheme[1].lower() == "file":
+        return _path_of_file_url(text, where)
+    if not text or "\0" in text:
+        raise PathError(f"{where} is not a path: it is empty or has a NUL character")
+    if scheme is not None or "://" in text:
+        hint = "" if "://" in text else "; pathlib.Path removes slashes of URLs: give URLs as text"
+        raise PathError(f"{where} is a URL, and must be a path on this machine{hint}")
+    if text.startswith("$"):
+        name = re.match(r"\$\{?(\w*)", text)
+        known = f' (in Python, os.environ["{name[1]}"])' if name and name[1] else ""
+        raise PathError(
+            f"{where} begins with a variable, which is not expanded: give its value{known}; "
+            f"a folder of this very name is ./{text}"
+        )
+    if text.startswith("~"):
+        return _expanded(text, where)
+    path = Path(text)  # which drops the "./" that protects an odd name
+    return path.absolute() if str(path)[:1] in ("$", "~") or _SCHEME.match(str(path)) else path
+
+
+def _expanded(text: str, where: str) -> Path:
+    """Return the path that begins with "~" or "~user"."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        if os.path.lexists(text):  # as in a shell, where "~" in front of no user's name is a plain character
+            return Path(text).absolute()
+        problem = "HOME is not set" if text.partition("/")[0] == "~" else "there is no such user"
+        raise PathError(f"{where}: {problem}; give the whole path") from error
+
+
+def _path_of_file_url(text: str, where: str) -> Path:
+    """Return the path of file:///path, file://localhost/path or file:/path, percent signs decoded."""
+    rest = text.partition(":")[2]
+    if rest.startswith("//"):
+        host, slash, rest = rest[2:].partition("/")
+        if not slash or host.lower() not in ("", "localhost"):
+            raise PathError(f"{where} names the host {host!r}; write file:///path, or the path")
+        rest = f"/{rest}"
+    path = unquote(rest)
+    if "\0" in path:
+        raise PathError(f"{where} has a NUL character")
+    return Path(path)
 
 
 def load_json(text: str | bytes) -> Any:

@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from shardkit.errors import RecipeError
+from shardkit.files import local_path
 from shardkit.hashing import HASH_NAMES
 from shardkit.units import parse_bytes
 from shardkit.writers.dedup.config import DedupConfig, FieldScope
@@ -575,7 +576,7 @@ def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
 
     Relative paths start from the recipe's folder, those in overrides too.
     """
-    path = Path(path)
+    path = local_path(path)
     data = load_yaml(path)
     for override in overrides:
         data = apply_override(data, override)

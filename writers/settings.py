@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from shardkit.storage.url import is_remote, local_path
+from shardkit.files import is_remote, local_path
 
 __all__ = [
     "ANNOTATIONS_FOLDER",

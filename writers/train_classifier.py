@@ -21,7 +21,7 @@ import pyarrow as pa
 import xxhash
 
 from shardkit.errors import BuildError, MissingExtraError
-from shardkit.files import load_json
+from shardkit.files import load_json, local_path
 from shardkit.writers.kernels.fasttext import FastTextScorer
 from shardkit.writers.kernels.fasttext_model import LABEL_PREFIX, load_fasttext
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
@@ -90,9 +90,9 @@ def train_classifier(
 
     Raises BuildError for a record that cannot be used, MissingExtraError without floret.
     """
-    settings, output = settings or TrainingSettings(), Path(output)
+    settings, output = settings or TrainingSettings(), local_path(output)
     floret = _floret()
-    records = list(_records(Path(labelled), text, label))
+    records = list(_records(local_path(labelled), text, label))
     held_out = [_is_held_out(one, settings) for one, _ in records]
     trained = Counter(name for (_, name), out in zip(records, held_out, strict=True) if not out)
     if len(trained) < 2:

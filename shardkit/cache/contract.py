@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shardkit.arrays import Bytes
+from shardkit.files import local_path
 from shardkit.units import parse_bytes
 
 __all__ = ["CACHE_COUNTERS", "Cache", "CacheOptions", "Contents", "Held", "Lease", "Slot", "open_cache"]
@@ -126,6 +127,8 @@ class CacheOptions:
     """Processes of this machine that divide the default memory among them."""
 
     def __post_init__(self) -> None:
+        if self.folder is not None:
+            object.__setattr__(self, "folder", local_path(self.folder, "cache_dir"))
         if self.capacity is not None:
             parse_bytes(self.capacity)
         if self.connections < 1 or self.processes < 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import (
@@ -15,6 +14,7 @@ from shardkit.cli.common import (
     add_storage_arguments,
     balance_options,
     count,
+    file_path,
     natural,
     print_columns,
     print_json,
@@ -66,7 +66,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="exclusion list of the only dataset, or of the stream PATH (default: none)",
     )
     parser.add_argument(
-        "--logs", metavar="FOLDER", type=Path, help="check these usage logs (default: check the plan)"
+        "--logs", metavar="FOLDER", type=file_path, help="check these usage logs (default: check the plan)"
     )
     _add_plan_arguments(parser)
     add_json_argument(parser)

@@ -12,6 +12,7 @@ from shardkit.cli.common import (
     add_recipe_arguments,
     add_storage_arguments,
     count,
+    file_path,
     print_columns,
     print_json,
     stderr_console,
@@ -66,7 +67,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     parser.add_argument(
         "--timings",
-        type=Path,
+        type=file_path,
         metavar="FILE",
         help="write the time, tasks and rate of each stage: as a page if FILE ends in .html, else as JSON "
         "(default: print the total and the longest steps; the dataset itself stores no times)",

@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardkit.tools.plan.quantities import format_seconds, parse_count, parse_rate, parse_seconds
@@ -47,6 +48,7 @@ __all__ = [
     "argument",
     "count",
     "escaped",
+    "file_path",
     "format_rate",
     "natural",
     "print_columns",
@@ -81,6 +83,13 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
         return int(text)
 
     return parsed
+
+
+def file_path(text: str) -> Path:
+    """argparse type: a path on this machine, as `local_path` reads it."""
+    from shardkit.files import local_path
+
+    return argument(local_path)(text)  # type: ignore[no-any-return]
 
 
 count = whole(1)

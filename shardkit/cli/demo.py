@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardkit.cli.common import print_columns, print_json, stderr_console, stdout_console
+from shardkit.cli.common import file_path, print_columns, print_json, stderr_console, stdout_console
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=file_path,
         default=Path("shardkit-demo"),
         metavar="FOLDER",
         help="folder for all files; an earlier demo in it is replaced (default: shardkit-demo)",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shardkit.cli.common import (
     add_json_argument,
     add_storage_arguments,
+    file_path,
     print_columns,
     print_json,
     stdout_console,
@@ -38,7 +39,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("data", metavar="DATA", nargs="+", help="file, folder, glob or URL of text")
     parser.add_argument(
         "--output",
-        type=Path,
+        type=file_path,
         default=Path("recipe.yaml"),
         metavar="FILE",
         help="the recipe to write; a file that exists is never overwritten (default: recipe.yaml)",

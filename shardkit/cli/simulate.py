@@ -7,7 +7,6 @@ import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import (
@@ -22,6 +21,7 @@ from shardkit.cli.common import (
     add_quiet_argument,
     add_storage_arguments,
     argument,
+    file_path,
     format_rate,
     print_columns,
     print_json,
@@ -114,7 +114,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "table (default: one run)",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write a plot, .png, .svg or .pdf (default: none)"
+        "--plot", type=file_path, metavar="FILE", help="write a plot, .png, .svg or .pdf (default: none)"
     )
     add_json_argument(parser)
     add_quiet_argument(parser)

@@ -14,6 +14,7 @@ from shardkit.cli.common import (
     add_storage_arguments,
     balance_options,
     count,
+    file_path,
     natural,
     print_json,
     storage_options,
@@ -45,7 +46,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     _add_search(parser)
     parser.add_argument(
         "--tokenizer",
-        type=Path,
+        type=file_path,
         metavar="FILE",
         help="tokenizer.json to decode text with (default: the file that the card names, if it exists)",
     )
@@ -124,7 +125,7 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     )
     search.add_argument(
         "--export",
-        type=Path,
+        type=file_path,
         metavar="FILE",
         help="write all pieces found to FILE.parquet, .jsonl or .csv (default: none)",
     )
@@ -137,13 +138,13 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     )
     search.add_argument(
         "--exclude",
-        type=Path,
+        type=file_path,
         metavar="FILE",
         help="write their rows as a list for Stream(exclude=FILE) (default: none)",
     )
     search.add_argument(
         "--mask",
-        type=Path,
+        type=file_path,
         metavar="FILE",
         help="write the spans of their tokens as a list for Stream(mask=FILE), which sets their labels to "
         "-100; the other documents in the rows stay (default: none)",

@@ -9,12 +9,12 @@ import threading
 import webbrowser
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardkit.cli.common import (
     add_json_argument,
     add_storage_arguments,
+    file_path,
     print_json,
     stdout_console,
     storage_options,
@@ -56,21 +56,21 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     parser.add_argument(
         "--export",
-        type=Path,
+        type=file_path,
         metavar="DIR",
         help="write a static site to DIR, which must be empty or not exist: the funnel, and a sample of all "
         "else (default: serve)",
     )
     parser.add_argument(
         "--state",
-        type=Path,
+        type=file_path,
         metavar="FILE",
         help="state of a loader as JSON, or a checkpoint of torch that contains one: the run whose steps are "
         "shown (default: a run with default settings)",
     )
     parser.add_argument(
         "--tokenizer",
-        type=Path,
+        type=file_path,
         metavar="FILE",
         help="tokenizer.json to decode text with (default: the file that the card names, if it exists)",
     )

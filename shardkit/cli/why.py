@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from shardkit.cli.common import (
     add_json_argument,
     add_storage_arguments,
+    file_path,
     natural,
     print_columns,
     print_json,
@@ -81,7 +81,7 @@ def _why_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> a
     )
     why.add_argument(
         "--tokenizer",
-        type=Path,
+        type=file_path,
         metavar="FILE",
         help="tokenizer.json to decode text with (default: the file that the card names, if it exists)",
     )

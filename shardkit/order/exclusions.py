@@ -15,13 +15,13 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.arrays import Ints
+from shardkit.files import local_path
 from shardkit.order.order import MAX_SAMPLES
 
 __all__ = ["FINGERPRINT_LINE", "Exclusions"]
@@ -64,7 +64,7 @@ class Exclusions:
         ValueError names the file and the line that is neither; OSError if it cannot be read.
         """
         ranges, fingerprint = [], None
-        with Path(path).open(encoding="utf-8-sig", errors="backslashreplace") as file:
+        with local_path(path, "exclude").open(encoding="utf-8-sig", errors="backslashreplace") as file:
             for number, line in enumerate(file, 1):
                 text = line.partition("#")[0].strip()
                 if not text:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.arrays import Ints
+from shardkit.files import local_path
 from shardkit.order.exclusions import FINGERPRINT_LINE
 from shardkit.order.order import MAX_SAMPLES
 
@@ -54,7 +54,7 @@ class TokenMask:
         cannot be read.
         """
         spans, fingerprint = [], None
-        with Path(path).open(encoding="utf-8-sig", errors="backslashreplace") as file:
+        with local_path(path, "mask").open(encoding="utf-8-sig", errors="backslashreplace") as file:
             for number, line in enumerate(file, 1):
                 text = line.partition("#")[0].strip()
                 if not text:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import PathError, ShardkitError
-from shardkit.storage.url import local_path
+from shardkit.files import local_path
 
 
 @pytest.fixture

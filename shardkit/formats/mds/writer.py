@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
+from shardkit.files import local_path
 from shardkit.formats.compression import new_compressor, parse_compression
 from shardkit.formats.mds.encodings import encode_shape, encode_value, encoding_of
 from shardkit.formats.mds.index import INDEX_NAME, MAX_SHARD_BYTES, config_bytes, make_columns, write_index
@@ -146,7 +147,7 @@ class MdsWriter:
         limit = None if shard_bytes is None else parse_bytes(shard_bytes)
         if limit is not None and not 0 < limit <= MAX_SHARD_BYTES:
             raise ValueError(f"shard_bytes must be below 4 GiB and not 0: {shard_bytes!r}")
-        self._folder = Path(folder)
+        self._folder = local_path(folder)
         self._columns = make_columns(columns)
         self._encodings = [encoding_of(column.encoding) for column in self._columns]
         self._file = _ShardFile(self._folder, self._columns, compression, hashes, limit)

@@ -169,9 +169,9 @@ def convert(
     """
     start = time.monotonic()
     output, cut = output or OutputOptions(), cut or CutOptions()
-    name, folder = os.fspath(source), local_path(target)
     if is_remote(target):
         raise ShardError(target, "is not on this machine: convert into a folder, then `shardkit upload` it")
+    name, folder = os.fspath(source), local_path(target)
     if not is_remote(name) and folder.exists() and folder.resolve() == local_path(name).resolve():
         raise ShardError(folder, "is source and target at once; choose another target")
     if holds_dataset(folder) and not replace:

@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self, SupportsIndex, TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
@@ -23,6 +22,7 @@ import numpy as np
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError, ShardkitError, naming_extras
 from shardkit.facts import Described, Facts, counted, printable
+from shardkit.files import local_path
 from shardkit.loaders.config import Balance, LoaderConfig
 from shardkit.loaders.state import LoaderState
 from shardkit.order.exclusions import Exclusions
@@ -239,7 +239,9 @@ def _run(dataset: Dataset, question: Question) -> Run | None:
     if (state := question.get("state")) is None:
         return None
     return Run.from_state(
-        LoaderState.from_dict(state) if isinstance(state, Mapping) else read_state(Path(state)),
+        LoaderState.from_dict(state)
+        if isinstance(state, Mapping)
+        else read_state(local_path(state, "state")),
         [dataset, *question.get("streams", ())],
         question.get("without", ()),
         batch_size=question.get("batch_size"),
@@ -264,9 +266,9 @@ def _search(tracer: Tracer, run: Run | None, question: Question, limit: int) -> 
         selection,
         run,
         limit=limit,
-        export=None if export is None else Path(export),
+        export=None if export is None else local_path(export, "export"),
         text=has_text,
-        exclude=None if exclude is None else Path(exclude),
+        exclude=None if exclude is None else local_path(exclude, "exclude"),
     )
 
 
@@ -309,9 +311,9 @@ class _WholeText(Decoder):
 def _decoder(dataset: Dataset, tokenizer: _Path | None) -> Decoder | None:
     """The decoder of a dataset, kept for the next question; None if its tokenizer is not found."""
     known = _decoders.get(dataset)
-    if known is not None and (tokenizer is None or known.path == Path(tokenizer)):
+    if known is not None and (tokenizer is None or known.path == local_path(tokenizer, "tokenizer")):
         return known
-    path = find_tokenizer(dataset) if tokenizer is None else Path(tokenizer)
+    path = find_tokenizer(dataset) if tokenizer is None else local_path(tokenizer, "tokenizer")
     if path is not None:
         _decoders[dataset] = _WholeText(path, dataset.card)
     return None if path is None else _decoders[dataset]
