@@ -16,8 +16,10 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 import threading
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -35,6 +37,7 @@ __all__ = [
     "NotRegularFileError",
     "allocate",
     "file_version",
+    "can_write_in",
     "fsync_path",
     "is_remote",
     "link_or_copy",
@@ -147,9 +150,34 @@ def load_json(text: str | bytes) -> Any:
         raise ValueError("brackets nest too deeply") from None
 
 
-def user_cache_folder() -> Path:
-    """$XDG_CACHE_HOME/shardkit (~/.cache/shardkit): what builds keep for others; it may be deleted."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardkit"
+def user_cache_folder() -> Path | None:
+    """Return what builds keep for others: $XDG_CACHE_HOME/shardkit (~/.cache/shardkit); it may be deleted.
+
+    Where that cannot be written (no home, a read-only root), a private folder below the system's temporary
+    folder ($TMPDIR); None if neither can be, or others can write in both: machine code is run from it.
+    """
+    with suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardkit"
+        if can_write_in(folder) and who_else_writes(folder.resolve(), group=True) is None:
+            return folder
+    with suppress(OSError):
+        folder = Path(tempfile.gettempdir()) / f"shardkit-{os.getuid()}"
+        if can_write_in(folder) and who_else_writes(folder) is None:
+            return folder
+    return None
+
+
+def can_write_in(folder: Path) -> bool:
+    """Make a folder if it is missing, for this user alone, and return whether a file can be made in it.
+
+    Permissions alone do not tell: the mount may be read-only.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
 
 
 def file_version(status: os.stat_result) -> FileVersion:

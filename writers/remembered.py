@@ -1,7 +1,7 @@
 """What follows from files and versions alone, kept for the next build on this machine.
 
 Workers find the folder in a variable of their environment, which `worker_variable` sets: it is below
-$XDG_CACHE_HOME (~/.cache), holds some kilobytes for each tokenizer, and may be deleted at any time. Where the
+`user_cache_folder`, holds some kilobytes for each tokenizer, and may be deleted at any time. Where the
 variable is not set, nothing is kept. A key must be a digest of everything that the facts follow from.
 """
 
@@ -23,10 +23,10 @@ _VARIABLE = "SHARDKIT_FACTS_DIR"
 
 
 def worker_variable() -> dict[str, str]:
-    """The environment variable for workers; {} if the user has set it."""
-    if _VARIABLE in os.environ:
+    """Return the environment variable for workers; {} if the user has set it, or nothing can be kept."""
+    if _VARIABLE in os.environ or (folder := user_cache_folder()) is None:
         return {}
-    return {_VARIABLE: str(user_cache_folder() / "facts")}
+    return {_VARIABLE: str(folder / "facts")}
 
 
 def remembered(key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -166,9 +166,19 @@ def _locate(text: str, storage: StorageOptions | None, indexes: NodeIndexes | No
         return find_local(local_path(text), storage)
     from shardkit.formats.tar.shard_list import is_pattern, is_tar_name
 
-    folder, name = split_url(text)
-    if is_pattern(text) or is_tar_name(name) or "{" in text or "::" in text:
+    if is_tar_name(split_url(text)[1]) or "::" in text:
         return _find_tars([text], storage)
+    if is_pattern(text) or "{" in text:
+        try:  # a folder may have such a name
+            return _locate_remote(text, storage, indexes)
+        except ShardNotFoundError:
+            return _find_tars([text], storage)
+    return _locate_remote(text, storage, indexes)
+
+
+def _locate_remote(text: str, storage: StorageOptions | None, indexes: NodeIndexes | None) -> Found:
+    """Return what lies at the URL of an index, or of a folder; ShardNotFoundError if nothing does."""
+    folder, name = split_url(text)
     is_index = name.endswith(".json")
     store = connect(folder if is_index else text, storage, shares_limit=True).pinned()
     found = find_remote(store, name if is_index else None, storage, indexes)
@@ -398,7 +408,7 @@ def _unscanned(
 
 
 def _find_in_folder(folder: Path, storage: StorageOptions | None) -> Found:
-    from shardkit.formats.tar.find import local_objects
+    from shardkit.formats.tar.find import local_objects, refuse_unfinished
     from shardkit.formats.tar.shard_list import tar_files
 
     there = [folder / name for name in INDEX_NAMES if (folder / name).is_file()]
@@ -414,6 +424,7 @@ def _find_in_folder(folder: Path, storage: StorageOptions | None) -> Found:
         )
     names = tar_files(folder)
     if not names:
+        refuse_unfinished(str(folder), sorted(file.name for file in folder.iterdir()))
         problem = _NO_DATASET
         parts = sorted(file.parent.name for file in folder.glob("*/index.json"))[:3]
         if parts:

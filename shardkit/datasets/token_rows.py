@@ -230,6 +230,7 @@ def _listed(store: AnyStore, pattern: str) -> list[ObjectInfo]:
         prefix = fixed_folder(pattern) if pattern else ""
         return list(store.list(f"{prefix}/" if prefix else ""))
     names = sorted(file.relative_to(store.url).as_posix() for file in _files(Path(store.url), pattern or "*"))
+    names = [name for name in names if matches(name, pattern or "*")]
     return [store.head(name) for name in names]
 
 

@@ -43,7 +43,7 @@ def parts_of(data: bytes) -> tuple[dict[str, object], bytes]:
 
 def joined(head: object, body: bytes) -> bytes:
     text = json.dumps(head, separators=(",", ":")).encode()
-    front = PREFIX.pack(b"shardtx1", len(text)) + text
+    front = PREFIX.pack(b"shardtx2", len(text)) + text
     return front + xxhash.xxh3_128_digest(front) + body + xxhash.xxh3_128_digest(body)
 
 

@@ -37,14 +37,79 @@ def test_kernels_are_kept_by_the_version_of_all_their_sources(
     assert len({folder, other, last}) == 3
 
 
-def test_the_user_s_own_place_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NUMBA_CACHE_DIR", "/somewhere")
+def test_the_user_s_own_place_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "own"))
     assert kernel_cache() == {}
 
 
-def test_without_a_place_workers_compile_for_themselves(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file")
-    assert kernel_cache() == {}
+KERNEL = """
+import os, sys, warnings
+warnings.simplefilter("always")
+from shardkit.writers.kernels.numba_support import kernel_cache
+from shardkit.writers.kernels.utf8 import next_character
+import numpy as np
+print(next_character(np.frombuffer(b"ab", np.uint8), 0), kernel_cache())
+"""
+
+
+def run_kernel(**environment: str) -> tuple[str, str]:
+    """What a process that compiles a kernel prints, with an environment of its own."""
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout, done.stderr
+
+
+def test_without_a_home_kernels_are_kept_in_a_private_temporary_folder(tmp_path: Path) -> None:
+    before, own = os.umask(0), tmp_path / f"shardkit-{os.getuid()}"
+    try:
+        for home in ("/dev/null/home", ""):
+            printed, warned = run_kernel(HOME=home, XDG_CACHE_HOME="/dev/null/x", TMPDIR=str(tmp_path))
+            assert str(own) in printed
+            assert not warned
+    finally:
+        os.umask(before)
+    assert list(own.rglob("*.nbc"))
+    assert own.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_temporary_folder_that_others_made_is_not_used(tmp_path: Path) -> None:
+    own = tmp_path / f"shardkit-{os.getuid()}"
+    own.mkdir()
+    own.chmod(0o777)  # machine code that others put there would be run
+    printed, warned = run_kernel(HOME="/dev/null/home", TMPDIR=str(tmp_path))
+    assert "{'NUMBA_CACHE_DIR': ''}" in printed
+    assert warned.count("compiled kernels cannot be kept") == 1
+    assert not list(own.iterdir())
+
+
+def test_a_named_folder_that_cannot_be_written_is_replaced(tmp_path: Path) -> None:
+    printed, warned = run_kernel(NUMBA_CACHE_DIR="/dev/null/x", XDG_CACHE_HOME=str(tmp_path))
+    assert str(tmp_path / "shardkit" / "kernels-") in printed
+    assert not warned
+
+
+@pytest.mark.parametrize("damage", ["cut", "nonsense", "folder"])
+def test_damaged_files_of_the_cache_are_written_again(tmp_path: Path, damage: str) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    expected = run_kernel(**environment)
+    files = [*tmp_path.rglob("*.nbi"), *tmp_path.rglob("*.nbc")]
+    assert files
+    for file in files:
+        if damage == "folder":
+            file.unlink()
+            file.mkdir()
+        else:
+            file.write_bytes(b"" if damage == "cut" else b"\x80\x04nonsense" + bytes(100))
+    assert run_kernel(**environment) == expected
+    if damage != "folder":
+        assert all(file.stat().st_size > 150 for file in tmp_path.rglob("*.nbc"))
 
 
 EXTENDED = """

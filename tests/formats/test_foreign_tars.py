@@ -29,7 +29,8 @@ from shardkit.manifest import Column
 from shardkit.storage import open_store
 from shardkit.storage.store import ObjectChangedError, ObjectInfo
 from support.foreign_tars import PARTS, assert_same_index, put_tars, samples, tar_bytes, tars
-from support.remote_harness import fresh_url
+from support.loader_data import make_dataset
+from support.remote_harness import fresh_url, put_folder
 
 ALL = list(range(23))
 
@@ -429,3 +430,43 @@ def test_an_error_does_not_wait_for_the_tars_that_still_load(tmp_path: Path) -> 
         scan_tars(manifest, load, str, indexes, threads=2)
     assert not may_go_on.is_set()
     may_go_on.set()
+
+
+def test_hidden_files_beside_tars_match_no_pattern(place: str) -> None:
+    store = open_store(place)
+    for name in ("._part-000.tar", ".part-000.tar.x.tar", "below/._part-900.tar", ".below/part-901.tar"):
+        store.put(name, b"\0\5\x16\7" + bytes(100))
+    for pattern in ("", "/*.tar", "/**/part-*.tar", "/?*.tar"):
+        with opened(place + pattern) as dataset:
+            assert len(dataset) == len(ALL) + pattern.startswith("/**")
+    with pytest.raises(ShardError, match="cut short"):  # whoever names one gets it
+        opened(f"{place}/.part*.tar")
+
+
+@pytest.mark.parametrize("name", ["br[1]", "star*x", "quest?x", "brace{1,2}", "open{", "x[", "**"])
+@pytest.mark.parametrize("kind", ["tars", "mds"])
+def test_a_folder_whose_name_looks_like_a_pattern_is_opened_by_its_name(
+    place: str, tmp_path: Path, name: str, kind: str
+) -> None:
+    url = f"{place}/{name}"
+    if kind == "tars":
+        open_store(url).put("part-000.tar", tar_bytes(0, 3))
+    else:
+        put_folder(make_dataset(tmp_path / "mds", "mds", samples=3, shards=1), open_store(url))
+    with opened(url) as dataset:
+        assert len(dataset) == 3
+
+
+@pytest.mark.parametrize("name", ["br[1].tar", "star*x.tar", "quest?x.tar"])
+def test_a_tar_whose_name_looks_like_a_pattern_is_opened_by_its_name(place: str, name: str) -> None:
+    open_store(place).put(name, tar_bytes(0, 2))
+    with opened(f"{place}/{name}") as dataset:
+        assert len(dataset) == 2
+
+
+def test_shards_without_an_index_say_that_their_writer_did_not_finish(place: str, tmp_path: Path) -> None:
+    url = f"{place}/unfinished"
+    put_folder(make_dataset(tmp_path / "mds", "mds_zstd"), open_store(url))
+    open_store(url).delete("index.json")
+    with pytest.raises(ShardError, match=r"shard\.00000\.mds\.zstd\) but no index\.json.* did not finish"):
+        opened(url)

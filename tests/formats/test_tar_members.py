@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import re
 import tarfile
+import warnings
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +22,8 @@ from shardkit.formats.tar.members import (
     split_name,
     walk_members,
 )
+from shardkit.formats.tar.shard import shard_from_raw
+from shardkit.formats.tar.shard_list import describe_tar
 from support.foreign_tars import make_tar
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -233,6 +237,10 @@ def samples(*names: str) -> list[tuple[str, list[str]]]:
         ("a.b/noext", None),
         (".hidden.txt", None),
         ("dir/.hidden.txt", ("dir/", "hidden.txt")),
+        ("dir/._0.txt", None),
+        ("__MACOSX/dir/._0.txt", None),
+        ("dir/.DS_Store", None),
+        ("dir/0.DS_Store", ("dir/0", "ds_store")),
         ("di.r/.hidden.txt", None),
         ("__meta__", None),
         ("__meta__/a.txt", None),
@@ -246,18 +254,14 @@ def test_keys_end_at_the_first_dot_of_the_last_part(name: str, parts: tuple[str,
 
 @given(st.text("ab./_A", max_size=12))
 def test_names_are_split_as_webdataset_splits_them(name: str) -> None:
-    skipped = re.match(r"__[^/]*__($|/)", name)
+    skipped = re.match(r"__[^/]*__($|/)", name) or name.rpartition("/")[2].startswith("._")
     key, extension = base_plus_ext(name)
     expected = None if skipped or key is None else (key, extension.lower())
     assert split_name(name) == expected
 
 
 def test_only_consecutive_members_are_one_sample() -> None:
-    assert samples("a.txt", "a.cls", "b.txt", "a.txt") == [
-        ("a", ["txt", "cls"]),
-        ("b", ["txt"]),
-        ("a", ["txt"]),
-    ]
+    assert samples("a.txt", "a.cls", "b.txt") == [("a", ["txt", "cls"]), ("b", ["txt"])]
     assert samples("a.txt", "noext", "__m__/x.y", "a.cls") == [("a", ["txt", "cls"])]
     assert samples() == []
 
@@ -276,3 +280,41 @@ def test_a_column_exists_only_where_every_sample_has_it() -> None:
     assert found.tolist() == [0, 2, 3]
     assert index.members_of("cls") is None
     assert index.members_of("json") is None
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("a.txt", "b.txt", "a.cls"),  # a sample that fell apart
+        ("a.txt", "b.txt", "a.txt"),  # tars put together
+        tuple(f"{number % 10}.txt" for number in range(20)),  # the same, of equal samples
+        ("x/a.txt", "x/b.txt", "y/a.txt", "x/a.json"),
+        ("a.txt", "noext", "b.txt", "._c.txt", "a.txt"),
+    ],
+)
+def test_a_key_that_comes_back_is_an_error_that_says_to_sort(names: tuple[str, ...]) -> None:
+    data = make_tar([(name, b"1") for name in names])
+    with pytest.raises(ShardError, match=r"has occurred before.*tar --sort=name") as caught:
+        shard_from_raw("x.tar", describe_tar("x.tar"), np.frombuffer(data, np.uint8))
+    assert caught.value.offset is not None
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("22.05.txt", "22.06.txt"), "22.05.txt and 22.06.txt are parts of the sample '22'"),
+        (("d/v1.0.json", "d/v1.1.json"), "d/v1.0.json and d/v1.1.json are parts"),
+        (("a-1.5", "a-1.6"), "a-1.5 and a-1.6 are parts of the sample 'a-1'"),
+        (tuple(f"{number}.50.txt" for number in range(10, 30)), "10.50.txt and 11.50.txt are"),
+        (("a.txt", "a.seg.png", "a.mp4", "a.7z", "a.3gp"), None),
+        (("2024-01-01.txt", "2024-01-02.txt"), None),
+    ],
+)
+def test_base_names_with_dots_are_named_once_for_a_dataset(names: tuple[str, ...], told: str | None) -> None:
+    data = np.frombuffer(make_tar([(name, b"1") for name in names]), np.uint8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for tar in ("0.tar", "1.tar"):
+            shard_from_raw(f"/dotted/{names[0]}/{tar}", describe_tar(tar), data)
+    assert len(caught) == bool(told)
+    assert all(told is not None and told in str(warning.message) for warning in caught)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,8 @@ def test_a_tilde_and_a_file_url_lead_to_the_folder_that_is_meant(
 def test_what_is_no_path_here_is_refused_before_anything_is_made(
     url: str, tmp_path: Path, option: str, written: str
 ) -> None:
-    for kind in (StreamingLoader, StreamingDataset):
+    kinds: tuple[Any, ...] = (StreamingLoader, StreamingDataset)
+    for kind in kinds:
         with pytest.raises(PathError, match=f"^{option}: "):
             kind(url, batch_size=8, **{option: written})
     assert not list((tmp_path / "here").iterdir())

@@ -5,9 +5,13 @@ checks. `kernel` compiles it on first use, releases the GIL while it runs, and c
 disk.
 
 Numba's own cache checks only the file that a kernel is in, so a kernel that calls one of another file would
-be loaded from the cache although the other one has changed. `kernel_cache` therefore names a cache folder for
-workers after a digest of every source file with kernels. It is below $XDG_CACHE_HOME (~/.cache), holds some
-megabytes and may be deleted at any time; versions that were not used for a month are deleted.
+be loaded from the cache although the other one has changed. The cache folder is therefore named after a
+digest of every source file with kernels. It is below `user_cache_folder`, so that neither the installation
+nor a home must be writable, unless the user names another (NUMBA_CACHE_DIR). It holds some megabytes and may
+be deleted at any time; versions that were not used for a month are deleted. Numba raises what it meets there:
+a folder that cannot be written, a full disk, a file that a power cut has cut. Here none of it is an error,
+because a kernel can always be compiled: what cannot be read is written again, and where nothing can be
+written each process compiles for itself, which one warning says.
 
 The first use of a kernel on a machine takes seconds without progress, so `CompilationWatch` reports it, from
 Numba's own events. Kernels that are compiled for one another are one compilation.
@@ -15,6 +19,7 @@ Numba's own events. Kernels that are compiled for one another are one compilatio
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -22,13 +27,16 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.files import user_cache_folder
+from shardkit.errors import warn_user
+from shardkit.files import can_write_in, user_cache_folder
 
 __all__ = [
     "Bools",
@@ -95,8 +103,15 @@ def kernel(
     import numba
 
     njit: Any = numba.njit  # whose stubs do not know `_nrt`
-    compiler = njit(nogil=True, cache=True, inline="always" if inline else "never", _nrt=allocates)
-    return compiler if function is None else compiler(function)
+    compiler = njit(nogil=True, inline="always" if inline else "never", _nrt=allocates)
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        dispatcher = compiler(function)
+        if folder := _cache_folder():
+            dispatcher._cache = _numba_cache(function, folder)
+        return dispatcher
+
+    return compiled if function is None else compiled(function)
 
 
 def start_numba() -> None:
@@ -122,19 +137,65 @@ def _nothing() -> None:
 
 
 def kernel_cache() -> dict[str, str]:
-    """Return environment variables for workers; {} if no folder is writable or the user has set one."""
-    if _VARIABLE in os.environ:
+    """Return environment variables for workers; {} if the user has set one that can be used.
+
+    The folder is empty text where none can be written: then workers cache nothing, and do not warn again.
+    """
+    given = os.environ.get(_VARIABLE)
+    if given == "" or (given is not None and can_write_in(Path(given))):
         return {}
-    folder = user_cache_folder() / f"kernels-{_kernel_version()}"
+    with suppress(OSError):
+        if (parent := user_cache_folder()) is not None:
+            folder = parent / f"kernels-{_kernel_version()}"
+            folder.mkdir(mode=0o700, exist_ok=True)
+            os.utime(folder)
+            for other in parent.glob("kernels-*"):
+                if other.stat().st_mtime < time.time() - _UNUSED_SECONDS:
+                    shutil.rmtree(other, ignore_errors=True)
+            return {_VARIABLE: str(folder)}
+    return {_VARIABLE: ""}
+
+
+@functools.cache
+def _cache_folder() -> str:
+    """Return the folder of this process's kernels; "", after a warning, if none can be written."""
+    found = kernel_cache().get(_VARIABLE, os.environ.get(_VARIABLE, ""))
+    if not found and os.environ.get(_VARIABLE) != "":
+        warn_user(
+            "compiled kernels cannot be kept, because no cache folder can be written (NUMBA_CACHE_DIR, "
+            "XDG_CACHE_HOME, HOME and TMPDIR were looked at): each process compiles them anew, which takes "
+            "up to a minute; set TMPDIR or NUMBA_CACHE_DIR to a folder that only you can write"
+        )
+    return found
+
+
+def _numba_cache(function: Callable[..., Any], folder: str) -> Any:
+    """Return Numba's cache of a function in `folder`, whose files raise nothing, whatever happens to them."""
+    from numba.core import caching
+
+    config: Any = import_module("numba.core.config")  # whose stubs do not know its settings
+    base: Any = caching.FunctionCache
+
+    class KernelCache(base):  # type: ignore[misc]
+        def load_overload(self, signature: Any, target: Any) -> Any:
+            try:
+                return super().load_overload(signature, target)
+            except Exception:  # whatever a damaged file makes of unpickling
+                with suppress(OSError):
+                    self.flush()
+                return None
+
+        def save_overload(self, signature: Any, data: Any) -> None:
+            with suppress(OSError):
+                super().save_overload(signature, data)
+
+    before, config.CACHE_DIR = config.CACHE_DIR, folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        os.utime(folder)
-        for other in folder.parent.glob("kernels-*"):
-            if other.stat().st_mtime < time.time() - _UNUSED_SECONDS:
-                shutil.rmtree(other, ignore_errors=True)
-    except OSError:
-        return {}
-    return {_VARIABLE: str(folder)} if os.access(folder, os.W_OK) else {}
+        return KernelCache(function)
+    except RuntimeError:  # "no locator available": read-only since then, or sources lie in an archive
+        return caching.NullCache()
+    finally:
+        config.CACHE_DIR = before
 
 
 def _kernel_version() -> str:

@@ -8,6 +8,7 @@ share. A tar named twice is an error: its samples would be delivered twice.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -28,7 +29,15 @@ from shardkit.manifest import Manifest
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
 
-__all__ = ["expand", "folder_tars", "local_objects", "local_tars", "remote_tars", "unscanned"]
+__all__ = [
+    "expand",
+    "folder_tars",
+    "local_objects",
+    "local_tars",
+    "refuse_unfinished",
+    "remote_tars",
+    "unscanned",
+]
 
 MAX_LISTED = 1 << 20  # objects looked through for tars: a listing of a whole bucket should end
 
@@ -99,7 +108,9 @@ def _local_files(path: Path) -> tuple[Path, list[Path]]:
         return path.parent, [path]
     folder = Path(fixed_folder(path.as_posix()) or ("/" if path.is_absolute() else "."))
     pattern = path.relative_to(folder).as_posix()
-    files = sorted((file for file in folder.glob(pattern) if file.is_file()), key=lambda f: f.as_posix())
+    found = [file for file in folder.glob(pattern) if file.is_file()]
+    files = sorted(file for file in found if matches(file.relative_to(folder).as_posix(), pattern))
+    files.sort(key=lambda file: file.as_posix())
     _refuse_others(str(path), [file.name for file in files])
     return folder, files
 
@@ -118,15 +129,15 @@ def remote_tars(
     listed = _listing(store, keys)
     objects: list[ObjectInfo] = []
     for name, key in zip(names, keys, strict=True):
-        if is_pattern(key):
+        if key in listed:  # also a name that looks like a pattern
+            objects.append(listed[key])
+        elif is_pattern(key):
             is_folder = is_pattern(key) and not is_pattern(name)
             some = [
                 i for i in listed.values() if matches(i.key, key) and (not is_folder or is_tar_name(i.key))
             ]
             _refuse_others(name, [info.key for info in some])
             objects += some
-        elif key in listed:
-            objects.append(listed[key])
         else:
             raise ShardNotFoundError(f"{store.url}/{key}", "there is no such object")
     _refuse_repeated(store.url, [info.key for info in objects])
@@ -135,13 +146,36 @@ def remote_tars(
 
 def folder_tars(store: Store) -> list[ObjectInfo]:
     """The tars directly in a store's folder, sorted; ShardError if they all lie in folders below."""
-    tars = [info for info in _list(store, "") if is_tar_name(info.key)]
+    listed = _list(store, "")
+    tars = [info for info in listed if is_tar_name(info.key) and matches(info.key, "**/*")]
     direct = [info for info in tars if "/" not in info.key]
+    if not tars:
+        refuse_unfinished(store.url, [info.key for info in listed])
     if tars and not direct:
         raise ShardError(
             store.url, f"has tars in sub-folders only: open {store.url}/**/*.tar to use them all"
         )
     return direct
+
+
+def refuse_unfinished(where: str, names: Sequence[str]) -> None:
+    """Raise ShardNotFoundError if `names` below `where` are shards of which no index tells."""
+    shards = [name for name in names if _MDS_SHARD.search(name) and matches(name, "**/*")]
+    if not shards:
+        return
+    if parts := sorted({name.rpartition("/")[0] for name in names if name.endswith("/index.json")}):
+        some = ", ".join(parts[:3])
+        problem = f"holds no index.json, its sub-folders do ({some}, …): give each as a Stream, or merge them"
+        raise ShardNotFoundError(where, f"{problem} (streaming.base.util.merge_index)")
+    raise ShardNotFoundError(
+        where,
+        f"holds shards ({len(shards):,}, such as {shards[0]}) but no index.json, which an MDS writer writes "
+        "last: it did not finish, or the index was not copied. Run the writer to its end (MosaicML's by "
+        "`with MDSWriter(…)` or `finish()`), or copy index.json beside the shards",
+    )
+
+
+_MDS_SHARD = re.compile(r"\.mds(\.[a-z0-9]+)*$")
 
 
 def _listing(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:

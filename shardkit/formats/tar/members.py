@@ -9,9 +9,11 @@ written under them, so absolute names and `..` are harmless. Costs a few microse
 
 Samples, as WebDataset groups them: a key is the path up to the first dot of its last component, the extension
 is the rest in lower case. Consecutive members with one key are one sample. Members under a `__name__` at the
-top level are metadata and names without an extension are not data: both are skipped, as `webdataset` does. A
-repeated extension inside a sample is an error. A `TarIndex` is a few arrays: about 20 bytes a member, and the
-keys.
+top level are metadata and names without an extension are not data: both are skipped, as `webdataset` does,
+and so is what macOS adds (`._name`, `.DS_Store`). A repeated extension inside a sample is an error, and so is
+a key that comes back later in the tar, whose sample would fall apart. Base names with dots ("22.05.txt" and
+"22.06.txt") make one sample, which is seldom meant: a warning names the first. A `TarIndex` is a few arrays:
+about 20 bytes a member, and the keys.
 
 The file, which saves another scan of the tar:
 
@@ -40,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from shardkit.errors import ShardError
+from shardkit.errors import ShardError, warn_user
 from shardkit.files import load_json
 from shardkit.formats.tar.shard_list import fixed_size
 from shardkit.manifest import Column
@@ -55,6 +57,7 @@ __all__ = [
     "check_end",
     "group_members",
     "index_file_bytes",
+    "looks_like_a_base_name",
     "padded",
     "read_head",
     "read_index",
@@ -74,7 +77,7 @@ _REGULAR = frozenset(b"0\x007")  # 7: contiguous file, stored like a regular one
 _NO_PAYLOAD = frozenset(b"123456")  # links, devices, folders, pipes: their size field means nothing
 _EXTENSIONS = frozenset(b"xgXLK")  # X: Solaris' name for x
 
-_MAGIC = b"shardtx1"
+_MAGIC = b"shardtx2"  # 1: keys that come back were not refused
 _PREFIX = struct.Struct("<8sI")
 _DIGEST_BYTES = 16
 _MAX_HEAD_BYTES = 1 << 22
@@ -312,7 +315,7 @@ def split_name(name: str) -> tuple[str, str] | None:
         return None
     folder = name.rfind("/") + 1
     dot = name.find(".", folder)
-    if dot < 0:
+    if dot < 0 or name.startswith("._", folder) or name[folder:] == ".DS_Store":
         return None
     if dot == folder:
         # A hidden file: its folder is the key, as in webdataset, unless that has a dot in its name too.
@@ -322,9 +325,31 @@ def split_name(name: str) -> tuple[str, str] | None:
     return name[:dot], name[dot + 1 :].lower()
 
 
+def looks_like_a_base_name(extension: str) -> bool:
+    """Return whether an extension ("05.txt", "05") may be the rest of a base name that has dots."""
+    return extension[:1].isdigit() and ("." in extension or extension.isdigit())
+
+
+_warned_of_dots: set[str] = set()  # folders of tars, so that one warning stands for a dataset
+
+
+def _warn_of_dots(names: Sequence[str], file: str | PathLike[str]) -> None:
+    folder = os.fspath(file).rpartition("/")[0]
+    if folder in _warned_of_dots:
+        return
+    _warned_of_dots.add(folder)
+    key = (split_name(names[0]) or ("",))[0]
+    warn_user(
+        f"{os.fspath(file)}: a sample's key ends at the first dot of a name, so {' and '.join(names)} are "
+        f"parts of the sample {key!r}: if they are samples of their own, write other characters for the dots"
+    )
+
+
 def group_members(members: Iterable[Member], file: str | PathLike[str]) -> TarIndex:
-    """The index of a tar from its members; ShardError on a repeated extension."""
+    """Return the index of a tar from its members; ShardError if an extension repeats or a key comes back."""
     keys: list[str] = []
+    known: set[str] = set()
+    dotted: list[str] = []  # names of the first members that may be samples of their own
     starts, offsets, sizes, kinds = array("q"), array("q"), array("q"), array("i")
     numbers: dict[str, int] = {}
     present: set[int] = set()
@@ -334,6 +359,13 @@ def group_members(members: Iterable[Member], file: str | PathLike[str]) -> TarIn
             continue
         key, extension = parts
         if not keys or key != keys[-1]:
+            if key in known:
+                problem = (
+                    f"member {member.name[:200]!r}: its key {key[:200]!r} has occurred before, and members "
+                    "of one sample must follow each other: write the tar with sorted names (tar --sort=name)"
+                )
+                raise ShardError(file, problem, offset=member.header)
+            known.add(key)
             keys.append(key)
             starts.append(len(offsets))
             present.clear()
@@ -341,12 +373,16 @@ def group_members(members: Iterable[Member], file: str | PathLike[str]) -> TarIn
         if number in present or extension == "__key__":
             problem = f"member {member.name[:200]!r}: its sample already has {extension!r}"
             raise ShardError(file, problem, offset=member.header)
+        if len(dotted) < 2 and looks_like_a_base_name(extension):
+            dotted.append(member.name)
         present.add(number)
         offsets.append(member.offset)
         sizes.append(member.size)
         kinds.append(number)
         if len(offsets) > MAX_MEMBERS:
             raise ShardError(file, f"more than {MAX_MEMBERS:,} members; write smaller shards")
+    if dotted:
+        _warn_of_dots(dotted, file)
     starts.append(len(offsets))
     return TarIndex(
         keys=keys,

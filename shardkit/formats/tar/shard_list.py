@@ -176,7 +176,7 @@ def common_folder(folders: Sequence[str]) -> str:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern stands for `name`, folder by folder."""
+    """Whether a pattern stands for `name`, folder by folder; as in a shell, not for hidden ones."""
     return _matches(name.split("/"), pattern.split("/"))
 
 
@@ -184,7 +184,10 @@ def _matches(name: list[str], pattern: list[str]) -> bool:
     if not pattern or not name:
         return not pattern and not name
     if pattern[0] == "**":
-        return any(_matches(name[i:], pattern[1:]) for i in range(len(name)))
+        hidden = next((i for i, part in enumerate(name) if part.startswith(".")), len(name))
+        return any(_matches(name[i:], pattern[1:]) for i in range(min(hidden + 1, len(name))))
+    if name[0].startswith(".") and not pattern[0].startswith("."):
+        return False
     return fnmatchcase(name[0], pattern[0]) and _matches(name[1:], pattern[1:])
 
 
@@ -228,9 +231,10 @@ def fixed_size(encoding: str) -> int | None:
 
 
 def tar_files(folder: Path) -> list[str]:
-    """Names of the tars directly in `folder`, sorted."""
+    """Return the names of the tars directly in `folder`, sorted, without hidden ones (macOS's ._a.tar)."""
     try:
-        return sorted(p.name for p in folder.iterdir() if is_tar_name(p.name) and p.is_file())
+        names = [p.name for p in folder.iterdir() if is_tar_name(p.name) and p.is_file()]
+        return sorted(name for name in names if not name.startswith("."))
     except OSError as error:
         raise ShardError(folder, f"cannot be listed: {error.strerror or error}") from error
 

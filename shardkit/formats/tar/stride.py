@@ -20,6 +20,7 @@ from shardkit.formats.tar.members import (
     Member,
     PackedKeys,
     TarIndex,
+    looks_like_a_base_name,
     padded,
     split_name,
     walk_members,
@@ -94,7 +95,8 @@ def _first_sample(data: memoryview, file: str | PathLike[str]) -> tuple[list[Mem
             return (members, member.start) if plain else None
         key = parts[0]
         members.append(member)
-        if len(members) > MAX_SAMPLE_MEMBERS or parts[1] == "__key__":
+        is_odd = parts[1] == "__key__" or looks_like_a_base_name(parts[1])  # for the walk to speak of
+        if len(members) > MAX_SAMPLE_MEMBERS or is_odd:
             return None
     return None
 
@@ -117,7 +119,7 @@ def _count_samples(data: npt.NDArray[np.uint8], stride: int) -> int:
 
 
 def _keys_are_plain(keys: Blocks) -> bool:
-    """Printable ASCII, folders cut at the same places, no dot in the last part, neighbours differ."""
+    """Printable ASCII, folders cut at the same places, no dot in the last part, none occurs twice."""
     slash = keys == ord("/")
     last = int(np.flatnonzero(slash[0])[-1]) + 1 if slash[0].any() else 0
     return (
@@ -126,8 +128,13 @@ def _keys_are_plain(keys: Blocks) -> bool:
         and _equal(slash, np.broadcast_to(slash[0], slash.shape))
         and not bool((keys[:, last:] == ord(".")).any())
         and not bool((keys[:, 0] == ord("_")).any())
-        and bool((keys[1:] != keys[:-1]).any(axis=1).all())
+        and _differ(np.ascontiguousarray(keys).view(f"S{keys.shape[1]}").ravel())
     )
+
+
+def _differ(keys: npt.NDArray[np.bytes_]) -> bool:
+    """Whether no key occurs twice; as a rule they are sorted, which is quicker to see."""
+    return bool((keys[1:] > keys[:-1]).all()) or len(np.unique(keys)) == len(keys)
 
 
 def _equal(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> bool:
