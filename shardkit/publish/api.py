@@ -276,8 +276,8 @@ def _listed_tars(folder: Path, threads: int) -> Contents:
 
 def _index_table(contents: Contents) -> bytes | None:
     """index.bin of a large dataset, made of the index that was checked, whether the folder has one or not."""
-    is_mds = contents.manifest.format == "mds"
-    return table_bytes(contents.manifest.shards, contents.index) if is_mds else None
+    manifest = contents.manifest
+    return table_bytes(manifest.shards, contents.index, manifest.blocks) if manifest.format == "mds" else None
 
 
 def _check_space(folder: Path, target: LocalStore, contents: Contents) -> None:

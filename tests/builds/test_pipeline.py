@@ -87,7 +87,7 @@ def test_uncompressed_shards_have_checksums_of_their_blocks_whatever_partition_m
     )
     dataset, blocks = open_dataset(tmp_path / "out"), tmp_path / "out" / BLOCKS_NAME
     assert dataset.card is not None
-    stated = dataset.card.blocks(dataset.fingerprint)
+    stated = dataset.manifest.blocks
     if compression != "null":
         assert stated is None
         assert not blocks.exists()
