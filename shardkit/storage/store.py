@@ -128,6 +128,9 @@ class StorageOptions:
     """Longest silence on a connection."""
     retry_seconds: float = 600.0
     """How long to retry a failing operation: shorter outages cost only time."""
+    first_contact_seconds: float = 60.0
+    """The same while the store has not answered once, since its address may be wrong. Loaders wait for as
+    long as for a batch."""
     connections: int = 32
     """Maximum number of connections of a process to a store."""
     follow_urls: bool = False
@@ -139,9 +142,10 @@ class StorageOptions:
             object.__setattr__(self, "endpoint_url", without_password(self.endpoint_url))
         if self.checksums not in (None, *get_args(Checksums)):
             raise ValueError(f"checksums must be one of {', '.join(get_args(Checksums))}: {self.checksums!r}")
-        timeouts = (self.connect_timeout_seconds, self.read_timeout_seconds, self.retry_seconds)
+        waits = (self.retry_seconds, self.first_contact_seconds)
+        timeouts = (self.connect_timeout_seconds, self.read_timeout_seconds, *waits)
         if not (min(timeouts) > 0 and self.connections > 0):
-            raise ValueError("timeouts, retry_seconds and connections must be above 0")
+            raise ValueError("timeouts, times to retry and connections must be above 0")
 
 
 @dataclass(frozen=True, slots=True)
