@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
+from shardkit.files import load_json
 from shardkit.hashing import hash_bytes
 from shardkit.manifest import BLOCKS_NAME, FileInfo, Manifest, stated_file
 
@@ -454,7 +455,7 @@ class DatasetCard:
         if len(text) > MAX_CARD_BYTES:
             raise ShardError(where, f"a dataset's card is larger than {MAX_CARD_BYTES:,} bytes")
         try:
-            data = json.loads(text)
+            data = load_json(text)
         except (ValueError, RecursionError) as error:
             raise ShardError(where, f"cannot be read: {error}") from error
         if not isinstance(data, dict):
@@ -506,7 +507,7 @@ class DatasetCard:
         if stated is None or (stated.bytes, stated.hashes) != (len(table), hash_bytes(table, stated.hashes)):
             raise ShardError(where, "is damaged, or of another dataset: its hash is not the one in the card")
         try:
-            listed = json.loads(table)
+            listed = load_json(table)
         except (ValueError, RecursionError) as error:
             raise ShardError(where, f"cannot be read: {error}") from error
         if not isinstance(listed, dict) or not listed.keys().isdisjoint(self.file_names):

@@ -17,6 +17,8 @@ import shutil
 import stat
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -36,6 +38,7 @@ __all__ = [
     "map_file",
     "map_path",
     "move_durably",
+    "not_for_everyone",
     "open_maps",
     "open_regular",
     "part_of",
@@ -72,6 +75,17 @@ def load_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("brackets nest too deeply") from None
+
+
+@contextmanager
+def not_for_everyone() -> Iterator[None]:
+    """Let nobody but owner and group write what this process and its children make, also where umask is 0."""
+    before = os.umask(0o077)  # it can only be read by setting it
+    os.umask(before | stat.S_IWOTH)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def user_cache_folder() -> Path:

@@ -52,6 +52,8 @@ _FORM = "expected hf://datasets/ORG/NAME, hf://datasets/ORG/NAME@REVISION, or a 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_MOST_PAGES = 10_000  # of a listing
+_MOST_FILES = 1_000_000  # ten times what the Hub advises for a repository
 _PATHS_AT_ONCE = 500  # files that one request describes
 _MOST_RACES = 64  # lost to commits of others, each of which is somebody's success
 _MOST_SKIPPED = 16 << 20  # of a file in git, which is sent whole by servers that know no ranges of such files
@@ -204,8 +206,10 @@ class HubStore(BaseStore):
         found: dict[str, ObjectInfo] = {}
         seen: set[str] = set()
         while page is not None:
-            if page in seen:
-                raise StoreError(where, "the server's listing does not end: pages repeat")
+            if page in seen or len(seen) == _MOST_PAGES or len(found) > _MOST_FILES:
+                raise StoreError(
+                    where, f"the server's listing does not end: {len(seen):,} pages, {len(found):,} files"
+                )
             seen.add(page)
             try:
                 entries, page = self._client.json("GET", page, where)

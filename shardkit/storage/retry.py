@@ -32,6 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from shardkit.errors import without_password
 from shardkit.storage.clock import running_seconds
 from shardkit.storage.limits import Gate
 from shardkit.storage.metrics import StoreMetrics
@@ -67,7 +68,7 @@ class RetryPolicy:
     first_contact_seconds: float = 5.0
     """Only one retry after this time if the store cannot be reached and has never answered."""
     report_seconds: float = 5.0
-    """An operation that has failed for this long is reported to the log; at once if there was no answer yet."""
+    """An operation that has failed for this long is reported; at once if there was no answer yet."""
     answer_seconds: float = 30.0
     """A request without an answer after this time is abandoned and repeated; stores time out earlier."""
     hedge: bool = True
@@ -179,7 +180,7 @@ class Upstream:
         self.hedging = Hedging(policy)
         self.has_answered = has_answered
         self.workers = workers or Workers(_THREADS_PER_CONNECTION * connections)
-        self._url = url
+        self._url = without_password(url)
         self._down_since: float | None = None
         self._next_report = -float("inf")
         self.after_fork()

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from shardkit.errors import ShardError
-from shardkit.files import publish_bytes
+from shardkit.files import load_json, publish_bytes
 from shardkit.manifest import (
     BLOCKS_NAME,
     UNKNOWN,
@@ -270,7 +270,7 @@ def parse_listing(file: str | PathLike[str], text: bytes) -> tuple[str | None, M
     ShardError, naming `file`, if it is not sound.
     """
     try:
-        listing = json.loads(text)
+        listing = load_json(text)
     except (ValueError, RecursionError) as error:
         raise ShardError(file, f"is not JSON: {error}") from error
     if not isinstance(listing, dict) or not isinstance(listing.get("shardlist"), list):

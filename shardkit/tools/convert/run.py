@@ -29,7 +29,7 @@ from shardkit.card import CARD_NAME
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.facts import Described, Facts, listed
-from shardkit.files import move_durably, publish_bytes
+from shardkit.files import move_durably, not_for_everyone, publish_bytes
 from shardkit.formats.mds.encodings import encoding_of
 from shardkit.formats.mds.index import TABLE_NAME
 from shardkit.manifest import Manifest
@@ -144,6 +144,7 @@ class _Written:
         return int(shape) if shape.isdecimal() and np.dtype(dtype).kind in "ui" else None
 
 
+@not_for_everyone()
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
