@@ -4,11 +4,11 @@ Only where a row's place follows from the index (`shardkit.cache.row_layout`).
 
 A row is proved before it is given to anyone, and read by one request, where checksums of its blocks are
 published with the dataset, or its shard was seen whole before (`shardkit.cache.row_proofs`). Where only the
-whole shard can be proved, by its hash, its rows are not read singly (`RowReader.can_read`). Where the index
-states no hash, nothing is proved, neither rows nor whole shards: such rows are read by two requests that must
-agree, and are compared again when their shard has come. A store that returns the same wrong bytes twice is
-found out only then: the difference stops the run. Either way objects must have the size that the index states
-and stay of one version.
+whole shard can be proved, by its hash or by its size alone, its rows are not read singly
+(`RowReader.can_read`). Left are ranges of flat token files, of which nothing is proved either way, and rows
+whose checksums were forgotten: these are read by two requests that must agree, and are compared again when
+their shard has come. A store that returns the same wrong bytes twice is found out only then: the difference
+stops the run. Always objects must have the size that the index states and stay of one version.
 
 Replicas (tensor, pipeline and context parallel peers) need the same rows at the same time. Those of one
 machine read each row once: whoever gets the lease on a row reads it and leaves it in the cache folder as a
@@ -186,7 +186,8 @@ class RowReader:
     def can_read(self, number: int) -> bool:
         """Return whether rows of a shard may be read one by one: what could prove them does not get lost."""
         is_proved = self._blocks is not None or number in self._known
-        return (is_proved or not self._manifest.shards[number].has_hashes) and self.layout(number) is not None
+        # Whole shards of flat token files are ranges like their rows: to wait for them would prove nothing.
+        return (is_proved or self._manifest.format == "tokens") and self.layout(number) is not None
 
     def read(
         self, wanted: Mapping[int, npt.NDArray[np.int64]], timeout_seconds: float = 600.0

@@ -263,7 +263,7 @@ class HubStore(BaseStore):
         """The object of an entry in one of the Hub's listings."""
         key = str(entry["path"])[len(self._prefix) :]
         lfs = entry.get("lfs")
-        size, version = entry.get("size"), (lfs or entry).get("oid")
+        size, version = entry.get("size"), (lfs if isinstance(lfs, dict) else entry).get("oid")
         if not isinstance(size, int) or not isinstance(version, str):
             raise StoreError(self.where(key), "the server states neither its size nor its hash")
         return ObjectInfo(key, size, version)
@@ -460,4 +460,6 @@ def content_version(data: bytes | Path, digits: int) -> str:
 def _entries(answer: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(answer, list) or not all(isinstance(entry, dict) for entry in answer):
         raise StoreError(where, "the server sends no list of files: check HF_ENDPOINT")
+    if not all(isinstance(entry.get("path"), str) for entry in answer if entry.get("type") == "file"):
+        raise StoreError(where, "the server lists files without a path: check HF_ENDPOINT")
     return answer

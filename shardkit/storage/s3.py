@@ -48,6 +48,7 @@ _FILLED_BYTES = 1 << 16  # of a read that waits until its piece is full
 _LOW_WATER_BYTES = 1 << 17
 _MAX_EMPTY_PAGES = 1000  # in a row; S3 sends some where many objects were deleted
 _PAGE_BYTES = 1 << 16  # of an error: far more than servers send
+_ERROR_BYTES = 1 << 12  # an error without the type of one has less
 _ERROR_START = re.compile(rb"\s*(?:<(?:[?E]|\Z)|\Z)")
 _HTML = re.compile(rb"\s*(?:<!doctype html|<html)", re.IGNORECASE)
 _TAIL_BYTES = 1 << 20  # far more than what may wait in the buffers between the socket and us
@@ -114,7 +115,14 @@ class S3Store(BaseStore):
         except BaseException:
             answer["Body"].close()
             raise
-        return S3Body(where, info, answer["Body"], length, is_whole=not is_ranged)
+        body = S3Body(where, info, answer["Body"], length)
+        if not is_ranged and length <= _ERROR_BYTES:
+            try:
+                body.check_no_error()
+            except BaseException:
+                body.close()
+                raise
+        return body
 
     def put(
         self,
@@ -255,7 +263,7 @@ def _page(answer: Mapping[str, Any], *, is_ranged: bool) -> bytes | None:
     """Return the body of an answer that may be an error in place of an object; None if it cannot be one.
 
     Proxies send errors with the type that the object has. A range in answer to a range is none, and whole
-    objects are looked at when they are read (`S3Body`).
+    objects are looked at when they begin (`S3Body.check_no_error`).
     """
     size, kind = answer.get("ContentLength", _PAGE_BYTES + 1), answer.get("ContentType", "").lower()
     is_page = "xml" in kind or "html" in kind or not version_of(answer)
@@ -282,13 +290,9 @@ class S3Body(BaseBody):
     must be read in filled pieces of 64 KiB. `close` may come from another thread, and ends a read there.
     """
 
-    def __init__(
-        self, where: str, info: ObjectInfo, stream: Any, bytes_left: int, *, is_whole: bool = False
-    ) -> None:
-        """`is_whole`: the body is not a range, so it may be an error in place of a small object."""
-        self._may_be_error = is_whole and 0 < bytes_left <= _PAGE_BYTES
-        self._held = memoryview(b"")  # read to see whether it is one
+    def __init__(self, where: str, info: ObjectInfo, stream: Any, bytes_left: int) -> None:
         self.info = info
+        self._held = memoryview(b"")  # what `check_no_error` has read
         self._where = where
         self._stream = stream
         self._bytes = self._left = bytes_left
@@ -305,27 +309,20 @@ class S3Body(BaseBody):
 
     def readinto(self, buffer: memoryview, /) -> int:
         if not self._held:
-            count = self._receive(buffer)
-            if not self._may_be_error:
-                return count
-            self._may_be_error = False
-            if not _ERROR_START.match(buffer[:count]):
-                return count
-            self._hold(bytes(buffer[:count]))
+            return self._receive(buffer)
         count = min(len(buffer), len(self._held))
         buffer[:count] = self._held[:count]
         self._held = self._held[count:]
         return count
 
-    def _hold(self, page: bytes) -> None:
-        """Read the rest of a small body that begins like an error of S3; raise the error if it is one."""
-        rest = memoryview(bytearray(self._left))
-        while self._left:
-            self._receive(rest[len(rest) - self._left :])
-        page += rest
-        if (found := error_in_body(self._where, page, 200)) is not None:
+    def check_no_error(self) -> None:
+        """Read the first bytes, and all if they begin like an error of S3; raise it if it is one."""
+        page, done = memoryview(bytearray(self._left)), 0
+        while done < len(page) and _ERROR_START.match(page[:done]):
+            done += self._receive(page[done:])
+        self._held = page[:done]
+        if done == len(page) and (found := error_in_body(self._where, bytes(page), 200)) is not None:
             raise found
-        self._held = memoryview(page)
 
     def _receive(self, buffer: memoryview) -> int:
         if not self._left:

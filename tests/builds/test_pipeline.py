@@ -14,10 +14,10 @@ import pytest
 import tokenizers
 
 from shardkit import open_dataset
-from shardkit.card import BLOCKS_NAME
 from shardkit.datasets.verify import verify
 from shardkit.errors import BuildError, RecipeError
 from shardkit.formats.blocks import shard_parts
+from shardkit.manifest import BLOCKS_NAME
 from shardkit.publish import download, upload
 from shardkit.writers import BuildResult, build, load_recipe
 from shardkit.writers.ledger import Count
