@@ -65,6 +65,7 @@ class CacheStats:
     refetched_bytes: float = _counter("Bytes fetched again after their eviction.")
     decompressed_bytes: float = _counter("Bytes that decompression gave.")
     row_reads: float = _counter("Rows read before their shard was there.")
+    unproved_bytes: float = _counter("Bytes whose index states nothing that proves them but their size.")
     bypassed: float = _counter("Shards read without being kept.")
     quarantined: float = _counter("Shards whose bytes were wrong.")
     disk_full: float = _counter("Times that the disk of the cache had no room for a shard.")

@@ -319,8 +319,10 @@ def open_streams(
     if remote := sum(map(is_remote, to_open)):
         sleep(0.0 if place is None else start_delay(place.machine, nodes, remote))
     storage = config.storage or StorageOptions()
-    # A store must not fail before the loader does: it retries for as long as a batch is waited for.
-    storage = replace(storage, retry_seconds=max(storage.retry_seconds, config.timeout_seconds))
+    # A store must not fail before the loader does: it is retried for as long as a batch is waited for, also
+    # if it is away when the job starts.
+    seconds = max(storage.retry_seconds, config.timeout_seconds)
+    storage = replace(storage, retry_seconds=seconds, first_contact_seconds=seconds)
     open_one = partial(
         open_dataset,
         storage=storage,

@@ -28,11 +28,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
+from shardkit.files import load_json
 from shardkit.hashing import hash_bytes
-from shardkit.manifest import FileInfo, checked_basename
+from shardkit.manifest import BLOCKS_NAME, FileInfo, Manifest, stated_file
 
 __all__ = [
-    "BLOCKS_NAME",
     "CARD_NAME",
     "FILES_NAME",
     "MAX_CARD_BYTES",
@@ -61,10 +61,10 @@ __all__ = [
     "SplitFacts",
     "StageLoss",
     "TokenizerFacts",
+    "block_checksums",
     "listed_files",
 ]
 
-BLOCKS_NAME = "blocks.bin"
 CARD_NAME = "dataset.json"
 FILES_NAME = "files.json"
 MAX_CARD_BYTES = 64 << 20  # of those that older versions made for 500,000 files
@@ -455,7 +455,7 @@ class DatasetCard:
         if len(text) > MAX_CARD_BYTES:
             raise ShardError(where, f"a dataset's card is larger than {MAX_CARD_BYTES:,} bytes")
         try:
-            data = json.loads(text)
+            data = load_json(text)
         except (ValueError, RecursionError) as error:
             raise ShardError(where, f"cannot be read: {error}") from error
         if not isinstance(data, dict):
@@ -507,18 +507,12 @@ class DatasetCard:
         if stated is None or (stated.bytes, stated.hashes) != (len(table), hash_bytes(table, stated.hashes)):
             raise ShardError(where, "is damaged, or of another dataset: its hash is not the one in the card")
         try:
-            listed = json.loads(table)
+            listed = load_json(table)
         except (ValueError, RecursionError) as error:
             raise ShardError(where, f"cannot be read: {error}") from error
         if not isinstance(listed, dict) or not listed.keys().isdisjoint(self.file_names):
             raise ShardError(where, "must map names that the card does not have to sizes and hashes")
         return DatasetCard({**self.data, "files": {**self.data["files"], **listed}}, self.where)
-
-    def blocks(self, fingerprint: str) -> FileInfo | None:
-        """blocks.bin, if the card lists it and is that of the shards with this fingerprint."""
-        files = _mapping(self.data.get("files"))
-        is_own = self.data.get("fingerprint") == fingerprint
-        return self.file(BLOCKS_NAME) if is_own and BLOCKS_NAME in files else None
 
     @property
     def file_names(self) -> list[str]:
@@ -530,15 +524,7 @@ class DatasetCard:
 
     def file(self, name: str) -> FileInfo:
         """Size and hashes of one of `file_names`; ShardError if they are not sound."""
-        checked_basename(name, self.where)
-        stated = _mapping(self.data["files"][name])
-        hashes = {kind: value for kind, value in stated.items() if kind != "bytes"}
-        size = stated.get("bytes")
-        if type(size) is not int or size < 0:
-            raise ShardError(self.where, f"{name}: a size in bytes and hashes are expected")
-        if not all(isinstance(value, str) for value in hashes.values()):
-            raise ShardError(self.where, f"{name}: hashes must be strings")
-        return FileInfo(name, size, hashes)
+        return stated_file(name, self.data["files"][name], self.where)
 
     def languages(self) -> dict[str, LanguageCounts]:
         """Counts of all inputs by language, most tokens first; {} if no filter determined languages."""
@@ -582,6 +568,17 @@ class DatasetCard:
             if lost != Count():
                 steps.append(FunnelStep(kind, label, lost.documents, lost.bytes, left.documents, left.bytes))
         return [*steps, FunnelStep("kept", "kept", 0, 0, funnel.kept.documents, funnel.kept.bytes)]
+
+
+def block_checksums(manifest: Manifest, card: DatasetCard | None) -> FileInfo | None:
+    """Return blocks.bin as the index states it, or the card of these shards; None if neither does.
+
+    Older versions state it in the card only, and a store that hides the card once would hide it, too.
+    """
+    if manifest.blocks is not None or card is None:
+        return manifest.blocks
+    is_own = card.data.get("fingerprint") == manifest.fingerprint
+    return card.file(BLOCKS_NAME) if is_own and BLOCKS_NAME in _mapping(card.data.get("files")) else None
 
 
 def listed_files(files: Mapping[str, Mapping[str, Any]]) -> tuple[Mapping[str, Any], bytes | None]:

@@ -5,6 +5,7 @@ A message says what was wrong, where, and what to do. Catch `ShardkitError` to c
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -25,9 +26,22 @@ __all__ = [
     "ShardkitError",
     "StateError",
     "StreamExhaustedError",
+    "clean_message",
     "naming_extras",
     "warn_user",
+    "without_password",
 ]
+
+# Also of a URL whose second slash a path has swallowed.
+_USER_INFO = re.compile(r"(?<=://)[^/\s\"'<>]*@|(?<=:/)[^/\s\"'<>@:]*:[^/\s\"'<>]*@")
+_SECRETS = re.compile(
+    r"(?i)(\bbearer\s+|\bbasic\s+(?=[a-z0-9+/]{8})|\bx-amz-(?:signature|security-token|credential)\b[=:]\s*|"
+    r"[?&](?:sig|signature|token|access_token|awsaccesskeyid)=)[^\s\"'<>&,;:]+|\b(?-i:hf_)[a-z0-9]{16,}"
+)
+# Control characters but tabs and line ends, and what turns the direction of a line or ends it unseen.
+_COMMANDS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+)
 
 # What to install for a module that is not there: the distribution, and the extra that brings it.
 _EXTRAS = {
@@ -93,8 +107,22 @@ class ShardkitError(Exception):
     """Base of all errors raised by shardkit on purpose."""
 
     def __str__(self) -> str:
-        # Names in hostile files may hold bytes that are no UTF-8, and halves of surrogate pairs.
-        return super().__str__().encode("utf-8", "backslashreplace").decode()
+        return clean_message(super().__str__())
+
+
+def without_password(text: str) -> str:
+    """Return `text` without the `user:password@` of URLs in it."""
+    return _USER_INFO.sub("", text)
+
+
+def clean_message(text: str) -> str:
+    """Return a message without what files and servers of strangers may put into it.
+
+    That is: passwords in URLs, tokens and signatures that a server sends back, what commands a terminal, and
+    what is no UTF-8 (halves of surrogate pairs, from names that are bytes).
+    """
+    text = _SECRETS.sub(lambda found: f"{found[1] or ''}***", without_password(text))
+    return _COMMANDS.sub("\ufffd", text).encode("utf-8", "backslashreplace").decode()
 
 
 class ShardError(ShardkitError):
@@ -200,7 +228,7 @@ def warn_user(message: str) -> None:
         frame = frame.f_back
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     name, file = frame.f_globals.get("__name__"), frame.f_code.co_filename
-    warnings.warn_explicit(message, RuntimeWarning, file, frame.f_lineno, name, registry)
+    warnings.warn_explicit(clean_message(message), RuntimeWarning, file, frame.f_lineno, name, registry)
 
 
 def _is_passed_over(module: str) -> bool:

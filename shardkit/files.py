@@ -19,7 +19,8 @@ import stat
 import tempfile
 import threading
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -36,8 +37,8 @@ __all__ = [
     "FileVersion",
     "NotRegularFileError",
     "allocate",
-    "file_version",
     "can_write_in",
+    "file_version",
     "fsync_path",
     "is_remote",
     "link_or_copy",
@@ -47,6 +48,7 @@ __all__ = [
     "map_file",
     "map_path",
     "move_durably",
+    "not_for_everyone",
     "open_maps",
     "open_regular",
     "part_of",
@@ -189,6 +191,17 @@ def file_version(status: os.stat_result) -> FileVersion:
     machine, or a copy of a folder, has other versions of equal files: treat a difference as "read it again".
     """
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+@contextmanager
+def not_for_everyone() -> Iterator[None]:
+    """Let nobody but owner and group write what this process and its children make, also where umask is 0."""
+    before = os.umask(0o077)  # it can only be read by setting it
+    os.umask(before | stat.S_IWOTH)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def fsync_path(path: Path) -> None:

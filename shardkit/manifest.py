@@ -30,6 +30,7 @@ from shardkit.arrays import Bytes, Ints
 from shardkit.errors import ShardError
 
 __all__ = [
+    "BLOCKS_NAME",
     "LOSS_MASK",
     "UNKNOWN",
     "Column",
@@ -41,10 +42,14 @@ __all__ = [
     "ShardTable",
     "checked_basename",
     "merge_columns",
+    "stated_file",
     "table_of",
 ]
 
 Format = Literal["mds", "tar", "tokens", "parquet", "jsonl"]
+
+BLOCKS_NAME = "blocks.bin"
+"""The file of block checksums (`shardkit.formats.blocks`)."""
 
 LOSS_MASK = "loss_mask"
 """A column beside the tokens, in tars `loss_mask.npy`: 1 where a token is trained on, 0 elsewhere."""
@@ -115,6 +120,11 @@ class ShardInfo:
         """The file that lies in the folder or bucket."""
         return self.raw if self.zip is None else self.zip
 
+    @property
+    def has_hashes(self) -> bool:
+        """Whether the index states a hash of the shard, so that it can be proved."""
+        return bool(self.raw.hashes or self.stored.hashes)
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ShardInfo:
         """The inverse of `dataclasses.asdict`."""
@@ -132,6 +142,8 @@ class Manifest:
     shards: Sequence[ShardInfo]
     seen: str = ""
     """A digest of what was seen of the content where nothing states hashes: part of the fingerprint."""
+    blocks: FileInfo | None = None
+    """blocks.bin, if the index states it. No part of the fingerprint."""
 
     @cached_property
     def shard_samples(self) -> Ints:
@@ -181,6 +193,19 @@ class Manifest:
             state.update(f"{shard.raw.basename}\0{shard.raw.bytes}\0{shard.samples}\0{digest}\n".encode())
         state.update(self.seen.encode())
         return state.hexdigest()
+
+
+def stated_file(name: object, stated: object, where: str | os.PathLike[str]) -> FileInfo:
+    """Return what an index or a card states of a file beside the shards; ShardError if it is not sound."""
+    basename = checked_basename(name, where)
+    entry: Mapping[str, Any] = stated if isinstance(stated, Mapping) else {}
+    hashes = {kind: value for kind, value in entry.items() if kind != "bytes"}
+    size = entry.get("bytes")
+    if type(size) is not int or size < 0:
+        raise ShardError(where, f"{basename}: a size in bytes and hashes are expected")
+    if not all(isinstance(value, str) for value in hashes.values()):
+        raise ShardError(where, f"{basename}: hashes must be strings")
+    return FileInfo(basename, size, hashes)
 
 
 def checked_basename(name: object, index_file: str | os.PathLike[str]) -> str:
@@ -262,11 +287,12 @@ class ShardTable(Sequence[ShardInfo]):
         raw: Files,
         packed: Files | None,
         fingerprint: str,
+        blocks: FileInfo | None = None,
     ) -> None:
         """`kinds`: shards as they differ in all but files and samples; `kind`: which of them each is."""
         self.kinds, self.kind = tuple(kinds), kind
         self.samples, self.raw, self.packed = samples, raw, packed
-        self.fingerprint = fingerprint
+        self.fingerprint, self.blocks = fingerprint, blocks
 
     @property
     def raw_bytes(self) -> Ints:
@@ -303,8 +329,10 @@ class ShardTable(Sequence[ShardInfo]):
     __hash__ = None  # type: ignore[assignment]
 
 
-def table_of(shards: Sequence[ShardInfo], fingerprint: str) -> ShardTable | None:
-    """The table of `shards`, which have that fingerprint; None if they do not fit into one."""
+def table_of(
+    shards: Sequence[ShardInfo], fingerprint: str, blocks: FileInfo | None = None
+) -> ShardTable | None:
+    """Return the table of `shards`, which have that fingerprint; None if they do not fit into one."""
     packed = [shard.zip for shard in shards if shard.zip is not None]
     if not shards or len(packed) not in (0, len(shards)):
         return None
@@ -316,7 +344,7 @@ def table_of(shards: Sequence[ShardInfo], fingerprint: str) -> ShardTable | None
     kind = np.fromiter((kinds.setdefault(key, len(kinds)) for key in keys), np.int32, len(shards))
     examples = [shards[int(number)] for number in np.unique(kind, return_index=True)[1]]
     samples = np.fromiter((shard.samples for shard in shards), np.int64, len(shards))
-    return ShardTable(examples, kind, samples, raw_files, packed_files, fingerprint)
+    return ShardTable(examples, kind, samples, raw_files, packed_files, fingerprint, blocks)
 
 
 def _files(infos: Sequence[FileInfo]) -> Files | None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import shardkit
 from shardkit.card import (
-    BLOCKS_NAME,
     CARD_NAME,
     FILES_NAME,
     DatasetCard,
@@ -24,7 +23,7 @@ from shardkit.card import (
 )
 from shardkit.errors import BuildError
 from shardkit.hashing import digest_of, hash_bytes
-from shardkit.manifest import Format, Manifest, ShardInfo
+from shardkit.manifest import BLOCKS_NAME, FileInfo, Format, Manifest, ShardInfo
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit
 from shardkit.writers.funnel import Funnel
@@ -219,7 +218,10 @@ def assemble(
     if all(BLOCKS_NAME in commit.outputs for commit, _ in made):
         # A few KiB a shard, as long as the dataset's index is held. Work folders may be in a store.
         with ThreadPoolExecutor(_READERS) as pool:
-            texts[BLOCKS_NAME] = b"".join(pool.map(_read_blocks, (commit for commit, _ in made)))
+            data = b"".join(pool.map(_read_blocks, (commit for commit, _ in made)))
+        texts[BLOCKS_NAME] = data
+        stated = FileInfo(BLOCKS_NAME, len(data), hash_bytes(data, [FILE_HASH]))
+        manifest = replace(manifest, blocks=stated)
     files |= {name: describe_file(text) for name, text in texts.items()}
     listed, of_many = listed_files(files)
     texts |= {} if of_many is None else {FILES_NAME: of_many}

@@ -26,6 +26,7 @@ from typing import Any
 import shardkit
 from shardkit.card import DatasetCard, Histogram
 from shardkit.errors import BuildError, RecipeError, ShardError
+from shardkit.files import not_for_everyone
 from shardkit.formats.provenance import provenance_name
 from shardkit.formats.removed import DROPPED_FOLDER, DUPLICATES_FOLDER, part_name
 from shardkit.hashing import digest_of
@@ -80,6 +81,7 @@ __all__ = [
 PUBLISH_WAIT_SECONDS = 24 * 3600.0  # for a suspended driver that holds the lock of a local output
 
 
+@not_for_everyone()
 def build(
     recipe: Recipe | Mapping[str, object] | str | Path,
     *,

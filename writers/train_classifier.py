@@ -117,7 +117,8 @@ def _floret() -> Any:
     try:
         import floret
     except ImportError as error:
-        raise MissingExtraError("floret", "classifier", "training a classifier") from error
+        purpose = "training a classifier (on Python 3.13 pip builds floret, which takes a C++ compiler)"
+        raise MissingExtraError("floret", "classifier", purpose) from error
     return floret
 
 

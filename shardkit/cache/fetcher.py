@@ -469,6 +469,7 @@ class Fetcher:
         data = download.target.data
         try:
             download.check()
+            shards.rows.check(job.number, data)
             if download.version is not None:
                 shards.rows.trust(job.number, download.version)
             shards.count_fetched(job.number)

@@ -21,6 +21,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from os import PathLike
 from pathlib import Path
@@ -94,7 +95,7 @@ class NodeIndexes:
         """The manifest in an index.json that `objects` gave, from the index.bin beside it, which is made."""
         with explain_errors(self._root):
             if (table := read_table(file, is_proved=True)) is not None:
-                return Manifest("mds", table)
+                return Manifest("mds", table, blocks=table.blocks)
             text = file.read_bytes()
             try:
                 manifest = parse_index(where, text)
@@ -102,14 +103,14 @@ class NodeIndexes:
                 # It may have been damaged on its way: the next process asks the store again.
                 (file.parent / _STATE_NAME).unlink(missing_ok=True)
                 raise
-            if (made := table_bytes(manifest.shards, text)) is not None:
+            if (made := table_bytes(manifest.shards, text, manifest.blocks)) is not None:
                 try:
                     publish_bytes(file.with_name(TABLE_NAME), made)
                 except OSError as error:
                     if error.errno not in NO_ROOM:
                         raise
                     return manifest
-                manifest = Manifest("mds", read_table(file, is_proved=True) or manifest.shards)
+                manifest = replace(manifest, shards=read_table(file, is_proved=True) or manifest.shards)
             return manifest
 
     def _folder(self, url: str) -> Path:

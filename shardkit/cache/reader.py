@@ -7,8 +7,9 @@ evicted first, whichever stream it belongs to. A plan ends when its run is close
 
 A run begins with an empty cache and a loop that waits. Until the next rows would be more than
 `FetchLimits.single_rows` in all, shards that are needed and not cached are not waited for: their rows are
-fetched one by one, in parallel, before or while the whole shards stream in. From then on, reads wait for
-whole shards, which come by deadline: requests for rows would only delay shards that are about to be whole.
+fetched one by one, in parallel, before or while the whole shards stream in, unless only the whole shard can
+prove them (`RowReader.can_read`). From then on, reads wait for whole shards, which come by deadline: requests
+for rows would only delay shards that are about to be whole.
 Replicas on one machine read each of these rows once between them, so they may read as many more.
 Shards for which the cache has no room among the others in use are always read by rows: fetched whole, they
 would be dropped and fetched again each time. So are rows of shards that no lane of this machine needs now,
@@ -234,6 +235,7 @@ class CacheRun:
         for reader in self.readers:
             reader.is_open = True
             reader.shards.readers.add(reader)
+            reader.shards.warn_if_unproved()
 
     def close(self) -> None:
         """Stop fetching ahead. May be started again."""
@@ -281,7 +283,7 @@ class CacheRun:
             reader: {
                 number: np.unique(rows_of(number))
                 for number in missing
-                if reader.shards.rows.layout(number) is not None
+                if reader.shards.rows.can_read(number)
             }
             for reader, (missing, rows_of) in needed.items()
         }

@@ -23,7 +23,7 @@ from shardkit.arrays import Bytes
 from shardkit.errors import ShardError
 from shardkit.formats.blocks import BlockFile, Checksums, are_right, block_range
 from shardkit.manifest import FileInfo, Manifest
-from shardkit.storage.store import Store
+from shardkit.storage.store import ObjectNotFoundError, Store
 from shardkit.storage.threads import Workers
 
 __all__ = ["BlockChecksums", "BlockProof", "Proof", "RowChecksums", "RowProof"]
@@ -84,7 +84,11 @@ class BlockChecksums:
     def _fetch(self, group: Sequence[int]) -> Mapping[int, Checksums]:
         start, stop = self._file.range(group[0])[0], self._file.range(group[-1])[1]
         for _ in range(_READS):
-            data = self._store.get(self._file.name, start, stop)
+            try:
+                data = self._store.get(self._file.name, start, stop)
+            except ObjectNotFoundError as error:
+                problem = "is missing, though the dataset states it; rows cannot be proved: upload it again"
+                raise ShardError(self._where, problem) from error
             ranges = {number: self._file.range(number) for number in group}
             parts = {number: data[low - start : high - start] for number, (low, high) in ranges.items()}
             found = {number: self._file.checksums(number, part) for number, part in parts.items()}

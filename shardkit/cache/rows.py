@@ -3,10 +3,12 @@
 Only where a row's place follows from the index (`shardkit.cache.row_layout`).
 
 A row is proved before it is given to anyone, and read by one request, where checksums of its blocks are
-published with the dataset, or its shard was seen whole before (`shardkit.cache.row_proofs`). Other rows are
-read twice, by two requests that must agree, and are compared again when their shard has come and been proved.
-A store that returns the same wrong bytes twice is found out only then: the difference stops the run. Either
-way objects must have the size that the index states and stay of one version.
+published with the dataset, or its shard was seen whole before (`shardkit.cache.row_proofs`). Where only the
+whole shard can be proved, by its hash or by its size alone, its rows are not read singly
+(`RowReader.can_read`). Left are ranges of flat token files, of which nothing is proved either way, and rows
+whose checksums were forgotten: these are read by two requests that must agree, and are compared again when
+their shard has come. A store that returns the same wrong bytes twice is found out only then: the difference
+stops the run. Always objects must have the size that the index states and stay of one version.
 
 Replicas (tensor, pipeline and context parallel peers) need the same rows at the same time. Those of one
 machine read each row once: whoever gets the lease on a row reads it and leaves it in the cache folder as a
@@ -36,6 +38,7 @@ from shardkit.cache.row_layout import RowLayout, row_layout
 from shardkit.cache.row_proofs import BlockChecksums, BlockProof, Proof, RowChecksums
 from shardkit.cache.subfolder import CacheFolderError
 from shardkit.errors import ShardError
+from shardkit.formats.blocks import are_right
 from shardkit.manifest import FileInfo, Manifest
 from shardkit.storage.clock import running_seconds, wait_until
 from shardkit.storage.resilient import ResilientStore
@@ -173,11 +176,18 @@ class RowReader:
         self._blocks = None if blocks is None else BlockChecksums(self._store, manifest, blocks, workers)
         self._seen = RowChecksums()
         self._versions: dict[int, str] = {}  # of the objects that rows were read from
-        self.count = 0
+        self._known: set[int] = set()  # shards of which `see` has kept what proves rows, perhaps forgotten
+        self.count = self.unproved_bytes = 0
 
     def layout(self, number: int) -> RowLayout | None:
-        """Where the rows of a shard are, if they can be read one by one."""
+        """Return where the rows of a shard are, if its index says so."""
         return row_layout(self._manifest.format, self._manifest.shards[number])
+
+    def can_read(self, number: int) -> bool:
+        """Return whether rows of a shard may be read one by one: what could prove them does not get lost."""
+        is_proved = self._blocks is not None or number in self._known
+        # Whole shards of flat token files are ranges like their rows: to wait for them would prove nothing.
+        return (is_proved or self._manifest.format == "tokens") and self.layout(number) is not None
 
     def read(
         self, wanted: Mapping[int, npt.NDArray[np.int64]], timeout_seconds: float = 600.0
@@ -264,6 +274,7 @@ class RowReader:
         for place, (proof, some) in reads.items():
             if proof is None:
                 row = self._agreed(place, [read.result() for read in some], deadline)
+                self.unproved_bytes += len(row)
             else:
                 row = self._proved(place, proof, some[0].result(), deadline)
                 requests.proved.add(place)
@@ -285,6 +296,18 @@ class RowReader:
                 break
             self._unproved.pop(oldest, None)
             excess -= count
+
+    def check(self, number: int, data: Bytes) -> None:
+        """Compare a shard that came whole, and of which the index states no hash, with its block checksums.
+
+        DamagedObjectError; StoreError if the checksums do not come.
+        """
+        if self._blocks is None or self._manifest.shards[number].has_hashes:
+            return
+        checksums = self._blocks.request([number])[number].result()[number]
+        if not are_right(checksums, 0, data.data):
+            problem = "its blocks have other checksums than the dataset's blocks.bin"
+            raise DamagedObjectError(self._where(number), problem)
 
     def trust(self, number: int, version: str) -> None:
         """The whole object was proved to be the index's: rows are from now on read of this version."""
@@ -308,6 +331,7 @@ class RowReader:
         if (layout := self.layout(number)) is not None:
             rows = self._manifest.shards[number].samples
             self._seen.learn(number, raw, layout.first, layout.stride, layout.size, rows)
+            self._known.add(number)
 
     def close(self) -> None:
         """Remove the rows that were left for other processes."""

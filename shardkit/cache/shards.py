@@ -23,6 +23,7 @@ from shardkit.cache.entry import EntryPart, entry_name, name_digests, sealed_siz
 from shardkit.cache.fetcher import Fetcher, FetchLimits, FetchTimeoutError
 from shardkit.cache.indexes import TRUST_SECONDS, NodeIndexes
 from shardkit.cache.rows import NodeRows, RowReader
+from shardkit.errors import warn_user
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.storage.clock import running_seconds, wait_until
 from shardkit.storage.resilient import ResilientStore
@@ -95,6 +96,7 @@ class CachedShards:
             blocks=blocks,
         )
         self._blocks = blocks
+        self._is_warned = False
         self.counts: Counter[str] = Counter()
         self.unkept: Exception | None = None
         """Why the cache could not keep what was delivered; raised by the next `load`."""
@@ -149,7 +151,24 @@ class CachedShards:
     def reads_single_rows(self) -> bool:
         """Whether rows can be fetched without their shards, as far as the first shard with samples shows."""
         first = next((n for n, info in enumerate(self._manifest.shards) if info.samples), None)
-        return first is not None and self.rows.layout(first) is not None
+        return first is not None and self.rows.can_read(first)
+
+    def warn_if_unproved(self) -> None:
+        """Warn once if nothing states hashes of the shards, so that only their sizes are checked."""
+        first = next((n for n, info in enumerate(self._manifest.shards) if info.samples), None)
+        if self._is_warned or first is None or self._can_prove(first):
+            return
+        self._is_warned = True
+        what, remedy = "its index states no hashes", "shardkit convert makes a dataset that is proved"
+        if self.kind == "tokens":
+            what, remedy = "flat token files have no hashes", "shardkit convert makes a dataset that has some"
+        warn_user(
+            f"{self.store.url}: rows cannot be proved, because {what}: of what arrives, only the size is "
+            f"checked (unproved_bytes in stats()); {remedy}"
+        )
+
+    def _can_prove(self, number: int) -> bool:
+        return self._blocks is not None or self.info(number).has_hashes
 
     def is_there(self, number: int) -> bool:
         """Whether a shard could be loaded without waiting."""
@@ -179,6 +198,8 @@ class CachedShards:
     def count_fetched(self, number: int) -> None:
         """Count a shard that has come."""
         size = self.stored_file(number).bytes
+        if not self._can_prove(number):
+            self.counts["unproved_bytes"] += size
         self.counts["fetched_bytes"] += size
         self.counts["fetched_shards"] += 1
         if number in self._fetched:
@@ -223,6 +244,7 @@ class CachedShards:
             "used_bytes": float(sum(held.bytes for held in contents.values())),
             "capacity_bytes": float(self.cache.capacity),
             "row_reads": float(self.rows.count),
+            "unproved_bytes": float(counts["unproved_bytes"] + self.rows.unproved_bytes),
             **self.cache.counters(),
             "quarantined": float(max(counts["damaged"], self.cache.counters()["quarantined"])),
         }

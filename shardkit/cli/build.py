@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
         speculate=arguments.speculate,
         progress=not arguments.quiet,
         replace=arguments.replace,
-        storage=storage_options(arguments),
+        storage=storage_options(arguments, is_job=True),
     )
     if arguments.timings is not None:
         _write_timings(arguments.timings, result)
@@ -179,7 +179,7 @@ def _explain(recipe: Recipe, arguments: argparse.Namespace) -> int:
     explanation = explain_build(
         recipe,
         output=arguments.output,
-        storage=storage_options(arguments),
+        storage=storage_options(arguments, is_job=True),
     )
     if arguments.json:
         print_json(explanation.to_dict())

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from shardkit.progress import TransferListener
     from shardkit.storage.store import StorageOptions
 
+_FIRST_CONTACT_SECONDS = 5.0  # that a person waits for a store at a wrong address
+
 __all__ = [
     "BATCH_SIZE",
     "GPUS_PER_NODE",
@@ -278,11 +280,13 @@ def add_storage_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def storage_options(arguments: argparse.Namespace) -> StorageOptions:
-    """The storage options of a command line."""
+def storage_options(arguments: argparse.Namespace, *, is_job: bool = False) -> StorageOptions:
+    """Return the storage options of a command line; only a job waits for a store that is not there yet."""
     from shardkit.storage.store import StorageOptions
 
+    seconds = StorageOptions().first_contact_seconds if is_job else _FIRST_CONTACT_SECONDS
     return StorageOptions(
+        first_contact_seconds=seconds,
         endpoint_url=arguments.endpoint_url,
         region=arguments.region,
         profile=arguments.profile,

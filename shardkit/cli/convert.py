@@ -158,7 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
         columns=_split(arguments.columns) if arguments.columns else None,
         verify=arguments.verify,
         replace=arguments.replace,
-        storage=storage_options(arguments),
+        storage=storage_options(arguments, is_job=True),
         progress=progress_of(arguments),
     )
     if arguments.json:

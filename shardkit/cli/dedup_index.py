@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         sketch=arguments.sketch,
         replace=arguments.replace,
         progress=not arguments.quiet,
-        storage=storage_options(arguments),
+        storage=storage_options(arguments, is_job=True),
     )
     if arguments.json:
         print_json(result.to_dict())

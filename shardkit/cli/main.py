@@ -26,6 +26,7 @@ from typing import NoReturn
 import shardkit
 from shardkit.cli.common import escaped
 from shardkit.errors import RecipeError, ShardkitError, naming_extras
+from shardkit.files import not_for_everyone
 
 __all__ = ["VERBS", "main"]
 
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown = warnings.showwarning
     warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
     try:
-        with naming_extras(f"`shardkit {arguments.verb}`"):
+        with not_for_everyone(), naming_extras(f"`shardkit {arguments.verb}`"):
             return int(arguments.run(arguments))
     except BrokenPipeError:  # the reader of our output, such as head, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         workers=arguments.workers,
         progress=not arguments.quiet,
         replace=arguments.replace,
-        storage=storage_options(arguments),
+        storage=storage_options(arguments, is_job=True),
     )
     if arguments.json:
         print_json(result.to_dict())

@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     from shardkit.publish import download, upload
 
     options: dict[str, Any] = {
-        "storage": storage_options(arguments),
+        "storage": storage_options(arguments, is_job=True),
         "threads": arguments.threads,
         "replace": arguments.replace,
         "dry_run": arguments.dry_run,

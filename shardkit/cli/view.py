@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import secrets
 import sys
 import threading
 import webbrowser
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardkit.cli.common import (
@@ -74,6 +76,13 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         metavar="FILE",
         help="tokenizer.json to decode text with (default: the file that the card names, if it exists)",
     )
+    parser.add_argument(
+        "--inputs",
+        type=Path,
+        metavar="FOLDER",
+        help="folder that the inputs' names are relative to, as a rule the recipe's: texts of removed "
+        "documents that the build did not keep are read there, and nowhere else (default: not read)",
+    )
     add_json_argument(parser)
     add_storage_arguments(parser)
     parser.set_defaults(run=run)
@@ -83,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted, or export."""
     importlib.import_module("uvicorn")  # first: its extra brings all that the pages need
     from shardkit.tools.explore.export import export_site
-    from shardkit.tools.explore.server import bind, serve
+    from shardkit.tools.explore.server import bind, first_address, make_server
     from shardkit.tools.explore.site import Site
     from shardkit.tools.trace.run import read_state
 
@@ -98,11 +107,13 @@ def run(arguments: argparse.Namespace) -> int:
             _tell(arguments, {"file": front, "pages": pages}, f"{front}: the first of {pages:,} pages")
             return 0
         with bind(arguments.port) as listening:
-            address = "http://{}:{}/".format(*listening.getsockname())
+            token = secrets.token_urlsafe()
+            address = first_address(listening, token)
             _tell(arguments, {"address": address}, f"{address}  (press Ctrl+C to stop)")
             if not arguments.no_browser:
                 threading.Timer(_BROWSER_SECONDS, webbrowser.open, [address]).start()
-            serve(site, listening)
+            with suppress(KeyboardInterrupt):  # how a user ends it
+                make_server(site, token).run(sockets=[listening])
     return 0
 
 
@@ -124,4 +135,4 @@ def _open(arguments: argparse.Namespace, path: str, opened: ExitStack) -> Explor
     if dataset.token_column is not None:
         tokenizer = arguments.tokenizer or find_tokenizer(dataset)
         decoder = None if tokenizer is None else Decoder(tokenizer, dataset.card)
-    return Explored(dataset, decoder, reads_inputs=arguments.export is None)
+    return Explored(dataset, decoder, inputs=None if arguments.export is not None else arguments.inputs)

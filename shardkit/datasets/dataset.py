@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from shardkit.arrays import Bytes
 from shardkit.cache.contract import CacheOptions
-from shardkit.card import DatasetCard
+from shardkit.card import DatasetCard, block_checksums
 from shardkit.datasets.locate import Found, LocalFiles, locate
 from shardkit.datasets.rows import RowChoice, Rows, is_single
 from shardkit.datasets.token_rows import RangeStore, RowCut
@@ -512,7 +512,7 @@ def _open_remote(
     cache, fetcher = shared.open()
     manifest, versions, card = found.manifest, found.versions, found.card
     if versions is None:
-        blocks = None if card is None else card.blocks(manifest.fingerprint)
+        blocks = block_checksums(manifest, card)
         return manifest, CachedShards(store, manifest, cache, fetcher, blocks=blocks), None
     from shardkit.cache.tar_scan import scan_tars, skim_tar
 

@@ -297,7 +297,7 @@ def find_remote(
     if name == TABLE_NAME:
         if (table := load_table(found, is_proved=True)) is None:
             raise ShardError(where, "the copy in the cache folder is damaged; remove its `indexes` folder")
-        return Found(None, Manifest("mds", table), card)
+        return Found(None, Manifest("mds", table, blocks=table.blocks), card)
     if indexes is not None and isinstance(found, Path):
         return Found(None, indexes.index(found, where), card)
     return Found(None, mds.parse_index(where, _text(found)), card)

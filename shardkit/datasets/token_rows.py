@@ -185,7 +185,7 @@ def _connect(folder: str, storage: StorageOptions | None) -> AnyStore:
     if not is_remote(folder):
         return RangeStore(open_store(folder or ".", options))
     ranges = RangeStore(open_store(connect(folder, options).pinned().url, options))  # of a branch, its commit
-    policy = RetryPolicy(deadline_seconds=options.retry_seconds)
+    policy = RetryPolicy.of(options)
     return ResilientStore(ranges, policy, connections=options.connections, shares_limit=True)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from shardkit.arrays import Bytes
 from shardkit.cache.download import check_hashes, unpack
-from shardkit.card import BLOCKS_NAME, CARD_NAME, FILES_NAME, DatasetCard
+from shardkit.card import CARD_NAME, FILES_NAME, DatasetCard, block_checksums
 from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
 from shardkit.errors import ShardError
 from shardkit.facts import Described, Facts, counted
@@ -28,7 +28,7 @@ from shardkit.formats.mds.index import INDEX_NAME, TABLE_NAME
 from shardkit.formats.stored import load_raw
 from shardkit.formats.text import TEXT_FORMATS, TextShard
 from shardkit.hashing import HASH_NAMES
-from shardkit.manifest import UNKNOWN, ShardInfo, ShardTable
+from shardkit.manifest import BLOCKS_NAME, UNKNOWN, ShardInfo, ShardTable
 from shardkit.storage.store import StorageOptions, StoreError, hash_object, read_object
 from shardkit.units import format_bytes
 
@@ -203,7 +203,7 @@ class _Blocks:
     def __init__(self, dataset: Dataset) -> None:
         """ShardError if the card states another size than these shards need."""
         self._store = dataset.store
-        stated = None if dataset.card is None else dataset.card.blocks(dataset.fingerprint)
+        stated = block_checksums(dataset.manifest, dataset.card)
         where = f"{dataset.location}/{BLOCKS_NAME}"
         self._file = None if stated is None else BlockFile(where, dataset.manifest, stated)
 

@@ -1,6 +1,6 @@
 """Checksums of blocks, which prove rows that are read without the rest of their shard.
 
-blocks.bin lies beside the index of a dataset that shardkit builds or converts, if its shards are not
+blocks.bin lies beside the index of a dataset that shardkit builds, converts or writes, if its shards are not
 compressed. For each shard, in the order of the index, it has a part:
 
     xxh3_64 of each 64 KiB of the shard's file, u64, little endian (the last block may be shorter)
@@ -9,12 +9,14 @@ compressed. For each shard, in the order of the index, it has a part:
 Sizes in the index say where parts are, so a reader fetches by range the parts that it needs: 8 KiB for a
 shard of 64 MiB, an 8,192nd of the dataset. The seal ties a part to the size and the hashes of its shard: a
 range of the wrong place, or of another dataset's file, is refused. The card lists the file with its size and
-hash like all others, so it is sent, fetched and verified as they are; a dataset whose card does not list it
-has none, whatever lies beside its index.
+hash like all others, so it is sent, fetched and verified as they are. So does the index: a card that a store
+fails to find once does not take the proof away. A dataset neither of which states it has none, whatever lies
+beside its index.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,7 +27,8 @@ import xxhash
 from shardkit.arrays import Bytes
 from shardkit.errors import ShardError
 from shardkit.files import map_path
-from shardkit.manifest import FileInfo, Manifest, ShardInfo
+from shardkit.hashing import new_hash
+from shardkit.manifest import BLOCKS_NAME, FileInfo, Manifest, ShardInfo
 
 __all__ = [
     "BLOCK_BYTES",
@@ -41,6 +44,7 @@ __all__ = [
 BLOCK_BYTES = 1 << 16  # a row takes a few KiB: smaller blocks would double this file, larger ones each read
 _CHECKSUM_BYTES = 8
 _SEAL_BYTES = 16
+_FILE_HASH = "xxh3_128"
 
 Checksums = npt.NDArray[np.uint64]
 """uint64[blocks] of one shard."""
@@ -63,10 +67,21 @@ def shard_parts(folder: Path, shards: Sequence[ShardInfo]) -> Iterator[bytes]:
         yield shard_part(shard.stored, data)
 
 
-def write_blocks(file: Path, folder: Path, shards: Sequence[ShardInfo]) -> None:
-    """Write the parts of shards that lie in a folder to `file`."""
+def write_blocks(folder: Path, shards: Sequence[ShardInfo]) -> FileInfo | None:
+    """Write blocks.bin of shards that lie in a folder beside them; None, and no file, if they have none.
+
+    Returns what index and card state of the file.
+    """
+    if any(shard.compression is not None for shard in shards):
+        return None
+    file, hasher = folder / BLOCKS_NAME, new_hash(_FILE_HASH)
     with file.open("wb") as opened:
-        opened.writelines(shard_parts(folder, shards))
+        for part in shard_parts(folder, shards):
+            hasher.update(part)
+            opened.write(part)
+        opened.flush()
+        os.fsync(opened.fileno())
+    return FileInfo(BLOCKS_NAME, file.stat().st_size, {_FILE_HASH: hasher.hexdigest()})
 
 
 def block_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:
@@ -74,7 +89,7 @@ def block_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:
     return start - start % BLOCK_BYTES, min(file_bytes, -(-stop // BLOCK_BYTES) * BLOCK_BYTES)
 
 
-def are_right(checksums: Checksums, start: int, data: bytes) -> bool:
+def are_right(checksums: Checksums, start: int, data: bytes | memoryview) -> bool:
     """Whether `data` are the blocks of a file from byte `start` on, which begins one."""
     first, found = start // BLOCK_BYTES, _checksums(memoryview(data))
     expected: list[int] = checksums[first : first + len(found)].tolist()

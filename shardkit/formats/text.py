@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from shardkit.arrays import Bytes
 from shardkit.errors import ShardError, naming_extras
+from shardkit.files import load_json
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo, checked_basename
 
 __all__ = ["TEXT_FORMATS", "TEXT_INDEX_NAME", "TextShard", "parse_text_index", "text_index_bytes"]
@@ -57,7 +58,7 @@ def text_index_bytes(manifest: Manifest) -> bytes:
 def parse_text_index(file: str | PathLike[str], text: bytes) -> Manifest:
     """The manifest in the bytes of documents.json; ShardError, naming `file`, if it is not sound."""
     try:
-        facts = json.loads(text)
+        facts = load_json(text)
     except (ValueError, RecursionError) as error:
         raise ShardError(file, f"is not JSON: {error}") from error
     if not isinstance(facts, dict) or not isinstance(facts.get("files"), list):
@@ -193,7 +194,7 @@ class _Lines:
         start = int(self._ends[number - 1]) + 1 if number else 0
         line = self._raw[start : int(self._ends[number])].tobytes()
         try:
-            found = json.loads(line)
+            found = load_json(line)
         except (ValueError, RecursionError) as error:
             raise ShardError(self._where, f"line {number}: {error}", offset=start) from error
         if not isinstance(found, dict):

@@ -21,7 +21,7 @@ from shardkit.card import CARD_NAME
 from shardkit.datasets.row_costs import tables_among
 from shardkit.errors import ShardError
 from shardkit.facts import Described, Facts, counted
-from shardkit.files import link_or_copy, publish_bytes
+from shardkit.files import link_or_copy, not_for_everyone, publish_bytes
 from shardkit.formats.mds.index import TABLE_NAME, table_bytes
 from shardkit.hashing import hash_file
 from shardkit.manifest import FileInfo, ShardInfo
@@ -150,6 +150,7 @@ def upload(
         return _report(contents, listing, outcome, settings, store.url, start)
 
 
+@not_for_everyone()
 def download(
     source: str | os.PathLike[str] | Store,
     folder: str | os.PathLike[str],
@@ -276,8 +277,8 @@ def _listed_tars(folder: Path, threads: int) -> Contents:
 
 def _index_table(contents: Contents) -> bytes | None:
     """index.bin of a large dataset, made of the index that was checked, whether the folder has one or not."""
-    is_mds = contents.manifest.format == "mds"
-    return table_bytes(contents.manifest.shards, contents.index) if is_mds else None
+    manifest = contents.manifest
+    return table_bytes(manifest.shards, contents.index, manifest.blocks) if manifest.format == "mds" else None
 
 
 def _check_space(folder: Path, target: LocalStore, contents: Contents) -> None:

@@ -174,10 +174,10 @@ def index_files(manifest: Manifest) -> dict[str, bytes]:
     from shardkit.formats import mds, tar
 
     if manifest.format == "mds":
-        return mds.index_files(manifest.shards)
+        return mds.index_files(manifest.shards, manifest.blocks)
     if manifest.format in TEXT_FORMATS:
         return {TEXT_INDEX_NAME: text_index_bytes(manifest)}
-    return {"shards.json": tar.shard_list_bytes(manifest.shards)}
+    return {"shards.json": tar.shard_list_bytes(manifest.shards, manifest.blocks)}
 
 
 def make_contents(
@@ -209,6 +209,10 @@ def make_contents(
             facts = facts.with_files(listed)
         files += [facts.file(name) for name in facts.file_names]
         files.append(FileInfo(CARD_NAME, len(card), {CONTENT_HASH: content_hash(card)}))
+    if (blocks := manifest.blocks) is not None and (stated := _named(files, blocks.basename)) != blocks:
+        if stated is not None:
+            raise ShardError(index_file, f"states another {blocks.basename} than {CARD_NAME}")
+        files.append(blocks)
     if len(files) > MAX_FILES:
         raise ShardError(
             index_file, f"names {len(files):,} files; at most {MAX_FILES:,} can be moved at once"
@@ -220,6 +224,10 @@ def make_contents(
         seen.add(file.basename)
     contents = Contents(where, manifest, index_name, index, facts, card, tuple(files))
     return contents if table is None else with_table(contents, table)
+
+
+def _named(files: Iterable[FileInfo], name: str) -> FileInfo | None:
+    return next((file for file in files if file.basename == name), None)
 
 
 def with_table(contents: Contents, table: bytes) -> Contents:

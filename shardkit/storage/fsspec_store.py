@@ -56,7 +56,8 @@ class FsspecStore(BaseStore):
     """Files below `url`."""
 
     def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
+        scheme, separator, rest = url.partition("://")
+        self._url = f"{scheme.lower()}{separator}{rest}".rstrip("/")
         self.after_fork()
         remake_after_fork(self)
 
@@ -200,6 +201,8 @@ class FsspecStore(BaseStore):
                 raise StoreError(self._url, f"{error}") from error
             except ValueError as error:
                 raise StoreError(self._url, f"fsspec cannot open it: {error}") from error
+            except Exception as error:  # some connect here
+                raise _translated(self._url, error) from error
             self._found = (system, root.rstrip("/"))
         return self._found
 
@@ -238,10 +241,13 @@ def _text(fact: Any) -> str:
     return f"{fact:.6f}" if isinstance(fact, float) else str(fact)
 
 
-def _translated(where: str, error: Exception) -> StoreError:
+def _translated(where: str, error: BaseException) -> StoreError:
     """Translate the errors of many file systems: by Python's types, otherwise by HTTP status."""
     if isinstance(error, StoreError):
         return error
+    cause = error.__cause__
+    if isinstance(error, FileNotFoundError) and cause is not None and getattr(cause, "status", None) != 404:
+        return _translated(where, cause)  # fsspec says so of HTTP servers that it cannot reach
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return ObjectNotFoundError(where, "there is no such file")
     status = next(

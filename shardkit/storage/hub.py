@@ -52,6 +52,8 @@ _FORM = "expected hf://datasets/ORG/NAME, hf://datasets/ORG/NAME@REVISION, or a 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_MOST_PAGES = 10_000  # of a listing
+_MOST_FILES = 1_000_000  # ten times what the Hub advises for a repository
 _PATHS_AT_ONCE = 500  # files that one request describes
 _MOST_RACES = 64  # lost to commits of others, each of which is somebody's success
 _MOST_SKIPPED = 16 << 20  # of a file in git, which is sent whole by servers that know no ranges of such files
@@ -204,8 +206,10 @@ class HubStore(BaseStore):
         found: dict[str, ObjectInfo] = {}
         seen: set[str] = set()
         while page is not None:
-            if page in seen:
-                raise StoreError(where, "the server's listing does not end: pages repeat")
+            if page in seen or len(seen) == _MOST_PAGES or len(found) > _MOST_FILES:
+                raise StoreError(
+                    where, f"the server's listing does not end: {len(seen):,} pages, {len(found):,} files"
+                )
             seen.add(page)
             try:
                 entries, page = self._client.json("GET", page, where)
@@ -259,7 +263,7 @@ class HubStore(BaseStore):
         """The object of an entry in one of the Hub's listings."""
         key = str(entry["path"])[len(self._prefix) :]
         lfs = entry.get("lfs")
-        size, version = entry.get("size"), (lfs or entry).get("oid")
+        size, version = entry.get("size"), (lfs if isinstance(lfs, dict) else entry).get("oid")
         if not isinstance(size, int) or not isinstance(version, str):
             raise StoreError(self.where(key), "the server states neither its size nor its hash")
         return ObjectInfo(key, size, version)
@@ -456,4 +460,6 @@ def content_version(data: bytes | Path, digits: int) -> str:
 def _entries(answer: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(answer, list) or not all(isinstance(entry, dict) for entry in answer):
         raise StoreError(where, "the server sends no list of files: check HF_ENDPOINT")
+    if not all(isinstance(entry.get("path"), str) for entry in answer if entry.get("type") == "file"):
+        raise StoreError(where, "the server lists files without a path: check HF_ENDPOINT")
     return answer

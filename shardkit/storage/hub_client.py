@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urljoin, urlsplit
 
 from shardkit.errors import MissingExtraError
+from shardkit.files import load_json
 from shardkit.storage.store import (
     ObjectNotFoundError,
     StorageOptions,
@@ -105,7 +106,7 @@ class HubClient:
         response.drain_conn()
         response.release_conn()
         try:
-            found = json.loads(text)
+            found = load_json(text)
         except ValueError as error:
             problem = "the answer is no JSON: check HF_ENDPOINT, and whether a proxy or a login page answers"
             raise StoreError(where, problem, status=response.status) from error
@@ -211,6 +212,8 @@ def status_error(
     """
     code = headers.get("X-Error-Code", "")
     message = headers.get("X-Error-Message", "")[:200] or f"the server answers {status}"
+    if token := hub_token():
+        message = message.replace(token, "***")  # of a server that sends back what it was sent
     if status in (429, 503):
         error = ThrottledError(where, "the Hub asks for fewer requests", status=status)
         error.retry_after_seconds = _reset_seconds(headers)

@@ -69,7 +69,7 @@ def connect(
     `shares_limit`: with all stores of the bucket that are opened so (`shared_gate`).
     """
     options = options or StorageOptions()
-    policy = policy or RetryPolicy(deadline_seconds=options.retry_seconds)
+    policy = policy or RetryPolicy.of(options)
     store = open_store(url, options)
     return ResilientStore(store, policy, metrics, connections=options.connections, shares_limit=shares_limit)
 

@@ -7,8 +7,9 @@ abandoned requests hold none. There can be three of them for each connection; af
 thread until their deadlines.
 
 Retries are bounded by time, not by their number, so an outage shorter than `RetryPolicy.deadline_seconds`
-costs only time. The exception is a store that has not answered once: failing to reach it (no HTTP status) is
-an error after `first_contact_seconds`, because its address is probably wrong. The upper bound of the waits
+costs only time. For a store that has not answered once, `first_contact_seconds` count instead: its address
+may be wrong, so what fails is logged at once, and commands for people give up soon. A job waits: its store
+may be restarting like the job itself. The upper bound of the waits
 doubles from `backoff_seconds` to `longest_backoff_seconds`, and each wait is drawn between 0 and it ("full
 jitter"), so that the many processes of a job do not all come back at once. The draw leaves the global random
 state alone: it belongs to the training.
@@ -31,10 +32,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from shardkit.errors import without_password
 from shardkit.storage.clock import running_seconds
 from shardkit.storage.limits import Gate
 from shardkit.storage.metrics import StoreMetrics
-from shardkit.storage.store import StoreError, ThrottledError, TransientError
+from shardkit.storage.store import StorageOptions, StoreError, ThrottledError, TransientError
 from shardkit.storage.threads import Submitter, Workers, remake_after_fork
 
 __all__ = ["Call", "Hedging", "Operation", "RetryPolicy", "Upstream", "first_good"]
@@ -66,7 +68,7 @@ class RetryPolicy:
     first_contact_seconds: float = 5.0
     """Only one retry after this time if the store cannot be reached and has never answered."""
     report_seconds: float = 5.0
-    """An operation that has failed for this long is reported to the log."""
+    """An operation that has failed for this long is reported; at once if there was no answer yet."""
     answer_seconds: float = 30.0
     """A request without an answer after this time is abandoned and repeated; stores time out earlier."""
     hedge: bool = True
@@ -101,6 +103,13 @@ class RetryPolicy:
             raise ValueError("hedge_samples must be at least 1, hedge_delay_seconds at least 0")
         if not (0 < self.hedge_quantile < 1 and 0 <= self.hedge_share <= 1):
             raise ValueError("hedge_quantile must be between 0 and 1, hedge_share from 0 to 1")
+
+    @classmethod
+    def of(cls, options: StorageOptions) -> RetryPolicy:
+        """Return the policy of a user's options."""
+        return cls(
+            deadline_seconds=options.retry_seconds, first_contact_seconds=options.first_contact_seconds
+        )
 
     def transfer_seconds(self, size: int) -> float:
         """Return the time limit of a transfer of `size` bytes."""
@@ -171,7 +180,7 @@ class Upstream:
         self.hedging = Hedging(policy)
         self.has_answered = has_answered
         self.workers = workers or Workers(_THREADS_PER_CONNECTION * connections)
-        self._url = url
+        self._url = without_password(url)
         self._down_since: float | None = None
         self._next_report = -float("inf")
         self.after_fork()
@@ -221,18 +230,23 @@ class Upstream:
     def retrying(self, operation: str, error: StoreError, began: float, left_seconds: float) -> None:
         """An operation that began to fail at `began` is retried."""
         self.metrics.count("retries")
+        advice = ""
         now = self.policy.clock()
         with self._lock:
-            if now - began < self.policy.report_seconds or now < self._next_report:
+            is_early = self.has_answered and now - began < self.policy.report_seconds
+            if is_early or now < self._next_report:
                 return
             self._next_report = now + _REPORT_EVERY_SECONDS
             is_new = self._down_since is None
             self._down_since = began if self._down_since is None else self._down_since
         if is_new:
             self.metrics.count("outages")
+        if not self.has_answered:
+            left_seconds = min(left_seconds, self.policy.first_contact_seconds - (now - began))
+            advice = "; it has not answered yet: check its URL, the endpoint and the network"
         _logger.warning(
-            "%s: %s has been failing for %.0f s, retrying for up to %.0f s more: %s",
-            self._url, operation, now - began, left_seconds, error.problem,
+            "%s: %s has been failing for %.0f s, retrying for up to %.0f s more: %s%s",
+            self._url, operation, now - began, left_seconds, error.problem, advice,
         )  # fmt: skip
 
 

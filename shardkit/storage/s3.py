@@ -48,6 +48,9 @@ _FILLED_BYTES = 1 << 16  # of a read that waits until its piece is full
 _LOW_WATER_BYTES = 1 << 17
 _MAX_EMPTY_PAGES = 1000  # in a row; S3 sends some where many objects were deleted
 _PAGE_BYTES = 1 << 16  # of an error: far more than servers send
+_ERROR_BYTES = 1 << 12  # an error without the type of one has less
+_ERROR_START = re.compile(rb"\s*(?:<(?:[?E]|\Z)|\Z)")
+_HTML = re.compile(rb"\s*(?:<!doctype html|<html)", re.IGNORECASE)
 _TAIL_BYTES = 1 << 20  # far more than what may wait in the buffers between the socket and us
 
 
@@ -94,9 +97,15 @@ class S3Store(BaseStore):
                 return self._open_nothing(key, 0, 0, version)
             raise
         try:
-            if (page := _small_xml(answer)) is not None:
+            if (page := _page(answer, is_ranged=is_ranged)) is not None:
                 if found := error_in_body(where, page, answer["ResponseMetadata"]["HTTPStatusCode"]):
                     raise found
+                if _HTML.match(page) and (is_ranged or not version_of(answer)):
+                    raise StoreError(
+                        where,
+                        "the server sends a web page in place of the object: check the endpoint, and whether "
+                        "a proxy or a login page answers in its place",
+                    )
                 info, _ = self._checked_answer(key, answer, start, stop, version)
                 return MemoryBody(info, memoryview(page))
             info, length = self._checked_answer(key, answer, start, stop, version)
@@ -106,7 +115,14 @@ class S3Store(BaseStore):
         except BaseException:
             answer["Body"].close()
             raise
-        return S3Body(where, info, answer["Body"], length)
+        body = S3Body(where, info, answer["Body"], length)
+        if not is_ranged and length <= _ERROR_BYTES:
+            try:
+                body.check_no_error()
+            except BaseException:
+                body.close()
+                raise
+        return body
 
     def put(
         self,
@@ -204,10 +220,13 @@ class S3Store(BaseStore):
             length = last + 1 - first
         end = size if stop is None else min(stop, size)
         if (first, first + length) != (start, end) or length != int(answer["ContentLength"]):
+            encoding = answer.get("ContentEncoding")
+            encoded = f" that are encoded ({encoding:.40})" if encoding else ""
             raise StoreError(
                 where,
                 f"requested bytes {start:,} to {end:,}, but the server sends {first:,} to {first + length:,} "
-                f"in {answer['ContentLength']:,} bytes: the server or a proxy does not support ranges",
+                f"in {answer['ContentLength']:,} bytes{encoded}: the server or a proxy does not support "
+                "ranges",
             )
         return self._described(key, answer, size), length
 
@@ -240,10 +259,16 @@ class S3Store(BaseStore):
         return {"Bucket": self._bucket, "Key": name}
 
 
-def _small_xml(answer: Mapping[str, Any]) -> bytes | None:
-    """The body of an answer that may be an error in place of an object; None if it cannot be one."""
-    size = answer.get("ContentLength", _PAGE_BYTES + 1)
-    if "xml" not in answer.get("ContentType", "").lower() or size > _PAGE_BYTES:
+def _page(answer: Mapping[str, Any], *, is_ranged: bool) -> bytes | None:
+    """Return the body of an answer that may be an error in place of an object; None if it cannot be one.
+
+    Proxies send errors with the type that the object has. A range in answer to a range is none, and whole
+    objects are looked at when they begin (`S3Body.check_no_error`).
+    """
+    size, kind = answer.get("ContentLength", _PAGE_BYTES + 1), answer.get("ContentType", "").lower()
+    is_page = "xml" in kind or "html" in kind or not version_of(answer)
+    is_no_range = is_ranged and "ContentRange" not in answer
+    if not (is_page or is_no_range) or size > _PAGE_BYTES:
         return None
     page: bytes = answer["Body"].read()
     return page
@@ -267,6 +292,7 @@ class S3Body(BaseBody):
 
     def __init__(self, where: str, info: ObjectInfo, stream: Any, bytes_left: int) -> None:
         self.info = info
+        self._held = memoryview(b"")  # what `check_no_error` has read
         self._where = where
         self._stream = stream
         self._bytes = self._left = bytes_left
@@ -279,9 +305,26 @@ class S3Body(BaseBody):
 
     @property
     def left(self) -> int:
-        return self._left
+        return self._left + len(self._held)
 
     def readinto(self, buffer: memoryview, /) -> int:
+        if not self._held:
+            return self._receive(buffer)
+        count = min(len(buffer), len(self._held))
+        buffer[:count] = self._held[:count]
+        self._held = self._held[count:]
+        return count
+
+    def check_no_error(self) -> None:
+        """Read the first bytes, and all if they begin like an error of S3; raise it if it is one."""
+        page, done = memoryview(bytearray(self._left)), 0
+        while done < len(page) and _ERROR_START.match(page[:done]):
+            done += self._receive(page[done:])
+        self._held = page[:done]
+        if done == len(page) and (found := error_in_body(self._where, bytes(page), 200)) is not None:
+            raise found
+
+    def _receive(self, buffer: memoryview) -> int:
         if not self._left:
             return 0
         try:

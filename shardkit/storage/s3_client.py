@@ -386,6 +386,8 @@ def _of_response(where: str, error: Exception, purpose: Purpose) -> StoreError:
     if status in _REDIRECTS:
         return StoreError(where, _redirected(response["ResponseMetadata"]["HTTPHeaders"]), status=status)
     message = str(response.get("Error", {}).get("Message", "")) or str(error)
+    if code in _ADVICE and status in (200, 500):  # botocore makes a 500 of an error in a 200
+        return StoreError(where, f"{code}: {message:.200}; {_ADVICE[code]}", status=status)
     if code in _TRANSIENT or status == 409 or (status or 0) >= 500:
         return TransientError(where, f"{code}: {message:.200}", status=status)
     advice = _ADVICE.get(code) or (_ADVICE["AccessDenied"] if status == 403 else "")

@@ -13,7 +13,6 @@ others do not go away by themselves.
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import BinaryIO, Literal, Protocol, Self, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.errors import ShardError, ShardkitError
+from shardkit.errors import ShardError, ShardkitError, clean_message, without_password
 from shardkit.files import Closing
 from shardkit.hashing import new_hash
 from shardkit.manifest import checked_basename
@@ -57,23 +56,18 @@ __all__ = [
 Checksums = Literal["when_supported", "when_required"]
 METADATA_NAME = "shardkit-xxh3-128"  # of every object that is published: the hash of its bytes
 _READ_BYTES = 1 << 20
-_USER_INFO = re.compile(r"(?<=://)[^/\s\"'<>]*@")
-
-
-def without_password(text: str) -> str:
-    """Return `text` without the `user:password@` of URLs in it."""
-    return _USER_INFO.sub("", text)
+_MOST_CHARACTERS = 2000  # of a server's words in an error
 
 
 class StoreError(ShardkitError):
     """A request to a store failed: on which object, why, and with which HTTP status if there was one.
 
-    Passwords in URLs are left out.
+    Both texts are clean (`clean_message`), also in logs, and bounded: servers write parts of them.
     """
 
     def __init__(self, where: str, problem: str, *, status: int | None = None) -> None:
-        self.where, self.problem, self.status = without_password(where), without_password(problem), status
-        where, problem = self.where, self.problem
+        where, problem = (clean_message(text)[:_MOST_CHARACTERS] for text in (where, problem))
+        self.where, self.problem, self.status = where, problem, status
         super().__init__(f"{where}: {problem}" + ("" if status is None else f" (status {status})"))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -128,6 +122,9 @@ class StorageOptions:
     """Longest silence on a connection."""
     retry_seconds: float = 600.0
     """How long to retry a failing operation: shorter outages cost only time."""
+    first_contact_seconds: float = 60.0
+    """The same while the store has not answered once, since its address may be wrong. Loaders wait for as
+    long as for a batch."""
     connections: int = 32
     """Maximum number of connections of a process to a store."""
     follow_urls: bool = False
@@ -139,9 +136,10 @@ class StorageOptions:
             object.__setattr__(self, "endpoint_url", without_password(self.endpoint_url))
         if self.checksums not in (None, *get_args(Checksums)):
             raise ValueError(f"checksums must be one of {', '.join(get_args(Checksums))}: {self.checksums!r}")
-        timeouts = (self.connect_timeout_seconds, self.read_timeout_seconds, self.retry_seconds)
+        waits = (self.retry_seconds, self.first_contact_seconds)
+        timeouts = (self.connect_timeout_seconds, self.read_timeout_seconds, *waits)
         if not (min(timeouts) > 0 and self.connections > 0):
-            raise ValueError("timeouts, retry_seconds and connections must be above 0")
+            raise ValueError("timeouts, times to retry and connections must be above 0")
 
 
 @dataclass(frozen=True, slots=True)

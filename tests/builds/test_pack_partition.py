@@ -18,12 +18,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from shardkit.card import BLOCKS_NAME, Histogram
+from shardkit.card import Histogram
 from shardkit.errors import BuildError, ConservationError
 from shardkit.formats import mds, tar
 from shardkit.formats.blocks import shard_parts
 from shardkit.formats.provenance import HashRange
-from shardkit.manifest import LOSS_MASK
+from shardkit.manifest import BLOCKS_NAME, LOSS_MASK
 from shardkit.writers.exchange import Exchanged, RunWriter, Segment, Slice
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, facts_of

@@ -14,10 +14,10 @@ import pytest
 import tokenizers
 
 from shardkit import open_dataset
-from shardkit.card import BLOCKS_NAME
 from shardkit.datasets.verify import verify
 from shardkit.errors import BuildError, RecipeError
 from shardkit.formats.blocks import shard_parts
+from shardkit.manifest import BLOCKS_NAME
 from shardkit.publish import download, upload
 from shardkit.writers import BuildResult, build, load_recipe
 from shardkit.writers.ledger import Count
@@ -87,7 +87,7 @@ def test_uncompressed_shards_have_checksums_of_their_blocks_whatever_partition_m
     )
     dataset, blocks = open_dataset(tmp_path / "out"), tmp_path / "out" / BLOCKS_NAME
     assert dataset.card is not None
-    stated = dataset.card.blocks(dataset.fingerprint)
+    stated = dataset.manifest.blocks
     if compression != "null":
         assert stated is None
         assert not blocks.exists()

@@ -567,6 +567,7 @@ def test_every_load_is_counted_once(folders: dict[str, Path], opened: Open, kind
         "disk_full": 0,
         "locked_out": 0,
         "row_reads": 0,
+        "unproved_bytes": 0,
         "evictions": 2,
         "evicted_bytes": raw[0] + raw[1],
         "used_bytes": raw[0],

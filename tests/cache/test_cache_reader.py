@@ -50,7 +50,7 @@ def whole(read: Read) -> bool:
 
 def row(read: Read) -> bool:
     """Whether a read is of a row."""
-    return read.stop is not None
+    return read.stop is not None and read.shard is not None
 
 
 Open = Callable[..., tuple[NotedStore, Remote]]
@@ -86,7 +86,7 @@ def row_reads(remote: Remote) -> float:
     return remote.shards.counters()["row_reads"]
 
 
-@pytest.mark.parametrize("kind", ["mds", "tar", "mds_foreign"])
+@pytest.mark.parametrize("kind", ["mds", "tar"])
 def test_the_first_batches_wait_for_no_whole_shard_and_are_followed_by_no_more_rows_than_allowed(
     opened: Open, kind: str
 ) -> None:
@@ -96,7 +96,7 @@ def test_the_first_batches_wait_for_no_whole_shard_and_are_followed_by_no_more_r
         batches = iter(loader)
         assert [next(batches)["sample_id"].tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert row_reads(remote) == 8
-        assert sum(map(row, store.reads)) == 16, "each row is read twice"
+        assert sum(map(row, store.reads)) == 8
         with pytest.raises(LoaderTimeoutError, match=r"step 2 .*0 of [\d,]+ bytes received") as caught:
             next(batches)
         assert remote.dataset.where(0) in str(caught.value)
@@ -165,7 +165,7 @@ def test_replicas_on_a_node_read_each_row_once_between_them(
     store = NotedStore(holds=whole)
     remotes = replicas(store, kind, single_rows=2)
     assert first_batches(remotes, 2) == [list(range(8))] * REPLICAS
-    assert sum(map(row, store.reads)) == 2 * 8, "and as many more rows"
+    assert sum(map(row, store.reads)) == 8, "and as many more rows"
     assert sum(map(row_reads, remotes)) == 8 * REPLICAS
     assert shared_rows(remotes[0]) == 0, "they end with the loaders that wrote them"
 
@@ -208,7 +208,7 @@ def test_a_replica_that_gets_no_row_from_another_reads_it_itself(
         store.reads.clear()
         began = time.monotonic()
         assert first_batches([second], 1) == [[0, 1, 2, 3]]
-        assert sum(map(row, store.reads)) == 8
+        assert sum(map(row, store.reads)) == 4
         assert (time.monotonic() - began > 0.2) == (problem == "a peer that is stopped")
 
 
@@ -228,7 +228,7 @@ def test_a_row_of_another_version_than_those_before_is_asked_for_again(
     with second.shards.rows.begin(rows, shared=True) as requests:
         found = second.shards.rows.finish(requests, time.monotonic() + SOON_SECONDS)
     assert found[0].data.tobytes() != b"x" * found[0].data.size
-    assert sum(map(row, store.reads)) == 4
+    assert sum(map(row, store.reads)) == 2
 
 
 def test_few_rows_go_before_all_whole_shards(opened: Open) -> None:
@@ -236,7 +236,8 @@ def test_few_rows_go_before_all_whole_shards(opened: Open) -> None:
     with loader_of(remote) as loader:
         ids(loader, 1)
         wait_until(lambda: sum(map(whole, store.reads)) == SHARDS)
-    assert all(map(row, store.reads[:8]))
+    assert [read.key for read in store.reads[:1]] == ["blocks.bin"]
+    assert all(map(row, store.reads[1:5]))
 
 
 def test_beside_many_rows_whole_shards_come_already(opened: Open) -> None:

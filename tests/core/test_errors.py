@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit.errors import MissingExtraError, ShardError, ShardNotFoundError, warn_user
+from shardkit.errors import MissingExtraError, ShardError, ShardkitError, ShardNotFoundError, warn_user
+from shardkit.storage import StoreError
 from support.loader_data import make_dataset
 from support.remote_harness import fresh_url
 
@@ -94,3 +95,30 @@ def test_every_warning_of_shardkit_points_to_the_user() -> None:
     files = {file.resolve() for folder in folders for file in folder.rglob("*.py")}
     own = [file for file in files if "warnings.warn(" in file.read_text() or "stacklevel" in file.read_text()]
     assert own == [], "use shardkit.errors.warn_user"
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("Bearer hf_SECRETSECRETSECRET is bad", "Bearer *** is bad"),
+        ("token hf_SECRETSECRETSECRET", "token ***"),
+        ("authorization: bearer abc.def-ghi", "authorization: bearer ***"),
+        ("Basic dXNlcjpwYXNzd29yZA== refused", "Basic *** refused"),
+        ("https://h/x?X-Amz-Signature=abc&y=1", "https://h/x?X-Amz-Signature=***&y=1"),
+        ("https://h/x?a=1&sig=a%2Fb&z", "https://h/x?a=1&sig=***&z"),
+        ("http://user:pw@host/a and ftp://u:p@h", "http://host/a and ftp://h"),
+        ("http:/user:pw@host/a", "http:/host/a"),
+        ("\x1b[31mred\x9b0m\x07", "\ufffd[31mred\ufffd0m\ufffd"),
+        ("abc\u202edef\u2066\u2028", "abc\ufffddef\ufffd\ufffd"),
+        ("a\rb\nc\td", "a\ufffdb\nc\td"),
+        ("s3://bucket/a@b/c, basic usage, bearer", "s3://bucket/a@b/c, basic usage, bearer"),
+        ("half \ud800", "half \\ud800"),
+    ],
+)
+def test_messages_have_no_secrets_and_nothing_that_commands_a_terminal(text: str, clean: str) -> None:
+    assert str(ShardkitError(text)) == clean
+    assert str(ShardError("file", text)) == f"file: {clean}"
+    store = StoreError(text, text)
+    assert (store.where, store.problem) == (clean, clean)
+    assert str(pickle.loads(pickle.dumps(store))) == str(store) == f"{clean}: {clean}"
+    assert len(str(StoreError("where", "x" * 10**6))) < 3000

@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, Page, Request, sync_playwright
 
 from shardkit.tools.explore.export import export_site
 from shardkit.tools.explore.site import Site
-from support.explored_build import explore, make_explored, served, text_of
+from support.explored_build import TOKEN, explore, make_explored, served, text_of
 
 if TYPE_CHECKING:
     Open = Callable[..., Page]
@@ -67,6 +67,13 @@ def failed(request: Request) -> list[str]:
     return [] if request.failure == "net::ERR_ABORTED" else [request.url]
 
 
+def with_token(address: str) -> str:
+    """The first address of a server; of other pages as they are."""
+    if not address.startswith("http://"):
+        return address
+    return f"{address}{'&' if '?' in address else '/?' if address.count('/') == 2 else '?'}token={TOKEN}"
+
+
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
     """Opens a page; at the end, no page may have asked for anything else or logged an error."""
@@ -80,7 +87,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
         page.on("dialog", lambda dialog: complaints.append(f"dialog {dialog.message}"))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("requestfailed", lambda request: complaints.extend(failed(request)))
-        page.goto(address)
+        page.goto(with_token(address))
         pages.append(page)
         return page
 

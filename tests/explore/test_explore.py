@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import socket
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +36,7 @@ from shardkit.tools.explore.site import Site, shown
 from shardkit.tools.explore.summary import RuleValues, _bin_key, _bin_value, _count_rule
 from shardkit.tools.trace.text import read_rows
 from shardkit.writers import build
-from support.explored_build import HOSTILE, Page, explore, make_explored, served, text_of
+from support.explored_build import HOSTILE, TOKEN, Page, cookie, explore, make_explored, served, text_of
 from support.small_build import EOS, make_corpus, train_bpe, tree
 
 SHORT = "length/too_few_words"
@@ -93,7 +98,8 @@ def test_a_number_is_shown_with_what_it_is_about(tmp_path: Path, inline_builds: 
 def test_every_link_of_the_site_leads_to_a_harmless_page(site: Site, address: str) -> None:
     waiting, seen, counts = ["/"], {"/"}, Counter({"/": 1})
     while waiting:
-        with urllib.request.urlopen(address + waiting.pop()) as response:
+        asked = urllib.request.Request(address + waiting.pop(), headers=cookie(address))
+        with urllib.request.urlopen(asked) as response:
             assert "default-src 'none'" in response.headers["Content-Security-Policy"]
             if response.headers["Content-Type"].startswith("text/css"):
                 continue
@@ -111,17 +117,28 @@ def test_every_link_of_the_site_leads_to_a_harmless_page(site: Site, address: st
     assert set(counts) == {"/", "/style.css"} | {f"/{name}" for name in site.pages} - {"/funnel"}
 
 
-def test_only_this_machine_is_answered_and_only_reading(address: str) -> None:
-    def status(path: str, **options: object) -> int:
+def test_only_who_has_the_token_is_answered_and_only_reading(address: str) -> None:
+    known = cookie(address)
+
+    def status(path: str, headers: Mapping[str, str] = known, **options: Any) -> int:
+        request = urllib.request.Request(address + path, headers=dict(headers), **options)
         try:
-            with urllib.request.urlopen(urllib.request.Request(address + path, **options)) as response:  # type: ignore[arg-type]
+            with urllib.request.urlopen(request) as response:
                 return int(response.status)
         except urllib.error.HTTPError as error:
             return error.code
 
     assert status("/") == 200
-    assert status("/", headers={"Host": "evil.example"}) == 400
+    assert status("/", known | {"Host": "evil.example"}) == 400
+    assert status(f"/?token={TOKEN}", {"Host": "evil.example"}) == 400
     assert status("/", data=b"x", method="POST") == 405
+    for page in ("/", "/row", "/style.css", "/nowhere", "/removed?table=dropped&at=0.0.0"):
+        assert status(page, {}) == 403
+        for cookies in ("", "x", f"shardkit-view={TOKEN}", f"shardkit-view-1={TOKEN}", f"{TOKEN}"):
+            assert status(page, {"Cookie": cookies}) == 403
+        for token in ("", "x", TOKEN[:-1], f"{TOKEN}x", TOKEN.upper(), "%00", "%ff", "é"):
+            separator = "&" if "?" in page else "?"
+            assert status(f"{page}{separator}token={urllib.parse.quote(token, safe='%')}", {}) == 403
     assert status("/nowhere") == 404
     assert status("/row?row=x") == 400
     assert status("/rule?rule=" + urllib.parse.quote(HOSTILE)) == 404
@@ -159,13 +176,81 @@ def test_a_text_that_was_not_kept_comes_from_the_input_file(out: Path, tmp_path:
         table = pq.read_table(file)
         texts = pa.nulls(table.num_rows, pa.string())
         pq.write_table(table.set_column(table.schema.get_field_index("text"), "text", texts), file)
-    page = show(Site(explore(out.parent / "without")), "removed", table="dropped", at="0.0.0")
+    opened = explore(out.parent / "without", out.parent)
+    page = show(Site(opened), "removed", table="dropped", at="0.0.0")
     line = pq.read_table(out.parent / "without" / "dropped").slice(0, 1).to_pylist()[0]
     text = json.loads((out.parent / line["file"]).read_text().split("\n")[line["record"]])["text"]
     assert text.strip() in page.words
-    shutil.move(out.parent / "without", tmp_path / "far")
-    page = show(Site(explore(tmp_path / "far")), "removed", table="dropped", at="0.0.0")
-    assert "is not found" in page.words
+    opened = explore(out.parent / "without", tmp_path)
+    page = show(Site(opened), "removed", table="dropped", at="0.0.0")
+    assert f"{line['file']} is no file in {tmp_path}" in page.words
+    page = show(Site(explore(out.parent / "without")), "removed", table="dropped", at="0.0.0")
+    assert "--inputs FOLDER" in page.words
+
+
+SECRET = "the line of a file that is none of the dataset's"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "{root}/secret.txt", "../secret.txt", "sub/../../secret.txt", "./../secret.txt",
+        "{inputs}/../secret.txt", "link.txt", "folder/secret.txt", "sub/deep/link.txt", "loop", "fifo",
+        "/dev/stdin", "/proc/self/environ", "a\0b", "", ".", "~/secret.txt", "$ROOT/secret.txt", "*", "file://{root}/secret.txt",
+        "{inputs}/link.txt", "x" * 5000,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("has_inputs", [True, False])
+def test_no_file_outside_of_the_named_folder_is_read_whatever_a_dataset_says(
+    out: Path, tmp_path: Path, name: str, has_inputs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = tmp_path / "inputs"
+    (inputs / "sub" / "deep").mkdir(parents=True)
+    (tmp_path / "secret.txt").write_text(f"{SECRET}\n")
+    for link, target in (("link.txt", "secret.txt"), ("folder", "."), ("sub/deep/link.txt", "secret.txt")):
+        (inputs / link).symlink_to(tmp_path / target)
+    (inputs / "loop").symlink_to("loop")
+    os.mkfifo(inputs / "fifo")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ROOT", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "a" / "dataset"
+    shutil.copytree(out, folder)
+    card = json.loads((folder / "dataset.json").read_bytes())
+    card["recipe"]["inputs"] = [{"path": "x", "base": str(tmp_path), "format": "text", "lines": True}] * 2
+    (folder / "dataset.json").write_text(json.dumps(card))
+    for file in (folder / "dropped").iterdir():
+        table = pq.read_table(file)
+        told = {"text": None, "file": name.format(root=tmp_path, inputs=inputs), "record": 0}
+        for column, value in told.items():
+            at, kind = table.schema.get_field_index(column), table.schema.field(column)
+            table = table.set_column(at, kind, pa.array([value] * len(table), kind.type))
+        pq.write_table(table, file)
+    page = show(Site(explore(folder, inputs if has_inputs else None)), "removed", table="dropped", at="0.0.0")
+    assert SECRET not in page.words
+    assert "No text was kept of this document" in page.words
+
+
+def test_half_requests_are_closed_after_a_while(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardkit.tools.explore.server.REQUEST_SECONDS", 0.3)
+    with served(site) as address, ExitStack() as opened:
+        port = int(address.rpartition(":")[2])
+        head = f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+        for sent in ("", "G", head, f"{head}Content-Length: 9\r\n\r\nx", f"{head}\r\n{head}"):
+            half = opened.enter_context(socket.create_connection(("127.0.0.1", port), 20))
+            half.sendall(sent.encode())
+            while half.recv(1 << 16):
+                pass
+        slow = opened.enter_context(socket.create_connection(("127.0.0.1", port), 20))
+        began = time.monotonic()
+        with suppress(OSError):
+            for byte in (head * 100).encode():
+                slow.sendall(bytes([byte]))
+                time.sleep(0.01)
+        assert time.monotonic() - began < 5
+        with urllib.request.urlopen(f"{address}/?token={TOKEN}") as response:
+            cookies = response.headers["Set-Cookie"]
+    assert cookies == f"shardkit-view-{port}={TOKEN}; Path=/; HttpOnly; SameSite=Strict"
 
 
 def test_kept_documents_are_listed_by_source(site: Site, out: Path) -> None:

@@ -16,6 +16,7 @@ from shardkit.formats import mds
 from shardkit.formats.compression import decompress
 from shardkit.formats.mds.index import make_columns
 from shardkit.formats.mds.writer import _ShardFile
+from shardkit.manifest import BLOCKS_NAME
 from support import peers
 from support.default_cases import cases
 from support.mds_values import write_mds
@@ -44,9 +45,22 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("hashes", [[], ["sha1", "xxh64"]])
 def test_files_are_mosaicmls_byte_for_byte(tmp_path: Path, limit: int | None, hashes: list[str]) -> None:
     samples = list(mixed_samples(60))
-    write_mds(tmp_path / "ours", MIXED, samples, hashes=hashes, shard_bytes=limit)
+    manifest = write_mds(tmp_path / "ours", MIXED, samples, hashes=hashes, shard_bytes=limit)
     peers.write_with_streaming(tmp_path / "theirs", MIXED, samples, hashes=hashes, size_limit=limit)
-    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
+    ours, theirs = files(tmp_path / "ours"), files(tmp_path / "theirs")
+    assert ours.pop(BLOCKS_NAME), "which MosaicML does not have"
+    assert ours["index.json"] == mds.index_files(manifest.shards, manifest.blocks)["index.json"]
+    ours |= mds.index_files(manifest.shards)
+    assert ours == theirs
+
+
+def test_mosaicml_reads_a_dataset_whose_index_states_block_checksums(tmp_path: Path) -> None:
+    samples = list(mixed_samples(60))
+    write_mds(tmp_path / "ours", MIXED, samples, shard_bytes=700)
+    assert b'"blocks"' in (tmp_path / "ours" / "index.json").read_bytes()
+    for ours, theirs in zip(samples, peers.read_with_streaming(tmp_path / "ours"), strict=True):
+        assert ours.keys() == theirs.keys()
+        assert (ours["id"], ours["n"]) == (theirs["id"], theirs["n"])
 
 
 @pytest.mark.parametrize(

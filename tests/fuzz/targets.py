@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,11 @@ from shardkit.formats.tar.shard_list import describe_tar
 from shardkit.loaders import StreamingLoader
 from shardkit.order.exclusions import Exclusions
 from shardkit.publish.contents import find_contents
+from shardkit.storage import StorageOptions
+from shardkit.storage.hub import HubStore
+from shardkit.storage.hub_client import HubAnswer, HubClient
 from shardkit.storage.local import LocalStore
+from shardkit.storage.memory import MemoryStore
 from shardkit.tools.trace.answers import Tracer
 from shardkit.tools.trace.fates import find_dropped, find_fates
 from shardkit.tools.trace.search import Selection
@@ -341,6 +346,81 @@ def _tables() -> Target:
     return Target("tables", files, read, hostile, change=changed_footer)
 
 
+def _blocks() -> Target:
+    """Block checksums and what states them, as a remote reader of single rows meets them."""
+
+    def write(folder: Path) -> None:
+        columns = {"tokens": "ndarray:uint16:8"}
+        with mds.MdsWriter(folder, columns=columns, hashes=["xxh64"], shard_bytes=300) as writer:
+            writer.write_rows(np.concatenate([_rows(n) for n in range(5)]))
+
+    files, urls = _files(write), itertools.count()
+    right = np.concatenate([_rows(n) for n in range(5)])
+
+    def read(folder: Path) -> None:
+        store = MemoryStore(f"memory://fuzz-blocks-{next(urls)}")
+        for path in folder.iterdir():
+            store.put(path.name, path.read_bytes())
+        with open_dataset(store.url, storage=StorageOptions(retry_seconds=1.0)) as dataset:
+            assert dataset.shards is not None
+            rows = np.array([0, len(right) - 1])
+            for row in rows.tolist():
+                shard = int(np.searchsorted(dataset.manifest.shard_starts, row, side="right")) - 1
+                if not dataset.shards.rows.can_read(shard):
+                    raise ShardError(folder, "its rows are not read singly")
+                within = row - int(dataset.manifest.shard_starts[shard])
+                found = dataset.shards.rows.read({shard: np.array([within])}, 5.0)[shard].data
+                assert found.tobytes() == right[row].tobytes(), "a wrong row was delivered"
+
+    return Target("blocks", files, read, ("blocks.bin",), refuses=True)
+
+
+def _hub() -> Target:
+    """What a server says in the Hub's place: commits, listings and descriptions of files."""
+    commit, entry = "a" * 40, {"type": "file", "path": "a/b.json", "size": 3, "oid": "b" * 40}
+    answers = {
+        "revision.json": {"sha": commit},
+        "tree.json": [
+            entry,
+            entry | {"path": "c", "lfs": {"oid": "c" * 64, "size": 9}},
+            {"type": "directory"},
+        ],
+        "paths.json": [entry],
+        "link": '<http://127.0.0.1:9/api/datasets/o/n/tree/main?cursor=2>; rel="next"',
+    }
+    files = {name: json.dumps(answer).encode() for name, answer in answers.items()}
+
+    class Answering:
+        """Of urllib3, what the client uses of an answer."""
+
+        def __init__(self, body: bytes, headers: Mapping[str, str]) -> None:
+            self.status, self.headers, self._body = 200, headers, body
+
+        def read(self, count: int) -> bytes:
+            return self._body[:count]
+
+        def drain_conn(self) -> None: ...
+        def release_conn(self) -> None: ...
+        def close(self) -> None: ...
+
+    def read(folder: Path) -> None:
+        def request(self: HubClient, method: str, path: str, where: str, **options: Any) -> Any:
+            kind = next(k for k in ("revision", "tree", "paths") if f"/{k}" in path or k == "paths")
+            is_first = kind == "tree" and "cursor" not in path
+            link = (folder / "link").read_bytes().decode("latin-1") if is_first else ""
+            response = Answering((folder / f"{kind}.json").read_bytes(), {"Link": link})
+            return HubAnswer(response, {}, path, from_hub=True)  # type: ignore[arg-type]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HubClient, "request", request)
+            store = HubStore("hf://datasets/o/n")
+            for info in store.list():
+                assert info.bytes is not None
+            store.head("a/b.json")
+
+    return Target("hub", files, read, tokens=(b"null", b"[]", b"{}", b"1e400", b'"..\\/"'))
+
+
 _MAKERS: dict[str, Callable[..., Target]] = {
     "mds-rows": _mds_rows,
     "mds-any-columns": _mds_any_columns,
@@ -356,6 +436,8 @@ _MAKERS: dict[str, Callable[..., Target]] = {
     "tar-index": _tar_index,
     "tables": _tables,
     "text": _text,
+    "blocks": _blocks,
+    "hub": _hub,
     **SOURCES,
     **INPUTS,
 }

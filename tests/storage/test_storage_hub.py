@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import pickle
 import socket
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -181,9 +183,75 @@ def test_a_listing_whose_pages_name_each_other_is_an_error(
         return found, f"{path}&turn=1" if "turn" not in path else asked[0]
 
     monkeypatch.setattr(HubClient, "json", in_circles)
-    with pytest.raises(StoreError, match="does not end: pages repeat"):
+    with pytest.raises(StoreError, match="does not end: 2 pages"):
         list(HubStore(f"hf://datasets/{name}").list())
     assert len(asked) == 2
+
+
+def test_a_listing_whose_pages_always_differ_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = itertools.count()
+
+    def endless(client: HubClient, method: str, path: str, where: str, body: object = None) -> Any:
+        if "/tree/" not in path:
+            return {"sha": "a" * 40}, None
+        number = next(asked)
+        entry = {"type": "file", "path": f"f{number}", "size": 1, "oid": "b" * 40}
+        return [entry], f"{path.partition('&cursor')[0]}&cursor={number}"
+
+    monkeypatch.setattr(HubClient, "json", endless)
+    for limit, value in (("_MOST_PAGES", 20), ("_MOST_FILES", 30)):
+        monkeypatch.setattr(f"shardkit.storage.hub.{limit}", value)
+        with pytest.raises(StoreError, match="the server's listing does not end"):
+            list(HubStore(f"hf://datasets/{name}").list())
+        monkeypatch.undo()
+        monkeypatch.setattr(HubClient, "json", endless)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "body"),
+    [
+        (400, {"X-Error-Message": "\x1b[31mtoken {token}"}, b""),
+        (403, {"X-Error-Message": "Bearer {token} is bad"}, b""),
+        (500, {"X-Error-Message": "authorization: {token}\u202e"}, b""),
+        (200, {}, b"[" * 200_000),
+        (200, {}, b'{"a":' * 200_000),
+        (200, {}, b"9" * 20_000),
+        (200, {}, b"\xff\xfe\x00"),
+        (200, {}, b""),
+    ],
+)
+def test_what_a_hostile_server_answers_is_a_clean_error(
+    status: int, headers: dict[str, str], body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = "api_org_SECRETSECRET"
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            for key, value in headers.items():
+                self.send_header(
+                    key, value.format(token=token).encode("latin-1", "replace").decode("latin-1")
+                )
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as hostile:
+        thread = threading.Thread(target=hostile.serve_forever)
+        thread.start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hostile.server_address[1]}")
+        monkeypatch.setenv("HF_TOKEN", token)
+        try:
+            with pytest.raises(StoreError) as caught:
+                list(HubStore("hf://datasets/org/name").list())
+        finally:
+            hostile.shutdown()
+            thread.join()
+    assert token not in str(caught.value)
+    assert str(caught.value).isprintable()
 
 
 def test_a_listing_of_which_a_page_is_missing_is_an_error(hub: HubServer, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
 import pickle
@@ -10,10 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from servers.fault_proxy import FaultProxy, Rule
+from shardkit.cli.common import add_storage_arguments, storage_options
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.streams import open_streams
@@ -34,6 +37,7 @@ from support.s3_moto import S3Server, s3_server
 QUICKLY = RetryPolicy(longest_backoff_seconds=0.2, first_contact_seconds=0.3, report_seconds=0.5, hedge=False)
 FIRST_CONTACT_LIMIT_SECONDS = 10.0
 OUTAGE_SECONDS = 2.0
+AWAY_SECONDS = 8.0  # longer than a command waits
 
 
 @pytest.fixture(scope="module")
@@ -146,13 +150,14 @@ def test_a_store_does_not_fail_before_the_loader_that_waits_for_it(
     [dataset] = open_streams(url, config, processes=1).streams.datasets
     assert dataset.shards is not None
     assert dataset.shards.store.policy.deadline_seconds == expected
+    assert dataset.shards.store.policy.first_contact_seconds == expected, "away at the start, as later"
     dataset.close()
 
 
 def test_a_wrong_port_is_an_error_within_seconds(server: S3Server) -> None:
     wrong = f"http://127.0.0.1:{unused_port()}"
     with pytest.raises(TransientError, match=r"Could not connect.*has not answered yet: check") as caught:
-        timed_first_contact(StorageOptions(endpoint_url=wrong))
+        timed_first_contact(StorageOptions(endpoint_url=wrong, first_contact_seconds=3.0))
     assert wrong in str(caught.value)
 
 
@@ -175,6 +180,49 @@ def timed_first_contact(options: StorageOptions, policy: RetryPolicy | None = No
         connect("s3://some-bucket/data", options, policy=policy).get("key")
     finally:
         assert time.monotonic() - began < FIRST_CONTACT_LIMIT_SECONDS
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("away", ["refused", "no name"])
+def test_a_store_that_is_away_when_a_run_starts_is_waited_for_and_named_at_once(
+    away: str,
+    server: S3Server,
+    proxy: FaultProxy,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = f"s3://{server.new_bucket()}/data"
+    make_dataset(tmp_path / "made", "mds")
+    put_folder(tmp_path / "made", connect(url, options_for(proxy)))
+    began, resolve = time.monotonic(), socket.getaddrinfo
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if time.monotonic() - began < AWAY_SECONDS:
+            raise socket.gaierror(-3, "Temporary failure in name resolution")
+        return resolve(*arguments, **options)
+
+    if away == "no name":
+        monkeypatch.setattr(socket, "getaddrinfo", failing)
+    else:
+        cut(proxy, AWAY_SECONDS)
+    with caplog.at_level(logging.WARNING, "shardkit.storage"):
+        loader = StreamingLoader(url, batch_size=4, storage=options_for(proxy), **QUICK)
+        assert len(next(iter(loader))["sample_id"]) == 4
+    loader.close()
+    assert time.monotonic() - began > AWAY_SECONDS
+    failed, again = caplog.messages[0], caplog.messages[-1]
+    assert "has been failing for 0 s" in failed
+    assert "has not answered yet: check its URL" in failed
+    assert "answers again after" in again
+
+
+def test_a_command_gives_up_soon_where_a_job_waits() -> None:
+    parser = argparse.ArgumentParser()
+    add_storage_arguments(parser)
+    arguments = parser.parse_args([])
+    assert storage_options(arguments).first_contact_seconds == 5.0
+    assert storage_options(arguments, is_job=True).first_contact_seconds == 60.0
 
 
 @pytest.mark.parametrize(("status", "code"), [(403, "InvalidAccessKeyId"), (404, "NoSuchBucket")])

@@ -322,6 +322,7 @@ def test_a_listing_that_repeats_a_page_or_never_ends_is_an_error(
 ERROR_PAGE = '<?xml version="1.0"?>\n<Error><Code>{}</Code><Message>as asked</Message></Error>'
 
 
+@pytest.mark.parametrize("sent_as", ["application/xml", "binary/octet-stream", "text/plain"])
 @pytest.mark.parametrize("etag", [[], [("ETag", '"x"')]], ids=["", "with an ETag"])
 @pytest.mark.parametrize(
     ("code", "kind"),
@@ -334,13 +335,18 @@ ERROR_PAGE = '<?xml version="1.0"?>\n<Error><Code>{}</Code><Message>as asked</Me
     ],
 )
 def test_an_error_that_comes_with_status_200_is_that_error(
-    store: S3Store, server: S3Server, code: str, kind: type[StoreError], etag: list[tuple[str, str]]
+    store: S3Store,
+    server: S3Server,
+    code: str,
+    kind: type[StoreError],
+    etag: list[tuple[str, str]],
+    sent_as: str,
 ) -> None:
+    """Whatever type it is sent as: proxies keep that of the object."""
+
     def intercept(environ: dict[str, Any], start_response: Start, app: App) -> Iterable[bytes]:
         body = ERROR_PAGE.format(code).encode()
-        start_response(
-            "200 OK", [("Content-Length", str(len(body))), ("Content-Type", "application/xml"), *etag]
-        )
+        start_response("200 OK", [("Content-Length", str(len(body))), ("Content-Type", sent_as), *etag])
         return [body]
 
     server.intercept = intercept
@@ -348,6 +354,47 @@ def test_an_error_that_comes_with_status_200_is_that_error(
         with pytest.raises(StoreError, match=f"{code}: as asked; the server sent this error") as caught:
             attempt()
         assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("InternalError", TransientError),
+        ("SlowDown", ThrottledError),
+        ("AccessDenied", StoreError),
+        ("InvalidAccessKeyId", StoreError),
+    ],
+)
+@pytest.mark.parametrize("request_name", ["list", "complete"])
+def test_an_error_in_a_200_that_lists_or_completes_an_upload_is_that_error(
+    store: S3Store, server: S3Server, code: str, kind: type[StoreError], request_name: str
+) -> None:
+    """S3 answers so when parts take long to be put together."""
+
+    def intercept(environ: dict[str, Any], start_response: Start, app: App) -> Iterable[bytes]:
+        query = environ["QUERY_STRING"]
+        if not ("list-type" in query or (environ["REQUEST_METHOD"] == "POST" and "uploadId" in query)):
+            return app(environ, start_response)
+        body = ERROR_PAGE.format(code).encode()
+        start_response("200 OK", [("Content-Length", str(len(body))), ("Content-Type", "application/xml")])
+        return [body]
+
+    server.intercept = intercept
+    with pytest.raises(StoreError, match=f"{code}: ") as caught:
+        list(store.list()) if request_name == "list" else store.put("large", bytes(20 << 20))
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("page", [b"<!DOCTYPE html><title>Log in</title>", b"\n<HTML><body>Log in</body>"])
+def test_a_web_page_in_place_of_an_object_is_named(store: S3Store, server: S3Server, page: bytes) -> None:
+    def intercept(environ: dict[str, Any], start_response: Start, app: App) -> Iterable[bytes]:
+        start_response("200 OK", [("Content-Length", str(len(page))), ("Content-Type", "text/html")])
+        return [page]
+
+    server.intercept = intercept
+    for attempt in (partial(store.get, "a"), partial(store.get, "a", 5, 10)):
+        with pytest.raises(StoreError, match="a web page in place of the object: check the endpoint"):
+            attempt()
 
 
 def test_an_error_that_comes_with_status_200_is_tried_again(store: S3Store, server: S3Server) -> None:
@@ -439,12 +486,11 @@ def test_a_body_that_ends_early_is_a_transient_error(sent: int) -> None:
     with scripted_store(lambda connection: connection.sendall(HEADERS + b"x" * sent)) as store:
         with pytest.raises(TransientError, match=f"after {sent} of 1,000 bytes"):
             store.get("a")
-        with store.open("a") as body:
-            got = 0
-            with contextlib.suppress(TransientError):
-                while got < 1000:
-                    got += body.readinto(memoryview(bytearray(64)))
-            assert got == sent
+        got = 0
+        with contextlib.suppress(TransientError), store.open("a") as body:
+            while got < 1000:
+                got += body.readinto(memoryview(bytearray(64)))
+        assert got == sent
 
 
 @pytest.mark.usefixtures("credentials")

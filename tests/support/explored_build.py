@@ -10,17 +10,15 @@ from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 
-import uvicorn
-
 from shardkit.datasets.dataset import open_dataset
 from shardkit.tools.explore.explored import Explored
-from shardkit.tools.explore.server import bind, make_app
+from shardkit.tools.explore.server import bind, make_server
 from shardkit.tools.explore.site import Site
 from shardkit.tools.trace.text import Decoder, find_tokenizer
 from shardkit.writers import build
 from support.small_build import make_corpus
 
-__all__ = ["HOSTILE", "Page", "explore", "make_explored", "served", "text_of"]
+__all__ = ["HOSTILE", "TOKEN", "Page", "cookie", "explore", "make_explored", "served", "text_of"]
 
 RECIPE = """\
 inputs:
@@ -34,6 +32,7 @@ output: {path: out, shard_bytes: 8KiB}
 max_bad_fraction: 0.5
 """
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)> \u202eabc\u202c \x00 \x1b[31m red &amp; '\""
+TOKEN = "of-a-test"
 WORDS = [f"{a}{b}" for a in ("red", "green", "blue", "dark") for b in ("stone", "river", "house", "tree")]
 
 
@@ -60,18 +59,23 @@ def make_explored(folder: Path, *, min_words: int = 5) -> Path:
     return Path(build(recipe, progress=False).output)
 
 
-def explore(path: Path) -> Explored:
+def explore(path: Path, inputs: Path | None = None) -> Explored:
     """As `shardkit view` opens it."""
     dataset = open_dataset(path)
     tokenizer = find_tokenizer(dataset)
-    return Explored(dataset, None if tokenizer is None else Decoder(tokenizer, dataset.card))
+    return Explored(dataset, None if tokenizer is None else Decoder(tokenizer, dataset.card), inputs=inputs)
+
+
+def cookie(address: str) -> dict[str, str]:
+    """The header that a browser sends after its first page."""
+    return {"Cookie": f"shardkit-view-{address.rpartition(':')[2]}={TOKEN}"}
 
 
 @contextmanager
 def served(site: Site) -> Iterator[str]:
-    """The address of a server of the site in a thread."""
+    """The address of a server of the site in a thread, for who has TOKEN."""
     with bind(0) as listening:
-        server = uvicorn.Server(uvicorn.Config(make_app(site), log_level="error", lifespan="off"))
+        server = make_server(site, TOKEN)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:

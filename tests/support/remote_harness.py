@@ -24,9 +24,11 @@ from shardkit.cache.contract import Cache
 from shardkit.cache.fetcher import Fetcher, FetchLimits
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.shards import CachedShards
+from shardkit.card import block_checksums
 from shardkit.datasets.dataset import Dataset
 from shardkit.datasets.locate import find_remote
 from shardkit.formats import mds, tar
+from shardkit.formats.blocks import write_blocks
 from shardkit.loaders import StreamingLoader
 from shardkit.manifest import LOSS_MASK, ShardInfo
 from shardkit.order.order import Order, OrderSpec
@@ -107,7 +109,7 @@ def make_remote_kind(folder: Path, kind: str, *, samples: int = 53, shards: int 
 def write_hashed(
     folder: Path, kind: str, rows: npt.NDArray[Any], pieces: Sequence[tuple[int, int]]
 ) -> list[ShardInfo]:
-    """Shards of `rows` with hashes, and their index; `pieces`: (first row, last + 1) of each."""
+    """Shards of `rows` with hashes and block checksums; `pieces`: (first row, last + 1) of each."""
     folder.mkdir(parents=True)
     infos = []
     for number, (low, high) in enumerate(pieces):
@@ -123,7 +125,8 @@ def write_hashed(
                 folder, f"shard.{number:05d}.mds", rows[low:high], compression=compression, hashes=["xxh64"]
             )
         infos.append(info)
-    (tar.write_shard_list if kind.startswith("tar") else mds.write_index)(folder, infos)
+    write = tar.write_shard_list if kind.startswith("tar") else mds.write_index
+    write(folder, infos, write_blocks(folder, infos))
     return infos
 
 
@@ -156,7 +159,7 @@ class Remote:
             found.manifest,
             CacheMemory(1 << 30) if cache is None else cache,
             Fetcher(connections, limits),
-            blocks=None if found.card is None else found.card.blocks(found.manifest.fingerprint),
+            blocks=block_checksums(found.manifest, found.card),
         )
         return cls(store, shards, Dataset(None, found.manifest, card=found.card, shards=shards))
 

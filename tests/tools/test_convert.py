@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
 import uuid
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -452,6 +453,26 @@ def data_folder() -> Path:
 
 @pytest.mark.data
 @pytest.mark.extended
+@pytest.mark.parametrize("kind", ["mds", "wds"])
+def test_nobody_else_can_write_what_a_conversion_makes_where_umask_is_0(
+    tmp_path: Path, kind: Literal["mds", "wds"]
+) -> None:
+    rows = np.arange(600, dtype=np.uint16).reshape(-1, 6)
+    with mds.MdsWriter(tmp_path / "source", columns={"tokens": "ndarray:uint16:6"}) as writer:
+        writer.write_rows(rows)
+    before = os.umask(0)
+    try:
+        convert(
+            tmp_path / "source", tmp_path / "new" / "out", output=OutputOptions(format=kind), progress=False
+        )
+        assert os.umask(0) == 0, "it is as it was"
+    finally:
+        os.umask(before)
+    made = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
+    assert len(made) > 4
+    assert [path for path in made if path.stat().st_mode & stat.S_IWOTH] == []
+
+
 def test_golden_datasets_go_to_the_other_format_and_back(tmp_path: Path) -> None:
     started, converted = time.monotonic(), 0
     for source in sorted((data_folder() / "mds").iterdir()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -22,7 +24,7 @@ from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.plan import BatchPlan
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.run_settings import Tail
-from shardkit.tools.trace.run import Run, rank_of, span_at, start_of_step, step_of
+from shardkit.tools.trace.run import Run, rank_of, read_state, span_at, start_of_step, step_of
 from support.loader_data import make_dataset
 
 SAMPLES = 53
@@ -251,3 +253,25 @@ def test_an_exclusion_list_of_another_dataset_is_refused_as_by_loaders(
     with open_dataset(folders["web"]) as dataset:
         (tmp_path / "gone.txt").write_text(f"# fingerprint: {dataset.fingerprint}\n3\n")
     StreamingLoader([Stream(folders["web"], exclude=tmp_path / "gone.txt")], batch_size=2).close()
+
+
+@pytest.mark.parametrize("kind", ["torch 1.5", "pickle", "TorchScript", "noise", "nothing"])
+def test_a_file_that_is_no_checkpoint_of_todays_torch_is_refused_in_one_readable_line(
+    tmp_path: Path, kind: str
+) -> None:
+    file = tmp_path / "step.pt"
+    if kind == "torch 1.5":
+        torch.save({"a": 1}, file, _use_new_zipfile_serialization=False)
+    elif kind == "TorchScript":
+        torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), file)
+    else:
+        file.write_bytes({"pickle": pickle.dumps({"a": 1}), "noise": b"noise" * 99, "nothing": b""}[kind])
+    with pytest.raises(StateError) as caught:
+        read_state(file)
+    message = str(caught.value)
+    assert str(file) in message
+    assert "give the state as JSON" in message
+    assert ("TorchScript program" in message) == (kind == "TorchScript")
+    assert "weights_only" not in message
+    assert len(message.splitlines()) == 1
+    assert len(message) < 500 + len(str(file))

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from shardkit.card import BLOCKS_NAME, Histogram
+from shardkit.card import Histogram
 from shardkit.errors import BuildError, ConservationError
 from shardkit.formats import mds, tar
 from shardkit.formats.blocks import write_blocks
@@ -256,7 +256,7 @@ def pack_documents(
         name, keys = f"part-{partition:05d}.{number:05d}", (partition * TAR_KEY_STEP + first, key_digits)
         result.shards.append(_write_shard(folder, name, columns, output, keys))
     if output.compression is None:
-        write_blocks(folder / BLOCKS_NAME, folder, result.shards)
+        write_blocks(folder, result.shards)
     if part.masks is not None and pack.crops:
         result.cropped_trained = _trained_of(part) - result.trained
     hashed_with = None if part.joined is not None else seed

@@ -5,6 +5,10 @@ index.json is read with every claim checked, and written as MosaicML writes it:
     {"version": 2, "shards": [{column_encodings, column_names, column_sizes, compression, format: "mds",
       hashes, raw_data: {basename, bytes, hashes}, zip_data: {…} | null, samples, size_limit, version: 2}]}
 
+A dataset with block checksums (`shardkit.formats.blocks`) has one more key, which MosaicML does not read:
+`"blocks": {"bytes", "xxh3_128"}`. It stands in the index because a reader that misses another file would do
+without the checksums and not notice.
+
 A shard's own header repeats all but samples, raw_data and zip_data ("config"). Written files are the bytes
 that MDSWriter writes. Reading costs about 10 microseconds a shard, half of it Python's JSON: 450,000 shards
 take four to five seconds.
@@ -40,6 +44,7 @@ from shardkit.formats.compression import parse_compression
 from shardkit.formats.mds.encodings import encoding_of
 from shardkit.hashing import HASH_NAMES, hash_bytes, hash_file
 from shardkit.manifest import (
+    BLOCKS_NAME,
     Column,
     FileInfo,
     Files,
@@ -47,6 +52,7 @@ from shardkit.manifest import (
     ShardInfo,
     ShardTable,
     checked_basename,
+    stated_file,
     table_of,
 )
 
@@ -77,6 +83,7 @@ MAX_INDEX_BYTES = 1 << 31  # four million shards; beyond this a dataset needs la
 MAX_SHARD_BYTES = (1 << 32) - 1  # offsets are u32
 MAX_COLUMNS = 4096
 
+_BLOCKS_KEY = "blocks"
 _TABLE_VERSION = 1
 _MAX_HEADER_BYTES = 1 << 24  # JSON takes thirty times as much; a kind of shard has about 300
 _NPY_HEADER_BYTES = 4096  # of an array, at most: far more than numpy writes
@@ -99,7 +106,7 @@ def read_index(path: Path) -> Manifest:
         if (size := file.stat().st_size) > MAX_INDEX_BYTES:
             raise ShardError(file, f"{size:,} bytes; an index has at most {MAX_INDEX_BYTES:,}")
         if file.name == INDEX_NAME and (table := read_table(file)) is not None:
-            return Manifest("mds", table)
+            return Manifest("mds", table, blocks=table.blocks)
         text = file.read_bytes()
     except OSError as error:
         raise ShardError(file, f"cannot be read: {error.strerror or error}") from error
@@ -112,36 +119,40 @@ def parse_index(file: str | PathLike[str], text: bytes) -> Manifest:
         return _parse_index(file, text)
 
 
-def write_index(folder: Path, shards: Sequence[ShardInfo]) -> None:
+def write_index(folder: Path, shards: Sequence[ShardInfo], blocks: FileInfo | None = None) -> None:
     """Publish index.json for `shards` in `folder`: whole or not at all, the bytes MDSWriter would write.
+
+    `blocks`: their file of block checksums, which the index then states, too.
 
     Beside that of a large dataset lies index.bin, the same in a form that opens at once.
     """
-    files = index_files(shards)
+    files = index_files(shards, blocks)
     if TABLE_NAME not in files:
         (Path(folder) / TABLE_NAME).unlink(missing_ok=True)
     for name, data in files.items():
         publish_bytes(Path(folder) / name, data)
 
 
-def index_files(shards: Sequence[ShardInfo]) -> dict[str, bytes]:
-    """index.json for `shards`, and before it index.bin if there are many."""
-    index = index_bytes(shards)
-    table = table_bytes(shards, index)
+def index_files(shards: Sequence[ShardInfo], blocks: FileInfo | None = None) -> dict[str, bytes]:
+    """Return index.json for `shards`, and before it index.bin if there are many."""
+    index = index_bytes(shards, blocks)
+    table = table_bytes(shards, index, blocks)
     return ({} if table is None else {TABLE_NAME: table}) | {INDEX_NAME: index}
 
 
-def table_bytes(shards: Sequence[ShardInfo], index: bytes) -> bytes | None:
-    """index.bin for the shards that `index`, the bytes of index.json, lists; None if they are few."""
-    table = table_of(shards, Manifest("mds", shards).fingerprint) if len(shards) >= TABLE_SHARDS else None
+def table_bytes(shards: Sequence[ShardInfo], index: bytes, blocks: FileInfo | None = None) -> bytes | None:
+    """Return index.bin for what `index`, the bytes of index.json, states; None if its shards are few."""
+    if len(shards) < TABLE_SHARDS:
+        return None
+    table = table_of(shards, Manifest("mds", shards).fingerprint, blocks)
     return None if table is None else _table_bytes(table, index)
 
 
-def index_bytes(shards: Sequence[ShardInfo]) -> bytes:
-    """index.json for `shards`, the bytes that MDSWriter would write."""
+def index_bytes(shards: Sequence[ShardInfo], blocks: FileInfo | None = None) -> bytes:
+    """Return index.json for `shards`: without `blocks`, the bytes that MDSWriter would write."""
     with _collector_paused():
-        entries = [_entry(shard) for shard in shards]
-        return json.dumps({"shards": entries, "version": VERSION}, sort_keys=True).encode()
+        data: dict[str, Any] = {"shards": [_entry(shard) for shard in shards], "version": VERSION}
+        return json.dumps(data | _blocks_entry(blocks), sort_keys=True).encode()
 
 
 def make_columns(columns: Mapping[str, str]) -> tuple[Column, ...]:
@@ -226,6 +237,10 @@ def _entry(shard: ShardInfo) -> dict[str, Any]:
     return entry
 
 
+def _blocks_entry(blocks: FileInfo | None) -> dict[str, Any]:
+    return {} if blocks is None else {_BLOCKS_KEY: {"bytes": blocks.bytes, **blocks.hashes}}
+
+
 def _file_entry(info: FileInfo) -> dict[str, Any]:
     return {"basename": info.basename, "bytes": int(info.bytes), "hashes": dict(info.hashes)}
 
@@ -242,9 +257,11 @@ def _parse_index(file: str | PathLike[str], text: bytes) -> Manifest:
         raise ShardError(file, f"version {_shown(data.get('version'))}; only version {VERSION} is known")
     parser = _EntryParser(file)
     shards = [parser.parse(number, entry) for number, entry in enumerate(data["shards"])]
-    manifest = Manifest("mds", shards)
-    if len(shards) >= TABLE_SHARDS and (table := table_of(shards, manifest.fingerprint)) is not None:
-        return Manifest("mds", table)  # a fraction of the memory
+    stated = data.get(_BLOCKS_KEY)
+    blocks = None if stated is None else stated_file(BLOCKS_NAME, stated, file)
+    manifest = Manifest("mds", shards, blocks=blocks)
+    if len(shards) >= TABLE_SHARDS and (table := table_of(shards, manifest.fingerprint, blocks)) is not None:
+        return Manifest("mds", table, blocks=blocks)  # a fraction of the memory
     return manifest
 
 
@@ -354,7 +371,7 @@ def _table_bytes(table: ShardTable, index: bytes) -> bytes:
         "fingerprint": table.fingerprint,
         "kinds": [_entry(kind) for kind in table.kinds],
         "hashes": {key: list(each.hash_names) for key, each in files.items()},
-    }
+    } | _blocks_entry(table.blocks)
     arrays: dict[str, Any] = {
         "header": np.frombuffer(json.dumps(header, sort_keys=True).encode(), dtype=np.uint8),
         "kind": table.kind,
@@ -451,7 +468,9 @@ def _table(
         and (packed is None or (len(packed) == count and packed.are_sound()))
         and isinstance(header["fingerprint"], str)
     )
-    return ShardTable(kinds, kind, samples, raw, packed, header["fingerprint"]) if sound else None
+    stated = header.get(_BLOCKS_KEY)
+    blocks = None if stated is None else stated_file(BLOCKS_NAME, stated, TABLE_NAME)
+    return ShardTable(kinds, kind, samples, raw, packed, header["fingerprint"], blocks) if sound else None
 
 
 def _files(header: Mapping[str, Any], arrays: Mapping[str, Any], key: str) -> Files:

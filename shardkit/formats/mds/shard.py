@@ -13,7 +13,6 @@ batch with no Python per sample. Views keep the map alive after `close`.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
+from shardkit.files import load_json
 from shardkit.formats.budget import SampleBudget
 from shardkit.formats.mds.encodings import Encoding, encoding_of
 from shardkit.formats.mds.index import parse_columns
@@ -280,7 +280,7 @@ def _check_config(file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[
 def _parse_config(file: str | PathLike[str], text: bytes, start: int) -> tuple[Column, ...]:
     """The columns that the config at byte `start` describes."""
     try:
-        config = json.loads(text)
+        config = load_json(text)
     except (ValueError, RecursionError) as error:
         raise ShardError(file, f"the config is not JSON: {error}", offset=start) from error
     if not isinstance(config, Mapping):

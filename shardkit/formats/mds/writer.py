@@ -1,7 +1,8 @@
 """Write MDS shards: whole arrays at once for a build, samples of any columns for everything else.
 
-Files are the bytes that MosaicML's MDSWriter writes for the same samples and settings, cut at the same
-samples. (Compressed ones decompress to the same bytes; zstd builds and gzip's time stamp differ.) A shard
+Shards are the bytes that MosaicML's MDSWriter writes for the same samples and settings, cut at the same
+samples; `MdsWriter` adds block checksums, which its index states. (Compressed shards decompress to the same
+bytes; zstd builds and gzip's time stamp differ.) A shard
 appears under its name only when it is whole. Hashes are taken while the pieces go to the file, so an array is
 read once and never copied. The same input gives the same bytes on every run.
 """
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from shardkit.errors import ShardError
 from shardkit.files import local_path
+from shardkit.formats.blocks import write_blocks
 from shardkit.formats.compression import new_compressor, parse_compression
 from shardkit.formats.mds.encodings import encode_shape, encode_value, encoding_of
 from shardkit.formats.mds.index import INDEX_NAME, MAX_SHARD_BYTES, config_bytes, make_columns, write_index
@@ -215,12 +217,16 @@ class MdsWriter:
                 self._flush()
 
     def finish(self) -> Manifest:
-        """Write what is pending, then the index. Calling it again gives the same manifest."""
+        """Write what is pending, checksums of uncompressed shards, then the index.
+
+        Calling it again gives the same manifest.
+        """
         if self._manifest is None:
             if self._pending:
                 self._flush()
-            write_index(self._folder, self._shards)
-            self._manifest = Manifest("mds", self._shards)
+            blocks = write_blocks(self._folder, self._shards)
+            write_index(self._folder, self._shards, blocks)
+            self._manifest = Manifest("mds", self._shards, blocks=blocks)
         return self._manifest
 
     def __enter__(self) -> Self:

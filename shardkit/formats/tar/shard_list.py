@@ -7,8 +7,9 @@ shards.json has the form that `wids` reads, with our hashes beside:
                     "hashes": {"xxh64": …}, "columns": {"tokens.npy": "ndarray:uint16:2048"}}, …]}
 
 `url`, `nsamples`, `filesize` and `md5sum` are wids' words; `hashes`, `columns` and `raw_bytes` (of a
-compressed tar) are ours and optional, so lists made by `wids-index` are readable too. URLs are relative to
-the list's folder; in lists by others they may be whole, relative to a "base", and grouped into "datasets".
+compressed tar) are ours and optional, so lists made by `wids-index` are readable too. So is "blocks" of the
+whole list: size and xxh3_128 of the dataset's block checksums (`shardkit.formats.blocks`). URLs are relative
+to the list's folder; in lists by others they may be whole, relative to a "base", and grouped into "datasets".
 The list is published last: its presence means that the dataset is complete.
 
 Names are only text here; `shardkit.formats.tar.find` looks at disks and stores:
@@ -34,8 +35,17 @@ from typing import Any
 import numpy as np
 
 from shardkit.errors import ShardError
-from shardkit.files import publish_bytes
-from shardkit.manifest import UNKNOWN, Column, FileInfo, Manifest, ShardInfo, checked_basename
+from shardkit.files import load_json, publish_bytes
+from shardkit.manifest import (
+    BLOCKS_NAME,
+    UNKNOWN,
+    Column,
+    FileInfo,
+    Manifest,
+    ShardInfo,
+    checked_basename,
+    stated_file,
+)
 from shardkit.storage.url import is_remote
 
 __all__ = [
@@ -195,6 +205,7 @@ LIST_NAME = "shards.json"
 
 MAX_LIST_BYTES = 1 << 30  # 450,000 shards with two hashes are about 150 MB
 
+_BLOCKS_KEY = "blocks"
 _MAX_COUNT = 1 << 53  # what JSON readers everywhere hold exactly
 
 
@@ -263,7 +274,7 @@ def parse_listing(file: str | PathLike[str], text: bytes) -> tuple[str | None, M
     ShardError, naming `file`, if it is not sound.
     """
     try:
-        listing = json.loads(text)
+        listing = load_json(text)
     except (ValueError, RecursionError) as error:
         raise ShardError(file, f"is not JSON: {error}") from error
     if not isinstance(listing, dict) or not isinstance(listing.get("shardlist"), list):
@@ -279,7 +290,9 @@ def parse_listing(file: str | PathLike[str], text: bytes) -> tuple[str | None, M
     base = _common_base([url for entry in entries if isinstance(url := entry.get("url"), str)], file)
     if base is not None:
         entries = [entry | {"url": str(entry.get("url"))[len(base) + 1 :]} for entry in entries]
-    return base, Manifest("tar", tuple(_read_entry(entry, file) for entry in entries))
+    stated = listing.get(_BLOCKS_KEY)
+    blocks = None if stated is None or parts else stated_file(BLOCKS_NAME, stated, file)
+    return base, Manifest("tar", tuple(_read_entry(entry, file) for entry in entries), blocks=blocks)
 
 
 def _rebased(part: dict[str, Any], base: object, file: str | PathLike[str]) -> list[dict[str, Any]]:
@@ -342,21 +355,23 @@ def _count(
     return value
 
 
-def write_shard_list(folder: Path, shards: Sequence[ShardInfo]) -> None:
-    """Publish shards.json for `shards`, whole or not at all."""
-    publish_bytes(folder / LIST_NAME, shard_list_bytes(shards))
+def write_shard_list(folder: Path, shards: Sequence[ShardInfo], blocks: FileInfo | None = None) -> None:
+    """Publish shards.json for `shards`, whole or not at all; `blocks`: their file of block checksums."""
+    publish_bytes(folder / LIST_NAME, shard_list_bytes(shards, blocks))
 
 
-def shard_list_bytes(shards: Sequence[ShardInfo]) -> bytes:
-    """shards.json for `shards`."""
+def shard_list_bytes(shards: Sequence[ShardInfo], blocks: FileInfo | None = None) -> bytes:
+    """Return shards.json for `shards`."""
     # wids caches shards under this name: it must differ between datasets.
     name = f"shardkit-{Manifest('tar', shards).fingerprint}"
-    listing = {
+    listing: dict[str, object] = {
         "__kind__": "wids-shard-index-v1",
         "wids_version": 1,
         "name": name,
         "shardlist": [_entry(shard) for shard in shards],
     }
+    if blocks is not None:
+        listing[_BLOCKS_KEY] = {"bytes": blocks.bytes, **blocks.hashes}
     return json.dumps(listing, separators=(",", ":")).encode() + b"\n"
 
 

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import ast
 import io
-import json
 import math
 import pickle
 import re
@@ -46,6 +45,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import MissingExtraError, naming_extras
+from shardkit.files import load_json
 from shardkit.formats.budget import SampleBudget, json_bytes, text_bytes
 from shardkit.formats.compression import gunzip
 from shardkit.formats.mds.images import decode_file, open_file
@@ -258,7 +258,7 @@ def _decode_metadata(payload: memoryview, budget: SampleBudget) -> str | bytes:
 
 def _decode_json(payload: memoryview, budget: SampleBudget) -> object:
     budget.take(json_bytes(payload))
-    return json.loads(bytes(payload))
+    return load_json(bytes(payload))
 
 
 def _decode_int(payload: memoryview, budget: SampleBudget) -> int:

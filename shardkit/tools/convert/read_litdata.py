@@ -13,7 +13,6 @@ and so are encrypted chunks and compressions inside of chunks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
+from shardkit.files import load_json
 from shardkit.formats.mds.encodings import encoding_of
 from shardkit.hashing import hash_bytes
 from shardkit.manifest import Column, FileInfo, checked_basename
@@ -258,11 +258,11 @@ def _offsets(path: Path, raw: npt.NDArray[np.uint8], items: int) -> npt.NDArray[
 def _leaf_names(index: _Index) -> Sequence[str]:
     """Names of the leaves, in their order, from the tree that the index describes."""
     try:
-        spec = json.loads(index.config["data_spec"])[1]
+        spec = load_json(index.config["data_spec"])[1]
         kind, children = spec["type"], spec["children_spec"]
         if kind is None:
             return ["value"]
-        names: list[str] = json.loads(spec["context"])
+        names: list[str] = load_json(spec["context"])
         flat = all(child["type"] is None for child in children)
     except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
         raise index.refused(f"states a data_spec that cannot be read: {error!r}") from error

@@ -25,15 +25,13 @@ from typing import Any
 import numpy as np
 
 import shardkit
-from shardkit.card import BLOCKS_NAME, CARD_NAME
+from shardkit.card import CARD_NAME
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.facts import Described, Facts, listed
-from shardkit.files import move_durably, publish_bytes
-from shardkit.formats.blocks import write_blocks
+from shardkit.files import move_durably, not_for_everyone, publish_bytes
 from shardkit.formats.mds.encodings import encoding_of
 from shardkit.formats.mds.index import TABLE_NAME
-from shardkit.hashing import hash_file
 from shardkit.manifest import Manifest
 from shardkit.progress import TransferListener, TransferProgress, make_listener
 from shardkit.publish.api import publish_files
@@ -146,6 +144,7 @@ class _Written:
         return int(shape) if shape.isdecimal() and np.dtype(dtype).kind in "ui" else None
 
 
+@not_for_everyone()
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -336,7 +335,7 @@ def write_card(
     cut: CutOptions,
     written: _Written,
 ) -> None:
-    """Write dataset.json, and blocks.bin if the shards are not compressed."""
+    """Write dataset.json."""
     manifest, length = written.manifest, written.sequence_length
     card: dict[str, Any] = {
         "card_version": CARD_VERSION,
@@ -373,10 +372,8 @@ def write_card(
         "left_out": list(written.left_out),
         "options": {key: value for key, value in asdict(cut).items() if value not in (None, False)},
     }
-    if output.compression is None:
-        blocks = work / BLOCKS_NAME
-        write_blocks(blocks, work, manifest.shards)
-        card["files"] = {BLOCKS_NAME: {"bytes": blocks.stat().st_size, **hash_file(blocks, [CONTENT_HASH])}}
+    if (blocks := manifest.blocks) is not None:
+        card["files"] = {blocks.basename: {"bytes": blocks.bytes, **blocks.hashes}}
     publish_bytes(work / CARD_NAME, json.dumps(card, indent=2).encode() + b"\n")
 
 

@@ -8,7 +8,6 @@ how rows become files.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
+from shardkit.files import load_json
 from shardkit.formats.compression import parse_compression
 from shardkit.formats.mds.index import MAX_SHARD_BYTES
 from shardkit.hashing import new_hash
@@ -120,7 +120,7 @@ def read_json(file: Path, max_bytes: int) -> dict[str, Any]:
     try:
         if file.stat().st_size > max_bytes:
             raise ShardError(file, f"is larger than {max_bytes:,} bytes")
-        content = json.loads(file.read_bytes())
+        content = load_json(file.read_bytes())
     except OSError as error:
         raise ShardError(file, f"cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:

@@ -12,7 +12,7 @@ shard of MDS, or one sample of a tar in memory.
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from math import prod
@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
+from shardkit.formats.blocks import write_blocks
 from shardkit.formats.mds.index import config_bytes, make_columns
 from shardkit.formats.tar.members import BLOCK, padded, split_name
 from shardkit.formats.tar.shard_list import describe_tar
@@ -133,11 +134,11 @@ class RowWriter:
         if self._filled:
             self._flush()
         self._wait()
+        blocks = write_blocks(self._folder, self._shards)
         if self._output.format == "mds":
-            mds.write_index(self._folder, self._shards)
-            return Manifest("mds", self._shards), self._digest.hexdigest()
-        tar.write_shard_list(self._folder, self._shards)
-        return Manifest("tar", self._shards), self._digest.hexdigest()
+            mds.write_index(self._folder, self._shards, blocks)
+            return Manifest("mds", self._shards, blocks=blocks), self._digest.hexdigest()
+        return _listed(self._folder, self._shards, blocks), self._digest.hexdigest()
 
     def _flush(self) -> None:
         self._wait()
@@ -272,8 +273,8 @@ class TarSampleWriter:
         """Write the list."""
         if self._file is not None:
             self._close()
-        tar.write_shard_list(self._folder, self._shards)
-        return Manifest("tar", self._shards), self._digest.hexdigest()
+        blocks = write_blocks(self._folder, self._shards)
+        return _listed(self._folder, self._shards, blocks), self._digest.hexdigest()
 
     def _check_key(self, key: str, sample: Sample) -> None:
         if sample.key is None:
@@ -301,6 +302,11 @@ class TarSampleWriter:
         shard = tar.open_shard(self._folder, describe_tar(name, stored_bytes=end, samples=self._samples))
         self._shards.append(replace(shard.info, raw=raw, columns=shard.columns))
         shard.close()
+
+
+def _listed(folder: Path, shards: Sequence[ShardInfo], blocks: FileInfo | None) -> Manifest:
+    tar.write_shard_list(folder, shards, blocks)
+    return Manifest("tar", shards, blocks=blocks)
 
 
 def _header(name: str, size: int, where: str) -> bytes:

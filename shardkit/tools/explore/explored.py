@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 
 from shardkit.card import DatasetCard
 from shardkit.datasets.dataset import Dataset
@@ -33,12 +34,13 @@ class PageNotFoundError(ShardkitError):
 
 
 class Explored:
-    """`decoder` None: tokens are shown as numbers. `reads_inputs`: texts may come from the input files."""
+    """`decoder` None: tokens are shown as numbers. `inputs`: the one folder to read input files from."""
 
     def __init__(
-        self, dataset: Dataset, decoder: Decoder | None = None, *, reads_inputs: bool = True
+        self, dataset: Dataset, decoder: Decoder | None = None, *, inputs: Path | None = None
     ) -> None:
-        self.dataset, self.reads_inputs = dataset, reads_inputs
+        self.dataset = dataset
+        self.inputs = None if inputs is None else inputs.absolute()
         self.decoder = decoder
         self.tracer = Tracer(dataset, decoder, _EXCERPT)
         self.dropped = ParquetFolder(dataset, DROPPED_FOLDER, DROPPED_SCHEMA)

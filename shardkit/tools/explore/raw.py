@@ -1,13 +1,15 @@
-"""The text of a removed document from its input file, if that is still where the recipe found it.
+"""The text of a removed document from its input file, below a folder that the user has named.
 
-The card has the recipe, but not the folder that its paths start from: they are tried from the folders around
-the dataset and from the current one. Files are read as a build reads them, so every format is.
+The dataset names the file, and a stranger may have made the dataset: without `--inputs FOLDER` no file is
+read, and with it none outside of FOLDER, whatever names, `..` or links say. Files are read as a build reads
+them, so every format is.
 """
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from time import monotonic
 from typing import Any
 
@@ -30,10 +32,12 @@ def read_raw(explored: Explored, source: int, file: str, record: int) -> tuple[s
     inputs = card.recipe.get("inputs", []) if card is not None and card.has("recipe") else []
     if not isinstance(inputs, list) or not 0 <= source < len(inputs) or not isinstance(inputs[source], dict):
         return None, "No text was kept of this document, and the card does not name its input."
-    path = _find(explored, inputs[source], file)
+    if explored.inputs is None:
+        remedy = "`shardkit view --inputs FOLDER` looks for it there"
+        return None, f"No text was kept of this document of {file}; {remedy}."
+    path = _find(explored.inputs, file)
     if path is None:
-        places = "the folders around the dataset and the current folder"
-        return None, f"No text was kept of this document, and {file} is not found from {places}."
+        return None, f"No text was kept of this document, and {file} is no file in {explored.inputs}."
     try:
         text = _read(inputs[source], path, record)
     except (ShardkitError, SuspectDataError, OSError, ValueError) as error:
@@ -44,20 +48,23 @@ def read_raw(explored: Explored, source: int, file: str, record: int) -> tuple[s
     return text[:_MOST_CHARACTERS] + ("…" if len(text) > _MOST_CHARACTERS else ""), ""
 
 
-def _find(explored: Explored, config: Mapping[str, Any], file: str) -> Path | None:
-    folders = [Path.cwd()]
-    if explored.dataset.shards is None:
-        folder = explored.dataset.path.absolute()
-        folders = [*(folder, *folder.parents)[:4], *folders]
-    for start in folders:
-        path = start / (config.get("base") or "") / file
-        if path.is_file():
-            return path
-    return None
+def _find(folder: Path, file: str) -> Path | None:
+    """Return the file that a dataset names, if it lies in `folder`, links followed."""
+    name = PurePath(file)
+    if name.is_absolute():  # of a recipe with absolute paths; it must lead into the folder all the same
+        name = name.relative_to(folder) if name.is_relative_to(folder) else PurePath("..")
+    if ".." in name.parts:
+        return None
+    try:
+        path = (folder / name).resolve(strict=True)
+        return path if path.is_relative_to(folder.resolve()) and path.is_file() else None
+    except (OSError, ValueError, RuntimeError):  # missing, a name with a zero byte, a loop of links
+        return None
 
 
 def _read(config: Mapping[str, Any], path: Path, record: int) -> str | None:
-    entry = {**config, "path": str(path), "base": None, "exclude": []}
+    # Patterns of the recipe are not run here, and a name of a file is none.
+    entry = {**config, "path": glob.escape(str(path)), "base": None, "exclude": [], "path_fields": None}
     recipe = recipe_from_mapping(
         {"inputs": [entry], "tokenizer": {"path": "-", "eos": "-"}, "output": "-"}, folder=path.parent
     )

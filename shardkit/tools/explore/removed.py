@@ -77,8 +77,6 @@ def show_removed(explored: Explored, params: Params) -> dict[str, object]:
     page["stays"] = _stays(explored, document)
     if document["text"] is not None:
         return page | {"raw": None, "why_not": ""}
-    if not explored.reads_inputs:
-        return page | {"raw": None, "why_not": "No text was kept of this document."}
     source = line["source"]
     assert isinstance(source, int)
     raw, why_not = read_raw(explored, source, document["file"], document["record"])

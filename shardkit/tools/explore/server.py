@@ -1,14 +1,18 @@
 """The site over HTTP, for browsers on this machine.
 
 Bound to 127.0.0.1. Answers GET only, and only requests that name this machine as the host, so that no other
-site's page can read it by a host name that resolves to 127.0.0.1. Pages have no scripts, and their
-Content-Security-Policy allows none: whatever a text holds, the browser runs and fetches nothing.
+site's page can read it by a host name that resolves to 127.0.0.1. Other users of the machine can reach the
+port, so each request must have the token of the first address, or the cookie that the first page sets. The
+cookie is HttpOnly and SameSite=Strict. Pages have no scripts, and their Content-Security-Policy allows none:
+whatever a text holds, the browser runs and fetches nothing. A request that does not arrive whole within
+REQUEST_SECONDS is dropped with its connection.
 """
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import socket
-from contextlib import suppress
 from urllib.parse import urlencode
 
 from shardkit.errors import ShardkitError, naming_extras
@@ -16,17 +20,24 @@ from shardkit.tools.explore.explored import PageNotFoundError
 from shardkit.tools.explore.site import FRONT, STYLE, Site
 
 with naming_extras("`shardkit view`"):
+    import h11
     import uvicorn
     from starlette.applications import Starlette
+    from starlette.datastructures import MutableHeaders
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.requests import Request
-    from starlette.responses import HTMLResponse, Response
+    from starlette.responses import HTMLResponse, PlainTextResponse, Response
     from starlette.routing import Route
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["HOST", "bind", "make_app", "page_address", "serve"]
+__all__ = ["HOST", "TOKEN_PARAM", "bind", "first_address", "make_app", "make_server", "page_address"]
 
 HOST = "127.0.0.1"
+TOKEN_PARAM = "token"
+REQUEST_SECONDS = 10.0  # a browser on this machine takes milliseconds
+_REFUSED = "403: open the address that `shardkit view` has printed; it has the token of this server\n"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; form-action 'self'; base-uri 'none'; "
     "frame-ancestors 'none'",
@@ -44,8 +55,14 @@ def page_address(page: str, **params: object) -> str:
     return f"{path}?{urlencode(given, errors='replace')}" if given else path
 
 
-def make_app(site: Site) -> Starlette:
-    """The site as an ASGI application."""
+def first_address(listening: socket.socket, token: str) -> str:
+    """Return the address that lets a browser in."""
+    host, port = listening.getsockname()
+    return f"http://{host}:{port}/?{urlencode({TOKEN_PARAM: token})}"
+
+
+def make_app(site: Site, token: str) -> Starlette:
+    """Return the site as an ASGI application for who knows `token`."""
 
     def answer(request: Request) -> Response:
         page = request.path_params.get("page", FRONT)
@@ -60,7 +77,64 @@ def make_app(site: Site) -> Starlette:
 
     routes = [Route("/", answer), Route(f"/{STYLE}", style), Route("/{page}", answer)]
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False)
-    return Starlette(routes=routes, middleware=[hosts])
+    return Starlette(routes=routes, middleware=[hosts, Middleware(_TokenCheck, token=token)])
+
+
+class _TokenCheck:
+    """Lets requests pass that have the token, in the address or in the cookie of this port."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        # Browsers send cookies of a host to all of its ports: two servers must not overwrite each other's.
+        name = f"shardkit-view-{scope['server'][1]}"
+        is_first = self._is_right(request.query_params.get(TOKEN_PARAM, ""))
+        if not (is_first or self._is_right(request.cookies.get(name, ""))):
+            await PlainTextResponse(_REFUSED, 403, _HEADERS)(scope, receive, send)
+            return
+
+        async def send_cookie(message: Message) -> None:
+            if is_first and message["type"] == "http.response.start":
+                cookie = f"{name}={self._token}; Path=/; HttpOnly; SameSite=Strict"
+                MutableHeaders(scope=message).append("Set-Cookie", cookie)
+            await send(message)
+
+        await self._app(scope, receive, send_cookie)
+
+    def _is_right(self, given: str) -> bool:
+        return secrets.compare_digest(given.encode(errors="replace"), self._token.encode())
+
+
+class _BoundedRequests(H11Protocol):
+    """Closes a connection whose request does not arrive whole in time; uvicorn waits forever."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_watch()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Let the time run from the first byte of a request to its last."""
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._stop_watch()
+        elif self._late is None:
+            self._late = self.loop.call_later(REQUEST_SECONDS, self.transport.close)
+
+    def _stop_watch(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
 
 def bind(port: int) -> socket.socket:
@@ -76,8 +150,15 @@ def bind(port: int) -> socket.socket:
     return listening
 
 
-def serve(site: Site, listening: socket.socket) -> None:
-    """Answer until interrupted."""
-    config = uvicorn.Config(make_app(site), log_level="warning", access_log=False, lifespan="off")
-    with suppress(KeyboardInterrupt):  # how a user ends it
-        uvicorn.Server(config).run(sockets=[listening])
+def make_server(site: Site, token: str) -> uvicorn.Server:
+    """Return a server of the site; its `run(sockets=[…])` answers until interrupted."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            make_app(site, token),
+            http=_BoundedRequests,
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+        )
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import heapq
-import json
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
@@ -20,6 +19,7 @@ import pyarrow.compute as pc
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardkitError
+from shardkit.files import load_json
 from shardkit.formats.removed import DROPPED_FOLDER, DROPPED_SCHEMA
 from shardkit.publish.contents import head_if_any
 from shardkit.tools.trace.answers import Tracer
@@ -114,7 +114,7 @@ def _unreadable(dataset: Dataset, selection: Selection, limit: int) -> tuple[int
     """Records of the quarantine; they are known by file and record only."""
     if not selection.files or head_if_any(dataset.store, _QUARANTINE) is None:
         return 0, []
-    lines = [json.loads(line) for line in dataset.store.get(_QUARANTINE).splitlines()]
+    lines = [load_json(line) for line in dataset.store.get(_QUARANTINE).splitlines()]
     files, records = (pa.array([line[name] for line in lines]) for name in ("file", "record"))
     table = pa.table({"file": files, "record": records})
     wanted = Selection(files=selection.files, records=selection.records).match(table)

@@ -16,6 +16,7 @@ the rank of a row follows from the work of all rows of its global batch, as it d
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -376,9 +377,23 @@ def _load_torch(path: Path) -> object:
     except OSError:
         raise
     except Exception as error:  # pickle and torch raise many kinds
-        raise StateError(
-            f"{path}: cannot be read as a checkpoint: {error}; give the state as JSON"
-        ) from error
+        remedy = "give the state as JSON (`json.dump(loader.state_dict(), file)`)"
+        if not zipfile.is_zipfile(path):
+            problem = "is no zip file, as checkpoints of torch since 1.6 are; older formats and bare pickles"
+            raise StateError(f"{path}: {problem} are not read; {remedy}") from error
+        if _is_torchscript(path):
+            problem = "is a TorchScript program, which holds no loader's state"
+            raise StateError(f"{path}: {problem}; {remedy}") from error
+        words = str(error).strip().partition("\n")[0][:200]  # torch adds a page of advice
+        raise StateError(f"{path}: cannot be read as a checkpoint: {words}; {remedy}") from error
+
+
+def _is_torchscript(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/constants.pkl") for name in archive.namelist())
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return False
 
 
 def _states_in(data: object) -> Iterator[Mapping[str, Any]]:

@@ -140,7 +140,7 @@ def read_rows(dataset: Dataset, sample_ids: Iterable[int]) -> Iterator[tuple[int
 
 def _rows(dataset: Dataset, shard: int, rows: npt.NDArray[np.int64], column: str) -> Iterable[Row]:
     remote = dataset.shards
-    if remote is not None and not remote.is_there(shard) and remote.rows.layout(shard) is not None:
+    if remote is not None and not remote.is_there(shard) and remote.rows.can_read(shard):
         assert dataset.token_dtype is not None
         return remote.rows.read({shard: rows})[shard].data.view(dataset.token_dtype)
     opened = dataset.shard(shard)
