@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from glob import escape
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,8 +35,10 @@ from shardkit.files import load_json
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.units import format_bytes
+from shardkit.writers.inputs.dataset_splits import names_a_split
 from shardkit.writers.inputs.decompress import COMPRESSIONS, ContainerError, decompressed
 from shardkit.writers.inputs.files import InputFile, find_files, open_input
+from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look
 from shardkit.writers.inputs.read_shards import first_samples
 from shardkit.writers.inputs.scan import guess_format
 from shardkit.writers.recipe import recipe_from_mapping
@@ -50,6 +56,13 @@ _ID_NAME = re.compile(r"(?:.*[._-])?(?:u?uid|guid|id|hash|sha\d*|digest)|\w*Id",
 _URL = re.compile(r"https?://\S+")
 _HTML = re.compile(r"\s*<(?:!doctype html|html|head|body)\b", re.IGNORECASE)
 _LEAST_WORDS = 10
+_PAIRS = (
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +74,21 @@ class Fields:
     url: str | None = None
     html: bool = False
     lines: bool = False
+    format: str | None = None  # where the name does not tell it
+    messages: str | None = None  # field with a conversation, in place of `text`
+    prompt: str | None = None  # with `completion` in place of `text`
+    completion: str | None = None
+
     others: Sequence[str] = field(default=(), compare=False)
     beginning: str = field(default="", compare=False)
     """Of the first text."""
     short: float = field(default=0.0, compare=False)
     """Share of texts in the sample that have fewer than `_LEAST_WORDS` words."""
+
+    @property
+    def named(self) -> str:
+        """The fields that hold text, for people."""
+        return self.messages or (f"{self.prompt}, {self.completion}" if self.prompt else self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +113,13 @@ class Draft:
 
 
 def draft_recipe(
-    data: Sequence[str], folder: Path, *, tokenizer: str, eos: str, storage: StorageOptions | None = None
+    data: Sequence[str],
+    folder: Path,
+    *,
+    tokenizer: str,
+    eos: str,
+    bos: str | None = None,
+    storage: StorageOptions | None = None,
 ) -> Draft:
     """A recipe for files, folders, globs and URLs; its relative paths start from `folder`.
 
@@ -104,7 +133,7 @@ def draft_recipe(
     if not inputs:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(left_out.items())[:5])
         raise RecipeError(f"{' '.join(data)}: no file holds documents ({reasons})")
-    return Draft(inputs, left_out, _yaml_of(inputs, tokenizer, eos))
+    return Draft(inputs, left_out, _yaml_of(inputs, tokenizer, eos, bos))
 
 
 def _with_globs(data: Sequence[str]) -> list[str]:
@@ -140,51 +169,132 @@ def _inputs_at(
     """The inputs for one argument; files that are none go to `left_out`."""
     stub = {"inputs": path, "tokenizer": {"path": "x", "eos": "x"}, "output": "x"}
     recipe = recipe_from_mapping(stub, folder=folder)
-    groups: dict[str, list[InputFile]] = defaultdict(list)
-    unfit: list[InputFile] = []
-    for name, file in find_files(recipe, recipe.inputs[0], path, storage).files.items():
-        problem = _problem(file, len(groups[_ending(name)]))
+    named = find_files(recipe, recipe.inputs[0], path, storage)
+    left_out |= dict.fromkeys(named.hidden, "its name, or that of its folder, begins with . or _")
+    left_out |= named.left_out
+    left_out |= dict.fromkeys(named.held_out, "called like a split that is not to train on")
+    groups: dict[_Group, list[InputFile]] = defaultdict(list)
+    others: dict[str, list[InputFile]] = defaultdict(list)  # of no known format, by ending
+    unfit = [named.files[name] for name in named.held_out]
+    for name, file in named.files.items():
+        if name in named.held_out:
+            continue
+        ending = _ending(name)
+        tried = sum(len(files) for group, files in groups.items() if group.ending == ending)
+        format, problem = _format_of(file, tried)
         if problem is None:
-            groups[_ending(name)].append(file)
+            groups[_Group(ending, format)].append(file)
         else:
             left_out[name] = problem
             unfit.append(file)
-    found: dict[Fields, list[str]] = defaultdict(list)
-    for ending, files in groups.items():
-        fields = _fields_of(files) if files else None
-        if fields is not None:
-            found[fields].append(ending)
-        elif files:
-            left_out[files[0].name] = f"and {len(files) - 1:,} more have no field of text"
+            if guess_format(name) is None:
+                others[ending].append(file)
+    found: dict[Fields, list[_Group]] = defaultdict(list)
+    for group, files in groups.items():
+        fields = _fields_of(files, group.format)
+        if isinstance(fields, Fields):
+            found[fields].append(group)
+        else:
+            left_out[files[0].name] = f"{fields}, and so {len(files) - 1:,} more" if files[1:] else fields
+    if not groups:
+        for ending, files in others.items():
+            if (fields := _as_text(files)) is not None:
+                groups[_Group(ending, "text")] = files
+                found[fields].append(_Group(ending, "text"))
+                unfit = [file for file in unfit if file not in files]
+                for file in files:
+                    del left_out[file.name]
     made = []
-    for fields, endings in found.items():
-        files = [file for ending in endings for file in groups[ending]]
-        others = {f"*{ending}" for ending, members in groups.items() if members and ending not in endings}
-        kept = {_ending(file.name) for file in files}
-        names = {PurePosixPath(file.name).name for file in unfit}
-        others |= {f"*{_ending(name)}" if _ending(name) not in {*kept, ""} else name for name in names}
+    for fields, chosen in found.items():
+        files = [file for group in chosen for file in groups[group]]
+        rest = [file for group, members in groups.items() if group not in chosen for file in members]
+        endings = sorted({group.ending for group in chosen}, key=[group.ending for group in chosen].index)
+        exclude = _exclude(files, rest + unfit)
         size = sum(file.bytes for file in files)
-        made.append(DraftInput(path, sorted(others), endings, len(files), size, fields))
+        made.append(DraftInput(path, exclude, endings, len(files), size, fields))
     return made
 
 
-def _problem(file: InputFile, number: int) -> str | None:
-    """Why a file is no input, or None; `number` of its ending have been tried."""
+class _Group(NamedTuple):
+    """Files that are one input: of one ending, and of a format that is not what their names say, or None."""
+
+    ending: str
+    format: str | None
+
+
+def _exclude(files: Sequence[InputFile], others: Sequence[InputFile]) -> list[str]:
+    """Globs that leave out `others` and none of `files`: by ending if possible, else by name."""
+    kept = {PurePosixPath(file.name).name for file in files}
+    endings = {_ending(file.name) for file in files}
+    globs = set()
+    for file in others:
+        path = PurePosixPath(file.name)
+        name = path.name
+        folder = next((part for part in path.parts[:-1] if names_a_split(part)), None)
+        if _ending(name) not in {*endings, ""}:
+            globs.add(f"*{_ending(name)}")
+        elif folder is not None and not any(folder in PurePosixPath(one.name).parts for one in files):
+            globs.add(escape(folder))
+        elif name not in kept:
+            general = re.sub(r"\d+", "*", escape(name))
+            globs.add(escape(name) if any(fnmatchcase(one, general) for one in kept) else general)
+        else:
+            globs.add(escape(file.path if is_remote(file.path) else file.name))
+    return sorted(globs)
+
+
+def _format_of(file: InputFile, number: int) -> tuple[str | None, str | None]:
+    """(format, if the name does not tell it; why the file is no input); `number` of its ending were tried."""
     known = guess_format(file.name)
+    if number >= _TRIED_FILES:
+        return None, None
+    stored = look(_head(file, None))
     if known is None:
-        return "not a format that can be read, judged by its name"
-    if known[0] == "jsonl" and number < _TRIED_FILES:
-        line = next(_lines(file, known[1]), "")
-        if line.lstrip().startswith("["):
-            return "an array of JSON objects: write an input with `format: json` for it"
-        if not isinstance(_parsed(line), dict):
-            return "its first line is not a JSON object"
-    return None
+        reason = stored.what if not stored.is_text else "not a format that can be read, judged by its name"
+        return None, reason
+    format, compression = known
+    if stored.compression != compression and (compression is None or not stored.compression):
+        problem = stored.problem(format, "inputs[0]") if compression is None else None
+        if problem is not None:
+            return None, problem
+    content = stored if compression is None else look(_head(file, compression))
+    if content.kind == "lfs":
+        return None, content.problem(format, "inputs[0]")
+    if content.encoding != "utf-8":
+        return None, f"text in {content.encoding}, not in UTF-8"
+    if format != "jsonl":
+        return None, content.problem(format, "inputs[0]")
+    if content.kind == "json" and _records(file, "json", compression):
+        return "json", None
+    if not isinstance(_parsed(next(_lines(file, compression), "")), dict):
+        return None, "its first line is not a JSON object"
+    return None, None
 
 
-def _fields_of(files: Sequence[InputFile]) -> Fields | None:
-    """The fields of the files of one ending; None if no field holds text."""
+def _as_text(files: Sequence[InputFile]) -> Fields | None:
+    """Fields of files whose names tell no format, each a document; None if one of them is no text."""
+    kinds = [look(_head(file, None)) for file in files[:_TRIED_FILES]]
+    if any(not kind.is_text or kind.encoding != "utf-8" for kind in kinds):
+        return None
+    pages = sum(kind.kind == "html" for kind in kinds)
+    return Fields(format="text", html=2 * pages > len(kinds))
+
+
+def _head(file: InputFile, compression: str | None) -> bytes:
+    """The first bytes of a file, or of its content; empty if they cannot be read."""
+    try:
+        with open_input(file) as stored:
+            if compression is None:
+                return stored.read(HEAD_BYTES)
+            return bytes(next(iter(decompressed(stored, compression, file.bytes)), b""))[:HEAD_BYTES]
+    except (ContainerError, OSError):
+        return b""
+
+
+def _fields_of(files: Sequence[InputFile], given: str | None) -> Fields | str:
+    """The fields of files of one ending, or what they lack; `given` is a format that names do not tell."""
     format, compression = guess_format(files[0].name) or ("", None)
+    format = given or format
     if format in ("warc", "text"):
         long = format == "text" and any(file.bytes > 1 << 26 for file in files)
         return Fields(lines=long)
@@ -197,7 +307,42 @@ def _fields_of(files: Sequence[InputFile]) -> Fields | None:
             values[name].append([record.get(name) for record in sample])
     in_all = {name: lists for name, lists in values.items() if len(lists) == len(samples)}
     everywhere = {name: [value for found in lists for value in found] for name, lists in in_all.items()}
-    return _choose(everywhere)
+    fields = _dialogue(everywhere) or _choose(everywhere)
+    if fields is None:
+        shared = next((name for name, found in everywhere.items() if _turns(found, "from", "value")), None)
+        if shared is None:
+            return "no field of text"
+        return f"conversations of ShareGPT in {shared}: rename their from and value to role and content"
+    return replace(fields, format=given)
+
+
+def _dialogue(values: Mapping[str, list[object]]) -> Fields | None:
+    """The fields of conversations, or of prompts and what follows them; None if there are none."""
+    others = [name for name in values if name not in ("id", "url")]
+    lengths = {name: sum(map(len, _strings(found))) for name, found in values.items()}
+    for name, found in values.items():
+        if _turns(found, "role", "content"):
+            return Fields(messages=name, others=[other for other in others if other not in (name, "tools")])
+    for prompt, completion in _PAIRS:
+        rest = [other for other in others if other not in (prompt, completion)]
+        pair = [lengths.get(name, 0) for name in (prompt, completion)]
+        # What else is as long, or has another part of the prompt, must not be lost.
+        is_whole = all(lengths.get(name, 0) < sum(pair) for name in rest) and not any(values.get("input", []))
+        if all(pair) and is_whole:
+            first = _readable(_strings(values[prompt])[0])
+            return Fields(prompt=prompt, completion=completion, others=rest, beginning=first)
+    return None
+
+
+def _turns(values: Sequence[object], *keys: str) -> bool:
+    """Whether values are lists of objects with these keys, apart from nulls."""
+    lists = [value for value in values if value is not None]
+    return bool(lists) and all(
+        isinstance(value, list)
+        and value
+        and all(isinstance(turn, dict) and turn.keys() >= {*keys} for turn in value)
+        for value in lists
+    )
 
 
 def _choose(values: Mapping[str, list[object]]) -> Fields | None:
@@ -241,6 +386,8 @@ def _records(file: InputFile, format: str, compression: str | None) -> list[dict
         if format == "jsonl":
             parsed = (_parsed(line) for line in _lines(file, compression))
             found = [record for record in parsed if isinstance(record, dict)]
+        elif format == "json":
+            found = list(islice(_array(file, compression), _SAMPLED_RECORDS))
         elif format == "csv":
             delimiter = "\t" if PurePosixPath(file.name).suffixes[:1] == [".tsv"] else ","
             lines = io.StringIO("\n".join(_lines(file, compression)))
@@ -285,6 +432,20 @@ def _lines(file: InputFile, compression: str | None) -> Iterator[str]:
         yield held.decode("utf-8-sig", "replace")
 
 
+def _array(file: InputFile, compression: str | None) -> Iterator[dict[str, Any]]:
+    """The objects at the beginning of an array, or of a file with one object after the other."""
+    text, decoder = "\n".join(_lines(file, compression)).strip(), json.JSONDecoder()
+    at = 1 if text.startswith("[") else 0
+    while True:
+        at += len(text[at:]) - len(text[at:].lstrip(" \t\r\n,"))
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(value, dict):
+            yield value
+
+
 def _parsed(line: str) -> object:
     try:
         return load_json(line)
@@ -306,7 +467,8 @@ def _readable(text: str) -> str:
     return line if len(line) <= _BEGINNING_CHARACTERS else f"{line[:_BEGINNING_CHARACTERS]}…"
 
 
-def _yaml_of(inputs: Sequence[DraftInput], tokenizer: str, eos: str) -> str:
+def _yaml_of(inputs: Sequence[DraftInput], tokenizer: str, eos: str, bos: str | None) -> str:
+    begin = "" if bos is None else f"  bos: {_scalar(bos)}  # begins every document (add_bos_token)\n"
     entries = [_yaml_of_input(entry, source) for entry, source in zip(inputs, _sources(inputs), strict=True)]
     short = fmean(entry.fields.short for entry in inputs)
     length = f"length: {{min_words: {_LEAST_WORDS}}}"
@@ -331,7 +493,7 @@ dedup:
 tokenizer:
   path: {_scalar(tokenizer)}
   eos: {_scalar(eos)}  # ends every document
-
+{begin}
 pack:
   sequence_length: 2049  # tokens of a row: 2,048 to train on, and the label of the last one
 
@@ -362,12 +524,18 @@ def _yaml_of_input(entry: DraftInput, source: str) -> str:
     if entry.exclude:
         lines.append(f"    exclude: {_scalar(entry.exclude)}")
     for key, value, default in (
+        ("format", fields.format, None),
         ("text", fields.text, "text"),
+        ("messages", fields.messages, None),
+        ("prompt", fields.prompt, None),
+        ("completion", fields.completion, None),
         ("id", fields.id, None),
         ("url", fields.url, None),
     ):
         if value != default:
             lines.append(f"    {key}: {_scalar(value)}")
+    if fields.messages:
+        lines.append("    # rendered by the tokenizer's chat template; answers are trained on")
     if fields.html:
         lines.append("    extract: resiliparse  # the texts are HTML; needs pip install 'shardkit[html]'")
     if fields.lines:

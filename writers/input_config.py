@@ -138,8 +138,8 @@ class InputConfig(StrictModel):
     """One source of documents."""
 
     path: Source = Field(
-        description="File, folder or glob of these (** crosses folders), from the recipe's folder, or a URL "
-        "of these."
+        description="File, folder or glob of these (** crosses folders; {a,b} and {00..12} are lists), from "
+        "the recipe's folder, or a URL of these. Names that begin with . or _ are skipped unless spelled."
     )
     exclude: Listed[FieldName] = Field(
         default=(),

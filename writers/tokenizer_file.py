@@ -37,6 +37,7 @@ __all__ = [
     "find_tokenizer",
     "own_engine",
     "read_ranks",
+    "stated_tokens",
     "tokenizer_config",
 ]
 
@@ -88,15 +89,44 @@ def _in_hub_cache(model: str, name: str) -> Path | None:
 
 
 def end_token(file: Path) -> str | None:
-    """The special token of a tokenizer that ends documents, as far as its name shows that; or None."""
+    """The special token of a tokenizer that ends documents; None if nothing tells it.
+
+    It is the `eos_token` of the files beside it, or of the tokenizer's special tokens one whose name says so.
+    """
     try:
         config = tokenizer_config(file, file.read_bytes())
     except (OSError, RecipeError):
         return None
     tokens = _special_tokens(config)
+    stated = stated_tokens(file).get("eos")
+    if stated is not None and (stated in tokens or not tokens):
+        return stated
     likely = [token for token in _END_TOKENS if token in tokens]
     likely += [token for token in tokens if re.search("eos|end", token, re.IGNORECASE)]
     return likely[0] if likely else None
+
+
+def stated_tokens(file: Path) -> dict[str, str]:
+    """Return what files beside a tokenizer name: "eos", "bos", and "adds_bos" if texts begin with it.
+
+    tokenizer_config.json goes before special_tokens_map.json. Files that cannot be read name nothing.
+    """
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        try:
+            data = load_json(file.with_name(name).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue
+        if not isinstance(data, Mapping):
+            continue
+        for kind in ("eos", "bos"):
+            token = data.get(f"{kind}_token")
+            token = token.get("content") if isinstance(token, Mapping) else token
+            if isinstance(token, str) and token:
+                found[kind] = token
+        if data.get("add_bos_token") is True and "bos" in found:
+            found["adds_bos"] = found["bos"]
+    return found
 
 
 def _special_tokens(config: Any) -> list[str]:

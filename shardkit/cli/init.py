@@ -63,9 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     from shardkit.writers.draft import draft_recipe
 
     folder = output.absolute().parent
-    tokenizer, eos, missing = _tokenizer(arguments, folder)
+    tokenizer, eos, bos, missing = _tokenizer(arguments, folder)
     draft = draft_recipe(
-        arguments.data, folder, tokenizer=tokenizer, eos=eos, storage=storage_options(arguments)
+        arguments.data, folder, tokenizer=tokenizer, eos=eos, bos=bos, storage=storage_options(arguments)
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,9 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer(arguments: argparse.Namespace, folder: Path) -> tuple[str, str, str | None]:
-    """(path in the recipe, token that ends documents, why the tokenizer cannot be used yet)."""
-    from shardkit.writers.tokenizer_file import end_token, find_tokenizer
+def _tokenizer(arguments: argparse.Namespace, folder: Path) -> tuple[str, str, str | None, str | None]:
+    """(path in the recipe, tokens that end and begin documents, why the tokenizer cannot be used yet)."""
+    from shardkit.writers.tokenizer_file import end_token, find_tokenizer, stated_tokens
 
     given = arguments.tokenizer
     if given is None:
@@ -101,12 +101,12 @@ def _tokenizer(arguments: argparse.Namespace, folder: Path) -> tuple[str, str, s
     except RecipeError as error:
         if arguments.tokenizer is not None:
             raise
-        return given, _DEFAULT_EOS, str(error)
+        return given, _DEFAULT_EOS, None, str(error)
     path = given
     if Path(given).exists():
         absolute = Path(given).absolute()
         path = str(absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute)
-    return path, end_token(file) or _DEFAULT_EOS, None
+    return path, end_token(file) or _DEFAULT_EOS, stated_tokens(file).get("adds_bos"), None
 
 
 def _show(draft: Draft, output: Path, missing: str | None) -> None:
@@ -117,7 +117,7 @@ def _show(draft: Draft, output: Path, missing: str | None) -> None:
             f"{entry.files:,}",
             format_bytes(entry.bytes),
             " ".join(entry.endings),
-            entry.fields.text if entry.fields.beginning else "",
+            entry.fields.named if entry.fields.beginning or entry.fields.messages else "",
             entry.fields.beginning,
         )
         for entry in draft.inputs

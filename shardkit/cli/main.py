@@ -128,6 +128,12 @@ def _explain(error: Exception) -> int:
         _say(f"error: {error}; install the package that provides it")
     elif isinstance(error, ShardkitError | OSError):
         _say(f"error: {error}")
+    elif isinstance(error, UnicodeEncodeError) and not sys.getfilesystemencoding().lower().startswith("utf"):
+        encoding = sys.getfilesystemencoding()
+        _say(
+            f"error: {error.object!a:.200} is no file name in this locale's encoding, {encoding}; "
+            "set PYTHONUTF8=1 or LC_ALL=C.UTF-8"
+        )
     else:
         problem = f"{type(error).__name__}: {error}".rstrip(": ")
         _say(f"error: {problem}; this is a bug in shardkit, please report it with the output of --debug")

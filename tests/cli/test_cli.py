@@ -257,3 +257,14 @@ def test_the_installed_command_is_the_module() -> None:
     for words in ([str(command)], [sys.executable, "-m", "shardkit"]):
         done = subprocess.run([*words, "--version"], capture_output=True, text=True, timeout=60)
         assert done.stdout == f"shardkit {shardkit.__version__}\n"
+
+
+def test_a_name_that_the_locale_cannot_spell_is_an_error_of_the_locale(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a b c"}\n')
+    (tmp_path / "r.yaml").write_text('inputs: a.jsonl\noutput: {path: "\u00fcber", format: jsonl}\n', "utf-8")
+    environment = os.environ | {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    command = [sys.executable, "-m", "shardkit", "build", "r.yaml", "--quiet"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "PYTHONUTF8=1" in done.stderr
+    assert "bug" not in done.stderr

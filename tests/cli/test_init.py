@@ -16,7 +16,9 @@ from shardkit.cli.main import main
 from shardkit.formats.mds import MdsWriter
 from shardkit.writers import load_recipe
 from support.foreign_tars import make_tar
-from support.small_build import make_corpus, text_of
+from support.small_build import make_corpus, text_of, train_bpe
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:"
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 
@@ -52,7 +54,7 @@ def test_the_recipe_that_init_writes_builds_what_is_there(
     (tmp_path / "data/README.md").write_text("# Data")
     assert main(["init", "data"]) == 0
     shown = capsys.readouterr().out
-    assert "left out: data/MANIFEST.json: its first line is not a JSON object" in shown
+    assert "left out: data/MANIFEST.json: no field of text" in shown
     assert "shardkit build recipe.yaml --limit 1000" in shown
     recipe = load_recipe("recipe.yaml")
     lines, table = recipe.inputs
@@ -120,13 +122,19 @@ def test_files_that_a_shell_listed_are_one_input(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.pdf", "%PDF", "a.pdf: not a format that can be read, judged by its name"),
+        ("a.pdf", "%PDF-1.4\n", "a.pdf: a PDF document"),
+        ("a.jsonl", '{"n": 1}\n', "a.jsonl: no field of text"),
+        ("a.json", '[{"n": 1}]', "a.json: no field of text"),
         (
-            "a.json",
-            '[{"text": "x"}]',
-            "a.json: an array of JSON objects: write an input with `format: json` for it",
+            "a.jsonl",
+            '{"conversations": [{"from": "human", "value": "hi"}]}',
+            "conversations of ShareGPT in co",
         ),
-        ("a.jsonl", '{"n": 1}\n', "have no field of text"),
+        (
+            "a.txt",
+            f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1\n",
+            "git lfs pull",
+        ),
     ],
 )
 def test_data_without_documents_is_refused(
@@ -156,3 +164,116 @@ def test_datasets_are_drafted_with_the_column_or_member_that_holds_text(
     mds, tars = load_recipe("r.yaml").inputs
     assert (mds.path, mds.text, mds.url) == ("mds", "body", "link")
     assert (tars.path, tars.text) == ("tars", "json.content")
+
+
+TEXT = "A sentence of ordinary text, which is long enough for the filter of lengths. " * 3
+CHAT = [{"role": "user", "content": f"a question {TEXT}"}, {"role": "assistant", "content": f"answer {TEXT}"}]
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+WARC = (
+    b"WARC/1.0\r\nWARC-Type: conversion\r\nWARC-Record-ID: <urn:uuid:00000000-0000-4000-8000-000000000001>"
+    b"\r\nWARC-Target-URI: http://a.test/\r\nContent-Type: text/plain\r\nContent-Length: %d\r\n\r\n%s\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("files", "drafted", "documents"),
+    [
+        ({"a.json": json.dumps([{"content": TEXT}] * 2)}, {"format": "json", "text": "content"}, 1),
+        ({"a.json": json.dumps([{"content": TEXT}] * 2, indent=2)}, {"format": "json", "text": "content"}, 1),
+        ({"a.json": json.dumps({"body": TEXT}, indent=2)}, {"format": "json", "text": "body"}, 1),
+        ({"a.json": json.dumps([{"text": TEXT}]), "b.jsonl": json.dumps({"text": f"b {TEXT}"})},
+         {"format": "json"}, 2),
+        ({"a.json": json.dumps([{"text": TEXT}]), "b.json": json.dumps({"text": f"b {TEXT}"})},
+         {"format": "json"}, 2),
+        ({"a.jsonl": json.dumps({"messages": CHAT})}, {"messages": "messages"}, 1),
+        ({"a.jsonl": json.dumps({"conversations": CHAT})}, {"messages": "conversations"}, 1),
+        ({"a.json": json.dumps([{"messages": CHAT}])}, {"format": "json", "messages": "messages"}, 1),
+        ({"a.jsonl": json.dumps({"prompt": TEXT, "completion": f"b {TEXT}"})},
+         {"prompt": "prompt", "completion": "completion"}, 1),
+        ({"a.jsonl": json.dumps({"instruction": TEXT, "input": "", "output": f"b {TEXT}"})},
+         {"prompt": "instruction", "completion": "output"}, 1),
+        ({"a.jsonl": json.dumps({"text": TEXT})[:-1] + ', "prompt": "x"}'}, {"text": "text"}, 1),
+        ({"a.md": f"# Title\n{TEXT}", "b.md": f"# Other\n{TEXT}"}, {"format": "text"}, 2),
+        ({"a.py": f"text = {TEXT!r}\n"}, {"format": "text"}, 1),
+        ({"a.wet": WARC % (len(TEXT), TEXT.encode())}, {"format": None}, 1),
+        ({"_b.jsonl": json.dumps({"text": TEXT}), "a.jsonl": json.dumps({"text": TEXT})},
+         {"text": "text"}, 1),
+        ({"train-0.jsonl": json.dumps({"text": TEXT}), "test-0.jsonl": json.dumps({"text": f"t {TEXT}"})},
+         {"exclude": ("test-*.jsonl",)}, 1),
+        ({"train/0.jsonl": json.dumps({"text": TEXT}), "test/0.jsonl": json.dumps({"text": f"t {TEXT}"})},
+         {"exclude": ("test",)}, 1),
+        ({"README.md": "---\nconfigs:\n- {data_files: [{split: train, path: a*}, {split: x, path: b*}]}\n"
+          "---\n",
+          "a.jsonl": json.dumps({"text": TEXT}), "b.jsonl": json.dumps({"text": f"b {TEXT}"})},
+         {"text": "text"}, 1),
+    ],
+)  # fmt: skip
+def test_every_draft_builds(
+    files: Mapping[str, str | bytes],
+    drafted: Mapping[str, object],
+    documents: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_corpus(tmp_path / "old")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old/tokenizer.json").rename(tmp_path / "tokenizer.json")
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    for name, data in files.items():
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+    assert main(["init", "in"]) == 0
+    first = load_recipe("recipe.yaml").inputs[0]
+    assert {key: getattr(first, key) for key in drafted} == drafted
+    capsys.readouterr()
+    assert main(["build", "recipe.yaml", "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["funnel"]["kept"]["documents"] == documents
+
+
+def test_a_compressed_file_under_a_plain_name_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(gzip.compress(b'{"text": "x"}'))
+    assert main(["init", str(tmp_path), "--output", str(tmp_path / "recipe.yaml")]) == 2
+    assert "a.jsonl: it is compressed by gzip" in capsys.readouterr().err
+
+
+def test_files_that_are_left_out_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines(tmp_path / "in/train.jsonl", [record(1)])
+    write_lines(tmp_path / "in/test.jsonl", [record(2)])
+    write_lines(tmp_path / "in/_more.jsonl", [record(3)])
+    assert main(["init", str(tmp_path / "in"), "--output", str(tmp_path / "r.yaml")]) == 0
+    shown = capsys.readouterr().out
+    assert "in/test.jsonl: called like a split that is not to train on" in shown
+    assert "in/_more.jsonl: its name, or that of its folder, begins with . or _" in shown
+
+
+@pytest.mark.parametrize(
+    ("beside", "eos", "bos"),
+    [
+        ({}, "<|endoftext|>", None),
+        ({"tokenizer_config.json": {"eos_token": "<stop>"}}, "<stop>", None),
+        ({"tokenizer_config.json": {"eos_token": {"content": "<stop>"}, "bos_token": "<go>"}},
+         "<stop>", None),
+        ({"tokenizer_config.json": {"eos_token": "<stop>", "bos_token": "<go>", "add_bos_token": True}},
+         "<stop>", "<go>"),
+        ({"special_tokens_map.json": {"eos_token": {"content": "<stop>"}}}, "<stop>", None),
+        ({"special_tokens_map.json": {"eos_token": "<go>"}, "tokenizer_config.json": {"eos_token": "<stop>"}},
+         "<stop>", None),
+        ({"tokenizer_config.json": {"eos_token": "<unknown>"}}, "<|endoftext|>", None),
+        ({"tokenizer_config.json": [1]}, "<|endoftext|>", None),
+        ({"tokenizer_config.json": {"eos_token": None, "add_bos_token": True}}, "<|endoftext|>", None),
+    ],
+)  # fmt: skip
+def test_the_tokens_that_end_and_begin_documents_are_those_of_the_files_beside_the_tokenizer(
+    beside: Mapping[str, object], eos: str, bos: str | None, tmp_path: Path
+) -> None:
+    write_lines(tmp_path / "a.jsonl", [record(1)])
+    train_bpe(["a text"], special=["<go>", "<stop>", "<|endoftext|>"]).save(str(tmp_path / "tokenizer.json"))
+    for name, data in beside.items():
+        (tmp_path / name).write_text(json.dumps(data))
+    assert main(["init", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "r.yaml")]) == 0
+    made = load_recipe(tmp_path / "r.yaml").tokenizer
+    assert made is not None
+    assert (made.eos, made.bos) == (eos, bos)
