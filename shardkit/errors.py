@@ -55,6 +55,7 @@ _EXTRAS = {
     "floret": ("floret", "classifier"),
     "fsspec": ("fsspec", "fsspec"),
     "gigatoken": ("gigatoken", "write"),
+    "h11": ("uvicorn", "view"),  # which brings it
     "huggingface_hub": ("tokenizers", "write"),  # which brings it
     "isal": ("isal", "fast"),
     "jinja2": ("Jinja2", "view"),
@@ -122,7 +123,8 @@ def clean_message(text: str) -> str:
     what is no UTF-8 (halves of surrogate pairs, from names that are bytes).
     """
     text = _SECRETS.sub(lambda found: f"{found[1] or ''}***", without_password(text))
-    return _COMMANDS.sub("\ufffd", text).encode("utf-8", "backslashreplace").decode()
+    text = _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class ShardError(ShardkitError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,7 @@ from shardkit.formats.blocks import (
     shard_part,
     shard_parts,
 )
+from shardkit.formats.mds.index import load_table
 from shardkit.hashing import hash_bytes
 from shardkit.manifest import BLOCKS_NAME, FileInfo, Manifest
 from shardkit.publish import download, upload
@@ -251,6 +253,44 @@ def test_rows_of_a_shard_that_was_seen_whole_are_proved_by_it_whoever_made_the_d
         with pytest.raises(ShardError, match="have other checksums than the dataset's"):
             remote.shards.rows.read({number: wanted})
     remote.dataset.close()
+
+
+@pytest.mark.parametrize("stated", [7, [], "x", {}, {"bytes": -1}, {"bytes": True}, {"bytes": 1, "xxh64": 3}])
+@pytest.mark.parametrize("name", ["mds", "wds"])
+def test_an_index_whose_statement_of_checksums_is_not_sound_is_refused(
+    datasets: dict[str, Path], name: str, stated: object
+) -> None:
+    store, index_name = LyingStore(datasets[name]), "index.json" if name == "mds" else "shards.json"
+    index = json.loads(store.get(index_name))
+    store.put(index_name, json.dumps(index | {"blocks": stated}).encode())
+    with pytest.raises(ShardError, match=rf"{index_name}: blocks\.bin: "):
+        shardkit.open_dataset(store.url, cache=CacheOptions())
+
+
+def test_an_index_and_a_card_that_state_different_checksums_are_not_published(
+    datasets: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(datasets["mds"], tmp_path / "copy")
+    index = json.loads((tmp_path / "copy" / "index.json").read_bytes())
+    index["blocks"]["xxh3_128"] = "0" * 32
+    (tmp_path / "copy" / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ShardError, match="states another blocks.bin than dataset.json"):
+        upload(tmp_path / "copy", MemoryStore(fresh_url()).url, progress=False)
+
+
+def test_the_index_of_a_large_dataset_states_the_checksums_in_both_forms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardkit.formats.mds.index.TABLE_SHARDS", 2)
+    with mds.MdsWriter(tmp_path / "d", columns={"n": "ndarray:uint16:4"}, shard_bytes=300) as writer:
+        writer.write_rows(values()[:200, :4])
+    manifest = writer.finish()
+    assert manifest.blocks is not None
+    table = load_table(tmp_path / "d" / "index.bin")
+    assert table is not None
+    assert table.blocks == mds.read_index(tmp_path / "d").blocks == manifest.blocks
+    (tmp_path / "d" / "index.bin").unlink()
+    assert mds.read_index(tmp_path / "d").blocks == manifest.blocks
 
 
 def damaged(parts: bytes) -> bytes:

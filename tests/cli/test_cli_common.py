@@ -124,7 +124,7 @@ def test_a_damaged_file_of_a_hostile_name_and_a_warning_control_no_terminal(
 def options_of(*words: str) -> StorageOptions:
     parser = argparse.ArgumentParser()
     add_storage_arguments(parser)
-    return storage_options(parser.parse_args(words))
+    return storage_options(parser.parse_args(words), is_job=True)
 
 
 def test_what_is_left_out_is_left_to_the_environment() -> None:
@@ -153,4 +153,4 @@ def test_nonsense_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> 
 )
 def test_every_verb_that_takes_urls_has_them(command: str) -> None:
     arguments = make_parser().parse_args([*command.split(), "--endpoint-url", "http://x:9"])
-    assert storage_options(arguments) == StorageOptions(endpoint_url="http://x:9")
+    assert storage_options(arguments, is_job=True) == StorageOptions(endpoint_url="http://x:9")

@@ -1,4 +1,4 @@
-"""An outage of a store costs time, not the run; a store that was never there fails within seconds."""
+"""An outage of a store costs time, not the run, at its start too; a command gives up within seconds."""
 
 from __future__ import annotations
 
