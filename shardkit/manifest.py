@@ -31,6 +31,7 @@ from shardkit.errors import ShardError
 
 __all__ = [
     "LOSS_MASK",
+    "MAX_BASENAME_CHARS",
     "UNKNOWN",
     "Column",
     "FileInfo",

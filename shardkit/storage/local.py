@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from shardkit.errors import ShardError
 from shardkit.files import fsync_path, make_folder
+from shardkit.manifest import checked_basename
 from shardkit.storage.store import (
     BaseBody,
     BaseStore,
@@ -120,7 +122,10 @@ class LocalStore(BaseStore):
             raise _translated(file, error) from error
 
     def _file(self, key: str) -> Path:
-        return self._folder / checked_key(self.url, key)
+        try:  # a name of a file, which may mean more than a key: a drive, control characters
+            return self._folder / checked_basename(checked_key(self.url, key), self.url)
+        except ShardError as error:
+            raise StoreError(self.url, f"bad key {key!r:.200}: {error.problem}") from error
 
 
 class LocalBody(BaseBody):
