@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shardkit.errors import ShardError
-from shardkit.files import fsync_path, make_folder
+from shardkit.files import LACKING, fsync_path, make_folder
 from shardkit.manifest import checked_basename
 from shardkit.storage.store import (
     BaseBody,
@@ -85,7 +85,8 @@ class LocalStore(BaseStore):
                     shutil.copyfileobj(source, handle, 1 << 20)
                     handle.flush()
                     # The kernel's dates have a resolution of milliseconds, and a version must not repeat.
-                    os.utime(handle.fileno(), ns=(time.time_ns(), time.time_ns()))
+                    with contextlib.suppress(OSError):  # which some file systems cannot set
+                        os.utime(handle.fileno(), ns=(time.time_ns(), time.time_ns()))
                     os.fsync(handle.fileno())
                     info = _info(key, file, os.fstat(handle.fileno()))
                 if if_absent:
@@ -171,3 +172,11 @@ def _link(temporary: Path, file: Path) -> None:
         os.link(temporary, file)
     except FileExistsError as error:
         raise ObjectExistsError(str(file), "already exists") from error
+    except OSError as error:
+        if error.errno not in LACKING:
+            raise
+        try:  # without hard links: who makes the empty file owns the name, and replaces it in one step
+            file.open("xb").close()
+        except FileExistsError as exists:
+            raise ObjectExistsError(str(file), "already exists") from exists
+        temporary.rename(file)
