@@ -26,12 +26,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote
 
-from shardkit.errors import PathError
+from shardkit.errors import PathError, warn_user
 
 if TYPE_CHECKING:
     from shardkit.arrays import Bytes
 
 __all__ = [
+    "LACKING",
     "PART_SUFFIX",
     "Closing",
     "FileVersion",
@@ -57,6 +58,16 @@ __all__ = [
     "who_else_writes",
 ]
 
+LACKING = (
+    errno.EINVAL,
+    errno.ENODEV,
+    errno.ENOLCK,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.ENOTTY,
+    errno.EPERM,
+)
+"""What a file system answers to a call that it does not have (FUSE, 9p, NFS, FAT, shared folders of VMs)."""
 PART_SUFFIX = ".shardkit-part"
 _ZEROS = bytes(1 << 20)
 # Of two letters or more, as in browsers: "a:/b" is a folder. `pathlib.Path` removes the second slash.
@@ -209,6 +220,9 @@ def fsync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # of a folder: some file systems have no call for that
+        if error.errno not in LACKING or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
     finally:
         os.close(descriptor)
 
@@ -333,7 +347,10 @@ def map_path(file: Path) -> Bytes:
 
 
 def map_file(descriptor: int, size: int, *, start: int = 0, writable: bool = False) -> Bytes:
-    """`size` bytes of an open file, mapped and shared with the file; they stay when the descriptor is closed.
+    """Return `size` bytes of an open file as a map, which stays when the descriptor is closed.
+
+    A writable map is shared with the file. One that is read is private, because more file systems have that;
+    where there are no maps at all the bytes are read into memory, after one warning.
 
     The map ends when the last array that shows it dies, and not before. `mmap.mmap` would hold a duplicate of
     the descriptor until then (Python 3.13 can do without it), and processes may open 1,024 files by default.
@@ -343,16 +360,50 @@ def map_file(descriptor: int, size: int, *, start: int = 0, writable: bool = Fal
     if not size:
         return np.empty(0, dtype=np.uint8)
     before = start % mmap.ALLOCATIONGRANULARITY
-    whole: Bytes = np.asarray(_Map(descriptor, before + size, start - before, writable))
+    try:
+        whole: Bytes = np.asarray(_Map(descriptor, before + size, start - before, writable))
+    except OSError as error:
+        if writable or error.errno not in LACKING or not size:
+            raise
+        return _read_instead(descriptor, size, start, error)
     return whole[before:] if before else whole
+
+
+_warned_of_maps = False
+
+
+def _read_instead(descriptor: int, size: int, start: int, error: OSError) -> Bytes:
+    """Return bytes of a file whose file system has no maps, read into memory."""
+    import numpy as np
+
+    global _warned_of_maps  # one warning for all files of a process
+    if not _warned_of_maps:
+        _warned_of_maps = True
+        warn_user(
+            f"a file system has no maps of files (mmap: {error.strerror}): its files are read into memory "
+            "by each process; copy the dataset to a local disk if that is too much"
+        )
+    data = np.empty(size, dtype=np.uint8)
+    view, filled = data.data, 0
+    while filled < size:
+        count = os.preadv(descriptor, [view[filled:]], start + filled)
+        if not count:
+            raise OSError(errno.EIO, f"the file ends {size - filled:,} bytes early")
+        filled += count
+    data.flags.writeable = False
+    return data
 
 
 def allocate(descriptor: int, size: int) -> None:
     """Give an empty file room for `size` bytes on the disk; OSError if it is full."""
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)
-        return
-    for start in range(0, size, len(_ZEROS)):  # macOS has no call for it
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            return
+        except OSError as error:
+            if error.errno not in LACKING:
+                raise
+    for start in range(0, size, len(_ZEROS)):  # macOS has no call for it, nor have some file systems
         os.pwrite(descriptor, _ZEROS[: size - start], start)
 
 
@@ -366,7 +417,8 @@ class _Map:
 
     def __init__(self, descriptor: int, size: int, start: int, writable: bool) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, descriptor, start)
+        kind = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE
+        address = _libc.mmap(None, size, protection, kind, descriptor, start)
         if address == _FAILED:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))

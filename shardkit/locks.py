@@ -50,6 +50,10 @@ def held_file(path: Path, *, shared: bool, wait_seconds: float = 0.0) -> int | N
                 os.close(descriptor)
                 return None
             time.sleep(_POLL_SECONDS)
+        except OSError as error:
+            os.close(descriptor)
+            problem = f"{error.strerror}: this file system has no locks (flock), use a folder on another"
+            raise OSError(error.errno, problem, str(path)) from error
         except BaseException:
             os.close(descriptor)
             raise

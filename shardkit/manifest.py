@@ -32,6 +32,7 @@ from shardkit.errors import ShardError
 __all__ = [
     "BLOCKS_NAME",
     "LOSS_MASK",
+    "MAX_BASENAME_CHARS",
     "UNKNOWN",
     "Column",
     "FileInfo",

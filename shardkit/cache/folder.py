@@ -486,7 +486,8 @@ class FolderSlot:
     @property
     def data(self) -> Bytes:
         if self._entry is None:
-            self._entry = map_file(self._descriptor, self._size, writable=True)
+            with explain_errors(self.file.parents[2]):
+                self._entry = map_file(self._descriptor, self._size, writable=True)
         return self._entry[:-SEAL_BYTES]
 
     def write(self, at: int, piece: memoryview) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from shardkit.errors import ShardkitError
-from shardkit.files import who_else_writes
+from shardkit.files import LACKING, who_else_writes
 
 __all__ = ["NO_ROOM", "SUBFOLDER", "CacheFolderError", "explain_errors", "make_subfolders"]
 
@@ -37,8 +37,10 @@ def explain_errors(folder: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        problem = f"the cache folder cannot be used: {error.strerror or error}"
-        raise CacheFolderError(f"{folder}: {problem}; give another cache_dir") from error
+        problem = f"the cache folder cannot be used: {error.strerror or error}; give another cache_dir"
+        if error.errno in LACKING:
+            problem += ", on a local disk: this file system lacks a call that a cache needs (flock, mmap)"
+        raise CacheFolderError(f"{folder}: {problem}") from error
 
 
 def make_subfolders(folder: Path, names: Iterable[str]) -> None:

@@ -245,7 +245,8 @@ def add_storage_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--endpoint-url",
         metavar="URL",
-        help="URL of an S3-compatible server (default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, then AWS)",
+        help="URL of an S3-compatible server (default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, "
+        "S3_ENDPOINT_URL, then AWS)",
     )
     group.add_argument(
         "--region", metavar="NAME", help="region of the bucket (default: from the AWS configuration)"
@@ -274,6 +275,22 @@ def add_storage_arguments(parser: argparse.ArgumentParser) -> None:
         help="S3's flexible checksums (default: when_required with an endpoint, else as configured)",
     )
     group.add_argument(
+        "--anonymous", action="store_true", help="read a public bucket without credentials (default: sign)"
+    )
+    group.add_argument(
+        "--requester-pays",
+        action="store_true",
+        help="pay for requests (default: the bucket's owner does)",
+    )
+    group.add_argument(
+        "--encryption",
+        choices=["AES256", "aws:kms", "aws:kms:dsse"],
+        help="server-side encryption to ask for with each write (default: the bucket's own)",
+    )
+    group.add_argument(
+        "--kms-key-id", metavar="KEY", help="key of --encryption aws:kms (default: the bucket's)"
+    )
+    group.add_argument(
         "--follow-urls",
         action="store_true",
         help="let a list of tars name places other than its own folder or bucket (default: refuse)",
@@ -292,6 +309,10 @@ def storage_options(arguments: argparse.Namespace, *, is_job: bool = False) -> S
         profile=arguments.profile,
         path_style=arguments.path_style,
         checksums=arguments.checksums,
+        anonymous=arguments.anonymous,
+        requester_pays=arguments.requester_pays,
+        encryption=arguments.encryption,
+        kms_key_id=arguments.kms_key_id,
         follow_urls=arguments.follow_urls,
     )
 

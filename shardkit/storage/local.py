@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from shardkit.files import fsync_path, make_folder
+from shardkit.errors import ShardError
+from shardkit.files import LACKING, fsync_path, make_folder
+from shardkit.manifest import checked_basename
 from shardkit.storage.store import (
     BaseBody,
     BaseStore,
@@ -83,7 +85,8 @@ class LocalStore(BaseStore):
                     shutil.copyfileobj(source, handle, 1 << 20)
                     handle.flush()
                     # The kernel's dates have a resolution of milliseconds, and a version must not repeat.
-                    os.utime(handle.fileno(), ns=(time.time_ns(), time.time_ns()))
+                    with contextlib.suppress(OSError):  # which some file systems cannot set
+                        os.utime(handle.fileno(), ns=(time.time_ns(), time.time_ns()))
                     os.fsync(handle.fileno())
                     info = _info(key, file, os.fstat(handle.fileno()))
                 if if_absent:
@@ -120,7 +123,10 @@ class LocalStore(BaseStore):
             raise _translated(file, error) from error
 
     def _file(self, key: str) -> Path:
-        return self._folder / checked_key(self.url, key)
+        try:  # a name of a file, which may mean more than a key: a drive, control characters
+            return self._folder / checked_basename(checked_key(self.url, key), self.url)
+        except ShardError as error:
+            raise StoreError(self.url, f"bad key {key!r:.200}: {error.problem}") from error
 
 
 class LocalBody(BaseBody):
@@ -166,3 +172,11 @@ def _link(temporary: Path, file: Path) -> None:
         os.link(temporary, file)
     except FileExistsError as error:
         raise ObjectExistsError(str(file), "already exists") from error
+    except OSError as error:
+        if error.errno not in LACKING:
+            raise
+        try:  # without hard links: who makes the empty file owns the name, and replaces it in one step
+            file.open("xb").close()
+        except FileExistsError as exists:
+            raise ObjectExistsError(str(file), "already exists") from exists
+        temporary.rename(file)

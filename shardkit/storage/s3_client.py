@@ -61,7 +61,8 @@ _STALE = {
 _REFUSED_KEYS = _STALE - {"400", "401", "403", "AccessDenied"}
 _ADVICE = {
     "AccessDenied": "check the policies of the credentials and of the bucket; without s3:ListBucket, S3 also "
-    "says this of an object that does not exist",
+    "says this of an object that does not exist; where requesters pay or writes must be encrypted, say so: "
+    "--requester-pays, --encryption aws:kms",
     "AuthorizationHeaderMalformed": "the bucket is in another region: set --region or AWS_REGION",
     "EntityTooLarge": "the server refuses objects of this size",
     "ExpiredToken": "the session credentials have expired: renew them at their source "
@@ -140,7 +141,7 @@ class S3Client:
             with self._lock:
                 if self._client is None:
                     session = _new_session(self._url, self._options)
-                    self._credentials = _credentials(session)
+                    self._credentials = None if self._options.anonymous else _credentials(session)
                     self._client = _new_client(self._url, self._options, session)
         return self._client
 
@@ -159,6 +160,8 @@ class S3Client:
             if now - self._looked_up < RENEWAL_SECONDS:
                 return False
             self._looked_up = now
+            if self._options.anonymous:
+                return False
             session = _new_session(self._url, self._options)
             credentials = _credentials(session)
             if credentials == self._credentials:
@@ -208,14 +211,18 @@ def _credentials(session: Any) -> Any:
 
 
 def _new_client(url: str, options: StorageOptions, session: Any) -> Any:
+    from botocore import UNSIGNED
     from botocore.config import Config
 
+    given_url = options.endpoint_url or _endpoint_of_environment()
     config: dict[str, Any] = {
         "connect_timeout": options.connect_timeout_seconds,
         "read_timeout": options.read_timeout_seconds,
         "max_pool_connections": options.connections,
         "retries": {"total_max_attempts": 1, "mode": "standard"},
     }
+    if options.anonymous:
+        config["signature_version"] = UNSIGNED
     if options.path_style is not None:
         config["s3"] = {"addressing_style": "path" if options.path_style else "virtual"}
     if options.checksums is not None:
@@ -226,7 +233,7 @@ def _new_client(url: str, options: StorageOptions, session: Any) -> Any:
         try:
             made = session.create_client(
                 "s3",
-                endpoint_url=endpoint_url or options.endpoint_url,
+                endpoint_url=endpoint_url or given_url,
                 region_name=options.region or session.get_config_variable("region") or default_region,
                 config=Config(**config, **defaults),
             )
@@ -236,15 +243,34 @@ def _new_client(url: str, options: StorageOptions, session: Any) -> Any:
         if plain != made.meta.endpoint_url:
             return client(default_region, plain, **defaults)
         made.meta.events.register_first("needs-retry.s3", _ignore_odd_redirects)
+        made.meta.events.register("provide-client-params.s3", functools.partial(_with_demands, options))
         for operation in ("PutObject", "UploadPart"):
             made.meta.events.register(f"before-sign.s3.{operation}", _sign_md5_alone)
         return made
 
-    if options.endpoint_url is None:
+    if given_url is None:
         made = client()
         if _is_aws(made.meta.endpoint_url):
             return made
     return client(_DEFAULT_REGION, **_for_compatible_servers(options, session.get_scoped_config()))
+
+
+def _endpoint_of_environment() -> str | None:
+    """Return MosaicML's variable for an endpoint, where none of AWS's is set, which botocore reads itself."""
+    if os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
+        return None
+    return os.environ.get("S3_ENDPOINT_URL") or None
+
+
+def _with_demands(options: StorageOptions, params: dict[str, Any], model: Any, **_: Any) -> dict[str, Any]:
+    """Add to any request what the bucket demands: who pays, and of writes how they are encrypted."""
+    known = model.input_shape.members
+    demands = {"RequestPayer": "requester"} if options.requester_pays else {}
+    if options.encryption is not None and model.name in ("PutObject", "CreateMultipartUpload", "CopyObject"):
+        demands["ServerSideEncryption"] = options.encryption
+        if options.kms_key_id is not None:
+            demands["SSEKMSKeyId"] = options.kms_key_id
+    return params | {name: value for name, value in demands.items() if name in known}
 
 
 def _ignore_odd_redirects(
@@ -385,7 +411,7 @@ def _of_response(where: str, error: Exception, purpose: Purpose) -> StoreError:
     response = error.response  # type: ignore[attr-defined]
     if status in _REDIRECTS:
         return StoreError(where, _redirected(response["ResponseMetadata"]["HTTPHeaders"]), status=status)
-    message = str(response.get("Error", {}).get("Message", "")) or str(error)
+    message = str(response.get("Error", {}).get("Message") or "no message")
     if code in _ADVICE and status in (200, 500):  # botocore makes a 500 of an error in a 200
         return StoreError(where, f"{code}: {message:.200}; {_ADVICE[code]}", status=status)
     if code in _TRANSIENT or status == 409 or (status or 0) >= 500:
@@ -411,7 +437,8 @@ def _of_connection(where: str, error: Exception) -> StoreError:
         return StoreError(
             where,
             f"no complete credentials found ({text}): set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-            "or a profile (AWS_PROFILE) of ~/.aws/credentials, or run on a machine with a role",
+            "or a profile (AWS_PROFILE) of ~/.aws/credentials, or run on a machine with a role; a public "
+            "bucket is read without any by --anonymous or StorageOptions(anonymous=True)",
         )
     if isinstance(error, core.ProfileNotFound):
         return StoreError(where, f"{text}: check --profile, AWS_PROFILE and ~/.aws/config")

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from shardkit.errors import ShardError, ShardkitError, clean_message, without_password
 from shardkit.files import Closing
 from shardkit.hashing import new_hash
-from shardkit.manifest import checked_basename
+from shardkit.manifest import MAX_BASENAME_CHARS
 
 __all__ = [
     "METADATA_NAME",
@@ -34,6 +34,7 @@ __all__ = [
     "Body",
     "Checksums",
     "CommitStore",
+    "Encryption",
     "ObjectChangedError",
     "ObjectExistsError",
     "ObjectInfo",
@@ -54,6 +55,7 @@ __all__ = [
 ]
 
 Checksums = Literal["when_supported", "when_required"]
+Encryption = Literal["AES256", "aws:kms", "aws:kms:dsse"]
 METADATA_NAME = "shardkit-xxh3-128"  # of every object that is published: the hash of its bytes
 _READ_BYTES = 1 << 20
 _MOST_CHARACTERS = 2000  # of a server's words in an error
@@ -109,7 +111,8 @@ class StorageOptions:
     """
 
     endpoint_url: str | None = None
-    """Of an S3-compatible server; default AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, then AWS itself."""
+    """Of an S3-compatible server; default AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, S3_ENDPOINT_URL (MosaicML's
+    name), then AWS itself."""
     region: str | None = None
     profile: str | None = None
     """A profile of the AWS configuration files; default AWS_PROFILE."""
@@ -127,6 +130,14 @@ class StorageOptions:
     long as for a batch."""
     connections: int = 32
     """Maximum number of connections of a process to a store."""
+    anonymous: bool = False
+    """Make unsigned requests, without any credentials: for public buckets."""
+    requester_pays: bool = False
+    """Agree to pay for requests to buckets whose requesters pay."""
+    encryption: Encryption | None = None
+    """Server-side encryption that is asked for with each write, where the bucket demands it."""
+    kms_key_id: str | None = None
+    """The key of `encryption` "aws:kms"; None: the bucket's."""
     follow_urls: bool = False
     """Whether a list of tars may name other places than its own folder or bucket: requests go there, signed
     with these credentials."""
@@ -136,6 +147,14 @@ class StorageOptions:
             object.__setattr__(self, "endpoint_url", without_password(self.endpoint_url))
         if self.checksums not in (None, *get_args(Checksums)):
             raise ValueError(f"checksums must be one of {', '.join(get_args(Checksums))}: {self.checksums!r}")
+        if self.encryption not in (None, *get_args(Encryption)):
+            raise ValueError(
+                f"encryption must be one of {', '.join(get_args(Encryption))}: {self.encryption!r}"
+            )
+        if self.kms_key_id is not None and not (self.encryption or "").startswith("aws:kms"):
+            raise ValueError('kms_key_id is the key of encryption="aws:kms": give both')
+        if self.anonymous and self.profile is not None:
+            raise ValueError("anonymous requests have no profile: leave one of the two out")
         waits = (self.retry_seconds, self.first_contact_seconds)
         timeouts = (self.connect_timeout_seconds, self.read_timeout_seconds, *waits)
         if not (min(timeouts) > 0 and self.connections > 0):
@@ -285,11 +304,21 @@ class BaseStore:
 
 
 def checked_key(store_url: str, key: str) -> str:
-    """Return `key` if it is a relative path that stays below the store's URL; StoreError otherwise."""
-    try:
-        return checked_basename(key, store_url)
-    except ShardError as error:
-        raise StoreError(store_url, f"bad key {key!r:.200}: {error.problem}") from error
+    """Return `key` if a store can have it: a relative path that stays below the store's URL; else StoreError.
+
+    Keys are no names of files: colons and control characters are allowed. What is written to a disk under a
+    name that comes from outside has to pass `shardkit.manifest.checked_basename`, too.
+    """
+    parts = key.split("/")
+    if not key or len(key) > MAX_BASENAME_CHARS:
+        problem = f"must have 1 to {MAX_BASENAME_CHARS:,} characters"
+    elif key.startswith("/") or "\\" in key or "\0" in key or ".." in parts or "." in parts:
+        problem = "leaves the dataset's folder"
+    elif any(0xD800 <= ord(character) <= 0xDFFF for character in key):
+        problem = "is not Unicode text"
+    else:
+        return key
+    raise StoreError(store_url, f"bad key {key!r:.200}: {problem}")
 
 
 def checked_range(

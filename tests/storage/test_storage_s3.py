@@ -1101,3 +1101,118 @@ def test_urls_without_a_bucket_are_refused(url: str) -> None:
 )
 def test_a_url_is_kept_as_it_was_written(url: str, expected: str) -> None:
     assert S3Store(url).url == expected
+
+
+def seen_headers(server: S3Server) -> list[tuple[str, dict[str, str]]]:
+    """A list to which the server adds method, path and query, and the Amazon headers of each request."""
+    seen: list[tuple[str, dict[str, str]]] = []
+
+    def note(environ: dict[str, Any], start: Any, app: Any) -> Any:
+        headers = {
+            name[11:].lower(): value for name, value in environ.items() if name.startswith("HTTP_X_AMZ_")
+        }
+        signed = {"signed": "yes"} if "HTTP_AUTHORIZATION" in environ else {}
+        seen.append((f"{environ['REQUEST_METHOD']} {environ['QUERY_STRING']}", headers | signed))
+        return app(environ, start)
+
+    server.intercept = note
+    return seen
+
+
+@pytest.mark.parametrize("key_id", [None, "arn:aws:kms:us-east-1:1:key/2"])
+def test_every_write_asks_for_the_encryption_that_a_bucket_demands(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch, key_id: str | None
+) -> None:
+    monkeypatch.setattr("shardkit.storage.s3_upload.PART_BYTES", 5 << 20)
+    options = StorageOptions(encryption="aws:kms", kms_key_id=key_id, requester_pays=True)
+    store, seen = S3Store(f"s3://{server.new_bucket()}/p", options), seen_headers(server)
+    try:
+        store.put("small", b"1")
+        store.put("new", b"1", if_absent=True)
+        store.put("large", bytes(6 << 20))
+        assert store.get("small") == b"1"
+        assert [info.key for info in store.list()] == ["large", "new", "small"]
+        store.head("new")
+        store.delete("small")
+    finally:
+        server.intercept = None
+    wanted = {"server_side_encryption": "aws:kms"} | (
+        {"server_side_encryption_aws_kms_key_id": key_id} if key_id else {}
+    )
+    begins = [head for what, head in seen if what in ("PUT ", "POST uploads") or what.startswith("PUT x-id")]
+    assert len(begins) == 3
+    assert all(wanted.items() <= head.items() for head in begins)
+    assert all(head.get("request_payer") == "requester" for _, head in seen)
+
+
+def test_a_public_bucket_is_read_without_credentials(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = server.new_bucket()
+    server.client().put_bucket_acl(Bucket=bucket, ACL="public-read")
+    server.client().put_object(Bucket=bucket, Key="a", Body=b"1", ACL="public-read")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    with pytest.raises(StoreError, match=r"a public bucket .*StorageOptions\(anonymous=True\)"):
+        S3Store(f"s3://{bucket}").get("a")
+    seen = seen_headers(server)
+    try:
+        for store in (
+            one := S3Store(f"s3://{bucket}", StorageOptions(anonymous=True)),
+            pickle.loads(pickle.dumps(one)),
+        ):
+            assert store.get("a") == b"1"
+            assert [info.key for info in store.list()] == ["a"]
+            with pytest.raises(ObjectNotFoundError):
+                store.head("b")
+    finally:
+        server.intercept = None
+    assert seen
+    assert not any("signed" in headers for _, headers in seen)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"encryption": "aes"}, "encryption must be one of AES256, aws:kms, aws:kms:dsse"),
+        ({"kms_key_id": "x"}, "give both"),
+        ({"kms_key_id": "x", "encryption": "AES256"}, "give both"),
+        ({"anonymous": True, "profile": "x"}, "leave one of the two out"),
+    ],
+)
+def test_options_of_buckets_that_contradict_each_other_are_refused(
+    options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        StorageOptions(**options)
+
+
+def test_mosaicml_s_variable_names_the_endpoint_where_aws_s_do_not(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = server.new_bucket()
+    monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:9")
+    S3Store(f"s3://{bucket}").put("a", b"1")  # AWS_ENDPOINT_URL comes first
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setenv("S3_ENDPOINT_URL", server.endpoint_url)
+    assert S3Store(f"s3://{bucket}").get("a") == b"1"
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "2024-01-01T00:00:00", "run:1/x", "C:/x", "a/b:c", "tab\tx", "a+b", "pct%20x", "hash#x", "amp&x",
+        "ümläut", "star*x", "br[1]", "tilde~", "'quote'", '"x"', "semi;x", "equals=x", "$HOME", "a b", "@x",
+    ],
+)  # fmt: skip
+def test_any_legal_key_is_a_prefix(server: S3Server, prefix: str) -> None:
+    store = S3Store(f"s3://{server.new_bucket()}/{prefix}")
+    store.put(prefix, b"1")
+    assert store.get(prefix) == b"1"
+    assert [info.key for info in store.list()] == [prefix]
+
+
+@pytest.mark.parametrize("key", ["/a", "../a", "a/../b", "./a", "a\\b", "a\0b", "", "\ud800"])
+def test_keys_that_leave_the_prefix_are_refused(key: str) -> None:
+    with pytest.raises(StoreError, match="bad key"):
+        S3Store("s3://bucket/x").head(key)
