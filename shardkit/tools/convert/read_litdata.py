@@ -5,8 +5,8 @@
     chunk       u32 items n | u32 offsets[n + 1] from the file's start | items
     item        TokensLoader: the values of one array. PyTreeLoader: u32 size of each leaf, then the leaves
 
-With zstd, a chunk is one frame (`compression_level` "chunk"), or each item is ("sample"), or several items are
-("batch", the default):
+With zstd, a chunk is one frame (`compression_level` "chunk"), or each item is ("sample"), or several items
+are ("batch", the default):
 
     chunk       "LDFZ01\\0\\0" | u16 1 | u16 0 | u32 items n | u32 items of a frame | u32 frames
                 u32 offsets[n + 1] among the items
