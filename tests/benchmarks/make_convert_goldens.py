@@ -68,6 +68,11 @@ def litdata_goldens(out: Path, random: np.random.Generator) -> dict[str, Any]:
     packed = {"chunk_size": 4, "compression": "zstd", "compression_level": "chunk"}
     arrays = [{"number": n, "ids": torch.arange(n + 1)} for n in range(6)]  # plain dicts go into Arrow
     write_litdata(out / "litdata_zstd", arrays, **packed)
+    write_litdata(out / "litdata_default", arrays, chunk_size=4, compression="zstd")
+    write_litdata(out / "litdata_batch", arrays, chunk_size=4, compression="zstd", compression_batch_size=3)
+    write_litdata(
+        out / "litdata_sample", arrays, chunk_size=4, compression="zstd:7", compression_level="sample"
+    )
     write_litdata(out / "litdata_ipc", [{"number": n} for n in range(6)], **packed)
     write_litdata(out / "litdata_nested", [{"a": {"b": n}} for n in range(2)], chunk_size=4)
     return {

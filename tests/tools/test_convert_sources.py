@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from shardkit import open_dataset
 from shardkit.errors import ShardError
 from shardkit.tools.convert import CutOptions, OutputOptions, convert
+from shardkit.tools.convert.read_litdata import LitdataSamples, litdata_source
 from shardkit.tools.convert.source import DTYPES
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "convert"
@@ -154,10 +156,42 @@ def test_litdata_leaves_become_columns(form: Any, tmp_path: Path) -> None:
     assert found == EXPECTED["litdata_items"]
 
 
-def test_litdata_chunks_may_be_compressed_as_a_whole_only(tmp_path: Path) -> None:
-    convert(GOLDEN / "litdata_zstd", tmp_path / "out", progress=False)
+@pytest.mark.parametrize("level", ["zstd", "default", "batch", "sample"])
+def test_litdata_chunks_may_be_compressed_as_a_whole_by_items_or_by_batches_of_them(
+    level: str, tmp_path: Path
+) -> None:
+    convert(GOLDEN / f"litdata_{level}", tmp_path / "out", progress=False)
     found = [(s["number"], np.asarray(s["ids"]).tolist()) for s in open_dataset(tmp_path / "out")]
     assert found == [(n, list(range(n + 1))) for n in range(6)]
+
+
+@pytest.mark.parametrize("level", ["default", "batch", "sample"])
+def test_damage_of_a_compressed_litdata_chunk_is_an_error_or_gives_the_same_items(
+    level: str, tmp_path: Path
+) -> None:
+    """Each byte of a chunk changed in turn, and the chunk cut anywhere."""
+    source = tmp_path / "chunks"
+    shutil.copytree(GOLDEN / f"litdata_{level}", source)
+    file = source / "chunk-0-0.bin"
+    whole = file.read_bytes()
+    damaged = [whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :] for at in range(0, len(whole), 5)]
+    for data in [*damaged, *(whole[:at] for at in range(0, len(whole), 29))]:
+        file.write_bytes(data)
+        found = litdata_source(source, "mds")
+        assert isinstance(found, LitdataSamples)
+        with suppress(ShardError):
+            [*found.samples()]
+
+
+def test_litdata_folders_that_cannot_be_converted_are_refused_by_name(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "litdata_batch", tmp_path / "litdata_other")
+    index = tmp_path / "litdata_other" / "index.json"
+    index.write_text(index.read_text().replace('"compression_level": "batch"', '"compression_level": "x"'))
+    with pytest.raises(ShardError, match="compression_level 'x', which is not known"):
+        convert(tmp_path / "litdata_other", tmp_path / "other", progress=False)
+    index.write_text(index.read_text().replace('"encryption": null', '"encryption": {"level": "chunk"}'))
+    with pytest.raises(ShardError, match="encrypted chunks"):
+        convert(tmp_path / "litdata_other", tmp_path / "other", progress=False)
     for name, message in (("litdata_ipc", "ipc_compression 'zstd'"), ("litdata_nested", "no plain dicts")):
         with pytest.raises(ShardError, match=message):
             convert(GOLDEN / name, tmp_path / name, progress=False)

@@ -5,15 +5,25 @@
     chunk       u32 items n | u32 offsets[n + 1] from the file's start | items
     item        TokensLoader: the values of one array. PyTreeLoader: u32 size of each leaf, then the leaves
 
+With zstd, a chunk is one frame (`compression_level` "chunk"), or each item is ("sample"), or several items
+are ("batch", the default):
+
+    chunk       "LDFZ01\\0\\0" | u16 1 | u16 0 | u32 items n | u32 items of a frame | u32 frames
+                u32 offsets[n + 1] among the items
+                of each frame: u32 first item, u32 items, u64 place in the file, u32 bytes, u32 raw bytes
+                frames
+
 Each item of a token dataset is a document. litdata's own blocks of a block size begin anew in each chunk and
 leave its last tokens out: `per_file` with `drop_tail` gives those very rows. A chunk is held in memory whole,
 as litdata writes them small. Leaves of plain kinds become MDS columns or members; others are refused by name,
-and so are encrypted chunks and compressions inside of chunks.
+and so are encrypted chunks and those whose rows are in Arrow's own compression.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +42,8 @@ __all__ = ["LitdataSamples", "LitdataTokens", "is_litdata", "litdata_source"]
 
 _MAX_INDEX_BYTES = 1 << 30
 _MAX_CHUNK_BYTES = 1 << 32  # offsets are u32
+_BATCHES = b"LDFZ01\0\0"
+_FRAME = struct.Struct("<IIQII")
 _TORCH_DTYPES = {
     0: "float32", 1: "float32", 2: "float64", 3: "float64", 8: "float16", 9: "float16", 11: "uint8",
     12: "int8", 13: "int16", 14: "int16", 15: "int32", 16: "int32", 17: "int64", 18: "int64", 20: "uint16",
@@ -81,13 +93,15 @@ class _Index:
         self.loader = config.get("item_loader")
         if config.get("encryption"):
             raise self.refused("is of encrypted chunks: decrypt them first")
-        for key in ("compression_level", "ipc_compression"):
-            if config.get(key):
-                raise self.refused(f"is of chunks with {key} {config[key]!r}: write them without compression")
+        if config.get("ipc_compression"):
+            codec = config["ipc_compression"]
+            raise self.refused(f"is of chunks with ipc_compression {codec!r}: write them without compression")
         compression = config.get("compression")
         if compression is not None and not str(compression).startswith("zstd"):
             raise self.refused(f"is of chunks compressed by {compression!r}: only zstd is known")
-        self.is_compressed = compression is not None
+        self.level = config.get("compression_level") or ("chunk" if compression is not None else None)
+        if self.level not in (None, "chunk", "batch", "sample"):
+            raise self.refused(f"is of chunks with compression_level {self.level!r:.40}, which is not known")
         formats = config.get("data_format")
         if not isinstance(formats, list) or not all(isinstance(f, str) for f in formats):
             raise self.refused("states no data_format")
@@ -140,19 +154,12 @@ class _Litdata:
             self.files_done += 1
 
     def _unpacked(self, path: Path, stored: bytes) -> npt.NDArray[np.uint8]:
-        if not self._index.is_compressed:
+        if self._index.level is None:
             return np.frombuffer(stored, np.uint8)
-        import zstandard
-
-        try:
-            size = zstandard.frame_content_size(stored)
-            if not 0 <= size <= _MAX_CHUNK_BYTES:
-                raise ShardError(path, "is zstd data that does not state its size, or one that is too large")
-            return np.frombuffer(
-                zstandard.ZstdDecompressor().decompress(stored, max_output_size=size), np.uint8
-            )
-        except zstandard.ZstdError as error:
-            raise ShardError(path, f"is not the zstd data that its index states: {error}") from error
+        if self._index.level == "chunk":
+            return np.frombuffer(_frame(path, memoryview(stored), _MAX_CHUNK_BYTES), np.uint8)
+        items = _items_of_batches if self._index.level == "batch" else _items_of_samples
+        return np.frombuffer(_plain_chunk(items(path, stored)), np.uint8)
 
 
 class LitdataTokens(_Litdata):
@@ -238,6 +245,66 @@ class LitdataSamples(_Litdata):
                 raise ValueError(f"{column.name!r}: {len(leaf):,} bytes for {column.encoding}")
             values[mapped.target] = mapped.convert(memoryview(leaf))
         return values
+
+
+def _frame(path: Path, stored: memoryview, most: int) -> bytes:
+    """Return what a zstd frame of at most `most` bytes holds; ShardError."""
+    import zstandard
+
+    try:
+        size = zstandard.frame_content_size(stored)
+        if not 0 <= size <= most:
+            raise ShardError(path, "is zstd data that does not state its size, or one that is too large")
+        data: bytes = zstandard.ZstdDecompressor().decompress(stored, max_output_size=size)
+    except zstandard.ZstdError as error:
+        raise ShardError(path, f"is not the zstd data that its index states: {error}") from error
+    return data
+
+
+def _items_of_batches(path: Path, stored: bytes) -> list[bytes]:
+    """Return the items of a chunk whose frames hold several each; ShardError."""
+    head = len(_BATCHES) + 16
+    if len(stored) < head or not stored.startswith(_BATCHES):
+        raise ShardError(path, "has no frames of several items, which its index states", offset=0)
+    version, _, count, _, frames = struct.unpack_from("<HHIII", stored, len(_BATCHES))
+    if version != 1:
+        raise ShardError(path, f"has frames of version {version}, which is not known", offset=len(_BATCHES))
+    start = head + 4 * (count + 1)
+    if len(stored) < start + _FRAME.size * frames:
+        raise ShardError(path, f"{len(stored):,} bytes cannot hold its tables: it is cut short", offset=head)
+    offsets = np.frombuffer(stored, "<u4", count + 1, head).astype(np.int64)
+    if offsets[0] or (np.diff(offsets) < 0).any():
+        raise ShardError(path, "has offsets of items that are not in order", offset=head)
+    items: list[bytes] = []
+    for first, many, place, size, raw_bytes in _FRAME.iter_unpack(stored[start:][: _FRAME.size * frames]):
+        if first != len(items) or first + many > count or place + size > len(stored):
+            raise ShardError(path, f"its frames do not follow each other up to item {first:,}", offset=start)
+        edges = (offsets[first : first + many + 1] - offsets[first]).tolist()
+        data = _frame(path, memoryview(stored)[place : place + size], edges[-1])
+        if len(data) != raw_bytes or edges[-1] != len(data):
+            raise ShardError(path, f"the frame of item {first:,} has {len(data):,} bytes, not {edges[-1]:,}")
+        items += [data[begin:end] for begin, end in pairwise(edges)]
+    if len(items) != count:
+        raise ShardError(path, f"its frames hold {len(items):,} of {count:,} items", offset=start)
+    return items
+
+
+def _items_of_samples(path: Path, stored: bytes) -> list[bytes]:
+    """Return the items of a chunk in which each is a frame; ShardError."""
+    count = int.from_bytes(stored[:4], "little")
+    offsets = _offsets(path, np.frombuffer(stored, np.uint8), count).tolist()
+    items, left = [], _MAX_CHUNK_BYTES
+    for begin, end in pairwise(offsets):
+        items.append(_frame(path, memoryview(stored)[begin:end], left))
+        left -= len(items[-1])
+    return items
+
+
+def _plain_chunk(items: Sequence[bytes]) -> bytes:
+    """Return the chunk that holds these items uncompressed."""
+    head = 4 * (len(items) + 2)
+    offsets = np.cumsum([head, *map(len, items)])
+    return struct.pack("<I", len(items)) + offsets.astype("<u4").tobytes() + b"".join(items)
 
 
 def _offsets(path: Path, raw: npt.NDArray[np.uint8], items: int) -> npt.NDArray[np.int64]:
