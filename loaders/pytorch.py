@@ -53,7 +53,7 @@ with naming_extras("shardkit.loaders.pytorch"):
 
 from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn, tensor_maker
 from shardkit.loaders.blocks import BLOCK_BYTES, MAX_BLOCK_BATCHES, BlockMemory, deal
-from shardkit.loaders.config import LoaderConfig, LoaderOptions
+from shardkit.loaders.config import LoaderConfig, LoaderOptions, refuse_unknown
 from shardkit.loaders.defaults import find_eos_id, may_be_padded
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.peers import StopTogether
@@ -274,6 +274,8 @@ class StreamingDataLoader(DataLoader[Batch]):
         Batches of columns that vary in size, which may be slow to decode, and those of a `collate_fn` always
         travel alone. `prefetch_factor` counts batches, of which a worker makes whole blocks.
         """
+        known = [*WorkerOptions.__annotations__, "in_order", "pin_memory_device"]
+        refuse_unknown("StreamingDataLoader()", options, known)
         limit, size = parse_bytes(block_bytes), dataset.loader.batch_bytes
         self._block_batches = 1 if size is None else max(1, min(MAX_BLOCK_BATCHES, limit // size))
         self._hands_over_blocks = num_workers > 0 and collate_fn is unchanged

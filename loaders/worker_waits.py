@@ -90,8 +90,8 @@ def describe_wait(iterator: Any, seconds: float) -> str:
     named = ", ".join(f"worker {n} (process {workers[n].pid}, {_state(workers[n].pid)})" for n in numbers)
     return (
         f"no batch from {named} within {seconds:g} s (timeout_seconds); a traceback on stderr would say that "
-        "a batch could not be sent: those of a collate_fn must be picklable and need room in /dev/shm (docker "
-        "run --shm-size)"
+        "a batch could not be sent: those of a collate_fn must be picklable and need room in /dev/shm "
+        "(docker run --shm-size)"
     )
 
 
