@@ -17,6 +17,7 @@ from numbers import Rational
 from typing import TYPE_CHECKING, Literal, SupportsIndex, TypeAlias, TypedDict
 
 from shardkit.files import local_path
+from shardkit.loaders.foreign_names import FOREIGN
 from shardkit.storage.store import StorageOptions
 from shardkit.units import parse_bytes, whole_number
 
@@ -40,6 +41,7 @@ __all__ = [
     "RunOptions",
     "Stream",
     "Weights",
+    "refuse_unknown",
 ]
 
 ExcludedRows: TypeAlias = "Exclusions | Iterable[int | tuple[int, int]] | str | os.PathLike[str] | None"
@@ -95,7 +97,7 @@ class Stream:
 
         def __new__(cls, *values: object, **named: object) -> Stream:
             """Refuse unknown names here, before the generated __init__ does it without a suggestion."""
-            _refuse_unknown("Stream()", named, cls.__slots__, _MOSAICML_NAMES)
+            refuse_unknown("Stream()", named, cls.__slots__, _MOSAICML_NAMES)
             return object.__new__(cls)
 
     def __repr__(self) -> str:
@@ -121,16 +123,29 @@ class Stream:
         return min([*limits, *([] if self.choose is None else [self.choose])], default=None)
 
 
-def _refuse_unknown(
+def refuse_unknown(
     function: str, given: Iterable[str], known: Sequence[str], renamed: Mapping[str, str] | None = None
 ) -> None:
-    """TypeError for a keyword that is not known, with the one that is meant or a list of all."""
+    """TypeError for a keyword that is not known, with the one that is meant.
+
+    `renamed`: what is meant by names that are close to others, or by those of other libraries. Of the
+    remaining names of torch's DataLoader and of other loaders, `foreign_names` says it.
+    """
     for name in given:
-        if name not in known:
-            meant = [(renamed or {}).get(name), *difflib.get_close_matches(name, known, 1)]
-            near = next(filter(None, meant), None)
-            hint = f"known: {', '.join(known)}" if near is None else f"did you mean {near}?"
-            raise TypeError(f"{function} got an unexpected keyword argument {name!r}; {hint}")
+        if name in known:
+            continue
+        meant = [(renamed or {}).get(name), *difflib.get_close_matches(name, known, 1)]
+        if name not in (renamed or {}) and name in FOREIGN:
+            hint = f"here: {FOREIGN[name].text}"
+        elif (near := next(filter(None, meant), None)) is not None:
+            hint = f"did you mean {near}?"
+        else:
+            hint = "the docstrings of shardkit.loaders.config.LoaderConfig list the options"
+            hint = f"known: {', '.join(known)}" if len(known) <= _LISTED else hint
+        raise TypeError(f"{function} got an unexpected keyword argument {name!r}; {hint}")
+
+
+_LISTED = 10  # names in a message
 
 
 def _to_plain_int(settings: Stream | LoaderConfig, *names: str) -> None:
@@ -389,7 +404,7 @@ class LoaderConfig:
     def of(cls, options: LoaderOptions) -> LoaderConfig:
         """Fill in defaults; TypeError with a suggestion for an unknown name."""
         of_streams = {field.name: f"Stream(path, {field.name}=…)" for field in fields(Stream)}
-        _refuse_unknown("StreamingLoader()", options, [field.name for field in fields(cls)], of_streams)
+        refuse_unknown("StreamingLoader()", options, [field.name for field in fields(cls)], of_streams)
         return cls(**options)
 
     def _check_layout(self) -> None:

@@ -87,7 +87,10 @@ class BatchPlan:
     tail: Tail
 
     def __post_init__(self) -> None:
-        size = whole_number(self.batch_size, "batch_size")
+        try:
+            size = whole_number(self.batch_size, "batch_size")
+        except ValueError as error:
+            raise ValueError(f"{error}: the loader makes the batches, of so many rows per rank") from None
         if not 1 <= size <= MAX_BATCH:
             raise ValueError(f"batch_size must be from 1 to {MAX_BATCH:,}, not {size:,}")
         object.__setattr__(self, "batch_size", size)

@@ -53,14 +53,23 @@ with naming_extras("shardkit.loaders.pytorch"):
 
 from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn, tensor_maker
 from shardkit.loaders.blocks import BLOCK_BYTES, MAX_BLOCK_BATCHES, BlockMemory, deal
-from shardkit.loaders.config import LoaderConfig, LoaderOptions
+from shardkit.loaders.config import LoaderConfig, LoaderOptions, refuse_unknown
 from shardkit.loaders.defaults import find_eos_id, may_be_padded
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.peers import StopTogether
+from shardkit.loaders.producer import LoaderTimeoutError
 from shardkit.loaders.sources import SourceInfo, TokenDtype, open_source
 from shardkit.loaders.state import LoaderState, OnMismatch
 from shardkit.loaders.streaming_dataset import State, StreamingDataset, state_of
 from shardkit.loaders.streams import Streams, open_streams
+from shardkit.loaders.worker_waits import (
+    LOOK_SECONDS,
+    PatientIterator,
+    describe_wait,
+    end_workers,
+    is_torch_timeout,
+    kill_when_dropped,
+)
 from shardkit.units import parse_bytes
 
 __all__ = [
@@ -265,9 +274,14 @@ class StreamingDataLoader(DataLoader[Batch]):
         Batches of columns that vary in size, which may be slow to decode, and those of a `collate_fn` always
         travel alone. `prefetch_factor` counts batches, of which a worker makes whole blocks.
         """
+        known = [*WorkerOptions.__annotations__, "in_order", "pin_memory_device"]
+        refuse_unknown("StreamingDataLoader()", options, known)
         limit, size = parse_bytes(block_bytes), dataset.loader.batch_bytes
         self._block_batches = 1 if size is None else max(1, min(MAX_BLOCK_BATCHES, limit // size))
         self._hands_over_blocks = num_workers > 0 and collate_fn is unchanged
+        self._timeout_seconds = options.pop("timeout", 0) or dataset.loader.config.timeout_seconds
+        if num_workers:
+            options["timeout"] = LOOK_SECONDS  # torch looks after dead workers so often
         if self._hands_over_blocks and prefetch_factor is not None and prefetch_factor > 2:
             prefetch_factor = max(2, -(-prefetch_factor // self._block_batches))
         super().__init__(
@@ -301,13 +315,35 @@ class StreamingDataLoader(DataLoader[Batch]):
         number = dataset.iteration
         self._own_iterations = (number, number + 1)  # as soon as torch's iterator or its workers have begun
         self._round += 1
-        source: Any = super().__iter__()
+        source: Any = self._begin_workers() if self.num_workers else super().__iter__()
         if self._hands_over_blocks:
             source = deal(source, self.num_workers)
         delivery = _Delivery(self, source)
         dataset.received = self._cursor
         self._delivery = weakref.ref(delivery)
         return delivery
+
+    def _begin_workers(self) -> Iterator[Any]:
+        """Start the workers, or let persistent ones begin anew; a wait for one of them is bounded."""
+        if self._iterator is not None:
+            self._iterator._timeout = self._timeout_seconds  # for all to have begun
+        try:
+            found: Any = super().__iter__()
+        except RuntimeError as error:
+            if not is_torch_timeout(error):
+                raise
+            stuck, self._iterator = self._iterator, None
+            problem = describe_wait(stuck, self._timeout_seconds)
+            end_workers(stuck)
+            raise LoaderTimeoutError(f"{self._where()}: {problem}") from error
+        found._timeout = LOOK_SECONDS
+        return PatientIterator(found, self._where, self._timeout_seconds)
+
+    def _where(self) -> str:
+        plan = self._batches.loader.plan
+        position = self._cursor[0]
+        step = position // plan.global_batch
+        return f"rank {plan.rank} of {plan.world_size}, step {step:,} (position {position:,})"
 
     def _get_iterator(self) -> Any:
         """torch's, whose workers are started here."""
@@ -318,7 +354,10 @@ class StreamingDataLoader(DataLoader[Batch]):
         self._team, self._round = next(_teams), 1
         context = self.multiprocessing_context or torch.multiprocessing
         with self._batches.starting_workers(self._team, blocks, context.get_start_method()):
-            return super()._get_iterator()
+            iterator = super()._get_iterator()
+        if self.num_workers:
+            kill_when_dropped(iterator)
+        return iterator
 
     def __len__(self) -> int:
         """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""
@@ -401,6 +440,8 @@ class _Delivery:
             if owner.num_workers:
                 # Otherwise the traceback keeps torch's iterator and its workers alive until it is collected.
                 traceback.clear_frames(error.__traceback__)
+                if error.__cause__ is not None:
+                    traceback.clear_frames(error.__cause__.__traceback__)
                 owner._stop_together.report(error, owner._cursor[0] // plan.global_batch)
             raise
         before, owner._cursor = owner._cursor, plan.advance(owner._cursor, 1)

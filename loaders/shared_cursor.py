@@ -25,6 +25,7 @@ import mmap
 import os
 import struct
 import tempfile
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ from shardkit.loaders.plan import Cursor
 __all__ = ["Shared", "SharedCursor", "Worker"]
 
 MAX_WORKERS = 1024
+_LOCK_SECONDS = 60.0
 
 _NUMBERS = np.dtype(
     [
@@ -177,11 +179,25 @@ class SharedCursor:
     def _locked(self) -> Iterator[npt.NDArray[np.void]]:
         if self._process != os.getpid() and get_worker_info() is None:
             self._create(self._numbers.tobytes())
-        fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not self._try_lock():
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"a DataLoader worker has held the lock of the shared cursor for {_LOCK_SECONDS:g} s: it "
+                    "is stopped or hangs; end the workers and make another DataLoader"
+                )
+            time.sleep(0.001)
         try:
             yield self._numbers
         finally:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+
+    def _try_lock(self) -> bool:
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: another process has it
+            return False
+        return True
 
     def _create(self, numbers: bytes = bytes(_NUMBERS.itemsize)) -> None:
         with tempfile.TemporaryFile(buffering=0) as file:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.datasets.dataset import Dataset
-from shardkit.errors import ShardError
+from shardkit.errors import ShardError, ShardNotFoundError
 from shardkit.formats.mds.encodings import constant_layout
 from shardkit.loaders.gather import FixedColumn, FixedRows, OutputMemory
 from shardkit.loaders.streams import Columns, ReadRows, Streams
@@ -334,13 +334,30 @@ class DecodedSamples:
             places = list(zip(shard[low:high].tolist(), row[low:high].tolist(), strict=True))
             # Shard by shard: a decompressed one must not be forgotten and opened again within a batch.
             by_shard = np.argsort(shard[low:high], kind="stable").tolist()
-            found = {
-                i: self._streams.shard(places[i][0]).sample(places[i][1], self._wanted) for i in by_shard
-            }
+            found = {i: self._sample(*places[i]) for i in by_shard}
             samples = [found[i] for i in range(len(places))]
             return {name: self._column(name, samples, places) for name in self._names}
 
         return read, is_late
+
+    def _sample(self, shard: int, row: int) -> dict[str, object]:
+        """Return a sample; ShardError says how to leave it out if it alone cannot be read."""
+        opened = self._streams.shard(shard)
+        try:
+            return opened.sample(row, self._wanted)
+        except ShardNotFoundError:
+            raise
+        except ShardError as error:
+            problem = f"{error.problem}; {self._advice(shard, row)}"
+            raise ShardError(error.file, problem, offset=error.offset) from error
+
+    def _advice(self, shard: int, row: int) -> str:
+        (dataset,) = self._streams.datasets
+        number = int(dataset.manifest.shard_starts[shard]) + row
+        return (
+            f"Stream(path, exclude=[{number}]) leaves this row out, on all ranks; a run goes on from its "
+            "state by load_state_dict(state, on_mismatch='fork')"
+        )
 
     def _column(
         self, name: str, samples: list[dict[str, object]], places: list[tuple[int, int]]
@@ -362,7 +379,8 @@ class DecodedSamples:
         return np.stack(arrays).astype(dtype) if arrays else np.empty(0, dtype)
 
     def _error(self, place: tuple[int, int], problem: str) -> ShardError:
-        return ShardError(self._streams.where(place[0]), f"sample {place[1]} {problem}")
+        problem = f"sample {place[1]} {problem}; {self._advice(*place)}"
+        return ShardError(self._streams.where(place[0]), problem)
 
 
 class MixedShapesError(ValueError):

@@ -213,9 +213,15 @@ class OrderSpec:
         if self.version not in _VERSIONS:
             raise ValueError(f"version must be one of {_VERSIONS}, not {self.version!r}")
         for name in ("seed", "lanes", "window"):
-            object.__setattr__(self, name, whole_number(getattr(self, name), name))
+            try:
+                object.__setattr__(self, name, whole_number(getattr(self, name), name))
+            except ValueError as error:
+                advice = "; ranks and resumed runs need the same one: give a number" if name == "seed" else ""
+                raise ValueError(f"{error}{advice}") from None
         if self.shuffle not in get_args(Shuffle):
-            raise ValueError(f"shuffle must be one of {', '.join(get_args(Shuffle))}, not {self.shuffle!r}")
+            meant = {"True": 'give shuffle="window"', "False": 'give shuffle="none"'}.get(f"{self.shuffle}")
+            problem = f"shuffle must be one of {', '.join(get_args(Shuffle))}, not {self.shuffle!r}"
+            raise ValueError(problem if meant is None else f"{problem}: {meant}")
         if self.shuffle != "window":
             object.__setattr__(self, "lanes", 1)
             object.__setattr__(self, "window", 0)

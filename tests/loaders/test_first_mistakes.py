@@ -1,0 +1,119 @@
+"""Names of other loaders and one broken sample: the error says what to write instead."""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.errors import ShardError
+from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
+from support.loader_data import make_dataset
+
+MOST_CHARACTERS = 300
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("drop_last", '`tail`: "drop"'),
+        *((name, "StreamingDataLoader") for name in ("num_workers", "prefetch_factor", "persistent_workers")),
+        *((name, "StreamingDataLoader") for name in ("worker_init_fn", "generator", "collate_fn")),
+        *((name, "CudaPrefetcher") for name in ("pin_memory", "pin_memory_device")),
+        *((name, "order of its own") for name in ("sampler", "batch_sampler")),
+        ("weights", "Stream(path, weight=…)"),
+        ("proportion", "Stream(path, weight=…)"),
+        *((name, f"Stream(path, {name}=…)") for name in ("weight", "repeat", "choose", "exclude")),
+        ("remote", "the path or URL"),
+        ("local", "`cache_dir`"),
+        ("shuffle_seed", "`seed`"),
+        ("shuffle_algo", "`shuffle`"),
+        *((name, "`window`") for name in ("shuffle_block_size", "item_shuffle_window")),
+        ("num_canonical_nodes", "`lanes`"),
+        ("predownload", "nothing"),
+        *((name, "`cache_bytes`") for name in ("cache_limit", "max_cache_size", "cache_size")),
+        ("batching_method", "batches mix the streams"),
+        ("epoch_size", "`epoch_samples`"),
+        ("input_dir", "shardkit convert"),
+        ("subsample", "`exclude`"),
+        *((name, "rank and world size") for name in ("nodesplitter", "workersplitter")),
+        ("resampled", "`endless=True`"),
+        ("handler", "exclude=[row]"),
+        ("num_replicas", "`world_size`"),
+        ("zzz", "LoaderConfig"),
+        ("lane", "did you mean lanes?"),
+    ],
+)
+def test_a_name_of_another_loader_is_answered_in_one_line(tmp_path: Path, name: str, says: str) -> None:
+    data = make_dataset(tmp_path / "data", "mds")
+    makers: tuple[Callable[..., object], ...] = (StreamingLoader, StreamingDataset)
+    for make in makers:
+        with pytest.raises(TypeError) as caught:
+            make(data, batch_size=2, **{name: 1})
+        message = str(caught.value)
+        assert repr(name) in message
+        assert says in message
+        assert len(message) < MOST_CHARACTERS
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"seed": None}, "ranks and resumed runs need the same one"),
+        ({"shuffle": True}, 'give shuffle="window"'),
+        ({"shuffle": False}, 'give shuffle="none"'),
+        ({"batch_size": None}, "the loader makes the batches"),
+        ({"batch_size": 8.0}, "the loader makes the batches"),
+    ],
+)
+def test_a_value_of_another_loader_is_answered_too(
+    tmp_path: Path, options: dict[str, Any], says: str
+) -> None:
+    data = make_dataset(tmp_path / "data", "mds")
+    with pytest.raises(ValueError, match=re.escape(says)):
+        StreamingLoader(data, **{"batch_size": 2, **options})
+
+
+@pytest.mark.parametrize(("name", "says"), [("shuffle", "`shuffle`"), ("drop_last", "`tail`")])
+def test_names_of_a_data_loader_that_the_dataset_decides_are_answered(
+    tmp_path: Path, name: str, says: str
+) -> None:
+    dataset: Any = StreamingDataset(make_dataset(tmp_path / "data", "mds"), batch_size=2)
+    make: Any = StreamingDataLoader
+    with pytest.raises(TypeError, match=says):
+        make(dataset, **{name: True})
+
+
+def make_tars(folder: Path) -> Path:
+    """Two tars of ten samples, of which the second's number 3 holds no JSON."""
+    folder.mkdir()
+    for shard in range(2):
+        with tarfile.open(folder / f"{shard}.tar", "w") as file:
+            for number in range(10):
+                data = b"{bad" if (shard, number) == (1, 3) else b'{"a": 1}'
+                member = tarfile.TarInfo(f"{shard}{number:03d}.json")
+                member.size = len(data)
+                file.addfile(member, io.BytesIO(data))
+    return folder
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_broken_sample_is_named_with_the_option_that_leaves_it_out(tmp_path: Path, mixed: bool) -> None:
+    """The value to paste is the row's number in its dataset, also in a mixture."""
+    data = make_tars(tmp_path / "data")
+    streams = [Stream(make_tars(tmp_path / "other"), exclude=[13], name="other")] if mixed else []
+    options: dict[str, Any] = {"batch_size": 2, "shuffle": "none", "columns": ["json"]}
+    with (
+        StreamingLoader([*streams, Stream(data)], **options) as loader,
+        pytest.raises(ShardError, match=r"1\.tar: .*; Stream\(path, exclude=\[13\]\) leaves this row out"),
+    ):
+        list(loader)
+    with StreamingLoader([*streams, Stream(data, exclude=[13])], **options) as loader:
+        assert sum(len(batch["json"]) for batch in loader) >= (38 if mixed else 19)

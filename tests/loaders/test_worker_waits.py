@@ -1,0 +1,63 @@
+"""A worker that is stopped, hangs or cannot send ends the wait for it with an error that names it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from support import stuck_workers
+from support.loader_data import make_dataset
+
+TIMEOUT = r"LoaderTimeoutError: rank 0 of 1, step \d+ \(position \d+\): no batch from worker .*"
+MOST_SECONDS = 40.0  # of an interpreter on a busy machine; without limits these cases hang
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("waits") / "data", "mds")
+
+
+@pytest.mark.parametrize(
+    ("case", "method", "says"),
+    [
+        ("stop", "fork", TIMEOUT + r"process \d+, stopped\) within 1\.5 s .*last batch of any worker came"),
+        ("hang", "fork", TIMEOUT + r"process \d+, waiting\)"),
+        ("unsendable", "fork", TIMEOUT + r"could not be sent: .* /dev/shm"),
+        (
+            "killed",
+            "fork",
+            r"RuntimeError: rank 0 of 1, step \d+ .* \(one that was killed may have had no memory",
+        ),
+        ("anew", "fork", TIMEOUT + "stopped"),
+        ("close", "fork", None),
+        ("exit", "fork", None),
+        pytest.param("stop", "spawn", TIMEOUT + "stopped", marks=pytest.mark.extended),
+        pytest.param("stop", "forkserver", TIMEOUT + "stopped", marks=pytest.mark.extended),
+        pytest.param("exit", "spawn", None, marks=pytest.mark.extended),
+    ],
+)
+def test_no_wait_for_a_worker_is_endless_and_no_worker_is_left(
+    data: Path, case: str, method: str, says: str | None
+) -> None:
+    tests = Path(stuck_workers.__file__).parents[1]
+    path = os.pathsep.join([str(tests), *filter(None, [os.environ.get("PYTHONPATH")])])
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, stuck_workers.__file__, str(data), case, method],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=MOST_SECONDS,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert time.monotonic() - began < MOST_SECONDS
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert case == "exit" or lines[-1] == "left 0"
+    assert says is None or re.match(says, lines[0]), done.stdout
