@@ -1,0 +1,348 @@
+"""Recognizes what a file is by its first bytes, whatever its name says.
+
+`look` is given the first bytes of a file as stored, and again those of its content if it is compressed. It
+recognizes compressions, containers (Parquet, Arrow, tar, zip, ...), documents of other programs (PDF, Word),
+pointers of Git LFS, and kinds of text: the encoding by a byte order mark or by NUL bytes, and JSON, HTML and
+XML. `FirstBytes.problem` then says why a reader cannot take the file and what to do.
+
+A format is only recognized by what text cannot begin with: a signature of letters (PAR1, ORC) must be
+followed by bytes that are not text, so a document that begins with these letters stays a document. Whatever
+is not recognized is text, which its reader checks. Nothing is opened or read here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from dataclasses import dataclass
+
+from shardkit.errors import BuildError
+
+__all__ = ["HEAD_BYTES", "FirstBytes", "look", "raise_if_pointer"]
+
+HEAD_BYTES = 1 << 12
+"""How much of a file `look` should be given: all of a shorter one."""
+
+_EXTRACT = "extract its text first, or leave the file out"
+_READ_AS = "name it {ending} or set {key}.format: {format}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    name: str
+    what: str  # "it is ..."
+    starts: re.Pattern[bytes]
+    has_letters: bool = False  # a signature that text may begin with: bytes that are not text must follow
+    remedy: str = _EXTRACT
+    compression: str | None = None  # the value of COMPRESSIONS that reads it
+    format: str | None = None  # the value of InputConfig.format that reads it
+    ending: str = ""
+
+
+def _starts(expression: bytes) -> re.Pattern[bytes]:
+    return re.compile(expression, re.DOTALL | re.IGNORECASE)
+
+
+_COMPRESSED = tuple(
+    _Kind(name, f"compressed by {name}", re.compile(magic, re.DOTALL), False, "decompress it", name)
+    for name, magic in {
+        "gzip": rb"\x1f\x8b\x08[\x00-\x1f]",
+        "zstd": rb"\x28\xb5\x2f\xfd",
+        "bz2": rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)",
+        "xz": rb"\xfd7zXZ\0",
+        "lz4": rb"\x04\x22\x4d\x18",
+    }.items()
+)
+_BINARY = (
+    _Kind("parquet", "Parquet", re.compile(rb"PAR1"), True, _READ_AS, None, "parquet", ".parquet"),
+    _Kind("encrypted", "encrypted Parquet", re.compile(rb"PARE"), True, "decrypt it first"),
+    _Kind("arrow", "an Arrow file", re.compile(rb"ARROW1"), True, _READ_AS, None, "arrow", ".arrow"),
+    _Kind(
+        "feather",
+        "Feather of version 1",
+        re.compile(rb"FEA1"),
+        True,
+        "with pyarrow.feather, write_feather(read_table(OLD), NEW) makes version 2 of it, which is read",
+    ),
+    _Kind("orc", "ORC", re.compile(rb"ORC"), True, "convert it to Parquet"),
+    _Kind("avro", "Avro", re.compile(rb"Obj\x01"), False, "convert it to Parquet or JSON lines"),
+    _Kind(
+        "tar",
+        "a tar archive",
+        re.compile(rb".{257}ustar[\0 ]", re.DOTALL),
+        False,
+        "unpack it, or set {key}.format: wds if it is a WebDataset",
+        None,
+        "wds",
+        ".tar",
+    ),
+    _Kind(
+        "zip",
+        "a zip archive, as are files of Word, Excel and EPUB and numpy's .npz",
+        re.compile(rb"PK(?:\x03\x04|\x05\x06|\x07\x08)"),
+        False,
+        "unpack it, or extract its text first",
+    ),
+    _Kind("7z", "a 7z archive", re.compile(rb"7z\xbc\xaf\x27\x1c"), False, "unpack it"),
+    _Kind("rar", "a RAR archive", re.compile(rb"Rar!\x1a\x07"), False, "unpack it"),
+    _Kind("snappy", "framed Snappy", re.compile(rb"\xff\x06\x00\x00sNaPpY"), False, "decompress it"),
+    _Kind("pdf", "a PDF document", re.compile(rb"%PDF-\d\.\d\s*[\r\n]")),
+    _Kind("postscript", "PostScript", re.compile(rb"%!PS-Adobe-\d")),
+    _Kind("rtf", "a document in RTF", re.compile(rb"\{\\rtf\d")),
+    _Kind(
+        "ole",
+        "a document of old Word, Excel or PowerPoint",
+        re.compile(rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"),
+    ),
+    _Kind("djvu", "a DjVu document", re.compile(rb"AT&TFORM.{4}DJV", re.DOTALL)),
+    _Kind(
+        "sqlite",
+        "an SQLite database",
+        re.compile(rb"SQLite format 3\0"),
+        False,
+        "export its table to CSV or Parquet",
+    ),
+    _Kind("hdf5", "HDF5", re.compile(rb"\x89HDF\r\n\x1a\n"), False, "convert it to Parquet"),
+    _Kind("numpy", "a numpy array", re.compile(rb"\x93NUMPY"), False, "convert it to text or Parquet"),
+    _Kind(
+        "pickle",
+        "a Python pickle",
+        re.compile(rb"\x80[\x02-\x05][\x95}\](cX\x8c]"),
+        False,
+        "convert it to JSON lines",
+    ),
+    _Kind("png", "a PNG image", re.compile(rb"\x89PNG\r\n\x1a\n")),
+    _Kind("jpeg", "a JPEG image", re.compile(rb"\xff\xd8\xff")),
+    _Kind("gif", "a GIF image", re.compile(rb"GIF8[79]a"), True),
+    _Kind("riff", "a RIFF file (WebP, WAV, AVI)", re.compile(rb"RIFF.{4}(?:WEBP|WAVE|AVI )", re.DOTALL)),
+    _Kind("ogg", "an Ogg file", re.compile(rb"OggS\0")),
+    _Kind("video", "a video", re.compile(rb".{4}ftyp[a-zA-Z0-9]{3}|\x1a\x45\xdf\xa3", re.DOTALL)),
+    _Kind("elf", "a program", re.compile(rb"\x7fELF|MZ.{58}.{2}\0\0", re.DOTALL), True),
+)
+_LFS = _Kind(
+    "lfs",
+    "a pointer of Git LFS, not the file itself",
+    re.compile(
+        rb"version https?://(?:git-lfs\.github\.com|hawser\.github\.com|git-media\.io)/(?:spec/)?v\d\r?\n"
+        rb"(?:ext-[^\n]*\n)*oid sha256:[0-9a-f]{64}\s"
+    ),
+    False,
+    "run `git lfs pull` where the data was cloned",
+)
+# The kinds of text. All of a page that comes before its first element may be comments and an XML declaration.
+_TEXTUAL = (
+    _LFS,
+    _Kind("warc", "a web archive", re.compile(rb"WARC/\d\.\d\r?\n"), False, _READ_AS, None, "warc", ".warc"),
+    _Kind(
+        "arc",
+        "a web archive",
+        re.compile(rb"filedesc://\S+ \S+ \d{8}"),
+        False,
+        _READ_AS,
+        None,
+        "warc",
+        ".arc",
+    ),
+    _Kind(
+        "html",
+        "HTML",
+        _starts(rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html|head|body)[\s>]"),
+        False,
+        "if these are pages, name them .html or set {key}.format: html; "
+        "if not, such as the error page of a server, leave the file out",
+        None,
+        "html",
+        ".html",
+    ),
+    _Kind("xml", "XML", _starts(rb"\s*<\?xml\s+version\s*="), False, _EXTRACT),
+    _Kind(
+        "json",
+        "an array of JSON",
+        re.compile(rb"\s*\[\s*(?:\{\s*[\"}]|\Z)"),
+        False,
+        _READ_AS,
+        None,
+        "json",
+        ".json",
+    ),
+)
+_JSON_LINES = _Kind(
+    "jsonl",
+    "JSON lines",
+    re.compile(rb"\s*\{\s*\"[^\"\\\n]*\"\s*:"),
+    False,
+    _READ_AS,
+    None,
+    "jsonl",
+    ".jsonl",
+)
+_PRETTY = _Kind("json", "JSON over several lines", re.compile(rb""), False, _READ_AS, None, "json", ".json")
+_TEXT = _Kind("text", "text", re.compile(rb""))
+# Text of which a reader of plain text says that it is something else, unless the recipe says `format: text`.
+_MARKUP = frozenset({"html", "xml", "json", "jsonl", "warc", "arc"})
+_ALSO_READ = frozenset({("html", "xml"), ("json", "jsonl")})  # (format, kind)
+# An unfinished first line of JSON, and a second one with which no record begins.
+_UNFINISHED = re.compile(rb"\s*\{[^\n]*(?<=[{\[,:])[ \t\r]*\n\s*?(?:[ \t]|[\"}\]])")
+
+_MARKS = (
+    (b"\xff\xfe\0\0", "utf-32le"),
+    (b"\0\0\xfe\xff", "utf-32be"),
+    (b"\xef\xbb\xbf", "utf-8"),
+    (b"\xff\xfe", "utf-16le"),
+    (b"\xfe\xff", "utf-16be"),
+    (b"\x84\x31\x95\x33", "gb18030"),
+)
+_CONTROLS = bytes({*range(32)} - {*b"\t\n\v\f\r\x1b"})  # which text does not have; escapes color terminals
+_LEAST_UNITS = 16  # of UTF-16 that is told from its characters alone
+_BLANKS = "\t\n\r \u3000\u3001\u3002\uff0c"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstBytes:
+    """What a file is, judged by how it begins."""
+
+    _kind: _Kind
+    encoding: str = "utf-8"
+    """Of text: what a byte order mark says, or the arrangement of NUL bytes if there is none."""
+    mark: bytes = b""
+    """The byte order mark."""
+
+    @property
+    def kind(self) -> str:
+        """text, html, xml, json (an array, or over several lines), jsonl, warc, lfs, gzip, parquet, ..."""
+        return self._kind.name
+
+    @property
+    def what(self) -> str:
+        """What it is in words, for messages: "a PDF document"."""
+        return self._kind.what
+
+    @property
+    def compression(self) -> str | None:
+        """The value of COMPRESSIONS that reads it, if it is compressed."""
+        return self._kind.compression
+
+    @property
+    def format(self) -> str | None:
+        """The value of `inputs[].format` that reads it; None for plain text and what cannot be read."""
+        return self._kind.format
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it may be read as text of any kind."""
+        return self._kind in (*_TEXTUAL[1:], _JSON_LINES, _PRETTY, _TEXT)
+
+    @property
+    def lacks_mark(self) -> bool:
+        """Whether it is evidently UTF-16 or UTF-32 and has no byte order mark that says so."""
+        return self.encoding != "utf-8" and not self.mark
+
+    def problem(self, format: str, key: str, *, is_chosen: bool = False) -> str | None:
+        """Return why a reader of `format` cannot take it and what to do; None if it can.
+
+        `key` is the input's key path in the recipe. `is_chosen`: the recipe says the format, so that text
+        which is JSON, HTML or XML is meant to be read as it is.
+        """
+        kind = self._kind
+        if kind is _TEXT or format == kind.format or (format, kind.name) in _ALSO_READ:
+            return None
+        if format == "text" and is_chosen and kind.name in _MARKUP:
+            return None
+        remedy = kind.remedy.format(key=key, ending=kind.ending, format=kind.format)
+        if format == "text" and kind.name in _MARKUP:
+            remedy += f"; {key}.format: text reads it as it is"
+        return f"it is {kind.what}; {remedy}"
+
+
+def look(head: bytes) -> FirstBytes:
+    """Return what a file is that begins with `head`: at least `HEAD_BYTES` of it, or all."""
+    for mark, encoding in _MARKS:
+        if head.startswith(mark):
+            return FirstBytes(_kind_in(head[len(mark) :], encoding), encoding, mark)
+    for kind in (*_COMPRESSED, *_BINARY):
+        if kind.starts.match(head) and (_holds_no_text(head) or not kind.has_letters):
+            return FirstBytes(kind)
+    wide = _wide_encoding(head)
+    return FirstBytes(_kind_of_text(head)) if wide is None else FirstBytes(_kind_in(head, wide), wide)
+
+
+def raise_if_pointer(found: FirstBytes, path: str) -> None:
+    """Raise BuildError if a file is a pointer of Git LFS: whatever else is allowed, its data is not here."""
+    if found.kind == "lfs":
+        raise BuildError(f"{path}: is {_LFS.what}: {_LFS.remedy}")
+
+
+_PYTHON = {"utf-16le": "utf-16-le", "utf-16be": "utf-16-be", "utf-32le": "utf-32-le", "utf-32be": "utf-32-be"}
+
+
+def _kind_in(head: bytes, encoding: str) -> _Kind:
+    return _kind_of_text(head.decode(_PYTHON.get(encoding, encoding), "ignore").encode("utf-8", "replace"))
+
+
+def _kind_of_text(head: bytes) -> _Kind:
+    for kind in _TEXTUAL:
+        if kind.starts.match(head):
+            return kind
+    if not head.lstrip().startswith(b"{"):
+        return _TEXT
+    if _UNFINISHED.match(head) and not _is_json(head.lstrip().partition(b"\n")[0]):
+        return _PRETTY
+    return _JSON_LINES if _JSON_LINES.starts.match(head) else _TEXT
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _holds_no_text(head: bytes) -> bool:
+    """Whether there are control characters or bytes that are not UTF-8."""
+    if len(head.translate(None, _CONTROLS)) < len(head):
+        return True
+    try:
+        head.decode()
+    except UnicodeDecodeError as error:
+        return error.end < len(head) or error.reason != "unexpected end of data"
+    return False
+
+
+def _wide_encoding(head: bytes) -> str | None:
+    """Return UTF-16 or UTF-32 if `head` is evidently text in it, without a byte order mark.
+
+    Latin letters, digits and blanks have their NUL bytes at one place of each unit. Other texts are told by
+    their characters: bytes that are no UTF-8 would hardly give assigned ones only in a wrong encoding.
+    """
+    if len(head) < 4 or not _holds_no_text(head):
+        return None
+    zeros = [head[place::4].count(0) * 4 / len(head) for place in range(4)]
+    if min(zeros[2:]) > 0.9 and zeros[0] < 0.1:
+        return "utf-32le"
+    if min(zeros[:2]) > 0.9 and zeros[3] < 0.1:
+        return "utf-32be"
+    for encoding, high in (("utf-16le", 1), ("utf-16be", 0)):
+        if head[high::2].count(0) > 0.2 * len(head) and 0 not in head[1 - high :: 2]:
+            return encoding
+    return next((name for name in ("utf-16le", "utf-16be") if _is_plausible(head, name)), None)
+
+
+def _is_plausible(head: bytes, encoding: str) -> bool:
+    """Whether `head` is UTF-16 of assigned characters, of a few scripts and with blanks between them."""
+    whole = head[: len(head) & ~1]
+    try:
+        text = whole.decode(_PYTHON[encoding])
+    except UnicodeDecodeError as error:
+        if error.start < len(whole) - 2:  # else a surrogate pair is cut at the end
+            return False
+        text = whole[: error.start].decode(_PYTHON[encoding])
+    blanks = sum(one in _BLANKS for one in text)
+    rows = len({ord(one) >> 8 for one in text})  # wrongly paired bytes are spread over all of Unicode
+    return (
+        len(text) >= _LEAST_UNITS
+        and blanks > len(text) // 100
+        and rows <= 2 + len(text) // 4
+        and not any(unicodedata.category(one) in ("Cn", "Co", "Cc") for one in text if one not in _BLANKS)
+    )
