@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise, product
 
 import pytest
@@ -77,7 +77,7 @@ def pairs(
     return (before + bytes(pair) + after for pair in product(lead, trail))
 
 
-SEQUENCES = {
+SEQUENCES: dict[str, Callable[[], Iterator[bytes]]] = {
     "pairs": lambda: pairs(range(0x81, 0xFF), range(0x40, 0xFF)),
     "leads": lambda: pairs([*range(0x81, 0xA0), *range(0xE0, 0xFD)], range(0x40, 0xFF)),
     "high": lambda: pairs(range(0xA1, 0xFF), range(0xA1, 0xFF)),

@@ -45,20 +45,16 @@ _MULTI_BYTE = {  # the Python codec that is closest
     "gb18030": "gb18030",
     "shift_jis": "cp932",
 }
-# What the codec decodes to another character than the standard. None of these has two sources in the codec.
-_OTHER_CHARACTERS: dict[str, dict[int, int]] = {
-    "big5": str.maketrans(
-        "\u2022\uff64\u203e\u223c\u2641\u2609\u00a5\u00a2\u00a3",
-        "\u2027\ufe51\u00af\uff5e\u2295\u2299\uffe5\uffe0\uffe1",
-    ),
-    "euc-jp": str.maketrans("\u301c\u2016\u2212\u00a2\u00a3\u00ac", "\uff5e\u2225\uff0d\uffe0\uffe1\uffe2"),
-    "gb18030": str.maketrans(
-        "\ue5e5\ue78d\ue78e\ue78f\ue790\ue791\ue792\ue793\ue794\ue795\ue796\ue7c7\u1e3f"
-        "\ue81e\ue826\ue82b\ue82c\ue832\ue843\ue854\ue864",
-        "\u3000\ufe10\ufe12\ufe11\ufe13\ufe14\ufe15\ufe16\ufe17\ufe18\ufe19\u1e3f\ue7c7"
-        "\u9fb4\u9fb5\u9fb6\u9fb7\u9fb8\u9fb9\u9fba\u9fbb",
-    ),
-    "shift_jis": str.maketrans("\u00a0\uf8f0\uf8f1\uf8f2\uf8f3", BAD * 5),
+# Bytes, in hexadecimal digits, that some version of the codec decodes to another character than the standard,
+# and the standard's; `BAD` for none. No other bytes give the codec's character.
+_OTHER_CHARACTERS = {
+    "big5": "a145\u2027 a14e\ufe51 a1c2\u00af a1e3\uff5e a1f2\u2295 a1f3\u2299 "
+    "a244\uffe5 a246\uffe0 a247\uffe1",
+    "euc-jp": "a1c1\uff5e a1c2\u2225 a1dd\uff0d a1f1\uffe0 a1f2\uffe1 a2cc\uffe2",
+    "gb18030": "a3a0\u3000 a6d9\ufe10 a6da\ufe12 a6db\ufe11 a6dc\ufe13 a6dd\ufe14 a6de\ufe15 a6df\ufe16 "
+    "a6ec\ufe17 a6ed\ufe18 a6f3\ufe19 a8bc\u1e3f 8135f437\ue7c7 fe59\u9fb4 fe61\u9fb5 fe66\u9fb6 fe67\u9fb7 "
+    "fe6d\u9fb8 fe7e\u9fb9 fe90\u9fba fea0\u9fbb",
+    "shift_jis": f"a0{BAD} fd{BAD} fe{BAD} ff{BAD}",
 }
 # Pairs of bytes that the codec of Big5 lacks: the first of a run in hexadecimal digits, and its characters.
 _BIG5_RUNS = """
@@ -124,8 +120,8 @@ def decode(data: bytes, encoding: str) -> str:
 
 def _decode_by_codec(data: bytes, encoding: str) -> str:
     text = data.decode(_MULTI_BYTE[encoding], _bad_handler(encoding))
-    others = _OTHER_CHARACTERS.get(encoding)
-    return text.translate(others) if others and _any_of(encoding).search(text) else text
+    others, any_of_them = _other_characters(encoding)
+    return text.translate(others) if others and any_of_them.search(text) else text
 
 
 def to_utf8(pieces: Iterator[bytes], encoding: str) -> Iterator[bytes]:
@@ -217,8 +213,15 @@ def _table(encoding: str) -> str:
 
 
 @cache
-def _any_of(encoding: str) -> re.Pattern[str]:
-    return re.compile(f"[{''.join(map(chr, _OTHER_CHARACTERS[encoding]))}]")
+def _other_characters(encoding: str) -> tuple[dict[int, str], re.Pattern[str]]:
+    """Return {character of the codec: that of the standard}, and an expression for any of the former."""
+    made: dict[int, str] = {}
+    for entry in filter(None, _OTHER_CHARACTERS.get(encoding, "").split(" ")):
+        data = bytes.fromhex(entry[:-1])
+        own = data.decode(_MULTI_BYTE[encoding], "replace")
+        if own not in ("", "\ufffd", entry[-1]):
+            made[ord(own)] = entry[-1]
+    return made, re.compile(f"[{re.escape(''.join(map(chr, made)))}]" if made else r"\Z")
 
 
 @cache
