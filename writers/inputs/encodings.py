@@ -22,7 +22,7 @@ from types import MappingProxyType
 
 import webencodings  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-__all__ = ["BAD", "PYTHON_NAMES", "decode", "encoding_of", "keeps_newlines", "to_utf8"]
+__all__ = ["BAD", "PYTHON_NAMES", "REPLACEMENT", "decode", "encoding_of", "keeps_newlines", "to_utf8"]
 
 BAD = "\udcff"
 REPLACEMENT = "replacement"

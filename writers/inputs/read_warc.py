@@ -212,6 +212,8 @@ class _Archive:
             return self._dropped("not_html", size, 0)
         charset = _CHARSET.search(declared)
         text = decode_page(page, charset[1] if charset else None)
+        if text is None:
+            return self._dropped("bad_body", size, 0)
         fields = _fields(headers) | {"status": 200, "content_type": declared}
         return partial(self._sink.add, text, fields, bytes=len(page))
 
