@@ -185,7 +185,7 @@ def _problem(file: InputFile, number: int) -> str | None:
 def _fields_of(files: Sequence[InputFile]) -> Fields | None:
     """The fields of the files of one ending; None if no field holds text."""
     format, compression = guess_format(files[0].name) or ("", None)
-    if format in ("warc", "text"):
+    if format in ("warc", "text", "html"):
         long = format == "text" and any(file.bytes > 1 << 26 for file in files)
         return Fields(lines=long)
     chosen = {0: files[0], len(files) // 2: files[len(files) // 2], len(files) - 1: files[-1]}

@@ -189,8 +189,9 @@ def test_pages_in_every_encoding_of_the_standard_come_back_equal() -> None:
 @pytest.mark.data
 @pytest.mark.extended
 def test_texts_of_the_corpora_in_every_encoding_come_back_equal() -> None:
-    with zstandard.open(data_folder() / "corpus/multilang-00.jsonl.zst") as lines:
-        texts = [json.loads(line)["text"][:2000] for line in lines][::8]
+    stored = (data_folder() / "corpus/multilang-00.jsonl.zst").read_bytes()
+    lines = zstandard.ZstdDecompressor().stream_reader(stored).read().splitlines()
+    texts = [json.loads(line)["text"][:2000] for line in lines[::8]]
     texts += pq.read_table(data_folder() / "corpus/html-00.parquet")["text"].to_pylist()[::8]
     count, wrong = wrong_pages(text.replace("charset", "") for text in texts)
     assert count > 5000

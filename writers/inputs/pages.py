@@ -23,8 +23,8 @@ from functools import partial
 import zstandard
 
 from shardkit.errors import MissingExtraError
+from shardkit.writers.encodings import BAD, REPLACEMENT, decode, encoding_of
 from shardkit.writers.input_config import ExtractConfig, ResiliparseOptions, TrafilaturaOptions
-from shardkit.writers.inputs.encodings import BAD, REPLACEMENT, decode, encoding_of
 from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look
 
 __all__ = ["BodyError", "decode_body", "decode_page", "join_chunks", "main_text_by"]

@@ -35,7 +35,6 @@ from shardkit.writers.inputs.decompress import ContainerError, decompressed
 from shardkit.writers.inputs.fields import MISSING, field_at
 from shardkit.writers.inputs.files import InputFile, open_input
 from shardkit.writers.inputs.records import PieceReader, RecordSink
-from shardkit.writers.inputs.scan import Split
 from shardkit.writers.recipe import InputConfig
 
 __all__ = ["first_samples", "read_mds", "read_wds"]
@@ -58,7 +57,9 @@ def read_mds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
         try:
             columns, offsets = read_header(split.file, stream.read)
         except ShardError as error:
-            sink.damaged(error.problem, bytes=max(split.bytes, stream.tell()))
+            other = sink.content.problem("mds", f"inputs[{split.source}]")
+            problem = error.problem if other is None else f"{error.problem}: {other}"
+            sink.damaged(problem, bytes=max(split.bytes, stream.tell()))
             return
         layout = SampleLayout(split.file, columns)
         unfit = _unfit(layout, sink, config)
@@ -224,7 +225,7 @@ def _plain(sink: RecordSink, value: Any, path: str) -> Any:
         value = value.item()
     try:
         if isinstance(value, bytes):
-            return sink.decode(value)
+            return sink.text_of(value) if path == sink.text_path else sink.decode(value)
         return sink.check_value(value)
     except UnicodeError:
         raise _BadSampleError("bad_utf8", f"{path!r} is not UTF-8") from None
@@ -237,11 +238,14 @@ def read_wds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
     split = sink.split
     sink.offset = 0
     with open_input(split.input) as file:
+        sink.look_at(file)
+        if sink.compression is None:
+            sink.refuse_others()
         data: _FileBytes | _StreamBytes = _FileBytes(file, split.input.bytes)
         damage = None
-        if split.compression is not None:
-            size, damage = _sound_bytes(file, split)
-            data = _StreamBytes(decompressed(file, split.compression, split.input.bytes), size)
+        if sink.compression is not None:
+            size, damage = _sound_bytes(file, sink.compression, split.input.bytes)
+            data = _StreamBytes(decompressed(file, sink.compression, split.input.bytes), size)
         samples = _Samples(sink, config, data)
         try:
             for found, size in samples:
@@ -258,11 +262,11 @@ def read_wds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
             sink.damaged(damage.problem if damage else problem, bytes=left + lost)
 
 
-def _sound_bytes(file: BinaryIO, split: Split) -> tuple[int, ContainerError | None]:
+def _sound_bytes(file: BinaryIO, compression: str, stored: int) -> tuple[int, ContainerError | None]:
     """How many bytes a compressed tar has that a checksum confirms, and what comes after them."""
     size = 0
     try:
-        for piece in decompressed(file, split.compression, split.input.bytes):
+        for piece in decompressed(file, compression, stored):
             size += len(piece)
     except ContainerError as damage:
         return size - damage.suspect_bytes, ContainerError(
@@ -326,7 +330,8 @@ class _Samples:
             data = bytes(self._data[offset : offset + size])
             if extension.endswith(".gz"):
                 data = gunzip(memoryview(data), left)
-            value = _member(extension, data, self._sink.decode)
+            is_text = extension == self._sink.text_path  # which may be a page
+            value = _member(extension, data, self._sink.text_of if is_text else self._sink.decode)
             found.put(extension, value, size, max(size, len(data)))
         except UnicodeDecodeError as error:
             problem = f"byte {error.start:,} of member .{extension} is not UTF-8"

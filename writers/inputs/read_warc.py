@@ -223,7 +223,7 @@ class _Archive:
             if self._stream.skip(size) < size:
                 raise _RecordError("damaged_file", "truncated: the file ends inside the record")
             limit = self._sink.max_record_bytes
-            raise _RecordError("too_long", f"{size:,} bytes, more than max_record_bytes {limit:,}")
+            raise _RecordError("too_long", f"{size:,} bytes, more than max_record_bytes {limit:,}; raise it")
         data = self._stream.read(size)
         if len(data) < size:
             missing = size - len(data)
