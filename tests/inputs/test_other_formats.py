@@ -76,12 +76,12 @@ def test_utf16_without_a_mark_is_refused_and_the_key_is_named(
     name, config = NAMES[kind]
     put(tmp_path, name, content(kind, ["plain text of some length, twice"] * 2).encode(encoding))
     for settings in (config, config | {"on_bad_text": "replace"}, config | {"encoding": "windows-1252"}):
-        table, (bad,), _ = read(tmp_path, name, split_bytes=16, **settings)
-        assert (table.num_rows, bad["reason"]) == (0, "other_format")
-        assert label.upper() in bad["error"]
-        assert f"inputs[0].encoding: {label}" in bad["error"] or label == "utf-32le"
+        table, (entry,), _ = read(tmp_path, name, split_bytes=16, **settings)
+        assert (table.num_rows, entry["reason"]) == (0, "other_format")
+        assert label.upper() in entry["error"]
+        assert f"inputs[0].encoding: {label}" in entry["error"] or label == "utf-32le"
     if encoding.startswith("utf-16"):
-        table, bad, _ = read(
+        table, _, _ = read(
             tmp_path,
             name,
             allowed=0,
@@ -123,8 +123,8 @@ def test_text_of_every_kind_is_read_in_the_encoding_that_the_recipe_says(
 
 def test_bytes_that_the_encoding_lacks_cost_their_record_or_are_replaced(tmp_path: Path) -> None:
     put(tmp_path, "a.txt", b"one\n\x81\x20bad\n\x82\xa0\n")
-    table, (bad,), _ = read(tmp_path, "a.txt", lines=True, encoding="shift_jis")
-    assert (table["text"].to_pylist(), bad["record"], bad["reason"]) == (["one", "あ"], 1, "bad_utf8")
+    table, (entry,), _ = read(tmp_path, "a.txt", lines=True, encoding="shift_jis")
+    assert (table["text"].to_pylist(), entry["record"], entry["reason"]) == (["one", "あ"], 1, "bad_utf8")
     table, bad, ledger = read(tmp_path, "a.txt", lines=True, encoding="shift_jis", on_bad_text="replace")
     assert (table["text"].to_pylist(), bad) == (["one", "\ufffd bad", "あ"], [])
     assert ledger.dropped["text/replaced"].bytes == 1
@@ -216,23 +216,23 @@ def test_files_of_other_programs_are_refused_by_name(
     if (kind, foreign) in {("html", "html"), ("html", "xml")}:
         return
     for stored, ending in ((FOREIGN[foreign], ""), (gzip.compress(FOREIGN[foreign]), ".gz")):
-        table, (bad,), _ = read(tmp_path, put(tmp_path, name + ending, stored), **config, **settings)
-        assert (table.num_rows, bad["reason"]) == (0, "other_format")
-        assert bad["error"].startswith("it is ")
+        table, (entry,), _ = read(tmp_path, put(tmp_path, name + ending, stored), **config, **settings)
+        assert (table.num_rows, entry["reason"]) == (0, "other_format")
+        assert entry["error"].startswith("it is ")
 
 
 @pytest.mark.parametrize("text", ['{"text": "a"}\n{"text": "b"}\n', '[{"text": "a"}]', "<html>x</html>"])
 def test_markup_under_a_name_of_text_is_text_only_for_who_says_so(tmp_path: Path, text: str) -> None:
     put(tmp_path, "a.txt", text.encode())
-    _, (bad,), _ = read(tmp_path, "a.txt")
-    assert "inputs[0].format: text reads it as it is" in bad["error"]
+    _, (entry,), _ = read(tmp_path, "a.txt")
+    assert "inputs[0].format: text reads it as it is" in entry["error"]
     table, _, _ = read(tmp_path, "a.txt", format="text", allowed=0)
     assert table["text"].to_pylist() == [text]
 
 
 def test_an_empty_compressed_file_is_named_as_such(tmp_path: Path) -> None:
-    _, (bad,), _ = read(tmp_path, put(tmp_path, "a.jsonl.gz", b""))
-    assert "the file is empty: 0 bytes are not a gzip file" in bad["error"]
+    _, (entry,), _ = read(tmp_path, put(tmp_path, "a.jsonl.gz", b""))
+    assert "the file is empty: 0 bytes are not a gzip file" in entry["error"]
     table, bad, _ = read(tmp_path, put(tmp_path, "a.jsonl", b""), allowed=0)
     assert (table.num_rows, bad) == (0, [])
 

@@ -239,6 +239,11 @@ class FirstBytes:
         """Whether it is evidently UTF-16 or UTF-32 and has no byte order mark that says so."""
         return self.encoding != "utf-8" and not self.mark
 
+    def has_lines(self, format: str) -> bool:
+        """Whether it is plain UTF-8 with a record a line, so that it can be cut at newlines."""
+        is_json = format == "jsonl" and self.kind == "json"
+        return self.compression is None and self.encoding == "utf-8" and not is_json
+
     def problem(self, format: str, key: str, *, is_chosen: bool = False) -> str | None:
         """Return why a reader of `format` cannot take it and what to do; None if it can.
 

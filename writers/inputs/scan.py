@@ -308,11 +308,9 @@ def _has_lines(input: InputFile, format: str) -> bool:
     """Whether the first bytes are of plain UTF-8 with a record a line, as the name says."""
     try:
         with open_input(input) as file:
-            found = look(file.read(HEAD_BYTES))
+            return look(file.read(HEAD_BYTES)).has_lines(format)
     except OSError as error:
         raise BuildError(f"{input.path}: cannot be read: {error.strerror or error}") from error
-    is_json = format == "jsonl" and found.kind == "json"
-    return found.compression is None and found.encoding == "utf-8" and not is_json
 
 
 def _unreadable(file: InputFile) -> Cut:
