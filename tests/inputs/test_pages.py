@@ -127,6 +127,19 @@ def test_pages_that_browsers_do_not_decode_are_refused() -> None:
     assert decode_page(b"x", "hz-gb-2312") is None
 
 
+def test_undeclared_pages_are_utf8_if_they_can_be_and_are_refused_if_no_guess_fits() -> None:
+    text = PANGRAMS["fr"] * 3
+    assert decode_page(text.encode()[:-1] + "é".encode()[:1], None) == text[:-1] + "\ufffd"  # cut short
+    assert decode_page(text.encode("cp1252"), None) == text
+    assert decode_page(PANGRAMS["ja"].encode("iso2022_jp", "ignore"), None) is not None
+    for encoding in ("utf-16-le", "utf-16-be"):
+        assert decode_page(text.encode(encoding), None) == text
+    assert (
+        decode_page(b"Some words in English and then \xb4\xd9\xb8\xa5\xc1\xa6 \xff\xfe\x81 more " * 40, None)
+        is None
+    )
+
+
 def test_hostile_heads_take_linear_time() -> None:
     began = time.process_time()
     for part in (b"<script ", b"<!--", b"<meta a='", b"<meta charset", b"<a =", b"</", b"<?xml encoding "):

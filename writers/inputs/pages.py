@@ -8,9 +8,9 @@ BodyError.
 A page's bytes are decoded as the HTML standard says (13.2.3), by the tables of the Encoding Standard: by its
 byte order mark, the HTTP header, its own <meta> element, or its XML declaration, in this order.
 Where nothing usable is declared, bytes that are UTF-8 are UTF-8, and a statistical detector decides on others
-only. Bytes that the encoding does not have become U+FFFD. A page whose encoding browsers refuse to decode is
-not read. Main text is found by a library made for that: resiliparse, or trafilatura as FineWeb used it.
-Results depend on the page alone.
+only. Bytes that the encoding does not have become U+FFFD. A page whose encoding browsers refuse to decode, or
+that no guess fits, is not read. Main text is found by a library made for that: resiliparse, or trafilatura as
+FineWeb used it. Results depend on the page alone.
 """
 
 from __future__ import annotations
@@ -119,6 +119,8 @@ def _unzstd(body: bytes, limit: int) -> bytes:
 _USER_DEFINED = "x-user-defined"
 _ISO_2022_JP = re.compile(rb"\x1b\$[@B][^\x1b]*\x1b\([BJ]")
 _PRESCANNED_BYTES = 1024
+_ASCII = bytes(range(128))
+_MOST_BAD = 0.1  # of the bytes that are not ASCII: with more, a guess was none
 _HEAD_BYTES = 1 << 16
 _HEAD_END = re.compile(rb"</head[\s>]|<body[\s>]", re.IGNORECASE)
 _RAW_TEXT = re.compile(rb"<(script|style|title|textarea)\b", re.IGNORECASE)
@@ -141,7 +143,7 @@ _NOT_NESTED = frozenset(  # elements that are empty, or end where the next of th
 
 
 def decode_page(body: bytes, charset: str | None) -> str | None:
-    """Return a page as text; None if it is in an encoding that browsers do not decode.
+    """Return a page as text; None if its encoding is one that browsers do not decode, or cannot be guessed.
 
     `charset` is what the HTTP header says, if anything.
     """
@@ -160,7 +162,9 @@ def decode_page(body: bytes, charset: str | None) -> str | None:
     except UnicodeDecodeError as error:
         if error.reason == "unexpected end of data":  # the body was cut short inside a character
             return body.decode("utf-8", "replace")
-    return _decoded(body, _guessed(body))
+    text = _decoded(body, _guessed(body))
+    others = len(body.translate(None, _ASCII))
+    return None if text is None or text.count("\ufffd") > _MOST_BAD * others else text
 
 
 def _decoded(body: bytes, encoding: str) -> str | None:
