@@ -295,7 +295,7 @@ def _fields_of(files: Sequence[InputFile], given: str | None) -> Fields | str:
     """The fields of files of one ending, or what they lack; `given` is a format that names do not tell."""
     format, compression = guess_format(files[0].name) or ("", None)
     format = given or format
-    if format in ("warc", "text"):
+    if format in ("warc", "text", "html"):
         long = format == "text" and any(file.bytes > 1 << 26 for file in files)
         return Fields(lines=long)
     chosen = {0: files[0], len(files) // 2: files[len(files) // 2], len(files) - 1: files[-1]}

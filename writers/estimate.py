@@ -52,8 +52,9 @@ from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.executors import Execution, open_runner
-from shardkit.writers.inputs.decompress import ContainerError, decompressed
+from shardkit.writers.inputs.decompress import ContainerError, compression_of, decompressed, with_head
 from shardkit.writers.inputs.files import open_input
+from shardkit.writers.inputs.first_bytes import look
 from shardkit.writers.inputs.readers import within_memory
 from shardkit.writers.inputs.scan import Split, parts_of, scan_inputs
 from shardkit.writers.progress import StageProgress
@@ -177,7 +178,10 @@ def copy_start(piece: Piece, target: Path, *, whole_lines: bool = False) -> int:
     with open_input(split.input) as source, target.open("wb") as lines:
         taken = 0
         try:
-            for data in decompressed(source, split.compression, split.input.bytes):
+            compression = compression_of(source, split.compression)
+            head, pieces = with_head(decompressed(source, compression, split.input.bytes))
+            is_cut = not whole_lines or look(head).has_lines(split.format)
+            for data in pieces if is_cut else ():
                 taken = source.tell()
                 if taken < piece.bytes:
                     lines.write(data)
@@ -189,7 +193,8 @@ def copy_start(piece: Piece, target: Path, *, whole_lines: bool = False) -> int:
                 if end:
                     return taken
             else:
-                return split.input.bytes
+                if is_cut:
+                    return split.input.bytes
         except ContainerError:
             pass
     target.unlink()

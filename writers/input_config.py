@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
+from shardkit.writers.encodings import encoding_of
 from shardkit.writers.settings import FieldName, Listed, Ratio, Shorthand, Source, StrictModel, is_url
 
 __all__ = [
@@ -89,6 +90,15 @@ def _path_fields(value: str) -> str:
     if not names:
         raise ValueError("has no named group, such as (?P<lang>[a-z]{2}), and is not the word hive")
     return value
+
+
+def _encoding(value: str) -> str:
+    found = encoding_of(value)
+    if found is None:
+        raise ValueError("is no label of the WHATWG Encoding Standard, such as windows-1252 or shift_jis")
+    if found in ("replacement", "x-user-defined"):
+        raise ValueError("is not decoded by the WHATWG Encoding Standard; convert the files to UTF-8")
+    return found
 
 
 class ResiliparseOptions(StrictModel):
@@ -203,15 +213,24 @@ class InputConfig(StrictModel):
         default=None,
         description="Label of this input in reports and provenance; null: input-<number in the recipe>.",
     )
-    format: Literal["jsonl", "json", "parquet", "arrow", "csv", "text", "warc", "mds", "wds"] | None = Field(
+    format: (
+        Literal["jsonl", "json", "parquet", "arrow", "csv", "text", "html", "warc", "mds", "wds"] | None
+    ) = Field(
         default=None,
         description="null: from the name (before .gz .zst .bz2 .xz .lz4): .jsonl .parquet .arrow .feather "
-        ".csv .tsv .txt .warc .wet .arc .mds .tar and a few more; a .json file is taken for jsonl.",
+        ".csv .tsv .txt .html .warc .wet .arc .mds .tar and a few more; a .json file is jsonl, or json if it "
+        "begins like an array or an object of several lines.",
     )
     extract: Literal["resiliparse", "trafilatura", "none"] | ExtractConfig | None = Field(
         default=None,
-        description="Takes the main text out of HTML; null: resiliparse for pages of WARC files, else none. "
+        description="Takes the main text out of HTML; null: resiliparse for WARC and HTML files, else none. "
         "With options of the library: {trafilatura: {favor: recall}}.",
+    )
+    encoding: Annotated[str, AfterValidator(_encoding)] | None = Field(
+        default=None,
+        description="Of text, CSV, JSON and HTML files: a label of the WHATWG Encoding Standard; null: "
+        "UTF-8, and for HTML what the page declares. A byte order mark wins.",
+        examples=["windows-1252", "gbk", "utf-16le"],
     )
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = Field(
         default=None,

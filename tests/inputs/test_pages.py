@@ -1,17 +1,23 @@
 from __future__ import annotations
 
+import json
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import webencodings  # type: ignore[import-untyped]
+import zstandard
 
 from shardkit.errors import MissingExtraError, RecipeError
 from shardkit.writers.inputs.pages import decode_page, main_text_by
-from support.read_inputs import put, read, recipe
+from support.read_inputs import data_folder, put, read, recipe
+from support.whatwg import ENCODINGS, encode
 
 PARAGRAPH = "A sentence about tokens that is long enough to be taken for the content of a page. " * 6
 OTHER = "Other sentences follow, on the packing of sequences, which a reader wants to keep as well. " * 6
@@ -74,6 +80,135 @@ def test_fields_of_jsonl_and_parquet_may_hold_pages(tmp_path: Path) -> None:
             "html/unreadable": (1, 15000),
         }
         assert ledger.read.bytes == sum(map(len, pages))
+
+
+LETTERS = "Grüße, naïve façade – „Zitat“"
+
+
+@pytest.mark.parametrize(
+    ("head", "charset", "encoding"),
+    [
+        ("", None, "utf-8"),
+        ("", "foo-8", "utf-8"),
+        ('<meta charset="foo-8">', None, "utf-8"),
+        ('<meta charset="utf-16le">', None, "utf-8"),
+        ("<meta charset=unicode>", "nonsense", "utf-8"),
+        ('<meta charset="iso-8859-1">', "UTF8", "utf-8"),
+        ("<meta charset=LATIN1>", None, "windows-1252"),
+        ("<meta charset='x-user-defined'>", None, "windows-1252"),
+        ("<META  name=x  CharSet = 'us-ascii' />", None, "windows-1252"),
+        ('<meta content="text/html; charset=cp1252" http-equiv="Content-Type">', None, "windows-1252"),
+        ("<meta http-equiv=content-type content=\"text/html;charset='ascii'\">", None, "windows-1252"),
+        ('<meta content="text/html; charset=iso-8859-2">', None, "utf-8"),  # no pragma
+        ("<!-- <meta charset=iso-8859-2> -->", None, "utf-8"),
+        ("<!--> <meta charset=latin1>", None, "windows-1252"),
+        ("<a title='<meta charset=iso-8859-2>'>", None, "utf-8"),
+        ("<metadata charset=iso-8859-2>", None, "utf-8"),
+        ("<meta charset=foo><meta charset=l1>", None, "windows-1252"),
+        ("<?php <meta charset=iso-8859-2> ?><meta charset=l1>", None, "windows-1252"),
+        (f"<title>{'x' * 2000}</title><meta charset=latin1>", None, "windows-1252"),
+        (f"<script>{'x' * 2000} '<meta charset=koi8-r>'</script>", None, "utf-8"),
+        (f"<!-- {'x' * 2000} --></head><body><meta charset=koi8-r>", None, "utf-8"),
+        ('<?xml version="1.0" encoding="iso-8859-1"?>', None, "windows-1252"),
+        ("<?xml version='1.0' encoding='UTF-16'?>", None, "utf-8"),
+        ('<?xml version="1.0" encoding="koi8-r"?><meta charset=latin1>', None, "windows-1252"),
+        ("", "utf-16be", "utf-16be"),
+    ],
+)
+def test_a_page_says_its_encoding_as_browsers_read_it(head: str, charset: str | None, encoding: str) -> None:
+    page = f"{head}<p>{LETTERS}"
+    assert decode_page(encode(page, encoding) or b"", charset) == page
+    marked = b"\xef\xbb\xbf" + page.encode()
+    assert decode_page(marked, charset) == page  # a byte order mark wins over all
+
+
+def test_pages_that_browsers_do_not_decode_are_refused() -> None:
+    assert decode_page(b"<meta charset=iso-2022-kr>x", None) is None
+    assert decode_page(b"x", "hz-gb-2312") is None
+
+
+def test_undeclared_pages_are_utf8_if_they_can_be_and_are_refused_if_no_guess_fits() -> None:
+    text = PANGRAMS["fr"] * 3
+    assert decode_page(text.encode()[:-1] + "é".encode()[:1], None) == text[:-1] + "\ufffd"  # cut short
+    assert decode_page(text.encode("cp1252"), None) == text
+    assert decode_page(PANGRAMS["ja"].encode("iso2022_jp", "ignore"), None) is not None
+    for encoding in ("utf-16-le", "utf-16-be"):
+        assert decode_page(text.encode(encoding), None) == text
+    assert (
+        decode_page(b"Some words in English and then \xb4\xd9\xb8\xa5\xc1\xa6 \xff\xfe\x81 more " * 40, None)
+        is None
+    )
+
+
+def test_hostile_heads_take_linear_time() -> None:
+    began = time.process_time()
+    for part in (b"<script ", b"<!--", b"<meta a='", b"<meta charset", b"<a =", b"</", b"<?xml encoding "):
+        decode_page(part * (1 << 20), None)
+    assert time.process_time() - began < 5
+
+
+PANGRAMS = {
+    "fr": "Voix ambiguë d’un cœur qui, au zéphyr, préfère les jattes de kiwis – 5 € l’unité.",
+    "ru": "Съешь же ещё этих мягких французских булок, да выпей чаю.",
+    "el": "Ξεσκεπάζω τὴν ψυχοφθόρα βδελυγμία· ταχίστη αλώπηξ.",
+    "he": "דג סקרן שט בים מאוכזב ולפתע מצא לו חברה",
+    "tr": "Pijamalı hasta yağız şoföre çabucak güvendi.",
+    "pl": "Pchnąć w tę łódź jeża lub ośm skrzyń fig.",
+    "th": "เป็นมนุษย์สุดประเสริฐเลิศคุณค่า",
+    "zh": "天地玄黄，宇宙洪荒。日月盈昃，辰宿列张。",
+    "zh-hant": "視野無限廣，窗外有藍天。功許蓋，嘆為觀止。",
+    "ja": "いろはにほへと ちりぬるを①㈱髙﨑。色は匂へど散りぬるを、ﾊﾝｶｸ。",
+    "ko": "키스의 고유조건은 입술끼리 만나야 하고 특별한 기술은 필요치 않다. 똠방각하",
+    "en": "The quick brown fox jumps over the lazy dog.",
+}
+DECLARED: dict[str, Callable[[str], str]] = {
+    "header": lambda label: "",
+    "meta": lambda label: f'<meta charset="{label}">',
+    "pragma": lambda label: f'<meta http-equiv=Content-Type content="text/html; charset={label}">',
+    "xml": lambda label: f'<?xml version="1.0" encoding="{label}"?>',
+}
+
+
+def wrong_pages(texts: Iterable[str]) -> tuple[int, list[tuple[str, str, str]]]:
+    """How many pages were decoded, each in all encodings that have its characters, and those that differ."""
+    labels: dict[str, list[str]] = defaultdict(list)
+    for label, name in webencodings.LABELS.items():
+        labels[name].append(label)
+    count, wrong = 0, []
+    for number, text in enumerate(texts):
+        for encoding in ENCODINGS:
+            wide = encoding.startswith("utf-16")
+            label = labels[encoding][number % len(labels[encoding])]
+            for how, declare in DECLARED.items():
+                page = f"{declare(label)}<title>t</title><p>{text}"
+                data = None if wide and how != "header" else encode(page, encoding)
+                if data is not None:
+                    count += 1
+                    if decode_page(data, label if how == "header" else None) != page:
+                        wrong.append((text[:40], label, how))
+        count += 1
+        if decode_page(text.encode(), None) != text:
+            wrong.append((text[:40], "utf-8", "undeclared"))
+    return count, wrong
+
+
+def test_pages_in_every_encoding_of_the_standard_come_back_equal() -> None:
+    texts = [PANGRAMS[key] for key in sorted(PANGRAMS)]
+    count, wrong = wrong_pages(texts * 18)  # as many as an encoding has labels
+    assert count > 5000
+    assert wrong == []
+
+
+@pytest.mark.data
+@pytest.mark.extended
+def test_texts_of_the_corpora_in_every_encoding_come_back_equal() -> None:
+    stored = (data_folder() / "corpus/multilang-00.jsonl.zst").read_bytes()
+    lines = zstandard.ZstdDecompressor().stream_reader(stored).read().splitlines()
+    texts = [json.loads(line)["text"][:2000] for line in lines[::8]]
+    texts += pq.read_table(data_folder() / "corpus/html-00.parquet")["text"].to_pylist()[::8]
+    count, wrong = wrong_pages(text.replace("charset", "") for text in texts)
+    assert count > 5000
+    assert wrong == []
 
 
 @pytest.mark.parametrize(("extractor", "module"), [("resiliparse", "resiliparse"), ("trafilatura",) * 2])

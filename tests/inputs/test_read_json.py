@@ -135,10 +135,23 @@ def test_an_array_that_is_cut_short_gives_the_values_before_and_is_damaged(
         assert ledger.quarantined["damaged_file"].bytes <= 15
 
 
-@pytest.mark.parametrize("text", ['[{"text": "a"}]', '[\n{"text": "a"}]'])
-def test_an_array_that_is_read_by_lines_says_what_to_set(tmp_path: Path, text: str) -> None:
-    with pytest.raises(BuildError, match=r"if the file is an array of objects, set inputs\[0\].format: json"):
-        read(tmp_path, put(tmp_path, "a.json", text.encode()), allowed=0)
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize(
+    "text", ['[{"text": "a"}]', '[\n{"text": "a"}]', '{\n  "text": "a"\n}\n', '{"n": [\n 1],\n "text": "a"}']
+)
+def test_arrays_and_objects_of_several_lines_are_read_under_the_names_of_json_lines(
+    tmp_path: Path, text: str, name: str
+) -> None:
+    data = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+    for split_bytes in (4, 1 << 26):  # large ones are not cut at their newlines
+        table, bad, _ = read(tmp_path, put(tmp_path, name, data), allowed=0, split_bytes=split_bytes)
+        assert (table["text"].to_pylist(), table["record"].to_pylist(), bad) == (["a"], [0], [])
+
+
+def test_an_object_whose_first_line_is_long_says_what_to_set(tmp_path: Path) -> None:
+    data = b'{"text": "%s",\n "n": 1}' % (b"x" * 5000)
+    with pytest.raises(BuildError, match=r"has objects of several lines, set inputs\[0\].format: json"):
+        read(tmp_path, put(tmp_path, "a.json", data), allowed=0)
 
 
 def test_deep_and_long_values_take_no_stack_and_little_memory() -> None:

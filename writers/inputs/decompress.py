@@ -34,8 +34,17 @@ import zstandard
 
 from shardkit.errors import MissingExtraError
 from shardkit.formats.compression import ZSTD_WINDOW_ERROR, ZstdFrame
+from shardkit.writers.inputs.first_bytes import HEAD_BYTES, compression_in
 
-__all__ = ["COMPRESSIONS", "ConfirmedMembers", "ContainerError", "decompressed", "plain_range"]
+__all__ = [
+    "COMPRESSIONS",
+    "ConfirmedMembers",
+    "ContainerError",
+    "compression_of",
+    "decompressed",
+    "plain_range",
+    "with_head",
+]
 
 COMPRESSIONS = {
     ".gz": "gzip",
@@ -81,6 +90,33 @@ class ContainerError(Exception):
         self.problem, self.rest_bytes, self.suspect_bytes = problem, rest_bytes, suspect_bytes
         self.resumes = resumes
         super().__init__(problem)
+
+
+def compression_of(file: BinaryIO, named: str | None) -> str | None:
+    """Return how a file is compressed, by its first bytes; `named` is what its name says."""
+    file.seek(0)
+    head = file.read(HEAD_BYTES)
+    file.seek(0)
+    return compression_in(head, named)
+
+
+def with_head(pieces: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
+    """Return the first bytes of a content for `look`, and all of it; damage is met where it is reached."""
+    held: list[bytes] = []
+    damage: ContainerError | None = None
+    try:
+        while sum(map(len, held)) < HEAD_BYTES and (piece := next(pieces, None)) is not None:
+            held.append(piece)
+    except ContainerError as error:
+        damage = error
+
+    def whole() -> Iterator[bytes]:
+        yield from held
+        if damage is not None:
+            raise damage
+        yield from pieces
+
+    return b"".join(held)[:HEAD_BYTES], whole()
 
 
 def decompressed(

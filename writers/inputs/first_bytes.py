@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from shardkit.errors import BuildError
 
-__all__ = ["HEAD_BYTES", "FirstBytes", "look", "raise_if_pointer"]
+__all__ = ["HEAD_BYTES", "FirstBytes", "compression_in", "look", "raise_if_pointer"]
 
 HEAD_BYTES = 1 << 12
 """How much of a file `look` should be given: all of a shorter one."""
@@ -181,6 +181,7 @@ _PRETTY = _Kind("json", "JSON over several lines", re.compile(rb""), False, _REA
 _TEXT = _Kind("text", "text", re.compile(rb""))
 # Text of which a reader of plain text says that it is something else, unless the recipe says `format: text`.
 _MARKUP = frozenset({"html", "xml", "json", "jsonl", "warc", "arc"})
+_PACKED = frozenset({"parquet", "arrow", "wds"})
 _ALSO_READ = frozenset({("html", "xml"), ("json", "jsonl")})  # (format, kind)
 # An unfinished first line of JSON, and a second one with which no record begins.
 _UNFINISHED = re.compile(rb"\s*\{[^\n]*(?<=[{\[,:])[ \t\r]*\n\s*?(?:[ \t]|[\"}\]])")
@@ -238,6 +239,11 @@ class FirstBytes:
         """Whether it is evidently UTF-16 or UTF-32 and has no byte order mark that says so."""
         return self.encoding != "utf-8" and not self.mark
 
+    def has_lines(self, format: str) -> bool:
+        """Whether it is plain UTF-8 with a record a line, so that it can be cut at newlines."""
+        is_json = format == "jsonl" and self.kind == "json"
+        return self.compression is None and self.encoding == "utf-8" and not is_json
+
     def problem(self, format: str, key: str, *, is_chosen: bool = False) -> str | None:
         """Return why a reader of `format` cannot take it and what to do; None if it can.
 
@@ -265,6 +271,18 @@ def look(head: bytes) -> FirstBytes:
             return FirstBytes(kind)
     wide = _wide_encoding(head)
     return FirstBytes(_kind_of_text(head)) if wide is None else FirstBytes(_kind_in(head, wide), wide)
+
+
+def compression_in(head: bytes, named: str | None) -> str | None:
+    """Return how a file that begins with `head` is compressed; `named` is what its name says.
+
+    The signature decides. Text under the name of a compressed file was decompressed on its way, as servers
+    and browsers do; anything else is left to the decoder, which says what is wrong.
+    """
+    found = look(head)
+    if found.compression is not None or named is None:
+        return found.compression
+    return named if not head or found.format in _PACKED or _holds_no_text(head) else None
 
 
 def raise_if_pointer(found: FirstBytes, path: str) -> None:

@@ -5,23 +5,27 @@ that says it is chunked or compressed and is not is taken as it is (many crawler
 header), and one that was cut short gives what there is of it. Damaged data and a page over the limit raise
 BodyError.
 
-A page's bytes are decoded by its byte order mark, the charset of its HTTP header, its own <meta> element, or
-else by what the bytes look like, in this order; what cannot be decoded becomes U+FFFD. Main text is found by
-a library made for that: resiliparse, or trafilatura as FineWeb used it. Results depend on the page alone.
+A page's bytes are decoded as the HTML standard says (13.2.3), by the tables of the Encoding Standard: by its
+byte order mark, the HTTP header, its own <meta> element, or its XML declaration, in this order.
+Where nothing usable is declared, bytes that are UTF-8 are UTF-8, and a statistical detector decides on others
+only. Bytes that the encoding does not have become U+FFFD. A page whose encoding browsers refuse to decode, or
+that no guess fits, is not read. Main text is found by a library made for that: resiliparse, or trafilatura as
+FineWeb used it. Results depend on the page alone.
 """
 
 from __future__ import annotations
 
-import codecs
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import zstandard
 
 from shardkit.errors import MissingExtraError
+from shardkit.writers.encodings import BAD, REPLACEMENT, decode, encoding_of
 from shardkit.writers.input_config import ExtractConfig, ResiliparseOptions, TrafilaturaOptions
+from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look
 
 __all__ = ["BodyError", "decode_body", "decode_page", "join_chunks", "main_text_by"]
 
@@ -112,7 +116,22 @@ def _unzstd(body: bytes, limit: int) -> bytes:
         raise BodyError(str(error)) from None
 
 
-_MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
+_USER_DEFINED = "x-user-defined"
+_ISO_2022_JP = re.compile(rb"\x1b\$[@B][^\x1b]*\x1b\([BJ]")
+_PRESCANNED_BYTES = 1024
+_ASCII = bytes(range(128))
+_MOST_BAD = 0.1  # of the bytes that are not ASCII: with more, a guess was none
+_HEAD_BYTES = 1 << 16
+_HEAD_END = re.compile(rb"</head[\s>]|<body[\s>]", re.IGNORECASE)
+_RAW_TEXT = re.compile(rb"<(script|style|title|textarea)\b", re.IGNORECASE)
+_TAG_START = re.compile(rb"(?P<skipped><!--|<[!?]|</(?![a-zA-Z]))|</?(?P<name>[a-zA-Z][^\s/>]*)")
+_VALUE = rb"(?:\"(?P<double>[^\"]*)\"|'(?P<single>[^']*)'|(?P<bare>[^\s%s\"'][^\s%s]*))"
+_ATTRIBUTE = re.compile(
+    rb"[\s/]*(?P<name>[^\s/>][^\s/>=]*)(?:\s*=\s*(?:%s|[\"'].*\Z|(?=>)))?" % _VALUE.replace(b"%s", b">"),
+    re.DOTALL,
+)
+_META_CONTENT = re.compile(rb"charset\s*=\s*" + _VALUE.replace(b"%s", b";"), re.IGNORECASE)
+_XML_ENCODING = re.compile(rb"<\?xml\s.*?encoding\s*=\s*([\"'])(?P<label>[^\x00-\x20\"']*)\1", re.DOTALL)
 # A tree takes some thirty times its page, and finding the main content time as the square of its depth: 0.3 s
 # for 2,000 elements inside each other, hours for a megabyte of <div>. Real pages are some 50 deep.
 _MAX_PAGE_CHARACTERS = 1 << 24
@@ -123,21 +142,123 @@ _NOT_NESTED = frozenset(  # elements that are empty, or end where the next of th
 )
 
 
-def decode_page(body: bytes, charset: str | None) -> str:
-    """A page as text; `charset` is what the HTTP header says, if anything."""
+def decode_page(body: bytes, charset: str | None) -> str | None:
+    """Return a page as text; None if its encoding is one that browsers do not decode, or cannot be guessed.
+
+    `charset` is what the HTTP header says, if anything.
+    """
+    found = look(body[:HEAD_BYTES])
+    if found.mark:
+        return _decoded(body[len(found.mark) :], found.encoding)
+    declared = (charset and _usable(charset)) or _declared(body)
+    if declared is not None:
+        return _decoded(body, declared)
+    if found.lacks_mark:
+        return _decoded(body, found.encoding)
+    if _ISO_2022_JP.search(body) and BAD not in (text := decode(body, "iso-2022-jp")):
+        return text
     try:
-        from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
+        return body.decode()
+    except UnicodeDecodeError as error:
+        if error.reason == "unexpected end of data":  # the body was cut short inside a character
+            return body.decode("utf-8", "replace")
+    text = _decoded(body, _guessed(body))
+    others = len(body.translate(None, _ASCII))
+    return None if text is None or text.count("\ufffd") > _MOST_BAD * others else text
+
+
+def _decoded(body: bytes, encoding: str) -> str | None:
+    if encoding == REPLACEMENT:
+        return None
+    return (
+        body.decode("utf-8", "replace")
+        if encoding == "utf-8"
+        else decode(body, encoding).replace(BAD, "\ufffd")
+    )
+
+
+def _usable(label: str) -> str | None:
+    """Return the encoding of a label; None if it has none, or x-user-defined, which is not for text."""
+    found = encoding_of(label)
+    return None if found == _USER_DEFINED else found
+
+
+def _guessed(body: bytes) -> str:
+    """Return the encoding that the bytes look like."""
+    try:
+        from resiliparse.parse.encoding import detect_encoding
     except ImportError:
         raise MissingExtraError("resiliparse", "html", "reading web pages") from None
-    for mark, encoding in _MARKS:
-        if body.startswith(mark):
-            return body[len(mark) :].decode(encoding, "replace")
-    named = map_encoding_to_html5(charset, fallback_utf8=False) if charset else None
-    found = named or detect_encoding(body, from_html_meta=True) or "utf-8"
-    try:
-        return body.decode(found, "replace")
-    except LookupError:  # known to browsers, not to Python
-        return body.decode("utf-8", "replace")
+    guess = detect_encoding(body, from_html_meta=False) or ""  # in Python's spelling: euc_jp
+    return _usable(guess.replace("_", "-")) or "windows-1252"
+
+
+def _declared(body: bytes) -> str | None:
+    """Return the encoding that a page itself declares; None if it declares none that is known.
+
+    The prescan of the HTML standard looks at 1,024 bytes. Browsers change to what a later <meta> says once
+    they have parsed it, so the rest of the head is looked at, too, but not into scripts and titles.
+    """
+    for start, encoding in ((b"<\0?\0x\0", "utf-16le"), (b"\0<\0?\0x", "utf-16be")):
+        if body.startswith(start):
+            return encoding
+    head = _HEAD_END.split(body[:_HEAD_BYTES], maxsplit=1)[0]
+    found = _of_meta(body[:_PRESCANNED_BYTES]) or _of_xml(body[:_PRESCANNED_BYTES])
+    if found is None and len(head) > _PRESCANNED_BYTES:
+        found = _of_meta(_without_raw_text(head))
+    return found
+
+
+def _without_raw_text(head: bytes) -> bytes:
+    """Return a head without the elements in which tags are text."""
+    parts, at = [], 0
+    while (element := _RAW_TEXT.search(head, at)) is not None:
+        parts.append(head[at : element.start()])
+        end = re.compile(rb"</%s[\s>]" % element[1], re.IGNORECASE).search(head, element.end())
+        at = end.end() if end else len(head)
+    return b"".join([*parts, head[at:]])
+
+
+def _of_meta(head: bytes) -> str | None:
+    """Return the encoding of the first <meta> that names a known one."""
+    at = 0
+    while (tag := _TAG_START.search(head, at)) is not None:
+        at = tag.end()
+        if tag["skipped"] is not None:
+            end = head.find(b"-->" if tag["skipped"] == b"<!--" else b">", tag.start() + 2)
+            if end < 0:
+                return None
+            at = end
+            continue
+        attributes: dict[bytes, bytes] = {}
+        while (one := _ATTRIBUTE.match(head, at)) is not None:
+            at = one.end()
+            value = one["double"] or one["single"] or one["bare"] or b""
+            attributes.setdefault(one["name"].lower(), value)
+        if at == len(head):  # the page, or what is looked at of it, ends inside the tag
+            return None
+        if tag["name"].lower() == b"meta" and (found := _of_attributes(attributes)) is not None:
+            return found
+    return None
+
+
+def _of_attributes(attributes: Mapping[bytes, bytes]) -> str | None:
+    """Return the encoding that a <meta> with these attributes declares."""
+    label = attributes.get(b"charset")
+    if label is None:
+        if attributes.get(b"http-equiv", b"").lower() != b"content-type":
+            return None
+        content = _META_CONTENT.search(attributes.get(b"content", b""))
+        label = content and (content["double"] or content["single"] or content["bare"])
+    found = encoding_of(label.decode("latin-1")) if label else None
+    return {"utf-16le": "utf-8", "utf-16be": "utf-8", _USER_DEFINED: "windows-1252"}.get(found or "", found)
+
+
+def _of_xml(head: bytes) -> str | None:
+    """Return the encoding of an XML declaration."""
+    named = _XML_ENCODING.match(head.partition(b">")[0])
+    found = encoding_of(named["label"].decode("latin-1")) if named else None
+    return {"utf-16le": "utf-8", "utf-16be": "utf-8"}.get(found or "", found)
 
 
 def main_text_by(extractor: str | ExtractConfig) -> Callable[[str], str | None]:

@@ -25,6 +25,7 @@ from shardkit.writers.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
 from shardkit.writers.inputs.chat import without_nulls
 from shardkit.writers.inputs.fields import column_at, type_at
 from shardkit.writers.inputs.files import open_input
+from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look, raise_if_pointer
 from shardkit.writers.inputs.records import RecordSink
 from shardkit.writers.recipe import InputConfig
 
@@ -105,6 +106,7 @@ def _take_rows(sink: RecordSink, config: InputConfig, batch: pa.RecordBatch) -> 
         _take_masked_rows(sink, config, batch)
         return
     others = {path: _carried(sink, column_at(batch, path)) for path in _carried_paths(batch.schema, sink)}
+    holds_bytes = "binary" in str(type_at(batch.schema, config.text))  # a page may say how it is encoded
     for row, raw in enumerate(_as_binary(column_at(batch, config.text)).to_pylist()):
         if raw is None:
             sink.bad("no_text", f"column {config.text!r} is null")
@@ -112,7 +114,7 @@ def _take_rows(sink: RecordSink, config: InputConfig, batch: pa.RecordBatch) -> 
             sink.too_long(len(raw), head=raw)
         else:
             try:
-                text = sink.decode(raw)
+                text = sink.text_of(raw) if holds_bytes else sink.decode(raw)
             except UnicodeDecodeError as error:
                 problem = f"byte {error.start:,} of column {config.text!r} is not UTF-8"
                 sink.bad("bad_utf8", problem, head=raw)
@@ -245,15 +247,11 @@ def _read_open(sink: RecordSink, config: InputConfig, stored: BinaryIO) -> Itera
 
 
 def _other_format(stored: BinaryIO, sink: RecordSink) -> str | None:
-    """What a file seems to be that is no Parquet, judged by how it begins, and what to do about it."""
+    """Return what a file is that cannot be read as its format, and what to do; None if nobody knows."""
     stored.seek(0)
-    head = stored.read(_FILE_START_BYTES)
-    key = f"inputs[{sink.split.source}].format"
-    if head.lstrip()[:1] in (b"{", b"["):
-        return f"it begins like JSON; if it is JSON lines, name it .jsonl or set {key}: jsonl"
-    if head.startswith((_FILE_MAGIC, _FEATHER_MAGIC)):
-        return f"it is an Arrow file; name it .arrow or set {key}: arrow"
-    return None
+    found = look(stored.read(HEAD_BYTES))
+    raise_if_pointer(found, sink.split.path)
+    return found.problem(sink.split.format, f"inputs[{sink.split.source}]")
 
 
 def _batches(
@@ -293,7 +291,8 @@ def read_arrow(sink: RecordSink, config: InputConfig) -> Iterator[None]:
                     yield
         except _DAMAGE as error:
             _raise_unless_damage(error)
-            sink.damaged(f"not readable as Arrow: {_first_line(error)}", bytes=split.bytes)
+            problem = _other_format(stored, sink) or _first_line(error)
+            sink.damaged(f"not readable as Arrow: {problem}", bytes=split.bytes)
 
 
 def _open(stored: BinaryIO, config: InputConfig) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:

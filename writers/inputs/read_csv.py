@@ -101,7 +101,7 @@ class _Source:
         self.are_rows = self.are_rows and line.count(self.delimiter) == self.delimiters
         if not whole or self.length - 1 > self._limit:
             raise _TooLongError
-        if offset == 0 and line.startswith(_BOM):
+        if self.lines == 1 and line.startswith(_BOM):
             line = line[len(_BOM) :]
         return line.decode("utf-8", "surrogateescape") + "\n"
 

@@ -24,14 +24,14 @@ from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.records import Line, RecordSink
 from shardkit.writers.recipe import InputConfig
 
-__all__ = ["Values", "read_json", "take_json"]
+__all__ = ["Values", "read_json", "read_values", "take_json"]
 
 _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 256
 _OUT_OF_MEMORY = "Not enough memory"  # which orjson reports as if the text were bad
 _TOO_DEEP = ("depth limit exceeded", "Recursion limit reached")
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
-_BETWEEN = re.compile(rb"[ \t\r\n,]*+")
+_BETWEEN = re.compile(rb"(?:[ \t\r\n,]|\xef\xbb\xbf)*+")  # a mark, too, in files that were joined
 _SCALAR = re.compile(rb"[^ \t\r\n,\[\]{}\"]*+")  # what is no string, array or object; JSON or not
 _EXACT = (str, int, bool, type(None), type(MISSING))  # read without loss
 _STARTS = (b"{", b"[", b'"', b"}", b"]")
@@ -41,18 +41,22 @@ _STRING = re.compile(rb"[^\"\\]*+(?:\\.[^\"\\]*+)*+(\"|\\?\Z)", re.DOTALL)
 
 def read_json(sink: RecordSink, config: InputConfig) -> Iterator[None]:
     """Hand the objects of a whole file to the sink."""
-    split = sink.split
+    with open_input(sink.split.input) as file:
+        yield from read_values(sink, config, sink.pieces(file))
+
+
+def read_values(sink: RecordSink, config: InputConfig, pieces: Iterator[bytes]) -> Iterator[None]:
+    """Hand the objects of a content in pieces to the sink."""
     sink.offset = 0
-    with open_input(split.input) as file:
-        values = Values(sink.pieces(file), max_value_bytes=sink.max_record_bytes)
-        for offset, length, data, whole in values:
-            sink.offset = offset
-            if whole:
-                take_json(sink, config, data)
-            else:
-                sink.too_long(length, head=data)
-            sink.record, sink.offset = sink.record + 1, values.offset
-            yield
+    values = Values(pieces, max_value_bytes=sink.max_record_bytes)
+    for offset, length, data, whole in values:
+        sink.offset = offset
+        if whole:
+            take_json(sink, config, data)
+        else:
+            sink.too_long(length, head=data)
+        sink.record, sink.offset = sink.record + 1, values.offset
+        yield
     if values.problem:
         sink.offset = values.unfinished
         sink.damaged(values.problem, bytes=sink.position - values.unfinished)
@@ -167,9 +171,10 @@ def _is_exact(value: object) -> bool:
 
 def _hint_of_array(sink: RecordSink, line: bytes) -> str:
     """What to do about a file that begins like an array, "" of its other lines."""
-    if sink.record or sink.split.format == "json" or line.lstrip()[:1] != b"[":
+    if sink.record or sink.split.format == "json" or line.lstrip()[:1] not in (b"[", b"{"):
         return ""
-    return f"; if the file is an array of objects, set inputs[{sink.split.source}].format: json"
+    key = f"inputs[{sink.split.source}].format"
+    return f"; if the file is an array of objects, or has objects of several lines, set {key}: json"
 
 
 def _holds_large_number(value: object) -> bool:

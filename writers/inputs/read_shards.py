@@ -37,7 +37,6 @@ from shardkit.writers.inputs.decompress import ContainerError, decompressed
 from shardkit.writers.inputs.fields import MISSING, field_at
 from shardkit.writers.inputs.files import InputFile, open_input
 from shardkit.writers.inputs.records import PieceReader, RecordSink
-from shardkit.writers.inputs.scan import Split
 from shardkit.writers.recipe import InputConfig
 
 __all__ = ["first_samples", "read_mds", "read_wds"]
@@ -60,7 +59,9 @@ def read_mds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
         try:
             columns, offsets = read_header(split.file, stream.read)
         except ShardError as error:
-            sink.damaged(error.problem, bytes=max(split.bytes, stream.tell()))
+            other = sink.content.problem("mds", f"inputs[{split.source}]")
+            problem = error.problem if other is None else f"{error.problem}: {other}"
+            sink.damaged(problem, bytes=max(split.bytes, stream.tell()))
             return
         layout = SampleLayout(split.file, columns)
         unfit = _unfit(layout, sink, config)
@@ -243,7 +244,9 @@ def _carried(sink: RecordSink, value: Any) -> Any:
 def _text(sink: RecordSink, value: Any, path: str) -> Any:
     """Return the value as text, if it is any; _BadSampleError if it is text that UTF-8 cannot hold."""
     try:
-        return sink.decode(value) if isinstance(value, bytes) else sink.check_value(value)
+        if isinstance(value, bytes):
+            return sink.text_of(value) if path == sink.text_path else sink.decode(value)
+        return sink.check_value(value)
     except UnicodeError:
         raise _BadSampleError("bad_utf8", f"{path!r} is not UTF-8") from None
     except RecursionError:
@@ -255,12 +258,14 @@ def read_wds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
     split = sink.split
     sink.offset = 0
     with open_input(split.input) as file:
+        sink.look_at(file)
+        if sink.compression is None:
+            sink.refuse_others()
         data: _FileBytes | _StreamBytes = _FileBytes(file, split.input.bytes)
         damage = None
-        if split.compression is not None:
-            size, damage = _sound_bytes(file, split, sink.window_bytes, salvage=config.salvage)
-            pieces = decompressed(file, split.compression, split.input.bytes, window_bytes=sink.window_bytes)
-            data = _StreamBytes(pieces, size)
+        if sink.compression is not None:
+            size, damage = _sound_bytes(sink, file, salvage=config.salvage)
+            data = _StreamBytes(_unpacked(sink, file), size)
         samples = _Samples(sink, config, data)
         try:
             for found, size in samples:
@@ -278,16 +283,20 @@ def read_wds(sink: RecordSink, config: InputConfig) -> Iterator[None]:
             sink.damaged(problem, bytes=left)
 
 
-def _sound_bytes(
-    file: BinaryIO, split: Split, window_bytes: int, *, salvage: bool
-) -> tuple[int, ContainerError | None]:
-    """How many bytes a compressed tar has that a checksum confirms, and what comes after them.
+def _unpacked(sink: RecordSink, file: BinaryIO) -> Iterator[bytes]:
+    """Return the content of the split's compressed file."""
+    size = sink.split.input.bytes
+    return decompressed(file, sink.compression, size, window_bytes=sink.window_bytes)
+
+
+def _sound_bytes(sink: RecordSink, file: BinaryIO, *, salvage: bool) -> tuple[int, ContainerError | None]:
+    """Return how many bytes a compressed tar has that a checksum confirms, and what comes after them.
 
     With `salvage` also those that none confirms.
     """
     size = 0
     try:
-        for piece in decompressed(file, split.compression, split.input.bytes, window_bytes=window_bytes):
+        for piece in _unpacked(sink, file):
             size += len(piece)
     except ContainerError as damage:
         if salvage:
@@ -353,9 +362,10 @@ class _Samples:
             data = bytes(self._data[offset : offset + size])
             if extension.endswith(".gz"):
                 data = gunzip(memoryview(data), left)
+            is_text = extension == self._sink.text_path  # which may be a page
             value: object = None
             try:
-                value = _member(extension, data, self._sink.decode)
+                value = _member(extension, data, self._sink.text_of if is_text else self._sink.decode)
             except ValueError as error:
                 if _within(self._text, extension):
                     raise

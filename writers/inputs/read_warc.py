@@ -227,6 +227,8 @@ class _Archive:
             return self._dropped("not_html", size, 0)
         charset = _CHARSET.search(declared)
         text = decode_page(page, charset[1] if charset else None)
+        if text is None:
+            return self._dropped("bad_body", size, 0)
         fields = _fields(headers) | {"status": 200, "content_type": declared}
         return partial(self._sink.add, text, fields, bytes=len(page))
 
@@ -236,7 +238,7 @@ class _Archive:
             if self._stream.skip(size) < size:
                 raise _RecordError("damaged_file", "truncated: the file ends inside the record")
             limit = self._sink.max_record_bytes
-            raise _RecordError("too_long", f"{size:,} bytes, more than max_record_bytes {limit:,}")
+            raise _RecordError("too_long", f"{size:,} bytes, more than max_record_bytes {limit:,}; raise it")
         data = self._stream.read(size)
         if len(data) < size:
             missing = size - len(data)

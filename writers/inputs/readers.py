@@ -27,9 +27,15 @@ from shardkit.writers.inputs.fields import NamedFields
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.read_columnar import read_arrow, read_parquet
 from shardkit.writers.inputs.read_csv import read_csv
-from shardkit.writers.inputs.read_json import read_json, take_json
+from shardkit.writers.inputs.read_json import read_json, read_values, take_json
 from shardkit.writers.inputs.read_shards import read_mds, read_wds
-from shardkit.writers.inputs.records import LimitReachedError, Lines, RecordSink, SuspectDataError
+from shardkit.writers.inputs.records import (
+    LimitReachedError,
+    Lines,
+    OtherFormatError,
+    RecordSink,
+    SuspectDataError,
+)
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import Ledger, Quarantine, check_bad_fraction
 from shardkit.writers.recipe import InputConfig
@@ -191,6 +197,8 @@ def read_split(
                 yield from sink.flush()
     except LimitReachedError:
         pass
+    except OtherFormatError as other:
+        sink.other_format(other.problem)
     except ContainerError as damage:
         sink.cut_short(damage, bytes=sink.position - (sink.offset or 0))
     except OSError as error:
@@ -222,11 +230,15 @@ def _read_lines(sink: RecordSink, config: InputConfig) -> Iterator[None]:
     split = sink.split
     take = take_json if split.format == "jsonl" else _take_text
     with open_input(split.input) as file:
-        lines = Lines(sink.pieces(file), offset=split.start, max_line_bytes=sink.max_record_bytes)
+        pieces = sink.pieces(file)
+        if split.format == "jsonl" and sink.content.kind == "json":
+            yield from read_values(sink, config, pieces)
+            return
+        lines = Lines(pieces, offset=split.start, max_line_bytes=sink.max_record_bytes)
         sink.offset = split.start
         for offset, length, line, whole in lines:
             sink.offset = offset
-            if offset == 0 and line.startswith(_BOM):
+            if line.startswith(_BOM):  # also of a later line, in files that were joined
                 line, length = line[3:], length - 3
             if not whole:
                 sink.too_long(length, head=line)
@@ -293,7 +305,7 @@ def _read_whole(sink: RecordSink, config: InputConfig) -> Iterator[None]:
         sink.too_long(sink.position, head=data)
         return
     try:
-        text = sink.decode(data.removeprefix(_BOM))
+        text = sink.text_of(data) if sink.is_page else sink.decode(data.removeprefix(_BOM))
     except UnicodeDecodeError as error:
         head = data[max(error.start - 40, 0) :]
         sink.bad("bad_utf8", f"byte {error.start:,} is not UTF-8", head=head, bytes=len(data))

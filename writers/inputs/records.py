@@ -21,22 +21,33 @@ from shardkit.writers.documents import (
     MARKED_SCHEMA,
     document_ids,
 )
+from shardkit.writers.encodings import REPLACEMENT, encoding_of, to_utf8
 from shardkit.writers.inputs.chat import ChatError, Masking
 from shardkit.writers.inputs.decompress import (
     ConfirmedMembers,
     ContainerError,
     decompressed,
     plain_range,
+    with_head,
 )
 from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at, field_text
 from shardkit.writers.inputs.files import fields_of_path
-from shardkit.writers.inputs.pages import main_text_by
+from shardkit.writers.inputs.first_bytes import HEAD_BYTES, compression_in, look, raise_if_pointer
+from shardkit.writers.inputs.pages import decode_page, main_text_by
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.ledger import BadRecord, Count, Ledger, Quarantine, snippet_of
 from shardkit.writers.recipe import InputConfig
 
-__all__ = ["LimitReachedError", "Line", "Lines", "PieceReader", "RecordSink", "SuspectDataError"]
+__all__ = [
+    "LimitReachedError",
+    "Line",
+    "Lines",
+    "OtherFormatError",
+    "PieceReader",
+    "RecordSink",
+    "SuspectDataError",
+]
 
 _HEAD_BYTES = 256
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -57,6 +68,14 @@ class SuspectDataError(Exception):
         super().__init__(problem)
         self.problem, self.sound_bytes = problem, sound_bytes
         self.lost_bytes, self.records = lost_bytes, records
+
+
+class OtherFormatError(Exception):
+    """A file is not what its name or the recipe says."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
 
 
 class LimitReachedError(Exception):
@@ -87,8 +106,12 @@ class RecordSink:
         self.max_record_bytes, self._suspect = max_record_bytes, suspect
         self._named = fields
         self.columns: Sequence[str] | None = None  # of a table, whose records all have the same fields
-        extract = config.extract or ("resiliparse" if split.format == "warc" else "none")
+        extract = config.extract or ("resiliparse" if split.format in ("warc", "html") else "none")
         self._extract = None if extract == "none" else main_text_by(extract)
+        self.text_path = config.text
+        self.extracts = self._extract is not None
+        self.content = look(b"")  # once `pieces` has been called
+        self.compression = split.compression
         self.replaces = config.on_bad_text == "replace"
         self._replaced = 0  # bytes of the record that is being read
         self._of_path = fields_of_path(config, split.file)
@@ -215,9 +238,15 @@ class RecordSink:
         """Report what the user should know of a file that was read all the same."""
         self._named.notes.append(message)
 
+    def other_format(self, problem: str) -> None:
+        """Book a whole file that is not what its name or the recipe says."""
+        self.offset = None
+        self._book(1, self.split.bytes, "other_format", problem)
+
     def too_long(self, length: int, *, head: bytes = b"") -> None:
         """Book a record of more than `max_record_bytes`."""
-        error = f"{length:,} bytes, more than max_record_bytes {self.max_record_bytes:,}"
+        limit = f"more than max_record_bytes {self.max_record_bytes:,}"
+        error = f"{length:,} bytes, {limit}; raise max_record_bytes, or leave the record out"
         self.bad("too_long", error, bytes=length, head=head)
 
     def bad(self, reason: str, error: str, *, head: bytes = b"", bytes: int | None = None) -> None:
@@ -239,7 +268,7 @@ class RecordSink:
         With `salvage` it is reported, and no reason to stop.
         """
         bytes += damage.rest_bytes
-        if not self._config.salvage or self.split.compression is None:
+        if not self._config.salvage or self.compression is None:
             self.damaged(damage.problem, bytes=bytes, records=records)
             return
         records = max(records, 1)
@@ -260,29 +289,102 @@ class RecordSink:
         self._ledger.quarantine(reason, records, bytes)
         self._quarantine.add(BadRecord(self.split.file, self.record, self.offset, reason, error, snippet))
 
+    @property
+    def is_page(self) -> bool:
+        """Whether a whole file is a page, which says by itself how it is encoded."""
+        whole = self.split.format == "html" or (self.split.format == "text" and not self._config.lines)
+        return whole and self.extracts
+
+    def text_of(self, data: builtins.bytes) -> str:
+        """Return the text of bytes that may be a page; UnicodeDecodeError if they cannot be decoded."""
+        if not self.extracts:
+            return self.decode(data)
+        page = decode_page(data, self._config.encoding)
+        if page is None:
+            raise UnicodeDecodeError(REPLACEMENT, data, 0, 1, "browsers do not decode it")
+        return page
+
+    def look_at(self, file: BinaryIO) -> None:
+        """Look at the first stored bytes: which compression they show; BuildError of a pointer of Git LFS."""
+        split = self.split
+        file.seek(0)
+        head = file.read(HEAD_BYTES)
+        file.seek(0)
+        self.content = look(head)
+        raise_if_pointer(self.content, split.path)
+        if split.format != "mds":  # which begins with a number
+            self.compression = compression_in(head, split.compression)
+        if split.compression is not None and not split.input.bytes:
+            raise ContainerError(f"the file is empty: 0 bytes are not a {split.compression} file", 0)
+
+    def refuse_others(self) -> None:
+        """OtherFormatError if the content that was looked at is not of the split's format."""
+        chosen = self._config.format is not None or self.is_page
+        key = f"inputs[{self.split.source}]"
+        if problem := self.content.problem(self.split.format, key, is_chosen=chosen):
+            raise OtherFormatError(problem)
+
     def pieces(self, file: BinaryIO) -> Iterator[bytes]:
-        """The split's bytes, decompressed; ContainerError after the last good one.
+        """Return the split's content in pieces, text as UTF-8; ContainerError comes after the last good one.
 
         SuspectDataError if some of them are not to be trusted and the build does not stop for that.
+        OtherFormatError at once if the content is of another format.
         """
-        split, suspect = self.split, self._suspect
+        split = self.split
+        if split.start:
+            return self._counted(self._trusted(plain_range(file, split.start, split.end)))
+        self.look_at(file)
         stored = plain_range(file, split.start, split.end)
-        if split.compression is not None:
-            stored = decompressed(file, split.compression, split.input.bytes, window_bytes=self.window_bytes)
+        if self.compression is not None:
+            size = split.input.bytes
+            stored = decompressed(file, self.compression, size, window_bytes=self.window_bytes)
+        if split.format == "mds":
+            return self._counted(self._trusted(stored))
+        head, stored = with_head(stored)
+        self.content = look(head)
+        raise_if_pointer(self.content, split.path)
+        if (split.format, self.content.kind) != ("jsonl", "json"):  # whose reader takes that, too
+            self.refuse_others()
+        trusted = self._trusted(stored)
+        encoding = self._encoding()
+        if encoding != "utf-8":
+            trusted = to_utf8(_without(self.content.mark, trusted), encoding)
+        return self._counted(trusted)
+
+    def _encoding(self) -> str:
+        """Return the encoding of the content; OtherFormatError if it is evidently another than is said."""
+        if self.is_page or self.split.format == "warc":
+            return "utf-8"  # each page says its own
+        found, said = self.content, encoding_of(self._config.encoding or "utf-8") or "utf-8"
+        if found.mark:
+            return found.encoding
+        if found.lacks_mark and found.encoding != said:
+            remedy = f"set inputs[{self.split.source}].encoding: {found.encoding}"
+            if found.encoding.startswith("utf-32"):
+                remedy = "convert it to UTF-8"
+            raise OtherFormatError(f"it is {found.encoding.upper()} without a byte order mark; {remedy}")
+        return said
+
+    def _counted(self, pieces: Iterator[builtins.bytes]) -> Iterator[builtins.bytes]:
+        for piece in pieces:
+            self.position += len(piece)
+            yield piece
+
+    def _trusted(self, stored: Iterator[builtins.bytes]) -> Iterator[builtins.bytes]:
+        """The content without what a damaged member of a compressed file gave."""
+        suspect, taken = self._suspect, self.split.start
         try:
             for piece in stored:
-                if suspect is not None and self.position + len(piece) >= suspect.sound_bytes:
-                    piece = piece[: suspect.sound_bytes - self.position]
-                    self.position = suspect.sound_bytes
-                    yield piece
+                if suspect is not None and taken + len(piece) >= suspect.sound_bytes:
+                    yield piece[: suspect.sound_bytes - taken]
                     raise ContainerError(suspect.problem, suspect.lost_bytes)
-                self.position += len(piece)
+                taken += len(piece)
                 yield piece
         except ContainerError as damage:
             trusted = self._config.salvage or self._quarantine.allows_none
             if suspect is not None or not damage.suspect_bytes or trusted:
                 raise
-            sound = self.position - damage.suspect_bytes
+            sound = taken - damage.suspect_bytes
             lost = damage.suspect_bytes + damage.rest_bytes
             raise SuspectDataError(damage.problem, sound, lost, self.records) from None
 
@@ -291,7 +393,8 @@ class RecordSink:
 
         It may be continued after a ContainerError that `resumes`.
         """
-        if self.split.compression != "gzip":
+        self.look_at(file)
+        if self.compression != "gzip":
             return self.pieces(file)
         return ConfirmedMembers(file, self.split.input.bytes, begins)
 
@@ -325,6 +428,14 @@ class RecordSink:
             yield pa.RecordBatch.from_arrays(columns, schema=DOCUMENT_SCHEMA)
         else:
             yield pa.RecordBatch.from_arrays([*columns, pa.array(marks, pa.binary())], schema=MARKED_SCHEMA)
+
+
+def _without(mark: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the pieces without the byte order mark that they begin with."""
+    left = len(mark)
+    for piece in pieces:
+        yield piece[left:]
+        left = max(left - len(piece), 0)
 
 
 def _own_id(fields: Mapping[str, object], path: str) -> bytes | None:

@@ -35,6 +35,7 @@ from shardkit.errors import BuildError, RecipeError, warn_user
 from shardkit.files import load_json
 from shardkit.hashing import digest_of
 from shardkit.storage.store import StorageOptions
+from shardkit.writers.encodings import encoding_of
 from shardkit.writers.inputs.decompress import COMPRESSIONS
 from shardkit.writers.inputs.files import (
     Found,
@@ -45,6 +46,7 @@ from shardkit.writers.inputs.files import (
     open_input,
     version_now,
 )
+from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look
 from shardkit.writers.recipe import InputConfig, Recipe
 
 __all__ = [
@@ -88,12 +90,16 @@ _FORMATS = {
     ".tsv": "csv",
     ".txt": "text",
     ".text": "text",
+    ".html": "html",
+    ".htm": "html",
+    ".xhtml": "html",
     ".warc": "warc",
     ".wet": "warc",
     ".arc": "warc",
 }
 # Not read from front to back, so never compressed as a whole.
 _SEEKING = frozenset({"parquet", "arrow"})
+_TEXTUAL = frozenset({"jsonl", "json", "csv", "text", "html"})
 _OTHER_COMPRESSIONS = frozenset({".br", ".zip", ".7z", ".tar", ".tgz", ".sz", ".snappy"})
 
 
@@ -309,6 +315,8 @@ def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | Non
             f"{key}: the name {name} does not tell its format ({known}, each also with "
             f"{' '.join(sorted(COMPRESSIONS))}); set inputs[].format or name the files with a glob"
         )
+    if config.encoding is not None and format not in _TEXTUAL:
+        raise RecipeError(f"{key.removesuffix('path')}encoding: {name} is {format}, which says its own")
     if format in _SEEKING and compression is not None:
         raise RecipeError(f"{key}: {name}: a compressed {format} file cannot be read; decompress it")
     return format, compression
@@ -320,14 +328,26 @@ def _takes_reading(
     """Whether the file must be read to know its cuts; any other is one split."""
     if format == "parquet":
         return True
-    has_lines = format == "jsonl" or (format == "text" and config.lines is True)
+    is_utf8 = encoding_of(config.encoding or "utf-8") == "utf-8"  # else it is decoded from its start
+    has_lines = is_utf8 and (format == "jsonl" or (format == "text" and config.lines is True))
     return has_lines and compression is None and file.bytes > split_bytes
 
 
 def _cuts(file: InputFile, format: str, split_bytes: int) -> list[Cut]:
     """Read the cuts of a file that takes reading for them."""
+    if format != "parquet" and not _has_lines(file, format):
+        return [(0, file.bytes, 0, file.bytes)]
     line_cuts = _remote_line_cuts if file.is_remote else _line_cuts
     return list((_parquet_cuts if format == "parquet" else line_cuts)(file, split_bytes))
+
+
+def _has_lines(input: InputFile, format: str) -> bool:
+    """Whether the first bytes are of plain UTF-8 with a record a line, as the name says."""
+    try:
+        with open_input(input) as file:
+            return look(file.read(HEAD_BYTES)).has_lines(format)
+    except OSError as error:
+        raise BuildError(f"{input.path}: cannot be read: {error.strerror or error}") from error
 
 
 def _unreadable(file: InputFile) -> Cut:

@@ -31,7 +31,7 @@ from shardkit.writers.dedup.tables import RowsWriter
 from shardkit.writers.exchange import RunWriter, Slice, Table, exchange
 from shardkit.writers.execution.task import RunTasks, Task, partition_name
 from shardkit.writers.filters.scores import ScoresConfig
-from shardkit.writers.inputs.decompress import ContainerError, decompressed, plain_range
+from shardkit.writers.inputs.decompress import ContainerError, compression_of, decompressed, plain_range
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.scan import Split, hash_splits, scan_inputs
 from shardkit.writers.recipe import InputConfig, Recipe
@@ -175,9 +175,10 @@ def _read_lines(split: Split, names: Sequence[str]) -> Iterator[pa.Table]:
 
 def _lines(split: Split) -> Iterator[bytes]:
     with open_input(split.input) as file:
+        compression = split.compression if split.start else compression_of(file, split.compression)
         pieces = (
-            decompressed(file, split.compression, split.input.bytes)
-            if split.compression
+            decompressed(file, compression, split.input.bytes)
+            if compression
             else plain_range(file, split.start, split.end)
         )
         rest = b""
