@@ -162,9 +162,9 @@ def decode_page(body: bytes, charset: str | None) -> str | None:
     except UnicodeDecodeError as error:
         if error.reason == "unexpected end of data":  # the body was cut short inside a character
             return body.decode("utf-8", "replace")
-    text = _decoded(body, _guessed(body))
+    guessed = _decoded(body, _guessed(body))
     others = len(body.translate(None, _ASCII))
-    return None if text is None or text.count("\ufffd") > _MOST_BAD * others else text
+    return None if guessed is None or guessed.count("\ufffd") > _MOST_BAD * others else guessed
 
 
 def _decoded(body: bytes, encoding: str) -> str | None:

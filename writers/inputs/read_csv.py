@@ -132,7 +132,7 @@ def _take_row(sink: RecordSink, config: InputConfig, row: list[str], source: _So
     if len(row) != len(names):
         problem = "bad_row", f"{len(row)} fields where there are {len(names)} columns"
     elif not all(map(_is_unicode, row)):
-        problem = "bad_utf8", "the row is not UTF-8"
+        problem = "bad_utf8", f"the row is not {sink.charset}"
     elif text is MISSING:
         problem = "no_text", f"no field {config.text!r}"
     else:

@@ -62,7 +62,7 @@ def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
     try:
         fields = _parse(sink, line)
     except orjson.JSONDecodeError as error:
-        reason, problem = _json_problem(line, error)
+        reason, problem = _json_problem(line, error, sink.charset)
         sink.bad(reason, problem + _hint_of_array(sink, line), head=line)
         return
     if not isinstance(fields, dict):
@@ -130,11 +130,11 @@ def _holds_large_number(value: object) -> bool:
     return False
 
 
-def _json_problem(line: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:
+def _json_problem(line: bytes, error: orjson.JSONDecodeError, charset: str) -> tuple[str, str]:
     try:
         line.decode()
     except UnicodeDecodeError as bad:
-        return "bad_utf8", f"byte {bad.start:,} of the line is not UTF-8"
+        return "bad_utf8", f"byte {bad.start:,} of the line is not {charset}"
     return "bad_json", f"not JSON: {error.msg} at character {error.pos:,} of the line"
 
 
