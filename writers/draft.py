@@ -198,9 +198,9 @@ def _inputs_at(
             left_out[files[0].name] = f"{fields}, and so {len(files) - 1:,} more" if files[1:] else fields
     if not groups:
         for ending, files in others.items():
-            if (fields := _as_text(files)) is not None:
+            if (as_text := _as_text(files)) is not None:
                 groups[_Group(ending, "text")] = files
-                found[fields].append(_Group(ending, "text"))
+                found[as_text].append(_Group(ending, "text"))
                 unfit = [file for file in unfit if file not in files]
                 for file in files:
                     del left_out[file.name]

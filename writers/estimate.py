@@ -148,7 +148,7 @@ def put_pieces(
     return inputs, stored
 
 
-def _put(piece: Piece, folder: Path, number: int, *, lines: bool, cut_anywhere: bool) -> int:
+def _put(piece: Piece, folder: Path, number: int, *, lines: bool | str, cut_anywhere: bool) -> int:
     """Put a piece where the sample's recipe finds it; the stored bytes that it stands for."""
     split = piece.split
     name = f"{number:05d}-{PurePosixPath(split.input.path.partition('?')[0]).name}"

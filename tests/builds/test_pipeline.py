@@ -283,7 +283,7 @@ def test_allowed_bad_records_are_kept_in_quarantine(tmp_path: Path) -> None:
             r"no document is left of 115 .* dropped: 115 by length/too_few_words$",
         ),
         (
-            {"u.jsonl": "{}\n{}\n{}".encode("utf-16")},
+            {"u.jsonl": b"\xff{}\n{\n}"},
             ["inputs=[{path: u.jsonl}]", "max_bad_fraction=1"],
             BuildError,
             r"left of 3 .*: 2 by bad_json, 1 by bad_utf8 \(first: u\.jsonl: record 0 .*: bad_utf8: ",

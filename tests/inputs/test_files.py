@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import pickle
@@ -239,6 +240,32 @@ def test_large_files_are_cut_as_at_home_and_their_records_have_the_same_numbers(
     assert cuts[0] == cuts[1]
     assert len({cut[1] for cut in cuts[0]}) == 4
     assert len(cuts[0]) > 10
+
+
+def test_first_bytes_are_looked_at_in_a_store_as_at_home(store: MemoryStore, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    lines = "".join(f'{{"text": "{n}"}}\n' for n in range(50))
+    (data / "a.jsonl").write_bytes(lines.encode("utf-16"))
+    (data / "b.jsonl").write_bytes(gzip.compress(lines.encode()))
+    (data / "c.jsonl").write_text(f"[{','.join(lines.splitlines())}]")
+    put_folder(data, store)
+    built = recipe(data, {"path": store.url, "base": store.url})
+    splits = scan_inputs(built, split_bytes=40)
+    assert [split.file for split in splits] == ["a.jsonl", "b.jsonl", "c.jsonl"]  # none is cut at newlines
+    found = [
+        text
+        for split in splits
+        for batch in read_split(split, built.inputs[0], Ledger(), Quarantine())
+        for text in batch.column("text").to_pylist()
+    ]
+    assert found == [str(n) for n in range(50)] * 3
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n"
+    (data / "d.parquet").write_text(pointer)
+    put_folder(data, store)
+    *_, split = scan_inputs(recipe(data, {"path": store.url, "base": store.url}))
+    with pytest.raises(BuildError, match="git lfs pull"):
+        list(read_split(split, built.inputs[0], Ledger(), Quarantine(max_bad_fraction=1.0)))
 
 
 def test_inputs_that_are_not_there_or_clash_are_named(store: MemoryStore, tmp_path: Path) -> None:

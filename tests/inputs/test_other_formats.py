@@ -125,6 +125,7 @@ def test_bytes_that_the_encoding_lacks_cost_their_record_or_are_replaced(tmp_pat
     put(tmp_path, "a.txt", b"one\n\x81\x20bad\n\x82\xa0\n")
     table, (entry,), _ = read(tmp_path, "a.txt", lines=True, encoding="shift_jis")
     assert (table["text"].to_pylist(), entry["record"], entry["reason"]) == (["one", "あ"], 1, "bad_utf8")
+    assert "is not shift_jis" in entry["error"]
     table, bad, ledger = read(tmp_path, "a.txt", lines=True, encoding="shift_jis", on_bad_text="replace")
     assert (table["text"].to_pylist(), bad) == (["one", "\ufffd bad", "あ"], [])
     assert ledger.dropped["text/replaced"].bytes == 1

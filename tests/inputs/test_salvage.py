@@ -11,6 +11,7 @@ import lzma
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lz4.frame
 import pytest
@@ -51,7 +52,12 @@ FORMATS: dict[str, bytes] = {
 def test_the_whole_records_before_the_end_of_a_truncated_member_are_kept_and_the_rest_is_counted(
     tmp_path: Path, name: str, suffix: str
 ) -> None:
-    config = {"a.json": {"format": "json"}, "a.txt": {"lines": True}, "a.tar": {"text": "txt"}}.get(name, {})
+    by_name: dict[str, dict[str, Any]] = {
+        "a.json": {"format": "json"},
+        "a.txt": {"lines": True},
+        "a.tar": {"text": "txt"},
+    }
+    config = by_name.get(name, {})
     whole = COMPRESS[suffix](FORMATS[name])
     put(tmp_path, f"{name}.{suffix}", whole)
     table, _, ledger = read(tmp_path, f"{name}.{suffix}", allowed=0, salvage=True, **config)

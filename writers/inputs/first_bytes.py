@@ -195,6 +195,7 @@ _MARKS = (
     (b"\x84\x31\x95\x33", "gb18030"),
 )
 _CONTROLS = bytes({*range(32)} - {*b"\t\n\v\f\r\x1b"})  # which text does not have; escapes color terminals
+_LEAST_BYTES = 8
 _LEAST_UNITS = 16  # of UTF-16 that is told from its characters alone
 _BLANKS = "\t\n\r \u3000\u3001\u3002\uff0c"
 
@@ -334,17 +335,22 @@ def _wide_encoding(head: bytes) -> str | None:
     Latin letters, digits and blanks have their NUL bytes at one place of each unit. Other texts are told by
     their characters: bytes that are no UTF-8 would hardly give assigned ones only in a wrong encoding.
     """
-    if len(head) < 4 or not _holds_no_text(head):
+    if len(head) < _LEAST_BYTES or not _holds_no_text(head):
         return None
     zeros = [head[place::4].count(0) * 4 / len(head) for place in range(4)]
-    if min(zeros[2:]) > 0.9 and zeros[0] < 0.1:
+    if min(zeros[2:]) > 0.9 and zeros[0] < 0.1 and _is_latin(head[::4]):
         return "utf-32le"
-    if min(zeros[:2]) > 0.9 and zeros[3] < 0.1:
+    if min(zeros[:2]) > 0.9 and zeros[3] < 0.1 and _is_latin(head[3::4]):
         return "utf-32be"
     for encoding, high in (("utf-16le", 1), ("utf-16be", 0)):
-        if head[high::2].count(0) > 0.2 * len(head) and 0 not in head[1 - high :: 2]:
+        if head[high::2].count(0) > 0.2 * len(head) and _is_latin(head[1 - high :: 2]):
             return encoding
     return next((name for name in ("utf-16le", "utf-16be") if _is_plausible(head, name)), None)
+
+
+def _is_latin(low: bytes) -> bool:
+    """Whether the low bytes of wide characters have no control characters among them."""
+    return len(low.translate(None, _CONTROLS)) == len(low)
 
 
 def _is_plausible(head: bytes, encoding: str) -> bool:

@@ -162,9 +162,9 @@ def decode_page(body: bytes, charset: str | None) -> str | None:
     except UnicodeDecodeError as error:
         if error.reason == "unexpected end of data":  # the body was cut short inside a character
             return body.decode("utf-8", "replace")
-    text = _decoded(body, _guessed(body))
+    guess = _decoded(body, _guessed(body))
     others = len(body.translate(None, _ASCII))
-    return None if text is None or text.count("\ufffd") > _MOST_BAD * others else text
+    return None if guess is None or guess.count("\ufffd") > _MOST_BAD * others else guess
 
 
 def _decoded(body: bytes, encoding: str) -> str | None:

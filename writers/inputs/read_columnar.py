@@ -151,7 +151,7 @@ def _decoded(column: pa.Array) -> pa.Array:
 
 
 def _is_string(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or kind == pa.string_view()
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or kind == pa.string_view())
 
 
 def _is_textual(kind: pa.DataType) -> bool:

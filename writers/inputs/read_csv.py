@@ -265,7 +265,7 @@ def _take_row(
         counts = f"{len(row)} fields where there are {len(names)} columns"
         problem = "bad_row", counts + _hint(sink, source.head, len(names), dialect)
     elif not all(map(_is_unicode, row)):
-        problem = "bad_utf8", "the row is not UTF-8"
+        problem = "bad_utf8", f"the row is not {sink.charset}"
     elif text is MISSING:
         problem = "no_text", f"no field {config.text!r}"
     else:

@@ -67,15 +67,15 @@ def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
     try:
         fields, refused = _parse(sink, config, line)
     except orjson.JSONDecodeError as error:
-        reason, problem = _json_problem(line, error)
+        reason, problem = _json_problem(line, error, sink.charset)
         sink.bad(reason, problem + _hint_of_array(sink, line), head=line)
         return
     if not isinstance(fields, dict):
         problem = f"a JSON {_kind(fields)} where an object is expected"
         sink.bad("not_an_object", problem + _hint_of_array(sink, line), head=line)
         return
-    texts = (config.messages, config.prompt, config.completion, config.tools)
-    texts = tuple(filter(None, texts)) if config.is_masked else (config.text,)
+    of_masked = (config.messages, config.prompt, config.completion, config.tools)
+    texts = [path for path in of_masked if path] if config.is_masked else [config.text]
     if refused is not None and not all(_is_exact(field_at(fields, path)) for path in texts):
         sink.bad(*_json_problem(line, refused), head=line)
         return
@@ -189,11 +189,11 @@ def _holds_large_number(value: object) -> bool:
     return False
 
 
-def _json_problem(line: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:
+def _json_problem(line: bytes, error: orjson.JSONDecodeError, charset: str) -> tuple[str, str]:
     try:
         line.decode()
     except UnicodeDecodeError as bad:
-        return "bad_utf8", f"byte {bad.start:,} of the line is not UTF-8"
+        return "bad_utf8", f"byte {bad.start:,} of the line is not {charset}"
     if error.msg.startswith(_TOO_DEEP):
         return "bad_json", "not JSON that can be read: values are nested too deeply"
     return "bad_json", f"not JSON: {error.msg} at character {error.pos:,} of the line"

@@ -252,7 +252,7 @@ def _take_text(sink: RecordSink, config: InputConfig, line: bytes) -> None:
     try:
         text = sink.decode(line.removesuffix(b"\r"))
     except UnicodeDecodeError as error:
-        sink.bad("bad_utf8", f"byte {error.start:,} of the record is not UTF-8", head=line)
+        sink.bad("bad_utf8", f"byte {error.start:,} of the record is not {sink.charset}", head=line)
         return
     sink.add(text, {}, bytes=len(line))
 
@@ -308,7 +308,7 @@ def _read_whole(sink: RecordSink, config: InputConfig) -> Iterator[None]:
         text = sink.text_of(data) if sink.is_page else sink.decode(data.removeprefix(_BOM))
     except UnicodeDecodeError as error:
         head = data[max(error.start - 40, 0) :]
-        sink.bad("bad_utf8", f"byte {error.start:,} is not UTF-8", head=head, bytes=len(data))
+        sink.bad("bad_utf8", f"byte {error.start:,} is not {sink.charset}", head=head, bytes=len(data))
         return
     sink.add(text, {}, bytes=len(data))
     yield

@@ -112,6 +112,7 @@ class RecordSink:
         self.extracts = self._extract is not None
         self.content = look(b"")  # once `pieces` has been called
         self.compression = split.compression
+        self.charset = "UTF-8"  # what text is in, for messages
         self.replaces = config.on_bad_text == "replace"
         self._replaced = 0  # bytes of the record that is being read
         self._of_path = fields_of_path(config, split.file)
@@ -348,6 +349,7 @@ class RecordSink:
         trusted = self._trusted(stored)
         encoding = self._encoding()
         if encoding != "utf-8":
+            self.charset = encoding
             trusted = to_utf8(_without(self.content.mark, trusted), encoding)
         return self._counted(trusted)
 

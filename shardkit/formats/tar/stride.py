@@ -134,7 +134,7 @@ def _keys_are_plain(keys: Blocks) -> bool:
 
 def _differ(keys: npt.NDArray[np.bytes_]) -> bool:
     """Whether no key occurs twice; as a rule they are sorted, which is quicker to see."""
-    return bool((keys[1:] > keys[:-1]).all()) or len(np.unique(keys)) == len(keys)  # type: ignore[operator]
+    return bool((keys[1:] > keys[:-1]).all()) or len(np.unique(keys)) == len(keys)
 
 
 def _equal(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> bool:
