@@ -77,7 +77,7 @@ def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
     of_masked = (config.messages, config.prompt, config.completion, config.tools)
     texts = [path for path in of_masked if path] if config.is_masked else [config.text]
     if refused is not None and not all(_is_exact(field_at(fields, path)) for path in texts):
-        sink.bad(*_json_problem(line, refused), head=line)
+        sink.bad(*_json_problem(line, refused, sink.charset), head=line)
         return
     if config.is_masked:
         sink.add_masked(fields, bytes=len(line), head=line)
