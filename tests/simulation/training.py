@@ -183,7 +183,8 @@ class World:
     def note_error(self, error: ShardkitError) -> None:
         """A rank's loop got `error`, for which there must be a cause."""
         name = type(error).__name__
-        self.scheduler.note(f"error {name}: {error}")
+        # Without the folder's name, which is another one in each run.
+        self.scheduler.note(f"error {name}: {error}".replace(str(self.cache), "the cache"))
         self.errors[name] = self.errors.get(name, 0) + 1
         has_cause = {
             "DamagedObjectError": self.bucket.corrupted > 0,
