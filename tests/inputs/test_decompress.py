@@ -328,3 +328,6 @@ def test_frames_that_lack_their_dictionary_are_refused_with_its_number() -> None
     with pytest.raises(ContainerError, match="zstd frame 1 was compressed with dictionary"):
         undone(data)
     assert undone(skippable(TRAINED.as_bytes()) + zstandard.compress(b"without")) == b"without"
+    damaged = data[:5] + b"\xff" + data[6:]  # its window, which then is beyond all
+    with pytest.raises(ContainerError, match="zstd frame 1"):
+        undone(damaged)

@@ -444,9 +444,12 @@ def _problem(reader: _MemberReader, codec: _Codec, error: Exception) -> str:
         reason = str(error).rsplit(": ", 1)[-1]
         if reason == _DICTIONARY_MISMATCH:
             reader.file.seek(reader.start)
-            wanted = zstandard.get_frame_parameters(reader.file.read(_ZSTD_HEADER_BYTES)).dict_id
+            wanted = "another dictionary"
+            with suppress(zstandard.ZstdError):  # damaged, its header may make no sense
+                parameters = zstandard.get_frame_parameters(reader.file.read(_ZSTD_HEADER_BYTES))
+                wanted = f"dictionary {parameters.dict_id}"
             return (
-                f"{codec.name} {codec.member} {reader.members + 1} was compressed with dictionary {wanted}, "
+                f"{codec.name} {codec.member} {reader.members + 1} was compressed with {wanted}, "
                 "which is not in the first frame of the file"
             )
         kind = "bad checksum" if _CHECKSUM.search(reason) else "damaged data"
