@@ -83,6 +83,7 @@ _EXTRAS = {
     "uvicorn": ("uvicorn", "view"),
     "warcio": ("warcio", "warc"),
     "webdataset": ("webdataset", "webdataset"),
+    "webencodings": ("webencodings", "write"),
 }
 
 # What no extra brings, because its users have it: trainers of shardkit.loaders.integrations, Jupyter, pandas.

@@ -20,8 +20,6 @@ from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
 
-import webencodings  # type: ignore[import-untyped]  # its stubs are a package of their own
-
 __all__ = ["BAD", "PYTHON_NAMES", "REPLACEMENT", "decode", "encoding_of", "keeps_newlines", "to_utf8"]
 
 BAD = "\udcff"
@@ -86,6 +84,8 @@ _SAFE = re.compile(rb"[\x00-\x2f](?=[^\x00-\x2f]*\Z)")  # never the second byte 
 
 def encoding_of(label: str) -> str | None:
     """Return the name of the encoding with this label; None if the standard has none."""
+    import webencodings  # type: ignore[import-untyped]  # its stubs are a package of their own
+
     found = webencodings.lookup(label)
     return None if found is None else str(found.name)
 

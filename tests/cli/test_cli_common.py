@@ -87,7 +87,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Pa
 @pytest.mark.parametrize(
     "words",
     [
-        *("trace {} --row 0", "trace {} --row 0 --json", "trace {} --step 0 --batch-size 1 --window 9"),
+        *("trace {} --row 0", "trace {} --row 0 --json", "trace {} --step 1 --batch-size 1 --window 9"),
         *("trace {} --url http://x/\x1b[2Jx", "trace {} --url http://none\x1b[2J"),
         *("info {}", "info {} --json", "verify {}"),
         *("info {}/\x1b[31mnone", "info {}/\x1b[31mnone --debug"),

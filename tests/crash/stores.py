@@ -187,7 +187,7 @@ def _reached(stores: dict[str, Store]) -> Iterator[None]:
     with (
         share_quickly(),
         patch("shardkit.storage.resilient.open_store", lambda url, options=None: stores[str(url)]),
-        patch("shardkit.storage.resilient.RetryPolicy", lambda **_: _POLICY),
+        patch("shardkit.storage.resilient.RetryPolicy.of", lambda *_, **__: _POLICY),
         patch("shardkit.writers.executors.LocalEngine", lambda workers, **options: InlineEngine(run_guarded)),
     ):
         yield

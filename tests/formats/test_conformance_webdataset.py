@@ -10,7 +10,9 @@ import io
 import json
 import pickle
 import shutil
+import tarfile
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +155,7 @@ def test_every_encoder_is_read_equal(tmp_path: Path, name: str, suffix: str, opt
 def test_images_are_decoded_equal_by_every_word(tmp_path: Path, word: str) -> None:
     images = ("jpg", "png", "ppm", "tif", "pgm")
     samples = [
-        {"__key__": f"{number}.{extension}", extension: value, "cls": number}
+        {"__key__": f"{extension}{number}", extension: value, "cls": number}
         for extension in images
         for number, value in enumerate(VALUES[extension])
     ]
@@ -172,13 +174,24 @@ def test_images_are_decoded_equal_by_every_word(tmp_path: Path, word: str) -> No
 
 # Names: keys with dots, folders, spaces and underscores, extensions of any case, samples of unequal members.
 
-NAMES = st.text("ab_./ é", min_size=1, max_size=8).filter(lambda name: name[0] != "/")
+# Without the "._" of macOS, whose files are left out here and are samples there.
+NAMES = st.text("ab_./ é", min_size=1, max_size=8).filter(
+    lambda name: name[0] != "/" and not f"{name}.".rpartition("/")[2].startswith("._")
+)
 MEMBERS = st.sampled_from(
     ["txt", "TXT", "a.txt", "cls", "json", "_meta.txt", "__meta.json", "npy", "b.c.bin"]
 )
 SAMPLES = st.lists(
     st.tuples(NAMES, st.lists(MEMBERS, min_size=1, max_size=4, unique=True)), min_size=1, max_size=12
 )
+
+
+def a_key_returns(file: Path) -> bool:
+    """Return whether a sample's members do not follow each other in a tar, by webdataset's rule for keys."""
+    with tarfile.open(file) as tar:
+        keys = [wds.tariterators.base_plus_ext(name)[0] for name in tar.getnames()]
+    runs = [key for key, _ in groupby(key for key in keys if key is not None)]
+    return len(set(runs)) < len(runs)
 
 
 def check_names(folder: Path, named: list[tuple[str, list[str]]]) -> None:
@@ -196,6 +209,10 @@ def check_names(folder: Path, named: list[tuple[str, list[str]]]) -> None:
     with wds.ShardWriter(f"{folder}/part-%03d.tar", maxcount=5, verbose=0, keep_meta=True) as writer:
         for sample in samples:
             writer.write(sample)
+    if any(map(a_key_returns, folder.glob("*.tar"))):  # webdataset makes two samples of the one
+        with pytest.raises(ShardError, match=r"has occurred before|already has"):
+            read_here(folder)
+        return
     try:
         expected = read_there([str(file) for file in sorted(folder.glob("*.tar"))])
     except ValueError as error:

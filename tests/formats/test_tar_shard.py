@@ -182,7 +182,9 @@ def test_real_tars_are_read_as_webdataset_reads_them(folder: str) -> None:
     files = json.loads((DATA / folder / "expected.json").read_text())["files"]
     assert files
     for name, expected in files.items():
-        if "reference_error" in expected:
+        # Of samples whose members do not follow each other, webdataset makes several of one name.
+        keys = [sample["__key__"] for sample in expected.get("samples", ())]
+        if "reference_error" in expected or len(set(keys)) < len(keys):
             with pytest.raises(ShardError, match=name):
                 open_tar(DATA / folder / name)
             continue

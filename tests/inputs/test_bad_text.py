@@ -114,6 +114,7 @@ def test_halves_of_surrogate_pairs_in_json_are_replaced_and_what_is_no_json_stay
     )
 )
 def test_replacing_is_what_python_does_and_the_ledger_adds_up(tmp_path: Path, lines: list[bytes]) -> None:
+    lines = [b"no byte order mark", *lines]
     table, bad, ledger = read(
         tmp_path, put(tmp_path, "a.txt", b"\n".join(lines)), lines=True, on_bad_text="replace"
     )

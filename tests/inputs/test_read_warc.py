@@ -401,7 +401,7 @@ def test_real_archives_give_what_warcio_reads(tmp_path: Path, monkeypatch: pytes
     damaged = {  # name: (records beyond warcio's, quarantined)
         "bad.arc": (0, 3),  # lengths of -1 and "abc"
         "example-bad-non-chunked.warc.gz": (5, 0),  # one gzip member for all, which warcio refuses to seek in
-        "example-bad.warc.gz.bad": (0, 1),  # gzip that its name hides
+        "example-bad.warc.gz.bad": (5, 0),  # gzip that its name hides, which the first bytes show
         "example-space-in-url.arc": (0, 1),  # ends 12 bytes before its record does
         "example-trunc.warc": (0, 1),  # two bytes more than Content-Length says
         "example-wrong-chunks.warc.gz": (1, 1),  # changed by hand: its digests are those of another block

@@ -128,7 +128,7 @@ def test_what_is_free_on_a_machine_changes_nothing_but_a_warning(
     seen: Counter[int] = Counter()
     states = []
     for rank, free in enumerate((1 << 20, 1 << 21, 1 << 30)):
-        monkeypatch.setattr(options, "_free_memory", lambda system, free=free: free)
+        monkeypatch.setattr(options, "available_bytes", lambda system, free=free: free)
         with StreamingLoader(
             url, batch_size=64, rank=rank, world_size=3, return_ids=True, tail="drop"
         ) as loader:

@@ -206,7 +206,7 @@ def test_traces_find_every_document_and_the_rows_of_a_step(release: Path) -> Non
     first = run["first"]
     for step in range(len(first["ids"][0])):
         sizes = {"batch_size": first["batch_size"], "world_size": first["ranks"]}
-        seen = shardkit.trace(path, step=step, state=run["state"], limit=0, **sizes).documents
+        seen = shardkit.trace(path, step=step + 1, state=run["state"], limit=0, **sizes).documents
         assert {one.row for one in seen} == {row for ids in first["ids"] for row in ids[step]}
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.formats import mds, tar
+from shardkit.formats.blocks import write_blocks
 from shardkit.loaders import StreamingLoader
 from support.loader_data import EOS, parts, write_card
 
@@ -65,7 +66,7 @@ def make_uneven(
             infos.append(
                 mds.write_rows_shard(folder, name, rows[low:high], compression=compression, hashes=["xxh64"])
             )
-    (tar.write_shard_list if kind == "tar" else mds.write_index)(folder, infos)
+    (tar.write_shard_list if kind == "tar" else mds.write_index)(folder, infos, write_blocks(folder, infos))
     write_card(folder)
     return folder
 

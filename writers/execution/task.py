@@ -103,7 +103,7 @@ DECIDES_NO_BYTE = {
 }
 # Distributions that are not installed are left out. Transports (boto3, fsspec) decide no byte, as above.
 LIBRARIES = (
-    *("numpy", "numba", "llvmlite", "pyarrow", "awkward", "orjson", "xxhash"),
+    *("numpy", "numba", "llvmlite", "pyarrow", "awkward", "orjson", "xxhash", "webencodings"),
     *("tokenizers", "gigatoken", "sentencepiece", "tiktoken"),
     # Decompressors.
     *("zstandard", "isal", "lz4", "Brotli", "python-snappy", "cramjam"),
