@@ -11,84 +11,43 @@ left out. Nothing else is read but the first MiB of a few files of each ending.
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import escape
-from itertools import islice
 from pathlib import Path, PurePosixPath
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 
-from shardkit.errors import RecipeError, ShardError
-from shardkit.files import load_json
+from shardkit.errors import RecipeError
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.units import format_bytes
+from shardkit.writers.draft_fields import (
+    LEAST_WORDS,
+    SHOWN_FIELDS,
+    Fields,
+    fields_of,
+    first_lines,
+    first_records,
+    parsed_json,
+    readable_text,
+)
 from shardkit.writers.inputs.dataset_splits import names_a_split
 from shardkit.writers.inputs.decompress import COMPRESSIONS, ContainerError, decompressed
 from shardkit.writers.inputs.files import InputFile, find_files, open_input
 from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look
-from shardkit.writers.inputs.read_shards import first_samples
 from shardkit.writers.inputs.scan import guess_format
 from shardkit.writers.recipe import recipe_from_mapping
 
 __all__ = ["Draft", "DraftInput", "Fields", "draft_recipe"]
 
-_SAMPLED_FILES = 3  # of each ending: the first, one in the middle, the last
-_SAMPLED_RECORDS = 100
-_SAMPLE_BYTES = 1 << 20
 _TRIED_FILES = 256  # of each ending; beyond that, files are taken to be like the others
-_SHOWN_FIELDS = 20
-_BEGINNING_CHARACTERS = 70
-_TEXT_NAMES = ("text", "content", "body", "document", "raw_content", "markdown", "code")
-_ID_NAME = re.compile(r"(?:.*[._-])?(?:u?uid|guid|id|hash|sha\d*|digest)|\w*Id", re.IGNORECASE)
-_URL = re.compile(r"https?://\S+")
-_HTML = re.compile(r"\s*<(?:!doctype html|html|head|body)\b", re.IGNORECASE)
-_LEAST_WORDS = 10
-_PAIRS = (
-    ("prompt", "completion"),
-    ("prompt", "response"),
-    ("instruction", "output"),
-    ("instruction", "response"),
-    ("question", "answer"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Fields:
-    """What the records of a format hold: the keys of the recipe, and what else there is."""
-
-    text: str = "text"
-    id: str | None = None
-    url: str | None = None
-    html: bool = False
-    lines: bool = False
-    format: str | None = None  # where the name does not tell it
-    messages: str | None = None  # field with a conversation, in place of `text`
-    prompt: str | None = None  # with `completion` in place of `text`
-    completion: str | None = None
-
-    others: Sequence[str] = field(default=(), compare=False)
-    beginning: str = field(default="", compare=False)
-    """Of the first text."""
-    short: float = field(default=0.0, compare=False)
-    """Share of texts in the sample that have fewer than `_LEAST_WORDS` words."""
-
-    @property
-    def named(self) -> str:
-        """The fields that hold text, for people."""
-        return self.messages or (f"{self.prompt}, {self.completion}" if self.prompt else self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +150,7 @@ def _inputs_at(
                 others[ending].append(file)
     found: dict[Fields, list[_Group]] = defaultdict(list)
     for group, files in groups.items():
-        fields = _fields_of(files, group.format)
+        fields = fields_of(files, group.format)
         if isinstance(fields, Fields):
             found[fields].append(group)
         else:
@@ -264,9 +223,9 @@ def _format_of(file: InputFile, number: int) -> tuple[str | None, str | None]:
         return None, f"text in {content.encoding}, not in UTF-8"
     if format != "jsonl":
         return None, content.problem(format, "inputs[0]")
-    if content.kind == "json" and _records(file, "json", compression):
+    if content.kind == "json" and first_records(file, "json", compression):
         return "json", None
-    if not isinstance(_parsed(next(_lines(file, compression), "")), dict):
+    if not isinstance(parsed_json(next(first_lines(file, compression), "")), dict):
         return None, "its first line is not a JSON object"
     return None, None
 
@@ -291,187 +250,11 @@ def _head(file: InputFile, compression: str | None) -> bytes:
         return b""
 
 
-def _fields_of(files: Sequence[InputFile], given: str | None) -> Fields | str:
-    """The fields of files of one ending, or what they lack; `given` is a format that names do not tell."""
-    format, compression = guess_format(files[0].name) or ("", None)
-    format = given or format
-    if format in ("warc", "text", "html"):
-        long = format == "text" and any(file.bytes > 1 << 26 for file in files)
-        return Fields(lines=long)
-    chosen = {0: files[0], len(files) // 2: files[len(files) // 2], len(files) - 1: files[-1]}
-    samples = [_records(file, format, compression) for file in list(chosen.values())[:_SAMPLED_FILES]]
-    samples = [sample for sample in samples if sample]
-    values: dict[str, list[list[object]]] = defaultdict(list)  # by field, of each file
-    for sample in samples:
-        for name in dict.fromkeys(name for record in sample for name in record):
-            values[name].append([record.get(name) for record in sample])
-    in_all = {name: lists for name, lists in values.items() if len(lists) == len(samples)}
-    everywhere = {name: [value for found in lists for value in found] for name, lists in in_all.items()}
-    fields = _dialogue(everywhere) or _choose(everywhere)
-    if fields is None:
-        shared = next((name for name, found in everywhere.items() if _turns(found, "from", "value")), None)
-        if shared is None:
-            return "no field of text"
-        return f"conversations of ShareGPT in {shared}: rename their from and value to role and content"
-    return replace(fields, format=given)
-
-
-def _dialogue(values: Mapping[str, list[object]]) -> Fields | None:
-    """The fields of conversations, or of prompts and what follows them; None if there are none."""
-    others = [name for name in values if name not in ("id", "url")]
-    lengths = {name: sum(map(len, _strings(found))) for name, found in values.items()}
-    for name, found in values.items():
-        if _turns(found, "role", "content"):
-            return Fields(messages=name, others=[other for other in others if other not in (name, "tools")])
-    for prompt, completion in _PAIRS:
-        rest = [other for other in others if other not in (prompt, completion)]
-        pair = [lengths.get(name, 0) for name in (prompt, completion)]
-        # What else is as long, or has another part of the prompt, must not be lost.
-        is_whole = all(lengths.get(name, 0) < sum(pair) for name in rest) and not any(values.get("input", []))
-        if all(pair) and is_whole:
-            first = _readable(_strings(values[prompt])[0])
-            return Fields(prompt=prompt, completion=completion, others=rest, beginning=first)
-    return None
-
-
-def _turns(values: Sequence[object], *keys: str) -> bool:
-    """Whether values are lists of objects with these keys, apart from nulls."""
-    lists = [value for value in values if value is not None]
-    return bool(lists) and all(
-        isinstance(value, list)
-        and value
-        and all(isinstance(turn, dict) and turn.keys() >= {*keys} for turn in value)
-        for value in lists
-    )
-
-
-def _choose(values: Mapping[str, list[object]]) -> Fields | None:
-    """Which fields are text, id and URL, by their values in all records of the sample."""
-    texts = {name: strings for name, found in values.items() if (strings := _strings(found))}
-    urls = [name for name, strings in texts.items() if all(map(_URL.fullmatch, strings))]
-    ids = [name for name, found in values.items() if _ID_NAME.fullmatch(name) and _distinct(found)]
-    lengths = {name: fmean(map(len, texts[name])) for name in texts if name not in (*urls, *ids)}
-    if not lengths:
-        return None
-    longest = max(lengths, key=lambda name: lengths[name])
-    usual = [name for name in _TEXT_NAMES if lengths.get(name, 0) > lengths[longest] / 3]
-    text = (usual or [longest])[0]
-    url = "url" if "url" in values else next(iter(urls), None)
-    id = "id" if "id" in values else next((name for name in ids if name != url), None)
-    return Fields(
-        text,
-        None if id == "id" else id,
-        None if url == "url" else url,
-        html=sum(map(bool, map(_HTML.match, texts[text]))) > len(texts[text]) / 2,
-        others=[name for name in values if name not in (text, id, url)],
-        beginning=_readable(texts[text][0]),
-        short=fmean(len(string.split()) < _LEAST_WORDS for string in texts[text]),
-    )
-
-
-def _strings(values: Sequence[object]) -> list[str]:
-    """The values if they are text, apart from nulls; empty if fewer than half are."""
-    strings = [value for value in values if isinstance(value, str) and value]
-    others = [value for value in values if value is not None and not isinstance(value, str)]
-    return strings if not others and 2 * len(strings) >= len(values) else []
-
-
-def _distinct(values: Sequence[object]) -> bool:
-    return all(isinstance(value, str | int) for value in values) and len(set(values)) == len(values)
-
-
-def _records(file: InputFile, format: str, compression: str | None) -> list[dict[str, object]]:
-    """The first records, fields of objects inside them as "a.b"; empty if they cannot be read."""
-    try:
-        if format == "jsonl":
-            parsed = (_parsed(line) for line in _lines(file, compression))
-            found = [record for record in parsed if isinstance(record, dict)]
-        elif format == "json":
-            found = list(islice(_array(file, compression), _SAMPLED_RECORDS))
-        elif format == "csv":
-            delimiter = "\t" if PurePosixPath(file.name).suffixes[:1] == [".tsv"] else ","
-            lines = io.StringIO("\n".join(_lines(file, compression)))
-            found = list(csv.DictReader(lines, delimiter=delimiter))
-        elif format in ("mds", "wds"):
-            found = first_samples(file, format, compression, _SAMPLED_RECORDS)
-        else:
-            found = _rows(file, format)
-    except (OSError, ValueError, csv.Error, pa.ArrowException, ContainerError, ShardError):
-        return []
-    return [_flat(record) for record in found[:_SAMPLED_RECORDS]]
-
-
-def _rows(file: InputFile, format: str) -> list[dict[str, Any]]:
-    with open_input(file) as stored:
-        if format == "parquet":
-            batches: Iterator[pa.RecordBatch] = pq.ParquetFile(stored).iter_batches(_SAMPLED_RECORDS)
-        else:
-            try:
-                batches = iter([pa.ipc.open_file(stored).get_batch(0)])
-            except pa.ArrowInvalid:
-                stored.seek(0)
-                batches = iter(pa.ipc.open_stream(stored))
-        first = next(batches, None)
-        rows: list[dict[str, Any]] = [] if first is None else first.slice(0, _SAMPLED_RECORDS).to_pylist()
-        return rows
-
-
-def _lines(file: InputFile, compression: str | None) -> Iterator[str]:
-    """The lines of the first `_SAMPLE_BYTES` that are complete, or the last one of a shorter file."""
-    held = b""
-    try:
-        with open_input(file) as stored:
-            for piece in decompressed(stored, compression, file.bytes):
-                *lines, held = (held + piece).split(b"\n")
-                yield from (line.decode("utf-8-sig", "replace") for line in lines if line.strip())
-                if stored.tell() >= _SAMPLE_BYTES:
-                    return
-    except (ContainerError, OSError):
-        return
-    if held.strip():
-        yield held.decode("utf-8-sig", "replace")
-
-
-def _array(file: InputFile, compression: str | None) -> Iterator[dict[str, Any]]:
-    """The objects at the beginning of an array, or of a file with one object after the other."""
-    text, decoder = "\n".join(_lines(file, compression)).strip(), json.JSONDecoder()
-    at = 1 if text.startswith("[") else 0
-    while True:
-        at += len(text[at:]) - len(text[at:].lstrip(" \t\r\n,"))
-        try:
-            value, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            return
-        if isinstance(value, dict):
-            yield value
-
-
-def _parsed(line: str) -> object:
-    try:
-        return load_json(line)
-    except ValueError:
-        return None
-
-
-def _flat(record: Mapping[str, object]) -> dict[str, object]:
-    made: dict[str, object] = {}
-    for name, value in record.items():
-        inner = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {}
-        made |= inner or {name: value}
-    return made
-
-
-def _readable(text: str) -> str:
-    """The beginning of a text on one line, without characters that end a comment or control a terminal."""
-    line = "".join(filter(str.isprintable, " ".join(text[: 4 * _BEGINNING_CHARACTERS].split())))
-    return line if len(line) <= _BEGINNING_CHARACTERS else f"{line[:_BEGINNING_CHARACTERS]}…"
-
-
 def _yaml_of(inputs: Sequence[DraftInput], tokenizer: str, eos: str, bos: str | None) -> str:
     begin = "" if bos is None else f"  bos: {_scalar(bos)}  # begins every document (add_bos_token)\n"
     entries = [_yaml_of_input(entry, source) for entry, source in zip(inputs, _sources(inputs), strict=True)]
     short = fmean(entry.fields.short for entry in inputs)
-    length = f"length: {{min_words: {_LEAST_WORDS}}}"
+    length = f"length: {{min_words: {LEAST_WORDS}}}"
     if short > 0.2:
         filters = f"filters: []\n  # - {length}  # would drop {short:.0%} of the sampled documents\n"
     else:
@@ -516,7 +299,7 @@ def _sources(inputs: Sequence[DraftInput]) -> list[str]:
 def _yaml_of_input(entry: DraftInput, source: str) -> str:
     fields = entry.fields
     count = f"{entry.files:,} files" if entry.files > 1 else "1 file"
-    lines = [f"  # {count} ({', '.join(map(_readable, entry.endings))}), {format_bytes(entry.bytes)}"]
+    lines = [f"  # {count} ({', '.join(map(readable_text, entry.endings))}), {format_bytes(entry.bytes)}"]
     if fields.beginning:
         lines.append(f"  # The first text begins: {fields.beginning}")
     lines.append(f"  - path: {_scalar(entry.path)}")
@@ -541,7 +324,7 @@ def _yaml_of_input(entry: DraftInput, source: str) -> str:
     if fields.lines:
         lines.append("    lines: true  # each line is a document: the files are large")
     if fields.others:
-        shown = _scalar([name for name in fields.others if name.isprintable()][:_SHOWN_FIELDS])
+        shown = _scalar([name for name in fields.others if name.isprintable()][:SHOWN_FIELDS])
         lines.append(f"    # metadata: {shown}  # other fields, to keep in the provenance table")
     return "\n".join(lines) + "\n"
 

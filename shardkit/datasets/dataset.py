@@ -32,8 +32,9 @@ from shardkit.arrays import Bytes
 from shardkit.cache.contract import CacheOptions
 from shardkit.card import DatasetCard, block_checksums
 from shardkit.datasets.locate import Found, LocalFiles, locate
+from shardkit.datasets.range_store import RangeStore
 from shardkit.datasets.rows import RowChoice, Rows, is_single
-from shardkit.datasets.token_rows import RangeStore, RowCut
+from shardkit.datasets.token_rows import RowCut
 from shardkit.errors import ShardError, warn_user
 from shardkit.facts import Described, Facts, listed
 from shardkit.files import Closing, open_maps

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.storage.memory import MemoryBody
-from shardkit.storage.s3_client import S3Client, error_in_body, request_errors, translated, version_of
+from shardkit.storage.s3_client import S3Client, version_of
+from shardkit.storage.s3_errors import error_in_body, request_errors, translated
 from shardkit.storage.s3_upload import Buffers, Content, Target, upload
 from shardkit.storage.store import (
     BaseBody,

@@ -1,4 +1,4 @@
-"""The botocore client of an S3 store, without retries, and the translation of its errors.
+"""The botocore client of an S3 store, without retries.
 
 The client is created at the first request, once per process; a forked child creates its own. Credentials are
 botocore's business (environment, files, processes, roles). If a server refuses them, they are looked up
@@ -11,80 +11,37 @@ from __future__ import annotations
 import functools
 import math
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from http.client import HTTPException
-from typing import Any, Literal
+from typing import Any
 
 from shardkit.errors import MissingExtraError
+from shardkit.storage.s3_errors import (
+    REFUSED_KEYS,
+    REGION,
+    REGION_HEADER,
+    Purpose,
+    error_code,
+    may_be_stale_credentials,
+    request_errors,
+    translated,
+)
 from shardkit.storage.store import (
-    ObjectChangedError,
-    ObjectExistsError,
-    ObjectNotFoundError,
     StorageOptions,
     StoreError,
-    ThrottledError,
     TransientError,
     without_password,
 )
 from shardkit.storage.threads import remake_after_fork
 
-__all__ = ["Purpose", "S3Client", "error_in_body", "request_errors", "translated", "version_of"]
+__all__ = ["S3Client", "version_of"]
 
 # A look-up can mean a process or a request, and refused requests may come in hundreds.
 RENEWAL_SECONDS = 3.0
 # New keys may reach a machine some time after the old ones are refused.
 GRACE_SECONDS = 60.0
 _DEFAULT_REGION = "us-east-1"  # for which S3-compatible servers expect requests to be signed
-
-Purpose = Literal["read", "write"]
-
-_NOT_FOUND = {"404", "NoSuchKey", "NoSuchBucket", "NotFound"}
-_THROTTLED = {
-    "BandwidthLimitExceeded", "RequestLimitExceeded", "RequestThrottled", "ServiceUnavailable", "SlowDown",
-    "ThrottledException", "Throttling", "ThrottlingException", "TooManyRequests",
-}  # fmt: skip
-# Some of these also come in the body of a 200, without a status of their own.
-_TRANSIENT = {
-    "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError", "OperationAborted",
-    "RequestTimeout",
-}  # fmt: skip
-_PRECONDITION = {"PreconditionFailed", "412"}
-_STALE = {
-    "400", "401", "403",  # a HEAD's
-    "AccessDenied", "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken",
-    "RequestExpired", "SignatureDoesNotMatch", "TokenRefreshRequired",
-}  # fmt: skip
-# Of these, what speaks of the keys alone; the others may be about one object.
-_REFUSED_KEYS = _STALE - {"400", "401", "403", "AccessDenied"}
-_ADVICE = {
-    "AccessDenied": "check the policies of the credentials and of the bucket; without s3:ListBucket, S3 also "
-    "says this of an object that does not exist; where requesters pay or writes must be encrypted, say so: "
-    "--requester-pays, --encryption aws:kms",
-    "AuthorizationHeaderMalformed": "the bucket is in another region: set --region or AWS_REGION",
-    "EntityTooLarge": "the server refuses objects of this size",
-    "ExpiredToken": "the session credentials have expired: renew them at their source "
-    "(environment, file, process); they are then read again",
-    "InvalidAccessKeyId": "the server does not know this access key: check the credentials and the endpoint",
-    "InvalidObjectState": "the object is archived: restore it first",
-    "InvalidRange": "the range begins beyond the object's end",
-    "RequestTimeTooSkewed": "the clocks of this machine and the server differ too much: set the clock (NTP)",
-    "SignatureDoesNotMatch": "check the secret key, and that no proxy changes requests",
-}
-_REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_REGION_HEADER = "x-amz-bucket-region"
-_REGION = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
-_ERROR_BODY = re.compile(
-    rb"\A\s*(?:<\?xml[^>]*>\s*)?<Error[ >].*?<Code>(?P<code>[^<]{1,100})</Code>"
-    rb"(?:.*?<Message>(?P<message>[^<]*)</Message>)?",
-    re.DOTALL,
-)
-_ADVICE["403"] = _ADVICE["AccessDenied"]
-_ADVICE["416"] = _ADVICE["InvalidRange"]
-_ADVICE["400"] = "expired credentials, wrong region or wrong clock: the answer to a HEAD does not say which"
-_ADVICE["InvalidToken"] = _ADVICE["ExpiredToken"]
 
 
 class S3Client:
@@ -129,7 +86,7 @@ class S3Client:
         return answer
 
     def _is_in_grace(self, error: Exception) -> bool:
-        if not (self._has_worked and error_code(error) in _REFUSED_KEYS and may_be_stale_credentials(error)):
+        if not (self._has_worked and error_code(error) in REFUSED_KEYS and may_be_stale_credentials(error)):
             return False
         now = self._clock()
         self._refused_since = now if self._refused_since is None else self._refused_since
@@ -287,10 +244,10 @@ def _ignore_odd_redirects(
     if response is not None:
         parsed = response[1]
         for named, key in (
-            (parsed.get("ResponseMetadata", {}).get("HTTPHeaders", {}), _REGION_HEADER),
+            (parsed.get("ResponseMetadata", {}).get("HTTPHeaders", {}), REGION_HEADER),
             (parsed.get("Error", {}), "Region"),
         ):
-            if not _REGION.fullmatch(str(named.get(key, "a"))):
+            if not REGION.fullmatch(str(named.get(key, "a"))):
                 del named[key]
 
 
@@ -324,135 +281,3 @@ def _for_compatible_servers(options: StorageOptions, settings: Mapping[str, Any]
         if options.checksums is None and name not in settings and f"AWS_{name.upper()}" not in os.environ:
             defaults[name] = "when_required"
     return defaults
-
-
-def request_errors() -> tuple[type[Exception], ...]:
-    """Return everything that a request or a body can raise, for `except request_errors() as error`."""
-    try:
-        from botocore.exceptions import BotoCoreError, ClientError
-        from botocore.parsers import ResponseParserError
-        from urllib3.exceptions import HTTPError
-    except ImportError:
-        return (OSError,)  # the caller is about to raise MissingExtraError
-    return (ClientError, BotoCoreError, ResponseParserError, HTTPError, HTTPException, OSError)
-
-
-def error_code(error: BaseException) -> str:
-    """Return S3's error code, or "" if there is none; for a HEAD, which has no body, the status as text."""
-    response: Any = getattr(error, "response", None)
-    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
-
-
-def error_status(error: BaseException) -> int | None:
-    """Return the HTTP status that came with an error."""
-    response: Any = getattr(error, "response", None)
-    if not isinstance(response, dict):
-        return None
-    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return status if isinstance(status, int) else None
-
-
-def may_be_stale_credentials(error: BaseException) -> bool:
-    """Return whether other credentials might have been accepted."""
-    return error_code(error) in _STALE and error_status(error) in (400, 401, 403)
-
-
-def translated(where: str, error: Exception, purpose: Purpose = "read") -> StoreError:
-    """Translate one of `request_errors` of a request about `where`.
-
-    What may go away by itself (timeouts, broken connections, 5xx, a metadata service that does not answer) is
-    a TransientError, a request for fewer requests a ThrottledError; other messages say what to check. An
-    unknown failure becomes a StoreError with its own words, so nothing of botocore's leaves a store.
-    """
-    if isinstance(error, StoreError):
-        return error
-    if isinstance(getattr(error, "response", None), dict):
-        return _of_response(where, error, purpose)
-    return _of_connection(where, error)
-
-
-def error_in_body(where: str, text: bytes, status: int) -> StoreError | None:
-    """Return the error that a server sent in place of an object, with the status of a success, if it is one.
-
-    Errors that a server has begun to answer so are its own: they are transient unless their code says that
-    repeating the request does not help.
-    """
-    found = _ERROR_BODY.search(text)
-    if found is None:
-        return None
-    code = found["code"].decode(errors="replace")
-    message = found["message"].decode(errors="replace") if found["message"] else "no message"
-    problem = f"{code}: {message:.200}; the server sent this error in place of the object"
-    if code in _THROTTLED:
-        return ThrottledError(where, problem, status=status)
-    if code in _NOT_FOUND:
-        return ObjectNotFoundError(where, problem, status=status)
-    if code in _ADVICE:
-        return StoreError(where, f"{problem}; {_ADVICE[code]}", status=status)
-    return TransientError(where, problem, status=status)
-
-
-def _of_response(where: str, error: Exception, purpose: Purpose) -> StoreError:
-    code, status = error_code(error), error_status(error)
-    if code == "NoSuchBucket":
-        return ObjectNotFoundError(where, "there is no such bucket", status=status)
-    if code == "NoSuchUpload":
-        return TransientError(where, "the server has lost this upload: upload it again", status=status)
-    if code in _NOT_FOUND or status == 404:
-        return ObjectNotFoundError(where, "there is no such object", status=status)
-    if code in _PRECONDITION or status == 412:
-        if purpose == "write":
-            return ObjectExistsError(where, "already exists", status=status)
-        return ObjectChangedError(where, "no longer has the requested version", status=status)
-    if code in _THROTTLED or status in (429, 503):
-        return ThrottledError(
-            where, f"{code or 'SlowDown'}: the server asks for fewer requests", status=status
-        )
-    response = error.response  # type: ignore[attr-defined]
-    if status in _REDIRECTS:
-        return StoreError(where, _redirected(response["ResponseMetadata"]["HTTPHeaders"]), status=status)
-    message = str(response.get("Error", {}).get("Message") or "no message")
-    if code in _ADVICE and status in (200, 500):  # botocore makes a 500 of an error in a 200
-        return StoreError(where, f"{code}: {message:.200}; {_ADVICE[code]}", status=status)
-    if code in _TRANSIENT or status == 409 or (status or 0) >= 500:
-        return TransientError(where, f"{code}: {message:.200}", status=status)
-    advice = _ADVICE.get(code) or (_ADVICE["AccessDenied"] if status == 403 else "")
-    return StoreError(where, f"{code}: {message:.200}" + (f"; {advice}" if advice else ""), status=status)
-
-
-def _redirected(headers: Mapping[str, str]) -> str:
-    """Return what an answer means that names another place."""
-    if region := headers.get(_REGION_HEADER):
-        return f"the bucket is in region {region}: set --region or AWS_REGION"
-    place = headers.get("location", "an address that it does not name").partition("?")[0]  # no signatures
-    advice = "check the endpoint, and whether a proxy or a login page answers in its place"
-    return f"the server redirects to {place:.200}: {advice}"
-
-
-def _of_connection(where: str, error: Exception) -> StoreError:
-    from botocore import exceptions as core
-
-    text = f"{error}"[:300] or type(error).__name__
-    if isinstance(error, core.NoCredentialsError | core.PartialCredentialsError):
-        return StoreError(
-            where,
-            f"no complete credentials found ({text}): set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-            "or a profile (AWS_PROFILE) of ~/.aws/credentials, or run on a machine with a role; a public "
-            "bucket is read without any by --anonymous or StorageOptions(anonymous=True)",
-        )
-    if isinstance(error, core.ProfileNotFound):
-        return StoreError(where, f"{text}: check --profile, AWS_PROFILE and ~/.aws/config")
-    if isinstance(error, core.SSOError | core.UnauthorizedSSOTokenError):
-        return StoreError(where, f"{text}: run `aws sso login` again")
-    if "CERTIFICATE_VERIFY_FAILED" in text:
-        return StoreError(where, f"{text}: set AWS_CA_BUNDLE to the certificates to trust")
-    broken = (
-        core.ConnectionError | core.HTTPClientError | core.IncompleteReadError | core.FlexibleChecksumError
-    )
-    if isinstance(error, broken):
-        return TransientError(where, text)
-    if isinstance(error, core.MetadataRetrievalError | core.CredentialRetrievalError):
-        return TransientError(where, f"credentials could not be fetched: {text}")
-    if isinstance(error, core.BotoCoreError):
-        return StoreError(where, text)
-    return TransientError(where, f"{type(error).__name__}: {text}")

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardkit.datasets.dataset import open_dataset
-from shardkit.datasets.token_rows import RangeStore, RowCut, find_token_rows
+from shardkit.datasets.range_store import RangeStore
+from shardkit.datasets.token_rows import RowCut, find_token_rows
 from shardkit.errors import ShardError
 from shardkit.formats.tokens import Piece, name_of, pieces_of
 from shardkit.storage.memory import MemoryStore

@@ -26,10 +26,11 @@ from shardkit.storage.s3 import S3Store
 from shardkit.storage.store import StorageOptions
 from shardkit.writers import BuildResult, build
 from shardkit.writers.inputs import scan
+from shardkit.writers.inputs.cuts import UNCOUNTED
 from shardkit.writers.inputs.files import expand_url, find_files
 from shardkit.writers.inputs.patterns import expand_path, key_matches
 from shardkit.writers.inputs.readers import read_split
-from shardkit.writers.inputs.scan import UNCOUNTED, scan_inputs
+from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Ledger, Quarantine
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.stages.record_counts import count_records

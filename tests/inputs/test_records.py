@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.writers.inputs.records import Lines
+from shardkit.writers.inputs.lines import Lines
 
 PIECES = st.lists(st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\xe2\x80\xa8"])).map(b"".join))
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from shardkit.errors import RecipeError
 from shardkit.writers.inputs import scan
+from shardkit.writers.inputs.cuts import KeptCuts
 from shardkit.writers.inputs.files import InputFile, open_input
-from shardkit.writers.inputs.scan import KeptCuts, scan_inputs
+from shardkit.writers.inputs.scan import scan_inputs
 from support.read_inputs import recipe
 
 

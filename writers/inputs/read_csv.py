@@ -24,7 +24,8 @@ from itertools import chain
 
 from shardkit.writers.inputs.fields import MISSING, field_at
 from shardkit.writers.inputs.files import open_input
-from shardkit.writers.inputs.records import Line, Lines, RecordSink
+from shardkit.writers.inputs.lines import Line, Lines
+from shardkit.writers.inputs.records import RecordSink
 from shardkit.writers.recipe import InputConfig
 
 __all__ = ["read_csv"]

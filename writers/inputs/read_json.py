@@ -21,7 +21,8 @@ import orjson
 
 from shardkit.writers.inputs.fields import MAX_DEPTH, MISSING, field_at
 from shardkit.writers.inputs.files import open_input
-from shardkit.writers.inputs.records import Line, RecordSink
+from shardkit.writers.inputs.lines import Line
+from shardkit.writers.inputs.records import RecordSink
 from shardkit.writers.recipe import InputConfig
 
 __all__ = ["Values", "read_json", "read_values", "take_json"]

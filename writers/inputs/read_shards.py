@@ -36,7 +36,8 @@ from shardkit.manifest import Column
 from shardkit.writers.inputs.decompress import ContainerError, decompressed
 from shardkit.writers.inputs.fields import MISSING, field_at
 from shardkit.writers.inputs.files import InputFile, open_input
-from shardkit.writers.inputs.records import PieceReader, RecordSink
+from shardkit.writers.inputs.lines import PieceReader
+from shardkit.writers.inputs.records import RecordSink
 from shardkit.writers.recipe import InputConfig
 
 __all__ = ["first_samples", "read_mds", "read_wds"]

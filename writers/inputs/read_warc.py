@@ -29,8 +29,9 @@ from typing import Any, BinaryIO
 from shardkit.errors import MissingExtraError
 from shardkit.writers.inputs.decompress import ContainerError
 from shardkit.writers.inputs.files import open_input
+from shardkit.writers.inputs.lines import PieceReader
 from shardkit.writers.inputs.pages import BodyError, decode_body, decode_page, join_chunks
-from shardkit.writers.inputs.records import PieceReader, RecordSink
+from shardkit.writers.inputs.records import RecordSink
 from shardkit.writers.recipe import InputConfig
 
 try:

@@ -25,17 +25,12 @@ from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.decompress import ContainerError
 from shardkit.writers.inputs.fields import NamedFields
 from shardkit.writers.inputs.files import open_input
+from shardkit.writers.inputs.lines import Lines
 from shardkit.writers.inputs.read_columnar import read_arrow, read_parquet
 from shardkit.writers.inputs.read_csv import read_csv
 from shardkit.writers.inputs.read_json import read_json, read_values, take_json
 from shardkit.writers.inputs.read_shards import read_mds, read_wds
-from shardkit.writers.inputs.records import (
-    LimitReachedError,
-    Lines,
-    OtherFormatError,
-    RecordSink,
-    SuspectDataError,
-)
+from shardkit.writers.inputs.records import LimitReachedError, OtherFormatError, RecordSink, SuspectDataError
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import Ledger, Quarantine, check_bad_fraction
 from shardkit.writers.recipe import InputConfig

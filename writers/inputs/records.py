@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import builtins
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -41,10 +41,7 @@ from shardkit.writers.recipe import InputConfig
 
 __all__ = [
     "LimitReachedError",
-    "Line",
-    "Lines",
     "OtherFormatError",
-    "PieceReader",
     "RecordSink",
     "SuspectDataError",
 ]
@@ -53,8 +50,6 @@ _HEAD_BYTES = 256
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SURROGATE_BYTES = 3  # of its code point
 _OWN_ID = re.compile("[0-9a-f]{32}")
-Line = tuple[int, int, bytes, bool]
-"""Offset, length without the newline, the bytes, and whether they are all of the line or its head."""
 
 
 class SuspectDataError(Exception):
@@ -447,95 +442,3 @@ def _own_id(fields: Mapping[str, object], path: str) -> bytes | None:
     if not isinstance(value, str) or _OWN_ID.fullmatch(value) is None:
         return None
     return bytes.fromhex(value)
-
-
-class Lines:
-    """Iterate over the lines in pieces of bytes: split at b"\\n" only, no line held beyond a limit.
-
-    JSON text may hold U+2028, U+0085 and other characters that str.splitlines takes for line ends, so lines
-    are cut on bytes before anything is decoded.
-    """
-
-    def __init__(self, pieces: Iterable[bytes], *, offset: int = 0, max_line_bytes: int) -> None:
-        self._pieces = pieces
-        self._max_line_bytes = max_line_bytes
-        self._held_bytes = 0  # of the line that has begun, however few of them are held
-        self.offset = offset  # where the line after the last one handed out begins
-
-    def __iter__(self) -> Iterator[Line]:
-        held: list[bytes] = []
-        for piece in self._pieces:
-            first, *rest = piece.split(b"\n")
-            self._hold(held, first)
-            if not rest:
-                continue
-            yield self._finish(held)
-            last = rest.pop()
-            for line in rest:
-                offset = self.offset
-                self.offset += len(line) + 1
-                if len(line) > self._max_line_bytes:
-                    yield offset, len(line), line[:_HEAD_BYTES], False
-                else:
-                    yield offset, len(line), line, True
-            held = []
-            self._hold(held, last)
-        if self._held_bytes:
-            yield self._finish(held)
-
-    def _hold(self, held: list[bytes], part: bytes) -> None:
-        self._held_bytes += len(part)
-        if self._held_bytes > self._max_line_bytes:
-            head = b"".join(held)[:_HEAD_BYTES] + part[:_HEAD_BYTES]
-            held[:] = [head[:_HEAD_BYTES]]
-        elif part:
-            held.append(part)
-
-    def _finish(self, held: list[bytes]) -> Line:
-        offset, length = self.offset, self._held_bytes
-        self.offset += length + 1
-        self._held_bytes = 0
-        whole = length <= self._max_line_bytes
-        return offset, length, b"".join(held), whole
-
-
-class PieceReader:
-    """Reads pieces of bytes as a file, from front to back."""
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
-        self._held = b""
-        self._at = 0  # of the next byte in what is held
-        self._before = 0  # bytes of pieces that were read
-
-    def tell(self) -> int:
-        """How many bytes have been read."""
-        return self._before + self._at
-
-    def read(self, size: int) -> bytes:
-        """`size` bytes, fewer only at the end."""
-        parts, left = [], size
-        while left and self._fill():
-            part = self._held[self._at : self._at + left]
-            self._at += len(part)
-            left -= len(part)
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def skip(self, size: int) -> int:
-        """Skip `size` bytes; the number there were."""
-        left = size
-        while left and self._fill():
-            step = min(left, len(self._held) - self._at)
-            self._at += step
-            left -= step
-        return size - left
-
-    def _fill(self) -> bool:
-        while self._at == len(self._held):
-            piece = next(self._pieces, None)
-            if piece is None:
-                return False
-            self._before += len(self._held)
-            self._held, self._at = piece, 0
-        return True

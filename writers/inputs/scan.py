@@ -20,22 +20,19 @@ Of a local file the version is its mtime, ctime and inode, because a size and an
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 import xxhash
-import zstandard
 
 from shardkit.errors import BuildError, RecipeError, warn_user
-from shardkit.files import load_json
 from shardkit.hashing import digest_of
 from shardkit.storage.store import StorageOptions
 from shardkit.writers.encodings import encoding_of
+from shardkit.writers.inputs.cuts import UNCOUNTED, Cut, KeptCuts, read_cuts, unreadable_cut
 from shardkit.writers.inputs.decompress import COMPRESSIONS
 from shardkit.writers.inputs.files import (
     Found,
@@ -46,7 +43,6 @@ from shardkit.writers.inputs.files import (
     open_input,
     version_now,
 )
-from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look
 from shardkit.writers.recipe import InputConfig, Recipe
 
 __all__ = [
@@ -66,11 +62,8 @@ __all__ = [
 ]
 
 CUTS_NOTE = "inputs.json.zst"  # of `KeptCuts` in a work folder
-_CUTS_FORMAT = 1
 SPLIT_BYTES = 1 << 26
 _READ_BYTES = 1 << 20
-_NEWLINE_BYTES = 1 << 16  # a line or a few
-UNCOUNTED = -1  # `Split.first_record` that a stage has to find out
 _TRIAL_SPLITS = 8  # of each input, where `limit` is set: a few places are more alike to the whole than one
 _TRIAL_RECORD_BYTES = 4096  # as large as records are taken to be, to have enough splits for them
 _THREADS = 8  # that read footers: of a remote file it is waiting only
@@ -138,40 +131,6 @@ class Split:
         return self.input.path
 
 
-Cut = tuple[int, int, int, int]
-"""(start, end, first record, stored bytes) of a split."""
-
-
-class KeptCuts:
-    """The cuts of files that had to be read for them, as a work folder keeps them from start to start."""
-
-    def __init__(self, data: bytes | None = None) -> None:
-        """`data` is what `to_bytes` gave; if it cannot be read, nothing is known."""
-        self._files: dict[str, list[Any]] = {}
-        self.changed = False
-        if data is not None:
-            with suppress(ValueError, TypeError, KeyError, zstandard.ZstdError):
-                found = load_json(zstandard.ZstdDecompressor().decompress(data))
-                self._files = dict(found["files"]) if found["format"] == _CUTS_FORMAT else {}
-
-    def get(self, file: InputFile, split_bytes: int) -> list[Cut] | None:
-        """The cuts of this version of a file, if they are known."""
-        match self._files.get(file.path):
-            case [file.bytes, file.version, int(size), list(cuts)] if size == split_bytes:
-                return [tuple(cut) for cut in cuts]
-        return None
-
-    def put(self, file: InputFile, split_bytes: int, cuts: Sequence[Cut]) -> None:
-        """Remember the cuts of a file."""
-        self._files[file.path] = [file.bytes, file.version, split_bytes, [list(cut) for cut in cuts]]
-        self.changed = True
-
-    def to_bytes(self) -> bytes:
-        """All of it, compressed."""
-        text = json.dumps({"format": _CUTS_FORMAT, "files": self._files}, sort_keys=True)
-        return zstandard.ZstdCompressor(write_checksum=True).compress(text.encode())
-
-
 def scan_inputs(
     recipe: Recipe,
     storage: StorageOptions | None = None,
@@ -198,8 +157,8 @@ def scan_inputs(
         _, file, format, _ = entry
         if (known := kept.get(file, split_bytes)) is not None:
             return known
-        made = _cuts(file, format, split_bytes)
-        if made != [_unreadable(file)]:
+        made = read_cuts(file, format, split_bytes)
+        if made != [unreadable_cut(file)]:
             kept.put(file, split_bytes, made)
         return made
 
@@ -333,103 +292,6 @@ def _takes_reading(
     return has_lines and compression is None and file.bytes > split_bytes
 
 
-def _cuts(file: InputFile, format: str, split_bytes: int) -> list[Cut]:
-    """Read the cuts of a file that takes reading for them."""
-    if format != "parquet" and not _has_lines(file, format):
-        return [(0, file.bytes, 0, file.bytes)]
-    line_cuts = _remote_line_cuts if file.is_remote else _line_cuts
-    return list((_parquet_cuts if format == "parquet" else line_cuts)(file, split_bytes))
-
-
-def _has_lines(input: InputFile, format: str) -> bool:
-    """Whether the first bytes are of plain UTF-8 with a record a line, as the name says."""
-    try:
-        with open_input(input) as file:
-            return look(file.read(HEAD_BYTES)).has_lines(format)
-    except OSError as error:
-        raise BuildError(f"{input.path}: cannot be read: {error.strerror or error}") from error
-
-
-def _unreadable(file: InputFile) -> Cut:
-    """The cut of a Parquet file without a footer: the reader meets the same damage and books it."""
-    return 0, 0, 0, file.bytes
-
-
-def _line_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
-    """Cut after the first newline that makes a split of `split_bytes` or more, counting lines."""
-    size = input.bytes
-    start = first_record = lines = at = 0
-    aim = split_bytes
-    with open_input(input) as file:
-        while piece := file.read(min(_READ_BYTES, size - at)):
-            done = 0
-            while at + len(piece) >= aim:
-                newline = piece.find(b"\n", max(aim - 1 - at, done))
-                if newline < 0:
-                    aim = at + len(piece) + 1  # the line goes on: look in the next piece
-                    break
-                lines += piece.count(b"\n", done, newline + 1)
-                done = newline + 1
-                end = at + done
-                if end < size:
-                    yield start, end, first_record, end - start
-                    start, first_record = end, lines
-                aim = end + split_bytes
-            lines += piece.count(b"\n", done)
-            at += len(piece)
-    yield start, size, first_record, size - start
-
-
-def _remote_line_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
-    """The cuts of `_line_cuts`, by a small read at each; records are not counted."""
-    size, start = input.bytes, 0
-    try:
-        with open_input(input) as file:
-            while (end := _line_end(file, start + split_bytes - 1, size)) < size:
-                yield start, end, UNCOUNTED if start else 0, end - start
-                start = end
-    except OSError as error:
-        raise BuildError(f"{input.path}: cannot be read: {error.strerror or error}") from error
-    yield start, size, UNCOUNTED if start else 0, size - start
-
-
-def _line_end(file: BinaryIO, at: int, size: int) -> int:
-    """Where the line ends that the byte `at` lies in, after its newline."""
-    if at < size:
-        file.seek(at)
-        while piece := file.read(_NEWLINE_BYTES):
-            if (newline := piece.find(b"\n")) >= 0:
-                return at + newline + 1
-            at += len(piece)
-    return size
-
-
-def _parquet_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with open_input(input) as file:
-            metadata = pq.read_metadata(file)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        if getattr(error, "errno", None) is not None:
-            raise BuildError(f"{input.path}: cannot be read: {getattr(error, 'strerror', error)}") from error
-        yield _unreadable(input)
-        return
-    # What a split has of the stored bytes is its part of the decoded ones: sizes of columns are not asked
-    # for, because metadata that contradict themselves end the process there (formats.parquet_limits).
-    sizes = [max(metadata.row_group(group).total_byte_size, 0) for group in range(metadata.num_row_groups)]
-    start = first_record = rows = held = done = stored = 0
-    for group, size in enumerate(sizes):
-        rows += metadata.row_group(group).num_rows
-        held, done = held + size, done + size
-        if held >= split_bytes and group + 1 < len(sizes):
-            upto = input.bytes * done // max(sum(sizes), 1)
-            yield start, group + 1, first_record, upto - stored
-            start, first_record, held, stored = group + 1, rows, 0, upto
-    yield start, len(sizes), first_record, input.bytes - stored
-
-
 def hash_split(split: Split) -> str:
     """xxh3-128 of a split's stored bytes. Parquet is cut by row groups: a file's first split has it whole.
 
@@ -482,7 +344,7 @@ def check_unchanged(splits: Sequence[Split], hashes: Sequence[str]) -> None:
         is_same = hash_split(part) == content
         if (part.start, part.end) != (0, file.bytes):
             if file not in cuts:
-                cuts[file] = {cut[:3] for cut in _cuts(file, part.format, SPLIT_BYTES)}
+                cuts[file] = {cut[:3] for cut in read_cuts(file, part.format, SPLIT_BYTES)}
             is_same = is_same and (part.start, part.end, part.first_record) in cuts[file]
         if not is_same:
             raise BuildError(f"{file.path}: changed while the build ran; run it again")

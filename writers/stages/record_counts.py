@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardkit.writers.execution.task import RunTasks, Task
+from shardkit.writers.inputs.cuts import UNCOUNTED
 from shardkit.writers.inputs.decompress import plain_range
 from shardkit.writers.inputs.files import open_input
-from shardkit.writers.inputs.scan import UNCOUNTED, Split
+from shardkit.writers.inputs.scan import Split
 from shardkit.writers.stages.clean import split_name
 
 __all__ = ["count_records"]

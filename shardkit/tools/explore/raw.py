@@ -15,8 +15,9 @@ from typing import Any
 
 from shardkit.errors import ShardkitError
 from shardkit.tools.explore.explored import Explored
+from shardkit.writers.inputs.cuts import UNCOUNTED
 from shardkit.writers.inputs.readers import SuspectDataError, read_split
-from shardkit.writers.inputs.scan import UNCOUNTED, scan_inputs
+from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Ledger, Quarantine
 from shardkit.writers.recipe import recipe_from_mapping
 
