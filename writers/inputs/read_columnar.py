@@ -49,7 +49,8 @@ def _wanted_paths(schema: pa.Schema, config: InputConfig) -> list[str]:
     texts: tuple[str, ...] = (config.text,)
     if config.is_masked:
         named = (config.messages, config.prompt, config.completion)
-        texts = (*(path for path in named if path is not None), config.tools)
+        own = (config.tools, config.chat_template_kwargs)
+        texts = (*(path for path in named if path is not None), *own)
     paths = dict.fromkeys((*texts, config.id or "id", config.url or "url", *config.metadata))
     paths |= {} if config.document_id is None else {config.document_id: None}
     return [path for path in paths if type_at(schema, path) is not None]
