@@ -45,8 +45,10 @@ TOO_MUCH = {
     "batch": "{{ [1]|batch(2000000000, 'x')|list }}",
     "round": "{{ 1.5|round(2000000000, 'ceil') }}",
     "sum": "{{ [[1], [2]]|sum(start=[]) }}",
-    "doubling": "{% set ns = namespace(x='a') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "adding": "{% set ns = namespace(x='a') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "doubling": "{% set ns = namespace(x='a') %}{% for i in range(99) %}"
+    "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "adding": "{% set ns = namespace(x='a') %}{% for i in range(99) %}"
+    "{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "joining": "{% set ns = namespace(x='a') %}{% for i in range(99) %}"
     "{% set ns.x = [ns.x, ns.x]|join(ns.x) %}{% endfor %}",
     "joining, method": "{% set ns = namespace(x='a') %}{% for i in range(99) %}"

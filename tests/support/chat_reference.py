@@ -1,4 +1,4 @@
-"""The mask of a conversation as its definition says: every beginning rendered by itself, in quadratic time."""
+"""The mask of a conversation as its definition says: each beginning rendered by itself, in quadratic time."""
 
 from __future__ import annotations
 

@@ -68,7 +68,8 @@ _MISSING = ("random", "striptags", "urlize")
 # Filters that take containers without writing them out as text.
 _ITEMWISE = frozenset((
     "attr", "batch", "count", "d", "default", "dictsort", "first", "groupby", "items", "join", "last",
-    "length", "list", "map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "sort",
+    "length", "list", "map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "slice",
+    "sort",
     "sum", "unique",
 ))  # fmt: skip
 _LONG_NUMBER = re.compile(r"\d{4,}|\*")
@@ -105,7 +106,7 @@ class Work:
             )
 
     def make(self, size: int) -> None:
-        """Take the steps for a value of so many characters or items; TemplateLimitError if that is too much."""
+        """Take the steps for a value of so many characters or items; TemplateLimitError if too many."""
         if size > self.largest:
             raise TemplateLimitError(
                 f"the chat template makes a value of more than {self.largest:,} characters or items"
