@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import RecipeError
-from shardkit.writers.inputs import scan
+from shardkit.writers.inputs import cuts
 from shardkit.writers.inputs.cuts import KeptCuts
 from shardkit.writers.inputs.files import InputFile, open_input
 from shardkit.writers.inputs.scan import scan_inputs
@@ -191,7 +191,7 @@ def test_a_cut_found_beyond_the_read_buffer_is_the_same(
     expected = scan_inputs(recipe(tmp_path, "a.jsonl"), split_bytes=700)
     assert len(expected) > 10
     for size in (1, 3, 64, 701):
-        monkeypatch.setattr("shardkit.writers.inputs.scan._READ_BYTES", size)
+        monkeypatch.setattr("shardkit.writers.inputs.cuts._READ_BYTES", size)
         assert scan_inputs(recipe(tmp_path, "a.jsonl"), split_bytes=700) == expected
 
 
@@ -228,7 +228,7 @@ def test_kept_cuts_spare_reading_a_file_until_it_changes(
         opened.append(file.name)
         return open_input(file)
 
-    monkeypatch.setattr(scan, "open_input", note)
+    monkeypatch.setattr(cuts, "open_input", note)
     assert scan_inputs(made, split_bytes=2000, kept=again) == expected
     assert not again.changed
     assert opened == ["c.parquet"], "it has no cuts that could be kept"

@@ -75,8 +75,9 @@ def take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
         problem = f"a JSON {_kind(fields)} where an object is expected"
         sink.bad("not_an_object", problem + _hint_of_array(sink, line), head=line)
         return
-    of_masked = (config.messages, config.prompt, config.completion, config.tools)
-    texts = [path for path in of_masked if path] if config.is_masked else [config.text]
+    fields_of_chat = (config.messages, config.prompt, config.completion, config.tools)
+    masked = (*fields_of_chat, config.chat_template_kwargs)
+    texts = [path for path in masked if path] if config.is_masked else [config.text]
     if refused is not None and not all(_is_exact(field_at(fields, path)) for path in texts):
         sink.bad(*_json_problem(line, refused, sink.charset), head=line)
         return
