@@ -24,8 +24,7 @@ Remote datasets: give `cache_dir`, which workers share. In memory, each worker h
 
 `MapDataset` reads any dataset, local or remote, in its own order: order and resuming are the sampler's
 business. A DataLoader asks for a batch at a time (`__getitems__`), which one gather reads. Random samples
-touch as many shards as there are samples, so a remote dataset needs a cache with room for all of it, where
-`StreamingLoader` needs a small part of that.
+touch as many shards as there are samples, so a remote dataset needs a cache with room for all of it.
 """
 
 from __future__ import annotations

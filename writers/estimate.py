@@ -52,9 +52,9 @@ from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.executors import Execution, open_runner
-from shardkit.writers.inputs.decompress import ContainerError, compression_of, decompressed, with_head
+from shardkit.writers.inputs.decompress import ContainerError, decompressed, with_head
 from shardkit.writers.inputs.files import open_input
-from shardkit.writers.inputs.first_bytes import look
+from shardkit.writers.inputs.first_bytes import compression_of, look
 from shardkit.writers.inputs.readers import within_memory
 from shardkit.writers.inputs.scan import Split, parts_of, scan_inputs
 from shardkit.writers.progress import StageProgress

@@ -34,13 +34,12 @@ import zstandard
 
 from shardkit.errors import MissingExtraError
 from shardkit.formats.compression import ZSTD_WINDOW_ERROR, ZstdFrame
-from shardkit.writers.inputs.first_bytes import HEAD_BYTES, compression_in
+from shardkit.writers.inputs.first_bytes import HEAD_BYTES
 
 __all__ = [
     "COMPRESSIONS",
     "ConfirmedMembers",
     "ContainerError",
-    "compression_of",
     "decompressed",
     "plain_range",
     "with_head",
@@ -90,14 +89,6 @@ class ContainerError(Exception):
         self.problem, self.rest_bytes, self.suspect_bytes = problem, rest_bytes, suspect_bytes
         self.resumes = resumes
         super().__init__(problem)
-
-
-def compression_of(file: BinaryIO, named: str | None) -> str | None:
-    """Return how a file is compressed, by its first bytes; `named` is what its name says."""
-    file.seek(0)
-    head = file.read(HEAD_BYTES)
-    file.seek(0)
-    return compression_in(head, named)
 
 
 def with_head(pieces: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:

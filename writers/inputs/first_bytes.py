@@ -16,10 +16,11 @@ import json
 import re
 import unicodedata
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from shardkit.errors import BuildError
 
-__all__ = ["HEAD_BYTES", "FirstBytes", "compression_in", "look", "raise_if_pointer"]
+__all__ = ["HEAD_BYTES", "FirstBytes", "compression_in", "compression_of", "look", "raise_if_pointer"]
 
 HEAD_BYTES = 1 << 12
 """How much of a file `look` should be given: all of a shorter one."""
@@ -284,6 +285,14 @@ def compression_in(head: bytes, named: str | None) -> str | None:
     if found.compression is not None or named is None:
         return found.compression
     return named if not head or found.format in _PACKED or _holds_no_text(head) else None
+
+
+def compression_of(file: BinaryIO, named: str | None) -> str | None:
+    """Return how a file is compressed, by its first bytes; `named` is what its name says."""
+    file.seek(0)
+    head = file.read(HEAD_BYTES)
+    file.seek(0)
+    return compression_in(head, named)
 
 
 def raise_if_pointer(found: FirstBytes, path: str) -> None:

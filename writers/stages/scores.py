@@ -31,8 +31,9 @@ from shardkit.writers.dedup.tables import RowsWriter
 from shardkit.writers.exchange import RunWriter, Slice, Table, exchange
 from shardkit.writers.execution.task import RunTasks, Task, partition_name
 from shardkit.writers.filters.scores import ScoresConfig
-from shardkit.writers.inputs.decompress import ContainerError, compression_of, decompressed, plain_range
+from shardkit.writers.inputs.decompress import ContainerError, decompressed, plain_range
 from shardkit.writers.inputs.files import open_input
+from shardkit.writers.inputs.first_bytes import compression_of
 from shardkit.writers.inputs.scan import Split, hash_splits, scan_inputs
 from shardkit.writers.recipe import InputConfig, Recipe
 from shardkit.writers.runs import Limits
