@@ -60,7 +60,7 @@ def main() -> None:
 
         sent = upload(Path(name, "data"), url, storage=storage, progress=False)
         again = upload(Path(name, "data"), url, storage=storage, progress=False)
-        print(f"uploaded {len(sent.sent)} shards, {sent.sent_bytes:,} bytes, and the index last")
+        print(f"uploaded {len(sent.sent)} files, {sent.sent_bytes:,} bytes, and the index last")
         print(f"uploaded again: {again.sent_bytes:,} bytes sent")
 
         def loader(cache: str) -> StreamingLoader:

@@ -42,7 +42,7 @@ SAYS = {
         "all 40 steps trained on the rows of a run that was never killed",
     ],
     "s3_upload_and_stream.py": [
-        "uploaded 14 shards",
+        "uploaded 15 files",
         "uploaded again: 0 bytes sent",
         "each of 400 rows came once",
     ],

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, unchanged
 
-TIMEOUT_SECONDS = 1.5
+TIMEOUT_SECONDS = {"fork": 1.5, "spawn": 8.0, "forkserver": 8.0}  # a new interpreter imports torch
 STEP = 5
 
 
@@ -26,7 +26,7 @@ def collate(case: str, batch: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     data, case, method = sys.argv[1:]
-    dataset = StreamingDataset(data, batch_size=4, timeout_seconds=TIMEOUT_SECONDS, endless=True)
+    dataset = StreamingDataset(data, batch_size=4, timeout_seconds=TIMEOUT_SECONDS[method], endless=True)
     function: Any = partial(collate, case) if case in ("hang", "unsendable") else unchanged
     loader = StreamingDataLoader(
         dataset,
