@@ -1232,7 +1232,7 @@ def test_keys_that_leave_the_prefix_are_refused(key: str) -> None:
 def test_a_bucket_that_is_named_by_its_arn_is_refused_with_what_to_give(url: str) -> None:
     for opened in (S3Store, sk.open):
         with pytest.raises(StoreError, match=r"names a bucket by its ARN: give .* access point's alias"):
-            opened(url)  # type: ignore[operator]
+            opened(url)
 
 
 def test_an_object_is_created_once_where_a_server_with_versions_ignores_the_condition(
