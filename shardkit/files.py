@@ -54,6 +54,7 @@ __all__ = [
     "open_regular",
     "part_of",
     "publish_bytes",
+    "rename_new",
     "user_cache_folder",
     "who_else_writes",
 ]
@@ -268,6 +269,29 @@ def move_durably(source: Path, target: Path) -> None:
     source.rename(target)
 
 
+def rename_new(source: Path, target: Path) -> None:
+    """Rename a file to a name that nothing has; FileExistsError.
+
+    One step where the system has it (renameat2). Elsewhere (SMB, some FUSE) whoever makes an empty file owns
+    the name: a process that is killed before the next step leaves that file.
+    """
+    if (renameat2 := getattr(_libc, "renameat2", None)) is not None:
+        names = os.fsencode(source), os.fsencode(target)
+        if not renameat2(_THIS_FOLDER, names[0], _THIS_FOLDER, names[1], _NO_REPLACE):
+            return
+        number = ctypes.get_errno()
+        if number not in LACKING:
+            raise OSError(number, os.strerror(number), str(target))
+    target.open("xb").close()
+    try:
+        source.rename(target)
+    except BaseException as error:
+        target.unlink(missing_ok=True)
+        if isinstance(error, FileExistsError):  # which is our own
+            raise OSError(errno.EOPNOTSUPP, "no file can be renamed over another here") from error
+        raise
+
+
 def make_folder(folder: Path) -> bool:
     """Make a folder and those above it, durably; return whether it was missing."""
     if folder.is_dir():
@@ -293,6 +317,7 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _FAILED = ctypes.c_void_p(-1).value
+_THIS_FOLDER, _NO_REPLACE = -100, 1  # AT_FDCWD and RENAME_NOREPLACE of Linux
 _addresses: set[int] = set()  # of maps that are open; adding and discarding are atomic
 
 

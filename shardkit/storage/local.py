@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shardkit.errors import ShardError
-from shardkit.files import LACKING, fsync_path, make_folder
+from shardkit.files import LACKING, fsync_path, make_folder, rename_new
 from shardkit.manifest import checked_basename
 from shardkit.storage.store import (
     BaseBody,
@@ -169,14 +169,11 @@ def _translated(file: Path, error: OSError) -> StoreError:
 
 def _link(temporary: Path, file: Path) -> None:
     try:
-        os.link(temporary, file)
+        try:
+            os.link(temporary, file)
+        except OSError as error:
+            if error.errno not in LACKING:
+                raise
+            rename_new(temporary, file)
     except FileExistsError as error:
         raise ObjectExistsError(str(file), "already exists") from error
-    except OSError as error:
-        if error.errno not in LACKING:
-            raise
-        try:  # without hard links: who makes the empty file owns the name, and replaces it in one step
-            file.open("xb").close()
-        except FileExistsError as exists:
-            raise ObjectExistsError(str(file), "already exists") from exists
-        temporary.rename(file)

@@ -102,6 +102,11 @@ class S3Client:
                     self._client = _new_client(self._url, self._options, session)
         return self._client
 
+    @property
+    def is_aws(self) -> bool:
+        """Whether requests go to AWS itself."""
+        return _is_aws(self.botocore_client().meta.endpoint_url)
+
     def close(self) -> None:
         """Close idle connections."""
         with self._lock:

@@ -7,6 +7,7 @@ four in memory at a time. A failed upload is aborted: nothing of it stays behind
 
 A conditional upload (`if_absent`) is one request up to 5 GiB, streamed from a file that is read twice: some
 servers (Ceph) decide atomically about single requests, but ignore the condition when parts are completed.
+In buckets with versions Ceph ignores it there, too: whoever finds an earlier version removes the own one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.storage.s3_client import S3Client, version_of
-from shardkit.storage.store import StoreError, TransientError
+from shardkit.storage.store import ObjectExistsError, StoreError, TransientError
 
 __all__ = [
     "MAX_OBJECT_BYTES",
@@ -44,6 +45,7 @@ _MAX_PARTS = 10_000  # S3's limit
 _PART_ALIGNMENT = 1 << 20
 _PIECE_BYTES = 1 << 20  # of a file that is only hashed
 _THREADS = 4
+_FORBIDDEN = 403
 _KEPT_BUFFERS = 8  # 128 MiB; during an upload hardly any is free
 _MD5_ETAG = re.compile(r"[0-9a-f]{32}(-[0-9]+)?")
 
@@ -167,13 +169,15 @@ def upload(client: S3Client, target: Target, content: Content) -> str:
     """Upload `content` and return its version.
 
     TransientError if the server reports that it stored something else, which is removed again if it is
-    certainly new.
+    certainly new. ObjectExistsError if the condition does not hold.
     """
     if content.bytes > MAX_OBJECT_BYTES:
         raise StoreError(target.where, f"{content.bytes:,} bytes exceed S3's limit, {MAX_OBJECT_BYTES:,}")
     in_one_request = _MAX_REQUEST_BYTES if target.condition else PART_BYTES
     send = _upload_whole if content.bytes <= in_one_request else _upload_parts
     answer, expected = send(client, target, content)
+    if target.condition and "VersionId" in answer and not client.is_aws:
+        _withdraw_second(client, target, str(answer["VersionId"]))
     if not version_of(answer):  # Ceph sends none when it completes parts
         answer = client.request("head_object", target.where, "read", **target.names)
     version = version_of(answer)
@@ -185,6 +189,31 @@ def upload(client: S3Client, target: Target, content: Content) -> str:
             target.where, f"the server stored {version}, but {expected} was sent: upload it again"
         )
     return version
+
+
+def _withdraw_second(client: S3Client, target: Target, version_id: str) -> None:
+    """Remove the version just stored, and raise ObjectExistsError, if the object existed before.
+
+    Of rivals only the first finds no earlier version that is not deleted. Readers may see the bytes of a
+    second one until it has removed them. A caller who may not list versions has to trust the server.
+    """
+    bucket, key = target.names["Bucket"], target.names["Key"]
+    try:
+        listed = client.request("list_object_versions", target.where, Bucket=bucket, Prefix=key)
+    except StoreError as error:
+        if error.status == _FORBIDDEN:
+            return
+        raise
+    versions = [each for each in listed.get("Versions", ()) if each["Key"] == key]  # the newest first
+    ids = [each["VersionId"] for each in versions]
+    if version_id not in ids[:-1]:
+        return
+    own, earlier = versions[(at := ids.index(version_id)) : at + 2]
+    deleted = (each["LastModified"] for each in listed.get("DeleteMarkers", ()) if each["Key"] == key)
+    if any(earlier["LastModified"] <= when <= own["LastModified"] for when in deleted):
+        return
+    client.request("delete_object", target.where, "write", VersionId=version_id, **target.names)
+    raise ObjectExistsError(target.where, "already exists")
 
 
 def _is_md5(answer: Mapping[str, Any], version: str) -> bool:

@@ -22,10 +22,11 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["ACCESS_KEY", "PROGRAMS", "SECRET_KEY", "STEP_SECONDS", "Daemons", "RgwError"]
+__all__ = ["ACCESS_KEY", "KMS_KEY", "PROGRAMS", "SECRET_KEY", "STEP_SECONDS", "Daemons", "RgwError"]
 
 PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
 ACCESS_KEY, SECRET_KEY = "shardkit-test", "shardkit-test-secret"
+KMS_KEY = "key-of-tests"
 STEP_SECONDS = 30.0  # for one program to do its part; the slowest takes 0.5 s on an idle machine
 STORE_GIB = 3  # the store calls itself full, and answers no more puts, at 95 % of this
 _LOG_LINES = 12  # of each daemon, shown when a start fails
@@ -82,6 +83,9 @@ rgw_gc_obj_min_wait = 20
 rgw_gc_processor_period = 10
 rgw_gc_processor_max_time = 10
 rgw_dns_name = localhost
+rgw_crypt_require_ssl = false
+rgw_crypt_s3_kms_backend = testing
+rgw_crypt_s3_kms_encryption_keys = {kms_key}={kms_secret}
 """
 
 _KEYRING = """\
@@ -148,6 +152,8 @@ class Daemons:
                 folder=self.folder,
                 port=self.port,
                 store_bytes=self._store_bytes,
+                kms_key=KMS_KEY,
+                kms_secret=base64.b64encode(secrets.token_bytes(32)).decode(),
             )
         )
         keyring = self.folder / "keyring"

@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardkit as sk
 from shardkit.errors import MissingExtraError
 from shardkit.storage import (
     ObjectChangedError,
@@ -1216,3 +1217,44 @@ def test_any_legal_key_is_a_prefix(server: S3Server, prefix: str) -> None:
 def test_keys_that_leave_the_prefix_are_refused(key: str) -> None:
     with pytest.raises(StoreError, match="bad key"):
         S3Store("s3://bucket/x").head(key)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://arn:aws:s3:us-east-1:123456789012:accesspoint/my-ap/prefix",
+        "s3://arn:aws:s3::123456789012:accesspoint/mfzwi23gnjvgw.mrap/prefix",
+        "s3://arn:aws:s3:::bucket/prefix/*.tar",
+        "s3://arn:aws-cn:s3:::bucket/part-{0..3}.tar",
+        "S3://ARN:aws:s3:::bucket/index.json",
+    ],
+)
+def test_a_bucket_that_is_named_by_its_arn_is_refused_with_what_to_give(url: str) -> None:
+    for opened in (S3Store, sk.open):
+        with pytest.raises(StoreError, match=r"names a bucket by its ARN: give .* access point's alias"):
+            opened(url)
+
+
+def test_an_object_is_created_once_where_a_server_with_versions_ignores_the_condition(
+    server: S3Server,
+) -> None:
+    name = server.new_bucket()
+    state = {"Status": "Enabled"}
+    server.client().put_bucket_versioning(Bucket=name, VersioningConfiguration=state)
+    store = S3Store(f"s3://{name}")
+
+    def forget(environ: dict[str, Any], start: Any, app: Any) -> Any:
+        environ.pop("HTTP_IF_NONE_MATCH", None)
+        return app(environ, start)
+
+    server.intercept = forget
+    try:
+        store.put("a", b"first", if_absent=True)
+        with pytest.raises(ObjectExistsError):
+            store.put("a", b"second", if_absent=True)
+        assert store.get("a") == b"first"
+        store.delete("a")
+        store.put("a", b"third", if_absent=True)
+        assert store.get("a") == b"third"
+    finally:
+        server.intercept = None

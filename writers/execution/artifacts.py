@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import BuildError
+from shardkit.files import map_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -72,7 +73,7 @@ class Artifact:
         source = self._source
         if source is not None:
             return pa.PythonFile(source.open(self.path), mode="r")
-        return pa.memory_map(str(self.path)) if mapped else pa.OSFile(str(self.path))
+        return pa.BufferReader(map_path(self.path)) if mapped else pa.OSFile(str(self.path))
 
     def read_bytes(self) -> bytes:
         """All of a small file."""

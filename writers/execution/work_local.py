@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardkit.errors import BuildError
-from shardkit.files import fsync_path, publish_bytes
+from shardkit.files import LACKING, fsync_path, publish_bytes
 from shardkit.locks import held_file, upgraded
 from shardkit.storage.local import LocalStore
 from shardkit.writers.execution.task import Commit, Record, Task, parse_record
@@ -83,6 +83,11 @@ class LocalWork:
             except OSError as error:
                 is_there = error.errno in (errno.ENOTEMPTY, errno.EEXIST)
                 if not is_there and temporary.exists():  # otherwise NFS retried a rename that had succeeded
+                    if error.errno in (*LACKING, errno.EXDEV):
+                        problem = (
+                            f"{error.strerror}: this file system cannot rename folders; set `work` to a "
+                        )
+                        raise OSError(error.errno, f"{problem}folder on a local disk", str(folder)) from error
                     raise
                 if theirs := self._complete(task.key):
                     check_same(commit, theirs)
@@ -174,7 +179,10 @@ class LocalWork:
             if name != _LOCK:
                 _remove(self.folder / name)
         (self.folder / _LOCK).unlink()
-        self.folder.rmdir()
+        with contextlib.suppress(
+            OSError
+        ):  # NFS and FUSE keep a file that is open: `locked_folder` tries again
+            self.folder.rmdir()
 
     def clear_unfinished(self) -> None:
         """Remove leftovers of killed builds; only while no other build uses the folder."""
@@ -199,6 +207,9 @@ def locked_folder(work: LocalWork, *, shared: bool) -> Iterator[None]:
                     work.clear_unfinished()
         finally:
             os.close(descriptor)
+            if not (work.folder / _LOCK).exists():
+                with contextlib.suppress(OSError):
+                    work.folder.rmdir()
 
 
 def _lock(work: LocalWork, *, shared: bool) -> int:
@@ -224,7 +235,8 @@ def _lock(work: LocalWork, *, shared: bool) -> int:
             )
         return descriptor
     except OSError as error:
-        raise BuildError(f"{folder}: cannot be used as work folder: {error.strerror}") from error
+        problem = f"{folder}: cannot be used as work folder: {error.strerror}; `work` names another"
+        raise BuildError(problem) from error
 
 
 def _clear_alone(work: LocalWork, descriptor: int) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import RecipeError
+from shardkit.files import LACKING
 from shardkit.writers.kernels.utf8 import join_runs
 
 __all__ = ["LABEL_PREFIX", "FastTextModel", "aligned", "load_fasttext"]
@@ -95,7 +96,14 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            try:
+                self._map: mmap.mmap | bytes = mmap.mmap(
+                    file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ
+                )
+            except OSError as error:
+                if error.errno not in LACKING:
+                    raise
+                self._map = file.read()
         self._data = np.frombuffer(self._map, np.uint8)
         self._at = 0
 

@@ -53,12 +53,18 @@ _OTHER_DATASET = "is itself an MDS dataset; pass several datasets as streams: [S
 def expand(names: Sequence[str]) -> list[str]:
     """`names` with brace lists and "::" worked out; ShardError if there is nothing, or braces do not pair."""
     try:
-        found = [name for text in names for part in text.split("::") for name in expand_braces(part)]
+        # The store refuses ARNs, which may have "::" inside, by name.
+        parts = [part for text in names for part in ([text] if _is_arn(text) else text.split("::"))]
+        found = [name for part in parts for name in expand_braces(part)]
     except ValueError as error:
         raise ShardError(names[0], f"names no tars: {error}") from error
     if not found or not all(found):
         raise ShardError("::".join(names), "names no tars: a name is empty")
     return found
+
+
+def _is_arn(text: str) -> bool:
+    return text[:9].lower() == "s3://arn:"
 
 
 def unscanned(objects: Sequence[ObjectInfo]) -> Manifest:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardError
+from shardkit.files import map_path
 from shardkit.formats.parquet_limits import Footer, Limits
 from shardkit.formats.provenance import is_provenance_name
 from shardkit.storage.object_file import open_object
@@ -147,7 +148,7 @@ class ParquetFolder:
         name = self.names[number]
         try:
             if self._dataset.shards is None:
-                return pq.ParquetFile(self._dataset.path / name, metadata=footer, memory_map=True)
+                return pq.ParquetFile(pa.BufferReader(map_path(self._dataset.path / name)), metadata=footer)
             return pq.ParquetFile(self._stored(number), metadata=footer)
         except _UNREADABLE as error:
             raise ShardError(f"{self._dataset.location}/{name}", f"cannot be read: {error}") from error
