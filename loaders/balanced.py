@@ -199,7 +199,7 @@ def _name(label: Label) -> str:
 
 def _read_classes(dataset: Dataset, column: str) -> tuple[list[Label], _Codes]:
     """(the values of a column, ascending; int16[samples], which of them each sample has)."""
-    known = [each.name for each in dataset.columns]
+    column, known = dataset.column_name(column), [each.name for each in dataset.columns]
     if column not in known and f"{column}.npy" not in known:
         raise ValueError(f"{dataset.location} has no column {column!r}; it has {', '.join(known)}")
     numbers: dict[Label, int] = {}

@@ -61,9 +61,9 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class FixedColumn:
-    """A column of constant size: its name in each stream, shape of a row, types as stored and delivered."""
+    """A column of constant size: its name, shape of a row, types as stored and delivered."""
 
-    names: tuple[str, ...]
+    name: str
     shape: tuple[int, ...]
     stored: np.dtype[np.generic]
     delivered: np.dtype[np.generic]
@@ -166,7 +166,7 @@ class _MappedColumn:
 
     def _fetched(self, number: int, some: FetchedRows) -> npt.NDArray[np.generic]:
         """The column in the rows that were fetched one by one; never mistaken for the shard's map later."""
-        before, name = 0, self._column.names[self._streams.stream_of(number)]
+        before, name = 0, self._column.name
         for column in self._streams.infos[number].columns:
             if column.name == name:
                 break
@@ -182,7 +182,7 @@ class _MappedColumn:
         if mapped is not None and number not in self._partial:
             return mapped
         self._partial.discard(number)
-        info, name = self._streams.infos[number], self._column.names[self._streams.stream_of(number)]
+        info, name = self._streams.infos[number], self._column.name
         rows = self._streams.shard(number).fixed_rows(name)
         expected = (info.samples, *self._column.shape)
         if rows is None or rows.shape != expected or rows.dtype != self._column.stored:

@@ -86,10 +86,9 @@ def open_source(
 ) -> SourceInfo:
     """The source of `columns` (None: all); tokens are converted to `dtype`.
 
-    In tars, tokens lie in members called `tokens.npy`, and loss masks in `loss_mask.npy`; batches call them
-    `tokens` and `loss_mask` as for MDS. ValueError for unknown names, and for streams whose columns could
-    not be in one batch. `output`: where gathered rows are written. `keep_stored`: leave the conversion to the
-    receiver, who reads the tokens first, if all streams store them in one type.
+    ValueError for unknown names, and for streams whose columns could not be in one batch. `output`: where
+    gathered rows are written. `keep_stored`: leave the conversion to the receiver, who reads the tokens
+    first, if all streams store them in one type.
     """
     once = streams.once
     each = [_open_one(dataset, columns, dtype) for dataset in once.datasets]
@@ -99,7 +98,7 @@ def open_source(
     keep_stored &= len({dataset.token_dtype for dataset in once.datasets}) == 1
     return SourceInfo(
         source=_one_source(once, [part.as_stored() for part in each] if keep_stored else each, output),
-        columns=tuple(first.names),
+        columns=first.names,
         token_key=first.token_key,
         token_dtype=None if first.token_key is None else first.delivered.get(first.token_key),
         stored_bytes=sum(part.stored_bytes for part in each) // len(each),
@@ -116,7 +115,7 @@ class _Part:
     """What is read of one stream, and how."""
 
     dataset: Dataset
-    names: dict[str, str]  # the dataset's by the batch's
+    names: tuple[str, ...]  # of columns
     token_key: str | None
     delivered: dict[str, np.dtype[np.generic]]  # types of columns that are converted
     fixed: dict[str, FixedColumn] | None  # all of them, if all have constant size
@@ -149,8 +148,8 @@ class _Part:
 
 def _open_one(dataset: Dataset, columns: Sequence[str] | None, dtype: TokenDtype) -> _Part:
     token_column = _token_column(dataset)
-    names = _batch_names(dataset, columns)
-    token_key = next((key for key, name in names.items() if name == token_column), None)
+    names = _wanted_names(dataset, columns)
+    token_key = token_column if token_column in names else None
     delivered: dict[str, np.dtype[np.generic]] = {}
     if token_key is not None and dataset.token_dtype is not None:
         delivered[token_key] = output_dtype(dtype, dataset.token_dtype)
@@ -175,11 +174,7 @@ def _one_source(streams: Streams, parts: list[_Part], output: OutputMemory) -> S
     ]
     if layouts[0] is not None and all(layout == layouts[0] for layout in layouts):
         assert parts[0].fixed is not None
-        merged = {
-            key: replace(column, names=tuple(part.names[key] for part in parts))
-            for key, column in parts[0].fixed.items()
-        }
-        return FixedRows(streams, merged, output)
+        return FixedRows(streams, parts[0].fixed, output)
     if len(parts) == 1:
         return DecodedSamples(streams, parts[0].names, parts[0].delivered)
     alone = [
@@ -194,7 +189,7 @@ def _one_source(streams: Streams, parts: list[_Part], output: OutputMemory) -> S
 def _check_alike(streams: Streams, number: int, first: _Part, other: _Part, mixed_lengths: bool) -> None:
     """ValueError unless samples of both can be in one batch, or their lengths alone differ and may."""
     names = f"streams {streams.names[0]!r} and {streams.names[number]!r}"
-    if first.names.keys() != other.names.keys():
+    if {*first.names} != {*other.names}:
         raise ValueError(
             f"{names} have different columns, {', '.join(first.names)} and {', '.join(other.names)}: "
             "name those that both have with columns=[...]"
@@ -203,18 +198,18 @@ def _check_alike(streams: Streams, number: int, first: _Part, other: _Part, mixe
         raise ValueError(f"{names} have their tokens in different columns: name one with columns=[...]")
     if first.delivered != other.delivered:
         raise ValueError(f"{names} store tokens in different types: give dtype='int64'")
-    for key, name in first.names.items():
-        mine, its = _layout(first.dataset, name), _layout(other.dataset, other.names[key])
+    for name in first.names:
+        mine, its = _layout(first.dataset, name), _layout(other.dataset, name)
         if (mine is None) != (its is None) or (mine is not None and its is not None and mine[0] != its[0]):
-            if key in first.delivered:
+            if name in first.delivered:
                 continue
             raise ValueError(
-                f"{names} have different types in column {key!r}: leave it out with columns=[...]"
+                f"{names} have different types in column {name!r}: leave it out with columns=[...]"
             )
         if mine is not None and its is not None and mine[1] != its[1] and not mixed_lengths:
             raise ValueError(
-                f"{names} have different shapes in column {key!r}, {list(mine[1])} and {list(its[1])}: build "
-                "them alike, or give mixed_lengths=True and a schedule that changes between them"
+                f"{names} have different shapes in column {name!r}, {list(mine[1])} and {list(its[1])}: "
+                "build them alike, or give mixed_lengths=True and a schedule that changes between them"
             )
 
 
@@ -232,42 +227,36 @@ def _layout(dataset: Dataset, name: str) -> tuple[np.dtype[np.generic], tuple[in
     return None if column is None else constant_layout(column.encoding)
 
 
-def _batch_names(dataset: Dataset, columns: Sequence[str] | None) -> dict[str, str]:
-    """The dataset's name of each column, by the batch's."""
-    token_column = _token_column(dataset)
-    short = {"tokens": "tokens.npy"} if token_column == "tokens.npy" else {}
+def _wanted_names(dataset: Dataset, columns: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names of `columns`, each once; None: of all. ValueError for unknown ones."""
     known = [column.name for column in _columns(dataset)]
     is_tar = dataset.manifest.format == "tar"
-    of_rows = [token_column]
-    if short and dataset.loss_mask_column is not None:
-        short[LOSS_MASK] = dataset.loss_mask_column
-        of_rows.append(dataset.loss_mask_column)
     if columns is None:
         # A key names a sample of a foreign tar; that of a packed row is only its number again.
-        chosen = known if not is_tar or {*known} == {*of_rows} else ["__key__", *known]
-    else:
-        chosen = [short.get(name, name) for name in columns]
-        unknown = [name for name in chosen if name not in known and not (is_tar and name == "__key__")]
-        if unknown:
-            raise ValueError(f"{dataset.location} has no column {unknown[0]!r}; it has {', '.join(known)}")
-    long = {name: key for key, name in short.items()}
-    return {long.get(name, name): name for name in chosen}
+        token_column = _token_column(dataset)
+        is_rows = token_column is not None and {*known} <= {token_column, LOSS_MASK}
+        return tuple(known if not is_tar or is_rows else ["__key__", *known])
+    chosen = tuple(dict.fromkeys(map(dataset.column_name, columns)))
+    unknown = [name for name in chosen if name not in known and not (is_tar and name == "__key__")]
+    if unknown:
+        raise ValueError(f"{dataset.location} has no column {unknown[0]!r}; it has {', '.join(known)}")
+    return chosen
 
 
 def _fixed_columns(
-    dataset: Dataset, names: dict[str, str], delivered: dict[str, np.dtype[np.generic]]
+    dataset: Dataset, names: Sequence[str], delivered: dict[str, np.dtype[np.generic]]
 ) -> dict[str, FixedColumn] | None:
     """The columns as ones of constant size, None if one of them is not."""
     by_name = {column.name: column for column in _columns(dataset)}
     fixed = {}
-    for key, name in names.items():
+    for name in names:
         column = by_name.get(name)
         layout = None if column is None or column.size is None else constant_layout(column.encoding)
         if column is None or layout is None:
             return None
         dtype, shape = layout
-        fixed[key] = FixedColumn((name,), shape, dtype, delivered.get(key, dtype.newbyteorder("=")))
-    return fixed if _has_stride(dataset, [by_name[name] for name in names.values()]) else None
+        fixed[name] = FixedColumn(name, shape, dtype, delivered.get(name, dtype.newbyteorder("=")))
+    return fixed if _has_stride(dataset, [by_name[name] for name in names]) else None
 
 
 def _has_stride(dataset: Dataset, wanted: list[Column]) -> bool:
@@ -306,23 +295,16 @@ class DecodedSamples:
     """Reads the wanted columns of any dataset."""
 
     def __init__(
-        self, streams: Streams, names: Mapping[str, str], delivered: Mapping[str, np.dtype[np.generic]]
+        self, streams: Streams, names: Sequence[str], delivered: Mapping[str, np.dtype[np.generic]]
     ) -> None:
-        """`streams`: a single one; `names`: dataset's column name by the batch's.
-
-        `delivered`: types of columns that are converted.
-        """
+        """`streams`: a single one; `names`: of columns; `delivered`: types of columns that are converted."""
         (dataset,) = streams.datasets
         self._streams = streams
-        self._names = dict(names)
-        self._wanted = frozenset(names.values())
+        self._names = tuple(names)
+        self._wanted = frozenset(names)
         self._delivered = dict(delivered)
         by_name = {column.name: column for column in _columns(dataset)}
-        layouts = {
-            name: constant_layout(by_name[column].encoding)
-            for name, column in names.items()
-            if column in by_name
-        }
+        layouts = {name: constant_layout(by_name[name].encoding) for name in names if name in by_name}
         self._stacked = {name: layout[0] for name, layout in layouts.items() if layout is not None}
 
     def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
@@ -362,19 +344,18 @@ class DecodedSamples:
     def _column(
         self, name: str, samples: list[dict[str, object]], places: list[tuple[int, int]]
     ) -> npt.NDArray[np.generic] | list[object]:
-        column = self._names[name]
         for sample, place in zip(samples, places, strict=True):
-            if column not in sample:
-                problem = f"has no column {column!r}; name those that all samples have with columns=[...]"
+            if name not in sample:
+                problem = f"has no column {name!r}; name those that all samples have with columns=[...]"
                 raise self._error(place, problem)
-        values = [sample[column] for sample in samples]
+        values = [sample[name] for sample in samples]
         if name not in self._stacked:
             return values
         dtype = self._delivered.get(name, self._stacked[name])
         arrays = [np.asarray(value) for value in values]
         for array, place in zip(arrays, places, strict=True):
             if array.shape != arrays[0].shape:
-                found = f"has shape {array.shape} in column {column!r}, others {arrays[0].shape}"
+                found = f"has shape {array.shape} in column {name!r}, others {arrays[0].shape}"
                 raise self._error(place, found)
         return np.stack(arrays).astype(dtype) if arrays else np.empty(0, dtype)
 

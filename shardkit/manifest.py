@@ -33,6 +33,7 @@ __all__ = [
     "BLOCKS_NAME",
     "LOSS_MASK",
     "MAX_BASENAME_CHARS",
+    "TOKENS",
     "UNKNOWN",
     "Column",
     "FileInfo",
@@ -45,12 +46,16 @@ __all__ = [
     "merge_columns",
     "stated_file",
     "table_of",
+    "token_layout",
 ]
 
 Format = Literal["mds", "tar", "tokens", "parquet", "jsonl"]
 
 BLOCKS_NAME = "blocks.bin"
 """The file of block checksums (`shardkit.formats.blocks`)."""
+
+TOKENS = "tokens"
+"""The column of tokens, in tars the members `tokens.npy`."""
 
 LOSS_MASK = "loss_mask"
 """A column beside the tokens, in tars `loss_mask.npy`: 1 where a token is trained on, 0 elsewhere."""
@@ -80,6 +85,18 @@ class Column:
     name: str
     encoding: str
     size: int | None = None
+
+
+def token_layout(column: Column) -> tuple[np.dtype[np.generic], int] | None:
+    """Return (type, length) of a column of 1-D integer rows of constant size; None of another one."""
+    parts = column.encoding.split(":")
+    if column.size is None or len(parts) != 3 or parts[0] != "ndarray" or not parts[2].isdigit():
+        return None
+    try:
+        dtype = np.dtype(parts[1])
+    except TypeError:
+        return None
+    return (dtype, int(parts[2])) if dtype.kind in "ui" and int(parts[2]) > 0 else None
 
 
 def merge_columns(columns_of_shards: Iterable[Sequence[Column]]) -> tuple[Column, ...]:

@@ -23,7 +23,7 @@ from itertools import accumulate
 from os import PathLike
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol, SupportsIndex, Unpack, overload
+from typing import TYPE_CHECKING, Protocol, SupportsIndex, Unpack, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +41,16 @@ from shardkit.files import Closing, open_maps
 from shardkit.formats.stored import load_raw
 from shardkit.formats.tar.values import checked_decode
 from shardkit.formats.text import TEXT_FORMATS, TextShard
-from shardkit.manifest import LOSS_MASK, Column, Manifest, ShardInfo, ShardTable, merge_columns
+from shardkit.manifest import (
+    LOSS_MASK,
+    TOKENS,
+    Column,
+    Manifest,
+    ShardInfo,
+    ShardTable,
+    merge_columns,
+    token_layout,
+)
 from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StorageOptions, Store
@@ -52,6 +61,7 @@ if TYPE_CHECKING:
     from shardkit.cache.shards import CachedShards, SharedCache
     from shardkit.cache.tar_scan import TarIndexes
     from shardkit.datasets.row_costs import RowCosts
+    from shardkit.formats.tar import TarShard
     from shardkit.formats.tar.members import Scanned, TarIndex
     from shardkit.tools.trace.documents import Document, Question, Trace
 
@@ -224,7 +234,10 @@ class Dataset(Closing, Described):
                 self._open.move_to_end(number)
                 return shard
         # Outside the lock, so that threads open different shards at once; at worst two open the same one.
+        names = self._names
         opened = self._open_shard(number, reader)
+        if names:
+            cast("TarShard", opened).names = names
         with self._lock:
             shard = self._open.setdefault(number, opened)
             self._open.move_to_end(number)
@@ -244,7 +257,8 @@ class Dataset(Closing, Described):
         first = self._columns_of(filled[0]) if filled else ()
         if self.manifest.format != "tar":
             return first
-        return merge_columns([first, *(self.manifest.shards[number].columns for number in filled)])
+        stated = (number for number in filled if self.manifest.shards[number].columns)
+        return merge_columns([first, *map(self._columns_of, stated)])
 
     @property
     def verifies(self) -> bool:
@@ -260,11 +274,11 @@ class Dataset(Closing, Described):
     def token_column(self) -> str | None:
         """The column that holds one row of integers of constant length in every sample, or None.
 
-        "tokens" (in tars: "tokens.npy") if it is one; otherwise the only such column. Tars whose list
-        does not state columns are opened for this, each once.
+        "tokens" if it is one, which in tars are the members `tokens.npy`; otherwise the only such column.
+        Tars whose list does not state columns are opened for this, each once.
         """
-        candidates = {c.name: c for c in self.columns if _token_layout(c) is not None}
-        preferred = [c for n, c in candidates.items() if n in ("tokens", "tokens.npy")]
+        candidates = {c.name: c for c in self.columns if token_layout(c) is not None}
+        preferred = [c for n, c in candidates.items() if n in (TOKENS, f"{TOKENS}.npy")]
         column = next(iter(preferred or candidates.values()), None)
         if column is None or (not preferred and len(candidates) > 1):
             return None
@@ -274,10 +288,19 @@ class Dataset(Closing, Described):
     def loss_mask_column(self) -> str | None:
         """The column with a 1 for each token that is trained on and a 0 for each other one, or None.
 
-        "loss_mask" (in tars: "loss_mask.npy"), if there is one.
+        "loss_mask" if there is one, which in tars are the members `loss_mask.npy`.
         """
-        name = f"{LOSS_MASK}.npy" if self.manifest.format == "tar" else LOSS_MASK
-        return name if any(column.name == name for column in self.columns) else None
+        names = (LOSS_MASK, f"{LOSS_MASK}.npy") if self.manifest.format == "tar" else (LOSS_MASK,)
+        return next((column.name for column in self.columns if column.name in names), None)
+
+    def column_name(self, name: str) -> str:
+        """Return the name of a column; warns if `name` is the extension of its members."""
+        if (known := self._names.get(name)) is None:
+            return name
+        from shardkit.formats.tar import tell_name
+
+        tell_name(name, known)
+        return known
 
     def shard_columns(self) -> Iterator[tuple[Column, ...]]:
         """The columns of the shards that have samples, those that are alike once.
@@ -359,10 +382,35 @@ class Dataset(Closing, Described):
     @cached_property
     def _token_layout(self) -> tuple[np.dtype[np.generic], int] | None:
         column = next((c for c in self.columns if c.name == self.token_column), None)
-        return None if column is None else _token_layout(column)
+        return None if column is None else token_layout(column)
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        """Names of columns of tars that are not the extension of their members, as all shards have them.
+
+        The columns that lists state decide, and of other lists those of the first shard. Members that are
+        not decoded are files, which keep their extensions.
+        """
+        filled = np.flatnonzero(self.manifest.shard_samples).tolist()
+        if self.manifest.format != "tar" or self.gives_bytes or not filled:
+            return {}
+        from shardkit.formats.tar import column_names
+
+        stated = [self.manifest.shards[number].columns for number in filled]
+        if not stated[0]:
+            first = self._open_shard(filled[0], None)
+            stated[0] = cast("TarShard", first).member_columns
+        return column_names(merge_columns(stated))
 
     def _columns_of(self, number: int) -> tuple[Column, ...]:
-        return self.manifest.shards[number].columns or self.shard(number).columns
+        stated = self.manifest.shards[number].columns
+        if not stated:
+            return self.shard(number).columns
+        if not self._names:
+            return stated
+        from shardkit.formats.tar import renamed
+
+        return renamed(stated, self._names)
 
     def _open_shard(self, number: int, reader: CacheReader | None) -> ShardReader:
         if self._files is None:
@@ -434,18 +482,6 @@ def _forget_all() -> None:
 
 def _forget_dataset(key: int, died: weakref.ref[Dataset]) -> None:
     _keeping.pop(key, None)
-
-
-def _token_layout(column: Column) -> tuple[np.dtype[np.generic], int] | None:
-    """(type, length) of a column of 1-D integer rows of constant size."""
-    parts = column.encoding.split(":")
-    if column.size is None or len(parts) != 3 or parts[0] != "ndarray" or not parts[2].isdigit():
-        return None
-    try:
-        dtype = np.dtype(parts[1])
-    except TypeError:
-        return None
-    return (dtype, int(parts[2])) if dtype.kind in "ui" and int(parts[2]) > 0 else None
 
 
 def open_dataset(

@@ -120,6 +120,8 @@ class Rows:
 
     def _columns(self, columns: Sequence[str] | None) -> dict[str, npt.NDArray[np.generic] | list[object]]:
         """The values of each column, in the order of the rows; `columns` None: all."""
+        if columns is not None:
+            columns = [self.dataset.column_name(name) for name in columns]
         wanted = None if columns is None else frozenset(columns)
         samples = [self.dataset.row(int(number), wanted) for number in self.numbers]
         known = {column.name: column for column in self.dataset.columns}

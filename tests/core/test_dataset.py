@@ -94,7 +94,7 @@ def test_samples_have_one_number_each_over_all_shards(tmp_path: Path, kind: str)
 @parametrize_kinds
 def test_packed_datasets_say_what_their_tokens_are(tmp_path: Path, kind: str) -> None:
     dataset = shardkit.open_dataset(str(MAKE[kind](tmp_path)))
-    assert dataset.token_column == ("tokens" if kind.startswith("mds") else "tokens.npy")
+    assert dataset.token_column == "tokens"
     assert (dataset.sequence_length, dataset.token_dtype) == (16, np.dtype("uint16"))
     assert [c.name for c in dataset.columns] == [dataset.token_column]
     view = dataset.shard(0).fixed_rows(dataset.token_column)
@@ -214,7 +214,7 @@ def test_shards_that_differ_have_no_token_column(tmp_path: Path) -> None:
         tar.write_rows_shard(tmp_path, f"{i}.tar", np.ones((9, length), np.uint16), key_start=0)
     assert shardkit.open_dataset(tmp_path).token_column is None
     (tmp_path / "2.tar").unlink()
-    assert shardkit.open_dataset(tmp_path).token_column == "tokens.npy"
+    assert shardkit.open_dataset(tmp_path).token_column == "tokens"
 
 
 def test_lists_without_columns_are_looked_into(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_shards_are_read_in_place_whatever_lies_between_their_rows(tmp_path: Pat
     name = dataset.token_column
     assert name is not None
     stored = rows.dtype
-    column = FixedColumn((name,), (8,), stored, stored)
+    column = FixedColumn(name, (8,), stored, stored)
     source = FixedRows(Streams([dataset], ["all"]), {"tokens": column}, OutputMemory())
     shards = np.arange(len(dataset.manifest.shards), dtype=np.int32)
     starts = dataset.manifest.shard_starts[:-1]

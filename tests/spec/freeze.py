@@ -203,7 +203,7 @@ def content_of(batches: Iterable[Mapping[str, Any]]) -> str:
     state = hashlib.blake2b(digest_size=16)
     for batch in batches:
         kept = np.asarray(batch["sample_id"]) >= 0
-        for key in sorted({"tokens", "tokens.npy", "labels"} & batch.keys()):
+        for key in sorted({"tokens", "labels"} & batch.keys()):
             state.update(np.asarray(batch[key])[kept].astype("<i8").tobytes())
     return state.hexdigest()
 
@@ -302,15 +302,17 @@ def freeze(folder: Path, without: set[str]) -> None:
 
 
 def digest_of_rows(dataset: Any) -> str:
-    """A digest of all samples of a dataset, whatever their columns are."""
+    """A digest of all samples of a dataset, whatever their columns are; tokens of tars by their members."""
     state = hashlib.blake2b(digest_size=16)
+    is_tar = dataset.manifest.format == "tar"
+    members = {name: f"{name}.npy" for name in ("tokens", "loss_mask") if is_tar}
     for row in range(len(dataset)):
         for name, value in sorted(dataset[row].items()):
             if isinstance(value, np.ndarray):
                 text = f"{value.dtype.str}{value.shape}".encode() + value.tobytes()
             else:
                 text = repr(value.item() if isinstance(value, np.generic) else value).encode()
-            state.update(f"{name}:{len(text)}:".encode() + text)
+            state.update(f"{members.get(name, name)}:{len(text)}:".encode() + text)
     return state.hexdigest()
 
 

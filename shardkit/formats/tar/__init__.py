@@ -6,18 +6,29 @@ and what names of tars mean) and `find` say which tars make a dataset. Whatever 
 ShardError with the file and, where known, the byte.
 """
 
-from shardkit.formats.tar.shard import TarShard, open_shard, scan_folder, shard_from_raw
+from shardkit.formats.tar.shard import (
+    TarShard,
+    column_names,
+    open_shard,
+    renamed,
+    scan_folder,
+    shard_from_raw,
+    tell_name,
+)
 from shardkit.formats.tar.shard_list import parse_shard_list, shard_list_bytes, write_shard_list
 from shardkit.formats.tar.writer import member_bytes, write_columns_shard, write_rows_shard
 
 __all__ = [
     "TarShard",
+    "column_names",
     "member_bytes",
     "open_shard",
     "parse_shard_list",
+    "renamed",
     "scan_folder",
     "shard_from_raw",
     "shard_list_bytes",
+    "tell_name",
     "write_columns_shard",
     "write_rows_shard",
     "write_shard_list",

@@ -10,7 +10,7 @@ reader.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -20,16 +20,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.errors import ShardError
+from shardkit.errors import ShardError, warn_user
 from shardkit.formats.budget import SampleBudget
 from shardkit.formats.stored import load_raw
 from shardkit.formats.tar.members import BLOCK, TarIndex, group_members, walk_members
 from shardkit.formats.tar.shard_list import describe_tar, tar_files
 from shardkit.formats.tar.stride import index_constant_stride
 from shardkit.formats.tar.values import NpyHeader, decode_member, encoding_of, parse_npy_header
-from shardkit.manifest import UNKNOWN, Column, ShardInfo
+from shardkit.manifest import LOSS_MASK, TOKENS, UNKNOWN, Column, ShardInfo, token_layout
 
-__all__ = ["TarShard", "open_shard", "scan_folder", "shard_from_raw"]
+__all__ = ["TarShard", "column_names", "open_shard", "renamed", "scan_folder", "shard_from_raw", "tell_name"]
 
 _CHUNK = 1 << 14  # members compared at a time
 
@@ -54,6 +54,8 @@ class TarShard:
         self._file = file
         self._allow_pickle = allow_pickle
         self._decode = decode
+        self.names: Mapping[str, str] = {}
+        """Names of columns that are not the extension of their members, by extension (`column_names`)."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -63,20 +65,22 @@ class TarShard:
         return self.index.keys[self._checked(row)]
 
     def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]:
-        """{"__key__": key, extension: value}; ShardError if a member is not what its extension says.
+        """Return {"__key__": key, column: value}; ShardError if a member is not what its extension says.
 
-        Only members of `columns` are decoded, if they are given.
+        Only members of `columns` are decoded, if they are given: names of columns, or extensions.
         """
         row, index = self._checked(row), self.index
-        sample: dict[str, object] = {"__key__": index.keys[row]}
+        sample: dict[str, object] = _Renamed(self.names) if self.names else {}
+        sample["__key__"] = index.keys[row]
         budget = SampleBudget(self.info.stored.bytes)
         for member in range(int(index.starts[row]), int(index.starts[row + 1])):
             extension, offset = index.extensions[index.kinds[member]], int(index.offsets[member])
-            if columns is not None and extension not in columns:
+            name = self.names.get(extension, extension)
+            if columns is not None and name not in columns and extension not in columns:
                 continue
             payload = self._view[offset : offset + int(index.sizes[member])]
             try:
-                sample[extension] = decode_member(
+                sample[name] = decode_member(
                     extension, payload, decode=self._decode, allow_pickle=self._allow_pickle, budget=budget
                 )
             except ValueError as error:
@@ -84,9 +88,14 @@ class TarShard:
                 raise ShardError(self._file, problem, offset=offset) from error
         return sample
 
-    @cached_property
+    @property
     def columns(self) -> tuple[Column, ...]:
-        """One column per extension, by first appearance.
+        """One column per extension, by first appearance, under the names of `names`."""
+        return renamed(self.member_columns, self.names)
+
+    @cached_property
+    def member_columns(self) -> tuple[Column, ...]:
+        """One column per extension, by first appearance, as a list of shards states them.
 
         Numbers of one shape a constant stride apart are `ndarray:dtype:shape`, and only they have a `size`.
         """
@@ -96,7 +105,7 @@ class TarShard:
         """Read-only view (samples, *shape) of an extension of equal .npy members, or None.
 
         None unless every sample has the member, all have one header, and they lie a constant stride apart.
-        `tokens` is short for `tokens.npy`.
+        `column` is its name or its extension; `tokens` is short for `tokens.npy`.
         """
         found = self._arrays.get(self._extension(column))
         if found is None:
@@ -189,6 +198,47 @@ class TarShard:
         return _rows(self._data, header.dtype, header.shape, offset + header.bytes, stride, count)
 
 
+class _Renamed(dict[str, object]):
+    """A sample some of whose columns are not named by their extension, which finds them, too."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+
+    def __missing__(self, key: str) -> object:
+        name = self._names.get(key)
+        if name is None or name not in self:
+            raise KeyError(key)
+        tell_name(key, name)
+        return self[name]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (dict(self._names),), None, None, iter(self.items())
+
+
+def column_names(columns: Sequence[Column]) -> dict[str, str]:
+    """Return {extension: name} of the columns that are not called by their extension in rows and batches.
+
+    These are the members that hold rows of tokens of one length, `tokens.npy`, and the loss masks beside
+    them: `tokens` and `loss_mask`, as in MDS. All others keep their extension, as does every member of tars
+    whose `tokens.npy` are of different lengths or that have a member `tokens` as well.
+    """
+    by_extension = {column.name: column for column in columns}
+    tokens = by_extension.get(f"{TOKENS}.npy")
+    if tokens is None or token_layout(tokens) is None or by_extension.keys() & {TOKENS, LOSS_MASK}:
+        return {}
+    return {f"{name}.npy": name for name in (TOKENS, LOSS_MASK) if f"{name}.npy" in by_extension}
+
+
+def renamed(columns: Sequence[Column], names: Mapping[str, str]) -> tuple[Column, ...]:
+    """Return `columns` under their names; `names` by extension."""
+    return tuple(replace(column, name=names.get(column.name, column.name)) for column in columns)
+
+
+def tell_name(extension: str, name: str) -> None:
+    """Warn that a column was asked for by its member's extension."""
+    warn_user(f"the column in members .{extension} is called {name!r}, in tars as in MDS: ask for {name!r}")
+
+
 def _rows(
     data: npt.NDArray[np.uint8],
     dtype: np.dtype[np.generic],
@@ -245,8 +295,8 @@ def shard_from_raw(
         raise ShardError(where, problem)
     info = replace(info, raw=replace(info.raw, bytes=len(raw)), samples=len(index))
     shard = TarShard(info, raw, index, file=where, allow_pickle=allow_pickle, decode=decode)
-    if len(shard) and info.columns and set(info.columns) != set(shard.columns):
-        problem = f"has the columns {_words(shard.columns)}; the index states {_words(info.columns)}"
+    if len(shard) and info.columns and set(info.columns) != set(shard.member_columns):
+        problem = f"has the columns {_words(shard.member_columns)}; the index states {_words(info.columns)}"
         raise ShardError(where, problem)
     return shard
 
@@ -262,7 +312,7 @@ def scan_folder(folder: Path, basenames: list[str] | None = None) -> list[ShardI
         shard = open_shard(folder, describe_tar(basename))
         size = (folder / basename).stat().st_size
         stored = shard.info.zip and replace(shard.info.zip, bytes=size)
-        infos.append(replace(shard.info, zip=stored, columns=shard.columns))
+        infos.append(replace(shard.info, zip=stored, columns=shard.member_columns))
     return infos
 
 

@@ -279,7 +279,7 @@ class _Conversion:
             cells += len(tokens)
         counts.check(cells)
         manifest, digest = writer.finish()
-        return _Written(manifest, digest, {name: encoding}, counts=counts, left_out=source.left_out)
+        return _Written(manifest, digest, {TOKENS: encoding}, counts=counts, left_out=source.left_out)
 
     def _write_samples(self, source: SampleSource) -> _Written:
         keys = {KEY: "str"} if source.has_keys and self._output.format == "mds" else {}
@@ -303,7 +303,7 @@ class _Conversion:
         self, writer: RowWriter, column: str, counts: TokenCounts | None, left_out: Sequence[str] = ()
     ) -> _Written:
         manifest, digest = writer.finish()
-        columns = {c.name: c.encoding for shard in manifest.shards[:1] for c in shard.columns}
+        columns = dict.fromkeys([column], manifest.shards[0].columns[0].encoding) if manifest.shards else {}
         return _Written(manifest, digest, columns, column=column, counts=counts, left_out=left_out)
 
     def _counted(self, blocks: Iterable[TokenBlock]) -> Iterator[TokenBlock]:
