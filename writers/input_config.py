@@ -187,6 +187,10 @@ class InputConfig(StrictModel):
     tools: FieldName = Field(
         default="tools", description="Field with the tools of a conversation, where a record has it."
     )
+    chat_template_kwargs: FieldName = Field(
+        default="chat_template_kwargs",
+        description="Field with a conversation's own variables of the chat template, where a record has it.",
+    )
     prompt: FieldName | None = Field(
         default=None, description="Field with a prompt, of which nothing is trained on; needs `completion`."
     )

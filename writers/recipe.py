@@ -146,6 +146,12 @@ class TokenizerConfig(StrictModel):
         description="File with the Jinja template of conversations; null: chat_template.jinja or "
         "tokenizer_config.json beside the tokenizer.",
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={},
+        description="Variables of the chat template, as transformers and TRL give them; a record's own come "
+        "first. strftime_now: the date that a template takes for today's.",
+        examples=[{"enable_thinking": False}, {"date_string": "26 Jul 2024"}],
+    )
 
 
 class PackConfig(StrictModel):

@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import pairwise
+from datetime import date
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,6 +39,9 @@ from shardkit.hashing import digest_of
 from shardkit.writers.inputs.fields import MISSING, field_at
 from shardkit.writers.recipe import InputConfig, Recipe
 from shardkit.writers.tokenizer_file import find_tokenizer
+
+if TYPE_CHECKING:
+    from shardkit.writers.inputs.chat_prefixes import Prefixes
 
 __all__ = [
     "MARK",
@@ -59,6 +64,7 @@ _OPEN, _CLOSE, _INSIDE = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters: no text 
 _MARKERS = frozenset((_OPEN, _CLOSE, _INSIDE))
 _MAX_TEMPLATE_BYTES = 1 << 20
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 
 class ChatError(Exception):
@@ -73,7 +79,8 @@ class ChatError(Exception):
 class ChatFormat:
     """A chat template and the special tokens of its tokenizer; plain data, an argument of tasks.
 
-    `tokens` are what the template may name, such as bos_token; `eos` and `bos` are those of the recipe.
+    `tokens` are what the template may name, such as bos_token; `eos` and `bos` are those of the recipe, and
+    so are `variables`, the template's own (chat_template_kwargs).
     """
 
     template: str
@@ -81,11 +88,13 @@ class ChatFormat:
     tokens: Mapping[str, str] = field(default_factory=dict)
     eos: str = ""
     bos: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
         """Names all that decides what a conversation becomes."""
-        return digest_of([self.template, self.specials, dict(self.tokens), self.eos, self.bos])
+        facts = [self.template, self.specials, dict(self.tokens), self.eos, self.bos, dict(self.variables)]
+        return digest_of(facts)
 
     @classmethod
     def of(cls, recipe: Recipe) -> ChatFormat | None:
@@ -99,8 +108,18 @@ class ChatFormat:
         facts = _json(path.with_name("tokenizer_config.json")) or {}
         special = [t["content"] for t in (_json(path) or {}).get("added_tokens") or () if t.get("special")]
         tokens = {name: _content(facts[name]) for name in _TOKENS if facts.get(name)}
-        template = _template(recipe, path, facts)
-        return cls(template, tuple(special), tokens, recipe.tokenizer.eos, recipe.tokenizer.bos)
+        template, given = _template(recipe, path, facts), recipe.tokenizer
+        compile_template(template)
+        return cls(template, tuple(special), tokens, given.eos, given.bos, given.chat_template_kwargs)
+
+
+def compile_template(source: str) -> None:
+    """Raise RecipeError unless it is a chat template; MissingExtraError without Jinja2."""
+    try:
+        from shardkit.writers.inputs.chat_template import ChatTemplate
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("jinja2", "chat", "chat templates") from error
+    ChatTemplate(source)
 
 
 def _json(path: Path) -> dict[str, Any] | None:
@@ -151,28 +170,37 @@ class Rendered:
 
 
 def render_chat(
-    chat: ChatFormat, messages: Any, tools: Any = None, *, train_on: str = "assistant"
+    chat: ChatFormat,
+    messages: Any,
+    tools: Any = None,
+    variables: Any = None,
+    *,
+    train_on: str = "assistant",
 ) -> Rendered:
     """The text of a conversation with its marks; ChatError if it cannot be rendered, or its mask not proved.
 
-    `train_on`: "assistant" (all answers), "last_assistant" or "all".
+    `variables` are the template's that the record gives, before those of the recipe.
+    `train_on`: "assistant" (all answers), "last_assistant" or "all". RecipeError for a template that cannot
+    be compiled, or takes minutes for one record.
     """
     if not isinstance(messages, list) or not messages:
         raise ChatError("bad_messages", "a conversation is a list of messages, and this is none")
     if not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages):
         raise ChatError("bad_messages", "each message is an object with a role")
     pattern = _pattern(chat.specials)
-    messages, tools = _escaped(messages, pattern), _escaped(tools, pattern)
-    run = _renderer(chat)
-    whole = run(messages, tools, False)
-    text, spans = _generations(whole)
-    if train_on == "all":
-        spans = [(0, len(text))]
-    elif not spans:
-        spans = _answers(run, text, messages, tools, pattern)
-    if train_on == "last_assistant":
-        spans = spans[-1:]
-    return _marked(chat, text, spans, pattern)
+    messages = _escaped(messages, pattern)
+    given = {"documents": None, **chat.tokens, **chat.variables, **_variables(_escaped(variables, pattern))}
+    given["tools"] = _escaped(tools, pattern)
+    with _refusals():
+        prefixes = _prefixes(chat, messages, given)
+        text, spans = _generations(prefixes.text)
+        if train_on == "all":
+            spans = [(0, len(text))]
+        elif not spans:
+            spans = _answers(prefixes, messages, pattern, only_last=train_on == "last_assistant")
+        if train_on == "last_assistant":
+            spans = spans[-1:]
+        return _marked(chat, text, spans, pattern)
 
 
 def pair_of(prompt: str, completion: str) -> Rendered:
@@ -202,66 +230,58 @@ def _escaped(value: Any, pattern: re.Pattern[str]) -> Any:
     return value
 
 
-_Run = Callable[[Sequence[Any], Any, bool], str]
+def _prefixes(chat: ChatFormat, messages: list[Any], variables: Mapping[str, Any]) -> Prefixes:
+    """The conversation rendered by its template, with steps for as much as the record holds."""
+    from shardkit.writers.inputs.chat_prefixes import Prefixes
+    from shardkit.writers.inputs.chat_template import Work, date_of
+
+    if "strftime_now" in variables:
+        variables = {**variables, "strftime_now": date_of(variables["strftime_now"])}
+    given = [messages, {name: value for name, value in variables.items() if name != "strftime_now"}]
+    return Prefixes(chat.template, messages, variables, Work(len(json.dumps(given, default=str))))
 
 
-def _renderer(chat: ChatFormat) -> _Run:
-    template = _compiled(chat.template)
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn what a template raises, which is anything, into the ChatError of the record."""
+    from jinja2 import TemplateError
 
-    def run(messages: Sequence[Any], tools: Any, prompt: bool) -> str:
-        import jinja2
+    from shardkit.writers.inputs.chat_template import TemplateLimitError
 
+    try:
+        yield
+    except (ChatError, RecipeError):
+        raise
+    except TemplateLimitError as error:
+        raise ChatError("template_limit", str(error)) from error
+    except Exception as error:
+        what = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        raise ChatError("bad_messages", f"the chat template refuses it: {what}") from error
+
+
+def _variables(given: Any) -> dict[str, Any]:
+    """The template's variables that a record has; ChatError if they are none."""
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise ChatError("bad_messages", "chat_template_kwargs is no object with the template's variables")
+    if problem := misused_variables(given):
+        raise ChatError("bad_messages", problem)
+    return given
+
+
+def misused_variables(given: Mapping[str, Any]) -> str | None:
+    """Say what is wrong with a template's variables, or None."""
+    if taken := [name for name in _OWN_VARIABLES if name in given]:
+        return f"chat_template_kwargs: {taken[0]} comes from the conversation"
+    if "strftime_now" in given:
         try:
-            return str(
-                template.render(messages=messages, tools=tools, add_generation_prompt=prompt, **chat.tokens)
+            date.fromisoformat(given["strftime_now"])
+        except (TypeError, ValueError):
+            return (
+                f"chat_template_kwargs: strftime_now is no date such as 2026-01-31: {given['strftime_now']!r}"
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            raise ChatError("bad_messages", f"the chat template refuses it: {error}") from error
-
-    return run
-
-
-@lru_cache(maxsize=4)
-def _compiled(template: str) -> Any:
-    try:
-        import jinja2
-        import jinja2.ext
-        import jinja2.nodes
-        import jinja2.sandbox
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("jinja2", "chat", "chat templates") from error
-
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}…{% endgeneration %}`: what a template says is generated."""
-
-        tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Callable[[], str]) -> str:
-            return f"{_OPEN}{caller()}{_CLOSE}"
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def no_time(_: str) -> None:
-        raise jinja2.TemplateError("it asks for today's date, with which a build could not be repeated")
-
-    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **rest: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **rest)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals |= {"raise_exception": refuse, "strftime_now": no_time}
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise RecipeError(f"tokenizer.chat_template: line {error.lineno}: {error.message}") from error
+    return None
 
 
 def _generations(whole: str) -> tuple[str, list[tuple[int, int]]]:
@@ -280,32 +300,33 @@ def _generations(whole: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _answers(
-    run: _Run, text: str, messages: Sequence[Any], tools: Any, pattern: re.Pattern[str]
+    prefixes: Prefixes, messages: Sequence[Any], pattern: re.Pattern[str], *, only_last: bool
 ) -> list[tuple[int, int]]:
     """The spans of the assistant's messages, each up to the token that ends it; ChatError if unproved."""
-    spans = []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = run(messages[:number], tools, True) if number else ""
-        after = run(messages[: number + 1], tools, False)
-        if not (text.startswith(after) and after.startswith(before)):
+    text, spans = prefixes.text, []
+    numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    closing = [found for found in pattern.finditer(text) if found.end() == len(text)]
+    tail = (
+        closing[0][0] if closing else ""
+    )  # such as Phi-3's end of text, which is behind the last message only
+    for number in numbers[-1:] if only_last else numbers:
+        start = prefixes.length_of(number, prompt=True) if number else 0
+        stop = prefixes.length_of(number + 1, prompt=False, tail=tail)
+        if stop is None or start is None or start > stop:
             problem = (
-                f"does not begin message {number} with the prompt it writes for it"
-                if text.startswith(after)
-                else f"writes message {number} in another way once others follow"
+                f"writes message {number} in another way once others follow"
+                if stop is None
+                else f"does not begin message {number} with the prompt it writes for it"
             )
             raise ChatError(
                 "unproved_mask",
                 f"the chat template {problem}, and has no generation blocks, so what to train on is not "
                 f"known; add the blocks (TRL has such templates of many models), or set train_on: all",
             )
-        end = len(after)
-        ends = [found.end() for found in pattern.finditer(after, len(before))]
-        if ends and not after[ends[-1] :].strip():
-            end = ends[-1]
-        if end > len(before):
-            spans.append((len(before), end))
+        ends = [found.end() for found in pattern.finditer(text, start, stop)]
+        end = ends[-1] if ends and not text[ends[-1] : stop].strip() else stop
+        if end > start:
+            spans.append((start, end))
     return spans
 
 
@@ -320,13 +341,20 @@ def _marked(
         stop -= len(chat.eos)
     parts: list[tuple[str, int]] = []
     cuts = sorted({edge for span in spans for edge in span})
+    begins = sorted(begin for begin, _ in spans)
+    reach = [*accumulate((end for _, end in sorted(spans)), max)]  # of the spans that begin up to each
+
+    def trained(a: int, b: int) -> int:
+        number = bisect_right(begins, a) - 1
+        return TRAINED if number >= 0 and b <= reach[number] else 0
+
     at = start
     for found in [*pattern.finditer(text, start, stop), None]:
         plain_end = stop if found is None else found.start()
-        edges = [at, *(cut for cut in cuts if at < cut < plain_end), plain_end]
-        for a, b in pairwise(edges):
+        inside = cuts[bisect_right(cuts, at) : bisect_left(cuts, plain_end)]
+        for a, b in pairwise([at, *inside, plain_end]):
             if plain := text[a:b].replace(_INSIDE, ""):
-                parts.append((plain, _trained(a, b, spans)))
+                parts.append((plain, trained(a, b)))
         if found is not None:
             if found[0] == chat.eos:
                 raise ChatError(
@@ -334,16 +362,12 @@ def _marked(
                     f"the chat template writes {chat.eos} inside of a conversation, where it would end the "
                     f"document; set tokenizer.eos to another special token",
                 )
-            parts.append((found[0], SPECIAL | _trained(*found.span(), spans)))
+            parts.append((found[0], SPECIAL | trained(*found.span())))
             at = found.end()
     marks = np.zeros(len(parts), MARK)
     marks["bytes"] = [len(part.encode()) for part, _ in parts]
     marks["flags"] = [flags for _, flags in parts]
     return Rendered("".join(part for part, _ in parts), marks.tobytes())
-
-
-def _trained(start: int, stop: int, spans: Sequence[tuple[int, int]]) -> int:
-    return TRAINED if any(a <= start and stop <= b for a, b in spans) else 0
 
 
 def parts_of(text: str, marks: bytes) -> list[tuple[str, int]]:
@@ -389,7 +413,9 @@ class Masking:
             if messages is MISSING:
                 raise ChatError("no_text", f"no field {config.messages!r}; its fields: {', '.join(fields)}")
             given = None if tools is MISSING or not tools else tools
-            return render_chat(self.chat, messages, given, train_on=config.train_on)
+            variables = field_at(fields, config.chat_template_kwargs)
+            variables = None if variables is MISSING else variables
+            return render_chat(self.chat, messages, given, variables, train_on=config.train_on)
         assert config.prompt is not None
         assert config.completion is not None
         texts = [field_at(fields, path) for path in (config.prompt, config.completion)]
