@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.input_config import FimConfig
-from shardkit.writers.tokenizer import Encoder, EosInTextError, Tokens
+from shardkit.writers.tokenizer import Encoder, EncodingError, Tokens
 
 __all__ = ["Cuts", "cut_documents", "encode_fim", "ordered", "original"]
 
@@ -59,7 +59,7 @@ def original(parts: tuple[str, str, str]) -> str:
 def encode_fim(
     encoder: Encoder, fim: FimConfig, seed: int, documents: pa.RecordBatch, heads: Sequence[str]
 ) -> tuple[Tokens, npt.NDArray[np.int64]]:
-    """Encode documents of which some are cut; EosInTextError has the row of the document.
+    """Encode documents of which some are cut; EncodingError has the row of the document.
 
     `heads` are texts before those of the documents, which are not cut.
     """
@@ -75,8 +75,8 @@ def encode_fim(
         owners += [row] * len(parts)
     try:
         ids, lengths = encoder.encode(texts)
-    except EosInTextError as error:
-        raise EosInTextError(str(error), owners[error.row]) from error
+    except EncodingError as error:
+        raise type(error)(str(error), owners[error.row]) from error
     pieces = iter(np.split(ids, np.cumsum(lengths)[:-1]))
     marks = [np.array([one], encoder.dtype) for one in (prefix_id, middle_id, suffix_id)]
     made: list[Tokens] = []

@@ -26,7 +26,7 @@ import pyarrow as pa
 from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.input_config import GroupConfig
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt64s, kernel
-from shardkit.writers.tokenizer import Encoder, EosInTextError, Tokens
+from shardkit.writers.tokenizer import Encoder, EncodingError, Tokens
 
 __all__ = ["Encode", "Groups", "Joined", "encode_grouped", "join_groups", "order_hashes"]
 
@@ -86,7 +86,7 @@ def order_hashes(documents: pa.RecordBatch, group: GroupConfig | None, seed: int
 def encode_grouped(
     encoder: Encoder, group: GroupConfig, seed: int, encode: Encode, documents: pa.RecordBatch
 ) -> tuple[Tokens, npt.NDArray[np.int64]]:
-    """Return what `encode` makes of documents, with headers; EosInTextError has the row of the document.
+    """Return what `encode` makes of documents, with headers; EncodingError has the row of the document.
 
     Documents without the field, and those whose text has no token, have none.
     """
@@ -124,12 +124,12 @@ def _split(ids: Tokens, lengths: npt.NDArray[np.int64]) -> list[Tokens]:
 
 
 def _encoded(encoder: Encoder, texts: Mapping[int, str]) -> dict[int, Tokens]:
-    """Return the ids of texts by row; EosInTextError has the row."""
+    """Return the ids of texts by row; EncodingError has the row."""
     rows = list(texts)
     try:
         ids, lengths = encoder.encode(list(texts.values()))
-    except EosInTextError as error:
-        raise EosInTextError(str(error), rows[error.row]) from error
+    except EncodingError as error:
+        raise type(error)(str(error), rows[error.row]) from error
     return dict(zip(rows, _split(ids, lengths), strict=True))
 
 

@@ -330,13 +330,14 @@ def test_a_title_and_its_text_have_the_ids_of_the_text_that_they_are_together(
             "metadata": [json.dumps({"repo": "r", "path": title}) for title in titles],
         }
     )
-    encode = _encoding(encoder, 0, None, GroupConfig(**STARCODER))
+    group = GroupConfig.model_validate(STARCODER)
+    encode = _encoding(encoder, 0, None, group)
     head = [tokenizer.token_to_id(NAME), *tokenizer.encode("r").ids, tokenizer.token_to_id(FILE)]
     ids, lengths = encode(documents)
     for title, text, found in zip(titles, texts, np.split(ids, np.cumsum(lengths)[:-1]), strict=True):
         expected = [*head, *tokenizer.encode(f"{title}\n{text}").ids] if text else []
         assert found.tolist() == expected, (title, text)
-    fim = _encoding(encoder, 0, FimConfig(rate=1.0, spm_rate=0.5), GroupConfig(**STARCODER))
+    fim = _encoding(encoder, 0, FimConfig(rate=1.0, spm_rate=0.5), group)
     ids, lengths = fim(documents)
     marks = {tokenizer.token_to_id(token) for token in FIM}
     for title, text, found in zip(titles, texts, np.split(ids, np.cumsum(lengths)[:-1]), strict=True):

@@ -38,7 +38,7 @@ from shardkit.files import load_json
 from shardkit.hashing import digest_of
 from shardkit.writers.inputs.fields import MISSING, field_at
 from shardkit.writers.recipe import InputConfig, Recipe
-from shardkit.writers.tokenizer_file import find_tokenizer
+from shardkit.writers.tokenizer_file import find_tokenizer, special_tokens, tokenizer_config
 
 if TYPE_CHECKING:
     from shardkit.writers.inputs.chat_prefixes import Prefixes
@@ -105,9 +105,13 @@ class ChatFormat:
         path = find_tokenizer(recipe.folder, recipe.tokenizer.path)
         if path.suffix != ".json":
             raise RecipeError(f"tokenizer.path: conversations need a tokenizer.json; {path} is none")
-        facts = _json(path.with_name("tokenizer_config.json")) or {}
-        special = [t["content"] for t in (_json(path) or {}).get("added_tokens") or () if t.get("special")]
-        tokens = {name: _content(facts[name]) for name in _TOKENS if facts.get(name)}
+        try:
+            special = special_tokens(tokenizer_config(path, path.read_bytes()))
+        except OSError as error:
+            raise RecipeError(f"tokenizer.path: {path} cannot be read ({error.strerror or error})") from error
+        beside = path.with_name("tokenizer_config.json")
+        facts = _facts(beside)
+        tokens = {name: _content(facts[name], name, beside) for name in _TOKENS if facts.get(name)}
         template, given = _template(recipe, path, facts), recipe.tokenizer
         compile_template(template)
         return cls(template, tuple(special), tokens, given.eos, given.bos, given.chat_template_kwargs)
@@ -122,16 +126,24 @@ def compile_template(source: str) -> None:
     ChatTemplate(source)
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def _facts(path: Path) -> dict[str, Any]:
+    """Return what tokenizer_config.json says, nothing if there is none; RecipeError if it is damaged."""
     try:
         found = load_json(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"tokenizer.path: {path}, beside it, cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise RecipeError(f"tokenizer.path: {path}, beside it, is no JSON object")
+    return found
 
 
-def _content(token: object) -> str:
-    return str(token["content"]) if isinstance(token, Mapping) else str(token)
+def _content(token: object, name: str, path: Path) -> str:
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(text, str):
+        raise RecipeError(f"tokenizer.path: {path}, beside it: {name} is no text: {str(text)[:80]}")
+    return text
 
 
 def _template(recipe: Recipe, tokenizer: Path, facts: Mapping[str, Any]) -> str:
@@ -139,14 +151,18 @@ def _template(recipe: Recipe, tokenizer: Path, facts: Mapping[str, Any]) -> str:
     named = recipe.tokenizer.chat_template
     file = tokenizer.with_name("chat_template.jinja") if named is None else recipe.resolve(named)
     if file.is_file() and file.stat().st_size <= _MAX_TEMPLATE_BYTES:
-        return file.read_text()
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"tokenizer.chat_template: {file} cannot be read as UTF-8: {error}") from error
     if named is not None:
         raise RecipeError(
             f"tokenizer.chat_template: {file} is no file of at most {_MAX_TEMPLATE_BYTES:,} bytes"
         )
     found = facts.get("chat_template")
     if isinstance(found, list):  # several by name
-        found = next((one.get("template") for one in found if one.get("name") == "default"), None)
+        named_so = (one for one in found if isinstance(one, Mapping) and one.get("name") == "default")
+        found = next((one.get("template") for one in named_so), None)
     if not isinstance(found, str):
         raise RecipeError(
             f"tokenizer.chat_template: neither {file} is there, nor chat_template in tokenizer_config.json; "

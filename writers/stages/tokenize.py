@@ -53,7 +53,7 @@ from shardkit.writers.stages.clean import DOCUMENTS_FILE, split_name
 from shardkit.writers.stages.selection import Selection, remaining
 from shardkit.writers.tokenizer import (
     Encoder,
-    EosInTextError,
+    EncodingError,
     Parity,
     Ranges,
     Tokens,
@@ -542,7 +542,7 @@ def _tokenize_batch(
             masks = mask, last.astype(np.uint8)
         else:
             ids, lengths = encode(batch)
-    except EosInTextError as error:
+    except EncodingError as error:
         file, record = (batch.column(name)[error.row] for name in ("file", "record"))
         raise BuildError(f"{file}: record {record.as_py():,}: {error}") from error
     if (empty := lengths == 0).any():
