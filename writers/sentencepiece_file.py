@@ -34,6 +34,7 @@ def sentencepiece_config(path: Path, data: bytes) -> dict[str, Any]:
         )
         prefix, trimmed = (bool(_typed(normalizer, number, int, 1)) for number in (3, 4))
         characters: bytes = _typed(normalizer, 2, bytes, b"")
+        _check_characters(characters)
     except (ValueError, IndexError, TypeError) as error:  # of which struct's and Unicode's are kinds
         raise RecipeError(f"tokenizer.path: {path} is no tokenizer that is known ({error})") from error
     if kind not in (_UNIGRAM, _BPE) or not 0 <= unknown < len(pieces):
@@ -124,6 +125,14 @@ def _piece(data: bytes) -> tuple[str, float, int]:
     if not (name := _typed(found, 1, bytes, b"").decode()):
         raise ValueError("a piece has no name")
     return name, struct.unpack("<f", score)[0], _typed(found, 3, int, _NORMAL)
+
+
+def _check_characters(table: bytes) -> None:
+    """Raise ValueError unless a table of normalization is empty, or a size, a tree of it, and texts."""
+    size = int.from_bytes(table[:4], "little")
+    if table and (size % 4 or size > len(table) - 4):
+        raise ValueError("the table of normalized characters is cut or damaged")
+    table[4 + size :].decode()
 
 
 def _typed(fields: Mapping[int, Any], number: int, kind: type, default: Any) -> Any:

@@ -50,7 +50,7 @@ NAME = "tokenizer.json"
 _NAMES = (NAME, "tokenizer.model", "qwen.tiktoken")
 _HUB_NAME = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?")
 _HEAD_BYTES = 1 << 12  # which tell what a file is
-_MOST_IDS = 1 << 23  # published vocabularies have up to a million; libraries make tables of the greatest id
+_MOST_IDS = 1 << 21  # published vocabularies have up to a million; libraries make tables of the greatest id
 _FILE_ENDINGS = (".json", ".model", ".tiktoken", ".txt", ".bin")
 # Tokens that end documents in published models, most usual first.
 _END_TOKENS = (

@@ -59,12 +59,26 @@ _ENCODING = TiktokenConfig(pattern=r"\w+|\s+|[^\w\s]+", special_tokens={EOS: 300
 def _json_file(kind: str) -> bytes:
     special = ["[UNK]", EOS, "<pad>"]
     texts = [*_TEXTS, "other lines of words and things to be joined", "the text of the lines"] * 4
+    pieces = [
+        *special,
+        *"abcdefhilnostx",
+        "\u2581",
+        "\u2581the",
+        "th",
+        "##e",
+        "##s",
+        "the",
+        "lines",
+        "12",
+        "of",
+    ]
+    trainer: Any = None
     settings: dict[str, Any] = {"vocab_size": 300, "special_tokens": special, "show_progress": False}
     if kind == "bpe":
         made = Tokenizer(models.BPE(unk_token="[UNK]"))
         made.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace("x", "y")])
         made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.Whitespace()])
-        trainer: Any = trainers.BpeTrainer(**settings)
+        trainer = trainers.BpeTrainer(**settings)
     elif kind == "bytes":
         made = Tokenizer(models.BPE())
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -72,22 +86,21 @@ def _json_file(kind: str) -> bytes:
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(**settings | {"vocab_size": 280}, initial_alphabet=alphabet)
     elif kind == "unigram":
-        made = Tokenizer(models.Unigram())
+        made = Tokenizer(models.Unigram([(piece, -float(n)) for n, piece in enumerate(pieces)], unk_id=0))
         made.normalizer = normalizers.NFKC()
         made.pre_tokenizer = pre_tokenizers.Metaspace()
         made.decoder = decoders.Metaspace()
-        trainer = trainers.UnigramTrainer(**settings | {"vocab_size": 60}, unk_token="[UNK]")
     elif kind == "wordpiece":
-        made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        made = Tokenizer(models.WordPiece({piece: n for n, piece in enumerate(pieces)}, unk_token="[UNK]"))
         made.normalizer = normalizers.BertNormalizer()
         made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         made.decoder = decoders.WordPiece()
-        trainer = trainers.WordPieceTrainer(**settings | {"vocab_size": 80})
     else:
-        made = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+        made = Tokenizer(models.WordLevel({piece: n for n, piece in enumerate(pieces)}, unk_token="[UNK]"))
         made.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
-        trainer = trainers.WordLevelTrainer(**settings)
-    made.train_from_iterator(texts, trainer)
+    if trainer is not None:
+        made.train_from_iterator(texts, trainer)
+    made.add_special_tokens(special)
     made.add_tokens(["lines"])
     made.post_processor = processors.TemplateProcessing(
         f"$A {EOS}", special_tokens=[(EOS, made.token_to_id(EOS))]
@@ -131,7 +144,7 @@ def _changed_json(data: bytes, rng: random.Random) -> bytes:
         elif what == 2 and isinstance(holder, dict):
             holder[key] = deepcopy(rng.choice(list(holder.values())))
         else:
-            holder[key] = rng.choice(_ODD)
+            holder[key] = deepcopy(rng.choice(_ODD))
     return json.dumps(config).encode()
 
 
@@ -213,7 +226,7 @@ def _changed_ranks(data: bytes, rng: random.Random) -> bytes:
     )
     token, rank = lines[at].split()
     odd = [b"-1", b"4294967295", b"4294967296", b"9" * 30, b"1_0", b"1.5", b"", lines[other].split()[1]]
-    odd += [b"262", b"263", b"999", b"70000", b"8000000"]
+    odd += [b"262", b"263", b"999", b"70000", b"2000000"]
     if rng.random() < 0.3:
         del lines[rng.randrange(256, len(lines))]
         return b"\r\n".join(lines)
