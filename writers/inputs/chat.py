@@ -26,7 +26,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import date
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,7 @@ import numpy as np
 from shardkit.errors import MissingExtraError, RecipeError
 from shardkit.files import load_json
 from shardkit.hashing import digest_of
+from shardkit.writers.input_config import misused_variables
 from shardkit.writers.inputs.fields import MISSING, field_at
 from shardkit.writers.recipe import InputConfig, Recipe
 from shardkit.writers.tokenizer_file import find_tokenizer, special_tokens, tokenizer_config
@@ -64,7 +64,6 @@ _OPEN, _CLOSE, _INSIDE = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters: no text 
 _MARKERS = frozenset((_OPEN, _CLOSE, _INSIDE))
 _MAX_TEMPLATE_BYTES = 1 << 20
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 
 class ChatError(Exception):
@@ -282,22 +281,8 @@ def _variables(given: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ChatError("bad_messages", "chat_template_kwargs is no object with the template's variables")
     if problem := misused_variables(given):
-        raise ChatError("bad_messages", problem)
+        raise ChatError("bad_messages", f"chat_template_kwargs: {problem}")
     return given
-
-
-def misused_variables(given: Mapping[str, Any]) -> str | None:
-    """Say what is wrong with a template's variables, or None."""
-    if taken := [name for name in _OWN_VARIABLES if name in given]:
-        return f"chat_template_kwargs: {taken[0]} comes from the conversation"
-    if "strftime_now" in given:
-        try:
-            date.fromisoformat(given["strftime_now"])
-        except (TypeError, ValueError):
-            return (
-                f"chat_template_kwargs: strftime_now is no date such as 2026-01-31: {given['strftime_now']!r}"
-            )
-    return None
 
 
 def _generations(whole: str) -> tuple[str, list[tuple[int, int]]]:
