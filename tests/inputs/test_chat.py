@@ -68,6 +68,66 @@ def masked_text(rendered: Any) -> list[str]:
     return [part for part, flags in parts_of(rendered.text, rendered.marks) if flags & 2]
 
 
+# Of the structure of published templates, which are not copied: what is written depends on what follows.
+ENDED = CHATML + "{% if not add_generation_prompt %}{{ '" + EOS + "' }}{% endif %}"  # Phi-3
+THINKING = (  # Qwen3: reasoning of the answer to the last question only
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}{{ '<think>\n' + (m.why or '') }}"
+    "{{ '\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{% endif %}"
+)
+OPENING = (  # DeepSeek: the prompt opens reasoning that the answers of records do not have
+    "{% for m in messages %}{{ '<|im_start|>' if m.role == 'assistant' else '' }}{{ m.content }}"
+    "{{ '<|im_end|>' if m.role == 'assistant' else '' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|><think>\n' }}{% endif %}"
+)
+BLOCKS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>' }}{% generation %}{{ m.content }}"
+    "{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+ONE, TWO = TALKS[2], TALKS[1]
+WHY = [ONE[0], ONE[1] | {"why": "so"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "talk", "train_on", "variables", "trained"),
+    [
+        # The end of the text belongs to the last answer, and so does the line end before it.
+        (ENDED, TWO, "assistant", {}, "first answer<|im_end|>second\n\nanswer <|im_end|>\n"),
+        (ENDED, TWO[:-1], "assistant", {}, "first answer<|im_end|>"),
+        (ENDED, TWO, "last_assistant", {}, "second\n\nanswer <|im_end|>\n"),
+        (THINKING, ONE, "assistant", {}, "<think>\n\n</think>\n\nok<|im_end|>"),
+        (THINKING, ONE, "assistant", {"enable_thinking": False}, "ok<|im_end|>"),
+        (
+            THINKING,
+            WHY,
+            "assistant",
+            {},
+            "<think>\nso\n</think>\n\nok<|im_end|>",
+        ),
+        (THINKING, TWO, "assistant", {}, None),
+        (THINKING, TWO, "last_assistant", {}, "<think>\n\n</think>\n\nsecond\n\nanswer <|im_end|>"),
+        (OPENING, ONE, "assistant", {}, None),
+        (OPENING, TWO, "last_assistant", {}, None),
+        (BLOCKS, TWO, "assistant", {}, "first answer<|im_end|>second\n\nanswer <|im_end|>"),
+    ],
+)
+def test_templates_of_published_structures_have_the_masks_that_can_be_proved(
+    template: str, talk: Any, train_on: str, variables: dict[str, Any], trained: str | None
+) -> None:
+    if trained is None:
+        with pytest.raises(ChatError, match=r"add the blocks.*last_assistant") as refused:
+            render_chat(chat_of(template), talk, None, variables, train_on=train_on)
+        assert refused.value.reason == "unproved_mask"
+    else:
+        rendered = render_chat(chat_of(template), talk, None, variables, train_on=train_on)
+        assert "".join(masked_text(rendered)) == trained
+
+
 def test_what_is_trained_on_is_proved_by_rendering_beginnings() -> None:
     rendered = render_chat(chat_of(CHATML), TALKS[1])
     assert rendered.text.startswith("<|im_start|>system\nBe brief")

@@ -322,7 +322,8 @@ def _answers(
             raise ChatError(
                 "unproved_mask",
                 f"the chat template {problem}, and has no generation blocks, so what to train on is not "
-                f"known; add the blocks (TRL has such templates of many models), or set train_on: all",
+                f"known; add the blocks (TRL has such templates of many models), or set train_on: "
+                f"last_assistant (needs no proof of earlier answers) or all",
             )
         ends = [found.end() for found in pattern.finditer(text, start, stop)]
         end = ends[-1] if ends and not text[ends[-1] : stop].strip() else stop
