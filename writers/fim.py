@@ -7,10 +7,13 @@ A document is cut at two of its characters into prefix, middle and suffix (Bavar
     SPM    P S suffix M prefix middle      (as StarCoder and Megatron write it)
 
 Which documents, which order and where they are cut are functions of (seed, document id). Parts are tokenized
-each by itself, so the text is found again whatever the tokenizer: `original`.
+each by itself, so the text is found again whatever the tokenizer: `original`. A title (groups.py) is before
+all of that, and before P it is a part of its own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +21,7 @@ import pyarrow as pa
 
 from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.input_config import FimConfig
-from shardkit.writers.tokenizer import Encoder, EosInTextError, Tokens
+from shardkit.writers.tokenizer import Encoder, EncodingError, Tokens
 
 __all__ = ["Cuts", "cut_documents", "encode_fim", "ordered", "original"]
 
@@ -54,36 +57,39 @@ def original(parts: tuple[str, str, str]) -> str:
 
 
 def encode_fim(
-    encoder: Encoder, fim: FimConfig, seed: int, documents: pa.RecordBatch
+    encoder: Encoder, fim: FimConfig, seed: int, documents: pa.RecordBatch, heads: Sequence[str]
 ) -> tuple[Tokens, npt.NDArray[np.int64]]:
-    """`Encoder.encode` of documents of which some are cut; EosInTextError has the row of the document."""
+    """Encode documents of which some are cut; EncodingError has the row of the document.
+
+    `heads` are texts before those of the documents, which are not cut.
+    """
     prefix_id, middle_id, suffix_id = (encoder.special_id(token, "fim") for token in fim.tokens)
     cuts = cut_documents(documents.column("document_id").to_pylist(), seed, fim)
     texts: list[str] = []
     owners: list[int] = []
     is_cut = np.zeros(documents.num_rows, np.bool_)
-    for row, text in enumerate(documents.column("text").to_pylist()):
+    for row, (head, text) in enumerate(zip(heads, documents.column("text").to_pylist(), strict=True)):
         is_cut[row] = bool(cuts[row, 0] and text)
-        parts = ordered(text, cuts[row]) if is_cut[row] else (text,)
+        parts = (*([head] if head else []), *ordered(text, cuts[row])) if is_cut[row] else (head + text,)
         texts += parts
         owners += [row] * len(parts)
     try:
         ids, lengths = encoder.encode(texts)
-    except EosInTextError as error:
-        raise EosInTextError(str(error), owners[error.row]) from error
+    except EncodingError as error:
+        raise type(error)(str(error), owners[error.row]) from error
     pieces = iter(np.split(ids, np.cumsum(lengths)[:-1]))
     marks = [np.array([one], encoder.dtype) for one in (prefix_id, middle_id, suffix_id)]
     made: list[Tokens] = []
     for row in range(documents.num_rows):
-        first = next(pieces)
         if not is_cut[row]:
-            made.append(first)
+            made.append(next(pieces))
             continue
-        middle, suffix = next(pieces), next(pieces)
+        first = next(pieces) if heads[row] else np.zeros(0, encoder.dtype)
+        prefix, middle, suffix = next(pieces), next(pieces), next(pieces)
         if cuts[row, 0] == 1:
-            order = (marks[0], first, marks[2], suffix, marks[1], middle)
+            order = (first, marks[0], prefix, marks[2], suffix, marks[1], middle)
         else:
-            order = (marks[0], marks[2], suffix, marks[1], first, middle)
+            order = (first, marks[0], marks[2], suffix, marks[1], prefix, middle)
         made.append(np.concatenate(order))
     counts = np.fromiter(map(len, made), np.int64, len(made))
     return np.concatenate([np.zeros(0, encoder.dtype), *made]), counts

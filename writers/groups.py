@@ -8,13 +8,14 @@ A model learns from them how files of a repository depend on each other. They ar
 Filters and duplicate removal see single documents. `encode_grouped` writes each with its header, as if it
 were the first, and with an eos; its place in the order of training is that of its group (`order_hashes`), so
 that all of a group are in one partition. `join_groups`, there, finds them and leaves out what only the first
-(up to the separator) or the last (eos) of a group keeps. A header's parts are tokenized each by itself, so
-text is found again whatever the tokenizer, and text that spells the tokens stays text.
+(up to the separator) or the last (eos) of a group keeps. What stands between two special tokens is tokenized
+as one, such as a title and its text, so that the ids are the tokenizer's for the text as it is shown above;
+text that spells the tokens stays text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,12 +26,13 @@ import pyarrow as pa
 from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.input_config import GroupConfig
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt64s, kernel
-from shardkit.writers.tokenizer import Encoder, EosInTextError, Tokens
+from shardkit.writers.tokenizer import Encoder, EncodingError, Tokens
 
-__all__ = ["Groups", "Joined", "encode_grouped", "join_groups", "order_hashes"]
+__all__ = ["Encode", "Groups", "Joined", "encode_grouped", "join_groups", "order_hashes"]
 
 _WHOLE = float(1 << 64)
-_Encode = Callable[[pa.RecordBatch], tuple[Tokens, npt.NDArray[np.int64]]]
+Encode = Callable[[pa.RecordBatch, Sequence[str]], tuple[Tokens, npt.NDArray[np.int64]]]
+"""Encodes documents, each with a text before its own: (all ids, number of ids of each)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,48 +84,53 @@ def order_hashes(documents: pa.RecordBatch, group: GroupConfig | None, seed: int
 
 
 def encode_grouped(
-    encoder: Encoder, group: GroupConfig, seed: int, encode: _Encode, documents: pa.RecordBatch
+    encoder: Encoder, group: GroupConfig, seed: int, encode: Encode, documents: pa.RecordBatch
 ) -> tuple[Tokens, npt.NDArray[np.int64]]:
-    """What `encode` makes of documents, with headers; EosInTextError has the row of the document.
+    """Return what `encode` makes of documents, with headers; EncodingError has the row of the document.
 
-    Documents without the field, and empty ones, have none.
+    Documents without the field, and those whose text has no token, have none.
     """
-    ids, lengths = encode(documents)
-    metadata = documents.column("metadata")
-    values, titles = _fields(metadata, group.by), _fields(metadata, group.title)
-    rows = [row for row, value in enumerate(values) if value is not None and lengths[row]]
-    if not rows:
-        return ids, lengths
+    values, titles = (_fields(documents.column("metadata"), name) for name in (group.by, group.title))
+    rows = [row for row, value in enumerate(values) if value is not None]
     named = [values[row] or "" for row in rows]
     shown = keyed_hashes(_keys(named), seed, "group-header") < group.header_rate * _WHOLE
-    texts: list[str] = []
+    heads = [""] * len(values)  # what is before the text of each document, and tokenized with it
+    names = {}
     for row, name, is_shown in zip(rows, named, shown.tolist(), strict=True):
-        title = titles[row]
-        texts += [
-            name if is_shown and group.begin else "",
-            f"{title}\n" if is_shown and title is not None else "",
-        ]
-    try:
-        header_ids, header_lengths = encoder.encode(texts)
-    except EosInTextError as error:
-        raise EosInTextError(str(error), rows[error.row // 2]) from error
+        if is_shown and titles[row] is not None:
+            heads[row] = f"{titles[row]}\n"
+        if is_shown and group.begin is not None and name:
+            names[row] = name
+    ids, lengths = encode(documents, heads)
+    parts = _split(ids, lengths)
+    for row, alone in _encoded(encoder, {row: head for row, head in enumerate(heads) if head}).items():
+        if np.array_equal(parts[row], alone):  # the text, such as an empty one, adds nothing to its title
+            parts[row] = parts[row][:0]
+    none: Tokens = np.zeros(0, encoder.dtype)
     begin, separator = (
-        np.zeros(0, encoder.dtype)
-        if token is None
-        else np.array([encoder.special_id(token, "group")], encoder.dtype)
+        none if token is None else np.array([encoder.special_id(token, "group")], encoder.dtype)
         for token in (group.begin, group.separator)
     )
-    parts = iter(np.split(header_ids, np.cumsum(header_lengths)[:-1]))
-    headers: dict[int, Tokens] = {}
+    written = _encoded(encoder, names)
     for row, is_shown in zip(rows, shown.tolist(), strict=True):
-        first = begin if is_shown else begin[:0]
-        headers[row] = np.concatenate([first, next(parts), separator, next(parts)])
-    made: list[Tokens] = [np.zeros(0, encoder.dtype)]
-    for row, content in enumerate(np.split(ids, np.cumsum(lengths)[:-1])):
-        made += [headers[row], content] if row in headers else [content]
-    counts = lengths.copy()
-    counts[rows] += [len(headers[row]) for row in rows]
-    return np.concatenate(made), counts
+        if len(parts[row]):
+            first = begin if is_shown else none
+            parts[row] = np.concatenate([first, written.get(row, none), separator, parts[row]])
+    return np.concatenate([none, *parts]), np.fromiter(map(len, parts), np.int64, len(parts))
+
+
+def _split(ids: Tokens, lengths: npt.NDArray[np.int64]) -> list[Tokens]:
+    return np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else []
+
+
+def _encoded(encoder: Encoder, texts: Mapping[int, str]) -> dict[int, Tokens]:
+    """Return the ids of texts by row; EncodingError has the row."""
+    rows = list(texts)
+    try:
+        ids, lengths = encoder.encode(list(texts.values()))
+    except EncodingError as error:
+        raise type(error)(str(error), rows[error.row]) from error
+    return dict(zip(rows, _split(ids, lengths), strict=True))
 
 
 def join_groups(table: pa.Table, tokens: Tokens, starts: Int64s, lengths: Int64s, groups: Groups) -> Joined:

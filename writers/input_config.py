@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from datetime import date
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PrivateAttr, model_validator
 
 from shardkit.writers.encodings import encoding_of
 from shardkit.writers.settings import FieldName, Listed, Ratio, Shorthand, Source, StrictModel, is_url
@@ -16,10 +18,48 @@ __all__ = [
     "GroupConfig",
     "InputConfig",
     "ResiliparseOptions",
+    "TemplateVariables",
     "TrafilaturaOptions",
+    "misused_variables",
 ]
 
 Token = Annotated[str, Field(min_length=1)]
+
+
+_OF_CONVERSATIONS = ("messages", "tools", "add_generation_prompt")
+
+
+def misused_variables(given: Mapping[str, Any]) -> str | None:
+    """Say what is wrong with the variables of a chat template that a recipe or a record gives, or None."""
+    if taken := [name for name in _OF_CONVERSATIONS if name in given]:
+        return f"{taken[0]} comes from the conversation"
+    if "strftime_now" in given:
+        try:
+            date.fromisoformat(given["strftime_now"])
+        except (TypeError, ValueError):
+            return f"strftime_now is no date such as 2026-01-31: {given['strftime_now']!r}"
+    return None
+
+
+def _template_variables(given: dict[str, Any]) -> dict[str, Any]:
+    if problem := misused_variables(given):
+        raise ValueError(problem)
+    return given
+
+
+def _as_written(value: Any) -> Any:
+    """Dates of YAML as the texts that they are in JSON."""
+    if isinstance(value, dict):
+        return {key: _as_written(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_as_written(one) for one in value]
+    return value.isoformat() if type(value) is date else value
+
+
+TemplateVariables = Annotated[
+    dict[str, JsonValue], BeforeValidator(_as_written), AfterValidator(_template_variables)
+]
+"""Variables of a chat template, as JSON has them."""
 
 
 class FimConfig(StrictModel):

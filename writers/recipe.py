@@ -31,7 +31,7 @@ from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.config import FilterEntry, entry_named, with_known_languages
 from shardkit.writers.filters.scores import ScoresConfig
-from shardkit.writers.input_config import GroupConfig, InputConfig
+from shardkit.writers.input_config import GroupConfig, InputConfig, TemplateVariables
 from shardkit.writers.recipe_problems import describe_problems
 from shardkit.writers.recipe_yaml import apply_override, load_yaml
 from shardkit.writers.settings import (
@@ -146,7 +146,7 @@ class TokenizerConfig(StrictModel):
         description="File with the Jinja template of conversations; null: chat_template.jinja or "
         "tokenizer_config.json beside the tokenizer.",
     )
-    chat_template_kwargs: dict[str, Any] = Field(
+    chat_template_kwargs: TemplateVariables = Field(
         default={},
         description="Variables of the chat template, as transformers and TRL give them; a record's own come "
         "first. strftime_now: the date that a template takes for today's.",

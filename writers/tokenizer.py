@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
@@ -48,6 +49,7 @@ from shardkit.writers.kernels.simd import load_8_bytes
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets, text_pieces
 from shardkit.writers.kernels.utf8 import ASSIGNED, CODE_POINTS, next_character
 from shardkit.writers.tokenizer_engines import (
+    EncodingError,
     Gigatoken,
     HuggingFace,
     Ids,
@@ -56,10 +58,11 @@ from shardkit.writers.tokenizer_engines import (
     SentencePiece,
     Tiktoken,
 )
-from shardkit.writers.tokenizer_file import Encoding, Engine, own_engine, tokenizer_config
+from shardkit.writers.tokenizer_file import Encoding, Engine, own_engine, special_tokens, tokenizer_config
 
 __all__ = [
     "Encoder",
+    "EncodingError",
     "EosInTextError",
     "Parity",
     "Tokens",
@@ -95,12 +98,8 @@ _PROBES = (
 )  # fmt: skip
 
 
-class EosInTextError(BuildError):
-    """A text was encoded to the eos id; `row` is its place among those that were given."""
-
-    def __init__(self, message: str, row: int = 0) -> None:
-        super().__init__(message)
-        self.row = row
+class EosInTextError(EncodingError):
+    """A text was encoded to the eos id."""
 
 
 class Encoder:
@@ -132,28 +131,34 @@ class Encoder:
         self._config = config = _config_of(path, data, encoding)
         self._unlike = _table_of(unlike) if unlike and engine == "gigatoken" else None
         ids = _vocabulary_ids(config)
-        for key, token in (("eos", eos), ("bos", bos)):
-            if token is not None and token not in ids:
-                raise RecipeError(f"tokenizer.{key}: {path} has no token {token!r}; {_candidates(config)}")
+        self._check_marks(ids)
         marks = {eos} if bos is None else {eos, bos}
         self._encode: Gigatoken | OwnEngine
         if self.engine == "gigatoken":
-            self._encode = Gigatoken(config, marks)
+            self._encode = Gigatoken(path, config, marks)
         else:
             self._encode = self._reference
             ids = self._encode.vocabulary()
+            self._check_marks(ids)
         self.eos_id = ids[eos]
         self.bos_id = None if bos is None else ids[bos]
         self.vocab_size = max(ids.values()) + 1
         self.dtype: np.dtype[np.uint16 | np.uint32]
         self.dtype = np.dtype(np.uint16) if self.vocab_size <= 1 << 16 else np.dtype(np.uint32)
 
+    def _check_marks(self, ids: Mapping[str, int]) -> None:
+        for key, token in (("eos", self.eos), ("bos", self.bos)):
+            if token is not None and token not in ids:
+                raise RecipeError(
+                    f"tokenizer.{key}: {self.path} has no token {token!r}; {_candidates(self._config)}"
+                )
+
     def encode(self, texts: pa.Array | Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
         """(ids of all texts one after the other, number of ids of each text); no eos is added.
 
         `texts` is an Arrow array of strings without nulls (encoded from its buffer, with no string made), or
-        a sequence of str. Raises EosInTextError when a text yields the eos id, BuildError for an id outside
-        the vocabulary.
+        a sequence of str. Raises EosInTextError when a text yields the eos id, EncodingError for one that the
+        tokenizer cannot encode, BuildError for an id outside the vocabulary.
         """
         array = texts if isinstance(texts, pa.Array) else pa.array(list(texts), pa.large_string())
         if array.type != pa.large_string():
@@ -161,7 +166,8 @@ class Encoder:
         joined, counts, row = [np.zeros(0, self.dtype)], [np.zeros(0, np.int64)], 0
         for first, stop in text_pieces(array, ENCODE_BYTES):
             piece = array.slice(first, stop - first)
-            ids, lengths = self._encode_piece(piece)
+            with _rows_from(range(row, row + len(piece))):
+                ids, lengths = self._encode_piece(piece)
             self._check(ids, lengths, row)
             joined.append(ids.astype(self.dtype, copy=False))
             counts.append(lengths)
@@ -200,7 +206,8 @@ class Encoder:
         its special tokens. Texts without are trained on as a whole.
         """
         rows = np.flatnonzero(marks.is_valid().to_numpy(zero_copy_only=False))
-        ids, lengths = self.encode(texts.filter(marks.is_null()))
+        with _rows_from(np.flatnonzero(marks.is_null().to_numpy(zero_copy_only=False))):
+            ids, lengths = self.encode(texts.filter(marks.is_null()))
         plain = iter(np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else [])
         marked = set(rows.tolist())
         parts, masks, last = [], [], np.ones(len(texts), np.bool_)
@@ -210,7 +217,8 @@ class Encoder:
                 masks.append(np.ones(len(parts[-1]), np.uint8))
                 continue
             pieces = parts_of(texts[row].as_py(), marks[row].as_py())
-            found, mask = self._marked.encode(pieces)
+            with _rows_from([row]):
+                found, mask = self._marked.encode(pieces)
             self._check(found, np.array([len(found)]), row)
             parts.append(found.astype(self.dtype))
             masks.append(mask)
@@ -231,7 +239,8 @@ class Encoder:
         ids, lengths = self._encode(texts)
         if not len(rows):
             return ids, lengths
-        right, right_lengths = self._reference(texts.take(pa.array(rows)))
+        with _rows_from(rows):
+            right, right_lengths = self._reference(texts.take(pa.array(rows)))
         parts = np.split(ids, np.cumsum(lengths)[:-1])
         for row, part in zip(rows.tolist(), np.split(right, np.cumsum(right_lengths)[:-1]), strict=True):
             parts[row] = part
@@ -263,6 +272,15 @@ class Encoder:
                     f"would be ambiguous; set tokenizer.{key} to a special token that text cannot produce",
                     first_row + int(np.searchsorted(np.cumsum(lengths), found[0], side="right")),
                 )
+
+
+@contextmanager
+def _rows_from(rows: Sequence[int] | Int64s) -> Iterator[None]:
+    """Give an EncodingError of some texts the row that its text has among all."""
+    try:
+        yield
+    except EncodingError as error:
+        raise type(error)(str(error), int(rows[error.row])) from error.__cause__
 
 
 def unlike_characters(fast: Encoder, reference: Encoder) -> Ranges:
@@ -441,6 +459,8 @@ def _agree(fast: Encoder, reference: Encoder, text: str) -> bool:
         right, _ = reference.encode([text])
     except EosInTextError:
         return True  # tokenizing the document fails, too, and names file and record
+    except EncodingError:
+        return False  # it must fail, too, if a document is such a text
     try:
         ids, _ = fast.encode([text])
     except Exception:  # whatever the engine fails with, the other one is there
@@ -540,14 +560,14 @@ def _parse_json(data: bytes) -> Any:
 def _vocabulary_ids(config: dict[str, Any]) -> dict[str, int]:
     vocabulary = config["model"].get("vocab") or {}
     if isinstance(vocabulary, dict):
-        ids = {str(token): int(number) for token, number in vocabulary.items()}
+        ids = dict(vocabulary)
     else:  # Unigram: a list of [piece, score]
-        ids = {str(entry[0]): number for number, entry in enumerate(vocabulary)}
-    return ids | {str(t["content"]): int(t["id"]) for t in config.get("added_tokens") or ()}
+        ids = {entry[0]: number for number, entry in enumerate(vocabulary)}
+    return ids | {t["content"]: t["id"] for t in config.get("added_tokens") or ()}
 
 
 def _candidates(config: dict[str, Any]) -> str:
-    special = [str(t["content"]) for t in config.get("added_tokens") or () if t.get("special")]
+    special = special_tokens(config)
     if not special:
         return "it defines no special tokens; add one that ends documents"
     return (

@@ -24,10 +24,11 @@ import pyarrow as pa
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.writers.inputs.chat import SPECIAL, TRAINED
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
-from shardkit.writers.tokenizer_file import Encoding, read_ranks
+from shardkit.writers.tokenizer_file import Encoding, read_ranks, reason_of, special_tokens
 
 __all__ = [
     "CACHE_BYTES",
+    "EncodingError",
     "Gigatoken",
     "HuggingFace",
     "Ids",
@@ -43,10 +44,18 @@ CACHE_BYTES = 256 << 20
 _FIRST_TEXTS = 20_000  # of a process: awkward takes 0.2 s to import, and saves 1 to 8 microseconds a text
 
 
+class EncodingError(BuildError):
+    """A text has no ids by a tokenizer; `row` is its place among those that were given."""
+
+    def __init__(self, message: str, row: int = 0) -> None:
+        super().__init__(message)
+        self.row = row
+
+
 class Gigatoken:
     """The fast engine, on the calling thread, over Arrow's own buffers."""
 
-    def __init__(self, config: dict[str, Any], marks: Set[str]) -> None:
+    def __init__(self, path: Path, config: dict[str, Any], marks: Set[str]) -> None:
         added = [
             t
             for t in config.get("added_tokens") or ()
@@ -54,6 +63,7 @@ class Gigatoken:
         ]
         unused = {"post_processor": None, "truncation": None, "padding": None}
         self._data = _to_json(config | unused | {"added_tokens": added})
+        self._path = path
         self._grown = self._texts = 0
         self._tokenizer = self._load()
 
@@ -64,9 +74,8 @@ class Gigatoken:
             raise MissingExtraError("gigatoken", "write", "tokenizing") from error
         try:
             return gigatoken.Tokenizer.from_json(self._data)
-        except Exception as error:  # RuntimeError and ValueError for parts it does not know
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise BuildError(f"gigatoken cannot load this tokenizer ({reason})") from error
+        except BaseException as error:  # RuntimeError and ValueError for parts it does not know
+            raise BuildError(f"gigatoken cannot load this tokenizer ({reason_of(error)})") from error
 
     def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
         before = _resident_bytes()
@@ -80,7 +89,8 @@ class Gigatoken:
 
     def _one_by_one(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
         data, edges = text_bytes(texts), text_offsets(texts).tolist()
-        return _joined(self._tokenizer.encode(data[a:b].tobytes()) for a, b in pairwise(edges))
+        encoded = (self._tokenizer.encode(data[a:b].tobytes()) for a, b in pairwise(edges))
+        return _joined(encoded, self._path, "gigatoken")
 
     def _at_once(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
         import awkward
@@ -91,7 +101,12 @@ class Gigatoken:
             contents.NumpyArray(text_bytes(texts), parameters={"__array__": "char"}),
             parameters={"__array__": "string"},
         )
-        encoded = self._tokenizer.encode_batch(awkward.Array(strings), parallel=False).layout
+        try:
+            encoded = self._tokenizer.encode_batch(awkward.Array(strings), parallel=False).layout
+        except BaseException as error:
+            reason_of(error)
+            self._tokenizer = self._load()
+            return self._one_by_one(texts)  # which knows the row of the text
         ids: Ids = np.asarray(encoded.content.data)
         offsets: npt.NDArray[np.int64] = np.asarray(encoded.offsets.data, np.int64)
         return ids, np.diff(offsets)
@@ -115,8 +130,11 @@ class HuggingFace:
             self._named = self._tokenizer = tokenizers.Tokenizer.from_str(_to_json(plain))
             if (hidden := hide_special_pieces(plain, marks)) is not plain:
                 self._tokenizer = tokenizers.Tokenizer.from_str(_to_json(hidden))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise RecipeError(f"tokenizer.path: {path} cannot be loaded by tokenizers: {error}") from error
+        except BaseException as error:  # tokenizers raises plain Exception
+            raise RecipeError(
+                f"tokenizer.path: {path} cannot be loaded by tokenizers: {reason_of(error)}"
+            ) from error
+        self.path = path
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is eleven letters and signs
         self.tokenizer = self._tokenizer
 
@@ -125,7 +143,8 @@ class HuggingFace:
 
     def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
         encode = self._tokenizer.encode_batch_fast
-        return _joined(encode([text.as_py()], add_special_tokens=False)[0].ids for text in texts)
+        encoded = (encode([text.as_py()], add_special_tokens=False)[0].ids for text in texts)
+        return _joined(encoded, self.path, "tokenizers")
 
 
 class SentencePiece:
@@ -138,15 +157,20 @@ class SentencePiece:
             raise MissingExtraError("sentencepiece", "sentencepiece", "tokenizer.model") from error
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
-        except (RuntimeError, OSError) as error:
-            raise RecipeError(f"tokenizer.path: {path} cannot be loaded by sentencepiece: {error}") from error
+            count = self._processor.get_piece_size()
+            self._names = {self._processor.id_to_piece(number): number for number in range(count)}
+        except Exception as error:
+            raise RecipeError(
+                f"tokenizer.path: {path} cannot be loaded by sentencepiece: {reason_of(error)}"
+            ) from error
+        self._path = path
 
     def vocabulary(self) -> dict[str, int]:
-        count = self._processor.get_piece_size()
-        return {self._processor.id_to_piece(number): number for number in range(count)}
+        return dict(self._names)
 
     def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
-        return _joined(self._processor.encode(text.as_py(), out_type=int) for text in texts)
+        encoded = (self._processor.encode(text.as_py(), out_type=int) for text in texts)
+        return _joined(encoded, self._path, "sentencepiece")
 
 
 class Tiktoken:
@@ -167,14 +191,18 @@ class Tiktoken:
                 mergeable_ranks=ranks,
                 special_tokens=self._special,
             )
-        except Exception as error:  # of a pattern: ValueError, or what the Rust side raises
-            raise RecipeError(f"tokenizer.encoding: tiktoken cannot use it: {error}") from error
+        except BaseException as error:  # of a pattern: ValueError, or what the Rust side raises
+            raise RecipeError(
+                f"tokenizer.encoding: tiktoken cannot use it for {path}: {reason_of(error)}"
+            ) from error
+        self._path = path
 
     def vocabulary(self) -> dict[str, int]:
         return self._names | self._special
 
     def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
-        return _joined(self._encoding.encode_ordinary(text.as_py()) for text in texts)
+        encoded = (self._encoding.encode_ordinary(text.as_py()) for text in texts)
+        return _joined(encoded, self._path, "tiktoken")
 
 
 def _to_json(config: dict[str, Any]) -> str:
@@ -187,10 +215,19 @@ def _to_json(config: dict[str, Any]) -> str:
 OwnEngine = HuggingFace | SentencePiece | Tiktoken
 
 
-def _joined(encoded: Iterable[Sequence[int]]) -> tuple[Ids, npt.NDArray[np.int64]]:
-    parts = [np.array(ids, np.uint32) for ids in encoded]
-    return np.concatenate([np.zeros(0, np.uint32), *parts]), np.fromiter(
-        map(len, parts), np.int64, len(parts)
+def _joined(encoded: Iterable[Sequence[int]], path: Path, library: str) -> tuple[Ids, npt.NDArray[np.int64]]:
+    """Return the ids of texts and their numbers; EncodingError for one that the library cannot encode."""
+    parts: list[Ids] = [np.zeros(0, np.uint32)]
+    try:
+        parts += (np.array(ids, np.uint32) for ids in encoded)
+    except BaseException as error:
+        raise _refusal(error, path, library, len(parts) - 1) from error
+    return np.concatenate(parts), np.fromiter(map(len, parts[1:]), np.int64, len(parts) - 1)
+
+
+def _refusal(error: BaseException, path: Path, library: str, row: int = 0) -> EncodingError:
+    return EncodingError(
+        f"{path}: {library} cannot encode this text by this tokenizer: {reason_of(error)}", row
     )
 
 
@@ -203,9 +240,13 @@ class Marked:
         self._plain = plain
         self._ids = plain.vocabulary()
         unused = {"truncation": None, "padding": None, "post_processor": None}
-        self._tokenizer = tokenizers.Tokenizer.from_str(_to_json(config | unused))
-        special = [t["content"] for t in config.get("added_tokens") or () if t.get("special")]
-        self._spelled = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(_to_json(config | unused))
+        except BaseException as error:
+            raise RecipeError(
+                f"tokenizer.path: {plain.path} cannot be loaded by tokenizers: {reason_of(error)}"
+            ) from error
+        self._spelled = re.compile("|".join(map(re.escape, special_tokens(config))) or r"(?!)")
 
     def encode(self, parts: Sequence[tuple[str, int]]) -> tuple[Ids, npt.NDArray[np.uint8]]:
         """(ids, whether each is trained on) of the parts of one text."""
@@ -224,7 +265,10 @@ class Marked:
 
     def _run(self, tokenizer: Any, parts: Sequence[tuple[str, int]]) -> tuple[Ids, npt.NDArray[np.uint8]]:
         """Ids of a text; those are trained on that share a character with a part that is."""
-        encoded = tokenizer.encode("".join(part for part, _ in parts), add_special_tokens=False)
+        try:
+            encoded = tokenizer.encode("".join(part for part, _ in parts), add_special_tokens=False)
+        except BaseException as error:
+            raise _refusal(error, self._plain.path, "tokenizers") from error
         sizes = [len(part) for part, _ in parts]
         before = np.append(0, np.cumsum(np.repeat([flags & TRAINED > 0 for _, flags in parts], sizes)))
         offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)

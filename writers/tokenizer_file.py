@@ -15,8 +15,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from pydantic import Field
 
 from shardkit.errors import RecipeError
 from shardkit.files import load_json
+from shardkit.writers.sentencepiece_file import huggingface_config, sentencepiece_config
 from shardkit.writers.settings import StrictModel
 
 __all__ = [
@@ -37,6 +37,8 @@ __all__ = [
     "find_tokenizer",
     "own_engine",
     "read_ranks",
+    "reason_of",
+    "special_tokens",
     "stated_tokens",
     "tokenizer_config",
 ]
@@ -48,6 +50,7 @@ NAME = "tokenizer.json"
 _NAMES = (NAME, "tokenizer.model", "qwen.tiktoken")
 _HUB_NAME = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?")
 _HEAD_BYTES = 1 << 12  # which tell what a file is
+_MOST_IDS = 1 << 21  # published vocabularies have up to a million; libraries make tables of the greatest id
 _FILE_ENDINGS = (".json", ".model", ".tiktoken", ".txt", ".bin")
 # Tokens that end documents in published models, most usual first.
 _END_TOKENS = (
@@ -97,7 +100,7 @@ def end_token(file: Path) -> str | None:
         config = tokenizer_config(file, file.read_bytes())
     except (OSError, RecipeError):
         return None
-    tokens = _special_tokens(config)
+    tokens = special_tokens(config)
     stated = stated_tokens(file).get("eos")
     if stated is not None and (stated in tokens or not tokens):
         return stated
@@ -129,13 +132,21 @@ def stated_tokens(file: Path) -> dict[str, str]:
     return found
 
 
-def _special_tokens(config: Any) -> list[str]:
-    added = config.get("added_tokens") if isinstance(config, Mapping) else None
-    return [
-        str(token.get("content"))
-        for token in added or ()
-        if isinstance(token, Mapping) and token.get("special")
-    ]
+def special_tokens(config: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a tokenizer's special tokens, of what `tokenizer_config` returns."""
+    added = config.get("added_tokens") or ()
+    return [token["content"] for token in added if token.get("special") and token["content"]]
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what a tokenizer library says of a file or text; raises `error` if it is not the library's.
+
+    A panic of Rust is no Exception. A signal, and memory that runs out, say nothing about a file.
+    """
+    is_panic = type(error).__name__ == "PanicException"
+    if isinstance(error, MemoryError) or not (is_panic or isinstance(error, Exception)):
+        raise error
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class TiktokenConfig(StrictModel):
@@ -260,7 +271,7 @@ def tokenizer_config(
             )
         return _tiktoken_config(read_ranks(path, data), encoding)
     if engine == "sentencepiece":
-        return _sentencepiece_config(path, data)
+        return sentencepiece_config(path, data)
     try:
         config = parse(data)
     except ValueError as error:
@@ -269,18 +280,61 @@ def tokenizer_config(
         ) from error
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise RecipeError(f"tokenizer.path: {path} has no `model`; give a Hugging Face tokenizer.json")
+    if problem := _problem(config):
+        raise RecipeError(f"tokenizer.path: {path} is damaged: {problem}")
     return config
+
+
+def _problem(config: Mapping[str, Any]) -> str | None:
+    """Say what is wrong with the ids and tokens of a tokenizer.json; its library checks the other parts."""
+    vocabulary = config["model"].get("vocab")
+    if isinstance(vocabulary, dict):
+        if (wrong := next((one for one in vocabulary.items() if not _is_id(one[1])), None)) is not None:
+            return f"model.vocab: the id of {wrong[0][:80]!r} is {str(wrong[1])[:80]}"
+    elif isinstance(vocabulary, list):  # of Unigram
+        for number, entry in enumerate(vocabulary):
+            is_pair = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)
+            if not is_pair or not isinstance(entry[1], int | float):
+                return f"model.vocab: entry {number:,} is no piece and score"
+    elif vocabulary is not None:
+        return "model.vocab is neither an object nor a list"
+    added = config.get("added_tokens")
+    if not isinstance(added, list | None):
+        return "added_tokens is no list"
+    for number, token in enumerate(added or ()):
+        if not isinstance(token, dict) or not isinstance(token.get("content"), str):
+            return f"added_tokens: entry {number:,} has no text `content`"
+        if not _is_id(token.get("id")):
+            return f"added_tokens: the id of {token['content'][:80]!r} is {str(token.get('id'))[:80]}"
+        if not isinstance(token.get("special"), bool | None):
+            return f"added_tokens: `special` of {token['content'][:80]!r} is neither true nor false"
+    return None
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST_IDS
 
 
 def read_ranks(path: Path, data: bytes) -> dict[bytes, int]:
     """The byte pairs of a .tiktoken file, each with its rank, which is its id."""
-    try:
-        pairs = (line.split() for line in data.splitlines() if line)
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except (ValueError, binascii.Error) as error:
-        raise RecipeError(
-            f"tokenizer.path: {path} has a line that is no byte pair and rank ({error})"
-        ) from error
+    ranks: dict[bytes, int] = {}
+    taken: set[int] = set()
+    for number, line in enumerate(data.splitlines(), start=1):
+        if not line:
+            continue
+        try:
+            token, rank = line.split()
+            pair, place = base64.b64decode(token, validate=True), int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise RecipeError(
+                f"tokenizer.path: {path} has a line that is no byte pair and rank: line {number:,} ({error})"
+            ) from error
+        if pair in ranks or place in taken or not _is_id(place) or not pair:
+            what = "is no rank" if not _is_id(place) else "or its byte pair is there before"
+            what = what if pair else "is of no byte"
+            raise RecipeError(f"tokenizer.path: {path} is damaged: line {number:,}: {str(place)[:80]} {what}")
+        ranks[pair] = place
+        taken.add(place)
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise RecipeError(f"tokenizer.path: {path} has no rank for byte {missing[0]:#04x}")
     return ranks
@@ -296,6 +350,8 @@ def _tiktoken_config(ranks: Mapping[bytes, int], encoding: Encoding) -> dict[str
         known = [(left, right) for left, right in cuts if left in ranks and right in ranks]
         merges += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
     special = encoding.special_ids(ranks)
+    if wrong := [token for token, number in special.items() if not _is_id(number)]:
+        raise RecipeError(f"tokenizer.encoding: the id of {wrong[0]!r} is {special[wrong[0]]}")
     gpt2 = encoding.plain == _GPT2_PLAIN
     split = {
         "type": "Split",
@@ -304,7 +360,7 @@ def _tiktoken_config(ranks: Mapping[bytes, int], encoding: Encoding) -> dict[str
         "invert": False,
     }
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": gpt2}
-    return _config(
+    return huggingface_config(
         {
             "type": "BPE",
             "byte_fallback": False,
@@ -323,136 +379,3 @@ def _byte_letters() -> list[str]:
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = iter(range(0x100, 0x200))
     return [chr(byte) if byte in shown else chr(next(hidden)) for byte in range(256)]
-
-
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of SentencePiece's pieces
-_UNIGRAM, _BPE = 1, 2
-_SPACE = "\u2581"
-
-
-def _sentencepiece_config(path: Path, data: bytes) -> dict[str, Any]:
-    """A SentencePiece model (sentencepiece_model.proto): BPE or Unigram."""
-    try:
-        fields = list(_fields(data))
-        pieces = [_piece(value) for number, value in fields if number == 1]
-        trainer, normalizer = (dict(_fields(dict(fields).get(number, b""))) for number in (2, 3))
-    except (ValueError, IndexError, TypeError, UnicodeDecodeError) as error:
-        raise RecipeError(f"tokenizer.path: {path} is no tokenizer that is known ({error})") from error
-    kind, unknown = trainer.get(3, _UNIGRAM), trainer.get(40, 0)
-    if kind not in (_UNIGRAM, _BPE) or not 0 <= unknown < len(pieces):
-        raise RecipeError(f"tokenizer.path: {path} is no SentencePiece model of type bpe or unigram")
-    vocabulary = {piece: number for number, (piece, _, _) in enumerate(pieces)}
-    byte_fallback = bool(trainer.get(35, 0))
-    if kind == _UNIGRAM:
-        scores = [[piece, score] for piece, score, _ in pieces]
-        model = {"type": "Unigram", "unk_id": unknown, "byte_fallback": byte_fallback, "vocab": scores}
-    else:
-        model = {
-            "type": "BPE",
-            "unk_token": pieces[unknown][0],
-            "fuse_unk": True,
-            "byte_fallback": byte_fallback,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": _sentencepiece_merges(pieces),
-        }
-    added = [
-        (number, piece.replace(_SPACE, " ") if kind == _USER_DEFINED else piece, kind != _USER_DEFINED)
-        for number, (piece, _, kind) in enumerate(pieces)
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-    ]
-    prefix = bool(normalizer.get(3, 1))
-    steps: list[dict[str, Any]] = []
-    if normalizer.get(2):
-        characters = base64.b64encode(normalizer[2]).decode()
-        steps.append({"type": "Precompiled", "precompiled_charsmap": characters})
-    if normalizer.get(4, 1):  # spaces at both ends go, and all but one of others in a row
-        steps.append({"type": "Replace", "pattern": {"Regex": "^ +| +$"}, "content": ""})
-        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
-    if prefix:
-        steps.append({"type": "Prepend", "prepend": _SPACE})
-    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
-    decoders = [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
-    return _config(
-        model,
-        added,
-        normalizer={"type": "Sequence", "normalizers": steps},
-        decoder={"type": "Sequence", "decoders": decoders},
-    )
-
-
-def _sentencepiece_merges(pieces: list[tuple[str, float, int]]) -> list[str]:
-    """Any two neighbors that are a piece together, at that piece's score, best first."""
-    scores = {piece: score for piece, score, kind in pieces if kind == _NORMAL}
-    found = []
-    for piece, score in scores.items():
-        cuts = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
-        found += [(score, left, right) for left, right in cuts if left in scores and right in scores]
-    found.sort(key=lambda merge: (-merge[0], -len(merge[1])))
-    return [f"{left} {right}" for _, left, right in found]
-
-
-def _config(
-    model: dict[str, Any],
-    added: list[tuple[int, str, bool]],
-    *,
-    decoder: dict[str, Any],
-    normalizer: dict[str, Any] | None = None,
-    pre_tokenizer: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """A tokenizer.json; `added` are ids, tokens, and whether each is special."""
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    tokens = [{"id": number, "content": text, "special": special} | plain for number, text, special in added]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": tokens,
-        "normalizer": normalizer,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": None,
-        "decoder": decoder,
-        "model": model,
-    }
-
-
-def _piece(data: bytes) -> tuple[str, float, int]:
-    found = dict(_fields(data))
-    [score] = struct.unpack("<f", found.get(2, bytes(4)))
-    return found[1].decode(), score, found.get(3, _NORMAL)
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(number, value) of the fields of a protocol buffer message: int, or bytes."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        number, kind = tag >> 3, tag & 7
-        if kind == 0:
-            value, at = _varint(data, at)
-            yield number, value
-            continue
-        if kind == 2:
-            size, at = _varint(data, at)
-        elif kind in (1, 5):
-            size = 8 if kind == 1 else 4
-        else:
-            raise ValueError(f"no protocol buffer: wire type {kind} at byte {at:,}")
-        if at + size > len(data):
-            raise ValueError(f"the file ends in a field of {size:,} bytes at byte {at:,}")
-        yield number, data[at : at + size]
-        at += size
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        value |= (data[at] & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if data[at - 1] < 0x80:
-            return value, at

@@ -15,15 +15,17 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import shardkit as sk
 from shardkit.card import DatasetCard
 from shardkit.errors import RecipeError
 from shardkit.writers import build
 from shardkit.writers.groups import Groups, join_groups
-from shardkit.writers.input_config import GroupConfig
+from shardkit.writers.input_config import FimConfig, GroupConfig
 from shardkit.writers.stages.packing import fill_rows, pack_best_fit, pack_concat
+from shardkit.writers.stages.tokenize import _encoding
+from shardkit.writers.tokenizer import Encoder
 from support.small_build import EOS, train_bpe
 
 NAME, FILE, BOS = "<repo_name>", "<file_sep>", "<|begin|>"
@@ -287,3 +289,62 @@ def test_groups_that_cannot_be_made_are_refused(
 ) -> None:
     with pytest.raises(RecipeError, match=refusal):
         build(recipe_of(folder, tmp_path, group, **changes), progress=False)
+
+
+TITLES = ["a", "src/b.py", " ", "7", "x\n", "é", ""]
+BEGINNINGS = ["", "\n", "\n\n", " ", "  ", "\t", "\r\n", "7", "e\u0301", "\u0301", ".py", "b", "你好", FILE]
+
+
+@pytest.fixture(scope="module")
+def line_tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenizers that join line ends, spaces and what is behind them in ways of their own."""
+    made = tmp_path_factory.mktemp("tokenizers")
+    texts = [f"{title}\n{begin}def f():\n\n    return 7\n" for title in TITLES for begin in BEGINNINGS]
+    special = (EOS, BOS, NAME, FILE, *FIM)
+    train_bpe(texts, vocabulary=400, special=special).save(str(made / "gpt2.json"))
+    whole = Tokenizer(models.BPE())
+    whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=list(special), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    whole.train_from_iterator(texts, trainer)
+    whole.save(str(made / "without-words.json"))
+    return made
+
+
+@pytest.mark.parametrize(("name", "engine"), [("gpt2", "gigatoken"), ("gpt2", None), ("without-words", None)])
+def test_a_title_and_its_text_have_the_ids_of_the_text_that_they_are_together(
+    line_tokenizers: Path, name: str, engine: Any
+) -> None:
+    path = line_tokenizers / f"{name}.json"
+    encoder = Encoder(path, EOS, engine=engine)
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.encode_special_tokens = True
+    pairs = list(itertools.product(TITLES, BEGINNINGS))
+    texts = [begin + rest for rest in ("def f():\n", "") for _, begin in pairs]
+    titles = [title for title, _ in pairs] * 2
+    documents = pa.record_batch(
+        {
+            "document_id": pa.array([b"%d" % number for number in range(len(texts))], pa.binary()),
+            "text": pa.array(texts, pa.large_string()),
+            "metadata": [json.dumps({"repo": "r", "path": title}) for title in titles],
+        }
+    )
+    group = GroupConfig.model_validate(STARCODER)
+    encode = _encoding(encoder, 0, None, group)
+    head = [tokenizer.token_to_id(NAME), *tokenizer.encode("r").ids, tokenizer.token_to_id(FILE)]
+    ids, lengths = encode(documents)
+    for title, text, found in zip(titles, texts, np.split(ids, np.cumsum(lengths)[:-1]), strict=True):
+        expected = [*head, *tokenizer.encode(f"{title}\n{text}").ids] if text else []
+        assert found.tolist() == expected, (title, text)
+    fim = _encoding(encoder, 0, FimConfig(rate=1.0, spm_rate=0.5), group)
+    ids, lengths = fim(documents)
+    marks = {tokenizer.token_to_id(token) for token in FIM}
+    for title, text, found in zip(titles, texts, np.split(ids, np.cumsum(lengths)[:-1]), strict=True):
+        if text:
+            start = [*head, *tokenizer.encode(f"{title}\n").ids]
+            assert found[: len(start)].tolist() == start
+            assert found[len(start)] == tokenizer.token_to_id(FIM[0])
+            assert marks <= set(found.tolist())
+        else:
+            assert not len(found)

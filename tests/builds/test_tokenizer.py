@@ -19,13 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from shardkit.errors import BuildError, RecipeError
+from shardkit.errors import BuildError, RecipeError, ShardkitError
+from shardkit.tools.trace.text import Decoder
 from shardkit.writers import build, tokenizer_engines
 from shardkit.writers import tokenizer as module
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.inputs.chat import MARK
 from shardkit.writers.remembered import remembered
 from shardkit.writers.tokenizer import (
     Encoder,
+    EncodingError,
     check_parity,
     load_encoder,
     sample_bytes,
@@ -201,6 +204,83 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes) 
         Encoder(tmp_path / "t.json", EOS)
     with pytest.raises(RecipeError, match=r"tokenizer\.path.*absent"):
         Encoder(tmp_path / "absent.json", EOS)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "problem"),
+    [
+        (("added_tokens",), 3, "added_tokens is no list"),
+        (("added_tokens",), [None], "entry 0 has no text `content`"),
+        (("added_tokens", 0, "content"), 5, "entry 0 has no text `content`"),
+        (("added_tokens", 0, "id"), None, "the id of .* is None"),
+        (("added_tokens", 0, "id"), -1, "the id of .* is -1"),
+        (("added_tokens", 0, "id"), True, "the id of .* is True"),
+        (("added_tokens", 0, "id"), 1 << 40, "the id of .* is 1099511627776"),
+        (("added_tokens", 0, "special"), "yes", "neither true nor false"),
+        (("model",), [], "has no `model`"),
+        (("model", "vocab"), 3, "neither an object nor a list"),
+        (("model", "vocab"), ["a"], "entry 0 is no piece and score"),
+        (("model", "vocab"), [["a", 0.0], ["b", "x"]], "entry 1 is no piece and score"),
+        (("model", "vocab", "a"), 1.5, "the id of 'a' is 1.5"),
+        (("model", "vocab", "a"), "1", "the id of 'a' is 1"),
+        (("model", "vocab", "a"), 4294967295, "the id of 'a' is 4294967295"),
+        (("model", "merges"), [["a"]], "cannot be loaded by tokenizers"),
+        (("model", "type"), "Other", "cannot be loaded by tokenizers"),
+        (("normalizer",), {"type": "Precompiled", "precompiled_charsmap": "eHh4eHh4"}, "cannot be loaded"),
+        (("pre_tokenizer",), {"type": "Split", "pattern": {"Regex": "("}}, "cannot be loaded by tokenizers"),
+    ],
+)
+def test_a_damaged_tokenizer_json_is_an_error_that_names_it(
+    path: Path, tmp_path: Path, place: tuple[Any, ...], value: Any, problem: str
+) -> None:
+    config = json.loads(path.read_text())
+    inner = config
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    (tmp_path / "t.json").write_text(json.dumps(config))
+    with pytest.raises(RecipeError, match=rf"tokenizer\.path: .*t\.json.*{problem}"):
+        Encoder(tmp_path / "t.json", EOS, engine=None)
+    with pytest.raises(ShardkitError, match=r"t\.json"):
+        Decoder(tmp_path / "t.json")
+
+
+WITHOUT_UNKNOWN: dict[str, Any] = {
+    "words": models.WordLevel({"a": 0, "b": 1}),
+    "pieces": models.WordPiece({"a": 0, "b": 1}, unk_token="[UNK]"),
+    "unigram": models.Unigram([("a", 0.0), ("b", 0.0)]),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_UNKNOWN)
+def test_a_text_that_the_tokenizer_cannot_encode_is_named_with_the_tokenizers_reason(
+    kind: str, tmp_path: Path, inline_builds: None
+) -> None:
+    made = tokenizers.Tokenizer(WITHOUT_UNKNOWN[kind])
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens([EOS])
+    made.save(str(tmp_path / "t.json"))
+    texts = ["a b", "b a", "a c", "b b"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    recipe = {
+        "inputs": [{"path": str(tmp_path / "a.jsonl")}],
+        "tokenizer": {"path": str(tmp_path / "t.json"), "eos": EOS},
+        "output": {"path": str(tmp_path / "out"), "format": "tokens"},
+    }
+    with pytest.raises(BuildError, match=r"a\.jsonl: record 2: .*t\.json: tokenizers cannot encode"):
+        build(recipe, progress=False)
+    encoder = Encoder(tmp_path / "t.json", EOS, engine=None)
+    with pytest.raises(EncodingError, match=r"unknown|UNK") as refused:
+        encoder.encode(texts)
+    assert refused.value.row == 2
+    marks = np.array([(3, 2)], MARK).tobytes()
+    for row, some in ((2, [None, None, None]), (2, [marks, marks, marks]), (2, [None, marks, None])):
+        with pytest.raises(EncodingError) as refused:
+            encoder.encode_marked(pa.array(texts[:3], pa.large_string()), pa.array(some, pa.binary()))
+        assert refused.value.row == row
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a b"}) + "\n")
+    [first] = build(recipe, progress=False).open()
+    assert np.asarray(first["tokens"]).tolist()[:2] == [0, 1]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

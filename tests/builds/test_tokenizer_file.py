@@ -60,9 +60,9 @@ def test_what_cannot_be_a_model_is_a_path(path: str, tmp_path: Path) -> None:
 def test_the_token_that_ends_documents_is_known_by_its_name(
     special: list[str], end: str | None, tmp_path: Path
 ) -> None:
-    tokens = [{"content": token, "special": True} for token in special]
+    tokens = [{"id": number, "content": token, "special": True} for number, token in enumerate(special)]
     (tmp_path / "t.json").write_text(
-        json.dumps({"model": {}, "added_tokens": [*tokens, {"content": "</end>"}]})
+        json.dumps({"model": {}, "added_tokens": [*tokens, {"id": 9, "content": "</end>"}]})
     )
     assert end_token(tmp_path / "t.json") == end
 

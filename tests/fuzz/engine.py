@@ -140,7 +140,11 @@ def fuzz(target: Target, numbers: Iterable[int], folder: Path) -> Outcome:
     for number in numbers:
         rng = random.Random(f"{target.name} {number}")
         name = rng.choice(target.chosen)
-        files = {**target.files, name: mutate(target.files[name], rng, target.tokens)}
+        if target.change is not None and number % 4:
+            changed = target.change(target.files[name], rng)
+        else:
+            changed = mutate(target.files[name], rng, target.tokens)
+        files = {**target.files, name: changed}
         if target.repair is not None and number % 2:
             files[name] = target.repair(files[name])
         place = folder / f"{target.name}-{number}"
@@ -165,7 +169,9 @@ def _read(target: Target, number: int, place: Path, outcome: Outcome) -> None:
         outcome.refused += 1
         if not str(error).strip():
             outcome.failures.append(f"{target.name} {number}: an error without words")
-    except Exception as error:
+    except BaseException as error:  # a panic of Rust is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         outcome.failures.append(f"{target.name} {number}: {type(error).__name__}: {str(error)[:200]}")
     seconds = time.monotonic() - start
     outcome.inputs += 1

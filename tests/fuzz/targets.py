@@ -19,6 +19,7 @@ from fuzz.engine import Target
 from fuzz.inputs import INPUT_FILES, INPUTS, changed_footer
 from fuzz.repairs import repaired_record, repaired_table, repaired_tar, repaired_tar_index
 from fuzz.sources import SOURCES
+from fuzz.tokenizer_files import TOKENIZER_FILES, TOKENIZERS
 from shardkit.cache.tar_scan import TarIndexes
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
@@ -440,11 +441,13 @@ _MAKERS: dict[str, Callable[..., Target]] = {
     "hub": _hub,
     **SOURCES,
     **INPUTS,
+    **TOKENIZERS,
 }
 NAMES = (
     *("mds-rows=zstd", "mds-rows=gz", "litdata=tokens", "litdata=items", "litdata=zstd"),
     *("text=parquet", "text=lines", *(f"input={name}" for name in INPUT_FILES)),
-    *(name for name in _MAKERS if name not in ("litdata", "input", "text")),
+    *(f"tokenizer={name}" for name in TOKENIZER_FILES),
+    *(name for name in _MAKERS if name not in ("litdata", "input", "text", "tokenizer")),
 )
 APART = tuple(
     name

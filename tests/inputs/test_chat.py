@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.loaders import StreamingLoader
 from shardkit.writers import build
 from shardkit.writers.inputs.chat import ChatError, ChatFormat, pair_of, parts_of, render_chat
+from shardkit.writers.recipe import recipe_from_mapping
 from support.small_build import EOS, train_bpe
 
 IM = ("<|im_start|>", "<|im_end|>")
@@ -63,6 +66,66 @@ def chat_of(template: str) -> ChatFormat:
 
 def masked_text(rendered: Any) -> list[str]:
     return [part for part, flags in parts_of(rendered.text, rendered.marks) if flags & 2]
+
+
+# Of the structure of published templates, which are not copied: what is written depends on what follows.
+ENDED = CHATML + "{% if not add_generation_prompt %}{{ '" + EOS + "' }}{% endif %}"  # Phi-3
+THINKING = (  # Qwen3: reasoning of the answer to the last question only
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}{{ '<think>\n' + (m.why or '') }}"
+    "{{ '\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{% endif %}"
+)
+OPENING = (  # DeepSeek: the prompt opens reasoning that the answers of records do not have
+    "{% for m in messages %}{{ '<|im_start|>' if m.role == 'assistant' else '' }}{{ m.content }}"
+    "{{ '<|im_end|>' if m.role == 'assistant' else '' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|><think>\n' }}{% endif %}"
+)
+BLOCKS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>' }}{% generation %}{{ m.content }}"
+    "{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+ONE, TWO = TALKS[2], TALKS[1]
+WHY = [ONE[0], ONE[1] | {"why": "so"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "talk", "train_on", "variables", "trained"),
+    [
+        # The end of the text belongs to the last answer, and so does the line end before it.
+        (ENDED, TWO, "assistant", {}, "first answer<|im_end|>second\n\nanswer <|im_end|>\n"),
+        (ENDED, TWO[:-1], "assistant", {}, "first answer<|im_end|>"),
+        (ENDED, TWO, "last_assistant", {}, "second\n\nanswer <|im_end|>\n"),
+        (THINKING, ONE, "assistant", {}, "<think>\n\n</think>\n\nok<|im_end|>"),
+        (THINKING, ONE, "assistant", {"enable_thinking": False}, "ok<|im_end|>"),
+        (
+            THINKING,
+            WHY,
+            "assistant",
+            {},
+            "<think>\nso\n</think>\n\nok<|im_end|>",
+        ),
+        (THINKING, TWO, "assistant", {}, None),
+        (THINKING, TWO, "last_assistant", {}, "<think>\n\n</think>\n\nsecond\n\nanswer <|im_end|>"),
+        (OPENING, ONE, "assistant", {}, None),
+        (OPENING, TWO, "last_assistant", {}, None),
+        (BLOCKS, TWO, "assistant", {}, "first answer<|im_end|>second\n\nanswer <|im_end|>"),
+    ],
+)
+def test_templates_of_published_structures_have_the_masks_that_can_be_proved(
+    template: str, talk: Any, train_on: str, variables: dict[str, Any], trained: str | None
+) -> None:
+    if trained is None:
+        with pytest.raises(ChatError, match=r"add the blocks.*last_assistant") as refused:
+            render_chat(chat_of(template), talk, None, variables, train_on=train_on)
+        assert refused.value.reason == "unproved_mask"
+    else:
+        rendered = render_chat(chat_of(template), talk, None, variables, train_on=train_on)
+        assert "".join(masked_text(rendered)) == trained
 
 
 def test_what_is_trained_on_is_proved_by_rendering_beginnings() -> None:
@@ -180,6 +243,148 @@ def test_ids_and_masks_are_those_of_transformers(
     card = json.loads((made.output / "dataset.json").read_text())
     assert card["trained_tokens"] == sum(sum(mask) for _, mask in expected)
     assert shardkit.verify(made.output).ok
+
+
+VARIABLES = (
+    "{{ date_string or 'no date' }}{{ strftime_now('%d %m %y') if asks is defined else '' }}"
+    "{% for document in documents or [] %}{{ document.title }}{% endfor %}"
+    + CHATML
+    + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}no{% endif %}"
+)
+
+
+def test_variables_of_the_template_come_from_the_recipe_and_from_each_record(
+    folder: Path, tmp_path: Path, inline_builds: None
+) -> None:
+    of_records: list[dict[str, Any]] = [
+        {},
+        {"chat_template_kwargs": None},
+        {"chat_template_kwargs": {"date_string": "two <|im_end|>"}},
+        {"chat_template_kwargs": {"documents": [{"title": "first"}, {"title": "second"}]}},
+        {"chat_template_kwargs": {"asks": True}},
+    ]
+    talk = TALKS[2]
+    lines = [json.dumps({"messages": talk} | one) + "\n" for one in of_records]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    given = {"date_string": "one", "strftime_now": "2026-01-31"}
+    recipe = recipe_of(folder, tmp_path, VARIABLES)
+    recipe["tokenizer"]["chat_template_kwargs"] = given
+    decode = decoder_of(folder).decode
+
+    def texts(recipe: dict[str, Any], place: str) -> list[str]:
+        made = build(recipe | {"dedup": None, "output": str(tmp_path / place)}, workers=1, progress=False)
+        return sorted(decode(list(ids), skip_special_tokens=False) for ids, _ in documents(made.open()))
+
+    load: Any = PreTrainedTokenizerFast
+    peer = load(tokenizer_file=str(folder / "tokenizer.json"), eos_token=EOS)
+    expected = {
+        peer.apply_chat_template(
+            talk,
+            chat_template=VARIABLES.replace("strftime_now('%d %m %y')", "'31 01 26'"),
+            tokenize=False,
+            **{**given, **(one.get("chat_template_kwargs") or {})},
+        )
+        + EOS
+        for one in of_records
+    }
+    assert len(expected) == 4
+    assert texts(recipe, "lines") == sorted(expected)
+    (tmp_path / "a.jsonl").unlink()
+    own = [one.get("chat_template_kwargs") for one in of_records]
+    table = pa.table({"messages": [talk] * len(own), "chat_template_kwargs": own})
+    pq.write_table(table, tmp_path / "a.parquet")
+    recipe["inputs"] = [{"path": str(tmp_path / "a.parquet"), "messages": "messages"}]
+    assert texts(recipe, "table") == sorted(expected)
+    recipe["tokenizer"] = recipe["tokenizer"] | {"chat_template_kwargs": given | {"date_string": "spaces"}}
+    changed = {text.replace("one", "spaces", 1) if text.startswith("one") else text for text in expected}
+    assert texts(recipe, "changed") == sorted(changed)
+
+
+def test_variables_are_part_of_what_names_the_work_that_may_be_kept() -> None:
+    given: list[dict[str, Any]] = [{}, {"a": 1}, {"a": "1"}, {"a": True}, {"a": None}, {"b": 1}, {"a": [1]}]
+    assert len({ChatFormat(CHATML, (EOS,), {}, EOS, None, one).digest for one in given}) == len(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"messages": []}, "messages comes from the conversation"),
+        ({"tools": []}, "tools comes from the conversation"),
+        ({"strftime_now": "today"}, "strftime_now is no date such as 2026-01-31"),
+        ({"x": float("nan")}, "should be a finite number"),
+        ({"x": b"a"}, "should be another value"),
+    ],
+)
+def test_variables_that_are_no_json_or_the_conversations_own_are_refused(
+    folder: Path, tmp_path: Path, given: dict[str, Any], problem: str
+) -> None:
+    recipe = recipe_of(folder, tmp_path, CHATML)
+    recipe["tokenizer"]["chat_template_kwargs"] = given
+    with pytest.raises(RecipeError, match=rf"tokenizer\.chat_template_kwargs.*: {problem}"):
+        recipe_from_mapping(recipe, folder=tmp_path)
+
+
+def test_a_date_of_yaml_is_the_text_that_was_written(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(folder, tmp_path, CHATML)
+    given = {"strftime_now": date(2026, 1, 31), "x": [{"y": date(2024, 7, 26)}]}
+    recipe["tokenizer"]["chat_template_kwargs"] = given
+    tokenizer = recipe_from_mapping(recipe, folder=tmp_path).tokenizer
+    assert tokenizer is not None
+    assert tokenizer.chat_template_kwargs == {"strftime_now": "2026-01-31", "x": [{"y": "2024-07-26"}]}
+
+
+@pytest.mark.parametrize("given", [[1], "text", {"add_generation_prompt": True}, {"strftime_now": 3}])
+def test_variables_of_a_record_that_are_none_cost_the_record(
+    folder: Path, tmp_path: Path, given: Any, inline_builds: None
+) -> None:
+    lines = [{"messages": TALKS[2]}, {"messages": TALKS[2], "chat_template_kwargs": given}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(BuildError, match=r"a\.jsonl: record 1 .*bad_messages: chat_template_kwargs"):
+        build(recipe_of(folder, tmp_path, CHATML), workers=1, progress=False)
+    made = build(recipe_of(folder, tmp_path, CHATML, max_bad_fraction=0.9), workers=1, progress=False)
+    assert made.funnel.kept.documents == 1
+
+
+def test_a_record_that_its_template_cannot_render_goes_to_the_quarantine(
+    folder: Path, tmp_path: Path, inline_builds: None
+) -> None:
+    template = CHATML + (
+        "{% for n in messages[0].count or [] %}{{ 1 / n }}{% endfor %}"
+        "{% if messages[0].wide %}{{ 'a'|center(messages[0].wide) }}{% endif %}"
+    )
+    first = {"role": "user", "content": "one"}
+    talks = [[first | more, TALKS[2][1]] for more in ({}, {"count": [0]}, {"wide": 10**9}, {"count": "x"})]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    recipe = recipe_of(folder, tmp_path, template, max_bad_fraction=0.9)
+    made = build(recipe, workers=1, progress=False)
+    assert made.funnel.kept.documents == 1
+    reasons = {name: count.documents for name, count in made.funnel.quarantined.items()}
+    assert reasons == {"bad_messages": 2, "template_limit": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("tokenizer_config.json", b"{", r"tokenizer_config\.json, beside it, cannot be read"),
+        ("tokenizer_config.json", b"[]", r"tokenizer_config\.json, beside it, is no JSON object"),
+        ("tokenizer_config.json", b'{"bos_token": {"x": 1}}', "bos_token is no text"),
+        ("tokenizer_config.json", b'{"eos_token": 5}', "eos_token is no text"),
+        ("tokenizer_config.json", b'{"chat_template": [1, {"name": "default"}]}', "neither .* is there"),
+        ("chat_template.jinja", b"\xff", "cannot be read as UTF-8"),
+        ("chat_template.jinja", b"{% for %}", "tokenizer.chat_template: line 1"),
+        ("tokenizer.json", b'{"model": {}, "added_tokens": [{}]}', "entry 0 has no text"),
+    ],
+)
+def test_damaged_files_of_a_chat_model_are_errors_that_name_them(
+    folder: Path, tmp_path: Path, name: str, content: bytes, problem: str
+) -> None:
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALKS[2]}) + "\n")
+    recipe = recipe_of(folder, tmp_path, CHATML)
+    recipe["tokenizer"] = {"path": str(tmp_path / "tokenizer.json"), "eos": EOS}
+    with pytest.raises(RecipeError, match=problem):
+        build(recipe, workers=1, progress=False)
 
 
 def test_text_that_spells_a_special_token_stays_text(

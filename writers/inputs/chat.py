@@ -26,7 +26,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import date
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,9 +35,10 @@ import numpy as np
 from shardkit.errors import MissingExtraError, RecipeError
 from shardkit.files import load_json
 from shardkit.hashing import digest_of
+from shardkit.writers.input_config import misused_variables
 from shardkit.writers.inputs.fields import MISSING, field_at
 from shardkit.writers.recipe import InputConfig, Recipe
-from shardkit.writers.tokenizer_file import find_tokenizer
+from shardkit.writers.tokenizer_file import find_tokenizer, special_tokens, tokenizer_config
 
 if TYPE_CHECKING:
     from shardkit.writers.inputs.chat_prefixes import Prefixes
@@ -64,7 +64,6 @@ _OPEN, _CLOSE, _INSIDE = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters: no text 
 _MARKERS = frozenset((_OPEN, _CLOSE, _INSIDE))
 _MAX_TEMPLATE_BYTES = 1 << 20
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 
 class ChatError(Exception):
@@ -105,9 +104,13 @@ class ChatFormat:
         path = find_tokenizer(recipe.folder, recipe.tokenizer.path)
         if path.suffix != ".json":
             raise RecipeError(f"tokenizer.path: conversations need a tokenizer.json; {path} is none")
-        facts = _json(path.with_name("tokenizer_config.json")) or {}
-        special = [t["content"] for t in (_json(path) or {}).get("added_tokens") or () if t.get("special")]
-        tokens = {name: _content(facts[name]) for name in _TOKENS if facts.get(name)}
+        try:
+            special = special_tokens(tokenizer_config(path, path.read_bytes()))
+        except OSError as error:
+            raise RecipeError(f"tokenizer.path: {path} cannot be read ({error.strerror or error})") from error
+        beside = path.with_name("tokenizer_config.json")
+        facts = _facts(beside)
+        tokens = {name: _content(facts[name], name, beside) for name in _TOKENS if facts.get(name)}
         template, given = _template(recipe, path, facts), recipe.tokenizer
         compile_template(template)
         return cls(template, tuple(special), tokens, given.eos, given.bos, given.chat_template_kwargs)
@@ -122,16 +125,24 @@ def compile_template(source: str) -> None:
     ChatTemplate(source)
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def _facts(path: Path) -> dict[str, Any]:
+    """Return what tokenizer_config.json says, nothing if there is none; RecipeError if it is damaged."""
     try:
         found = load_json(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"tokenizer.path: {path}, beside it, cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise RecipeError(f"tokenizer.path: {path}, beside it, is no JSON object")
+    return found
 
 
-def _content(token: object) -> str:
-    return str(token["content"]) if isinstance(token, Mapping) else str(token)
+def _content(token: object, name: str, path: Path) -> str:
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(text, str):
+        raise RecipeError(f"tokenizer.path: {path}, beside it: {name} is no text: {str(text)[:80]}")
+    return text
 
 
 def _template(recipe: Recipe, tokenizer: Path, facts: Mapping[str, Any]) -> str:
@@ -139,14 +150,18 @@ def _template(recipe: Recipe, tokenizer: Path, facts: Mapping[str, Any]) -> str:
     named = recipe.tokenizer.chat_template
     file = tokenizer.with_name("chat_template.jinja") if named is None else recipe.resolve(named)
     if file.is_file() and file.stat().st_size <= _MAX_TEMPLATE_BYTES:
-        return file.read_text()
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"tokenizer.chat_template: {file} cannot be read as UTF-8: {error}") from error
     if named is not None:
         raise RecipeError(
             f"tokenizer.chat_template: {file} is no file of at most {_MAX_TEMPLATE_BYTES:,} bytes"
         )
     found = facts.get("chat_template")
     if isinstance(found, list):  # several by name
-        found = next((one.get("template") for one in found if one.get("name") == "default"), None)
+        named_so = (one for one in found if isinstance(one, Mapping) and one.get("name") == "default")
+        found = next((one.get("template") for one in named_so), None)
     if not isinstance(found, str):
         raise RecipeError(
             f"tokenizer.chat_template: neither {file} is there, nor chat_template in tokenizer_config.json; "
@@ -266,22 +281,8 @@ def _variables(given: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ChatError("bad_messages", "chat_template_kwargs is no object with the template's variables")
     if problem := misused_variables(given):
-        raise ChatError("bad_messages", problem)
+        raise ChatError("bad_messages", f"chat_template_kwargs: {problem}")
     return given
-
-
-def misused_variables(given: Mapping[str, Any]) -> str | None:
-    """Say what is wrong with a template's variables, or None."""
-    if taken := [name for name in _OWN_VARIABLES if name in given]:
-        return f"chat_template_kwargs: {taken[0]} comes from the conversation"
-    if "strftime_now" in given:
-        try:
-            date.fromisoformat(given["strftime_now"])
-        except (TypeError, ValueError):
-            return (
-                f"chat_template_kwargs: strftime_now is no date such as 2026-01-31: {given['strftime_now']!r}"
-            )
-    return None
 
 
 def _generations(whole: str) -> tuple[str, list[tuple[int, int]]]:
@@ -321,7 +322,8 @@ def _answers(
             raise ChatError(
                 "unproved_mask",
                 f"the chat template {problem}, and has no generation blocks, so what to train on is not "
-                f"known; add the blocks (TRL has such templates of many models), or set train_on: all",
+                f"known; add the blocks (TRL has such templates of many models), or set train_on: "
+                f"last_assistant (needs no proof of earlier answers) or all",
             )
         ends = [found.end() for found in pattern.finditer(text, start, stop)]
         end = ends[-1] if ends and not text[ends[-1] : stop].strip() else stop

@@ -62,8 +62,8 @@ def _text_paths(config: InputConfig) -> list[str]:
     """Return the columns that the text is, or is rendered from."""
     if not config.is_masked:
         return [config.text]
-    fields = (config.messages, config.prompt, config.completion, config.tools)
-    named = (*fields, config.chat_template_kwargs)
+    own = (config.tools, config.chat_template_kwargs)
+    named = (config.messages, config.prompt, config.completion, *own)
     return [path for path in named if path is not None]
 
 

@@ -24,6 +24,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from shardkit.card import Histogram
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
@@ -52,7 +53,7 @@ from shardkit.writers.stages.clean import DOCUMENTS_FILE, split_name
 from shardkit.writers.stages.selection import Selection, remaining
 from shardkit.writers.tokenizer import (
     Encoder,
-    EosInTextError,
+    EncodingError,
     Parity,
     Ranges,
     Tokens,
@@ -506,11 +507,16 @@ def tokenize_split(
 def _encoding(encoder: Encoder, seed: int, fim: FimConfig | None, group: GroupConfig | None) -> _Encode:
     """How documents without marks are encoded."""
 
-    def plain(documents: pa.RecordBatch) -> tuple[Tokens, npt.NDArray[np.int64]]:
-        return encoder.encode(documents.column("text"))
+    def plain(documents: pa.RecordBatch, heads: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
+        texts = documents.column("text")
+        if any(heads):
+            texts = pc.binary_join_element_wise(pa.array(heads, texts.type), texts, pa.scalar("", texts.type))
+        return encoder.encode(texts)
 
     encode = plain if fim is None else partial(encode_fim, encoder, fim, seed)
-    return encode if group is None else partial(encode_grouped, encoder, group, seed, encode)
+    if group is not None:
+        return partial(encode_grouped, encoder, group, seed, encode)
+    return lambda documents: encode(documents, [""] * documents.num_rows)
 
 
 def _tokenize_batch(
@@ -536,7 +542,7 @@ def _tokenize_batch(
             masks = mask, last.astype(np.uint8)
         else:
             ids, lengths = encode(batch)
-    except EosInTextError as error:
+    except EncodingError as error:
         file, record = (batch.column(name)[error.row] for name in ("file", "record"))
         raise BuildError(f"{file}: record {record.as_py():,}: {error}") from error
     if (empty := lengths == 0).any():

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from shardkit.card import DatasetCard, TokenizerFacts
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import MissingExtraError, ShardError, ShardkitError, warn_user
-from shardkit.writers.tokenizer_file import Encoding, TiktokenConfig, tokenizer_config
+from shardkit.writers.tokenizer_file import Encoding, TiktokenConfig, reason_of, tokenizer_config
 
 __all__ = ["Decoder", "find_tokenizer", "read_rows", "token_column"]
 
@@ -47,8 +47,8 @@ class Decoder:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(config))
             if self._tokenizer.decoder is None and b'"ByteLevel"' in data:
                 self._tokenizer.decoder = tokenizers.decoders.ByteLevel()  # else it shows bytes as letters
-        except Exception as error:  # of `tokenizers`, which raises plain ones
-            raise ShardkitError(f"{path}: is no tokenizer that can be read: {error}") from error
+        except BaseException as error:  # of `tokenizers`, which raises plain ones
+            raise ShardkitError(f"{path}: is no tokenizer that can be read: {reason_of(error)}") from error
         self.eos_id, self.bos_id = stated.eos_id, stated.bos_id
         if stated.digest not in (None, _digest(data)):
             warn_user(
@@ -66,19 +66,27 @@ class Decoder:
             ids = ids[:-1]
         if ids and ids[0] == self.bos_id:
             ids = ids[1:]
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        return self._decoded(ids)
 
     def piece(self, before: int | None, ids: list[int]) -> str:
         """The text of tokens where they stand, after the token `before` (None: at the start of a row)."""
         if before is None:
-            return str(self._tokenizer.decode(ids, skip_special_tokens=False))
-        start = self._tokenizer.decode([before], skip_special_tokens=False)
-        return str(self._tokenizer.decode([before, *ids], skip_special_tokens=False))[len(start) :]
+            return self._decoded(ids)
+        return self._decoded([before, *ids])[len(self._decoded([before])) :]
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        """The tokens of a text; ShardkitError if the tokenizer cannot encode it."""
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            raise ShardkitError(f"{self.path}: cannot encode this text: {reason_of(error)}") from error
         return ids
+
+    def _decoded(self, ids: list[int]) -> str:
+        try:
+            return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        except BaseException as error:
+            raise ShardkitError(f"{self.path}: cannot decode these tokens: {reason_of(error)}") from error
 
     def excerpt(self, tokens: Row, characters: int) -> str:
         """The beginning of the text of tokens in one line, at most so many characters long."""

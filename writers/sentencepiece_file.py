@@ -1,0 +1,176 @@
+"""SentencePiece models, such as tokenizer.model of Llama 2, as the tokenizer.json that means the same.
+
+They are protocol buffers, of which few fields matter, so they are read here. Any damage is a RecipeError.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardkit.errors import RecipeError
+
+__all__ = ["huggingface_config", "sentencepiece_config"]
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of SentencePiece's pieces
+_UNIGRAM, _BPE = 1, 2
+_SPACE = "\u2581"
+
+
+def sentencepiece_config(path: Path, data: bytes) -> dict[str, Any]:
+    """Return a SentencePiece model (sentencepiece_model.proto), BPE or Unigram, as a tokenizer.json.
+
+    RecipeError if it is none.
+    """
+    try:
+        fields = list(_fields(data))
+        pieces = [_piece(value) for number, value in fields if number == 1]
+        trainer, normalizer = (dict(_fields(dict(fields).get(number, b""))) for number in (2, 3))
+        kind, unknown, byte_fallback = (
+            _typed(trainer, *one) for one in ((3, int, _UNIGRAM), (40, int, 0), (35, int, 0))
+        )
+        prefix, trimmed = (bool(_typed(normalizer, number, int, 1)) for number in (3, 4))
+        characters: bytes = _typed(normalizer, 2, bytes, b"")
+        _check_characters(characters)
+    except (ValueError, IndexError, TypeError) as error:  # of which struct's and Unicode's are kinds
+        raise RecipeError(f"tokenizer.path: {path} is no tokenizer that is known ({error})") from error
+    if kind not in (_UNIGRAM, _BPE) or not 0 <= unknown < len(pieces):
+        raise RecipeError(f"tokenizer.path: {path} is no SentencePiece model of type bpe or unigram")
+    vocabulary = {piece: number for number, (piece, _, _) in enumerate(pieces)}
+    byte_fallback = bool(byte_fallback)
+    if kind == _UNIGRAM:
+        scores = [[piece, score] for piece, score, _ in pieces]
+        model = {"type": "Unigram", "unk_id": unknown, "byte_fallback": byte_fallback, "vocab": scores}
+    else:
+        model = {
+            "type": "BPE",
+            "unk_token": pieces[unknown][0],
+            "fuse_unk": True,
+            "byte_fallback": byte_fallback,
+            "ignore_merges": False,
+            "vocab": vocabulary,
+            "merges": _merges(pieces),
+        }
+    added = [
+        (number, piece.replace(_SPACE, " ") if kind == _USER_DEFINED else piece, kind != _USER_DEFINED)
+        for number, (piece, _, kind) in enumerate(pieces)
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
+    steps: list[dict[str, Any]] = []
+    if characters:
+        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(characters).decode()})
+    if trimmed:  # spaces at both ends go, and all but one of others in a row
+        steps.append({"type": "Replace", "pattern": {"Regex": "^ +| +$"}, "content": ""})
+        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    if prefix:
+        steps.append({"type": "Prepend", "prepend": _SPACE})
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
+    decoders = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    return huggingface_config(
+        model,
+        added,
+        normalizer={"type": "Sequence", "normalizers": steps},
+        decoder={"type": "Sequence", "decoders": decoders},
+    )
+
+
+def _merges(pieces: list[tuple[str, float, int]]) -> list[str]:
+    """Any two neighbors that are a piece together, at that piece's score, best first."""
+    scores = {piece: score for piece, score, kind in pieces if kind == _NORMAL}
+    found = []
+    for piece, score in scores.items():
+        cuts = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+        found += [(score, left, right) for left, right in cuts if left in scores and right in scores]
+    found.sort(key=lambda merge: (-merge[0], -len(merge[1])))
+    return [f"{left} {right}" for _, left, right in found]
+
+
+def huggingface_config(
+    model: dict[str, Any],
+    added: list[tuple[int, str, bool]],
+    *,
+    decoder: dict[str, Any],
+    normalizer: dict[str, Any] | None = None,
+    pre_tokenizer: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the content of a tokenizer.json; `added` are ids, tokens, and whether each is special."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    tokens = [{"id": number, "content": text, "special": special} | plain for number, text, special in added]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": tokens,
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": model,
+    }
+
+
+def _piece(data: bytes) -> tuple[str, float, int]:
+    found = dict(_fields(data))
+    score = _typed(found, 2, bytes, bytes(4))
+    if len(score) != 4:
+        raise ValueError("a piece's score is no number of 4 bytes")
+    if not (name := _typed(found, 1, bytes, b"").decode()):
+        raise ValueError("a piece has no name")
+    return name, struct.unpack("<f", score)[0], _typed(found, 3, int, _NORMAL)
+
+
+def _check_characters(table: bytes) -> None:
+    """Raise ValueError unless a table of normalization is empty, or a size, a tree of it, and texts."""
+    size = int.from_bytes(table[:4], "little")
+    if table and (size % 4 or size > len(table) - 4):
+        raise ValueError("the table of normalized characters is cut or damaged")
+    table[4 + size :].decode()
+
+
+def _typed(fields: Mapping[int, Any], number: int, kind: type, default: Any) -> Any:
+    """Return a field of a message; ValueError if it is of another kind."""
+    value = fields.get(number, default)
+    if not isinstance(value, kind):
+        raise ValueError(f"field {number} is no {kind.__name__}")
+    return value
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """(number, value) of the fields of a protocol buffer message: int, or bytes."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        number, kind = tag >> 3, tag & 7
+        if kind == 0:
+            value, at = _varint(data, at)
+            yield number, value
+            continue
+        if kind == 2:
+            size, at = _varint(data, at)
+        elif kind in (1, 5):
+            size = 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"no protocol buffer: wire type {kind} at byte {at:,}")
+        if at + size > len(data):
+            raise ValueError(f"the file ends in a field of {size:,} bytes at byte {at:,}")
+        yield number, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        value |= (data[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 0x80:
+            return value, at
+        if shift > 63:
+            raise ValueError(f"a number of more than 64 bits before byte {at:,}")
