@@ -12,6 +12,7 @@ iterator is dropped, when a wait for one has failed, and when the interpreter en
 from __future__ import annotations
 
 import atexit
+import shutil
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from torch.utils.data._utils import signal_handling
 
 from shardkit.loaders.producer import LoaderTimeoutError
 from shardkit.storage.clock import running_seconds
+from shardkit.units import format_bytes
 
 __all__ = [
     "LOOK_SECONDS",
@@ -90,9 +92,17 @@ def describe_wait(iterator: Any, seconds: float) -> str:
     named = ", ".join(f"worker {n} (process {workers[n].pid}, {_state(workers[n].pid)})" for n in numbers)
     return (
         f"no batch from {named} within {seconds:g} s (timeout_seconds); a traceback on stderr would say that "
-        "a batch could not be sent: those of a collate_fn must be picklable and need room in /dev/shm "
-        "(docker run --shm-size)"
+        "a batch could not be sent: those of a collate_fn must be picklable and need room in /dev/shm"
+        f"{_shared_memory()} (docker run --shm-size)"
     )
+
+
+def _shared_memory() -> str:
+    try:
+        room = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return ""
+    return f", which has {format_bytes(room.free)} free of {format_bytes(room.total)}"
 
 
 def _state(process: int) -> str:

@@ -14,6 +14,7 @@ from functools import partial
 from os import PathLike, fspath
 
 __all__ = [
+    "NOT_WHOLE",
     "BuildError",
     "ConservationError",
     "MissingExtraError",
@@ -126,6 +127,10 @@ def clean_message(text: str) -> str:
     text = _SECRETS.sub(lambda found: f"{found[1] or ''}***", without_password(text))
     text = _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+NOT_WHOLE = "its writer did not finish, or it was not copied whole"
+"""What errors say of files that are empty or end early."""
 
 
 class ShardError(ShardkitError):

@@ -383,10 +383,10 @@ def _find_in_store(
 
 def _find_tars(names: Sequence[str], storage: StorageOptions | None) -> Found:
     """Tars by name; a card speaks of a whole dataset, so some tars have none."""
-    from shardkit.formats.tar.find import expand, local_tars, remote_tars
+    from shardkit.formats.tar.find import expand, is_there, local_tars, remote_tars
 
     if not (len(names) == 1 and Path(names[0]).exists()):  # a file may be called "a{1}.tar"
-        names = expand(names)
+        names = expand(names, lambda name: is_there(name, storage))
     remote = [is_remote(name) for name in names]
     if all(remote):
         store, objects = remote_tars(names, storage)

@@ -29,7 +29,7 @@ import numpy as np
 
 from shardkit.arrays import Ints
 from shardkit.datasets.range_store import SEPARATOR, RangeStore
-from shardkit.errors import ShardError, ShardNotFoundError, warn_user
+from shardkit.errors import NOT_WHOLE, ShardError, ShardNotFoundError, warn_user
 from shardkit.formats.tar.shard_list import fixed_folder, is_pattern, matches
 from shardkit.formats.tokens import (
     HEAD_BYTES,
@@ -184,7 +184,7 @@ def _connect(folder: str, storage: StorageOptions | None) -> AnyStore:
 
 def _find(path: str, store: AnyStore, name: str) -> list[_Named]:
     """The files that `name` means in a folder ("": all of it), in order."""
-    if name and (not is_pattern(name) or (not is_remote(path) and local_path(path).exists())):
+    if name and (not is_pattern(name) or _has_that_name(path, store, name)):
         return [_pair(store, name) or (store.head(name), None)]
     listed = [info for info in _listed(store, name) if matches(info.key, name or "*")]
     found = [info for info in listed if is_token_file(info.key)]
@@ -201,6 +201,17 @@ def _find(path: str, store: AnyStore, name: str) -> list[_Named]:
         raise ShardError(path, "has .bin and .npy files: name one kind, such as '*.npy'")
     refuse_two_kinds(path, [info.key for info in found])
     return [(info, None) for info in found]
+
+
+def _has_that_name(path: str, store: AnyStore, name: str) -> bool:
+    """Return whether a file is called like the pattern."""
+    if not is_remote(path):
+        return local_path(path).exists()
+    try:
+        store.head(name)
+    except ObjectNotFoundError:
+        return False
+    return True
 
 
 def _pair(store: AnyStore, name: str) -> _Named | None:
@@ -253,6 +264,10 @@ def _look(store: AnyStore, named: _Named, cut: RowCut, parts: Sequence[bytes]) -
             checked = MegatronIndex(file, store.where(index.key), index.bytes, where, info.bytes)
         start, dtype = 0, checked.dtype
     else:
+        if not info.bytes:
+            if cut.token_dtype is None:
+                raise ShardError(where, f"is empty: {NOT_WHOLE}")
+            warn_user(f"{where}: is empty and adds no rows: is that meant, or {NOT_WHOLE}?")
         start, stated = read_header(where, parts[0], info.bytes)
         dtype = _dtype(where, stated, cut.token_dtype)
     if (info.bytes - start) % dtype.itemsize:

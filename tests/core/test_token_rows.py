@@ -20,6 +20,7 @@ from shardkit.datasets.range_store import RangeStore
 from shardkit.datasets.token_rows import RowCut, find_token_rows
 from shardkit.errors import ShardError
 from shardkit.formats.tokens import Piece, name_of, pieces_of
+from shardkit.storage import open_store
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError, StoreError
@@ -203,6 +204,8 @@ LLMC = np.array([20240520, 1, 64, *[0] * 253], "<i4").tobytes()
         (npy(ZEROS.astype("f4")), "a.npy", None, "expected one axis of little-endian integers"),
         (npy(ZEROS.astype(">u2")), "a.npy", None, "expected one axis of little-endian integers"),
         (npy(ZEROS)[:-2], "a.npy", None, "states 64 tokens of uint16, and has 126 bytes"),
+        (npy(ZEROS)[:40], "a.npy", None, "header of .* its writer did not finish"),
+        (b"", "a.npy", None, "is empty: its writer did not finish"),
         (npy(ZEROS), "a.npy", "uint32", "states uint16 ids, not uint32"),
         (b"\x93NUMPY\x01\x00\xff\xff" + bytes(200), "a.npy", None, "header of 65,535 bytes"),
         (ZEROS.tobytes(), "a.npy", None, "does not state the type of its ids: give token_dtype"),
@@ -222,6 +225,31 @@ def test_hostile_files_are_refused_with_what_is_wrong(
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ShardError, match=problem):
         open_dataset(tmp_path / name, sequence_length=4, token_dtype=dtype)
+
+
+@pytest.mark.parametrize("suffix", ["bin", "npy"])
+def test_an_empty_file_among_others_is_named(tmp_path: Path, suffix: str) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.{suffix}").write_bytes(ZEROS.tobytes() if number != 1 else b"")
+    for path in (tmp_path, f"{tmp_path}/*.{suffix}"):
+        with pytest.warns(RuntimeWarning, match=rf"1\.{suffix}: is empty .* its writer did not finish"):
+            assert len(open_dataset(path, sequence_length=4, token_dtype="uint16")) == 32
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+@pytest.mark.parametrize("name", ["a[1].npy", "b*.npy", "c?d.npy", "below[2]/e[0-9].npy"])
+def test_a_file_whose_literal_name_is_that_of_a_pattern_is_that_file(
+    tmp_path: Path, name: str, is_local: bool
+) -> None:
+    url = str(tmp_path) if is_local else fresh_url()
+    store = open_store(url)
+    store.put(name, npy(ZEROS))
+    store.put("a1.npy", npy(ZEROS[:32]))
+    store.put("b1.npy", npy(ZEROS[:32]))
+    with open_dataset(f"{url}/{name}", sequence_length=4) as dataset:
+        assert len(dataset) == 16
+    with open_dataset(f"{url}/[a]?.npy", sequence_length=4) as dataset:
+        assert len(dataset) == 8
 
 
 def test_misuse_is_explained(tmp_path: Path) -> None:

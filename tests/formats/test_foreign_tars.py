@@ -470,3 +470,27 @@ def test_shards_without_an_index_say_that_their_writer_did_not_finish(place: str
     open_store(url).delete("index.json")
     with pytest.raises(ShardError, match=r"shard\.00000\.mds\.zstd\) but no index\.json.* did not finish"):
         opened(url)
+
+
+@pytest.mark.parametrize(
+    "name", ["a{1,2}.tar", "a{0..9}.tar", "a{.tar", "b[1].tar", "c{x}[y]*.tar", "d}{.tar"]
+)
+def test_a_tar_whose_literal_name_is_that_of_a_list_or_pattern_is_that_tar(place: str, name: str) -> None:
+    store = open_store(place)
+    store.put(f"odd/{name}", tar_bytes(0, 3))
+    store.put("odd/a1.tar", tar_bytes(3, 4))
+    store.put("odd/a2.tar", tar_bytes(4, 5))
+    for path, samples_there in (
+        (f"{place}/odd/{name}", 3),
+        ([f"{place}/odd/{name}", f"{place}/odd/a1.tar"], 4),
+        (f"{place}/odd/{name}::{place}/odd/a2.tar", 4),
+        (f"{place}/odd/a{{1,2}}.tar", 3 if name == "a{1,2}.tar" else 2),
+    ):
+        with opened(path) as dataset:
+            assert len(dataset) == samples_there
+
+
+def test_an_empty_tar_says_that_its_writer_did_not_finish(place: str) -> None:
+    open_store(place).put("part-777.tar", b"")
+    with pytest.raises(ShardError, match=r"part-777\.tar: is empty.* its writer did not finish"):
+        opened(place)

@@ -23,6 +23,24 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("waits") / "data", "mds")
 
 
+def run(data: Path, case: str, method: str, *before: str) -> list[str]:
+    """What the loop prints, by a command that may have another one `before` it."""
+    tests = Path(stuck_workers.__file__).parents[1]
+    path = os.pathsep.join([str(tests), *filter(None, [os.environ.get("PYTHONPATH")])])
+    began = time.monotonic()
+    done = subprocess.run(
+        [*before, sys.executable, stuck_workers.__file__, str(data), case, method],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=MOST_SECONDS,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert time.monotonic() - began < MOST_SECONDS
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 @pytest.mark.parametrize(
     ("case", "method", "says"),
     [
@@ -42,19 +60,29 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_wait_for_a_worker_is_endless_and_no_worker_is_left(
     data: Path, case: str, method: str, says: str | None
 ) -> None:
-    tests = Path(stuck_workers.__file__).parents[1]
-    path = os.pathsep.join([str(tests), *filter(None, [os.environ.get("PYTHONPATH")])])
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, stuck_workers.__file__, str(data), case, method],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=MOST_SECONDS,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert time.monotonic() - began < MOST_SECONDS
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = run(data, case, method)
     assert case in ("exit", "killed") or lines[-1] == "left 0"
-    assert says is None or re.match(says, lines[0]), done.stdout
+    assert says is None or re.match(says, lines[0]), lines
+
+
+def small_shared_memory(size: str) -> tuple[str, ...]:
+    """A command that runs another one with a /dev/shm of its own, one page of which is taken."""
+    script = f"mount -t tmpfs -o size={size} tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/x"
+    before = ("unshare", "--mount", "sh", "-c", f'{script} && exec "$@"', "sh")
+    try:
+        subprocess.run([*before, "true"], check=True, capture_output=True, timeout=MOST_SECONDS)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to mount")
+    return before
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.extended)])
+def test_a_batch_that_does_not_fit_into_dev_shm_ends_the_wait_with_its_name(data: Path, method: str) -> None:
+    lines = run(data, "full", method, *small_shared_memory("1m"))
+    assert re.match(TIMEOUT + r"need room in /dev/shm, which has .* free of 1\.05 MB", lines[0]), lines
+    assert lines[-1] == "left 0"
+
+
+def test_workers_that_cannot_start_for_a_full_dev_shm_say_so(data: Path) -> None:
+    with pytest.raises(AssertionError, match="no room for the locks of DataLoader workers in /dev/shm"):
+        run(data, "full", "fork", *small_shared_memory("4k"))

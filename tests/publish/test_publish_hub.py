@@ -35,6 +35,7 @@ from shardkit.storage.local import LocalStore
 from shardkit.writers import build
 from shardkit.writers.inputs.patterns import key_matches
 from shardkit.writers.publish import RemoteOutput
+from support.foreign_tars import tar_bytes
 from support.hub_environment import hub_server
 from support.resume import assert_exact_resume
 from support.small_build import make_corpus, tree
@@ -69,6 +70,21 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made") / "out"
     make_dataset(folder)
     return folder
+
+
+@pytest.mark.parametrize("folder", ["br[1]", "x{1,2}/y[a-b]", "star*", "plain"])
+def test_names_on_the_hub_are_taken_literally_before_they_are_patterns(
+    hub: HubServer, name: str, made: Path, folder: str
+) -> None:
+    files = {f"{folder}/{path}": data for path, data in files_of(made).items()}
+    tars = {"t[1].tar": tar_bytes(0, 3), "t{1,2}.tar": tar_bytes(0, 4), "t1.tar": tar_bytes(0, 1)}
+    hub.commit(name, files | {f"tars/{each}": data for each, data in tars.items()})
+    url = f"hf://datasets/{name}"
+    with open_dataset(f"{url}/{folder}") as dataset, open_dataset(made) as local:
+        assert dataset.fingerprint == local.fingerprint
+    for path, samples in (("t[1].tar", 3), ("t{1,2}.tar", 4), ("t[12].tar", 1), ("t*.tar", 8)):
+        with open_dataset(f"{url}/tars/{path}") as dataset:
+            assert len(dataset) == samples
 
 
 @pytest.fixture(scope="module")

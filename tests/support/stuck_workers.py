@@ -11,23 +11,28 @@ import time
 from functools import partial
 from typing import Any
 
+import torch
+
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, unchanged
 
 TIMEOUT_SECONDS = {"fork": 1.5, "spawn": 8.0, "forkserver": 8.0}  # a new interpreter imports torch
 STEP = 5
+LARGE_NUMBERS = 1 << 20  # 4 MiB
 
 
 def collate(case: str, batch: dict[str, Any]) -> dict[str, Any]:
     """Fail as `case` says."""
     if case == "hang":
         time.sleep(1000)
+    if case == "full":
+        return batch | {"large": torch.ones(LARGE_NUMBERS)}
     return batch | {"lock": threading.Lock()} if case == "unsendable" else batch
 
 
 def main() -> None:
     data, case, method = sys.argv[1:]
     dataset = StreamingDataset(data, batch_size=4, timeout_seconds=TIMEOUT_SECONDS[method], endless=True)
-    function: Any = partial(collate, case) if case in ("hang", "unsendable") else unchanged
+    function: Any = partial(collate, case) if case in ("hang", "unsendable", "full") else unchanged
     loader = StreamingDataLoader(
         dataset,
         num_workers=2,

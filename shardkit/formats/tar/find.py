@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -28,10 +28,12 @@ from shardkit.formats.tar.shard_list import (
 from shardkit.manifest import Manifest
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
+from shardkit.storage.url import is_remote, local_path, split_url
 
 __all__ = [
     "expand",
     "folder_tars",
+    "is_there",
     "local_objects",
     "local_tars",
     "refuse_unfinished",
@@ -50,17 +52,40 @@ _FORBIDDEN = 403
 _OTHER_DATASET = "is itself an MDS dataset; pass several datasets as streams: [Stream(…), Stream(…)]"
 
 
-def expand(names: Sequence[str]) -> list[str]:
-    """`names` with brace lists and "::" worked out; ShardError if there is nothing, or braces do not pair."""
+def expand(names: Sequence[str], is_there: Callable[[str], bool] = lambda _: False) -> list[str]:
+    """Return `names` with "::" worked out, and brace lists, unless something `is_there` of that very name.
+
+    ShardError if there is nothing, or braces do not pair.
+    """
     try:
         # The store refuses ARNs, which may have "::" inside, by name.
         parts = [part for text in names for part in ([text] if _is_arn(text) else text.split("::"))]
-        found = [name for part in parts for name in expand_braces(part)]
+        found = [
+            name
+            for part in parts
+            for name in ([part] if "{" in part and is_there(part) else expand_braces(part))
+        ]
     except ValueError as error:
         raise ShardError(names[0], f"names no tars: {error}") from error
     if not found or not all(found):
         raise ShardError("::".join(names), "names no tars: a name is empty")
     return found
+
+
+def is_there(name: str, storage: StorageOptions | None = None) -> bool:
+    """Return whether a path, or the URL of a tar, is that of something; StoreError."""
+    if not is_remote(name):
+        return local_path(name).exists()
+    folder, key = split_url(name)
+    if not is_tar_name(key):
+        return False
+    try:
+        connect(folder, storage, shares_limit=True).pinned().head(key)
+    except StoreError as error:
+        if error.status != _FORBIDDEN and not isinstance(error, ObjectNotFoundError):
+            raise
+        return False
+    return True
 
 
 def _is_arn(text: str) -> bool:

@@ -42,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from shardkit.errors import ShardError, warn_user
+from shardkit.errors import NOT_WHOLE, ShardError, warn_user
 from shardkit.files import load_json
 from shardkit.formats.tar.shard_list import fixed_size
 from shardkit.manifest import Column
@@ -123,7 +123,7 @@ def walk_members(data: Bytes, file: Path) -> Iterator[Member]:
     `file` is for messages. Stops at the end marker or, where a tar has none, at the end of the data.
     """
     if len(data) == 0:
-        raise ShardError(file, "is empty; a tar without members still has an end marker")
+        raise ShardError(file, f"is empty, and a tar without members still has an end marker: {NOT_WHOLE}")
     position, shared = 0, dict[bytes, bytes]()
     while position < len(data):
         start, own, long_name, pending = position, dict[bytes, bytes](), b"", False

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.errors import ShardError
+from shardkit.errors import NOT_WHOLE, ShardError
 from shardkit.formats.tar.values import parse_npy_header
 
 __all__ = ["HEAD_BYTES", "MegatronIndex", "TokenHeader", "read_header", "refuse_two_kinds"]
@@ -80,14 +80,14 @@ def _npy_header(where: str | PathLike[str], head: bytes, size: int) -> TokenHead
     try:
         header = parse_npy_header(memoryview(head))
     except ValueError as error:
-        raise ShardError(where, str(error)) from error
+        raise ShardError(where, f"{error}; it is damaged, or {NOT_WHOLE}") from error
     dtype, shape = header.dtype, header.shape
     if len(shape) != 1 or dtype.kind not in "iu" or dtype.byteorder == ">":
         problem = f"is an array of {dtype.str} of shape {list(shape)}"
         raise ShardError(where, f"{problem}: expected one axis of little-endian integers")
     if size != header.bytes + shape[0] * dtype.itemsize:
         problem = f"states {shape[0]:,} tokens of {dtype.name}, and has {size - header.bytes:,} bytes"
-        raise ShardError(where, f"{problem} for them: it is cut short or damaged")
+        raise ShardError(where, f"{problem} for them: it is damaged, or {NOT_WHOLE}")
     return TokenHeader(header.bytes, dtype)
 
 
