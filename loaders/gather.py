@@ -166,11 +166,10 @@ class _MappedColumn:
 
     def _fetched(self, number: int, some: FetchedRows) -> npt.NDArray[np.generic]:
         """The column in the rows that were fetched one by one; never mistaken for the shard's map later."""
-        before, name = 0, self._column.name
-        for column in self._streams.infos[number].columns:
-            if column.name == name:
-                break
-            before += column.size or 0
+        stream = self._streams.stream_of(number)
+        columns = self._streams.datasets[stream].columns_of(number - self._streams.first_shard(stream))
+        place = next(place for place, column in enumerate(columns) if column.name == self._column.name)
+        before = sum(column.size or 0 for column in columns[:place])
         values = some.data[:, before : before + self._row_bytes].view(self._column.stored)
         self._starts[number] = values.__array_interface__["data"][0]
         self._strides[number] = values.strides[0]

@@ -38,11 +38,12 @@ from shardkit.writers.draft_fields import (
     parsed_json,
     readable_text,
 )
+from shardkit.writers.encodings import encoding_of
 from shardkit.writers.inputs.dataset_splits import names_a_split
 from shardkit.writers.inputs.decompress import COMPRESSIONS, ContainerError, decompressed
 from shardkit.writers.inputs.files import InputFile, find_files, open_input
-from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look
-from shardkit.writers.inputs.scan import guess_format
+from shardkit.writers.inputs.first_bytes import HEAD_BYTES, FirstBytes, compression_in, look
+from shardkit.writers.inputs.scan import SEEKING, TEXTUAL, guess_format
 from shardkit.writers.recipe import recipe_from_mapping
 
 __all__ = ["Draft", "DraftInput", "Fields", "draft_recipe"]
@@ -139,18 +140,21 @@ def _inputs_at(
         if name in named.held_out:
             continue
         ending = _ending(name)
-        tried = sum(len(files) for group, files in groups.items() if group.ending == ending)
-        format, problem = _format_of(file, tried)
-        if problem is None:
-            groups[_Group(ending, format)].append(file)
+        alike = [group for group in groups if group.ending == ending]
+        if sum(len(groups[group]) for group in alike) >= _TRIED_FILES:
+            groups[alike[-1]].append(file)
+            continue
+        found_group = _group_of(file, ending)
+        if isinstance(found_group, _Group):
+            groups[found_group].append(file)
         else:
-            left_out[name] = problem
+            left_out[name] = found_group
             unfit.append(file)
             if guess_format(name) is None:
                 others[ending].append(file)
     found: dict[Fields, list[_Group]] = defaultdict(list)
     for group, files in groups.items():
-        fields = fields_of(files, group.format)
+        fields = fields_of(files, group.format, group.encoding)
         if isinstance(fields, Fields):
             found[fields].append(group)
         else:
@@ -158,8 +162,9 @@ def _inputs_at(
     if not groups:
         for ending, files in others.items():
             if (as_text := _as_text(files)) is not None:
-                groups[_Group(ending, "text")] = files
-                found[as_text].append(_Group(ending, "text"))
+                group = _Group(ending, "text", as_text.encoding)
+                groups[group] = files
+                found[as_text].append(group)
                 unfit = [file for file in unfit if file not in files]
                 for file in files:
                     del left_out[file.name]
@@ -175,10 +180,11 @@ def _inputs_at(
 
 
 class _Group(NamedTuple):
-    """Files that are one input: of one ending, and of a format that is not what their names say, or None."""
+    """Files that are one input: of one ending, with what their names or byte order marks do not tell."""
 
     ending: str
     format: str | None
+    encoding: str | None
 
 
 def _exclude(files: Sequence[InputFile], others: Sequence[InputFile]) -> list[str]:
@@ -202,44 +208,51 @@ def _exclude(files: Sequence[InputFile], others: Sequence[InputFile]) -> list[st
     return sorted(globs)
 
 
-def _format_of(file: InputFile, number: int) -> tuple[str | None, str | None]:
-    """(format, if the name does not tell it; why the file is no input); `number` of its ending were tried."""
-    known = guess_format(file.name)
-    if number >= _TRIED_FILES:
-        return None, None
-    stored = look(_head(file, None))
+def _group_of(file: InputFile, ending: str) -> _Group | str:
+    """Return which input a file belongs to, or why it is none."""
+    known, stored = guess_format(file.name), _head(file)
     if known is None:
-        reason = stored.what if not stored.is_text else "not a format that can be read, judged by its name"
-        return None, reason
+        kind = look(stored)
+        return kind.what if not kind.is_text else "not a format that can be read, judged by its name"
     format, compression = known
-    if stored.compression != compression and (compression is None or not stored.compression):
-        problem = stored.problem(format, "inputs[0]") if compression is None else None
-        if problem is not None:
-            return None, problem
-    content = stored if compression is None else look(_head(file, compression))
-    if content.kind == "lfs":
-        return None, content.problem(format, "inputs[0]")
-    if content.encoding != "utf-8":
-        return None, f"text in {content.encoding}, not in UTF-8"
+    if format == "mds":  # which begins with a number
+        return _Group(ending, None, None)
+    if format not in SEEKING:
+        compression = compression_in(stored, compression)
+    content = look(_head(file, compression))
+    if (format, content.kind) != ("jsonl", "json") and (problem := content.problem(format, "inputs[0]")):
+        return problem
+    encoding = _unmarked(content) if format in TEXTUAL and format != "html" else None  # pages say their own
+    if encoding is not None and encoding_of(encoding) is None:
+        return f"text in {encoding.upper()} without a byte order mark; convert it to UTF-8"
     if format != "jsonl":
-        return None, content.problem(format, "inputs[0]")
+        return _Group(ending, None, encoding)
     if content.kind == "json" and first_records(file, "json", compression):
-        return "json", None
+        return _Group(ending, "json", encoding)
     if not isinstance(parsed_json(next(first_lines(file, compression), "")), dict):
-        return None, "its first line is not a JSON object"
-    return None, None
+        return "its first line is not a JSON object"
+    return _Group(ending, None, encoding)
+
+
+def _unmarked(content: FirstBytes) -> str | None:
+    """Return the encoding that the recipe must name: UTF-16 or UTF-32 without a byte order mark."""
+    return content.encoding if content.lacks_mark else None
 
 
 def _as_text(files: Sequence[InputFile]) -> Fields | None:
     """Fields of files whose names tell no format, each a document; None if one of them is no text."""
-    kinds = [look(_head(file, None)) for file in files[:_TRIED_FILES]]
-    if any(not kind.is_text or kind.encoding != "utf-8" for kind in kinds):
+    kinds = [look(_head(file)) for file in files[:_TRIED_FILES]]
+    encodings = {_unmarked(kind) for kind in kinds}
+    if any(not kind.is_text for kind in kinds) or len(encodings) > 1:
+        return None
+    [encoding] = encodings
+    if encoding is not None and encoding_of(encoding) is None:
         return None
     pages = sum(kind.kind == "html" for kind in kinds)
-    return Fields(format="text", html=2 * pages > len(kinds))
+    return Fields(format="text", html=2 * pages > len(kinds), encoding=encoding)
 
 
-def _head(file: InputFile, compression: str | None) -> bytes:
+def _head(file: InputFile, compression: str | None = None) -> bytes:
     """The first bytes of a file, or of its content; empty if they cannot be read."""
     try:
         with open_input(file) as stored:
@@ -308,6 +321,7 @@ def _yaml_of_input(entry: DraftInput, source: str) -> str:
         lines.append(f"    exclude: {_scalar(entry.exclude)}")
     for key, value, default in (
         ("format", fields.format, None),
+        ("encoding", fields.encoding, None),
         ("text", fields.text, "text"),
         ("messages", fields.messages, None),
         ("prompt", fields.prompt, None),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import PurePosixPath
 from statistics import fmean
 from typing import Any
 
@@ -19,8 +17,11 @@ import pyarrow.parquet as pq
 
 from shardkit.errors import ShardError
 from shardkit.files import load_json
-from shardkit.writers.inputs.decompress import ContainerError, decompressed
+from shardkit.writers.encodings import to_utf8
+from shardkit.writers.inputs.decompress import ContainerError, decompressed, with_head
 from shardkit.writers.inputs.files import InputFile, open_input
+from shardkit.writers.inputs.first_bytes import compression_of, look
+from shardkit.writers.inputs.read_csv import first_rows
 from shardkit.writers.inputs.read_shards import first_samples
 from shardkit.writers.inputs.scan import guess_format
 
@@ -84,6 +85,7 @@ class Fields:
     html: bool = False
     lines: bool = False
     format: str | None = None  # where the name does not tell it
+    encoding: str | None = None  # where it is UTF-16 and no byte order mark says so
     messages: str | None = None  # field with a conversation, in place of `text`
     prompt: str | None = None  # with `completion` in place of `text`
     completion: str | None = None
@@ -100,13 +102,16 @@ class Fields:
         return self.messages or (f"{self.prompt}, {self.completion}" if self.prompt else self.text)
 
 
-def fields_of(files: Sequence[InputFile], given: str | None) -> Fields | str:
-    """The fields of files of one ending, or what they lack; `given` is a format that names do not tell."""
+def fields_of(files: Sequence[InputFile], given: str | None, encoding: str | None = None) -> Fields | str:
+    """The fields of files of one ending, or what they lack.
+
+    `given` is a format that names do not tell, `encoding` one that no byte order mark does.
+    """
     format, compression = guess_format(files[0].name) or ("", None)
     format = given or format
     if format in ("warc", "text", "html"):
         long = format == "text" and any(file.bytes > 1 << 26 for file in files)
-        return Fields(lines=long)
+        return Fields(lines=long, encoding=encoding)
     chosen = {0: files[0], len(files) // 2: files[len(files) // 2], len(files) - 1: files[-1]}
     samples = [first_records(file, format, compression) for file in list(chosen.values())[:_SAMPLED_FILES]]
     samples = [sample for sample in samples if sample]
@@ -122,7 +127,7 @@ def fields_of(files: Sequence[InputFile], given: str | None) -> Fields | str:
         if shared is None:
             return "no field of text"
         return f"conversations of ShareGPT in {shared}: rename their from and value to role and content"
-    return replace(fields, format=given)
+    return replace(fields, format=given, encoding=encoding)
 
 
 def _dialogue(values: Mapping[str, list[object]]) -> Fields | None:
@@ -198,9 +203,7 @@ def first_records(file: InputFile, format: str, compression: str | None) -> list
         elif format == "json":
             found = list(islice(_array(file, compression), _SAMPLED_RECORDS))
         elif format == "csv":
-            delimiter = "\t" if PurePosixPath(file.name).suffixes[:1] == [".tsv"] else ","
-            lines = io.StringIO("\n".join(first_lines(file, compression)))
-            found = list(csv.DictReader(lines, delimiter=delimiter))
+            found = list(first_rows(file.name, _first_pieces(file, compression), _SAMPLED_RECORDS))
         elif format in ("mds", "wds"):
             found = first_samples(file, format, compression, _SAMPLED_RECORDS)
         else:
@@ -227,18 +230,30 @@ def _rows(file: InputFile, format: str) -> list[dict[str, Any]]:
 
 def first_lines(file: InputFile, compression: str | None) -> Iterator[str]:
     """The lines of the first `_SAMPLE_BYTES` that are complete, or the last one of a shorter file."""
-    held = b""
+    held, size = b"", 0
+    for piece in _first_pieces(file, compression):
+        size += len(piece)
+        *lines, held = (held + piece).split(b"\n")
+        yield from (line.decode("utf-8-sig", "replace") for line in lines if line.strip())
+    if held.strip() and size < _SAMPLE_BYTES:
+        yield held.decode("utf-8-sig", "replace")
+
+
+def _first_pieces(file: InputFile, compression: str | None) -> Iterator[bytes]:
+    """The first `_SAMPLE_BYTES` or a little more of a file's content, as UTF-8; up to where it is damaged."""
+    size = 0
     try:
         with open_input(file) as stored:
-            for piece in decompressed(stored, compression, file.bytes):
-                *lines, held = (held + piece).split(b"\n")
-                yield from (line.decode("utf-8-sig", "replace") for line in lines if line.strip())
-                if stored.tell() >= _SAMPLE_BYTES:
+            compression = compression_of(stored, compression)
+            head, content = with_head(decompressed(stored, compression, file.bytes))
+            encoding = look(head).encoding
+            for piece in content if encoding == "utf-8" else to_utf8(content, encoding):
+                yield piece
+                size += len(piece)
+                if size >= _SAMPLE_BYTES:
                     return
     except (ContainerError, OSError):
         return
-    if held.strip():
-        yield held.decode("utf-8-sig", "replace")
 
 
 def _array(file: InputFile, compression: str | None) -> Iterator[dict[str, Any]]:

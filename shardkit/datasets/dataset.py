@@ -254,11 +254,11 @@ class Dataset(Closing, Described):
         MDS shards are taken to be alike; `token_column` is the one property checked on all of them.
         """
         filled = np.flatnonzero(self.manifest.shard_samples).tolist()
-        first = self._columns_of(filled[0]) if filled else ()
+        first = self.columns_of(filled[0]) if filled else ()
         if self.manifest.format != "tar":
             return first
         stated = (number for number in filled if self.manifest.shards[number].columns)
-        return merge_columns([first, *map(self._columns_of, stated)])
+        return merge_columns([first, *map(self.columns_of, stated)])
 
     @property
     def verifies(self) -> bool:
@@ -311,7 +311,7 @@ class Dataset(Closing, Described):
         if isinstance(self.manifest.shards, ShardTable):
             found: Iterable[tuple[Column, ...]] = (kind.columns for kind in self.manifest.kinds)
         else:
-            found = map(self._columns_of, np.flatnonzero(self.manifest.shard_samples).tolist())
+            found = map(self.columns_of, np.flatnonzero(self.manifest.shard_samples).tolist())
         for columns in found:
             if columns not in seen:
                 seen.add(columns)
@@ -402,7 +402,8 @@ class Dataset(Closing, Described):
             stated[0] = cast("TarShard", first).member_columns
         return column_names(merge_columns(stated))
 
-    def _columns_of(self, number: int) -> tuple[Column, ...]:
+    def columns_of(self, number: int) -> tuple[Column, ...]:
+        """The columns of shard `number`, which is opened for this if its list does not state them."""
         stated = self.manifest.shards[number].columns
         if not stated:
             return self.shard(number).columns

@@ -231,12 +231,14 @@ def test_every_draft_builds(
     assert json.loads(capsys.readouterr().out)["funnel"]["kept"]["documents"] == documents
 
 
-def test_a_compressed_file_under_a_plain_name_is_named(
+def test_a_compressed_table_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "a.jsonl").write_bytes(gzip.compress(b'{"text": "x"}'))
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "a")
+    (tmp_path / "a.parquet").write_bytes(gzip.compress((tmp_path / "a").read_bytes()))
+    (tmp_path / "a").unlink()
     assert main(["init", str(tmp_path), "--output", str(tmp_path / "recipe.yaml")]) == 2
-    assert "a.jsonl: it is compressed by gzip" in capsys.readouterr().err
+    assert "a.parquet: it is compressed by gzip" in capsys.readouterr().err
 
 
 def test_files_that_are_left_out_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,13 +28,14 @@ from shardkit.writers.inputs.lines import Line, Lines
 from shardkit.writers.inputs.records import RecordSink
 from shardkit.writers.recipe import InputConfig
 
-__all__ = ["read_csv"]
+__all__ = ["first_rows", "read_csv"]
 
 _BOM = b"\xef\xbb\xbf"
 _TAB_NAMES = (".tsv",)
 _DELIMITERS = "\t,;|"  # that a row of names is tried with
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)
 _LINE_END = re.compile(rb"\n|\r\n?")
+_SAMPLE_LINE_BYTES = 1 << 20  # of a row at which a draft looks
 _LINE_END_BYTES = 1 << 20  # in which the first line ends, or it ends with LF
 _LOOKS_QUOTED = re.compile(r'"(?:[^"]|"")*""(?:[^"]|"")*"')  # with doubled quotes inside
 
@@ -144,6 +145,32 @@ def read_csv(sink: RecordSink, config: InputConfig) -> Iterator[None]:
             doubts.report()
 
 
+def first_rows(name: str, pieces: Iterator[bytes], limit: int) -> list[dict[str, str]]:
+    """Return at most `limit` rows of a file by their columns, taken apart as without keys in the recipe.
+
+    Rows that do not fit are left out; csv.Error where quotes make no sense. `pieces` are UTF-8.
+    """
+    csv.field_size_limit(_SAMPLE_LINE_BYTES)
+    source = _Source(Lines(_with_line_feeds(pieces), max_line_bytes=_SAMPLE_LINE_BYTES), _SAMPLE_LINE_BYTES)
+    rows = _dialect(name, None, source).rows(source)
+    names: list[str] = []
+    found: list[dict[str, str]] = []
+    while len(found) < limit:
+        try:
+            row = _next_row(rows, source)
+        except _TooLongError:
+            break
+        if row is None:
+            break
+        if isinstance(row, csv.Error) or not row:
+            continue
+        if not names:
+            names = row
+        elif len(row) == len(names):
+            found.append(dict(zip(names, row, strict=True)))
+    return found
+
+
 def _with_line_feeds(pieces: Iterator[bytes]) -> Iterator[bytes]:
     """Yield the pieces; LF replaces CR throughout if the first line ends with CR alone."""
     head = b""
@@ -172,19 +199,24 @@ def _next_row(rows: Iterator[list[str]], source: _Source) -> list[str] | csv.Err
         return error
 
 
-def _dialect(name: str, config: InputConfig, source: _Source) -> _Dialect:
-    """Choose delimiter and quote by the recipe, a line `sep=;`, the row of names, or the file's name."""
+def _dialect(name: str, config: InputConfig | None, source: _Source) -> _Dialect:
+    """Choose delimiter and quote by the recipe, a line `sep=;`, the row of names, or the file's name.
+
+    Without a recipe, the row of names is taken to be divided by what gives the most of them.
+    """
     is_tsv = any(part in name.lower() for part in _TAB_NAMES)
-    line, delimiter = source.first_line(), config.delimiter
+    line, delimiter = source.first_line(), config.delimiter if config else None
     if (stated := _SEPARATOR_LINE.fullmatch(line)) is not None:
         source.skip_line()
         line, delimiter = source.first_line(), delimiter or stated[1]
-    names = "" if config.columns else line
+    names, quote = ("" if config.columns else line, config.quote) if config else (line, "auto")
     if delimiter is None:
         usual = "\t" if is_tsv else ","
-        fitting = (one for one in usual + _DELIMITERS if config.text in _fields(names, one, config.quote))
-        delimiter = next(fitting, usual)
-    quote = config.quote
+        fields = {one: _fields(names, one, quote) for one in usual + _DELIMITERS}
+        if config is None:
+            delimiter = max(fields, key=lambda one: len(fields[one]))
+        else:
+            delimiter = next((one for one, found in fields.items() if config.text in found), usual)
     if quote == "auto":
         is_quoted = all(len(name) > 1 and name[0] == name[-1] == '"' for name in names.split(delimiter))
         quote = '"' if delimiter != "\t" or not is_tsv or is_quoted else None

@@ -47,7 +47,9 @@ from shardkit.writers.recipe import InputConfig, Recipe
 
 __all__ = [
     "CUTS_NOTE",
+    "SEEKING",
     "SPLIT_BYTES",
+    "TEXTUAL",
     "UNCOUNTED",
     "Cut",
     "KeptCuts",
@@ -91,8 +93,8 @@ _FORMATS = {
     ".arc": "warc",
 }
 # Not read from front to back, so never compressed as a whole.
-_SEEKING = frozenset({"parquet", "arrow"})
-_TEXTUAL = frozenset({"jsonl", "json", "csv", "text", "html"})
+SEEKING = frozenset({"parquet", "arrow"})
+TEXTUAL = frozenset({"jsonl", "json", "csv", "text", "html"})
 _OTHER_COMPRESSIONS = frozenset({".br", ".zip", ".7z", ".tar", ".tgz", ".sz", ".snappy"})
 
 
@@ -252,7 +254,7 @@ def guess_format(name: str) -> tuple[str, str | None] | None:
     """(format, compression) of a file by its name; None if it is no format that can be read."""
     compression, extension = _endings(name)
     format = _FORMATS.get(extension)
-    return None if format is None or (format in _SEEKING and compression) else (format, compression)
+    return None if format is None or (format in SEEKING and compression) else (format, compression)
 
 
 def _endings(name: str) -> tuple[str | None, str]:
@@ -274,9 +276,9 @@ def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | Non
             f"{key}: the name {name} does not tell its format ({known}, each also with "
             f"{' '.join(sorted(COMPRESSIONS))}); set inputs[].format or name the files with a glob"
         )
-    if config.encoding is not None and format not in _TEXTUAL:
+    if config.encoding is not None and format not in TEXTUAL:
         raise RecipeError(f"{key.removesuffix('path')}encoding: {name} is {format}, which says its own")
-    if format in _SEEKING and compression is not None:
+    if format in SEEKING and compression is not None:
         raise RecipeError(f"{key}: {name}: a compressed {format} file cannot be read; decompress it")
     return format, compression
 
