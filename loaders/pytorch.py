@@ -30,7 +30,6 @@ touch as many shards as there are samples, so a remote dataset needs a cache wit
 from __future__ import annotations
 
 import copy
-import errno
 import itertools
 import operator
 import os
@@ -354,13 +353,7 @@ class StreamingDataLoader(DataLoader[Batch]):
         self._team, self._round = next(_teams), 1
         context = self.multiprocessing_context or torch.multiprocessing
         with self._batches.starting_workers(self._team, blocks, context.get_start_method()):
-            try:
-                iterator = super()._get_iterator()
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                problem = "no room for the locks of DataLoader workers in /dev/shm (docker run --shm-size)"
-                raise OSError(error.errno, problem) from error
+            iterator = super()._get_iterator()
         if self.num_workers:
             kill_when_dropped(iterator)
         return iterator

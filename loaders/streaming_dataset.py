@@ -9,6 +9,7 @@ makes the batches w, w + k, ... from where the iteration starts. That start is a
 from __future__ import annotations
 
 import copy
+import errno
 import hashlib
 import json
 import os
@@ -269,6 +270,11 @@ class StreamingDataset(IterableDataset[Batch]):
         try:
             with forking_workers(), signals_held_back(start_method):
                 yield
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            problem = "no room for the locks of DataLoader workers in /dev/shm (docker run --shm-size)"
+            raise OSError(error.errno, problem) from error
         finally:
             self._team, self._blocks = 0, None
 

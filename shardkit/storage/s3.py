@@ -61,11 +61,7 @@ class S3Store(BaseStore):
     def __init__(self, url: str, options: StorageOptions | None = None) -> None:
         found = _URL.fullmatch(url)
         if url[5:].lower().startswith("arn:"):
-            raise StoreError(
-                url,
-                "names a bucket by its ARN: give the bucket's name, or an access point's alias "
-                "(s3://NAME-…-s3alias/prefix), which `aws s3control get-access-point` shows",
-            )
+            raise StoreError(url, "names a bucket by its ARN: give its name, or the access point's alias")
         if not found:
             raise StoreError(
                 url, "not an S3 URL: expected s3://bucket/prefix (bucket names have 3 to 63 characters)"
