@@ -213,3 +213,44 @@ def test_splits_that_cannot_be_meant_are_refused(
 ) -> None:
     with pytest.raises(RecipeError, match=problem):
         build(recipe_of(inputs, tmp_path, split), workers=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"validation": 15, "test": 15},
+        {"validation": 29, "test": 1},
+        {"validation": 1, "test": 39},
+        {"a": 8, "b": 8, "c": 8, "d": 8, "e": 8},
+        {"validation": "2.5%", "test": "2.5%", "other": 0.05},
+        {"validation": 20, "test": {"web": 9, "books": 9}},
+        {"test": {"web": 3}, "validation": 30, "other": {"books": 5}},
+    ],
+)
+def test_all_parts_are_full_where_nine_in_ten_documents_are_alike(
+    tmp_path: Path, inline_builds: None, parts: dict[str, Any], recwarn: pytest.WarningsRecorder
+) -> None:
+    draw, inputs = random.Random(7), []
+    for source in SOURCES:
+        alone = [" ".join(draw.choices(WORDS, k=60)) for _ in range(20)]
+        doubled = [" ".join(draw.choices(WORDS, k=60)) for _ in range(90)]
+        lines = [*alone, *doubled, *(f"{text} again" for text in doubled)]
+        file = tmp_path / f"{source}.jsonl"
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+        inputs.append({"path": str(file), "source": source, "base": str(tmp_path)})
+    made = build(recipe_of(inputs, tmp_path / "out", parts), workers=1, progress=False)
+    assert made.samples
+    assert not [warning for warning in recwarn if "were asked for" in str(warning.message)]
+    seen: set[str] = set()
+    for part, asked in parts.items():
+        rows = documents(tmp_path / "out" / part)
+        texts = {row["text"] for row in rows}
+        assert not texts & seen
+        seen |= texts
+        assert not [text for text in texts if text.endswith(" again")]
+        of_sources = Counter(row["source"] for row in rows)
+        if isinstance(asked, dict):
+            assert of_sources == asked
+        else:
+            share = float(str(asked).rstrip("%")) / 100 if "%" in str(asked) else asked
+            assert len(rows) == (asked if isinstance(asked, int) else round(share * 400))

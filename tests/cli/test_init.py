@@ -231,9 +231,7 @@ def test_every_draft_builds(
     assert json.loads(capsys.readouterr().out)["funnel"]["kept"]["documents"] == documents
 
 
-def test_a_compressed_table_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_compressed_table_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "a")
     (tmp_path / "a.parquet").write_bytes(gzip.compress((tmp_path / "a").read_bytes()))
     (tmp_path / "a").unlink()

@@ -16,6 +16,8 @@ the n-grams of one, with repetitions, occurs in the other one. That includes a J
 `similarity`, and short documents that lie in long ones. A share is a number of the documents that stay. More
 are proposed than wanted, and the lowest hashes of those that are like no other are taken. Where too many were
 like another one, the stages run again with as many more proposed as their part says, at most `_ROUNDS` times.
+A part that is short even then gets, in the order of hashes, what was proposed for other parts, is like no
+other document and was not needed there: all parts are full where enough such documents exist.
 """
 
 from __future__ import annotations
@@ -127,8 +129,8 @@ class SplitStage:
             if found_rates == rates or _bounds(wanted, left, found_rates) == bounds:
                 break
             rates = found_rates
-        [taken] = run(self._take(chosen, _quotas(wanted, counted)))
-        drawn = [sum(commit.counts["taken"][code] for commit in taken) for code in range(len(names))]
+        taken = self._deal(wanted, chosen, counted, run)
+        drawn = [sum(sum(commit.counts["taken"][code]) for commit in taken) for code in range(len(names))]
         _warn_of_few(names, wanted, drawn)
         found = by_split(run, "split", PARTS, taken, len(self.splits), limits=self.limits)
         return PartsFound(
@@ -140,6 +142,24 @@ class SplitStage:
                 for code, name in enumerate(names)
             },
         )
+
+    def _deal(
+        self, wanted: Sequence[Wanted], chosen: Sequence[Commit], counted: Sequence[Chosen], run: RunTasks
+    ) -> Sequence[Commit]:
+        """Return the commits of the documents that are taken for parts of `wanted` documents."""
+        quotas = _quotas(wanted, counted)
+        nothing = [None] * len(quotas)
+        [taken] = run(self._take(chosen, quotas, nothing))
+        more, is_full = _spares(wanted, [commit.counts for commit in taken])
+        if not is_full:  # parts of any source may have what a part of named ones needs
+            named = [[0 if isinstance(one, int) else one for one in quota] for quota in quotas]
+            [apart] = run(self._take(chosen, named, nothing))
+            others, fills = _spares(wanted, [commit.counts for commit in apart])
+            quotas, more = (named, others) if fills else (quotas, more)
+        elif not any(more):
+            return taken
+        [taken] = run(self._take(chosen, quotas, more))
+        return taken
 
     def _choose_from(self, bounds: Bounds, run: RunTasks) -> Sequence[Commit]:
         """Return the commits of those below `bounds` that are like no other document."""
@@ -189,11 +209,17 @@ class SplitStage:
             made.append(Task("split_choose", table.name, config, choose, args, inputs=inputs))
         return made
 
-    def _take(self, chosen: Sequence[Commit], quotas: Sequence[Sequence[Quota]]) -> list[Task]:
+    def _take(
+        self,
+        chosen: Sequence[Commit],
+        quotas: Sequence[Sequence[Quota]],
+        spares: Sequence[Sequence[Quota] | None],
+    ) -> list[Task]:
         made = []
-        for commit, quota in zip(chosen, quotas, strict=True):
-            args = (commit.files / _CHOSEN, quota, self.limits)
-            config, inputs = {"quota": quota}, {"chosen": commit.content}
+        for commit, quota, more in zip(chosen, quotas, spares, strict=True):
+            args = (commit.files / _CHOSEN, quota, more, len(self.recipe.inputs), self.limits)
+            config = {"quota": quota} if more is None else {"quota": quota, "spares": more}
+            inputs = {"chosen": commit.content}
             made.append(Task("split_rows", commit.name, config, take, args, inputs=inputs))
         return made
 
@@ -320,6 +346,43 @@ def _quotas(wanted: Sequence[Wanted], chosen: Sequence[Chosen]) -> list[list[Quo
                 left[part] = [most - one for most, one in zip(room, taken, strict=True)]
         quotas.append(quota)
     return quotas
+
+
+def _spares(
+    wanted: Sequence[Wanted], taken: Sequence[Mapping[str, Any]]
+) -> tuple[list[list[Quota] | None], bool]:
+    """Return what parts that are short get of what is left in each range, and whether that fills them all.
+
+    `taken` are the counts of `take`. Parts that name their sources are served first: others take any.
+    """
+    is_full = True
+    left = [np.array(counts["spare"], np.int64) for counts in taken]
+    got = np.sum([counts["taken"] for counts in taken], axis=0)
+    found: list[list[Quota]] = [
+        [0 if isinstance(one, int) else [0] * len(one) for one in wanted] for _ in left
+    ]
+    for part, asked in enumerate(wanted):
+        if isinstance(asked, int):
+            continue
+        short = np.maximum(np.array(asked) - got[part], 0)
+        for quota, spare in zip(found, left, strict=True):
+            here = np.minimum(short, spare)
+            quota[part] = here.tolist()
+            short -= here
+            spare -= here
+        is_full &= not short.any()
+    whole = [int(spare.sum()) for spare in left]
+    for part, asked in enumerate(wanted):
+        if not isinstance(asked, int):
+            continue
+        missing = max(asked - int(got[part].sum()), 0)
+        for number, quota in enumerate(found):
+            here_all = min(missing, whole[number])
+            quota[part] = here_all
+            missing -= here_all
+            whole[number] -= here_all
+        is_full &= not missing
+    return [quota if any(np.any(one) for one in quota) else None for quota in found], is_full
 
 
 @dataclass(frozen=True, slots=True)
@@ -532,21 +595,42 @@ def _counted(rows: npt.NDArray[np.void], parts: int, sources: int) -> list[list[
     return counts
 
 
-def take(folder: Path, chosen: Artifact, quota: Sequence[Quota], limits: Limits) -> dict[str, Any]:
-    """Write the documents that are taken, `quota` of each part, the lowest hashes first."""
+def take(
+    folder: Path,
+    chosen: Artifact,
+    quota: Sequence[Quota],
+    spares: Sequence[Quota] | None,
+    sources: int,
+    limits: Limits,
+) -> dict[str, Any]:
+    """Write the documents that are taken, the lowest hashes first: `quota` of those proposed for each part.
+
+    `spares`: how many of what these leave each part gets as well. The counts are those taken of each part and
+    source, and those left of each source.
+    """
     with chosen.open() as file:
         rows = np.load(file)
-    keep = np.zeros(len(rows), np.bool_)
+    given = np.full(len(rows), -1, np.int32)
     for part, room in enumerate(quota):
-        mine = np.flatnonzero(rows["part"] == part)
-        if isinstance(room, int):
-            keep[mine[:room]] = True
-            continue
-        for source, most in enumerate(room):
-            keep[mine[rows["source"][mine] == source][:most]] = True
+        _give(given, part, room, rows["source"], rows["part"] == part)
+    for of_sources in (True, False) if spares is not None else ():
+        for part, room in enumerate(spares or ()):
+            if isinstance(room, int) != of_sources:
+                _give(given, part, room, rows["source"], given < 0)
+    rows["part"], keep = given, given >= 0
     taken = rows[keep]
     found = np.empty(len(taken), PARTS.dtype)
     found["key"], found["part"] = document_keys(taken["split"], taken["row"]), taken["part"]
     with RunWriter(folder / PARTS.file, PARTS, memory_bytes=_MEMORY, limits=limits) as run:
         run.write(found)
-    return {"taken": np.bincount(taken["part"], minlength=len(quota)).tolist()}
+    spare = np.bincount(rows["source"][~keep], minlength=sources).tolist()
+    return {"taken": _counted(taken, len(quota), sources), "spare": spare}
+
+
+def _give(given: Int32s, part: int, room: Quota, source: Int32s, free: Bools) -> None:
+    """Give a part the first `room` of the rows that are `free`, or so many of each source."""
+    if isinstance(room, int):
+        given[np.flatnonzero(free)[:room]] = part
+        return
+    for number, most in enumerate(room):
+        given[np.flatnonzero(free & (source == number))[:most]] = part
