@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardkit.writers.inputs.chat import MARK, TRAINED, ChatError, ChatFormat, render_chat
 from shardkit.writers.inputs.chat_prefixes import Prefixes
-from shardkit.writers.inputs.chat_template import Work
+from shardkit.writers.inputs.chat_work import Work
 from support.chat_reference import answers_of
 
 EOS = "<|endoftext|>"
@@ -193,7 +193,7 @@ def test_a_template_that_counts_messages_is_bounded_by_its_steps() -> None:
     chat = ChatFormat(counting, SPECIALS, {}, EOS)
     assert render_chat(chat, long_talk(200)).trained_bytes == 100 * len("a<|e|>")
     with pytest.raises(ChatError, match="steps") as refused:
-        render_chat(chat, long_talk(6000))
+        render_chat(chat, long_talk(2000))
     assert refused.value.reason == "template_limit"
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from shardkit.errors import RecipeError
 from shardkit.writers.inputs.chat import ChatError, ChatFormat, compile_template, render_chat
-from shardkit.writers.inputs.chat_template import ChatTemplate, Work
+from shardkit.writers.inputs.chat_template import ChatTemplate
+from shardkit.writers.inputs.chat_work import Work
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
@@ -65,6 +66,21 @@ TOO_MUCH = {
     "{% set x %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = x %}{% endfor %}",
     "text in a block": "{% set x %}{% for i in range(99999) %}" + "a" * 50_000 + "{% endfor %}{% endset %}",
     "output": "{% set x = 'a' * 1000000 %}{% for i in range(3000) %}{{ x }}{% endfor %}",
+    "widths of a name": "{{ '{:>{w}}'.format('a', w=2000000000) }}",
+    "widths of an object": "{{ '{:>{w[0]}}'.format('a', w=[2000000000]) }}",
+    "widths of a map": "{{ '{a:{w}}'.format_map({'a': 1, 'w': 2000000000}) }}",
+    "comparing": "{% set x = 'a' * 8000000 %}{% set y = 'a' * 8000000 %}"
+    "{% for i in range(99999) %}{{ 1 if x < y }}{% endfor %}",
+    "comparing by a test": "{% set x = 'a' * 8000000 %}{% set y = 'a' * 8000000 %}"
+    "{% for i in range(99999) %}{{ 1 if x is eq(y) }}{% endfor %}",
+    "searching": "{% set x = 'a' * 8000000 %}{% for i in range(99999) %}{{ 1 if 'b' in x }}{% endfor %}",
+    "searching a range": "{% for i in range(99999) %}{{ 1 if 'b' in range(99999) }}{% endfor %}",
+    "greatest": "{% for i in range(99999) %}{{ range(99999)|max }}{% endfor %}",
+    "sorting": "{% for i in range(99999) %}{% set x = range(9999)|sort %}{% endfor %}",
+    "dividing": "{% set x = 7 ** 1000000 %}{% for i in range(99999) %}{% set y = x // 3 %}{% endfor %}",
+    "doubling by minus": "{% set ns = namespace(x=1) %}{% for i in range(99999) %}"
+    "{% set ns.x = ns.x - (0 - ns.x) %}{% endfor %}",
+    "splitting": "{% set x = 'a,' * 5000000 %}{% for i in range(99) %}{% set y = x.split(',') %}{% endfor %}",
     "macro": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
     "two macros": "{% macro f(x) %}{{ f(x) }}{{ f(x) }}{% endmacro %}{{ f(1) }}",
 }

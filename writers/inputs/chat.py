@@ -248,7 +248,8 @@ def _escaped(value: Any, pattern: re.Pattern[str]) -> Any:
 def _prefixes(chat: ChatFormat, messages: list[Any], variables: Mapping[str, Any]) -> Prefixes:
     """The conversation rendered by its template, with steps for as much as the record holds."""
     from shardkit.writers.inputs.chat_prefixes import Prefixes
-    from shardkit.writers.inputs.chat_template import Work, date_of
+    from shardkit.writers.inputs.chat_template import date_of
+    from shardkit.writers.inputs.chat_work import Work
 
     if "strftime_now" in variables:
         variables = {**variables, "strftime_now": date_of(variables["strftime_now"])}
@@ -261,7 +262,7 @@ def _refusals() -> Iterator[None]:
     """Turn what a template raises, which is anything, into the ChatError of the record."""
     from jinja2 import TemplateError
 
-    from shardkit.writers.inputs.chat_template import TemplateLimitError
+    from shardkit.writers.inputs.chat_work import TemplateLimitError
 
     try:
         yield

@@ -34,7 +34,8 @@ from jinja2.runtime import LoopContext, Undefined
 from jinja2.utils import Namespace
 
 from shardkit.errors import RecipeError
-from shardkit.writers.inputs.chat_template import ChatTemplate, TemplateLimitError, Work, namespace_values
+from shardkit.writers.inputs.chat_template import ChatTemplate
+from shardkit.writers.inputs.chat_work import TemplateLimitError, Work, namespace_values
 
 __all__ = ["Prefixes"]
 

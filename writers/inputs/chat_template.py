@@ -5,7 +5,7 @@ trusted to end. The sandbox keeps a template from the machine, but not from `9**
 strings that double. Here a template spends *steps* of a `Work`: for a loop's iterations, calls, attributes,
 filters, and for the sizes of values, which are limited before they are made. Steps are counted, so a record
 that is refused is refused on every machine. Time is not, so it never decides about a record: a rendering that
-takes `_MOST_SECONDS` although it has steps left stops the build.
+takes ten minutes although it has steps left stops the build.
 
 The environment is that of transformers, with its options, `raise_exception` and `tojson`. Missing are what
 differs from run to run (`random`, `lipsum`), and filters for HTML that need time quadratic in a text
@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import jinja2
@@ -32,37 +32,33 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from shardkit.errors import RecipeError
+from shardkit.writers.inputs.chat_work import (
+    CHARACTERS_PER_STEP_BITS,
+    TemplateLimitError,
+    Work,
+    size_of,
+)
 
 __all__ = [
     "CLOSE",
     "EACH",
     "OPEN",
     "ChatTemplate",
-    "TemplateLimitError",
-    "Work",
     "date_of",
-    "namespace_values",
-    "size_of",
 ]
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Noncharacters that enclose what `{% generation %}` blocks write."""
 
-# A step takes 0.2 to 2 microseconds. A usual template takes 50 to 150 for a message, in five renderings, and
-# a message takes 30 characters at least: so the first steps are for templates whose work is not linear.
-_FIRST_STEPS, _STEPS_PER_CHARACTER, _MOST_STEPS = 4_000_000, 32, 64_000_000
-_FIRST_LARGEST, _LARGEST_PER_CHARACTER = 16 << 20, 4
-_CHARACTERS_PER_STEP_BITS = 6  # to copy 64 characters takes less than a step
-_MOST_SECONDS = 600.0
+_LOOKED_AT_PER_STEP_BITS = 3  # to look at 8 characters one by one takes a step
 _MOST_DEPTH = (
     64  # of macros that call macros: far below Python's limit, which counts the caller's frames, too
 )
-_CLOCK_EVERY = 1 << 12  # calls of Work
 _MOST_INDENT = 64
 _LONG_TEXT = 1 << 10  # of the template itself: counted each time it is written, as values are
 
 # Names of filters that no template can spell.
-EACH, _CONCAT, _LITERAL = " each", " concat", " literal"
+EACH, _CONCAT, _LITERAL, _WEIGH = " each", " concat", " literal", " weigh"
 
 _MISSING = ("random", "striptags", "urlize")
 # Filters that take containers without writing them out as text.
@@ -72,77 +68,13 @@ _ITEMWISE = frozenset((
     "sort",
     "sum", "unique",
 ))  # fmt: skip
+_AT_ONCE = frozenset(("attr", "count", "d", "default", "first", "items", "last", "length"))
+_COMPARING = frozenset((
+    "!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan",
+    "lower", "lt", "ne", "upper",
+))  # fmt: skip
+_MOST_BITS = 1 << 16  # of an integer: Python shows no longer ones, and divides in quadratic time
 _LONG_NUMBER = re.compile(r"\d{4,}|\*")
-
-
-class TemplateLimitError(Exception):
-    """A template needs more steps than a record has, or asks for something without bounds."""
-
-
-class Work:
-    """What a record whose values have so many characters may still cost: steps, and the size of a value.
-
-    `limit` are the steps that it began with, `largest` the characters or items of a value or the output.
-    """
-
-    def __init__(self, characters: int, *, first: int = _FIRST_STEPS, seconds: float = _MOST_SECONDS) -> None:
-        self.limit = self._left = min(first + _STEPS_PER_CHARACTER * characters, _MOST_STEPS)
-        self.largest = _FIRST_LARGEST + _LARGEST_PER_CHARACTER * characters
-        self._seconds, self._deadline = seconds, time.monotonic() + seconds
-        self._calls = 0
-
-    def spend(self, steps: int = 1) -> None:
-        """Take steps; TemplateLimitError without any left, RecipeError when the last resort is reached."""
-        self._left -= steps
-        if self._left < 0:
-            raise TemplateLimitError(
-                f"the chat template needs more than {self.limit:,} steps (iterations, calls, attributes)"
-            )
-        self._calls += 1
-        if self._calls % _CLOCK_EVERY == 0 and time.monotonic() > self._deadline:
-            raise RecipeError(
-                f"tokenizer.chat_template: one record has been rendered for {self._seconds:.0f} s, within "
-                f"its steps; the build stops, because dropping it would depend on this machine's speed"
-            )
-
-    def make(self, size: int) -> None:
-        """Take the steps for a value of so many characters or items; TemplateLimitError if too many."""
-        if size > self.largest:
-            raise TemplateLimitError(
-                f"the chat template makes a value of more than {self.largest:,} characters or items"
-            )
-        self.spend(1 + (size >> _CHARACTERS_PER_STEP_BITS))
-
-
-def size_of(value: object, work: Work) -> int:
-    """Characters and items of a value, those inside of containers included, as often as they are in it.
-
-    Spends a step for each item, so that it ends for containers that have themselves many times over.
-    """
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, int):
-        return 1 + value.bit_length() // 8
-    total, stack = 1, [value]
-    while stack:
-        one = stack.pop()
-        work.spend(1)
-        total += 1
-        if isinstance(one, str | bytes):
-            total += len(one)
-        elif isinstance(one, Mapping):
-            stack += [*one.keys(), *one.values()]
-        elif isinstance(one, list | tuple | set | frozenset):
-            stack += one
-        elif isinstance(one, Namespace):
-            stack.append(namespace_values(one))
-    return total
-
-
-def namespace_values(namespace: Namespace) -> dict[str, Any]:
-    """The attributes of a `namespace()`, to read and to set."""
-    values: dict[str, Any] = object.__getattribute__(namespace, "_Namespace__attrs")
-    return values
 
 
 class ChatTemplate:
@@ -176,7 +108,7 @@ class ChatTemplate:
         self.environment.work, self.environment.depth = work, 0
         written = 0
         for chunk in self._template.generate(variables):
-            work.spend(1 + (len(chunk) >> _CHARACTERS_PER_STEP_BITS))
+            work.spend(1 + (len(chunk) >> CHARACTERS_PER_STEP_BITS))
             if (written := written + len(chunk)) > work.largest:
                 raise TemplateLimitError(
                     f"the chat template writes more than {work.largest:,} characters for it"
@@ -196,6 +128,19 @@ class _Counted(NodeTransformer):
         self.generic_visit(node)
         return _filtered(node.nodes[0], _CONCAT, *node.nodes[1:])
 
+    def visit_Compare(self, node: Any) -> Any:  # noqa: N802
+        self.generic_visit(node)
+        node.expr = _weighed(node.expr)
+        for operand in node.ops:
+            operand.expr = _weighed(operand.expr)
+        return node
+
+    def visit_Test(self, node: Any) -> Any:  # noqa: N802
+        self.generic_visit(node)
+        if node.name in _COMPARING:
+            node.node, node.args = _weighed(node.node), [*map(_weighed, node.args)]
+        return node
+
     def visit_TemplateData(self, node: Any) -> Any:  # noqa: N802
         if len(node.data) < _LONG_TEXT:
             return node
@@ -209,6 +154,10 @@ class _Counted(NodeTransformer):
         return node if is_plain else _filtered(node, _LITERAL)
 
     visit_List = visit_Tuple = visit_Dict = _container  # noqa: N815
+
+
+def _weighed(node: Any) -> Any:
+    return node if isinstance(node, jinja2.nodes.Const) else _filtered(node, _WEIGH)
 
 
 def _filtered(node: Any, name: str, *arguments: Any) -> Any:
@@ -232,7 +181,7 @@ class _Generation(jinja2.ext.Extension):
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Jinja2's sandbox as transformers sets it up, where all work is counted."""
 
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("+", "-", "*", "**", "%"))
 
     def __init__(self) -> None:
         # Without the optimizer: it computes constants, such as a filter of one, while a template is compiled.
@@ -249,7 +198,12 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self.filters["tojson"] = self._to_json
         self.filters = {name: self._counted(name, function) for name, function in self.filters.items()}
-        self.filters |= {EACH: self._each, _CONCAT: self._concat, _LITERAL: self._literal}
+        self.filters |= {
+            EACH: self._each,
+            _CONCAT: self._concat,
+            _LITERAL: self._literal,
+            _WEIGH: self._weigh,
+        }
         self.globals |= {"raise_exception": _refuse, "strftime_now": _no_date}
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -273,18 +227,15 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Compute with an operator whose result may be larger than what it is made of."""
         work = self.work
-        if operator == "+":
+        if isinstance(left, int) and isinstance(right, int):
+            _check_bits(operator, left, right)
+        elif operator == "+":
             if not isinstance(left, int | float):
                 work.make(size_of(left, work) + size_of(right, work))
         elif operator == "*":
             for value, times in ((left, right), (right, left)):
-                if isinstance(value, int) and isinstance(times, int):
-                    work.spend((value.bit_length() * times.bit_length()) >> 6)
-                elif isinstance(times, int):
+                if isinstance(times, int):
                     work.make(size_of(value, work) * max(times, 0))
-        elif operator == "**":
-            if isinstance(left, int) and isinstance(right, int):
-                work.make(left.bit_length() * max(right, 0))
         elif isinstance(left, str | bytes):
             self._format_with(left, right)
         return super().call_binop(context, operator, left, right)
@@ -296,8 +247,13 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             return None
 
         def run(*args: Any, **kwargs: Any) -> str:
+            given = [*args, *kwargs.values()]
+            if value.__name__ == "format_map":
+                given = [*chain.from_iterable(one.values() for one in args if isinstance(one, Mapping))]
             has_widths = re.search(r":[^{}]*\{", value.__self__)
-            self._format_with(value.__self__, [*args, kwargs] if has_widths else ())
+            if has_widths and not all(isinstance(one, str | int | float) for one in given):
+                raise TemplateLimitError("the chat template takes widths of `format` from objects")
+            self._format_with(value.__self__, given if has_widths else ())
             self.work.make(size_of([*args, kwargs], self.work))
             return str(wrapped(*args, **kwargs))
 
@@ -308,7 +264,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.work.spend(1)
         if isinstance(obj, Namespace):  # which has nothing of its own
             return not attr.startswith("_")
-        if isinstance(obj, str | bytes) and attr == "translate":
+        if (isinstance(obj, str | bytes) and attr == "translate") or attr == "from_bytes":
             return False
         return super().is_safe_attribute(obj, attr, value)
 
@@ -328,6 +284,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         work, numbers = self.work, [one for one in (*args, *kwargs.values()) if isinstance(one, int)]
         length = 1 if isinstance(owner, int) else len(owner)
         work.make(length)
+        work.spend(length >> _LOOKED_AT_PER_STEP_BITS)
         if name in ("center", "ljust", "rjust", "zfill", "to_bytes"):
             work.make(max([0, *numbers]))
         elif name == "expandtabs":
@@ -347,7 +304,14 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             work, value, rest = self.work, args[at], [*args[at + 1 :], *kwargs.values()]
-            work.make(0 if name in _ITEMWISE and not isinstance(value, str) else size_of(value, work))
+            if name not in _ITEMWISE or isinstance(value, str):
+                size = size_of(value, work)
+                work.make(size)
+                work.spend(size >> _LOOKED_AT_PER_STEP_BITS)
+            elif name not in _AT_ONCE and isinstance(value, list | tuple | range | dict):
+                work.spend(1 + len(value))
+            else:
+                work.spend(1)
             numbers = [abs(one) for one in rest if isinstance(one, int)]
             match name:
                 case "center" | "batch" | "slice" | "round":
@@ -390,6 +354,16 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.work.make(sum(size_of(value, self.work) for value in values))
         return "".join(map(str, values))
 
+    def _weigh(self, value: Any) -> Any:
+        """Spend what comparing or searching a value may take; a dict is searched at once."""
+        if isinstance(value, str | bytes):
+            self.work.spend(len(value) >> CHARACTERS_PER_STEP_BITS)
+        elif isinstance(value, list | tuple):
+            size_of(value, self.work)
+        elif isinstance(value, range):
+            self.work.spend(len(value))
+        return value
+
     def _literal(self, value: Any) -> Any:
         self.work.make(size_of(value, self.work))
         return value
@@ -416,6 +390,18 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         )
         self.work.make(len(made))
         return made
+
+
+def _check_bits(operator: str, left: int, right: int) -> None:
+    """Raise TemplateLimitError if an operator may make an integer that is too long."""
+    sizes = left.bit_length(), right.bit_length()
+    made = max(sizes) + 1
+    if operator == "*":
+        made = sum(sizes)
+    elif operator == "**":
+        made = sizes[0] * max(right, 0)
+    if made > _MOST_BITS:
+        raise TemplateLimitError(f"the chat template makes an integer of more than {_MOST_BITS:,} bits")
 
 
 def _plain(value: Any) -> Any:
