@@ -95,7 +95,10 @@ def test_a_named_folder_that_cannot_be_written_is_replaced(tmp_path: Path) -> No
     assert not warned
 
 
-@pytest.mark.parametrize("damage", ["cut", "nonsense", "folder"])
+@pytest.mark.parametrize(
+    "damage",
+    ["cut", *(pytest.param(damage, marks=pytest.mark.extended) for damage in ("nonsense", "folder"))],
+)
 def test_damaged_files_of_the_cache_are_written_again(tmp_path: Path, damage: str) -> None:
     environment = {"XDG_CACHE_HOME": str(tmp_path)}
     expected = run_kernel(**environment)

@@ -57,13 +57,13 @@ def trainer(
 CASES = [
     ("fork", "blocks", signal.SIGTERM),
     ("fork", "collate", signal.SIGTERM),
-    ("fork", "plain", signal.SIGTERM),
-    ("fork", "persistent", signal.SIGUSR1),
     ("spawn", "blocks", signal.SIGTERM),
-    ("forkserver", "blocks", signal.SIGTERM),
     *(
         pytest.param(method, kind, number, marks=pytest.mark.extended)
         for method, kind, number in (
+            ("fork", "plain", signal.SIGTERM),
+            ("fork", "persistent", signal.SIGUSR1),
+            ("forkserver", "blocks", signal.SIGTERM),
             *(("fork", "blocks", n) for n in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR2)),
             *(("spawn", "collate", n) for n in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)),
             *(("forkserver", "persistent", n) for n in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR2)),
@@ -87,7 +87,10 @@ def test_a_signal_to_the_whole_group_reaches_the_trainer_which_saves(
         assert set(map(int, saved[2:])) == set(workers), "the same workers were alive"
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method",
+    ["fork", *(pytest.param(method, marks=pytest.mark.extended) for method in ("spawn", "forkserver"))],
+)
 def test_a_trainer_that_is_killed_leaves_no_worker(data: Path, method: str) -> None:
     with trainer(data, method, "blocks", signal.SIGTERM) as (process, workers):
         process.kill()

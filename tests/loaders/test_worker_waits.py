@@ -45,13 +45,13 @@ def run(data: Path, case: str, method: str, *before: str) -> list[str]:
     ("case", "method", "says"),
     [
         ("stop", "fork", TIMEOUT + r"process \d+, stopped\) within 1\.5 s .*last batch of any worker came"),
-        ("hang", "fork", TIMEOUT + r"process \d+, waiting\)"),
+        pytest.param("hang", "fork", TIMEOUT + r"process \d+, waiting\)", marks=pytest.mark.extended),
         ("unsendable", "fork", TIMEOUT + r"could not be sent: .* /dev/shm"),
         # torch raises it wherever the loop is: at a batch, or in the step.
         ("killed", "fork", r"RuntimeError: (rank 0 of 1, step \d+ .*|)DataLoader worker "),
-        ("anew", "fork", TIMEOUT + "stopped"),
-        ("close", "fork", None),
-        ("exit", "fork", None),
+        pytest.param("anew", "fork", TIMEOUT + "stopped", marks=pytest.mark.extended),
+        pytest.param("close", "fork", None, marks=pytest.mark.extended),
+        pytest.param("exit", "fork", None, marks=pytest.mark.extended),
         pytest.param("stop", "spawn", TIMEOUT + "stopped", marks=pytest.mark.extended),
         pytest.param("stop", "forkserver", TIMEOUT + "stopped", marks=pytest.mark.extended),
         pytest.param("exit", "spawn", None, marks=pytest.mark.extended),

@@ -26,7 +26,7 @@ from support.loader_data import make_dataset, make_rows, write_card
 from support.stop_ranks import free_port
 
 SAMPLES = 120
-_AT_ONCE = 24  # processes: most of the time they wait for the store
+_AT_ONCE = 96  # processes: most of the time they wait for the store
 DEFAULTS: dict[str, Any] = {"batch_size": 4, "seed": 17, "timeout_seconds": 30.0}
 
 Take = Callable[[Path, int], Any]
