@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.utils.data._utils import signal_handling
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from shardkit.loaders.producer import LoaderTimeoutError
 from shardkit.storage.clock import running_seconds
@@ -137,6 +138,16 @@ def _kill(workers: list[Any]) -> None:
 _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+class _EndingIterator(_MultiProcessingDataLoaderIter):
+    """Torch's iterator, which waits for its workers to end, and then kills those that are left."""
+
+    def _shutdown_workers(self) -> None:
+        # No finalizer does it: of a cycle of garbage they run first, when torch still takes a worker that is
+        # killed for one that was lost, and raises an error wherever the program is.
+        super()._shutdown_workers()
+        _kill(self._workers)
+
+
 def kill_when_dropped(iterator: Any) -> None:
     """Kill what is left of the workers when torch's iterator is gone, and has waited for them to end."""
     if not _iterators:
@@ -144,7 +155,7 @@ def kill_when_dropped(iterator: Any) -> None:
         atexit.unregister(_end_all)
         atexit.register(_end_all)
     _iterators.add(iterator)
-    weakref.finalize(iterator, _kill, list(iterator._workers)).atexit = False
+    iterator.__class__ = _EndingIterator
 
 
 def _end_all() -> None:

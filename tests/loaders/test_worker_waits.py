@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 from support import stuck_workers
 from support.loader_data import make_dataset
 
@@ -63,6 +67,19 @@ def test_no_wait_for_a_worker_is_endless_and_no_worker_is_left(
     lines = run(data, case, method)
     assert case in ("exit", "killed") or lines[-1] == "left 0"
     assert says is None or re.match(says, lines[0]), lines
+
+
+def test_workers_of_an_iterator_in_a_cycle_of_garbage_end_by_themselves(data: Path) -> None:
+    loader = StreamingDataLoader(StreamingDataset(data, batch_size=4), num_workers=1)
+    batches: Any = iter(loader)
+    next(batches)
+    [worker] = multiprocessing.active_children()
+    cycle = [batches, loader]
+    cycle.append(cycle)
+    del batches, loader, cycle
+    gc.collect()
+    worker.join(MOST_SECONDS)
+    assert worker.exitcode == 0
 
 
 def small_shared_memory(size: str) -> tuple[str, ...]:
