@@ -20,9 +20,20 @@ from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
 
-__all__ = ["BAD", "PYTHON_NAMES", "REPLACEMENT", "decode", "encoding_of", "keeps_newlines", "to_utf8"]
+__all__ = [
+    "BAD",
+    "GUESS",
+    "PYTHON_NAMES",
+    "REPLACEMENT",
+    "decode",
+    "encoding_of",
+    "keeps_newlines",
+    "to_utf8",
+]
 
 BAD = "\udcff"
+GUESS = "guess"
+"""In place of a label: pages that declare nothing and are not UTF-8 are decoded by what they look like."""
 REPLACEMENT = "replacement"
 """The encoding of labels that browsers refuse to decode: hz-gb-2312, iso-2022-kr and others."""
 PYTHON_NAMES = MappingProxyType(

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PrivateAttr, model_validator
 
-from shardkit.writers.encodings import encoding_of
+from shardkit.writers.encodings import GUESS, encoding_of
 from shardkit.writers.settings import FieldName, Listed, Ratio, Shorthand, Source, StrictModel, is_url
 
 __all__ = [
@@ -133,6 +133,8 @@ def _path_fields(value: str) -> str:
 
 
 def _encoding(value: str) -> str:
+    if value == GUESS:
+        return value
     found = encoding_of(value)
     if found is None:
         raise ValueError("is no label of the WHATWG Encoding Standard, such as windows-1252 or shift_jis")
@@ -272,9 +274,10 @@ class InputConfig(StrictModel):
     )
     encoding: Annotated[str, AfterValidator(_encoding)] | None = Field(
         default=None,
-        description="Of text, CSV, JSON and HTML files: a label of the WHATWG Encoding Standard; null: "
-        "UTF-8, and for HTML what the page declares. A byte order mark wins.",
-        examples=["windows-1252", "gbk", "utf-16le"],
+        description="Of text, CSV, JSON and pages: a label of the WHATWG Encoding Standard; null: UTF-8, and "
+        "of pages what they declare. A byte order mark wins, and an HTTP header. guess: pages that declare "
+        "nothing and are not UTF-8 are decoded by what they look like, often wrong; null refuses them.",
+        examples=["windows-1252", "gbk", "utf-16le", "guess"],
     )
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = Field(
         default=None,

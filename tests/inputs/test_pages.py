@@ -15,6 +15,7 @@ import webencodings  # type: ignore[import-untyped]
 import zstandard
 
 from shardkit.errors import MissingExtraError, RecipeError
+from shardkit.writers.encodings import GUESS
 from shardkit.writers.inputs.pages import decode_page, main_text_by
 from support.read_inputs import data_folder, put, read, recipe
 from support.whatwg import ENCODINGS, encode
@@ -127,15 +128,20 @@ def test_pages_that_browsers_do_not_decode_are_refused() -> None:
     assert decode_page(b"x", "hz-gb-2312") is None
 
 
-def test_undeclared_pages_are_utf8_if_they_can_be_and_are_refused_if_no_guess_fits() -> None:
+def test_undeclared_pages_are_utf8_if_they_can_be_and_are_refused_or_guessed_on_demand() -> None:
     text = PANGRAMS["fr"] * 3
     assert decode_page(text.encode()[:-1] + "é".encode()[:1], None) == text[:-1] + "\ufffd"  # cut short
-    assert decode_page(text.encode("cp1252"), None) == text
+    assert decode_page(text.encode("cp1252"), None) is None
+    assert decode_page(text.encode("cp1252"), None, GUESS) == text
+    assert decode_page(text.encode("cp1252"), None, "windows-1252") == text
+    assert decode_page(text.encode("cp1252"), "windows-1252", "koi8-r") == text  # the header knows better
     assert decode_page(PANGRAMS["ja"].encode("iso2022_jp", "ignore"), None) is not None
     for encoding in ("utf-16-le", "utf-16-be"):
         assert decode_page(text.encode(encoding), None) == text
     assert (
-        decode_page(b"Some words in English and then \xb4\xd9\xb8\xa5\xc1\xa6 \xff\xfe\x81 more " * 40, None)
+        decode_page(
+            b"Some words in English and then \xb4\xd9\xb8\xa5\xc1\xa6 \xff\xfe\x81 more " * 40, None, GUESS
+        )
         is None
     )
 
@@ -186,9 +192,13 @@ def wrong_pages(texts: Iterable[str]) -> tuple[int, list[tuple[str, str, str]]]:
                     count += 1
                     if decode_page(data, label if how == "header" else None) != page:
                         wrong.append((text[:40], label, how))
-        count += 1
-        if decode_page(text.encode(), None) != text:
-            wrong.append((text[:40], "utf-8", "undeclared"))
+            page = f"<title>t</title><p>{text}"
+            data = encode(page, encoding)
+            if data is not None:
+                count += 1
+                found = decode_page(data, None)
+                if found != page and (found is not None or encoding == "utf-8"):
+                    wrong.append((text[:40], encoding, "undeclared"))
     return count, wrong
 
 

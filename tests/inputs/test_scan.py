@@ -169,6 +169,7 @@ def test_splits_of_a_plain_file_tile_it_at_line_ends_and_know_their_line_numbers
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], newline_at_end: bool, split_bytes: int
 ) -> None:
     folder = tmp_path_factory.mktemp("scan")
+    lines = [b'{"text": "so that the file looks like plain lines"}', *lines]
     data = b"\n".join(lines) + b"\n" * newline_at_end
     put(folder, "a.jsonl", data)
     splits = scan_inputs(recipe(folder, "a.jsonl"), split_bytes=split_bytes)

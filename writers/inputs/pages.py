@@ -23,7 +23,7 @@ from functools import partial
 import zstandard
 
 from shardkit.errors import MissingExtraError
-from shardkit.writers.encodings import BAD, REPLACEMENT, decode, encoding_of
+from shardkit.writers.encodings import BAD, GUESS, REPLACEMENT, decode, encoding_of
 from shardkit.writers.input_config import ExtractConfig, ResiliparseOptions, TrafilaturaOptions
 from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look
 
@@ -120,6 +120,8 @@ _USER_DEFINED = "x-user-defined"
 _ISO_2022_JP = re.compile(rb"\x1b\$[@B][^\x1b]*\x1b\([BJ]")
 _PRESCANNED_BYTES = 1024
 _ASCII = bytes(range(128))
+_CONTROLS = bytes(set(range(32)) - set(b"\t\n\f\r"))
+_MOST_CONTROLS = 1 / 64  # of the bytes of a text
 _MOST_BAD = 0.1  # of the bytes that are not ASCII: with more, a guess was none
 _HEAD_BYTES = 1 << 16
 _HEAD_END = re.compile(rb"</head[\s>]|<body[\s>]", re.IGNORECASE)
@@ -142,11 +144,16 @@ _NOT_NESTED = frozenset(  # elements that are empty, or end where the next of th
 )
 
 
-def decode_page(body: bytes, charset: str | None) -> str | None:
-    """Return a page as text; None if its encoding is one that browsers do not decode, or cannot be guessed.
+def decode_page(body: bytes, charset: str | None, encoding: str | None = None) -> str | None:
+    """Return a page as text; None if browsers do not decode its encoding, or nothing says which it has.
 
-    `charset` is what the HTTP header says, if anything.
+    `charset` is what the HTTP header says, if anything; `encoding` is the recipe's, for pages whose header
+    says nothing: a label, or `GUESS` for a guess where the page declares nothing either and is not UTF-8.
+    Without it such a page is refused, because guesses are wrong for a part of the pages: for half of those in
+    GBK and Big5.
     """
+    guesses = encoding == GUESS
+    charset = charset or (None if guesses else encoding)
     found = look(body[:HEAD_BYTES])
     if found.mark:
         return _decoded(body[len(found.mark) :], found.encoding)
@@ -157,11 +164,15 @@ def decode_page(body: bytes, charset: str | None) -> str | None:
         return _decoded(body, found.encoding)
     if _ISO_2022_JP.search(body) and BAD not in (text := decode(body, "iso-2022-jp")):
         return text
+    if len(body) - len(body.translate(None, _CONTROLS)) > _MOST_CONTROLS * len(body):
+        return None  # UTF-16 of scripts whose characters are two bytes of ASCII, such as Thai
     try:
         return body.decode()
     except UnicodeDecodeError as error:
         if error.reason == "unexpected end of data":  # the body was cut short inside a character
             return body.decode("utf-8", "replace")
+    if not guesses:
+        return None
     guess = _decoded(body, _guessed(body))
     others = len(body.translate(None, _ASCII))
     return None if guess is None or guess.count("\ufffd") > _MOST_BAD * others else guess

@@ -2,13 +2,14 @@
 
 Every record of the file has a number and is accounted for. What is sound but no page is dropped: records
 other than responses and conversions (`warc/not_a_response`), statuses but 200 (`warc/http_status`), other
-kinds of content (`warc/not_html`), bodies whose coding is broken (`warc/bad_body`). A record whose header or
-length is unusable is one quarantine entry, after which reading goes on at the next line that looks like the
-beginning of a record. So is a record that is followed by bytes that are no record: its length is wrong, and
-its text is cut or has parts of its neighbors. A file that ends inside a record is damaged. gzip files need
-not have a member for each record; if they do, a damaged member is one quarantine entry of the stored bytes up
-to the next member that begins with a record, and nothing of a member is used unless its checksum confirms it.
-Memory is one record; long ones that are no page are skipped.
+kinds of content (`warc/not_html`), bodies whose coding is broken (`warc/bad_body`), pages that nothing tells
+how to decode (`warc/unknown_encoding`). A record whose header or length is unusable is one quarantine entry,
+after which reading goes on at the next line that looks like the beginning of a record. So is a record that is
+followed by bytes that are no record: its length is wrong, and its text is cut or has parts of its neighbors.
+A file that ends inside a record is damaged. gzip files need not have a member for each record; if they do, a
+damaged member is one quarantine entry of the stored bytes up to the next member that begins with a record,
+and nothing of a member is used unless its checksum confirms it. Memory is one record; long ones that are no
+page are skipped.
 
 Of a page or text that is used, the record's own digest is compared (`bad_digest`): WARC-Block-Digest, which
 covers the bytes as stored, or else WARC-Payload-Digest, of which writers disagree whether it is of the body
@@ -61,7 +62,7 @@ _Booking = Callable[[], None]  # hands what a record holds to the sink
 def read_warc(sink: RecordSink, config: InputConfig) -> Iterator[None]:
     """Hand the records of a whole file to the sink."""
     with open_input(sink.split.input) as file:
-        archive = _Archive(sink, file)
+        archive = _Archive(sink, file, config.encoding)
         while archive.read_next():
             yield
 
@@ -77,7 +78,8 @@ class _RecordError(Exception):
 class _Archive:
     """The records of a stream, one by one into the sink."""
 
-    def __init__(self, sink: RecordSink, file: BinaryIO) -> None:
+    def __init__(self, sink: RecordSink, file: BinaryIO, encoding: str | None) -> None:
+        self._encoding = encoding  # the recipe's
         pieces = sink.confirmed_pieces(file, lambda line: bool(self._begins(line)))
         self._sink, self._stream = sink, WarcStream(pieces)
         self._parsers = {
@@ -227,9 +229,9 @@ class _Archive:
         if not kind and not _SNIFFED.match(page[:_SNIFF_BYTES]):
             return self._dropped("not_html", size, 0)
         charset = _CHARSET.search(declared)
-        text = decode_page(page, charset[1] if charset else None)
+        text = decode_page(page, charset[1] if charset else None, self._encoding)
         if text is None:
-            return self._dropped("bad_body", size, 0)
+            return self._dropped("unknown_encoding", size, 0)
         fields = _fields(headers) | {"status": 200, "content_type": declared}
         return partial(self._sink.add, text, fields, bytes=len(page))
 

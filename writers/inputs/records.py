@@ -21,7 +21,7 @@ from shardkit.writers.documents import (
     MARKED_SCHEMA,
     document_ids,
 )
-from shardkit.writers.encodings import REPLACEMENT, encoding_of, to_utf8
+from shardkit.writers.encodings import GUESS, REPLACEMENT, encoding_of, to_utf8
 from shardkit.writers.inputs.chat import ChatError, Masking
 from shardkit.writers.inputs.decompress import (
     ConfirmedMembers,
@@ -295,9 +295,11 @@ class RecordSink:
         """Return the text of bytes that may be a page; UnicodeDecodeError if they cannot be decoded."""
         if not self.extracts:
             return self.decode(data)
-        page = decode_page(data, self._config.encoding)
+        page = decode_page(data, None, self._config.encoding)
         if page is None:
-            raise UnicodeDecodeError(REPLACEMENT, data, 0, 1, "browsers do not decode it")
+            key = f"inputs[{self.split.source}].encoding"
+            self.charset = f"UTF-8, and the page does not declare what it is; set {key}, if only to {GUESS}"
+            raise UnicodeDecodeError(REPLACEMENT, data, 0, 1, "nothing says its encoding")
         return page
 
     def look_at(self, file: BinaryIO) -> None:

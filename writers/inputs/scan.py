@@ -31,7 +31,7 @@ import xxhash
 from shardkit.errors import BuildError, RecipeError, warn_user
 from shardkit.hashing import digest_of
 from shardkit.storage.store import StorageOptions
-from shardkit.writers.encodings import encoding_of
+from shardkit.writers.encodings import GUESS, encoding_of
 from shardkit.writers.inputs.cuts import UNCOUNTED, Cut, KeptCuts, read_cuts, unreadable_cut
 from shardkit.writers.inputs.decompress import COMPRESSIONS
 from shardkit.writers.inputs.files import (
@@ -276,8 +276,12 @@ def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | Non
             f"{key}: the name {name} does not tell its format ({known}, each also with "
             f"{' '.join(sorted(COMPRESSIONS))}); set inputs[].format or name the files with a glob"
         )
-    if config.encoding is not None and format not in TEXTUAL:
-        raise RecipeError(f"{key.removesuffix('path')}encoding: {name} is {format}, which says its own")
+    own_key = key.removesuffix("path") + "encoding"
+    holds_pages = format in ("html", "warc") or config.extract not in (None, "none")
+    if config.encoding is not None and not (holds_pages or format in TEXTUAL):
+        raise RecipeError(f"{own_key}: {name} is {format}, which says its own")
+    if config.encoding == GUESS and not holds_pages:
+        raise RecipeError(f"{own_key}: {GUESS} is for web pages; {name} is {format}: name its encoding")
     if format in SEEKING and compression is not None:
         raise RecipeError(f"{key}: {name}: a compressed {format} file cannot be read; decompress it")
     return format, compression
