@@ -400,5 +400,5 @@ def test_kills_at_any_time_end_in_the_bytes_of_an_undisturbed_build(
         assert sorted(path.name for path in folder.iterdir()) == ["made", "packed", "recipe.yaml", "work"]
     assert trees[0] == trees[1]
     columns = shardkit.open_dataset(tmp_path / "killed" / "packed").loss_mask_column
-    assert columns == ("loss_mask.npy" if masked else None)
+    assert columns == ("loss_mask" if masked else None)
     assert kills > 4

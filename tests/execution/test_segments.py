@@ -193,12 +193,16 @@ def slices(url: str, folder: Path, count: int, tasks: Sequence[Task]) -> Counter
 
 @pytest.mark.parametrize("count", [4, pytest.param(16, marks=EXTENDED), pytest.param(64, marks=EXTENDED)])
 def test_reads_a_task_do_not_grow_with_the_number_of_slices(url: str, tmp_path: Path, count: int) -> None:
-    """Two: its worker looks whether it is done, the driver reads its record. All read the segments."""
+    """Two: its worker looks whether it is done, the driver reads its record. All read the segments.
+
+    There is one segment, or two if a driver was held up for so long that another one took its place.
+    """
     tasks = make_tasks(320)
     requests = slices(url, tmp_path, count, tasks)
     assert requests["put", "commits"] == len(tasks)
     assert requests["read", "commits"] <= 2 * len(tasks)
-    assert requests["read", "segments"] <= count * requests["put", "segments"] == count
+    assert requests["put", "segments"] in (1, 2)
+    assert requests["read", "segments"] <= count * requests["put", "segments"]
 
 
 def test_slices_go_on_with_another_driver(url: str, tmp_path: Path) -> None:
