@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,14 @@ from shardkit.writers.kernels.numba_support import kernel_cache
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ.update(kernel_cache())  # before Numba is imported: kernels are compiled once for tests and workers
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of the tests' processes would compile all modules
+MEMORY = Path("/dev/shm")
 gc.disable()  # while tests are collected: no collection can free what is imported
+
+
+def pytest_configure() -> None:
+    """Make temporary folders in memory where there is enough of it: ten thousands of fsyncs cost nothing there."""
+    if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= 8 << 30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 def pytest_collection_finish() -> None:

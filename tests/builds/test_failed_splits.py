@@ -166,23 +166,23 @@ def test_ray_loses_a_worker_and_a_node_and_gives_up_the_split_that_processes_her
     expected_bytes = tree(expected.output)
     monkeypatch.setattr(engine_ray, "FIRST_PAUSE_SECONDS", 0.1)
 
-    def kill(stage: str, act: Callable[[], None], node: int) -> threading.Thread:
+    def kill(stage: str, act: Callable[[list[int]], None], node: int) -> threading.Thread:
         def watch() -> None:
-            deadline = time.monotonic() + 120
-            while not cluster.running(node, f"{stage}/") and time.monotonic() < deadline:
+            deadline = time.monotonic() + 200
+            while not (processes := cluster.running(node, f"{stage}/")) and time.monotonic() < deadline:
                 time.sleep(0.005)
-            act()
+            act(processes)
 
         thread = threading.Thread(target=watch)
         thread.start()
         return thread
 
-    def kill_workers() -> None:
-        for pid in cluster.running(1, "tokenize/"):
+    def kill_workers(processes: list[int]) -> None:
+        for pid in processes:
             os.kill(pid, signal.SIGKILL)
 
     with RayCluster(nodes=2) as cluster:
-        threads = [kill("clean", lambda: cluster.kill(0), 0), kill("tokenize", kill_workers, 1)]
+        threads = [kill("clean", lambda _: cluster.kill(0), 0), kill("tokenize", kill_workers, 1)]
         on_ray = {"engine": "ray", "ray_address": cluster.address, "output": tmp_path / "by-ray"}
         with pytest.warns(RuntimeWarning) as told:
             made = make(recipe, ONE, "work=ray-work", **on_ray)

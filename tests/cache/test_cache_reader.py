@@ -236,8 +236,9 @@ def test_few_rows_go_before_all_whole_shards(opened: Open) -> None:
     with loader_of(remote) as loader:
         ids(loader, 1)
         wait_until(lambda: sum(map(whole, store.reads)) == SHARDS)
-    assert [read.key for read in store.reads[:1]] == ["blocks.bin"]
-    assert all(map(row, store.reads[1:5]))
+    first = store.reads[:5]  # the rows and what proves them, by several threads
+    assert sum(map(row, first)) == 4
+    assert [read.key for read in first if not row(read)] == ["blocks.bin"]
 
 
 def test_beside_many_rows_whole_shards_come_already(opened: Open) -> None:
