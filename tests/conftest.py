@@ -22,7 +22,7 @@ gc.disable()  # while tests are collected: no collection can free what is import
 
 
 def pytest_configure() -> None:
-    """Make temporary folders in memory where there is enough of it: ten thousands of fsyncs cost nothing there."""
+    """Make temporary folders in memory where there is enough: thousands of fsyncs cost nothing there."""
     if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= 8 << 30:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
