@@ -9,7 +9,9 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -23,8 +25,10 @@ MOST_SECONDS = 40.0  # of an interpreter on a busy machine; without limits these
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("waits") / "data", "mds")
+def data() -> Iterator[Path]:
+    """A dataset that is not in /dev/shm, as temporary folders of tests may be."""
+    with TemporaryDirectory() as folder:
+        yield make_dataset(Path(folder) / "data", "mds")
 
 
 def run(data: Path, case: str, method: str, *before: str) -> list[str]:
