@@ -25,9 +25,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Never, Self, SupportsIndex, Unpack
 
-from shardkit.cache.contract import Cache
 from shardkit.cache.fetcher import Fetcher
 from shardkit.cache.planner import Pace
+from shardkit.cache.protocol import Cache
 from shardkit.cache.reader import PlanRequest
 from shardkit.cache.shards import CachedShards
 from shardkit.datasets.dataset import Dataset

@@ -26,7 +26,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
 from shardkit.cache.fetcher import FetchLimits
 from shardkit.cache.reader import CacheReader, CacheRun
 from shardkit.cache.shards import CachedShards, SharedCache

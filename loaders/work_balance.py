@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.arrays import Ints
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
 from shardkit.cache.shards import SharedCache
 from shardkit.datasets.row_costs import DocumentIds, RowCosts
 from shardkit.loaders.config import CostModel, LoaderConfig

@@ -35,7 +35,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardkit.arrays import Bytes
-from shardkit.cache.contract import Cache, Contents, Lease, Slot
 from shardkit.cache.download import (
     MIN_PART_BYTES,
     READ_BYTES,
@@ -45,7 +44,7 @@ from shardkit.cache.download import (
     Part,
     unpack,
 )
-from shardkit.cache.subfolder import CacheFolderError
+from shardkit.cache.protocol import Cache, CacheFolderError, Contents, Lease, Slot
 from shardkit.errors import ShardkitError
 from shardkit.storage.threads import Workers, remake_after_fork
 from shardkit.units import format_bytes

@@ -42,11 +42,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardkit.arrays import Bytes
-from shardkit.cache.contract import Contents, Held, Lease, Slot
 from shardkit.cache.entry import SEAL_BYTES, is_sealed, make_seal, sealed_size
 from shardkit.cache.ledger import Ledger, is_filling
 from shardkit.cache.memory import CacheMemory
-from shardkit.cache.subfolder import NO_ROOM, SUBFOLDER, CacheFolderError, explain_errors, make_subfolders
+from shardkit.cache.protocol import CacheFolderError, Contents, Held, Lease, Slot
+from shardkit.cache.subfolder import NO_ROOM, SUBFOLDER, explain_errors, make_subfolders
 from shardkit.files import NotRegularFileError, allocate, map_file, open_regular
 from shardkit.locks import FileLock
 from shardkit.storage.threads import remake_after_fork

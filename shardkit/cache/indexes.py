@@ -26,7 +26,8 @@ from functools import cache
 from os import PathLike
 from pathlib import Path
 
-from shardkit.cache.subfolder import NO_ROOM, SUBFOLDER, CacheFolderError, explain_errors, make_subfolders
+from shardkit.cache.protocol import CacheFolderError
+from shardkit.cache.subfolder import NO_ROOM, SUBFOLDER, explain_errors, make_subfolders
 from shardkit.errors import ShardError
 from shardkit.files import load_json, publish_bytes
 from shardkit.formats.mds.index import TABLE_NAME, parse_index, read_table, table_bytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardkit.arrays import Bytes
-from shardkit.cache.contract import CACHE_COUNTERS, Contents, Held
+from shardkit.cache.protocol import CACHE_COUNTERS, Contents, Held
 from shardkit.storage.threads import remake_after_fork
 
 __all__ = ["CacheMemory"]

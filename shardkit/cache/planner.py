@@ -25,8 +25,8 @@ import numpy as np
 
 from shardkit.arrays import Ints
 from shardkit.cache.belady import NEVER, Fetch, Future, plan_fetches
-from shardkit.cache.contract import Cache, Contents
 from shardkit.cache.entry import EntryNames
+from shardkit.cache.protocol import Cache, Contents
 from shardkit.storage.threads import remake_after_fork
 
 __all__ = ["Pace", "Planner"]

@@ -29,10 +29,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.belady import Fetch, Future, Uses
-from shardkit.cache.contract import Cache, Contents
 from shardkit.cache.entry import EntryNames
 from shardkit.cache.fetcher import Fetcher, FetchLimits
 from shardkit.cache.planner import Pace, Planner
+from shardkit.cache.protocol import Cache, Contents
 from shardkit.cache.rows import FetchedRows
 from shardkit.cache.shards import CachedShards
 from shardkit.order.order import Order

@@ -31,12 +31,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.arrays import Bytes
-from shardkit.cache.contract import Cache, Lease
 from shardkit.cache.download import DamagedObjectError
 from shardkit.cache.fetcher import FetchTimeoutError, arrival
+from shardkit.cache.protocol import Cache, CacheFolderError, Lease
 from shardkit.cache.row_layout import RowLayout, row_layout
 from shardkit.cache.row_proofs import BlockChecksums, BlockProof, Proof, RowChecksums
-from shardkit.cache.subfolder import CacheFolderError
 from shardkit.errors import ShardError
 from shardkit.formats.blocks import are_right
 from shardkit.manifest import FileInfo, Manifest

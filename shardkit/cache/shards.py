@@ -1,9 +1,10 @@
 """The shards of a remote dataset, through a cache: what `Dataset` and the loader read them by.
 
 `load` gives a shard's raw bytes from the cache, or waits while `fetcher` brings it, which does the same for
-other datasets of the process. `rows` fetches single
-rows by ranged requests. What belongs to one reader of several, its plan and how long it waits, is in
-`shardkit.cache.reader`.
+other datasets of the process. `rows` fetches single rows by ranged requests. What belongs to one reader of
+several, its plan and how long it waits, is in `shardkit.cache.reader`.
+
+A `SharedCache` is opened once, with its threads, for all remote datasets of a process that are given it.
 """
 
 from __future__ import annotations
@@ -15,28 +16,47 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardkit.arrays import Bytes, Ints
-from shardkit.cache.contract import Cache, CacheOptions, open_cache
 from shardkit.cache.entry import EntryPart, entry_name, name_digests, sealed_size
 from shardkit.cache.fetcher import Fetcher, FetchLimits, FetchTimeoutError
+from shardkit.cache.folder import CacheFolder
 from shardkit.cache.indexes import TRUST_SECONDS, NodeIndexes
+from shardkit.cache.memory import CacheMemory
+from shardkit.cache.protocol import Cache, CacheOptions
 from shardkit.cache.rows import NodeRows, RowReader
 from shardkit.errors import warn_user
+from shardkit.limits import available_bytes
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.storage.clock import running_seconds, wait_until
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.threads import remake_after_fork
+from shardkit.units import parse_bytes
 
 if TYPE_CHECKING:
     from shardkit.cache.reader import CacheReader, FetchPlan
 
-__all__ = ["CachedShards", "SharedCache"]
+__all__ = ["CachedShards", "SharedCache", "open_cache"]
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 LOOK_SECONDS = 10.0  # a sixth of the time after which entries count as left by their users
+_MAX_MEMORY_BYTES = 8 << 30  # of a default cache in memory
+_MEMORY_SHARE = 4  # a quarter of what is free, for all processes of the machine together
+
+
+def open_cache(options: CacheOptions, *, system: Path = Path("/")) -> Cache:
+    """Open the cache that `options` describe; CacheFolderError if the folder cannot be used.
+
+    `system`: root of the files that say how much memory is free.
+    """
+    capacity = None if options.capacity is None else parse_bytes(options.capacity)
+    memory = min(_MAX_MEMORY_BYTES, available_bytes(system) // _MEMORY_SHARE) // options.processes
+    if options.folder is not None:
+        return CacheFolder(options.folder, capacity, spare_bytes=memory)
+    return CacheMemory(memory if capacity is None else capacity)
 
 
 class SharedCache:

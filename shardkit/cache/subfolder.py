@@ -17,18 +17,14 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from shardkit.errors import ShardkitError
+from shardkit.cache.protocol import CacheFolderError
 from shardkit.files import LACKING, who_else_writes
 
-__all__ = ["NO_ROOM", "SUBFOLDER", "CacheFolderError", "explain_errors", "make_subfolders"]
+__all__ = ["NO_ROOM", "SUBFOLDER", "explain_errors", "make_subfolders"]
 
 SUBFOLDER = "shardkit-cache-1"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a disk without bytes or inodes, of a quota or a limit: what it cannot keep is used anyway."""
-
-
-class CacheFolderError(ShardkitError):
-    """The cache folder cannot be used; the message says which and why."""
 
 
 @contextlib.contextmanager

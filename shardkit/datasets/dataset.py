@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.arrays import Bytes
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
 from shardkit.card import DatasetCard, block_checksums
 from shardkit.datasets.locate import Found, LocalFiles, locate
 from shardkit.datasets.range_store import RangeStore

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.cache.contract import Cache, Contents
 from shardkit.cache.entry import sealed_size
 from shardkit.cache.fetcher import AHEAD, Fetcher, FetchLimits, Job
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
+from shardkit.cache.protocol import Cache, Contents
 from shardkit.cache.reader import FetchPlan
 from shardkit.cache.shards import CachedShards
 from shardkit.formats.mds import read_index

@@ -16,14 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shardkit.cache.contract import Cache, Contents
 from shardkit.cache.download import DamagedObjectError, Download, Part
 from shardkit.cache.fetcher import Fetcher, FetchLimits, FetchTimeoutError, Job
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
+from shardkit.cache.protocol import Cache, CacheFolderError, Contents
 from shardkit.cache.reader import FetchPlan
 from shardkit.cache.shards import CachedShards
-from shardkit.cache.subfolder import CacheFolderError
 from shardkit.datasets.locate import find_remote
 from shardkit.formats.compression import decompress
 from shardkit.formats.mds import read_index

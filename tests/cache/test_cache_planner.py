@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.cache.belady import Fetch, Future
-from shardkit.cache.contract import Contents, Held
 from shardkit.cache.entry import EntryNames
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.planner import IDLE_SECONDS, REST_SECONDS, Pace, Planner
+from shardkit.cache.protocol import Contents, Held
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import shard_uses
 from support.cache_entries import room

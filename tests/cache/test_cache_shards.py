@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
 from shardkit.cache.entry import entry_name
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.reader import CacheReader, CacheRun, FetchPlan, PlanRequest

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
 from shardkit.cache.subfolder import SUBFOLDER
 from shardkit.cache.tar_scan import TarIndexes, scan_tars
 from shardkit.datasets.dataset import Dataset, open_dataset

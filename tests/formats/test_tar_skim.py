@@ -14,8 +14,8 @@ import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardkit.cache import CacheOptions
 from shardkit.cache import tar_scan as skim
-from shardkit.cache.contract import CacheOptions
 from shardkit.cache.subfolder import SUBFOLDER
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError

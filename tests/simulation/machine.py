@@ -433,7 +433,6 @@ _FUNCTIONS: dict[object, object] = {
 }
 _IMPORTED_LATE = (
     "shardkit.writers.publish",
-    "shardkit.cache.memory",
     "shardkit.cache.tar_scan",
     "shardkit.formats.tar.find",
 )

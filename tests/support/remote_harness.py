@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.cache.contract import Cache
 from shardkit.cache.fetcher import Fetcher, FetchLimits
 from shardkit.cache.memory import CacheMemory
+from shardkit.cache.protocol import Cache
 from shardkit.cache.shards import CachedShards
 from shardkit.card import block_checksums
 from shardkit.datasets.dataset import Dataset

@@ -25,10 +25,10 @@ from functools import partial
 import numpy as np
 
 from shardkit.cache.belady import Fetch, Future
-from shardkit.cache.contract import Held
 from shardkit.cache.download import MIN_PART_BYTES
 from shardkit.cache.entry import EntryNames
 from shardkit.cache.planner import Pace, Planner
+from shardkit.cache.protocol import Held
 from shardkit.cache.reader import LEADS_IN_CACHE
 from shardkit.storage.limits import Gate
 from shardkit.storage.retry import RetryPolicy

@@ -1,8 +1,9 @@
-"""What a cache of shards can do, and how to open one.
+"""The contract of a cache of shards, and the options that describe one.
 
 A cache holds the raw bytes of shards, as entries by name. A `CacheFolder` on a local disk is shared by all
 processes of a machine; a `CacheMemory` belongs to one process. A `Slot` is room for one entry while it is
-filled; a `Lease` keeps two threads or processes from filling the same one.
+filled; a `Lease` keeps two threads or processes from filling the same one. Methods of a cache in a folder
+raise CacheFolderError if the folder cannot be used.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from shardkit.arrays import Bytes
+from shardkit.errors import ShardkitError
 from shardkit.files import local_path
-from shardkit.limits import available_bytes
 from shardkit.units import parse_bytes
 
-__all__ = ["CACHE_COUNTERS", "Cache", "CacheOptions", "Contents", "Held", "Lease", "Slot", "open_cache"]
+__all__ = ["CACHE_COUNTERS", "Cache", "CacheFolderError", "CacheOptions", "Contents", "Held", "Lease", "Slot"]
 
-_MAX_MEMORY_BYTES = 8 << 30  # of a default cache in memory
-_MEMORY_SHARE = 4  # a quarter of what is free, for all processes of the machine together
+
+class CacheFolderError(ShardkitError):
+    """The cache folder cannot be used; the message says which and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +129,3 @@ class CacheOptions:
             parse_bytes(self.capacity)
         if self.connections < 1 or self.processes < 1:
             raise ValueError("connections and processes must be at least 1")
-
-
-def open_cache(options: CacheOptions, *, system: Path = Path("/")) -> Cache:
-    """The cache that `options` describe; CacheFolderError if the folder cannot be used.
-
-    `system`: where the files lie that say how much memory is free.
-    """
-    capacity = None if options.capacity is None else parse_bytes(options.capacity)
-    memory = min(_MAX_MEMORY_BYTES, available_bytes(system) // _MEMORY_SHARE) // options.processes
-    if options.folder is not None:
-        from shardkit.cache.folder import CacheFolder
-
-        return CacheFolder(options.folder, capacity, spare_bytes=memory)
-    from shardkit.cache.memory import CacheMemory
-
-    return CacheMemory(memory if capacity is None else capacity)
