@@ -161,12 +161,11 @@ class GroupMaker:
         positions = PLAN_POSITIONS if self._balance is None else BALANCED_POSITIONS
         most = min(rows // self._plan.batch_size, positions // self._plan.global_batch)
         count = self._allowed(position, max(1, min(most, -(-left // every))), every)
-        self._streams.run.advance(position)
         self._reading = position
         self._planning = f"; planning from position {position:,}"
         order, balance = self._arrangement.order, self._balance
         steps = planned_steps(self._plan, balance, order, position, count, every=every)
-        self._streams.run.foresee(steps.after[-1])
+        self._streams.run.at(reading=(position, steps.after[-1]))
         cursors = [(after, delivered + number * every + 1) for number, after in enumerate(steps.after)]
         if (count - 1) * every + 1 == left:
             cursors[-1] = (steps.after[-1], 0)

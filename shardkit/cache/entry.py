@@ -144,7 +144,7 @@ class EntryNames:
     def __init__(self, parts: Iterable[EntryPart]) -> None:
         self._firsts: list[int] = []
         self._name_of: list[Callable[[int], str]] = []
-        self._learned: dict[int, str] = {}
+        self._late: dict[int, str] = {}  # names that were not known at first
         self._listed: dict[str, list[int]] = {}  # the shards of names that are kept as strings
         self._sorted: list[tuple[int, _SortedDigests]] = []
         self._found: dict[str, Sequence[int]] = {}
@@ -161,13 +161,13 @@ class EntryNames:
 
     @classmethod
     def of(cls, names: Sequence[str]) -> EntryNames:
-        """Those of so many shards."""
+        """Make the names of one dataset, whose shards have these."""
         return cls([(len(names), names.__getitem__, None)])
 
     def name(self, number: int) -> str:
         """The name of a shard's entry; "" if it is not known yet."""
         part = bisect_right(self._firsts, number) - 1
-        return self._learned.get(number) or self._name_of[part](number - self._firsts[part])
+        return self._late.get(number) or self._name_of[part](number - self._firsts[part])
 
     def numbers(self, name: str) -> Sequence[int]:
         """The shards that have an entry of this name, ascending."""
@@ -182,9 +182,9 @@ class EntryNames:
             found = self._found[name] = sorted([*alike, *self._listed.get(name, ())])
         return found
 
-    def learn(self, number: int, name: str) -> None:
-        """A shard has a name now."""
-        self._learned[number] = name
+    def set_name(self, number: int, name: str) -> None:
+        """Set the name of a shard that had none."""
+        self._late[number] = name
         self._list(number, name)
 
     def _list(self, number: int, name: str) -> None:

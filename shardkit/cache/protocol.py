@@ -1,24 +1,39 @@
-"""The contract of a cache of shards, and the options that describe one.
+"""The contracts of a cache of shards and of what is fetched into it, and the options that describe a cache.
 
 A cache holds the raw bytes of shards, as entries by name. A `CacheFolder` on a local disk is shared by all
 processes of a machine; a `CacheMemory` belongs to one process. A `Slot` is room for one entry while it is
 filled; a `Lease` keeps two threads or processes from filling the same one. Methods of a cache in a folder
-raise CacheFolderError if the folder cannot be used.
+raise CacheFolderError if the folder cannot be used. A `Fetchable` is a remote dataset as planner and fetcher
+see it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardkit.arrays import Bytes
+from shardkit.arrays import Bytes, Ints
+from shardkit.cache.entry import EntryPart
 from shardkit.errors import ShardkitError
 from shardkit.files import local_path
+from shardkit.manifest import FileInfo
+from shardkit.storage.resilient import ResilientStore
 from shardkit.units import parse_bytes
 
-__all__ = ["CACHE_COUNTERS", "Cache", "CacheFolderError", "CacheOptions", "Contents", "Held", "Lease", "Slot"]
+__all__ = [
+    "CACHE_COUNTERS",
+    "Cache",
+    "CacheFolderError",
+    "CacheOptions",
+    "Contents",
+    "Fetchable",
+    "Held",
+    "Lease",
+    "Slot",
+]
 
 
 class CacheFolderError(ShardkitError):
@@ -107,6 +122,50 @@ class Cache(Protocol):
 
     def free_disk_bytes(self) -> int | None:
         """Free bytes where entries lie, None for memory."""
+
+
+class Fetchable(Protocol):
+    """A remote dataset whose shards are planned for and fetched. Shards are numbered from 0."""
+
+    store: ResilientStore
+    cache: Cache
+    counts: Counter[str]
+    """What was done for this dataset; the fetcher counts "damaged"."""
+    cache_error: Exception | None
+    """Why the cache could not keep a shard that was delivered; the next load raises it."""
+
+    def names(self) -> EntryPart:
+        """Return what `EntryNames` needs of this dataset."""
+
+    def known_sizes(self) -> Ints:
+        """int64[shards]: bytes of each entry, as far as index and store have stated them."""
+
+    def known_objects(self) -> Iterable[tuple[int, str, int]]:
+        """Return (number, entry name, entry bytes) of the shards whose objects the store was asked for."""
+
+    def entry(self, number: int) -> str:
+        """Return the name of a shard's entry; asks the store if the index does not state enough."""
+
+    def stored_file(self, number: int) -> FileInfo:
+        """Return the shard's object, with its size even where the index does not state one."""
+
+    def version(self, number: int) -> str | None:
+        """Return the version of the object that is to be read; None: any."""
+
+    def is_compressed(self, number: int) -> bool:
+        """Whether the object must be decompressed to get the entry."""
+
+    def accept(self, number: int, stored: Bytes, version: str | None) -> Bytes:
+        """Prove an object that came, count it, and return the shard's raw bytes; DamagedObjectError.
+
+        `version`: of the object; None if none of it was fetched.
+        """
+
+    def note_room(self, number: int, *, found: bool) -> None:
+        """Remember whether the cache had room for a shard that is read."""
+
+    def forget_room(self, unfit: Set[int]) -> None:
+        """Forget which shards found no room, except for `unfit`: plans have room for the others now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -147,8 +147,8 @@ class RowChecksums:
     def __init__(self) -> None:
         self._kept = _Kept()
 
-    def learn(self, number: int, raw: Bytes, first: int, stride: int, size: int, rows: int) -> None:
-        """Keep those of a shard whose bytes are proved, and whose row r begins at first + r * stride."""
+    def remember(self, number: int, raw: Bytes, first: int, stride: int, size: int, rows: int) -> None:
+        """Keep checksums of a shard whose bytes are proved, and whose row r begins at first + r * stride."""
         if self._kept.get(number) is not None:
             return
         view, starts = raw.data, range(first, first + rows * stride, stride)

@@ -175,7 +175,9 @@ class RowReader:
         self._blocks = None if blocks is None else BlockChecksums(self._store, manifest, blocks, workers)
         self._seen = RowChecksums()
         self._versions: dict[int, str] = {}  # of the objects that rows were read from
-        self._known: set[int] = set()  # shards of which `see` has kept what proves rows, perhaps forgotten
+        self._known: set[int] = (
+            set()
+        )  # shards of which `remember_rows` has kept what proves rows, perhaps forgotten
         self.count = self.unproved_bytes = 0
 
     def layout(self, number: int) -> RowLayout | None:
@@ -287,7 +289,7 @@ class RowReader:
     def _remember(self, number: int, fetched: FetchedRows) -> None:
         """Keep rows to prove them later, but not forever: whole shards may never come."""
         self._unproved.setdefault(number, []).append(fetched)
-        # Counted again each time: `prove` runs in other threads.
+        # Counted again each time: `verify_rows` runs in other threads.
         kept = {n: sum(len(one.rows) for one in some) for n, some in list(self._unproved.items())}
         excess = sum(kept.values()) - self._max_unproved
         for oldest, count in kept.items():
@@ -312,7 +314,7 @@ class RowReader:
         """The whole object was proved to be the index's: rows are from now on read of this version."""
         self._versions[number] = version
 
-    def prove(self, number: int, raw: Bytes) -> None:
+    def verify_rows(self, number: int, raw: Bytes) -> None:
         """Compare what was read of a shard with its proved bytes; ShardError if a row was wrong."""
         if self._node is not None:
             self._node.remove(number)
@@ -325,11 +327,11 @@ class RowReader:
                     problem = f"row {row:,} was damaged identically in two ranged reads, and was delivered"
                     raise ShardError(self._where(number), f"{problem}; go back to the last checkpoint")
 
-    def see(self, number: int, raw: Bytes) -> None:
+    def remember_rows(self, number: int, raw: Bytes) -> None:
         """Keep what proves rows of a shard that is proved, and will be read by rows."""
         if (layout := self.layout(number)) is not None:
             rows = self._manifest.shards[number].samples
-            self._seen.learn(number, raw, layout.first, layout.stride, layout.size, rows)
+            self._seen.remember(number, raw, layout.first, layout.stride, layout.size, rows)
             self._known.add(number)
 
     def close(self) -> None:

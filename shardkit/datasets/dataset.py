@@ -57,8 +57,7 @@ from shardkit.storage.store import StorageOptions, Store
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardkit.cache.reader import CacheReader
-    from shardkit.cache.shards import CachedShards, SharedCache
+    from shardkit.cache.shards import CachedShards, CacheReader, SharedCache
     from shardkit.cache.tar_scan import TarIndexes
     from shardkit.datasets.row_costs import RowCosts
     from shardkit.formats.tar import TarShard
@@ -337,7 +336,7 @@ class Dataset(Closing, Described):
         """
         with self._lock:
             unused = self._open.keys() - numbers
-            for number in unused if self.shards is None else unused - self.shards.kept(unused):
+            for number in unused if self.shards is None else unused - self.shards.still_open(unused):
                 del self._open[number]
 
     def close(self) -> None:
