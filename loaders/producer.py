@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.cache.fetcher import FetchTimeoutError
+from shardkit.cache.download import FetchTimeoutError
 from shardkit.errors import ShardkitError, StreamExhaustedError
 from shardkit.loaders.batch import Batch, BatchMaker, Fields, batches_of
 from shardkit.loaders.config import BUSY_SECONDS

@@ -29,28 +29,26 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shardkit.arrays import Bytes
 from shardkit.cache.belady import Uses
 from shardkit.cache.download import (
     MIN_PART_BYTES,
     READ_BYTES,
     DamagedObjectError,
     Download,
+    Job,
     MemoryTarget,
     Part,
 )
 from shardkit.cache.planner import FetchPlan, LoopPosition, Pace, Planner
-from shardkit.cache.protocol import Cache, CacheFolderError, Contents, Fetchable, Lease, Slot
-from shardkit.errors import ShardkitError
+from shardkit.cache.protocol import Cache, CacheFolderError, Contents, Fetchable
 from shardkit.order.order import Order
 from shardkit.storage.threads import Workers, remake_after_fork
-from shardkit.units import format_bytes
 
-__all__ = ["FetchLimits", "FetchTimeoutError", "Fetcher", "Job", "arrival"]
+__all__ = ["FetchLimits", "Fetcher"]
 
 ATTEMPTS = 3  # to get the bytes that the index states, before the object itself is called damaged
 AHEAD = 2  # shards that are prepared before a connection is free; each takes room in the cache
@@ -74,77 +72,6 @@ class FetchLimits:
     """Rows that a reader may have fetched one by one after each start, by one small request each, or two."""
     peer_seconds: float = 5.0
     """A process that is reading a row for its replicas, too, is not waited for longer than this."""
-
-
-class FetchTimeoutError(ShardkitError, TimeoutError):
-    """A shard, or rows of one, did not arrive in time; the message says how much had."""
-
-
-def arrival(done: int, total: int, status: int | None, free_disk_bytes: int | None) -> str:
-    """How far a fetch is, what the store last answered with an error, and how full the disk is."""
-    disk = "no disk used" if free_disk_bytes is None else f"free disk {format_bytes(free_disk_bytes)}"
-    return f"{done:,} of {total:,} bytes received; last status {'none' if status is None else status}; {disk}"
-
-
-class Job:
-    """One shard being fetched. It belongs to the thread that fetches it; `stop` may come from any."""
-
-    def __init__(
-        self, shards: Fetchable, number: int, *, urgent: bool, victims: Callable[[Contents], Iterable[str]]
-    ) -> None:
-        self.shards, self.number = shards, number
-        self.urgent = urgent
-        self.victims = victims
-        self.turn = 0  # among all jobs of a fetcher, in the order in which they were begun
-        self.attempts = 0
-        self.download: Download | None = None
-        self.slot: Slot | None = None
-        self.lease: Lease | None = None
-        self.data: Bytes | None = None
-        self.error: Exception | None = None
-        self.done = threading.Event()
-        self.is_stopped = False
-
-    @property
-    def key(self) -> tuple[Fetchable, int]:
-        return self.shards, self.number
-
-    def stop(self, error: Exception) -> None:
-        """Report the error to whoever waits, and let the download end at its next piece."""
-        self.is_stopped = True
-        self.error = self.error or error
-        if self.download is not None:
-            self.download.stop(error)
-        self.done.set()
-
-    def deliver(self, data: Bytes) -> None:
-        """Hand the shard to whoever waits for it."""
-        self.data = data[:]
-        self.data.flags.writeable = False
-        self.done.set()
-
-    def drop_slot(self, *, damaged: bool = False) -> None:
-        """Give back the room in the cache."""
-        slot, self.slot = self.slot, None
-        if slot is not None:
-            slot.discard(damaged=damaged)
-
-    def let_go(self) -> None:
-        """Give back what is still held: room and lease."""
-        try:
-            self.drop_slot()
-        finally:
-            lease, self.lease = self.lease, None
-            if lease is not None:
-                lease.release()
-
-    def describe(self) -> str:
-        """The object's URL and how much of it has come."""
-        shards, file = self.shards, self.shards.stored_file(self.number)
-        done = 0 if self.download is None else self.download.bytes_done
-        status = shards.store.metrics.snapshot().last_status
-        came = arrival(done, file.bytes, status, shards.cache.free_disk_bytes())
-        return f"{shards.store.url}/{file.basename}: {came}"
 
 
 class Fetcher:

@@ -22,10 +22,14 @@ import contextlib
 import errno
 import os
 import secrets
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from urllib.parse import quote, unquote_to_bytes
+
+from shardkit.cache.protocol import Contents, Held
 
 __all__ = ["Ledger", "is_filling"]
 
@@ -174,6 +178,10 @@ class Ledger:
             filled[file.partition("~")[0]] += size
         return filled
 
+    def entries(self) -> Contents:
+        """Return the entries, the least recently used first, as far as known; each is read when asked for."""
+        return _Entries(self._root / "shards", self)
+
     def assume(self, sizes: Mapping[str, int]) -> None:
         """Take a listing for what the log would say, until it can be read."""
         self.forget()
@@ -202,6 +210,36 @@ class Ledger:
     def _drop(self, name: str) -> None:
         self.used_bytes -= self.sizes.pop(name, 0)
         self.filling.pop(name, None)
+
+
+class _Entries(Mapping[str, Held]):
+    """The result of `Ledger.entries`."""
+
+    def __init__(self, folder: Path, ledger: Ledger) -> None:
+        self._folder, self._ledger, self._filling = folder, ledger, ledger.filled_bytes()
+
+    def __getitem__(self, name: str) -> Held:
+        size, ago = 0, 0.0
+        if name in self._ledger.sizes and not is_filling(name):
+            with contextlib.suppress(OSError):
+                status = (self._folder / name).stat(follow_symlinks=False)
+                size, ago = status.st_size, time.time() - status.st_atime
+        if name in self._filling:
+            return Held(size + self._filling[name], 0.0, filling=True)
+        if not size:
+            raise KeyError(name)
+        return Held(size, ago)
+
+    def __iter__(self) -> Iterator[str]:
+        sizes = self._ledger.sizes
+        first = list(islice(sizes, 256))  # more are seldom asked for, and evictions change `sizes`
+        yield from (name for name in first if not is_filling(name))
+        yielded = set(first)
+        yield from (name for name in list(sizes) if name not in yielded and not is_filling(name))
+        yield from (name for name in self._filling if name not in sizes)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _encoded(name: str) -> str:

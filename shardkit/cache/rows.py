@@ -1,9 +1,9 @@
 """Single rows of remote shards by ranged requests, so that the first batches need not wait for whole shards.
 
-Only where a row's place follows from the index (`shardkit.cache.row_layout`).
+Only where a row's place follows from the index (`shardkit.cache.row_bytes`).
 
 A row is proved before it is given to anyone, and read by one request, where checksums of its blocks are
-published with the dataset, or its shard was seen whole before (`shardkit.cache.row_proofs`). Where only the
+published with the dataset, or its shard was seen whole before (`shardkit.cache.row_bytes`). Where only the
 whole shard can be proved, by its hash or by its size alone, its rows are not read singly
 (`RowReader.can_read`). Left are ranges of flat token files, of which nothing is proved either way, and rows
 whose checksums were forgotten: these are read by two requests that must agree, and are compared again when
@@ -31,11 +31,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.arrays import Bytes
-from shardkit.cache.download import DamagedObjectError
-from shardkit.cache.fetcher import FetchTimeoutError, arrival
+from shardkit.cache.download import DamagedObjectError, FetchTimeoutError, arrival
 from shardkit.cache.protocol import Cache, CacheFolderError, Lease
-from shardkit.cache.row_layout import RowLayout, row_layout
-from shardkit.cache.row_proofs import BlockChecksums, BlockProof, Proof, RowChecksums
+from shardkit.cache.row_bytes import BlockChecksums, BlockProof, Proof, RowChecksums, RowLayout, row_layout
 from shardkit.errors import ShardError
 from shardkit.formats.blocks import are_right
 from shardkit.manifest import FileInfo, Manifest

@@ -19,9 +19,9 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from shardkit.arrays import Bytes, Ints
-from shardkit.cache.download import unpack
+from shardkit.cache.download import FetchTimeoutError, unpack
 from shardkit.cache.entry import EntryPart, entry_name, name_digests, sealed_size
-from shardkit.cache.fetcher import Fetcher, FetchLimits, FetchTimeoutError
+from shardkit.cache.fetcher import Fetcher, FetchLimits
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.indexes import TRUST_SECONDS, NodeIndexes
 from shardkit.cache.memory import CacheMemory

@@ -23,10 +23,9 @@ import numpy as np
 from figures import benchmark_parser, give
 from shardkit.cache.belady import Fetch, Future
 from shardkit.cache.entry import EntryNames
-from shardkit.cache.folder import CacheFolder
+from shardkit.cache.folder import SUBFOLDER, CacheFolder
 from shardkit.cache.planner import LoopPosition, Planner
 from shardkit.cache.protocol import Contents
-from shardkit.cache.subfolder import SUBFOLDER
 from shardkit.order.order import Order, OrderSpec
 
 TRIES = 50

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardkit.cache.download import Job
 from shardkit.cache.entry import sealed_size
-from shardkit.cache.fetcher import AHEAD, Fetcher, FetchLimits, Job
+from shardkit.cache.fetcher import AHEAD, Fetcher, FetchLimits
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.planner import LoopPosition

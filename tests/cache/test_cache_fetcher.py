@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shardkit.cache.download import DamagedObjectError, Download, Part
-from shardkit.cache.fetcher import Fetcher, FetchLimits, FetchTimeoutError, Job
+from shardkit.cache.download import DamagedObjectError, Download, FetchTimeoutError, Job, Part
+from shardkit.cache.fetcher import Fetcher, FetchLimits
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.planner import FetchPlan, LoopPosition

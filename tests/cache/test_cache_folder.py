@@ -21,10 +21,9 @@ import pytest
 
 from shardkit.cache import folder as module
 from shardkit.cache.entry import SEAL_BYTES, is_sealed, make_seal, sealed_size
-from shardkit.cache.folder import CacheFolder
+from shardkit.cache.folder import SUBFOLDER, CacheFolder
+from shardkit.cache.indexes import TarIndexes
 from shardkit.cache.protocol import CACHE_COUNTERS, CacheFolderError, Lease
-from shardkit.cache.subfolder import SUBFOLDER
-from shardkit.cache.tar_scan import TarIndexes
 from shardkit.formats.tar.members import Scanned, TarIndex
 from shardkit.hashing import hash_bytes
 from shardkit.locks import FileLock

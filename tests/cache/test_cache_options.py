@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from shardkit.cache import CacheOptions
-from shardkit.cache.folder import CacheFolder
+from shardkit.cache.folder import SUBFOLDER, CacheFolder
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.protocol import CacheFolderError
 from shardkit.cache.shards import open_cache
-from shardkit.cache.subfolder import SUBFOLDER
 
 GIB = 1 << 30
 LIMIT = "sys/fs/cgroup/memory.max"

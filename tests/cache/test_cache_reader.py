@@ -17,13 +17,12 @@ import numpy as np
 import pytest
 
 from shardkit.cache.fetcher import FetchLimits
-from shardkit.cache.folder import CacheFolder
+from shardkit.cache.folder import SUBFOLDER, CacheFolder
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.planner import PLANNED, LoopPosition, Planner
 from shardkit.cache.rows import NodeRows
 from shardkit.cache.run import FIRST_ROWS
 from shardkit.cache.shards import CacheReader
-from shardkit.cache.subfolder import SUBFOLDER
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.producer import LoaderTimeoutError
 from shardkit.locks import FileLock

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.cache.fetcher import FetchTimeoutError
-from shardkit.cache.row_layout import MAX_ROW_BYTES, RowLayout, row_layout
+from shardkit.cache.download import FetchTimeoutError
+from shardkit.cache.row_bytes import MAX_ROW_BYTES, RowLayout, row_layout
 from shardkit.cache.rows import FetchedRows, RowReader
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shardkit.cache import CacheOptions
-from shardkit.cache.subfolder import SUBFOLDER
+from shardkit.cache.folder import SUBFOLDER
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError
 from shardkit.loaders import StreamingLoader
