@@ -62,7 +62,7 @@ class MemoryTarget:
 
 
 def _buffer() -> memoryview:
-    """This thread's buffer."""
+    """Return this thread's buffer."""
     buffer: memoryview | None = getattr(_threads, "buffer", None)
     if buffer is None:
         buffer = _threads.buffer = memoryview(bytearray(READ_BYTES))
@@ -126,7 +126,7 @@ class Download:
         return self._version
 
     def take_part(self) -> Part | None:
-        """A part that nobody fetches yet, or None; whoever takes one calls `fetch_part` with it."""
+        """Take a part that nobody fetches yet, or None; whoever takes one calls `fetch_part` with it."""
         with self._changed:
             if not self._waiting or self.error is not None:
                 return None
@@ -134,7 +134,7 @@ class Download:
             return self._running[-1]
 
     def split_part(self) -> Part | None:
-        """The second half of the longest part that another thread fetches, as from `take_part`.
+        """Take the second half of the longest part that another thread fetches, as `take_part` does.
 
         None if half of it would be too little to be worth a request.
         """
@@ -216,7 +216,7 @@ class Download:
 
 
 def check_hashes(where: str, file: FileInfo, data: Bytes) -> None:
-    """DamagedObjectError unless `data` has all hashes that the index states (and that are known)."""
+    """Raise DamagedObjectError unless `data` has all known hashes that the index states."""
     _compare(where, file, hash_bytes(data.data, [name for name in file.hashes if name in HASH_NAMES]))
 
 
@@ -227,7 +227,7 @@ def _compare(where: str, file: FileInfo, found: Mapping[str, str]) -> None:
 
 
 def unpack(kind: Format, info: ShardInfo, stored: Bytes, where: str) -> Bytes:
-    """The raw bytes in a compressed file; DamagedObjectError if they are not those of the index."""
+    """Decompress a file to its raw bytes; DamagedObjectError if they are not those of the index."""
     try:
         raw = decompress_shard(kind, info, stored, where)
     except ShardError as error:
@@ -237,7 +237,7 @@ def unpack(kind: Format, info: ShardInfo, stored: Bytes, where: str) -> Bytes:
 
 
 def arrival(done: int, total: int, status: int | None, free_disk_bytes: int | None) -> str:
-    """How far a fetch is, what the store last answered with an error, and how full the disk is."""
+    """Describe how far a fetch is, the last error status of the store, and how full the disk is."""
     disk = "no disk used" if free_disk_bytes is None else f"free disk {format_bytes(free_disk_bytes)}"
     return f"{done:,} of {total:,} bytes received; last status {'none' if status is None else status}; {disk}"
 
@@ -295,7 +295,7 @@ class Job:
                 lease.release()
 
     def describe(self) -> str:
-        """The object's URL and how much of it has come."""
+        """Return the object's URL and how much of it has come."""
         shards, file = self.shards, self.shards.stored_file(self.number)
         done = 0 if self.download is None else self.download.bytes_done
         status = shards.store.metrics.snapshot().last_status

@@ -65,7 +65,7 @@ EntryPart = tuple[int, Callable[[int], str], Bytes | None]
 
 
 def entry_name(info: ShardInfo, url: str, version: str | None = None) -> str | None:
-    """The name of a shard's entry; None if it has no hashes and the `version` of its object is not known.
+    """Return the name of a shard's entry; None if neither hashes nor the `version` of its object are known.
 
     `url` is the dataset's; it and `version` matter only where the index states no hash.
     """
@@ -82,7 +82,7 @@ def entry_name(info: ShardInfo, url: str, version: str | None = None) -> str | N
 
 
 def _strongest(hashes: Mapping[str, str]) -> str | None:
-    """ "name-digest" of the longest digest, or None.
+    """Return "name-digest" of the longest digest, or None.
 
     They come from an index, which may say anything: only hashes that are checked when a shard has come may
     name it, and only digests that are plain.
@@ -96,12 +96,12 @@ def _strongest(hashes: Mapping[str, str]) -> str | None:
 
 
 def sealed_size(raw_bytes: Size) -> Size:
-    """Bytes that an entry takes."""
+    """Return the bytes that an entry takes."""
     return raw_bytes + SEAL_BYTES
 
 
 def make_seal(raw: Bytes, name: str) -> bytes:
-    """The seal of raw bytes under a name."""
+    """Return the seal of raw bytes under a name."""
     return _SEAL.pack(_MAGIC, len(raw), _digest(name.encode()), _digest(raw.data))
 
 
@@ -127,7 +127,7 @@ def _digest(data: bytes | memoryview) -> bytes:
 
 
 def name_digests(shards: Sequence[ShardInfo]) -> Bytes | None:
-    """uint8[shards, bytes]: the digests that all their entries' names end with; None if they have none."""
+    """Return uint8[shards, bytes]: the digests that their entries' names end with; None if they have none."""
     if not isinstance(shards, ShardTable):
         return None
     for files in (shards.raw, shards.packed):
@@ -165,12 +165,12 @@ class EntryNames:
         return cls([(len(names), names.__getitem__, None)])
 
     def name(self, number: int) -> str:
-        """The name of a shard's entry; "" if it is not known yet."""
+        """Return the name of a shard's entry; "" if it is not known yet."""
         part = bisect_right(self._firsts, number) - 1
         return self._late.get(number) or self._name_of[part](number - self._firsts[part])
 
     def numbers(self, name: str) -> Sequence[int]:
-        """The shards that have an entry of this name, ascending."""
+        """Return the shards that have an entry of this name, ascending."""
         if not self._sorted:
             return self._listed.get(name, ())
         found = self._found.get(name)
@@ -205,7 +205,7 @@ class _SortedDigests:
         self._keys: npt.NDArray[np.uint64] = found[self._order]
 
     def ending(self, name: str) -> list[int]:
-        """The numbers of the digests that begin as the one at the end of `name` does."""
+        """Return the numbers of the digests that begin as the one at the end of `name` does."""
         try:
             digest = bytes.fromhex(name.rpartition("-")[2])
         except ValueError:

@@ -167,7 +167,7 @@ class Fetcher:
         return [plan for reference in self._plans if (plan := reference()) is not None]
 
     def wake(self) -> None:
-        """Look at the plans: one of them may have something to do."""
+        """Let threads look at the plans: one of them may have something to do."""
         with self._changed:
             self._start_threads()
             self._changed.notify_all()
@@ -210,7 +210,7 @@ class Fetcher:
             del task  # it may hold the last reference to a plan whose reader is gone
 
     def _await_task(self, run: object) -> Callable[[], None] | None:
-        """What a free thread should do; None: end."""
+        """Return what a free thread should do; None: end."""
         with self._changed:
             is_idle = False
             while self._run is run:
@@ -224,7 +224,7 @@ class Fetcher:
             return None
 
     def _next_task(self) -> Callable[[], None] | None:
-        """What a free thread should do, counted as begun; the lock is held by the caller."""
+        """Return what a free thread should do, counted as begun; the lock is held by the caller."""
         if self._streaming < self.connections:
             task = self._next_part() or self._next_ready()
             if task is not None:
@@ -247,7 +247,7 @@ class Fetcher:
         return None
 
     def _next_half(self) -> Callable[[], None] | None:
-        """Half of what is missing of a shard, while someone waits: nothing is gained by it otherwise."""
+        """Take half of what is missing of a shard, while someone waits: nothing is gained by it otherwise."""
         jobs = sorted(self._active.values(), key=lambda job: not job.urgent)
         if not any(job.urgent and not job.done.is_set() for job in jobs):
             return None
@@ -286,7 +286,7 @@ class Fetcher:
 
     @contextlib.contextmanager
     def _connection(self, run: object) -> Iterator[None]:
-        """At the end of the block, give back the connection that came with the task."""
+        """Give back the connection that came with the task, at the end of the block."""
         try:
             yield
         finally:
@@ -356,7 +356,7 @@ class Fetcher:
         return True
 
     def _withdraw(self, cache: Cache) -> Job | None:
-        """The last ready job that holds room in `cache` and that nobody waits for; the caller ends it."""
+        """Withdraw the last ready job that has room in `cache` and no waiter; the caller ends it."""
         with self._changed:
             holding = [job for job in self._ready if job.shards.cache is cache and job.slot is not None]
             job = next((job for job in reversed(holding) if not job.urgent), None)
@@ -383,7 +383,7 @@ class Fetcher:
         self._finish(job)
 
     def _download(self, job: Job) -> Download | None:
-        """The download of a ready job; None if there is nothing to fetch any more."""
+        """Make the download of a ready job; None if there is nothing to fetch any more."""
         shards, number = job.shards, job.number
         if shards.cache.has(shards.entry(number)):
             return None  # from a process that did not wait for the lease any longer
@@ -405,7 +405,7 @@ class Fetcher:
             return job.download
 
     def _parts(self, job: Job) -> int:
-        """Threads for one shard: those that have nothing else to do, if someone waits for it."""
+        """Return how many threads fetch one shard: all that are idle, if someone waits for it."""
         idle = max(0, self.connections - self._streaming - self._preparing - len(self._ready))
         return 1 + idle // (1 + len(self._demanded)) if job.urgent else 1
 
@@ -460,5 +460,5 @@ class Fetcher:
 
 
 def _least_recent(contents: Contents) -> Contents:
-    """Names by when they were last used, the longest ago first: all that is known without a plan."""
+    """Return names, the least recently used first: all that is known without a plan."""
     return contents

@@ -287,7 +287,7 @@ class CacheFolder:
                 lock.release()
 
     def _remade(self, action: Callable[[], T]) -> T:
-        """What `action` returns, with the folders made again if someone has removed them."""
+        """Run `action`, with the folders made again if someone has removed them."""
         try:
             return action()
         except FileNotFoundError:
@@ -295,7 +295,7 @@ class CacheFolder:
             return action()
 
     def _proved(self, name: str) -> Bytes | None:
-        """The entry's bytes with their seal, which has been checked; None if there is none; _DamagedError."""
+        """Return an entry's bytes with their seal, which is checked; None if there is none; _DamagedError."""
         try:
             # Links are not followed, pipes not read.
             descriptor = open_regular(self._root / "shards" / name, follow_links=False)
@@ -517,7 +517,7 @@ class FolderSlot:
 
 
 def _create_locked(folder: Path, name: str) -> tuple[Path, int]:
-    """A new file that nobody else can have, flocked."""
+    """Create a file that nobody else can have, flocked."""
     while True:
         file = folder / f"{name}~{os.getpid()}~{next(_numbers)}~{time.time_ns()}"
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o664)

@@ -79,7 +79,7 @@ class NodeIndexes:
     def objects(
         self, url: str, names: Sequence[str], fetch: Callable[[], Mapping[str, bytes | None]]
     ) -> Mapping[str, bytes | Path | None]:
-        """The files with the objects called `names` of the dataset at `url`, None for those that are missing.
+        """Return files with the objects `names` of the dataset at `url`, None for those that are missing.
 
         `fetch` gets them from the store; it is called by one process at a time, its errors are raised here.
         Where the disk has no room for files, this gives what was fetched.
@@ -112,7 +112,7 @@ class NodeIndexes:
             lock.release()
 
     def index(self, file: Path, where: str) -> Manifest:
-        """The manifest in an index.json that `objects` gave, from the index.bin beside it, which is made."""
+        """Read the index.json that `objects` gave, by the index.bin next to it, which is made if need be."""
         with explain_errors(self._root):
             if (table := read_table(file, is_proved=True)) is not None:
                 return Manifest("mds", table, blocks=table.blocks)
@@ -141,7 +141,7 @@ class NodeIndexes:
         return folder
 
     def _trusted(self, folder: Path, names: Sequence[str]) -> Mapping[str, Path | None] | None:
-        """What a leader has fetched lately; None if that is not all of `names`."""
+        """Return what a leader has fetched lately; None if that is not all of `names`."""
         try:
             checked = load_json((folder / _STATE_NAME).read_bytes())
             age = self._clock() - checked["seconds"]
@@ -178,7 +178,7 @@ class TarIndexes:
     def in_cache(
         cls, cache_folder: str | os.PathLike[str] | None, objects: Sequence[tuple[str, str]]
     ) -> TarIndexes:
-        """`objects`: (URL, version) of each tar; `cache_folder` as the user gave it."""
+        """Make the folder; `objects`: (URL, version) of each tar, `cache_folder` as the user gave it."""
         origins = [f"{url}\n{version}" for url, version in objects]
         if cache_folder is None:
             return cls(None, origins)
@@ -188,11 +188,11 @@ class TarIndexes:
         return cls(folder / SUBFOLDER / "tars", origins)
 
     def scanned(self, number: int) -> Scanned | None:
-        """What a manifest states of a tar, if it was scanned before."""
+        """Return what a manifest states of a tar, if it was scanned before."""
         return self._read(number, read_head)
 
     def index(self, number: int) -> TarIndex | None:
-        """The members of a tar, if it was scanned before."""
+        """Return the members of a tar, if it was scanned before."""
         found = self._read(number, read_index)
         if found is None:
             return None
@@ -202,7 +202,7 @@ class TarIndexes:
         return found[1]
 
     def _read(self, number: int, read: Callable[[BinaryIO, str], T]) -> T | None:
-        """What `read` finds in a tar's file; None if there is no such file, or it is damaged."""
+        """Return what `read` finds in a tar's file; None if there is no such file, or it is damaged."""
         file = self._file(number)
         if file is None:
             return None
@@ -228,7 +228,7 @@ class TarIndexes:
                 temporary.unlink(missing_ok=True)
 
     def claim(self, number: int, timeout_seconds: float) -> FileLock | None:
-        """The right to scan a tar while others wait; None if another has it for all of that time."""
+        """Take the right to scan a tar while others wait; None if another has it for all of that time."""
         file = self._file(number)
         assert file is not None, "there is nobody to share with"
         lock = FileLock(file.with_name(f"{file.name}.lock"))

@@ -54,7 +54,7 @@ class Ledger:
         self.forget()
 
     def forget(self) -> None:
-        """The next `follow` reads the log from its start."""
+        """Forget everything: the next `follow` reads the log from its start."""
         self.sizes: dict[str, int] = {}
         """Bytes by name, of entries and of files being filled, in the order of their last known use."""
         self.filling: dict[str, int] = {}
@@ -172,7 +172,7 @@ class Ledger:
         self.record(added, removed)
 
     def filled_bytes(self) -> Mapping[str, int]:
-        """Bytes of the files being filled, by the entry that each will be: there may be several of one."""
+        """Return the bytes of files being filled, by the entry that each will be: several may be of one."""
         filled = Counter[str]()
         for file, size in self.filling.items():
             filled[file.partition("~")[0]] += size
@@ -189,7 +189,7 @@ class Ledger:
             self._set(name, size)
 
     def touch(self, name: str) -> None:
-        """An entry was used."""
+        """Note that an entry was used."""
         if (size := self.sizes.pop(name, None)) is not None:
             self.sizes[name] = size
 
@@ -247,7 +247,7 @@ def _encoded(name: str) -> str:
 
 
 def _decoded(name: str) -> str:
-    """The name; ValueError if it is none of a file in a folder: whoever writes here must not reach others."""
+    """Decode a name; ValueError if it would reach files outside of a folder."""
     if "%" in name:
         name = os.fsdecode(unquote_to_bytes(name))
     if not name or "/" in name or "\0" in name or name in (".", ".."):

@@ -187,7 +187,7 @@ class Planner:
         remake_after_fork(self)
 
     def after_fork(self) -> None:
-        """In a child: a thread of its parent may have held the lock."""
+        """Reset in a child: a thread of its parent may have held the lock."""
         self._lock = threading.Lock()  # of the future, which is not for several threads
 
     @property
@@ -279,14 +279,14 @@ class Planner:
         self._soonest_ends, self._soonest_names = np.cumsum(self._sizes[self._soonest]), None
 
     def protected(self, parts: int) -> list[str]:
-        """The entries that this plan needs soonest, as many as its part of the cache holds."""
+        """Return the entries that this plan needs soonest, as many as its part of the cache holds."""
         names = self._soonest_names
         if names is None:  # seldom asked for: with a plan of several
             names = self._soonest_names = [self._names.name(number) for number in self._soonest.tolist()]
         return names[: int(np.searchsorted(self._soonest_ends, self._capacity // parts, side="right"))]
 
     def _protected(self) -> Container[str]:
-        """The entries that other plans protect."""
+        """Return the entries that other plans protect."""
         plans = self._plans()
         return {name for plan in plans if plan is not self for name in plan.protected(len(plans))}
 

@@ -94,7 +94,7 @@ class Cache(Protocol):
         """Bytes that entries may take together."""
 
     def find(self, name: str) -> Bytes | None:
-        """The entry's bytes, proved to be what its name says; None if there is none, or it was damaged."""
+        """Return an entry's bytes, proved to be what its name says; None if it is missing or damaged."""
 
     def has(self, name: str) -> bool:
         """Whether there is such an entry; its bytes are not looked at."""
@@ -103,25 +103,25 @@ class Cache(Protocol):
         """Whether there is such an entry, which counts as used now: its bytes are still being read."""
 
     def contents(self) -> Contents:
-        """All entries, and those being filled."""
+        """Return all entries, and those being filled."""
 
     def reserve(self, name: str, raw_bytes: int, victims: Callable[[Contents], Iterable[str]]) -> Slot | None:
-        """Room for an entry; the entries that `victims` names are evicted in that order, as far as needed.
+        """Reserve room for an entry; those that `victims` names are evicted in that order, as far as needed.
 
         None if there is no room all the same.
         """
 
     def lease(self, name: str, timeout_seconds: float = 0.0) -> Lease | None:
-        """The lease on an entry; None if another process or thread has it for all of `timeout_seconds`."""
+        """Take the lease on an entry; None if somebody else has it for all of `timeout_seconds`."""
 
     def remove(self, name: str) -> None:
         """Remove an entry, if it is there."""
 
     def counters(self) -> dict[str, int]:
-        """`CACHE_COUNTERS`."""
+        """Return the counts by name of `CACHE_COUNTERS`."""
 
     def free_disk_bytes(self) -> int | None:
-        """Free bytes where entries lie, None for memory."""
+        """Return the free bytes where entries lie, None for memory."""
 
 
 class Fetchable(Protocol):
@@ -138,7 +138,7 @@ class Fetchable(Protocol):
         """Return what `EntryNames` needs of this dataset."""
 
     def known_sizes(self) -> Ints:
-        """int64[shards]: bytes of each entry, as far as index and store have stated them."""
+        """Return int64[shards]: bytes of each entry, as far as index and store have stated them."""
 
     def known_objects(self) -> Iterable[tuple[int, str, int]]:
         """Return (number, entry name, entry bytes) of the shards whose objects the store was asked for."""
@@ -170,7 +170,7 @@ class Fetchable(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheOptions:
-    """Plain data: may be pickled and compared."""
+    """Where shards are cached and how many are fetched at a time. Plain data: may be pickled and compared."""
 
     folder: str | os.PathLike[str] | None = None
     """On a local disk, shared by all processes of the machine; None: each process keeps shards in memory."""

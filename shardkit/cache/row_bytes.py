@@ -82,12 +82,12 @@ class RowLayout:
     columns: tuple[ColumnPlace, ...]
 
     def values(self, row: Bytes | bytes) -> bytes:
-        """The columns' bytes in a row, one after the other."""
+        """Return the columns' bytes in a row, one after the other."""
         return b"".join(bytes(row[column.at : column.at + column.size]) for column in self.columns)
 
 
 def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
-    """Where rows are in a shard of that format, if the index says so."""
+    """Return where rows are in a shard of that format, if the index says so."""
     sizes = [column.size for column in info.columns]
     total = sum(size or 0 for size in sizes)
     if info.samples < 1 or not total or None in sizes or info.compression or total > MAX_ROW_BYTES:
@@ -122,11 +122,11 @@ class _Kept:
         self._bytes = 0
 
     def get(self, number: int) -> Checksums | None:
-        """Those of a shard, if they are kept."""
+        """Return the checksums of a shard, if they are kept."""
         return self._of.get(number)
 
     def put(self, found: Mapping[int, Checksums]) -> None:
-        """Keep those of some shards; if that is too much, forget all others."""
+        """Keep checksums of some shards; if that is too much, forget all others."""
         size = sum(checksums.nbytes for checksums in found.values())
         if self._bytes + size > _KEPT_BYTES:
             self._of, self._bytes = {}, 0
@@ -135,7 +135,7 @@ class _Kept:
 
 
 class BlockChecksums:
-    """Threads may share one."""
+    """The block checksums of a dataset, fetched as rows need them. Threads may share one."""
 
     def __init__(self, store: Store, manifest: Manifest, stated: FileInfo, workers: Workers) -> None:
         """`stated`: what the card says of blocks.bin; ShardError if it is not that of these shards."""
@@ -184,7 +184,7 @@ class BlockChecksums:
 
 @dataclass(frozen=True, slots=True)
 class BlockProof:
-    """Of the row in the bytes [start, stop) of shard `number`, by the blocks in `read`."""
+    """Proves the row in the bytes [start, stop) of shard `number`, by the blocks in `read`."""
 
     number: int
     start: int
@@ -200,7 +200,7 @@ class BlockProof:
         return cls(number, *row, block_range(*row, file.bytes), checksums)
 
     def row_in(self, data: bytes) -> bytes | None:
-        """The row, if `data` are the blocks of `read`."""
+        """Return the row, if `data` are the blocks of `read`."""
         first = self.read[0]
         is_right = are_right(self.checksums.result()[self.number], first, data)
         return data[self.start - first : self.stop - first] if is_right else None
@@ -208,13 +208,13 @@ class BlockProof:
 
 @dataclass(frozen=True, slots=True)
 class RowProof:
-    """Of the row in the bytes `read` of a shard, by a checksum of its own."""
+    """Proves the row in the bytes `read` of a shard, by a checksum of its own."""
 
     read: Range
     checksum: int
 
     def row_in(self, data: bytes) -> bytes | None:
-        """The row, if `data` is it."""
+        """Return the row, if `data` is it."""
         return data if xxhash.xxh3_64_intdigest(data) == self.checksum else None
 
 
@@ -222,7 +222,7 @@ Proof = BlockProof | RowProof
 
 
 class RowChecksums:
-    """Of the rows of shards that were seen whole: 8 bytes a row, of the shards used last."""
+    """Checksums of the rows of shards that were seen whole: 8 bytes a row, of the shards used last."""
 
     def __init__(self) -> None:
         self._kept = _Kept()
@@ -236,6 +236,6 @@ class RowChecksums:
         self._kept.put({number: np.array(found, np.uint64)})
 
     def proof(self, number: int, row: int, read: Range) -> RowProof | None:
-        """Of one row, whose bytes are `read`; None if its shard was not seen lately."""
+        """Return the proof of one row, whose bytes are `read`; None if its shard was not seen lately."""
         kept = self._kept.get(number)
         return None if kept is None else RowProof(read, int(kept[row]))

@@ -104,12 +104,12 @@ class NodeRows:
         self._written: dict[int, list[str]] = {}
 
     def lease(self, place: Place, wait_seconds: float) -> Lease | None:
-        """The right to read a row; None if another process has it for all of `wait_seconds`."""
+        """Take the right to read a row; None if another process has it for all of `wait_seconds`."""
         # Not by the entry's name, whose lease a cache takes to set a damaged entry aside.
         return self._cache.lease(f"read-{self._name(place)}", max(0.0, wait_seconds))
 
     def find(self, place: Place, size: int) -> tuple[bytes, str] | None:
-        """(the row's `size` bytes, the version of its object) if a process has left them."""
+        """Return (the row's `size` bytes, the version of its object) if a process has left them."""
         data = self._cache.find(self._name(place))
         if data is None or len(data) < size:
             return None
@@ -191,7 +191,7 @@ class RowReader:
     def read(
         self, wanted: Mapping[int, npt.NDArray[np.int64]], timeout_seconds: float = 600.0
     ) -> dict[int, FetchedRows]:
-        """These rows (ascending, by shard) of shards that have a layout, in one round of requests.
+        """Read these rows (ascending, by shard) of shards that have a layout, in one round of requests.
 
         FetchTimeoutError; ObjectChangedError if an object is another one than at its first row.
         """
@@ -216,7 +216,7 @@ class RowReader:
         return requests
 
     def finish(self, requests: RowRequests, deadline: float) -> dict[int, FetchedRows]:
-        """The rows that were asked for, by shard; what is not there by the deadline is given up."""
+        """Return the rows that were asked for, by shard; what is not there by the deadline is given up."""
         self._collect(requests, deadline)
         places = requests.places
         if (awaited := [place for place in places if place not in requests.found]) and self._node is not None:
@@ -309,7 +309,7 @@ class RowReader:
             raise DamagedObjectError(self._where(number), problem)
 
     def trust(self, number: int, version: str) -> None:
-        """The whole object was proved to be the index's: rows are from now on read of this version."""
+        """Read rows of this version from now on: the whole object was proved to be the one of the index."""
         self._versions[number] = version
 
     def verify_rows(self, number: int, raw: Bytes) -> None:
@@ -338,7 +338,7 @@ class RowReader:
             self._node.remove()
 
     def _wait(self, sent: Sequence[tuple[Place, Future[T]]], deadline: float) -> list[T]:
-        """What was `sent` for rows gives; what is not there by the deadline is given up."""
+        """Return what was `sent` for, in order; what is not there by the deadline is given up."""
         reads = [read for _, read in sent]
         wait_until(partial(_have_ended, reads), deadline)
         done, late = wait(reads, 0)
@@ -359,14 +359,14 @@ class RowReader:
         return [read.result() for read in reads]
 
     def _range(self, place: Place) -> tuple[int, int]:
-        """Where a row begins and ends in its shard."""
+        """Return where a row begins and ends in its shard."""
         layout = self.layout(place[0])
         assert layout is not None
         start = layout.first + place[1] * layout.stride
         return start, start + layout.size
 
     def _get(self, place: Place, read: tuple[int, int]) -> bytes:
-        """These bytes of the shard of a row."""
+        """Read these bytes of the shard of a row."""
         number, file, (start, stop) = place[0], self._manifest.shards[place[0]].stored, read
         version = self._versions.get(number)
         with self._store.open(file.basename, start, stop, version=version) as body:
@@ -379,7 +379,7 @@ class RowReader:
         return data
 
     def _proved(self, place: Place, proof: Proof, data: bytes, deadline: float) -> bytes:
-        """The row in what was read for it, which is read again while it is wrong; DamagedObjectError."""
+        """Return the row in what was read, which is read again while it is wrong; DamagedObjectError."""
         if isinstance(proof, BlockProof):
             self._wait([(place, proof.checksums)], deadline)
         reads = 1
@@ -393,7 +393,7 @@ class RowReader:
         return row
 
     def _agreed(self, place: Place, seen: list[bytes], deadline: float) -> bytes:
-        """What two reads of a row have in common; `seen` are the first two."""
+        """Return what two reads of a row have in common; `seen` are the first two."""
         while seen[-1] not in seen[:-1]:
             if len(seen) > _READS:
                 problem = f"row {place[1]:,} was different in each of {len(seen)} reads"
@@ -405,7 +405,7 @@ class RowReader:
         return self._wait([(place, self._workers.submit(partial(self._get, place, read)))], deadline)[0]
 
     def _columns(self, place: Place, data: bytes) -> bytes:
-        """The columns' part of a row, if it is one."""
+        """Return the columns' part of a row; ShardError if the bytes are not a row."""
         number, row = place
         layout = self.layout(number)
         assert layout is not None

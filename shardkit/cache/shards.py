@@ -66,14 +66,14 @@ class SharedCache:
         self._opened: tuple[Cache, Fetcher] | None = None
 
     def open(self) -> tuple[Cache, Fetcher]:
-        """The same for each caller; CacheFolderError."""
+        """Return the cache and its threads, the same for each caller; CacheFolderError."""
         with self._lock:
             if self._opened is None:
                 self._opened = open_cache(self.options), Fetcher(self.options.connections, self._limits)
             return self._opened
 
     def indexes(self, storage: StorageOptions | None = None) -> NodeIndexes | None:
-        """The indexes of remote datasets in the cache folder; None without one."""
+        """Return the indexes in the cache folder; None without a folder."""
         folder, processes = self.options.folder, self.options.processes
         if folder is None:
             return None
@@ -83,7 +83,7 @@ class SharedCache:
 
 
 class CachedShards:
-    """May be shared by threads; a forked child or a pickled copy has threads and connections of its own."""
+    """A remote dataset's shards. Threads may share them; a forked child or a pickled copy has its own."""
 
     def __init__(
         self,
@@ -125,16 +125,16 @@ class CachedShards:
         remake_after_fork(self)
 
     def after_fork(self) -> None:
-        """In a child: its parent's readers read nothing here."""
+        """Reset in a child: its parent's readers read nothing here."""
         self.readers: weakref.WeakSet[CacheReader] = weakref.WeakSet()
         """Those that have started."""
 
     def __len__(self) -> int:
-        """Shards of the dataset."""
+        """Return the number of shards."""
         return len(self._manifest.shards)
 
     def load(self, number: int, timeout_seconds: float | None = None, plan: FetchPlan | None = None) -> Bytes:
-        """uint8[raw bytes] of a shard, read-only; waits for it if need be. `plan` is that of who asks.
+        """Return uint8[raw bytes] of a shard, read-only; waits for it if need be. `plan` is that of who asks.
 
         FetchTimeoutError; DamagedObjectError if the object is not what the index states; StoreError.
         """
@@ -265,7 +265,7 @@ class CachedShards:
         self.rows.close()
 
     def counters(self) -> dict[str, float]:
-        """What the cache did, by this process."""
+        """Return what the cache did in this process, by name."""
         counts = self.counts
         names = (
             "hits", "misses", "fetched_bytes", "fetched_shards", "refetched_bytes",
@@ -317,7 +317,7 @@ class CachedShards:
 
     @cached_property
     def _total_bytes(self) -> int:
-        """Of all entries, as far as the index states them."""
+        """Bytes of all entries, as far as the index states them."""
         return int(sealed_size(self._manifest.raw_bytes.clip(0)).sum())
 
     def known_entry(self, number: int) -> str:
@@ -333,7 +333,7 @@ class CachedShards:
         return sealed_size(max(raw_bytes, 0))
 
     def known_sizes(self) -> Ints:
-        """int64[shards]: `known_size` of each."""
+        """Return int64[shards]: `known_size` of each."""
         sizes = sealed_size(self._manifest.raw_bytes.clip(0))
         for number in self._objects:
             sizes[number] = self.known_size(number)
@@ -350,7 +350,7 @@ class CachedShards:
             yield number, self.known_entry(number), self.known_size(number)
 
     def _object(self, number: int) -> tuple[int, str]:
-        """(size, version) of a shard's object, asked for once."""
+        """Return (size, version) of a shard's object, asked for once."""
         if number not in self._objects:
             found = self.store.head(self.info(number).stored.basename)
             # Of threads that ask at once, the first is right: all are to fetch one version.

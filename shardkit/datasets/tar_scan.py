@@ -58,7 +58,7 @@ def skim_tar(
     skip_bytes: int = SKIP_BYTES,
     piece_bytes: int = _PIECE_BYTES,
 ) -> tuple[Scanned, TarIndex] | None:
-    """What a scan of a plain tar finds; None if that takes all its bytes: it is compressed, or holds arrays.
+    """Scan a plain tar without most of its bytes; None if that takes all: it is compressed, or holds arrays.
 
     It is read in pieces; what is longer than `skip_bytes` and not needed is skipped. ShardError if the tar
     is damaged; ObjectChangedError if it is not of `version`; StoreError.
@@ -88,7 +88,7 @@ def _without_arrays(members: Iterator[Member]) -> Iterator[Member]:
 
 
 class _Passing:
-    """An object's bytes, each slice at or behind the start of the one before; nothing else is kept."""
+    """A forward-only view of an object: a slice must not begin before the one before it. Nothing is kept."""
 
     def __init__(
         self, store: Store, key: str, size: int, version: str, skip_bytes: int, piece_bytes: int
@@ -153,7 +153,7 @@ def scan_tars(
     skim: Skim = lambda number: None,
     claim_seconds: float = CLAIM_SECONDS,
 ) -> Manifest:
-    """`manifest` with the samples, sizes and columns of its tars.
+    """Return `manifest` with the samples, sizes and columns of its tars.
 
     `load` gives a tar's raw bytes; `skim`, which is tried first, may find what they hold without them. Up to
     `threads` tars are scanned, and `held` of them loaded, at a time. ShardError names a tar that is damaged.
@@ -213,7 +213,7 @@ def _scan_all(
 def _scan_claimed(
     scan: Callable[[int], Scanned], indexes: TarIndexes, number: int, timeout_seconds: float
 ) -> Scanned | None:
-    """None if another process is at this tar for all of that time."""
+    """Scan a tar, or wait for who does; None if another process is at it for all of that time."""
     claim = indexes.claim(number, timeout_seconds)
     try:
         return indexes.scanned(number) or (None if claim is None else scan(number))
