@@ -31,7 +31,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats.tar.shard import TarShard

@@ -25,10 +25,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Never, Self, SupportsIndex, Unpack
 
-from shardkit.cache.contract import Cache
 from shardkit.cache.fetcher import Fetcher
 from shardkit.cache.planner import Pace
-from shardkit.cache.reader import PlanRequest
+from shardkit.cache.protocol import Cache
+from shardkit.cache.run import PlanRequest
 from shardkit.cache.shards import CachedShards
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
@@ -194,7 +194,7 @@ class StreamingLoader:
         running = self._begin(portion)
         while (group := running.get()) is not None:
             self._cursor = group.cursors[-1]
-            self._opened.streams.run.consume(self.position)
+            self._opened.streams.run.at(given=self.position)
             yield group
 
     def _begin(self, portion: Portion = WHOLE) -> Prefetcher:
@@ -356,7 +356,7 @@ class StreamingLoader:
         return lanes_of_ranks(orders[0], self._plan.global_batch, ranks, self._plan.world_size)
 
     def _deliver(self, running: Prefetcher, iteration: object) -> Iterator[Batch]:
-        check, consume = self._stop_together.check, self._opened.streams.run.consume
+        check, at = self._stop_together.check, self._opened.streams.run.at
         try:
             self._check_live(iteration)
             while (group := self._next_group(running)) is not None:
@@ -369,7 +369,7 @@ class StreamingLoader:
                     if group.work is not None:
                         self._telemetry.balanced(group.work[number], self.world_size)
                     self._cursor = cursor
-                    consume(cursor[0])
+                    at(given=cursor[0])
                     yield batch
                     if self._running is not running or self._iteration is not iteration:
                         running = self._check_live(iteration)  # set_weights has changed what follows

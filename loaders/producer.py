@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.cache.fetcher import FetchTimeoutError
+from shardkit.cache.download import FetchTimeoutError
 from shardkit.errors import ShardkitError, StreamExhaustedError
 from shardkit.loaders.batch import Batch, BatchMaker, Fields, batches_of
 from shardkit.loaders.config import BUSY_SECONDS
@@ -161,12 +161,11 @@ class GroupMaker:
         positions = PLAN_POSITIONS if self._balance is None else BALANCED_POSITIONS
         most = min(rows // self._plan.batch_size, positions // self._plan.global_batch)
         count = self._allowed(position, max(1, min(most, -(-left // every))), every)
-        self._streams.run.advance(position)
         self._reading = position
         self._planning = f"; planning from position {position:,}"
         order, balance = self._arrangement.order, self._balance
         steps = planned_steps(self._plan, balance, order, position, count, every=every)
-        self._streams.run.foresee(steps.after[-1])
+        self._streams.run.at(reading=(position, steps.after[-1]))
         cursors = [(after, delivered + number * every + 1) for number, after in enumerate(steps.after)]
         if (count - 1) * every + 1 == left:
             cursors[-1] = (steps.after[-1], 0)

@@ -26,10 +26,10 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
 from shardkit.cache.fetcher import FetchLimits
-from shardkit.cache.reader import CacheReader, CacheRun
-from shardkit.cache.shards import CachedShards, SharedCache
+from shardkit.cache.run import CacheRun
+from shardkit.cache.shards import CachedShards, CacheReader, SharedCache
 from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
 from shardkit.loaders.config import ExcludedRows, LoaderConfig, MaskedTokens, Stream, Weights
 from shardkit.loaders.defaults import shuffle_sizes

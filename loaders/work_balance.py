@@ -5,7 +5,7 @@ dearest rank decides how long a step takes. `WorkBalance` starts from the order'
 and swaps rows between dear and cheap ranks until no rank costs more than 1/32 above the mean. Each rank keeps
 `batch_size` rows, and the rows of a global batch stay what positions say they are: states, audits and
 resuming know nothing of it. It swaps as few rows as it can, because a row that moves to another machine is
-not in the lanes that the machine reads: it is fetched by itself (`shardkit.cache.reader`).
+not in the lanes that the machine reads: it is fetched by itself (`shardkit.cache.run`).
 
     cost of a row   linear * tokens + quadratic * sum of squared document lengths    (`CostModel`, integers)
     a round         ranks by work; the i-th dearest meets the i-th cheapest (in later rounds, others of the
@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.arrays import Ints
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
 from shardkit.cache.shards import SharedCache
 from shardkit.datasets.row_costs import DocumentIds, RowCosts
 from shardkit.loaders.config import CostModel, LoaderConfig

@@ -234,3 +234,10 @@ def reached(folder: str, imports: dict[str, set[str]]) -> set[str]:
             found.add(name)
             waiting += imports.get(name, ())
     return found
+
+
+def test_modules_of_the_cache_import_each_other_one_way_for_types_too() -> None:
+    inside = {name: file for name, file in MODULES if name.startswith("shardkit.cache.")}
+    imports = {name: {one for one in imported_names(file) if one in inside} for name, file in inside.items()}
+    for name in imports:
+        assert name not in reached(name, imports), f"{name} imports, in the end, itself"

@@ -21,7 +21,7 @@ from math import floor
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
 
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.loaders.config import RunOptions, Stream
 from shardkit.loaders.foreign_names import (

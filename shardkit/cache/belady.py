@@ -86,22 +86,22 @@ class Future:
         self._passed = 0  # uses before this one have ended at that position
 
     def next_use(self, position: int, shards: npt.ArrayLike) -> Ints:
-        """Where each shard is needed next: `position` if it is in use there, NEVER if not to be foreseen."""
+        """Return where each shard is needed next: `position` if it is in use, NEVER if not here."""
         return np.maximum(self._next_begins(position, np.asarray(shards, dtype=np.int64)), position)
 
     def upcoming(self, position: int) -> ShardUses:
-        """What is in use at `position` or will be, by begin. Uses of a shard that touch have become one."""
+        """Return the uses at or after `position`, by begin. Uses of a shard that touch have become one."""
         in_use, begun = self._split(position)
         return self._uses.take(np.concatenate([in_use, np.arange(begun, len(self._uses))]))
 
     def bytes_per_position(self, position: int, sizes: Ints) -> float:
-        """What the uses from `position` on, of the shards' `sizes`, come to on average."""
+        """Return the mean bytes of a position from `position` on, by the shards' `sizes`."""
         uses = self.upcoming(position)
         positions = _EPOCHS * self._order.samples - position % self._order.samples
         return float(sizes[uses.shard].sum()) / max(1, positions)
 
     def _split(self, position: int) -> tuple[_Numbers, int]:
-        """(the uses that run at `position`, the first that begins after it), as numbers of uses."""
+        """Return (the uses that run at `position`, the first that begins after it), as numbers of uses."""
         self._move(position)
         begun = int(np.searchsorted(self._uses.begin, position, side="right"))
         in_use = self._passed + np.flatnonzero(self._uses.end[self._passed : begun] > position)
@@ -109,7 +109,7 @@ class Future:
         return in_use, begun
 
     def _next_begins(self, position: int, shards: Ints) -> Ints:
-        """Where each shard's first use begins that has not ended at `position`; NEVER if there is none."""
+        """Return where each shard's first use begins that has not ended at `position`; NEVER without one."""
         self._move(position)
         # A binary search, for all shards at once, among the places of a shard's uses in `_by_shard`.
         low, stop = self._first[shards], self._first[shards + 1]
@@ -157,7 +157,7 @@ def plan_fetches(
     capacity: int,
     limit: int,
 ) -> list[Fetch]:
-    """The next fetches, `limit` at most, by deadline; and all that are needed already and do not fit.
+    """Plan the next fetches, `limit` at most, by deadline; and all that are needed already and do not fit.
 
     `cached`: the bytes of each shard in the cache; a shard that is being fetched counts as there. `sizes`: of
     all shards. `capacity`: in bytes, less what others occupy. Take the fetches in their order, leaving out
@@ -216,7 +216,7 @@ class _Simulation:
         self._too_large = NEVER  # bytes for which there is no room among what is in use now
 
     def use(self, numbers: _Numbers) -> int:
-        """Pass through the uses up to the first whose shard is missing; how many that are."""
+        """Pass through the uses up to the first whose shard is missing; returns how many they are."""
         slots = self._slots[self._future._uses.shard[numbers]]
         missing = np.flatnonzero(slots < 0)
         hits = int(missing[0]) if len(missing) else len(numbers)
@@ -251,7 +251,7 @@ class _Simulation:
         return Fetch(shard, deadline, start, tuple(self._shards[victims].tolist()), fits=True)
 
     def _victims(self, needed: int, deadline: int) -> list[int] | None:
-        """Slots to evict for `needed` bytes at `deadline`, farthest next use first; None if too few."""
+        """Choose slots to evict for `needed` bytes at `deadline`, farthest use first; None if too few."""
         if needed <= 0:
             return []
         count = self._count
@@ -289,7 +289,7 @@ class _Room:
         self._pieces.append((position, count))
 
     def take(self, count: int, position: int) -> int:
-        """Where `count` bytes are free at the earliest, if not before `position`; they no longer are."""
+        """Take `count` bytes; returns from where on they are free, which is not before `position`."""
         assert count <= self.bytes
         self.bytes -= count
         kept = []
@@ -313,14 +313,14 @@ def _preference(piece: tuple[int, int], position: int) -> tuple[bool, bool, int]
 
 
 def _joined(order: Order | Uses, epochs: range, lanes: Sequence[int] | None) -> ShardUses:
-    """The uses of consecutive epochs: sorted, for an epoch ends before the next begins."""
+    """Return the uses of consecutive epochs: sorted, because an epoch ends before the next begins."""
     if isinstance(order, Order):
         return ShardUses.joined([shard_uses(order, epoch, lanes) for epoch in epochs])
     return ShardUses.joined([order.uses(epoch, lanes) for epoch in epochs])
 
 
 def _merged(uses: ShardUses) -> tuple[ShardUses, _Numbers]:
-    """(uses, their numbers by shard): those of one shard that overlap or touch, have become one."""
+    """Join uses of one shard that overlap or touch; returns (uses, their numbers by shard)."""
     # Stable, so that a shard's uses stay in the order of their begins.
     by_shard = np.argsort(uses.shard, kind="stable")
     shard, begin, end = uses.shard[by_shard], uses.begin[by_shard], uses.end[by_shard]

@@ -1,27 +1,42 @@
-"""The download of one shard: in one or several ranges at once, hashed, decompressed, proved.
+"""One shard on its way into a cache: downloaded in one or several ranges at once, hashed, proved.
 
 Bytes go to where they will stay (a file of the cache, or memory) as they come. The hashes that the index
 states are computed while a single range streams in, or over the whole object after several ranges came side
 by side. A thread that has nothing else to do may take over the second half of a range that is still coming.
+
+A `Job` is all that a fetcher holds for one shard: lease, room in the cache, download, and who waits for it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 
 from shardkit.arrays import Bytes
-from shardkit.errors import ShardError
+from shardkit.cache.protocol import Contents, Fetchable, Lease, Slot
+from shardkit.errors import ShardError, ShardkitError
 from shardkit.formats.stored import decompress_shard
 from shardkit.hashing import HASH_NAMES, Hasher, hash_bytes, new_hash
 from shardkit.manifest import FileInfo, Format, ShardInfo
 from shardkit.storage.store import ObjectChangedError, Store
+from shardkit.units import format_bytes
 
-__all__ = ["DamagedObjectError", "Download", "MemoryTarget", "Part", "Target", "check_hashes", "unpack"]
+__all__ = [
+    "DamagedObjectError",
+    "Download",
+    "FetchTimeoutError",
+    "Job",
+    "MemoryTarget",
+    "Part",
+    "Target",
+    "arrival",
+    "check_hashes",
+    "unpack",
+]
 
 READ_BYTES = 1 << 18  # at a time, into a buffer that stays in a core's second-level cache
 MIN_PART_BYTES = 2 << 20  # below, a range's latency costs more than its share of the bandwidth brings
@@ -47,7 +62,7 @@ class MemoryTarget:
 
 
 def _buffer() -> memoryview:
-    """This thread's buffer."""
+    """Return this thread's buffer."""
     buffer: memoryview | None = getattr(_threads, "buffer", None)
     if buffer is None:
         buffer = _threads.buffer = memoryview(bytearray(READ_BYTES))
@@ -56,6 +71,10 @@ def _buffer() -> memoryview:
 
 class DamagedObjectError(ShardError):
     """What arrived is not what the index states."""
+
+
+class FetchTimeoutError(ShardkitError, TimeoutError):
+    """A shard, or rows of one, did not arrive in time; the message says how much had."""
 
 
 class Part:
@@ -107,7 +126,7 @@ class Download:
         return self._version
 
     def take_part(self) -> Part | None:
-        """A part that nobody fetches yet, or None; whoever takes one calls `fetch_part` with it."""
+        """Take a part that nobody fetches yet, or None; whoever takes one calls `fetch_part` with it."""
         with self._changed:
             if not self._waiting or self.error is not None:
                 return None
@@ -115,7 +134,7 @@ class Download:
             return self._running[-1]
 
     def split_part(self) -> Part | None:
-        """The second half of the longest part that another thread fetches, as from `take_part`.
+        """Take the second half of the longest part that another thread fetches, as `take_part` does.
 
         None if half of it would be too little to be worth a request.
         """
@@ -197,7 +216,7 @@ class Download:
 
 
 def check_hashes(where: str, file: FileInfo, data: Bytes) -> None:
-    """DamagedObjectError unless `data` has all hashes that the index states (and that are known)."""
+    """Raise DamagedObjectError unless `data` has all known hashes that the index states."""
     _compare(where, file, hash_bytes(data.data, [name for name in file.hashes if name in HASH_NAMES]))
 
 
@@ -208,10 +227,77 @@ def _compare(where: str, file: FileInfo, found: Mapping[str, str]) -> None:
 
 
 def unpack(kind: Format, info: ShardInfo, stored: Bytes, where: str) -> Bytes:
-    """The raw bytes in a compressed file; DamagedObjectError if they are not those of the index."""
+    """Decompress a file to its raw bytes; DamagedObjectError if they are not those of the index."""
     try:
         raw = decompress_shard(kind, info, stored, where)
     except ShardError as error:
         raise DamagedObjectError(where, error.problem) from error
     check_hashes(where, info.raw, raw)
     return raw
+
+
+def arrival(done: int, total: int, status: int | None, free_disk_bytes: int | None) -> str:
+    """Describe how far a fetch is, the last error status of the store, and how full the disk is."""
+    disk = "no disk used" if free_disk_bytes is None else f"free disk {format_bytes(free_disk_bytes)}"
+    return f"{done:,} of {total:,} bytes received; last status {'none' if status is None else status}; {disk}"
+
+
+class Job:
+    """One shard being fetched. It belongs to the thread that fetches it; `stop` may come from any."""
+
+    def __init__(
+        self, shards: Fetchable, number: int, *, urgent: bool, victims: Callable[[Contents], Iterable[str]]
+    ) -> None:
+        self.shards, self.number = shards, number
+        self.urgent = urgent
+        self.victims = victims
+        self.turn = 0  # among all jobs of a fetcher, in the order in which they were begun
+        self.attempts = 0
+        self.download: Download | None = None
+        self.slot: Slot | None = None
+        self.lease: Lease | None = None
+        self.data: Bytes | None = None
+        self.error: Exception | None = None
+        self.done = threading.Event()
+        self.is_stopped = False
+
+    @property
+    def key(self) -> tuple[Fetchable, int]:
+        return self.shards, self.number
+
+    def stop(self, error: Exception) -> None:
+        """Report the error to whoever waits, and let the download end at its next piece."""
+        self.is_stopped = True
+        self.error = self.error or error
+        if self.download is not None:
+            self.download.stop(error)
+        self.done.set()
+
+    def deliver(self, data: Bytes) -> None:
+        """Hand the shard to whoever waits for it."""
+        self.data = data[:]
+        self.data.flags.writeable = False
+        self.done.set()
+
+    def drop_slot(self, *, damaged: bool = False) -> None:
+        """Give back the room in the cache."""
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            slot.discard(damaged=damaged)
+
+    def let_go(self) -> None:
+        """Give back what is still held: room and lease."""
+        try:
+            self.drop_slot()
+        finally:
+            lease, self.lease = self.lease, None
+            if lease is not None:
+                lease.release()
+
+    def describe(self) -> str:
+        """Return the object's URL and how much of it has come."""
+        shards, file = self.shards, self.shards.stored_file(self.number)
+        done = 0 if self.download is None else self.download.bytes_done
+        status = shards.store.metrics.snapshot().last_status
+        came = arrival(done, file.bytes, status, shards.cache.free_disk_bytes())
+        return f"{shards.store.url}/{file.basename}: {came}"

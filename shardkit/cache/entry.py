@@ -65,7 +65,7 @@ EntryPart = tuple[int, Callable[[int], str], Bytes | None]
 
 
 def entry_name(info: ShardInfo, url: str, version: str | None = None) -> str | None:
-    """The name of a shard's entry; None if it has no hashes and the `version` of its object is not known.
+    """Return the name of a shard's entry; None if neither hashes nor the `version` of its object are known.
 
     `url` is the dataset's; it and `version` matter only where the index states no hash.
     """
@@ -82,7 +82,7 @@ def entry_name(info: ShardInfo, url: str, version: str | None = None) -> str | N
 
 
 def _strongest(hashes: Mapping[str, str]) -> str | None:
-    """ "name-digest" of the longest digest, or None.
+    """Return "name-digest" of the longest digest, or None.
 
     They come from an index, which may say anything: only hashes that are checked when a shard has come may
     name it, and only digests that are plain.
@@ -96,12 +96,12 @@ def _strongest(hashes: Mapping[str, str]) -> str | None:
 
 
 def sealed_size(raw_bytes: Size) -> Size:
-    """Bytes that an entry takes."""
+    """Return the bytes that an entry takes."""
     return raw_bytes + SEAL_BYTES
 
 
 def make_seal(raw: Bytes, name: str) -> bytes:
-    """The seal of raw bytes under a name."""
+    """Return the seal of raw bytes under a name."""
     return _SEAL.pack(_MAGIC, len(raw), _digest(name.encode()), _digest(raw.data))
 
 
@@ -127,7 +127,7 @@ def _digest(data: bytes | memoryview) -> bytes:
 
 
 def name_digests(shards: Sequence[ShardInfo]) -> Bytes | None:
-    """uint8[shards, bytes]: the digests that all their entries' names end with; None if they have none."""
+    """Return uint8[shards, bytes]: the digests that their entries' names end with; None if they have none."""
     if not isinstance(shards, ShardTable):
         return None
     for files in (shards.raw, shards.packed):
@@ -144,7 +144,7 @@ class EntryNames:
     def __init__(self, parts: Iterable[EntryPart]) -> None:
         self._firsts: list[int] = []
         self._name_of: list[Callable[[int], str]] = []
-        self._learned: dict[int, str] = {}
+        self._late: dict[int, str] = {}  # names that were not known at first
         self._listed: dict[str, list[int]] = {}  # the shards of names that are kept as strings
         self._sorted: list[tuple[int, _SortedDigests]] = []
         self._found: dict[str, Sequence[int]] = {}
@@ -161,16 +161,16 @@ class EntryNames:
 
     @classmethod
     def of(cls, names: Sequence[str]) -> EntryNames:
-        """Those of so many shards."""
+        """Make the names of one dataset, whose shards have these."""
         return cls([(len(names), names.__getitem__, None)])
 
     def name(self, number: int) -> str:
-        """The name of a shard's entry; "" if it is not known yet."""
+        """Return the name of a shard's entry; "" if it is not known yet."""
         part = bisect_right(self._firsts, number) - 1
-        return self._learned.get(number) or self._name_of[part](number - self._firsts[part])
+        return self._late.get(number) or self._name_of[part](number - self._firsts[part])
 
     def numbers(self, name: str) -> Sequence[int]:
-        """The shards that have an entry of this name, ascending."""
+        """Return the shards that have an entry of this name, ascending."""
         if not self._sorted:
             return self._listed.get(name, ())
         found = self._found.get(name)
@@ -182,9 +182,9 @@ class EntryNames:
             found = self._found[name] = sorted([*alike, *self._listed.get(name, ())])
         return found
 
-    def learn(self, number: int, name: str) -> None:
-        """A shard has a name now."""
-        self._learned[number] = name
+    def set_name(self, number: int, name: str) -> None:
+        """Set the name of a shard that had none."""
+        self._late[number] = name
         self._list(number, name)
 
     def _list(self, number: int, name: str) -> None:
@@ -205,7 +205,7 @@ class _SortedDigests:
         self._keys: npt.NDArray[np.uint64] = found[self._order]
 
     def ending(self, name: str) -> list[int]:
-        """The numbers of the digests that begin as the one at the end of `name` does."""
+        """Return the numbers of the digests that begin as the one at the end of `name` does."""
         try:
             digest = bytes.fromhex(name.rpartition("-")[2])
         except ValueError:

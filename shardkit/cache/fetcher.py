@@ -3,7 +3,7 @@
 A `Fetcher` is the threads that fetch for any number of datasets: streams do not have threads of their own. A
 shard that a reader waits for goes before all others, and idle threads fetch ranges of it, then halves of what
 is missing of others, so that connections are not idle while a reader waits. Planned shards follow
-plans (`shardkit.cache.reader`) by earliest deadline. Each run has one plan for all datasets that share a
+plans (`shardkit.cache.planner`) by earliest deadline. Each run has one plan for all datasets that share a
 cache; plans of several runs take turns. A fetcher holds plans weakly, so a plan ends with its run.
 
 A shard is fetched in two steps. First a thread takes its lease and its room in the cache, which may wait for
@@ -29,32 +29,26 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
-from shardkit.arrays import Bytes
-from shardkit.cache.contract import Cache, Contents, Lease, Slot
+from shardkit.cache.belady import Uses
 from shardkit.cache.download import (
     MIN_PART_BYTES,
     READ_BYTES,
     DamagedObjectError,
     Download,
+    Job,
     MemoryTarget,
     Part,
-    unpack,
 )
-from shardkit.cache.subfolder import CacheFolderError
-from shardkit.errors import ShardkitError
+from shardkit.cache.planner import FetchPlan, LoopPosition, Pace, Planner
+from shardkit.cache.protocol import Cache, CacheFolderError, Contents, Fetchable
+from shardkit.order.order import Order
 from shardkit.storage.threads import Workers, remake_after_fork
-from shardkit.units import format_bytes
 
-if TYPE_CHECKING:
-    from shardkit.cache.reader import FetchPlan
-    from shardkit.cache.shards import CachedShards
-
-__all__ = ["FetchLimits", "FetchTimeoutError", "Fetcher", "Job", "arrival"]
+__all__ = ["FetchLimits", "Fetcher"]
 
 ATTEMPTS = 3  # to get the bytes that the index states, before the object itself is called damaged
 AHEAD = 2  # shards that are prepared before a connection is free; each takes room in the cache
@@ -80,77 +74,6 @@ class FetchLimits:
     """A process that is reading a row for its replicas, too, is not waited for longer than this."""
 
 
-class FetchTimeoutError(ShardkitError, TimeoutError):
-    """A shard, or rows of one, did not arrive in time; the message says how much had."""
-
-
-def arrival(done: int, total: int, status: int | None, free_disk_bytes: int | None) -> str:
-    """How far a fetch is, what the store last answered with an error, and how full the disk is."""
-    disk = "no disk used" if free_disk_bytes is None else f"free disk {format_bytes(free_disk_bytes)}"
-    return f"{done:,} of {total:,} bytes received; last status {'none' if status is None else status}; {disk}"
-
-
-class Job:
-    """One shard being fetched. It belongs to the thread that fetches it; `stop` may come from any."""
-
-    def __init__(
-        self, shards: CachedShards, number: int, *, urgent: bool, victims: Callable[[Contents], Iterable[str]]
-    ) -> None:
-        self.shards, self.number = shards, number
-        self.urgent = urgent
-        self.victims = victims
-        self.turn = 0  # among all jobs of a fetcher, in the order in which they were begun
-        self.attempts = 0
-        self.download: Download | None = None
-        self.slot: Slot | None = None
-        self.lease: Lease | None = None
-        self.data: Bytes | None = None
-        self.error: Exception | None = None
-        self.done = threading.Event()
-        self.is_stopped = False
-
-    @property
-    def key(self) -> tuple[CachedShards, int]:
-        return self.shards, self.number
-
-    def stop(self, error: Exception) -> None:
-        """Report the error to whoever waits, and let the download end at its next piece."""
-        self.is_stopped = True
-        self.error = self.error or error
-        if self.download is not None:
-            self.download.stop(error)
-        self.done.set()
-
-    def deliver(self, data: Bytes) -> None:
-        """Hand the shard to whoever waits for it."""
-        self.data = data[:]
-        self.data.flags.writeable = False
-        self.done.set()
-
-    def drop_slot(self, *, damaged: bool = False) -> None:
-        """Give back the room in the cache."""
-        slot, self.slot = self.slot, None
-        if slot is not None:
-            slot.discard(damaged=damaged)
-
-    def let_go(self) -> None:
-        """Give back what is still held: room and lease."""
-        try:
-            self.drop_slot()
-        finally:
-            lease, self.lease = self.lease, None
-            if lease is not None:
-                lease.release()
-
-    def describe(self) -> str:
-        """The object's URL and how much of it has come."""
-        shards, file = self.shards, self.shards.stored_file(self.number)
-        done = 0 if self.download is None else self.download.bytes_done
-        status = shards.store.metrics.snapshot().last_status
-        came = arrival(done, file.bytes, status, shards.cache.free_disk_bytes())
-        return f"{shards.store.url}/{file.basename}: {came}"
-
-
 class Fetcher:
     """Fetches shards of all datasets that are opened with it. A pickled copy has threads of its own."""
 
@@ -168,7 +91,7 @@ class Fetcher:
         """Reset in a child: its parent's threads and jobs are not there, and one may have held the lock."""
         self._changed = threading.Condition()
         self._demanded: deque[Job] = deque()  # a job here is in no thread's hands
-        self._active: dict[tuple[CachedShards, int], Job] = {}  # begun, and not finished
+        self._active: dict[tuple[Fetchable, int], Job] = {}  # begun, and not finished
         self._ready: list[Job] = []  # of these, by turn, those with lease and room and in no thread's hands
         self._turns = itertools.count()
         # Replaced, never changed; the plan whose turn it is comes first.
@@ -183,8 +106,8 @@ class Fetcher:
         self._preparing = 0  # threads that take lease and room for a job
         self._planning = False
 
-    def demand(self, shards: CachedShards, number: int, plan: FetchPlan | None) -> Job:
-        """The job that brings a shard before all that are only planned; `plan` is that of who asks."""
+    def demand(self, shards: Fetchable, number: int, plan: FetchPlan | None) -> Job:
+        """Return the job that brings a shard before all that are only planned; `plan` is that of who asks."""
         with self._changed:
             self._start_threads()
             job = self._active.get((shards, number)) or next(
@@ -192,43 +115,64 @@ class Fetcher:
             )
             if job is None:
                 plan = plan or next((other for other in self.plans() if other.cache is shards.cache), None)
-                victims = plan.victims_now if plan is not None else _least_recent
+                victims = plan.planner.victims_now if plan is not None else _least_recent
                 job = Job(shards, number, urgent=True, victims=victims)
                 self._demanded.append(job)
             job.urgent = True
             self._changed.notify_all()
             return job
 
-    def waited_for(self, shards: CachedShards) -> Job | None:
-        """A job that someone waits for, of these shards."""
+    def waited_for(self, shards: Fetchable) -> Job | None:
+        """Return a job that someone waits for, of these shards."""
         with self._changed:
             known = (*self._active.values(), *self._demanded)
             mine = (job for job in known if job.shards is shards and job.urgent and not job.done.is_set())
             return next(mine, None)
 
-    def add_plan(self, plan: FetchPlan) -> None:
-        """Fetch ahead as `plan` says, in turn with other plans, for as long as the caller holds it."""
+    def follow(
+        self,
+        parts: Sequence[Fetchable],
+        uses: Order | Uses,
+        loop: LoopPosition,
+        lanes: Sequence[int] | None = None,
+        pace: Pace | None = None,
+    ) -> FetchPlan:
+        """Fetch ahead for a loop, in turn with other plans, for as long as the caller holds the plan.
+
+        `parts` share a cache; `uses`: of the shards of all parts, one after another; `lanes`: that the loop
+        reads (None: all).
+        """
+        # Not a method of the plan: it must end with its last reference, not with a garbage collection.
+        plans = partial(self._planners, parts[0].cache)
+        plan = FetchPlan(parts, uses, loop, lanes=lanes, pace=pace, plans=plans)
         with self._changed:
             self._plans = [*map(weakref.ref, self.plans()), weakref.ref(plan)]
             self._start_threads()
             self._changed.notify_all()
+        for part in parts:  # other threads may have asked for some since
+            for entry in part.known_objects():
+                plan.set_entry(part, *entry)
+        return plan
+
+    def _planners(self, cache: Cache) -> list[Planner]:
+        return [plan.planner for plan in self.plans() if plan.cache is cache]
 
     def drop(self, plan: FetchPlan) -> None:
-        """Fetch no longer as `plan` says."""
+        """Stop fetching by `plan`."""
         with self._changed:
             self._plans = [weakref.ref(other) for other in self.plans() if other is not plan]
 
     def plans(self) -> list[FetchPlan]:
-        """The plans that are followed, the one whose turn it is first."""
+        """Return the plans that are followed, the one whose turn it is first."""
         return [plan for reference in self._plans if (plan := reference()) is not None]
 
     def wake(self) -> None:
-        """Look at the plans: one of them may have something to do."""
+        """Let threads look at the plans: one of them may have something to do."""
         with self._changed:
             self._start_threads()
             self._changed.notify_all()
 
-    def close(self, shards: CachedShards) -> None:
+    def close(self, shards: Fetchable) -> None:
         """End the fetches of these shards and the plans they are part of; end the threads if no others are
         left. One in the middle of a read ends after it.
         """
@@ -266,7 +210,7 @@ class Fetcher:
             del task  # it may hold the last reference to a plan whose reader is gone
 
     def _await_task(self, run: object) -> Callable[[], None] | None:
-        """What a free thread should do; None: end."""
+        """Return what a free thread should do; None: end."""
         with self._changed:
             is_idle = False
             while self._run is run:
@@ -280,7 +224,7 @@ class Fetcher:
             return None
 
     def _next_task(self) -> Callable[[], None] | None:
-        """What a free thread should do, counted as begun; the lock is held by the caller."""
+        """Return what a free thread should do, counted as begun; the lock is held by the caller."""
         if self._streaming < self.connections:
             task = self._next_part() or self._next_ready()
             if task is not None:
@@ -303,7 +247,7 @@ class Fetcher:
         return None
 
     def _next_half(self) -> Callable[[], None] | None:
-        """Half of what is missing of a shard, while someone waits: nothing is gained by it otherwise."""
+        """Take half of what is missing of a shard, while someone waits: nothing is gained by it otherwise."""
         jobs = sorted(self._active.values(), key=lambda job: not job.urgent)
         if not any(job.urgent and not job.done.is_set() for job in jobs):
             return None
@@ -329,19 +273,20 @@ class Fetcher:
         plans = [] if self._planning else self.plans()
         for turn, plan in enumerate(plans):
             fetch = plan.take(self._active)
-            if fetch is None and not plan.is_stale():
+            if fetch is None and not plan.planner.is_stale():
                 continue
             self._plans = [weakref.ref(other) for other in plans[turn + 1 :] + plans[: turn + 1]]
             if fetch is None:
                 self._planning = True
                 return partial(self._plan, plan, self._run)
             shards, number = plan.place(fetch.shard)
-            return self._begin(Job(shards, number, urgent=False, victims=partial(plan.victims_for, fetch)))
+            victims = partial(plan.planner.victims_for, fetch)
+            return self._begin(Job(shards, number, urgent=False, victims=victims))
         return None
 
     @contextlib.contextmanager
     def _connection(self, run: object) -> Iterator[None]:
-        """At the end of the block, give back the connection that came with the task."""
+        """Give back the connection that came with the task, at the end of the block."""
         try:
             yield
         finally:
@@ -355,6 +300,9 @@ class Fetcher:
     def _plan(self, plan: FetchPlan, run: object) -> None:
         try:
             plan.plan([*self._active])
+            unfit = [other.place(number) for other in self.plans() for number in other.planner.unfit]
+            for part in plan.parts:
+                part.forget_room({number for other, number in unfit if other is part})
         except (OSError, CacheFolderError):
             pass  # the cache folder cannot be listed: whoever needs a shard gets the error
         finally:
@@ -388,14 +336,14 @@ class Fetcher:
     def _take_room(self, job: Job) -> bool:
         """Take lease and room; False if there is nothing to fetch, or not now."""
         shards, number, cache = job.shards, job.number, job.shards.cache
-        name, info = shards.entry(number), shards.info(number)
+        name = shards.entry(number)
         if job.lease is None:
             if cache.has(name):
                 return False
             job.lease = cache.lease(name, self.limits.lease_seconds if job.urgent else 0.0)
             if cache.has(name) or (job.lease is None and not job.urgent):
                 return False  # it has come, or another process is at it
-        if info.compression is not None:
+        if shards.is_compressed(number):
             return True  # into memory first
         size = shards.stored_file(number).bytes
         job.slot = cache.reserve(name, size, job.victims)
@@ -408,7 +356,7 @@ class Fetcher:
         return True
 
     def _withdraw(self, cache: Cache) -> Job | None:
-        """The last ready job that holds room in `cache` and that nobody waits for; the caller ends it."""
+        """Withdraw the last ready job that has room in `cache` and no waiter; the caller ends it."""
         with self._changed:
             holding = [job for job in self._ready if job.shards.cache is cache and job.slot is not None]
             job = next((job for job in reversed(holding) if not job.urgent), None)
@@ -426,7 +374,6 @@ class Fetcher:
             if download is not None:
                 self._keep(job, download)
         except DamagedObjectError as error:
-            job.shards.counts["damaged"] += 1
             if self._try_again(job):
                 return
             problem = f"{error.problem}; it was fetched {job.attempts} times: check the object in the bucket"
@@ -436,7 +383,7 @@ class Fetcher:
         self._finish(job)
 
     def _download(self, job: Job) -> Download | None:
-        """The download of a ready job; None if there is nothing to fetch any more."""
+        """Make the download of a ready job; None if there is nothing to fetch any more."""
         shards, number = job.shards, job.number
         if shards.cache.has(shards.entry(number)):
             return None  # from a process that did not wait for the lease any longer
@@ -458,28 +405,22 @@ class Fetcher:
             return job.download
 
     def _parts(self, job: Job) -> int:
-        """Threads for one shard: those that have nothing else to do, if someone waits for it."""
+        """Return how many threads fetch one shard: all that are idle, if someone waits for it."""
         idle = max(0, self.connections - self._streaming - self._preparing - len(self._ready))
         return 1 + idle // (1 + len(self._demanded)) if job.urgent else 1
 
     def _keep(self, job: Job, download: Download) -> None:
         """Prove what came, hand it to whoever waits, and put it into the cache, which takes a while."""
-        shards, info = job.shards, job.shards.info(job.number)
+        shards = job.shards
         job.attempts += 1
-        data = download.target.data
         try:
             download.check()
-            shards.rows.check(job.number, data)
-            if download.version is not None:
-                shards.rows.trust(job.number, download.version)
-            shards.count_fetched(job.number)
-            if info.compression is not None:
-                data = unpack(shards.kind, info, data, download.where)
+            data = shards.accept(job.number, download.target.data, download.version)
         except DamagedObjectError:
+            shards.counts["damaged"] += 1
             job.drop_slot(damaged=True)
             raise
-        if info.compression is not None:
-            shards.counts["decompressed_bytes"] += len(data)
+        if shards.is_compressed(job.number):
             job.slot = shards.cache.reserve(shards.entry(job.number), len(data), job.victims)
             shards.note_room(job.number, found=job.slot is not None)
             if job.slot is not None:
@@ -494,7 +435,7 @@ class Fetcher:
         except Exception as error:
             if not job.urgent:
                 raise
-            shards.unkept = error  # for the next `load`: a failing disk must not go unnoticed
+            shards.cache_error = error  # for the next `load`: a failing disk must not go unnoticed
 
     def _try_again(self, job: Job) -> bool:
         """Whether damaged bytes will be fetched again, by the next free thread."""
@@ -519,5 +460,5 @@ class Fetcher:
 
 
 def _least_recent(contents: Contents) -> Contents:
-    """Names by when they were last used, the longest ago first: all that is known without a plan."""
+    """Return names, the least recently used first: all that is known without a plan."""
     return contents

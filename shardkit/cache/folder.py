@@ -16,8 +16,14 @@ sub-folder while it is used, it is made again.
 Where the disk has no room (also: no inodes), or a process that has been stopped holds the lock, entries go
 into this process's memory, `spare_bytes` of them: without any, each shard would be fetched again and again.
 
-What an entry is called, and how its bytes are proved to be its own, is `shardkit.cache.entry`. Who may write
-in the folder is `shardkit.cache.subfolder`.
+What an entry is called, and how its bytes are proved to be its own, is `shardkit.cache.entry`.
+
+Whoever can write in a cache can put wrong data into it, so one that other users can write is refused.
+FOLDER must belong to this user or root, and only they may write there, or FOLDER's group: giving it write
+permission is how users share a cache (they also need umask 002). FOLDER may be one like /tmp, where everybody
+writes and nobody can replace what others made. The sub-folders must be real folders, not writable by
+everybody, and belong to this user or root, or to a member of the group. Folders that FOLDER lies in are not
+looked at.
 
 Bytes are written rather than put into a map: a page fault costs more than the copy (measured: 0.25 against
 0.4 CPU-seconds a gigabyte, and up to 1.6 on fresh pages).
@@ -32,26 +38,29 @@ import itertools
 import os
 import secrets
 import shutil
+import stat
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 from shardkit.arrays import Bytes
-from shardkit.cache.contract import Contents, Held, Lease, Slot
 from shardkit.cache.entry import SEAL_BYTES, is_sealed, make_seal, sealed_size
 from shardkit.cache.ledger import Ledger, is_filling
 from shardkit.cache.memory import CacheMemory
-from shardkit.cache.subfolder import NO_ROOM, SUBFOLDER, CacheFolderError, explain_errors, make_subfolders
-from shardkit.files import NotRegularFileError, allocate, map_file, open_regular
+from shardkit.cache.protocol import CacheFolderError, Contents, Held, Lease, Slot
+from shardkit.files import LACKING, NotRegularFileError, allocate, map_file, open_regular, who_else_writes
 from shardkit.locks import FileLock
 from shardkit.storage.threads import remake_after_fork
 
-__all__ = ["CacheFolder", "FolderSlot"]
+__all__ = ["NO_ROOM", "SUBFOLDER", "CacheFolder", "FolderSlot", "explain_errors", "make_subfolders"]
+
+SUBFOLDER = "shardkit-cache-1"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk without bytes or inodes, of a quota or a limit: what it cannot keep is used anyway."""
 
 _SUBFOLDERS = ("shards", "filling", "leases", "damaged")
 _KEPT_DAMAGED = 4
@@ -278,7 +287,7 @@ class CacheFolder:
                 lock.release()
 
     def _remade(self, action: Callable[[], T]) -> T:
-        """What `action` returns, with the folders made again if someone has removed them."""
+        """Run `action`, with the folders made again if someone has removed them."""
         try:
             return action()
         except FileNotFoundError:
@@ -286,7 +295,7 @@ class CacheFolder:
             return action()
 
     def _proved(self, name: str) -> Bytes | None:
-        """The entry's bytes with their seal, which has been checked; None if there is none; _DamagedError."""
+        """Return an entry's bytes with their seal, which is checked; None if there is none; _DamagedError."""
         try:
             # Links are not followed, pipes not read.
             descriptor = open_regular(self._root / "shards" / name, follow_links=False)
@@ -351,7 +360,7 @@ class CacheFolder:
         self._apply_touches()
         if self._fits(needed):
             return True
-        for victim in victims(_Entries(self._root / "shards", ledger)):
+        for victim in victims(ledger.entries()):
             if is_filling(victim) or victim not in ledger.sizes:
                 continue
             size, is_gone = ledger.sizes[victim], _remove(self._root / "shards" / victim)
@@ -436,36 +445,6 @@ class CacheFolder:
         return removed
 
 
-class _Entries(Mapping[str, Held]):
-    """The entries of a folder, the least recently used first, as far as known; each is read when asked."""
-
-    def __init__(self, folder: Path, ledger: Ledger) -> None:
-        self._folder, self._ledger, self._filling = folder, ledger, ledger.filled_bytes()
-
-    def __getitem__(self, name: str) -> Held:
-        size, ago = 0, 0.0
-        if name in self._ledger.sizes and not is_filling(name):
-            with contextlib.suppress(OSError):
-                status = (self._folder / name).stat(follow_symlinks=False)
-                size, ago = status.st_size, time.time() - status.st_atime
-        if name in self._filling:
-            return Held(size + self._filling[name], 0.0, filling=True)
-        if not size:
-            raise KeyError(name)
-        return Held(size, ago)
-
-    def __iter__(self) -> Iterator[str]:
-        sizes = self._ledger.sizes
-        first = list(islice(sizes, 256))  # more are seldom asked for, and evictions change `sizes`
-        yield from (name for name in first if not is_filling(name))
-        yielded = set(first)
-        yield from (name for name in list(sizes) if name not in yielded and not is_filling(name))
-        yield from (name for name in self._filling if name not in sizes)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 class FolderSlot:
     """Room in a `CacheFolder`: a file of its final size, flocked."""
 
@@ -538,7 +517,7 @@ class FolderSlot:
 
 
 def _create_locked(folder: Path, name: str) -> tuple[Path, int]:
-    """A new file that nobody else can have, flocked."""
+    """Create a file that nobody else can have, flocked."""
     while True:
         file = folder / f"{name}~{os.getpid()}~{next(_numbers)}~{time.time_ns()}"
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o664)
@@ -569,3 +548,38 @@ def _remove(file: Path) -> bool:
     except IsADirectoryError:
         shutil.rmtree(file)
     return True
+
+
+@contextlib.contextmanager
+def explain_errors(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise an OSError of the block as a CacheFolderError that names the cache folder."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"the cache folder cannot be used: {error.strerror or error}; give another cache_dir"
+        if error.errno in LACKING:
+            problem += ", on a local disk: this file system lacks a call that a cache needs (flock, mmap)"
+        raise CacheFolderError(f"{folder}: {problem}") from error
+
+
+def make_subfolders(folder: Path, names: Iterable[str]) -> None:
+    """Make the sub-folders of a cache; CacheFolderError if others than those it is for can write there."""
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, exist_ok=True)  # not 0o777: umask may be 0
+    folder = folder.resolve()
+    _refuse(folder, who_else_writes(folder, group=True, sticky=True))
+    mode = folder.stat().st_mode
+    is_groups = bool(mode & stat.S_IWGRP and not mode & stat.S_IWOTH)
+    root = folder / SUBFOLDER
+    for path in (root, *(root / name for name in names)):
+        path.mkdir(mode=0o775 if is_groups else 0o755, parents=True, exist_ok=True)
+        _refuse(path, who_else_writes(path, group=True, other_owner=is_groups))
+
+
+def _refuse(folder: Path, reason: str | None) -> None:
+    if reason is not None:
+        raise CacheFolderError(
+            f"{folder}: the cache folder cannot be used: {reason}, so entries cannot be trusted; chmod or "
+            "chown it, or give another cache_dir, such as a folder of your own in it"
+        )

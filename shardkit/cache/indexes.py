@@ -1,4 +1,6 @@
-"""Indexes of remote datasets in the cache folder: one process of a node fetches them, the others read them.
+"""Indexes in the cache folder: of remote datasets, and of tars that no list describes.
+
+One process of a node fetches the index of a dataset, the others read it (`NodeIndexes`):
 
     FOLDER/shardkit-cache-1/indexes/DIGEST-OF-URL/index.json, dataset.json, ...   as they are in the store
                                                   index.bin    of a large index.json: opens at once
@@ -13,32 +15,50 @@ is free and the next one leads.
 
 index.bin is mapped: however many processes of the node read it, it lies in memory once. The leader has
 looked at all that it says; the others compare checksums.
+
+What a scan found in a tar is kept by the process that scanned it (`TarIndexes`):
+
+    FOLDER/shardkit-cache-1/tars/NAME        one file a tar, see `shardkit.formats.tar.members`
+                                 NAME.lock   flocked by whoever scans it
+
+A file is named by the tar's URL and the version of the object (of a local file: its time, inode and size), so
+a tar that is replaced is scanned again. Files are checked when they are read and appear by rename; they are
+not synced, because what a power cut damages is recognized and made again. The least recently used are
+removed beyond `MAX_TAR_BYTES`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
-from os import PathLike
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
-from shardkit.cache.subfolder import NO_ROOM, SUBFOLDER, CacheFolderError, explain_errors, make_subfolders
+from shardkit.cache.folder import NO_ROOM, SUBFOLDER, explain_errors, make_subfolders
+from shardkit.cache.protocol import CacheFolderError
 from shardkit.errors import ShardError
-from shardkit.files import load_json, publish_bytes
+from shardkit.files import load_json, open_regular, publish_bytes
 from shardkit.formats.mds.index import TABLE_NAME, parse_index, read_table, table_bytes
+from shardkit.formats.tar.members import Scanned, TarIndex, index_file_bytes, read_head, read_index
 from shardkit.hashing import hash_bytes, hash_file
 from shardkit.locks import FileLock
 from shardkit.manifest import Manifest
 
-__all__ = ["TRUST_SECONDS", "NodeIndexes"]
+__all__ = ["MAX_TAR_BYTES", "TRUST_SECONDS", "NodeIndexes", "TarIndexes"]
 
 _STATE_NAME = "checked"
 _HASHES = ("xxh3_128",)
 TRUST_SECONDS = 60.0  # processes of a job start within this time of each other
+MAX_TAR_BYTES = 16 << 30  # of all files of tars: 500 million members
+
+T = TypeVar("T")
 
 
 class NodeIndexes:
@@ -46,7 +66,7 @@ class NodeIndexes:
 
     def __init__(
         self,
-        folder: str | PathLike[str],
+        folder: str | os.PathLike[str],
         *,
         trust_seconds: float,
         wait_seconds: float,
@@ -59,7 +79,7 @@ class NodeIndexes:
     def objects(
         self, url: str, names: Sequence[str], fetch: Callable[[], Mapping[str, bytes | None]]
     ) -> Mapping[str, bytes | Path | None]:
-        """The files with the objects called `names` of the dataset at `url`, None for those that are missing.
+        """Return files with the objects `names` of the dataset at `url`, None for those that are missing.
 
         `fetch` gets them from the store; it is called by one process at a time, its errors are raised here.
         Where the disk has no room for files, this gives what was fetched.
@@ -92,7 +112,7 @@ class NodeIndexes:
             lock.release()
 
     def index(self, file: Path, where: str) -> Manifest:
-        """The manifest in an index.json that `objects` gave, from the index.bin beside it, which is made."""
+        """Read the index.json that `objects` gave, by the index.bin next to it, which is made if need be."""
         with explain_errors(self._root):
             if (table := read_table(file, is_proved=True)) is not None:
                 return Manifest("mds", table, blocks=table.blocks)
@@ -121,7 +141,7 @@ class NodeIndexes:
         return folder
 
     def _trusted(self, folder: Path, names: Sequence[str]) -> Mapping[str, Path | None] | None:
-        """What a leader has fetched lately; None if that is not all of `names`."""
+        """Return what a leader has fetched lately; None if that is not all of `names`."""
         try:
             checked = load_json((folder / _STATE_NAME).read_bytes())
             age = self._clock() - checked["seconds"]
@@ -145,3 +165,98 @@ class NodeIndexes:
         state = {"seconds": self._clock(), "there": there, "missing": missing}
         publish_bytes(folder / _STATE_NAME, json.dumps(state).encode())
         return {name: folder / name if name in there else None for name in found}
+
+
+@dataclass(frozen=True, slots=True)
+class TarIndexes:
+    """The indexes of a dataset's tars, by number. Plain data: may be pickled."""
+
+    folder: Path | None
+    origins: Sequence[str]
+
+    @classmethod
+    def in_cache(
+        cls, cache_folder: str | os.PathLike[str] | None, objects: Sequence[tuple[str, str]]
+    ) -> TarIndexes:
+        """Make the folder; `objects`: (URL, version) of each tar, `cache_folder` as the user gave it."""
+        origins = [f"{url}\n{version}" for url, version in objects]
+        if cache_folder is None:
+            return cls(None, origins)
+        folder = Path(cache_folder).absolute()
+        with explain_errors(cache_folder):
+            make_subfolders(folder, ["tars"])
+        return cls(folder / SUBFOLDER / "tars", origins)
+
+    def scanned(self, number: int) -> Scanned | None:
+        """Return what a manifest states of a tar, if it was scanned before."""
+        return self._read(number, read_head)
+
+    def index(self, number: int) -> TarIndex | None:
+        """Return the members of a tar, if it was scanned before."""
+        found = self._read(number, read_index)
+        if found is None:
+            return None
+        if (file := self._file(number)) is not None:
+            with contextlib.suppress(OSError):
+                os.utime(file, follow_symlinks=False)  # what is in use is removed last
+        return found[1]
+
+    def _read(self, number: int, read: Callable[[BinaryIO, str], T]) -> T | None:
+        """Return what `read` finds in a tar's file; None if there is no such file, or it is damaged."""
+        file = self._file(number)
+        if file is None:
+            return None
+        try:
+            with os.fdopen(open_regular(file, follow_links=False), "rb") as handle:
+                return read(handle, self.origins[number])
+        except (OSError, ValueError, LookupError, TypeError, MemoryError):
+            return None
+
+    def keep(self, number: int, scanned: Scanned, index: TarIndex) -> None:
+        """Write down what a scan found; a disk that does not take it costs the next opening another scan."""
+        file = self._file(number)
+        if file is None:
+            return
+        temporary = file.with_name(f"{file.name}.tmp-{os.getpid()}-{threading.get_ident()}")
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o664)
+            with os.fdopen(descriptor, "wb") as handle:
+                handle.write(index_file_bytes(self.origins[number], scanned, index))
+            temporary.replace(file)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    def claim(self, number: int, timeout_seconds: float) -> FileLock | None:
+        """Take the right to scan a tar while others wait; None if another has it for all of that time."""
+        file = self._file(number)
+        assert file is not None, "there is nobody to share with"
+        lock = FileLock(file.with_name(f"{file.name}.lock"))
+        try:
+            return lock if lock.acquire(timeout_seconds) else None
+        except OSError:
+            return None
+
+    def trim(self, max_bytes: int = MAX_TAR_BYTES) -> None:
+        """Remove the least recently used files beyond the limit, of this dataset and of others."""
+        if self.folder is None:
+            return
+        found = []
+        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append((status.st_mtime_ns, status.st_size, entry.path))
+        excess = sum(size for _, size, _ in found) - max_bytes
+        for _, size, path in sorted(found):
+            if excess <= 0:
+                return
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
+            excess -= size
+
+    def _file(self, number: int) -> Path | None:
+        if self.folder is None:
+            return None
+        origin = self.origins[number].encode("utf-8", "surrogateescape")
+        return self.folder / hashlib.blake2b(origin, digest_size=20).hexdigest()

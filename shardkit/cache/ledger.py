@@ -22,10 +22,14 @@ import contextlib
 import errno
 import os
 import secrets
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from urllib.parse import quote, unquote_to_bytes
+
+from shardkit.cache.protocol import Contents, Held
 
 __all__ = ["Ledger", "is_filling"]
 
@@ -50,7 +54,7 @@ class Ledger:
         self.forget()
 
     def forget(self) -> None:
-        """The next `follow` reads the log from its start."""
+        """Forget everything: the next `follow` reads the log from its start."""
         self.sizes: dict[str, int] = {}
         """Bytes by name, of entries and of files being filled, in the order of their last known use."""
         self.filling: dict[str, int] = {}
@@ -168,11 +172,15 @@ class Ledger:
         self.record(added, removed)
 
     def filled_bytes(self) -> Mapping[str, int]:
-        """Bytes of the files being filled, by the entry that each will be: there may be several of one."""
+        """Return the bytes of files being filled, by the entry that each will be: several may be of one."""
         filled = Counter[str]()
         for file, size in self.filling.items():
             filled[file.partition("~")[0]] += size
         return filled
+
+    def entries(self) -> Contents:
+        """Return the entries, the least recently used first, as far as known; each is read when asked for."""
+        return _Entries(self._root / "shards", self)
 
     def assume(self, sizes: Mapping[str, int]) -> None:
         """Take a listing for what the log would say, until it can be read."""
@@ -181,7 +189,7 @@ class Ledger:
             self._set(name, size)
 
     def touch(self, name: str) -> None:
-        """An entry was used."""
+        """Note that an entry was used."""
         if (size := self.sizes.pop(name, None)) is not None:
             self.sizes[name] = size
 
@@ -204,12 +212,42 @@ class Ledger:
         self.filling.pop(name, None)
 
 
+class _Entries(Mapping[str, Held]):
+    """The result of `Ledger.entries`."""
+
+    def __init__(self, folder: Path, ledger: Ledger) -> None:
+        self._folder, self._ledger, self._filling = folder, ledger, ledger.filled_bytes()
+
+    def __getitem__(self, name: str) -> Held:
+        size, ago = 0, 0.0
+        if name in self._ledger.sizes and not is_filling(name):
+            with contextlib.suppress(OSError):
+                status = (self._folder / name).stat(follow_symlinks=False)
+                size, ago = status.st_size, time.time() - status.st_atime
+        if name in self._filling:
+            return Held(size + self._filling[name], 0.0, filling=True)
+        if not size:
+            raise KeyError(name)
+        return Held(size, ago)
+
+    def __iter__(self) -> Iterator[str]:
+        sizes = self._ledger.sizes
+        first = list(islice(sizes, 256))  # more are seldom asked for, and evictions change `sizes`
+        yield from (name for name in first if not is_filling(name))
+        yielded = set(first)
+        yield from (name for name in list(sizes) if name not in yielded and not is_filling(name))
+        yield from (name for name in self._filling if name not in sizes)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 def _encoded(name: str) -> str:
     return quote(os.fsencode(name), safe=_SAFE)
 
 
 def _decoded(name: str) -> str:
-    """The name; ValueError if it is none of a file in a folder: whoever writes here must not reach others."""
+    """Decode a name; ValueError if it would reach files outside of a folder."""
     if "%" in name:
         name = os.fsdecode(unquote_to_bytes(name))
     if not name or "/" in name or "\0" in name or name in (".", ".."):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardkit.arrays import Bytes
-from shardkit.cache.contract import CACHE_COUNTERS, Contents, Held
+from shardkit.cache.protocol import CACHE_COUNTERS, Contents, Held
 from shardkit.storage.threads import remake_after_fork
 
 __all__ = ["CacheMemory"]
@@ -111,7 +111,7 @@ class CacheMemory:
         self._counters: Counter[str] = Counter()
 
     def finish(self, name: str, entry: _Entry, *, keep: bool) -> None:
-        """The end of a slot: its entry becomes visible, or its room is free again."""
+        """End a slot: make its entry visible, or free its room."""
         with self._lock:
             if keep:
                 entry.data.flags.writeable = False
@@ -124,7 +124,7 @@ class CacheMemory:
         return {n: Held(len(e.data), now - e.used, e.filling) for n, e in self._entries.items()}
 
     def _evict(self, victims: Iterable[str], used: int, needed: int) -> int:
-        """Bytes used after evicting as many as needed; the lock is held by the caller."""
+        """Evict as many as needed; returns the bytes used then. The lock is held by the caller."""
         for victim in victims:
             entry = self._entries.get(victim)
             if entry is not None and not entry.filling:

@@ -1,9 +1,9 @@
 """Single rows of remote shards by ranged requests, so that the first batches need not wait for whole shards.
 
-Only where a row's place follows from the index (`shardkit.cache.row_layout`).
+Only where a row's place follows from the index (`shardkit.cache.row_bytes`).
 
 A row is proved before it is given to anyone, and read by one request, where checksums of its blocks are
-published with the dataset, or its shard was seen whole before (`shardkit.cache.row_proofs`). Where only the
+published with the dataset, or its shard was seen whole before (`shardkit.cache.row_bytes`). Where only the
 whole shard can be proved, by its hash or by its size alone, its rows are not read singly
 (`RowReader.can_read`). Left are ranges of flat token files, of which nothing is proved either way, and rows
 whose checksums were forgotten: these are read by two requests that must agree, and are compared again when
@@ -31,12 +31,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.arrays import Bytes
-from shardkit.cache.contract import Cache, Lease
-from shardkit.cache.download import DamagedObjectError
-from shardkit.cache.fetcher import FetchTimeoutError, arrival
-from shardkit.cache.row_layout import RowLayout, row_layout
-from shardkit.cache.row_proofs import BlockChecksums, BlockProof, Proof, RowChecksums
-from shardkit.cache.subfolder import CacheFolderError
+from shardkit.cache.download import DamagedObjectError, FetchTimeoutError, arrival
+from shardkit.cache.protocol import Cache, CacheFolderError, Lease
+from shardkit.cache.row_bytes import BlockChecksums, BlockProof, Proof, RowChecksums, RowLayout, row_layout
 from shardkit.errors import ShardError
 from shardkit.formats.blocks import are_right
 from shardkit.manifest import FileInfo, Manifest
@@ -107,12 +104,12 @@ class NodeRows:
         self._written: dict[int, list[str]] = {}
 
     def lease(self, place: Place, wait_seconds: float) -> Lease | None:
-        """The right to read a row; None if another process has it for all of `wait_seconds`."""
+        """Take the right to read a row; None if another process has it for all of `wait_seconds`."""
         # Not by the entry's name, whose lease a cache takes to set a damaged entry aside.
         return self._cache.lease(f"read-{self._name(place)}", max(0.0, wait_seconds))
 
     def find(self, place: Place, size: int) -> tuple[bytes, str] | None:
-        """(the row's `size` bytes, the version of its object) if a process has left them."""
+        """Return (the row's `size` bytes, the version of its object) if a process has left them."""
         data = self._cache.find(self._name(place))
         if data is None or len(data) < size:
             return None
@@ -176,7 +173,9 @@ class RowReader:
         self._blocks = None if blocks is None else BlockChecksums(self._store, manifest, blocks, workers)
         self._seen = RowChecksums()
         self._versions: dict[int, str] = {}  # of the objects that rows were read from
-        self._known: set[int] = set()  # shards of which `see` has kept what proves rows, perhaps forgotten
+        self._known: set[int] = (
+            set()
+        )  # shards of which `remember_rows` has kept what proves rows, perhaps forgotten
         self.count = self.unproved_bytes = 0
 
     def layout(self, number: int) -> RowLayout | None:
@@ -192,7 +191,7 @@ class RowReader:
     def read(
         self, wanted: Mapping[int, npt.NDArray[np.int64]], timeout_seconds: float = 600.0
     ) -> dict[int, FetchedRows]:
-        """These rows (ascending, by shard) of shards that have a layout, in one round of requests.
+        """Read these rows (ascending, by shard) of shards that have a layout, in one round of requests.
 
         FetchTimeoutError; ObjectChangedError if an object is another one than at its first row.
         """
@@ -217,7 +216,7 @@ class RowReader:
         return requests
 
     def finish(self, requests: RowRequests, deadline: float) -> dict[int, FetchedRows]:
-        """The rows that were asked for, by shard; what is not there by the deadline is given up."""
+        """Return the rows that were asked for, by shard; what is not there by the deadline is given up."""
         self._collect(requests, deadline)
         places = requests.places
         if (awaited := [place for place in places if place not in requests.found]) and self._node is not None:
@@ -288,7 +287,7 @@ class RowReader:
     def _remember(self, number: int, fetched: FetchedRows) -> None:
         """Keep rows to prove them later, but not forever: whole shards may never come."""
         self._unproved.setdefault(number, []).append(fetched)
-        # Counted again each time: `prove` runs in other threads.
+        # Counted again each time: `verify_rows` runs in other threads.
         kept = {n: sum(len(one.rows) for one in some) for n, some in list(self._unproved.items())}
         excess = sum(kept.values()) - self._max_unproved
         for oldest, count in kept.items():
@@ -310,10 +309,10 @@ class RowReader:
             raise DamagedObjectError(self._where(number), problem)
 
     def trust(self, number: int, version: str) -> None:
-        """The whole object was proved to be the index's: rows are from now on read of this version."""
+        """Read rows of this version from now on: the whole object was proved to be the one of the index."""
         self._versions[number] = version
 
-    def prove(self, number: int, raw: Bytes) -> None:
+    def verify_rows(self, number: int, raw: Bytes) -> None:
         """Compare what was read of a shard with its proved bytes; ShardError if a row was wrong."""
         if self._node is not None:
             self._node.remove(number)
@@ -326,11 +325,11 @@ class RowReader:
                     problem = f"row {row:,} was damaged identically in two ranged reads, and was delivered"
                     raise ShardError(self._where(number), f"{problem}; go back to the last checkpoint")
 
-    def see(self, number: int, raw: Bytes) -> None:
+    def remember_rows(self, number: int, raw: Bytes) -> None:
         """Keep what proves rows of a shard that is proved, and will be read by rows."""
         if (layout := self.layout(number)) is not None:
             rows = self._manifest.shards[number].samples
-            self._seen.learn(number, raw, layout.first, layout.stride, layout.size, rows)
+            self._seen.remember(number, raw, layout.first, layout.stride, layout.size, rows)
             self._known.add(number)
 
     def close(self) -> None:
@@ -339,7 +338,7 @@ class RowReader:
             self._node.remove()
 
     def _wait(self, sent: Sequence[tuple[Place, Future[T]]], deadline: float) -> list[T]:
-        """What was `sent` for rows gives; what is not there by the deadline is given up."""
+        """Return what was `sent` for, in order; what is not there by the deadline is given up."""
         reads = [read for _, read in sent]
         wait_until(partial(_have_ended, reads), deadline)
         done, late = wait(reads, 0)
@@ -360,14 +359,14 @@ class RowReader:
         return [read.result() for read in reads]
 
     def _range(self, place: Place) -> tuple[int, int]:
-        """Where a row begins and ends in its shard."""
+        """Return where a row begins and ends in its shard."""
         layout = self.layout(place[0])
         assert layout is not None
         start = layout.first + place[1] * layout.stride
         return start, start + layout.size
 
     def _get(self, place: Place, read: tuple[int, int]) -> bytes:
-        """These bytes of the shard of a row."""
+        """Read these bytes of the shard of a row."""
         number, file, (start, stop) = place[0], self._manifest.shards[place[0]].stored, read
         version = self._versions.get(number)
         with self._store.open(file.basename, start, stop, version=version) as body:
@@ -380,7 +379,7 @@ class RowReader:
         return data
 
     def _proved(self, place: Place, proof: Proof, data: bytes, deadline: float) -> bytes:
-        """The row in what was read for it, which is read again while it is wrong; DamagedObjectError."""
+        """Return the row in what was read, which is read again while it is wrong; DamagedObjectError."""
         if isinstance(proof, BlockProof):
             self._wait([(place, proof.checksums)], deadline)
         reads = 1
@@ -394,7 +393,7 @@ class RowReader:
         return row
 
     def _agreed(self, place: Place, seen: list[bytes], deadline: float) -> bytes:
-        """What two reads of a row have in common; `seen` are the first two."""
+        """Return what two reads of a row have in common; `seen` are the first two."""
         while seen[-1] not in seen[:-1]:
             if len(seen) > _READS:
                 problem = f"row {place[1]:,} was different in each of {len(seen)} reads"
@@ -406,7 +405,7 @@ class RowReader:
         return self._wait([(place, self._workers.submit(partial(self._get, place, read)))], deadline)[0]
 
     def _columns(self, place: Place, data: bytes) -> bytes:
-        """The columns' part of a row, if it is one."""
+        """Return the columns' part of a row; ShardError if the bytes are not a row."""
         number, row = place
         layout = self.layout(number)
         assert layout is not None

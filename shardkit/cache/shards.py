@@ -1,9 +1,10 @@
 """The shards of a remote dataset, through a cache: what `Dataset` and the loader read them by.
 
 `load` gives a shard's raw bytes from the cache, or waits while `fetcher` brings it, which does the same for
-other datasets of the process. `rows` fetches single
-rows by ranged requests. What belongs to one reader of several, its plan and how long it waits, is in
-`shardkit.cache.reader`.
+other datasets of the process. `rows` fetches single rows by ranged requests. A `CacheReader` is
+one of several readers of a dataset: its plan, what it keeps open, how long it waits.
+
+A `SharedCache` is opened once, with its threads, for all remote datasets of a process that are given it.
 """
 
 from __future__ import annotations
@@ -12,31 +13,48 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from shardkit.arrays import Bytes, Ints
-from shardkit.cache.contract import Cache, CacheOptions, open_cache
+from shardkit.cache.download import FetchTimeoutError, unpack
 from shardkit.cache.entry import EntryPart, entry_name, name_digests, sealed_size
-from shardkit.cache.fetcher import Fetcher, FetchLimits, FetchTimeoutError
+from shardkit.cache.fetcher import Fetcher, FetchLimits
+from shardkit.cache.folder import CacheFolder
 from shardkit.cache.indexes import TRUST_SECONDS, NodeIndexes
+from shardkit.cache.memory import CacheMemory
+from shardkit.cache.planner import FetchPlan, LoopPosition
+from shardkit.cache.protocol import Cache, CacheOptions
 from shardkit.cache.rows import NodeRows, RowReader
 from shardkit.errors import warn_user
+from shardkit.limits import available_bytes
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.storage.clock import running_seconds, wait_until
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.threads import remake_after_fork
+from shardkit.units import parse_bytes
 
-if TYPE_CHECKING:
-    from shardkit.cache.reader import CacheReader, FetchPlan
-
-__all__ = ["CachedShards", "SharedCache"]
+__all__ = ["CacheReader", "CachedShards", "SharedCache", "open_cache"]
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 LOOK_SECONDS = 10.0  # a sixth of the time after which entries count as left by their users
+_MAX_MEMORY_BYTES = 8 << 30  # of a default cache in memory
+_MEMORY_SHARE = 4  # a quarter of what is free, for all processes of the machine together
+
+
+def open_cache(options: CacheOptions, *, system: Path = Path("/")) -> Cache:
+    """Open the cache that `options` describe; CacheFolderError if the folder cannot be used.
+
+    `system`: root of the files that say how much memory is free.
+    """
+    capacity = None if options.capacity is None else parse_bytes(options.capacity)
+    memory = min(_MAX_MEMORY_BYTES, available_bytes(system) // _MEMORY_SHARE) // options.processes
+    if options.folder is not None:
+        return CacheFolder(options.folder, capacity, spare_bytes=memory)
+    return CacheMemory(memory if capacity is None else capacity)
 
 
 class SharedCache:
@@ -48,14 +66,14 @@ class SharedCache:
         self._opened: tuple[Cache, Fetcher] | None = None
 
     def open(self) -> tuple[Cache, Fetcher]:
-        """The same for each caller; CacheFolderError."""
+        """Return the cache and its threads, the same for each caller; CacheFolderError."""
         with self._lock:
             if self._opened is None:
                 self._opened = open_cache(self.options), Fetcher(self.options.connections, self._limits)
             return self._opened
 
     def indexes(self, storage: StorageOptions | None = None) -> NodeIndexes | None:
-        """The indexes of remote datasets in the cache folder; None without one."""
+        """Return the indexes in the cache folder; None without a folder."""
         folder, processes = self.options.folder, self.options.processes
         if folder is None:
             return None
@@ -65,7 +83,7 @@ class SharedCache:
 
 
 class CachedShards:
-    """May be shared by threads; a forked child or a pickled copy has threads and connections of its own."""
+    """A remote dataset's shards. Threads may share them; a forked child or a pickled copy has its own."""
 
     def __init__(
         self,
@@ -98,8 +116,8 @@ class CachedShards:
         self._blocks = blocks
         self._is_warned = False
         self.counts: Counter[str] = Counter()
-        self.unkept: Exception | None = None
-        """Why the cache could not keep what was delivered; raised by the next `load`."""
+        self.cache_error: Exception | None = None
+        """Why the cache could not keep a shard that was delivered; raised by the next `load`."""
         self._fetched: set[int] = set()
         self._without_room: set[int] = set()  # shards that found no room lately
         self._look_again: dict[int, float] = {}  # when to look whether an open shard is still cached
@@ -107,23 +125,23 @@ class CachedShards:
         remake_after_fork(self)
 
     def after_fork(self) -> None:
-        """In a child: its parent's readers read nothing here."""
+        """Reset in a child: its parent's readers read nothing here."""
         self.readers: weakref.WeakSet[CacheReader] = weakref.WeakSet()
         """Those that have started."""
 
     def __len__(self) -> int:
-        """Shards of the dataset."""
+        """Return the number of shards."""
         return len(self._manifest.shards)
 
     def load(self, number: int, timeout_seconds: float | None = None, plan: FetchPlan | None = None) -> Bytes:
-        """uint8[raw bytes] of a shard, read-only; waits for it if need be. `plan` is that of who asks.
+        """Return uint8[raw bytes] of a shard, read-only; waits for it if need be. `plan` is that of who asks.
 
         FetchTimeoutError; DamagedObjectError if the object is not what the index states; StoreError.
         """
         raw = self._load(number, timeout_seconds or self.timeout_seconds, plan)
-        self.rows.prove(number, raw)
+        self.rows.verify_rows(number, raw)
         if self.has_no_room(number):
-            self.rows.see(number, raw)
+            self.rows.remember_rows(number, raw)
         return raw
 
     def _load(self, number: int, timeout_seconds: float, plan: FetchPlan | None) -> Bytes:
@@ -134,8 +152,8 @@ class CachedShards:
             if data is not None:
                 self.counts["misses" if waited else "hits"] += 1
                 return data
-            if self.unkept is not None:
-                error, self.unkept = self.unkept, None
+            if self.cache_error is not None:
+                error, self.cache_error = self.cache_error, None
                 raise error
             job = self.fetcher.demand(self, number, plan)
             waited = True
@@ -179,7 +197,7 @@ class CachedShards:
         return number in self._without_room
 
     def progress(self) -> str:
-        """What is being waited for, with how much of it has come; "" if nothing is."""
+        """Return what is being waited for and how much of it has come; "" if nothing is."""
         job = self.fetcher.waited_for(self)
         return "" if job is None else job.describe()
 
@@ -191,12 +209,26 @@ class CachedShards:
         self.counts["bypassed"] += 1
         self._without_room.add(number)
 
-    def forget_room(self, unfit: set[int]) -> None:
-        """Shards other than `unfit` have room in the plans made since."""
+    def forget_room(self, unfit: Set[int]) -> None:
+        """Forget which shards found no room, except for `unfit`: plans have room for the others now."""
         self._without_room &= unfit
 
-    def count_fetched(self, number: int) -> None:
-        """Count a shard that has come."""
+    def accept(self, number: int, stored: Bytes, version: str | None) -> Bytes:
+        """Prove an object that came, count it, and return the shard's raw bytes; DamagedObjectError.
+
+        `version`: of the object; None if none of it was fetched.
+        """
+        self.rows.check(number, stored)
+        if version is not None:
+            self.rows.trust(number, version)
+        self._count_fetched(number)
+        if not self.is_compressed(number):
+            return stored
+        raw = unpack(self.kind, self.info(number), stored, self.where(number))
+        self.counts["decompressed_bytes"] += len(raw)
+        return raw
+
+    def _count_fetched(self, number: int) -> None:
         size = self.stored_file(number).bytes
         if not self._can_prove(number):
             self.counts["unproved_bytes"] += size
@@ -206,10 +238,10 @@ class CachedShards:
             self.counts["refetched_bytes"] += size
         self._fetched.add(number)
 
-    def kept(self, unused: Set[int]) -> Set[int]:
-        """Those of some shards that may stay open though one reader needs them no more.
+    def still_open(self, unused: Set[int]) -> Set[int]:
+        """Return which of these shards to keep open although one reader no longer needs them.
 
-        Because another reader needs them, or because they are not evicted, and need not be: where the cache
+        Either another reader needs them, or they are not evicted, and need not be: where the cache
         is smaller than what is read through it, an open shard would hold the room of an evicted one.
         """
         readers = list(self.readers)
@@ -219,7 +251,7 @@ class CachedShards:
         return used | set(filter(self._is_still_cached, unused - used)) if has_room else used
 
     def _is_still_cached(self, number: int) -> bool:
-        """Whether a shard was still cached when that was last looked at, a short while ago."""
+        """Whether a shard was still cached when this was last checked, at most LOOK_SECONDS ago."""
         now = time.monotonic()
         if now < self._look_again.get(number, 0.0):
             return True
@@ -233,7 +265,7 @@ class CachedShards:
         self.rows.close()
 
     def counters(self) -> dict[str, float]:
-        """What the cache did, by this process."""
+        """Return what the cache did in this process, by name."""
         counts = self.counts
         names = (
             "hits", "misses", "fetched_bytes", "fetched_shards", "refetched_bytes",
@@ -252,13 +284,17 @@ class CachedShards:
     def info(self, number: int) -> ShardInfo:
         return self._manifest.shards[number]
 
+    def is_compressed(self, number: int) -> bool:
+        """Whether the object must be decompressed to get the entry."""
+        return self.info(number).compression is not None
+
     def stored_file(self, number: int) -> FileInfo:
-        """The object, with its size even where the index does not state one."""
+        """Return the shard's object, with its size even where the index does not state one."""
         file = self.info(number).stored
         return file if file.bytes >= 0 else replace(file, bytes=self._object(number)[0])
 
     def entry(self, number: int) -> str:
-        """The name of a shard's entry in the cache; asks the store if the index does not state enough."""
+        """Return the name of a shard's entry; asks the store if the index does not state enough."""
         name = self.known_entry(number)
         if not name:
             self._object(number)
@@ -267,11 +303,12 @@ class CachedShards:
         return name
 
     def version(self, number: int) -> str | None:
+        """Return the version of the object that is to be read; None: any."""
         known = self._objects.get(number)
         return None if known is None else known[1]
 
     def where(self, number: int) -> str:
-        """The object's URL."""
+        """Return the object's URL."""
         return f"{self.store.url}/{self.info(number).stored.basename}"
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -280,49 +317,89 @@ class CachedShards:
 
     @cached_property
     def _total_bytes(self) -> int:
-        """Of all entries, as far as the index states them."""
+        """Bytes of all entries, as far as the index states them."""
         return int(sealed_size(self._manifest.raw_bytes.clip(0)).sum())
 
     def known_entry(self, number: int) -> str:
-        """The name of a shard's entry as far as index and store have told it; "" if they have not."""
+        """Return the name of a shard's entry; "" if index and store have not stated it yet."""
         known = self._objects.get(number)
         return entry_name(self.info(number), self.store.url, known and known[1]) or ""
 
     def known_size(self, number: int) -> int:
-        """Bytes of a shard's entry, as far as index and store have stated them."""
+        """Return the bytes of a shard's entry, as far as index and store have stated them."""
         raw_bytes = self.info(number).raw.bytes
         if raw_bytes < 0 and number in self._objects:
             raw_bytes = self._objects[number][0]
         return sealed_size(max(raw_bytes, 0))
 
     def known_sizes(self) -> Ints:
-        """int64[shards]: `known_size` of each."""
+        """Return int64[shards]: `known_size` of each."""
         sizes = sealed_size(self._manifest.raw_bytes.clip(0))
         for number in self._objects:
             sizes[number] = self.known_size(number)
         return sizes
 
     def names(self) -> EntryPart:
-        """For `EntryNames`."""
+        """Return what `EntryNames` needs of this dataset."""
         shards = self._manifest.shards
         return len(shards), self.known_entry, name_digests(shards)
 
-    def known_objects(self) -> list[int]:
-        """The shards whose objects the store was asked for, or that were known from the start."""
-        return list(self._objects)
+    def known_objects(self) -> Iterator[tuple[int, str, int]]:
+        """Yield (number, entry name, entry bytes) of the shards whose objects are known."""
+        for number in list(self._objects):
+            yield number, self.known_entry(number), self.known_size(number)
 
     def _object(self, number: int) -> tuple[int, str]:
-        """(size, version) of a shard's object, asked for once."""
+        """Return (size, version) of a shard's object, asked for once."""
         if number not in self._objects:
             found = self.store.head(self.info(number).stored.basename)
             # Of threads that ask at once, the first is right: all are to fetch one version.
             self._objects.setdefault(number, (found.bytes, found.version))
-            self._teach(number)
+            self._tell_plans(number)
         return self._objects[number]
 
-    def _teach(self, number: int) -> None:
-        """Give the plans what only the object states; they would take the entry for somebody else's."""
-        if self.known_entry(number):
+    def _tell_plans(self, number: int) -> None:
+        """Give plans the name that only the object states; they would take the entry for somebody else's."""
+        if name := self.known_entry(number):
             for plan in self.fetcher.plans():
                 if self in plan.parts:
-                    plan.learn(self, number)
+                    plan.set_entry(self, number, name, self.known_size(number))
+
+
+class CacheReader:
+    """Reads one remote dataset in a loop."""
+
+    def __init__(self, shards: CachedShards, timeout_seconds: float | None = None) -> None:
+        self.shards = shards
+        self.timeout_seconds = timeout_seconds or shards.timeout_seconds
+        self.using: frozenset[int] = frozenset()
+        """The shards that the loop reads now; they stay open."""
+        self.is_open = False
+        """Whether a run was started and this was not closed since."""
+        self.plan: FetchPlan | None = None
+        self.loop: LoopPosition | None = None
+        """Where the loop is, if it reads rows of other lanes than it plans for."""
+
+    def reads_singly(self, number: int) -> bool:
+        """Whether a shard's rows are not worth waiting for the whole shard.
+
+        The cache had no room for it, or no lane of the plan needs it now: a row or two of it were moved here.
+        """
+        if self.shards.has_no_room(number):
+            return True
+        if self.plan is None or self.loop is None:
+            return False
+        return not self.plan.needs(self.shards, number, self.loop.reading_to)
+
+    def load(self, number: int) -> Bytes:
+        """Load a shard as `CachedShards.load` does, with this reader's plan and timeout."""
+        return self.shards.load(number, self.timeout_seconds, self.plan)
+
+    def missing(self, numbers: Sequence[int]) -> list[int]:
+        """Return which of these shards are not here yet."""
+        return [number for number in numbers if not self.shards.is_there(number)]
+
+    def progress(self) -> str:
+        """Return what is being waited for, as the end of a sentence; "" if nothing is."""
+        progress = self.shards.progress()
+        return f"; waiting for {progress}" if progress else ""

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.arrays import Bytes
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
 from shardkit.card import DatasetCard, block_checksums
 from shardkit.datasets.locate import Found, LocalFiles, locate
 from shardkit.datasets.range_store import RangeStore
@@ -57,9 +57,8 @@ from shardkit.storage.store import StorageOptions, Store
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardkit.cache.reader import CacheReader
-    from shardkit.cache.shards import CachedShards, SharedCache
-    from shardkit.cache.tar_scan import TarIndexes
+    from shardkit.cache.indexes import TarIndexes
+    from shardkit.cache.shards import CachedShards, CacheReader, SharedCache
     from shardkit.datasets.row_costs import RowCosts
     from shardkit.formats.tar import TarShard
     from shardkit.formats.tar.members import Scanned, TarIndex
@@ -337,7 +336,7 @@ class Dataset(Closing, Described):
         """
         with self._lock:
             unused = self._open.keys() - numbers
-            for number in unused if self.shards is None else unused - self.shards.kept(unused):
+            for number in unused if self.shards is None else unused - self.shards.still_open(unused):
                 del self._open[number]
 
     def close(self) -> None:
@@ -552,7 +551,7 @@ def _open_remote(
     if versions is None:
         blocks = block_checksums(manifest, card)
         return manifest, CachedShards(store, manifest, cache, fetcher, blocks=blocks), None
-    from shardkit.cache.tar_scan import scan_tars, skim_tar
+    from shardkit.datasets.tar_scan import scan_tars, skim_tar
 
     sizes = [info.stored.bytes for info in manifest.shards]
     objects = dict(enumerate(zip(sizes, versions, strict=True)))
@@ -581,7 +580,7 @@ def _open_remote(
 
 def _scan_local(found: Found, versions: Sequence[str], options: CacheOptions) -> tuple[Manifest, TarIndexes]:
     """The manifest of a folder of tars, each scanned; ShardError names one that is damaged."""
-    from shardkit.cache.tar_scan import scan_tars
+    from shardkit.datasets.tar_scan import scan_tars
 
     folder, manifest = found.folder, found.manifest
     assert folder is not None
@@ -598,7 +597,7 @@ def _scan_local(found: Found, versions: Sequence[str], options: CacheOptions) ->
 
 
 def _indexes(url: str, manifest: Manifest, versions: Sequence[str], options: CacheOptions) -> TarIndexes:
-    from shardkit.cache.tar_scan import TarIndexes
+    from shardkit.cache.indexes import TarIndexes
 
     size = sum(info.stored.bytes for info in manifest.shards)
     if options.folder is None and size > _UNREMEMBERED_BYTES:

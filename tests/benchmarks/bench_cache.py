@@ -22,11 +22,10 @@ import numpy as np
 
 from figures import benchmark_parser, give
 from shardkit.cache.belady import Fetch, Future
-from shardkit.cache.contract import Contents
 from shardkit.cache.entry import EntryNames
-from shardkit.cache.folder import CacheFolder
-from shardkit.cache.planner import Planner
-from shardkit.cache.subfolder import SUBFOLDER
+from shardkit.cache.folder import SUBFOLDER, CacheFolder
+from shardkit.cache.planner import LoopPosition, Planner
+from shardkit.cache.protocol import Contents
 from shardkit.order.order import Order, OrderSpec
 
 TRIES = 50
@@ -48,7 +47,11 @@ def measure(entries: int) -> dict[str, object]:
         roomy, full = CacheFolder(folder, 1 << 40), CacheFolder(folder, entries * BYTES)
         order = Order(np.full(len(names), 10), OrderSpec(1, 1, 1, "none"))
         planner = Planner(
-            Future(order), EntryNames.of(names), np.full(len(names), BYTES), order.samples, 10 * TRIES
+            Future(order),
+            EntryNames.of(names),
+            np.full(len(names), BYTES),
+            order.samples,
+            LoopPosition(10 * TRIES),
         )
         planner.plan(full, ())
         began = time.process_time()

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.cache.contract import Cache, Contents
+from shardkit.cache.download import Job
 from shardkit.cache.entry import sealed_size
-from shardkit.cache.fetcher import AHEAD, Fetcher, FetchLimits, Job
+from shardkit.cache.fetcher import AHEAD, Fetcher, FetchLimits
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
-from shardkit.cache.reader import FetchPlan
+from shardkit.cache.planner import LoopPosition
+from shardkit.cache.protocol import Cache, Contents
 from shardkit.cache.shards import CachedShards
 from shardkit.formats.mds import read_index
 from shardkit.storage.store import Store
@@ -28,6 +29,7 @@ from support.noted_store import NotedStore
 from support.remote_harness import (
     SOON_SECONDS,
     Remote,
+    advance,
     fetch_threads,
     in_order,
     kept,
@@ -131,7 +133,7 @@ def test_a_few_shards_have_lease_and_room_before_a_connection_is_free(
 ) -> None:
     store = all_held(folder)
     shards = opened(store, CacheFolder(tmp_path, 1 << 20) if where == "folder" else CacheMemory(1 << 20))
-    _plan = FetchPlan([shards], in_order(shards), 0, None)
+    _plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
     begun(shards)
     time.sleep(0.02)
     assert filling(shards.cache) == CONNECTIONS + AHEAD
@@ -169,7 +171,7 @@ def test_shards_are_prepared_in_plan_order_and_no_ready_shard_is_overtaken(
     slow = FaultRule(fault="late", operation="open", probability=0.5, seconds=0.02)
     around = partial(FaultyStore, rules=[slow], seed=seed)
     shards = opened(NotedStore(folder), cache, connections, around)
-    _plan = FetchPlan([shards], in_order(shards), 0, None)
+    _plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
     wait_until(lambda: kept(shards) == SHARDS)
     assert begun == list(range(SHARDS))
     assert all(number == min(ready) for number, ready in started)
@@ -181,7 +183,7 @@ def test_a_ready_shard_that_someone_comes_to_wait_for_starts_next_and_is_not_pre
 ) -> None:
     store = all_held(folder)
     shards = opened(store, connections=1)
-    _plan = FetchPlan([shards], in_order(shards), 0, None)
+    _plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
     begun(shards)
     last = max(job.number for job in shards.fetcher._ready)
     waiting = load_soon(shards, last)
@@ -197,7 +199,7 @@ def test_a_ready_shard_gives_up_its_room_for_one_that_is_waited_for(
 ) -> None:
     store = all_held(folder)
     shards = opened(store, CacheFolder(tmp_path, (1 + AHEAD) * sealed_size(len(raw[0])) + 50), 1)
-    _plan = FetchPlan([shards], in_order(shards), 0, None)
+    _plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
     begun(shards)
     far = SHARDS - 1
     waiting = load_soon(shards, far)
@@ -224,7 +226,7 @@ def test_closing_gives_back_the_lease_and_room_of_ready_shards_and_of_those_bein
 
     cache.pause = pause
     shards = opened(store, cache, join_seconds=0.01)
-    _plan = FetchPlan([shards], in_order(shards), 0, None)
+    _plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
     wait_until(lambda: len(prepared) == CONNECTIONS + AHEAD and len(shards.fetcher._ready) == AHEAD - 1)
     wait_until(lambda: len(store.reads) == CONNECTIONS)
     threads = fetch_threads()
@@ -244,7 +246,7 @@ def test_a_ready_shard_that_another_process_has_brought_meanwhile_is_not_fetched
 ) -> None:
     store = all_held(folder)
     shards, other = opened(store, CacheFolder(tmp_path, 1 << 20), 1), CacheFolder(tmp_path, 1 << 20)
-    _plan = FetchPlan([shards], in_order(shards), 0, None)
+    _plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
     begun(shards)
     number = shards.fetcher._ready[0].number
     slot = room(other, shards.entry(number), len(raw[number]))  # as after waiting for the lease in vain
@@ -264,7 +266,7 @@ def test_preparing_that_hangs_holds_up_no_other_shard(folder: Path, opened: Open
     shards = opened(store, cache)
     hanging = shards.entry(1)
     cache.pause = lambda name: assert_set(go_on) if name == hanging else None
-    _plan = FetchPlan([shards], in_order(shards), 0, None)
+    _plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
     wait_until(lambda: kept(shards) == SHARDS - 1)
     go_on.set()
     wait_until(lambda: kept(shards) == SHARDS)
@@ -346,13 +348,13 @@ def test_random_loads_besides_plans_in_small_caches_of_several_users_hang_never_
     budgets = [Budget(shards.cache) for shards in users]
 
     def read(shards: CachedShards, numbers: list[int]) -> list[int]:
-        plan = FetchPlan([shards], in_order(shards), 0, None)
+        plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
         wrong = []
         for place, number in enumerate(numbers):
             if shards.load(number, SOON_SECONDS, plan).tobytes() != raw[number]:
                 wrong.append(number)
-            plan.advance(min(place * 20, len(ROWS)))
-        plan.close()
+            advance(plan, shards, min(place * 20, len(ROWS)))
+        shards.fetcher.drop(plan)
         return wrong
 
     readers = [

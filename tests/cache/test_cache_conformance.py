@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardkit.cache.contract import CACHE_COUNTERS, Cache, Contents
 from shardkit.cache.entry import sealed_size
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
+from shardkit.cache.protocol import CACHE_COUNTERS, Cache, Contents
 from support.cache_entries import RAW, check, content, fill, leased, nobody, oldest, room, used
 
 FORKED_SECONDS = 10

@@ -209,7 +209,7 @@ def test_shards_are_found_by_name_in_a_large_dataset_as_in_a_small_one(
     large = EntryNames([(2, ["first", ""].__getitem__, None), (300, names.__getitem__, found)])
     asked = ["first", "second", "", "28-xxh64-", "not-hex", names[0][:-2], f"{names[0]}00", *names]
     for each in (small, large):
-        each.learn(1, "second")
+        each.set_name(1, "second")
         assert [each.name(number) for number in range(302)] == ["first", "second", *names]
     for name in asked * 2:
         expected = [number for number, known in enumerate(["first", "second", *names]) if name == known]

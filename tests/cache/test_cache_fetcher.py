@@ -16,14 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shardkit.cache.contract import Cache, Contents
-from shardkit.cache.download import DamagedObjectError, Download, Part
-from shardkit.cache.fetcher import Fetcher, FetchLimits, FetchTimeoutError, Job
+from shardkit.cache.download import DamagedObjectError, Download, FetchTimeoutError, Job, Part
+from shardkit.cache.fetcher import Fetcher, FetchLimits
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
-from shardkit.cache.reader import FetchPlan
+from shardkit.cache.planner import FetchPlan, LoopPosition
+from shardkit.cache.protocol import Cache, CacheFolderError, Contents, Fetchable
 from shardkit.cache.shards import CachedShards
-from shardkit.cache.subfolder import CacheFolderError
 from shardkit.datasets.locate import find_remote
 from shardkit.formats.compression import decompress
 from shardkit.formats.mds import read_index
@@ -113,7 +112,7 @@ class Waiters:
         self._lock = threading.Lock()
         demand = shards.fetcher.demand
 
-        def counted(shards: CachedShards, number: int, plan: FetchPlan | None) -> Job:
+        def counted(shards: Fetchable, number: int, plan: FetchPlan | None) -> Job:
             job = demand(shards, number, plan)
             with self._lock:
                 self.asked += 1
@@ -149,7 +148,7 @@ class Waiters:
 def test_what_is_waited_for_goes_before_what_is_planned(folders: dict[str, Path], opened: Open) -> None:
     store = doors(folders["mds"], 0)
     shards = opened(store, connections=1)
-    _plan = FetchPlan([shards], in_order(shards), 0, None)
+    _plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
     assert store.reached.wait(SOON_SECONDS)
     waiters = Waiters(shards, 4)
     assert f"{store.url}/shard.00004.mds: 0 of " in shards.progress()
@@ -182,7 +181,7 @@ def test_a_planned_shard_that_someone_comes_to_wait_for_is_not_fetched_again(
 ) -> None:
     store = doors(folders["mds"], 0)
     shards = opened(store)
-    _plan = FetchPlan([shards], in_order(shards), 0, None)
+    _plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
     assert store.reached.wait(SOON_SECONDS)
     assert shards.progress() == "", "nobody waits yet"
     waiters = Waiters(shards, 0)
@@ -203,7 +202,7 @@ def test_idle_threads_share_a_shard_that_is_waited_for(folders: dict[str, Path],
     assert [start for start, _ in edges] == [0, *[stop for _, stop in edges[:-1]]]
     assert edges[-1][1] == len(raw)
     store.reads.clear()
-    _plan = FetchPlan([shards], in_order(shards), 0, None)
+    _plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
     wait_until(lambda: kept(shards) == SHARDS)
     assert len(store.reads) == SHARDS - 1, "those of a plan take one connection each"
 
@@ -268,7 +267,7 @@ def test_a_planned_fetch_that_fails_disturbs_nobody_but_who_needs_it(
 ) -> None:
     store = doors(folders["mds"])
     shards = opened(store, None, FaultRule(fault="deny", key="00002"))
-    _plan = FetchPlan([shards], in_order(shards), 0, None)
+    _plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
     wait_until(lambda: kept(shards) == SHARDS - 1)
     with pytest.raises(StoreError, match=r"00002.*AccessDenied"):
         shards.load(2)
@@ -287,7 +286,7 @@ def test_a_cache_folder_that_cannot_be_listed_ends_no_thread(
     cache = CacheFolder(tmp_path, 1 << 20)
     shards = opened(doors(folders["mds"]), cache)
     monkeypatch.setattr(cache, "contents", fail)
-    _plan = FetchPlan([shards], in_order(shards), 0, None)
+    _plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
     wait_until(lambda: len(failed) > 0)
     assert shards.load(2).tobytes() == raw_of(folders["mds"], 2)
     assert all(thread.is_alive() for thread in shards.fetcher._threads)
@@ -428,7 +427,7 @@ def test_threads_that_have_nothing_to_do_end_and_others_come_when_needed(
     for number in (0, 1):
         assert shards.load(number).tobytes() == raw_of(folders["mds"], number)
         wait_until(lambda: set(fetch_threads()) <= set(before))
-    _plan = FetchPlan([shards], in_order(shards), 0, None)
+    _plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
     wait_until(lambda: len(shards.cache.contents()) == SHARDS)
     wait_until(lambda: set(fetch_threads()) <= set(before))
 
@@ -445,7 +444,7 @@ def test_a_forked_child_fetches_by_itself_whatever_its_parents_threads_did(
     shards = opened(store, CacheMemory(5 * size // 2 if moment == "planning" else 1 << 20))
     if moment == "idle":
         store.let_through()
-    plan = FetchPlan([shards], in_order(shards), 0, None)
+    plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
     if moment == "idle":
         wait_until(lambda: kept(shards) == SHARDS)
     else:
@@ -477,7 +476,7 @@ def test_what_another_process_fetches_is_left_to_it_until_someone_waits_too_long
     store = doors(folders["mds"])
     shards = opened(store, lease_seconds=0.05)
     held = leased(shards.cache, shards.entry(1))
-    _plan = FetchPlan([shards], in_order(shards), 0, None)
+    _plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
     wait_until(lambda: kept(shards) == SHARDS - 1)
     assert 1 not in store.shards
     assert shards.load(1).tobytes() == raw_of(folders["mds"], 1), "whoever holds the lease has been stopped"

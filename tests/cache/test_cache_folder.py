@@ -20,11 +20,10 @@ import numpy.typing as npt
 import pytest
 
 from shardkit.cache import folder as module
-from shardkit.cache.contract import CACHE_COUNTERS, Lease
 from shardkit.cache.entry import SEAL_BYTES, is_sealed, make_seal, sealed_size
-from shardkit.cache.folder import CacheFolder
-from shardkit.cache.subfolder import SUBFOLDER, CacheFolderError
-from shardkit.cache.tar_scan import TarIndexes
+from shardkit.cache.folder import SUBFOLDER, CacheFolder
+from shardkit.cache.indexes import TarIndexes
+from shardkit.cache.protocol import CACHE_COUNTERS, CacheFolderError, Lease
 from shardkit.formats.tar.members import Scanned, TarIndex
 from shardkit.hashing import hash_bytes
 from shardkit.locks import FileLock
@@ -833,7 +832,8 @@ def _use_without_permission(folder: Path, cache: CacheFolder) -> int:  # pragma:
 
 AS_NOBODY = """
 import os, sys
-from shardkit.cache.folder import CacheFolder, CacheFolderError
+from shardkit.cache.folder import CacheFolder
+from shardkit.cache.protocol import CacheFolderError
 os.setgroups([]), os.setgid(65534), os.setuid(65534), os.umask(0o002)
 try:
     cache = CacheFolder(sys.argv[1])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
 from shardkit.cache.indexes import NodeIndexes
 from shardkit.cache.shards import SharedCache
 from shardkit.datasets.locate import find_remote

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from shardkit.cache import folder as folder_module
-from shardkit.cache.contract import Contents
 from shardkit.cache.entry import sealed_size
-from shardkit.cache.folder import CacheFolder
+from shardkit.cache.folder import SUBFOLDER, CacheFolder
 from shardkit.cache.ledger import Ledger
-from shardkit.cache.subfolder import SUBFOLDER
+from shardkit.cache.protocol import Contents
 from shardkit.files import allocate
 from support.cache_entries import RAW, fill, room
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.cache.belady import Fetch, Future
-from shardkit.cache.contract import Contents, Held
 from shardkit.cache.entry import EntryNames
 from shardkit.cache.memory import CacheMemory
-from shardkit.cache.planner import IDLE_SECONDS, REST_SECONDS, Pace, Planner
+from shardkit.cache.planner import IDLE_SECONDS, REST_SECONDS, LoopPosition, Pace, Planner
+from shardkit.cache.protocol import Contents, Held
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import shard_uses
 from support.cache_entries import room
@@ -60,7 +60,12 @@ def planner_of(order: Order, position: int = 0, clock: Clock | None = None) -> P
     sizes = np.full(count, SIZE, dtype=np.int64)
     names = [name_of(number) for number in range(count)]
     return Planner(
-        Future(order), EntryNames.of(names), sizes, order.samples, position, clock=clock or Clock()
+        Future(order),
+        EntryNames.of(names),
+        sizes,
+        order.samples,
+        LoopPosition(position),
+        clock=clock or Clock(),
     )
 
 
@@ -75,6 +80,18 @@ def number_of(name: str) -> int:
 def fill(cache: CacheMemory, *numbers: int) -> None:
     for number in numbers:
         room(cache, name_of(number), SIZE).commit()
+
+
+def advance(planner: Planner, position: int) -> bool:
+    """Move a loop that has read everything before `position`; whether there may be something to do."""
+    planner.loop.read = position
+    return position >= planner.wake_at
+
+
+def give(planner: Planner, position: int) -> bool:
+    """Give a loop everything before `position`; whether there may be something to do."""
+    planner.loop.given = position
+    return position >= planner.resume_at
 
 
 def take_all(planner: Planner) -> list[int]:
@@ -107,7 +124,7 @@ def test_what_is_needed_first_is_fetched_first_and_nothing_before_its_room_is_fr
     planner, cache = make_planner(), CacheMemory(2 * SIZE)
     fetched = []
     for position in range(60):
-        planner.advance(position)
+        advance(planner, position)
         _, tried = settle(planner, cache, lambda fetch: True)
         fetched += [(position, shard) for shard in tried]
     # 1 makes room for 2, not 0, which the next epoch needs sooner.
@@ -140,7 +157,7 @@ def test_whatever_arrives_and_whatever_does_not_no_shard_is_tried_twice_in_a_row
     planner, cache = planner_of(make_order(8, spec)), CacheMemory(capacity * SIZE)
     lucky = data.draw(st.lists(st.booleans(), min_size=8, max_size=8))
     for position in range(0, 160, data.draw(st.integers(4, 40))):
-        planner.advance(position)
+        advance(planner, position)
         plans, tried = settle(planner, cache, lambda fetch: lucky[fetch.shard])
         assert plans <= 9
         unlucky = [shard for shard in tried if not lucky[shard]]
@@ -151,10 +168,10 @@ def test_a_fetch_that_came_to_nothing_is_tried_again_after_a_rest() -> None:
     clock = Clock()
     planner, cache = make_planner(clock=clock), CacheMemory(6 * SIZE)
     assert settle(planner, cache, lambda fetch: fetch.shard != 2)[1] == [0, 1, 2, 3, 4, 5]
-    planner.advance(5)
+    advance(planner, 5)
     assert settle(planner, cache, lambda fetch: True)[1] == []
     clock.now += REST_SECONDS + 0.1
-    planner.advance(10)
+    advance(planner, 10)
     assert settle(planner, cache, lambda fetch: True)[1] == [2]
 
 
@@ -176,7 +193,7 @@ def test_a_cache_that_cannot_be_listed_is_not_asked_again_before_the_loop_moves_
         planner.plan(cache, ())
     assert not planner.is_stale()
     cache.fails = False
-    assert planner.advance(1)
+    assert advance(planner, 1)
     assert settle(planner, cache, lambda fetch: True)[1] == [0, 1, 2, 3, 4, 5]
 
 
@@ -193,7 +210,7 @@ def test_the_fetcher_is_woken_for_the_next_fetch_and_not_at_every_step() -> None
 
 
 def wake(planner: Planner, cache: CacheMemory, position: int) -> bool:
-    if not planner.advance(position):
+    if not advance(planner, position):
         return False
     settle(planner, cache, lambda fetch: True)
     return True
@@ -274,11 +291,13 @@ def test_a_shard_that_is_in_use_is_never_named_as_a_victim(
 def test_a_name_that_is_learned_later_is_an_entry_of_ones_own() -> None:
     order = make_order(4)
     sizes = np.zeros(4, dtype=np.int64)
-    planner = Planner(Future(order), EntryNames.of([""] * 4), sizes, order.samples, 0, clock=Clock())
+    planner = Planner(
+        Future(order), EntryNames.of([""] * 4), sizes, order.samples, LoopPosition(0), clock=Clock()
+    )
     contents = {name_of(number): Held(SIZE, 0.0) for number in (1, 3)}
     assert list(planner.victims_now(contents)) == []
     for number in range(4):
-        planner.learn(number, name_of(number), SIZE)
+        planner.set_entry(number, name_of(number), SIZE)
     assert list(planner.victims_now(contents)) == [name_of(3), name_of(1)]
     planner.plan(Shelf(3 * SIZE, **contents), ())
     assert take_all(planner) == [0]  # the other one waits for room
@@ -302,7 +321,9 @@ def paced(pace: Pace, clock: Clock, shards: int = 100) -> tuple[Planner, Shelf, 
     sizes = np.full(shards, size, dtype=np.int64)
     names = [name_of(number) for number in range(shards)]
     order = make_order(shards)
-    planner = Planner(Future(order), EntryNames.of(names), sizes, order.samples, 0, pace=pace, clock=clock)
+    planner = Planner(
+        Future(order), EntryNames.of(names), sizes, order.samples, LoopPosition(0), pace=pace, clock=clock
+    )
     return planner, Shelf(shards * size), size
 
 
@@ -326,7 +347,7 @@ def test_a_cache_is_filled_a_few_times_as_fast_as_the_loop_consumes(sharers: int
     taken = wakes = 0
     for position in range(1, 200):
         clock.now += 1
-        if planner.consume(position):
+        if give(planner, position):
             wakes += 1
             taken += taken_until_held_back(planner, shelf, size)
         assert -1 <= 3 * position / SAMPLES / sharers - taken <= 1.6
@@ -339,7 +360,7 @@ def test_what_is_needed_within_the_horizon_is_fetched_at_once() -> None:
     taken = taken_until_held_back(planner, shelf, size)
     for position in range(1, 300):
         clock.now += 0.5
-        if planner.consume(position):
+        if give(planner, position):
             taken += taken_until_held_back(planner, shelf, size)
         if position > 1:
             assert (position + 120) // SAMPLES <= taken <= (position + 120) // SAMPLES + 3
@@ -349,6 +370,11 @@ def test_shards_of_a_few_megabytes_are_not_held_back() -> None:
     order = make_order(20)
     sizes, names = np.full(20, 1 << 16, dtype=np.int64), [name_of(number) for number in range(20)]
     planner = Planner(
-        Future(order), EntryNames.of(names), sizes, order.samples, 0, pace=Pace.of_rank(3, sharers=8)
+        Future(order),
+        EntryNames.of(names),
+        sizes,
+        order.samples,
+        LoopPosition(0),
+        pace=Pace.of_rank(3, sharers=8),
     )
     assert taken_until_held_back(planner, Shelf(1 << 30), 1 << 16) == 20

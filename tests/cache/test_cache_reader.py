@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from shardkit.cache.fetcher import FetchLimits
-from shardkit.cache.folder import CacheFolder
+from shardkit.cache.folder import SUBFOLDER, CacheFolder
 from shardkit.cache.memory import CacheMemory
-from shardkit.cache.planner import PLANNED, Planner
-from shardkit.cache.reader import FIRST_ROWS, CacheReader, FetchPlan
+from shardkit.cache.planner import PLANNED, LoopPosition, Planner
 from shardkit.cache.rows import NodeRows
-from shardkit.cache.subfolder import SUBFOLDER
+from shardkit.cache.run import FIRST_ROWS
+from shardkit.cache.shards import CacheReader
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.producer import LoaderTimeoutError
 from shardkit.locks import FileLock
@@ -349,15 +349,15 @@ def test_what_one_cache_has_no_room_for_together_does_not_stay_open(opened: Open
     _, first = opened(cache=CacheMemory(sum(map(second.shards.known_size, numbers))))
     for number in numbers:
         first.dataset.shard(number)
-    assert first.shards.kept(numbers) == numbers
+    assert first.shards.still_open(numbers) == numbers
     order = Order([10] * (2 * SHARDS), OrderSpec(1, 1, 1, "none"))
-    plan = FetchPlan([first.shards, second.shards], order, 0, None)
+    plan = first.shards.fetcher.follow([first.shards, second.shards], order, LoopPosition(0))
     reader = CacheReader(first.shards)
     reader.plan = plan
     first.shards.readers.add(reader)
-    assert first.shards.kept(numbers) == frozenset()
+    assert first.shards.still_open(numbers) == frozenset()
     reader.using = frozenset({2})
-    assert first.shards.kept(numbers) == {2}
+    assert first.shards.still_open(numbers) == {2}
 
 
 def test_a_plan_made_while_a_shard_comes_does_not_forget_that_it_has_no_room(opened: Open) -> None:
@@ -385,7 +385,7 @@ def test_a_loop_that_stands_still_is_planned_for_a_few_times_only(
     plan = Planner.plan
 
     def counted(planner: Planner, *arguments: Any) -> None:
-        plans.append(planner._position)
+        plans.append(planner.loop.read)
         plan(planner, *arguments)
 
     monkeypatch.setattr(Planner, "plan", counted)

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.cache.fetcher import FetchTimeoutError
-from shardkit.cache.row_layout import MAX_ROW_BYTES, RowLayout, row_layout
+from shardkit.cache.download import FetchTimeoutError
+from shardkit.cache.row_bytes import MAX_ROW_BYTES, RowLayout, row_layout
 from shardkit.cache.rows import FetchedRows, RowReader
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
@@ -119,7 +119,7 @@ def test_rows_of_tars_with_a_loss_mask_are_found(tmp_path: Path) -> None:
     found = read(rows, 0, 7, 59).data
     np.testing.assert_array_equal(found[:, :333], masks[[0, 7, 59]])
     np.testing.assert_array_equal(found[:, 333:].copy().view(np.uint16), tokens[[0, 7, 59]])
-    rows.prove(0, raw)
+    rows.verify_rows(0, raw)
     assert row_layout("tar", replace(shard, columns=shard.columns[::-1])) is None, "members of unknown order"
     raw[5 * layout.stride + layout.columns[1].at - 128 - 512 + 20] ^= 1  # the second member's name
     (tmp_path / "s.tar").write_bytes(raw.tobytes())
@@ -260,7 +260,7 @@ def test_one_corrupt_read_of_a_row_does_no_harm(kind: Format, tmp_path: Path, ba
 
     reading = reader(kind, tmp_path, [shard], corrupt)
     np.testing.assert_array_equal(read(reading, 4).data.view(rows.dtype), rows[[4]])
-    reading.prove(0, raw_of(tmp_path, shard))
+    reading.verify_rows(0, raw_of(tmp_path, shard))
 
 
 def test_a_row_that_differs_at_every_read_is_an_error_that_names_it(kind: Format, tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_a_row_corrupt_twice_alike_is_found_out_when_its_shard_has_come(kind: Fo
     with pytest.raises(
         ShardError, match=r"row 2 was damaged identically in two.*go back to the last"
     ) as info:
-        reading.prove(0, raw_of(tmp_path, shard))
+        reading.verify_rows(0, raw_of(tmp_path, shard))
     assert info.value.file.endswith(f"/{shard.raw.basename}")
 
 
@@ -379,10 +379,10 @@ def test_exactly_the_wrong_rows_that_were_delivered_are_found_out(
     )
     if any(bad in some for some in wanted):
         with pytest.raises(ShardError, match=f"row {bad} was damaged"):
-            reading.prove(0, raw)
+            reading.verify_rows(0, raw)
     else:
-        reading.prove(0, raw)
-    reading.prove(0, raw)  # nothing is left to prove
+        reading.verify_rows(0, raw)
+    reading.verify_rows(0, raw)  # nothing is left to verify
 
 
 def test_rows_are_not_kept_for_ever(tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ def test_rows_are_not_kept_for_ever(tmp_path: Path) -> None:
     wrong = raw_of(tmp_path, shard)
     wrong[-rows.nbytes :] ^= 1
     for number in (0, 1):
-        reading.prove(number, wrong)  # forgotten, the oldest first
+        reading.verify_rows(number, wrong)  # forgotten, the oldest first
     for number in (2, 3):
         with pytest.raises(ShardError, match="row 0"):
-            reading.prove(number, wrong)
+            reading.verify_rows(number, wrong)

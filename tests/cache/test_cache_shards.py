@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
 from shardkit.cache.entry import entry_name
 from shardkit.cache.memory import CacheMemory
-from shardkit.cache.reader import CacheReader, CacheRun, FetchPlan, PlanRequest
-from shardkit.cache.shards import CachedShards
+from shardkit.cache.planner import LoopPosition
+from shardkit.cache.run import CacheRun, PlanRequest
+from shardkit.cache.shards import CachedShards, CacheReader
 from shardkit.datasets.dataset import open_dataset
 from shardkit.loaders.metrics import CacheStats
 from shardkit.storage.memory import MemoryStore
@@ -26,6 +27,7 @@ from support.noted_store import NotedStore
 from support.remote_harness import (
     SOON_SECONDS,
     Remote,
+    advance,
     fetch_threads,
     fresh_url,
     in_order,
@@ -161,10 +163,10 @@ def test_all_is_fetched_ahead_where_there_is_room_and_each_shard_once(
 ) -> None:
     store = NotedStore(folders[kind])
     shards = opened(store)
-    plan = FetchPlan([shards], in_order(shards), 0, None)
+    plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
     wait_until(lambda: kept(shards) == SHARDS)
     for position in range(0, 120, 7):  # into the third epoch
-        plan.advance(position)
+        advance(plan, shards, position)
     for number in range(SHARDS):
         assert shards.is_there(number)
         shards.load(number)
@@ -184,11 +186,11 @@ def test_a_small_cache_follows_the_training_loop(folders: dict[str, Path], kind:
         for number in range(SHARDS):
             shards.entry(number)
     order = in_order(shards)
-    plan = FetchPlan([shards], order, 0, None)
+    plan = shards.fetcher.follow([shards], order, LoopPosition(0))
     starts = shards._manifest.shard_starts
     for epoch in range(2):
         for number in range(SHARDS):
-            plan.advance(epoch * order.samples + int(starts[number]))
+            advance(plan, shards, epoch * order.samples + int(starts[number]))
             wait_until(lambda number=number: shards.is_there(number))  # type: ignore[misc]
             shards.load(number)
     counters = shards.counters()
@@ -207,7 +209,8 @@ def test_a_small_cache_follows_the_training_loop(folders: dict[str, Path], kind:
 def test_a_plan_begins_where_the_run_is(folders: dict[str, Path]) -> None:
     store = NotedStore(folders["mds"])
     shards = opened(store, CacheMemory(largest_of(store) + 100))
-    _plan = FetchPlan([shards], in_order(shards), int(shards._manifest.shard_starts[3]), None)
+    begin = int(shards._manifest.shard_starts[3])
+    _plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(begin))
     wait_until(lambda: shards.is_there(3))
     shards.close()
     assert [read.key for read in store.reads] == [names_of(shards)[3]]
@@ -222,10 +225,10 @@ def test_two_readers_in_a_small_cache_have_what_each_needs_next(folders: dict[st
     order, starts = in_order(shards), shards._manifest.shard_starts
     laps = [[(number + offset) % SHARDS for number in range(SHARDS)] for offset in (0, 3)]
     places = [[int(starts[number]) + (number < lap[0]) * order.samples for number in lap] for lap in laps]
-    plans = [FetchPlan([shards], order, place[0], None) for place in places]
+    plans = [shards.fetcher.follow([shards], order, LoopPosition(place[0])) for place in places]
     for step in range(SHARDS):
         for plan, lap, place in zip(plans, laps, places, strict=True):
-            plan.advance(place[step])
+            advance(plan, shards, place[step])
             wait_until(lambda number=lap[step]: shards.is_there(number))  # type: ignore[misc]
             shards.load(lap[step])
         assert sum(held.bytes for held in shards.cache.contents().values()) <= capacity
@@ -260,7 +263,7 @@ def test_a_pickled_copy_works_by_itself(
     put_folder(folders[kind], store)
     cache = CacheOptions(folder=tmp_path if where == "folder" else None, capacity=1 << 20)
     shards = remote_shards(store.url, cache)
-    _plan = FetchPlan([shards], in_order(shards), 0, None)
+    _plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
     expected = [shards.load(number).tobytes() for number in range(SHARDS)]
     text = pickle.dumps(shards)
     shards.close()
@@ -294,7 +297,7 @@ def test_a_copy_reads_the_versions_that_were_known_and_no_others(folders: dict[s
 def test_closed_shards_have_no_threads_and_may_be_used_again(folders: dict[str, Path]) -> None:
     shards = opened(NotedStore(folders["mds"]))
     for _ in range(2):
-        _plan = FetchPlan([shards], in_order(shards), 0, None)
+        _plan = shards.fetcher.follow([shards], in_order(shards), LoopPosition(0))
         wait_until(lambda: kept(shards) == SHARDS)
         assert fetch_threads()
         shards.close()

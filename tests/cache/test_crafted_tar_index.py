@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from shardkit.cache.tar_scan import TarIndexes
+from shardkit.cache.indexes import TarIndexes
 from shardkit.errors import ShardError
 from shardkit.formats import tar
 from shardkit.formats.tar.members import Scanned

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
 from shardkit.cache.indexes import NodeIndexes
 from shardkit.card import MAX_CARD_BYTES
 from shardkit.cli.info import describe

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.cache.contract import CacheOptions
-from shardkit.cache.subfolder import SUBFOLDER
-from shardkit.cache.tar_scan import TarIndexes, scan_tars
+from shardkit.cache import CacheOptions
+from shardkit.cache.folder import SUBFOLDER
+from shardkit.cache.indexes import TarIndexes
 from shardkit.datasets.dataset import Dataset, open_dataset
+from shardkit.datasets.tar_scan import scan_tars
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.formats import tar
 from shardkit.formats.tar.find import unscanned

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.cache.contract import CacheOptions
-from shardkit.cache.subfolder import SUBFOLDER
+from shardkit.cache import CacheOptions
+from shardkit.cache.folder import SUBFOLDER
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError
 from shardkit.loaders import StreamingLoader

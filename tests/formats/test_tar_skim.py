@@ -14,9 +14,9 @@ import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.cache import tar_scan as skim
-from shardkit.cache.contract import CacheOptions
-from shardkit.cache.subfolder import SUBFOLDER
+from shardkit.cache import CacheOptions
+from shardkit.cache.folder import SUBFOLDER
+from shardkit.datasets import tar_scan as skim
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats import tar

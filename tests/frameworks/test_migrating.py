@@ -15,7 +15,7 @@ import pytest
 import torch
 import webdataset
 
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
 from shardkit.cli.main import main
 from shardkit.datasets.dataset import open_dataset
 from shardkit.formats import mds

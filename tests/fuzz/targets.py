@@ -20,7 +20,7 @@ from fuzz.inputs import INPUT_FILES, INPUTS, changed_footer
 from fuzz.repairs import repaired_record, repaired_table, repaired_tar, repaired_tar_index
 from fuzz.sources import SOURCES
 from fuzz.tokenizer_files import TOKENIZER_FILES, TOKENIZERS
-from shardkit.cache.tar_scan import TarIndexes
+from shardkit.cache.indexes import TarIndexes
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardkit.cache import contract as options
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
+from shardkit.cache import shards as options
 from shardkit.card import DatasetCard
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.datasets.locate import Found, LocalFiles

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import webdataset
 
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats import tar

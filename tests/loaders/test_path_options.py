@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
 from shardkit.errors import PathError
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.pytorch import StreamingDataset

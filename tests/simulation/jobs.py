@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardkit.cache.subfolder import SUBFOLDER
+from shardkit.cache.folder import SUBFOLDER
 from shardkit.errors import ShardkitError
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.batch import Batch

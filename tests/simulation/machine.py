@@ -433,8 +433,7 @@ _FUNCTIONS: dict[object, object] = {
 }
 _IMPORTED_LATE = (
     "shardkit.writers.publish",
-    "shardkit.cache.memory",
-    "shardkit.cache.tar_scan",
+    "shardkit.datasets.tar_scan",
     "shardkit.formats.tar.find",
 )
 _OTHERS = ("concurrent.futures._base", "pathlib", "pathlib._local")

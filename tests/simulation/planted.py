@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from shardkit.cache import folder, shards
-from shardkit.cache.fetcher import Job
+from shardkit.cache.download import Job
 from shardkit.cache.folder import CacheFolder, FolderSlot
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.producer import Group, Prefetcher

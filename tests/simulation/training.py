@@ -27,9 +27,8 @@ from typing import Any
 
 from shardkit.cache import folder as cache_folder
 from shardkit.cache.fetcher import FetchLimits
-from shardkit.cache.folder import LOCK_SECONDS
+from shardkit.cache.folder import LOCK_SECONDS, SUBFOLDER
 from shardkit.cache.shards import CachedShards
-from shardkit.cache.subfolder import SUBFOLDER
 from shardkit.errors import ShardkitError
 from shardkit.loaders import streams as loader_streams
 from shardkit.storage.clock import GAP_SECONDS, LOOK_SECONDS

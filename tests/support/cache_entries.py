@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from shardkit.arrays import Bytes
-from shardkit.cache.contract import Cache, Contents, Lease, Slot
+from shardkit.cache.protocol import Cache, Contents, Lease, Slot
 
 __all__ = ["RAW", "check", "content", "fill", "leased", "nobody", "oldest", "room", "used"]
 

@@ -29,8 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.cache.folder import CacheFolder
-from shardkit.cache.subfolder import SUBFOLDER
+from shardkit.cache.folder import SUBFOLDER, CacheFolder
 from shardkit.loaders import StreamingLoader
 from shardkit.storage.s3 import S3Store
 from shardkit.storage.store import StorageOptions

@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.cache.contract import Cache
 from shardkit.cache.fetcher import Fetcher, FetchLimits
 from shardkit.cache.memory import CacheMemory
+from shardkit.cache.planner import FetchPlan
+from shardkit.cache.protocol import Cache
 from shardkit.cache.shards import CachedShards
 from shardkit.card import block_checksums
 from shardkit.datasets.dataset import Dataset
@@ -42,6 +43,7 @@ __all__ = [
     "REMOTE_KINDS",
     "SOON_SECONDS",
     "Remote",
+    "advance",
     "fetch_threads",
     "fresh_url",
     "in_order",
@@ -195,6 +197,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def kept(shards: CachedShards) -> int:
     """Shards that are in the cache, whole."""
     return sum(not held.filling for held in shards.cache.contents().values())
+
+
+def advance(plan: FetchPlan, shards: CachedShards, position: int) -> None:
+    """Move the loop of a plan, as `CacheRun.at` does."""
+    plan.planner.loop.read = position
+    if position >= plan.planner.wake_at:
+        shards.fetcher.wake()
 
 
 def in_order(shards: CachedShards) -> Order:

@@ -25,11 +25,10 @@ from functools import partial
 import numpy as np
 
 from shardkit.cache.belady import Fetch, Future
-from shardkit.cache.contract import Held
 from shardkit.cache.download import MIN_PART_BYTES
 from shardkit.cache.entry import EntryNames
-from shardkit.cache.planner import Pace, Planner
-from shardkit.cache.reader import LEADS_IN_CACHE
+from shardkit.cache.planner import LEADS_IN_CACHE, LoopPosition, Pace, Planner
+from shardkit.cache.protocol import Held
 from shardkit.storage.limits import Gate
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import StorageOptions
@@ -152,6 +151,7 @@ class Fetching:
         self._policy = RetryPolicy()
         self._random = random.Random(f"{scenario.seed}:{node}")
         self._planner: Planner | None = None
+        self._loop = LoopPosition(0)
         self._active: dict[int, _Job] = {}
         self._demanded: deque[_Job] = deque()
         self._starts: list[tuple[float, int]] = []  # a heap of (first byte comes, transfer)
@@ -181,12 +181,13 @@ class Fetching:
         scenario = self._scenario
         samples, whole = self._uses.samples, int(scenario.entry_bytes.sum())
         lead = samples * scenario.cache_bytes // max(1, whole) // LEADS_IN_CACHE
+        self._loop = LoopPosition(position)
         self._planner = Planner(
             Future(self._uses, lead=min(lead, samples // 2)),
             EntryNames.of(self._names),
             self._entries,
             samples,
-            position,
+            self._loop,
             pace=replace(self._scenario.pace, debt=Pace.of_rank(self._node).debt),
             clock=lambda: self.now,
         )
@@ -194,12 +195,14 @@ class Fetching:
 
     def advance(self, position: int) -> None:
         """The reader has reached a position."""
-        if self._planner is not None and self._planner.advance(position):
+        self._loop.read = position
+        if self._planner is not None and position >= self._planner.wake_at:
             self._work()
 
     def consume(self, position: int) -> None:
         """The loop has been given everything before a position."""
-        if self._planner is not None and self._planner.consume(position):
+        self._loop.given = position
+        if self._planner is not None and position >= self._planner.resume_at:
             self._work()
 
     def demand(self, shard: int) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from shardkit.cache.fetcher import ROW_THREADS, FetchLimits
-from shardkit.cache.reader import FIRST_ROWS
+from shardkit.cache.run import FIRST_ROWS
 from shardkit.loaders import config, producer, sources
 from shardkit.storage.store import StorageOptions
 from shardkit.tools.simulate.fetching import NEVER, Fetching

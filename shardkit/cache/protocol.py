@@ -1,27 +1,43 @@
-"""What a cache of shards can do, and how to open one.
+"""The contracts of a cache of shards and of what is fetched into it, and the options that describe a cache.
 
 A cache holds the raw bytes of shards, as entries by name. A `CacheFolder` on a local disk is shared by all
 processes of a machine; a `CacheMemory` belongs to one process. A `Slot` is room for one entry while it is
-filled; a `Lease` keeps two threads or processes from filling the same one.
+filled; a `Lease` keeps two threads or processes from filling the same one. Methods of a cache in a folder
+raise CacheFolderError if the folder cannot be used. A `Fetchable` is a remote dataset as planner and fetcher
+see it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-from shardkit.arrays import Bytes
+from shardkit.arrays import Bytes, Ints
+from shardkit.cache.entry import EntryPart
+from shardkit.errors import ShardkitError
 from shardkit.files import local_path
-from shardkit.limits import available_bytes
+from shardkit.manifest import FileInfo
+from shardkit.storage.resilient import ResilientStore
 from shardkit.units import parse_bytes
 
-__all__ = ["CACHE_COUNTERS", "Cache", "CacheOptions", "Contents", "Held", "Lease", "Slot", "open_cache"]
+__all__ = [
+    "CACHE_COUNTERS",
+    "Cache",
+    "CacheFolderError",
+    "CacheOptions",
+    "Contents",
+    "Fetchable",
+    "Held",
+    "Lease",
+    "Slot",
+]
 
-_MAX_MEMORY_BYTES = 8 << 30  # of a default cache in memory
-_MEMORY_SHARE = 4  # a quarter of what is free, for all processes of the machine together
+
+class CacheFolderError(ShardkitError):
+    """The cache folder cannot be used; the message says which and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +94,7 @@ class Cache(Protocol):
         """Bytes that entries may take together."""
 
     def find(self, name: str) -> Bytes | None:
-        """The entry's bytes, proved to be what its name says; None if there is none, or it was damaged."""
+        """Return an entry's bytes, proved to be what its name says; None if it is missing or damaged."""
 
     def has(self, name: str) -> bool:
         """Whether there is such an entry; its bytes are not looked at."""
@@ -87,30 +103,74 @@ class Cache(Protocol):
         """Whether there is such an entry, which counts as used now: its bytes are still being read."""
 
     def contents(self) -> Contents:
-        """All entries, and those being filled."""
+        """Return all entries, and those being filled."""
 
     def reserve(self, name: str, raw_bytes: int, victims: Callable[[Contents], Iterable[str]]) -> Slot | None:
-        """Room for an entry; the entries that `victims` names are evicted in that order, as far as needed.
+        """Reserve room for an entry; those that `victims` names are evicted in that order, as far as needed.
 
         None if there is no room all the same.
         """
 
     def lease(self, name: str, timeout_seconds: float = 0.0) -> Lease | None:
-        """The lease on an entry; None if another process or thread has it for all of `timeout_seconds`."""
+        """Take the lease on an entry; None if somebody else has it for all of `timeout_seconds`."""
 
     def remove(self, name: str) -> None:
         """Remove an entry, if it is there."""
 
     def counters(self) -> dict[str, int]:
-        """`CACHE_COUNTERS`."""
+        """Return the counts by name of `CACHE_COUNTERS`."""
 
     def free_disk_bytes(self) -> int | None:
-        """Free bytes where entries lie, None for memory."""
+        """Return the free bytes where entries lie, None for memory."""
+
+
+class Fetchable(Protocol):
+    """A remote dataset whose shards are planned for and fetched. Shards are numbered from 0."""
+
+    store: ResilientStore
+    cache: Cache
+    counts: Counter[str]
+    """What was done for this dataset; the fetcher counts "damaged"."""
+    cache_error: Exception | None
+    """Why the cache could not keep a shard that was delivered; the next load raises it."""
+
+    def names(self) -> EntryPart:
+        """Return what `EntryNames` needs of this dataset."""
+
+    def known_sizes(self) -> Ints:
+        """Return int64[shards]: bytes of each entry, as far as index and store have stated them."""
+
+    def known_objects(self) -> Iterable[tuple[int, str, int]]:
+        """Return (number, entry name, entry bytes) of the shards whose objects the store was asked for."""
+
+    def entry(self, number: int) -> str:
+        """Return the name of a shard's entry; asks the store if the index does not state enough."""
+
+    def stored_file(self, number: int) -> FileInfo:
+        """Return the shard's object, with its size even where the index does not state one."""
+
+    def version(self, number: int) -> str | None:
+        """Return the version of the object that is to be read; None: any."""
+
+    def is_compressed(self, number: int) -> bool:
+        """Whether the object must be decompressed to get the entry."""
+
+    def accept(self, number: int, stored: Bytes, version: str | None) -> Bytes:
+        """Prove an object that came, count it, and return the shard's raw bytes; DamagedObjectError.
+
+        `version`: of the object; None if none of it was fetched.
+        """
+
+    def note_room(self, number: int, *, found: bool) -> None:
+        """Remember whether the cache had room for a shard that is read."""
+
+    def forget_room(self, unfit: Set[int]) -> None:
+        """Forget which shards found no room, except for `unfit`: plans have room for the others now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheOptions:
-    """Plain data: may be pickled and compared."""
+    """Where shards are cached and how many are fetched at a time. Plain data: may be pickled and compared."""
 
     folder: str | os.PathLike[str] | None = None
     """On a local disk, shared by all processes of the machine; None: each process keeps shards in memory."""
@@ -128,19 +188,3 @@ class CacheOptions:
             parse_bytes(self.capacity)
         if self.connections < 1 or self.processes < 1:
             raise ValueError("connections and processes must be at least 1")
-
-
-def open_cache(options: CacheOptions, *, system: Path = Path("/")) -> Cache:
-    """The cache that `options` describe; CacheFolderError if the folder cannot be used.
-
-    `system`: where the files lie that say how much memory is free.
-    """
-    capacity = None if options.capacity is None else parse_bytes(options.capacity)
-    memory = min(_MAX_MEMORY_BYTES, available_bytes(system) // _MEMORY_SHARE) // options.processes
-    if options.folder is not None:
-        from shardkit.cache.folder import CacheFolder
-
-        return CacheFolder(options.folder, capacity, spare_bytes=memory)
-    from shardkit.cache.memory import CacheMemory
-
-    return CacheMemory(memory if capacity is None else capacity)

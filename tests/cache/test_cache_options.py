@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from shardkit.cache.contract import CacheOptions, open_cache
-from shardkit.cache.folder import CacheFolder
+from shardkit.cache import CacheOptions
+from shardkit.cache.folder import SUBFOLDER, CacheFolder
 from shardkit.cache.memory import CacheMemory
-from shardkit.cache.subfolder import SUBFOLDER, CacheFolderError
+from shardkit.cache.protocol import CacheFolderError
+from shardkit.cache.shards import open_cache
 
 GIB = 1 << 30
 LIMIT = "sys/fs/cgroup/memory.max"

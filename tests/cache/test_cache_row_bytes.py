@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.cache.contract import CacheOptions
+from shardkit.cache import CacheOptions
 from shardkit.cache.memory import CacheMemory
 from shardkit.card import CARD_NAME, DatasetCard, block_checksums
 from shardkit.errors import ShardError

@@ -1,4 +1,7 @@
-"""What proves a row that is read without the rest of its shard, before it is given to anyone.
+"""Where a single row lies in its shard, and what proves it before it is given to anyone.
+
+Rows are read by range where the index alone says where they are (`row_layout`): in raw MDS shards whose
+columns all have a fixed size, ranges of flat token files, and tars as shardkit writes them.
 
 Checksums of blocks are published with the dataset. Parts of its blocks.bin are fetched when rows need them. A
 file of up to 512 KiB (64 shards of 64 MiB) is fetched whole. Of larger ones, parts that lie near each other
@@ -22,16 +25,93 @@ import xxhash
 from shardkit.arrays import Bytes
 from shardkit.errors import ShardError
 from shardkit.formats.blocks import BlockFile, Checksums, are_right, block_range
-from shardkit.manifest import FileInfo, Manifest
+from shardkit.formats.tar.members import BLOCK
+from shardkit.formats.tar.values import make_npy_header
+from shardkit.formats.tar.writer import RECORD_BYTES, member_bytes
+from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.storage.store import ObjectNotFoundError, Store
 from shardkit.storage.threads import Workers
 
-__all__ = ["BlockChecksums", "BlockProof", "Proof", "RowChecksums", "RowProof"]
+__all__ = [
+    "MAX_ROW_BYTES",
+    "BlockChecksums",
+    "BlockProof",
+    "ColumnPlace",
+    "Proof",
+    "RowChecksums",
+    "RowLayout",
+    "RowProof",
+    "row_layout",
+]
+
+MAX_ROW_BYTES = 4 << 20  # longer ones are not worth a request of their own
+_NAME_BYTES = 100  # of a member, at the start of its header
 
 Range = tuple[int, int]
 _GAP_BYTES = 1 << 19  # unneeded bytes that cost less than another request
 _KEPT_BYTES = 16 << 20  # of 2,000 shards of 64 MiB, or of two million rows; above, all are forgotten
 _READS = 3  # of a part, before blocks.bin itself is called damaged
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnPlace:
+    """Values are the `size` bytes from `at` on in a row: of all columns together, or of a member of a tar.
+
+    Before those of a member come the .npy header `head`, and the block with its name, which has `suffix`.
+    """
+
+    at: int
+    size: int
+    head: bytes = b""
+    suffix: bytes = b""
+
+    def is_in(self, row: bytes) -> bool:
+        """Whether what comes before the values is in a row."""
+        start = self.at - len(self.head)
+        name = row[max(0, start - BLOCK) : start][:_NAME_BYTES].rstrip(b"\0")
+        return row.startswith(self.head, start) and name.endswith(self.suffix)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Row r is the bytes [first + r * stride, + size) of a shard, with values of `columns` in their order."""
+
+    first: int
+    stride: int
+    size: int
+    columns: tuple[ColumnPlace, ...]
+
+    def values(self, row: Bytes | bytes) -> bytes:
+        """Return the columns' bytes in a row, one after the other."""
+        return b"".join(bytes(row[column.at : column.at + column.size]) for column in self.columns)
+
+
+def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
+    """Return where rows are in a shard of that format, if the index says so."""
+    sizes = [column.size for column in info.columns]
+    total = sum(size or 0 for size in sizes)
+    if info.samples < 1 or not total or None in sizes or info.compression or total > MAX_ROW_BYTES:
+        return None
+    if kind == "tokens":
+        return RowLayout(0, total, total, (ColumnPlace(0, total),))
+    if kind == "mds":
+        first = info.raw.bytes - info.samples * total  # samples fill the file's end
+        return RowLayout(first, total, total, (ColumnPlace(0, total),)) if first > 0 else None
+    names = [column.name for column in info.columns]
+    if kind != "tar" or names != sorted(names):  # as members are written; lists of others have any order
+        return None
+    places, size = [], 0
+    for column in info.columns:
+        parts = column.encoding.split(":")
+        if len(parts) != 3 or not parts[2].isdigit():
+            return None
+        dtype, length = np.dtype(parts[1]), int(parts[2])
+        head = make_npy_header(dtype, length)
+        at, name = size + BLOCK + len(head), f".{column.name}".encode()
+        places.append(ColumnPlace(at, length * dtype.itemsize, head, name))
+        size += member_bytes(length, dtype)
+    end = -(-(info.samples * size + 2 * BLOCK) // RECORD_BYTES) * RECORD_BYTES
+    return RowLayout(0, size, size, tuple(places)) if end == info.raw.bytes else None
 
 
 class _Kept:
@@ -42,11 +122,11 @@ class _Kept:
         self._bytes = 0
 
     def get(self, number: int) -> Checksums | None:
-        """Those of a shard, if they are kept."""
+        """Return the checksums of a shard, if they are kept."""
         return self._of.get(number)
 
     def put(self, found: Mapping[int, Checksums]) -> None:
-        """Keep those of some shards; if that is too much, forget all others."""
+        """Keep checksums of some shards; if that is too much, forget all others."""
         size = sum(checksums.nbytes for checksums in found.values())
         if self._bytes + size > _KEPT_BYTES:
             self._of, self._bytes = {}, 0
@@ -55,7 +135,7 @@ class _Kept:
 
 
 class BlockChecksums:
-    """Threads may share one."""
+    """The block checksums of a dataset, fetched as rows need them. Threads may share one."""
 
     def __init__(self, store: Store, manifest: Manifest, stated: FileInfo, workers: Workers) -> None:
         """`stated`: what the card says of blocks.bin; ShardError if it is not that of these shards."""
@@ -104,7 +184,7 @@ class BlockChecksums:
 
 @dataclass(frozen=True, slots=True)
 class BlockProof:
-    """Of the row in the bytes [start, stop) of shard `number`, by the blocks in `read`."""
+    """Proves the row in the bytes [start, stop) of shard `number`, by the blocks in `read`."""
 
     number: int
     start: int
@@ -120,7 +200,7 @@ class BlockProof:
         return cls(number, *row, block_range(*row, file.bytes), checksums)
 
     def row_in(self, data: bytes) -> bytes | None:
-        """The row, if `data` are the blocks of `read`."""
+        """Return the row, if `data` are the blocks of `read`."""
         first = self.read[0]
         is_right = are_right(self.checksums.result()[self.number], first, data)
         return data[self.start - first : self.stop - first] if is_right else None
@@ -128,13 +208,13 @@ class BlockProof:
 
 @dataclass(frozen=True, slots=True)
 class RowProof:
-    """Of the row in the bytes `read` of a shard, by a checksum of its own."""
+    """Proves the row in the bytes `read` of a shard, by a checksum of its own."""
 
     read: Range
     checksum: int
 
     def row_in(self, data: bytes) -> bytes | None:
-        """The row, if `data` is it."""
+        """Return the row, if `data` is it."""
         return data if xxhash.xxh3_64_intdigest(data) == self.checksum else None
 
 
@@ -142,13 +222,13 @@ Proof = BlockProof | RowProof
 
 
 class RowChecksums:
-    """Of the rows of shards that were seen whole: 8 bytes a row, of the shards used last."""
+    """Checksums of the rows of shards that were seen whole: 8 bytes a row, of the shards used last."""
 
     def __init__(self) -> None:
         self._kept = _Kept()
 
-    def learn(self, number: int, raw: Bytes, first: int, stride: int, size: int, rows: int) -> None:
-        """Keep those of a shard whose bytes are proved, and whose row r begins at first + r * stride."""
+    def remember(self, number: int, raw: Bytes, first: int, stride: int, size: int, rows: int) -> None:
+        """Keep checksums of a shard whose bytes are proved, and whose row r begins at first + r * stride."""
         if self._kept.get(number) is not None:
             return
         view, starts = raw.data, range(first, first + rows * stride, stride)
@@ -156,6 +236,6 @@ class RowChecksums:
         self._kept.put({number: np.array(found, np.uint64)})
 
     def proof(self, number: int, row: int, read: Range) -> RowProof | None:
-        """Of one row, whose bytes are `read`; None if its shard was not seen lately."""
+        """Return the proof of one row, whose bytes are `read`; None if its shard was not seen lately."""
         kept = self._kept.get(number)
         return None if kept is None else RowProof(read, int(kept[row]))

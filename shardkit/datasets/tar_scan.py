@@ -5,57 +5,39 @@ remote tar that the cache has no room for is scanned while it streams by, and no
 that are longer than a request costs are skipped by opening the object again behind them, so a tar of
 videos costs a request a video instead of its bytes.
 
-Where there is a cache folder, what was found is kept next to the entries. Each tar is scanned by one of the
-processes that open it at once, others wait for it (in bounded time), and later openings scan nothing:
-
-    CACHE_DIR/shardkit-cache-1/tars/NAME        one file a tar, see `shardkit.formats.tar.members`
-                                    NAME.lock   flocked by whoever scans it
-
-A file is named by the tar's URL and the version of the object (of a local file: its time, inode and size), so
-a tar that is replaced is scanned again. Files are checked when they are read and appear by rename; they are
-not synced, because what a power cut damages is recognized and made again. The least recently used are
-removed beyond `MAX_BYTES`.
+Where there is a cache folder, what was found is kept there (`shardkit.cache.indexes.TarIndexes`): each tar is
+scanned by one of the processes that open it at once, others wait for it (in bounded time), and later openings
+scan nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from threading import Semaphore
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 from shardkit.arrays import Bytes
-from shardkit.cache.subfolder import SUBFOLDER, explain_errors, make_subfolders
-from shardkit.files import open_regular
+from shardkit.cache.indexes import TarIndexes
 from shardkit.formats.tar.members import (
     Member,
     Scanned,
     TarIndex,
     group_members,
-    index_file_bytes,
-    read_head,
-    read_index,
     split_name,
     walk_members,
 )
 from shardkit.formats.tar.shard import shard_from_raw
 from shardkit.formats.tar.values import encoding_of
-from shardkit.locks import FileLock
 from shardkit.manifest import Column, Manifest, ShardInfo
 from shardkit.progress import reading
 from shardkit.storage.store import Body, Store
 
-__all__ = ["TarIndexes", "scan_tars", "skim_tar"]
+__all__ = ["scan_tars", "skim_tar"]
 
 SKIP_BYTES = 8 << 20  # what arrives in the time that another request takes to begin
-MAX_BYTES = 16 << 30  # of all files of indexes: 500 million members
 # A scan takes seconds, plus the time to fetch the tar on a slow day; a process that holds it longer hangs.
 CLAIM_SECONDS = 30.0
 _FLOOR_BYTES_PER_SECOND = 10e6
@@ -76,7 +58,7 @@ def skim_tar(
     skip_bytes: int = SKIP_BYTES,
     piece_bytes: int = _PIECE_BYTES,
 ) -> tuple[Scanned, TarIndex] | None:
-    """What a scan of a plain tar finds; None if that takes all its bytes: it is compressed, or holds arrays.
+    """Scan a plain tar without most of its bytes; None if that takes all: it is compressed, or holds arrays.
 
     It is read in pieces; what is longer than `skip_bytes` and not needed is skipped. ShardError if the tar
     is damaged; ObjectChangedError if it is not of `version`; StoreError.
@@ -106,7 +88,7 @@ def _without_arrays(members: Iterator[Member]) -> Iterator[Member]:
 
 
 class _Passing:
-    """An object's bytes, each slice at or behind the start of the one before; nothing else is kept."""
+    """A forward-only view of an object: a slice must not begin before the one before it. Nothing is kept."""
 
     def __init__(
         self, store: Store, key: str, size: int, version: str, skip_bytes: int, piece_bytes: int
@@ -160,101 +142,6 @@ class _Passing:
         self._close()
 
 
-@dataclass(frozen=True, slots=True)
-class TarIndexes:
-    """The indexes of a dataset's tars, by number. Plain data: may be pickled."""
-
-    folder: Path | None
-    origins: Sequence[str]
-
-    @classmethod
-    def in_cache(
-        cls, cache_folder: str | os.PathLike[str] | None, objects: Sequence[tuple[str, str]]
-    ) -> TarIndexes:
-        """`objects`: (URL, version) of each tar; `cache_folder` as the user gave it."""
-        origins = [f"{url}\n{version}" for url, version in objects]
-        if cache_folder is None:
-            return cls(None, origins)
-        folder = Path(cache_folder).absolute()
-        with explain_errors(cache_folder):
-            make_subfolders(folder, ["tars"])
-        return cls(folder / SUBFOLDER / "tars", origins)
-
-    def scanned(self, number: int) -> Scanned | None:
-        """What a manifest states of a tar, if it was scanned before."""
-        return self._read(number, read_head)
-
-    def index(self, number: int) -> TarIndex | None:
-        """The members of a tar, if it was scanned before."""
-        found = self._read(number, read_index)
-        if found is None:
-            return None
-        if (file := self._file(number)) is not None:
-            with contextlib.suppress(OSError):
-                os.utime(file, follow_symlinks=False)  # what is in use is removed last
-        return found[1]
-
-    def _read(self, number: int, read: Callable[[BinaryIO, str], T]) -> T | None:
-        """What `read` finds in a tar's file; None if there is no such file, or it is damaged."""
-        file = self._file(number)
-        if file is None:
-            return None
-        try:
-            with os.fdopen(open_regular(file, follow_links=False), "rb") as handle:
-                return read(handle, self.origins[number])
-        except (OSError, ValueError, LookupError, TypeError, MemoryError):
-            return None
-
-    def keep(self, number: int, scanned: Scanned, index: TarIndex) -> None:
-        """Write down what a scan found; a disk that does not take it costs the next opening another scan."""
-        file = self._file(number)
-        if file is None:
-            return
-        temporary = file.with_name(f"{file.name}.tmp-{os.getpid()}-{threading.get_ident()}")
-        try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o664)
-            with os.fdopen(descriptor, "wb") as handle:
-                handle.write(index_file_bytes(self.origins[number], scanned, index))
-            temporary.replace(file)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-
-    def claim(self, number: int, timeout_seconds: float) -> FileLock | None:
-        """The right to scan a tar while others wait; None if another has it for all of that time."""
-        file = self._file(number)
-        assert file is not None, "there is nobody to share with"
-        lock = FileLock(file.with_name(f"{file.name}.lock"))
-        try:
-            return lock if lock.acquire(timeout_seconds) else None
-        except OSError:
-            return None
-
-    def trim(self, max_bytes: int = MAX_BYTES) -> None:
-        """Remove the least recently used files beyond the limit, of this dataset and of others."""
-        if self.folder is None:
-            return
-        found = []
-        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    status = entry.stat(follow_symlinks=False)
-                    found.append((status.st_mtime_ns, status.st_size, entry.path))
-        excess = sum(size for _, size, _ in found) - max_bytes
-        for _, size, path in sorted(found):
-            if excess <= 0:
-                return
-            with contextlib.suppress(OSError):
-                Path(path).unlink()
-            excess -= size
-
-    def _file(self, number: int) -> Path | None:
-        if self.folder is None:
-            return None
-        origin = self.origins[number].encode("utf-8", "surrogateescape")
-        return self.folder / hashlib.blake2b(origin, digest_size=20).hexdigest()
-
-
 def scan_tars(
     manifest: Manifest,
     load: Load,
@@ -266,7 +153,7 @@ def scan_tars(
     skim: Skim = lambda number: None,
     claim_seconds: float = CLAIM_SECONDS,
 ) -> Manifest:
-    """`manifest` with the samples, sizes and columns of its tars.
+    """Return `manifest` with the samples, sizes and columns of its tars.
 
     `load` gives a tar's raw bytes; `skim`, which is tried first, may find what they hold without them. Up to
     `threads` tars are scanned, and `held` of them loaded, at a time. ShardError names a tar that is damaged.
@@ -326,7 +213,7 @@ def _scan_all(
 def _scan_claimed(
     scan: Callable[[int], Scanned], indexes: TarIndexes, number: int, timeout_seconds: float
 ) -> Scanned | None:
-    """None if another process is at this tar for all of that time."""
+    """Scan a tar, or wait for who does; None if another process is at it for all of that time."""
     claim = indexes.claim(number, timeout_seconds)
     try:
         return indexes.scanned(number) or (None if claim is None else scan(number))

@@ -1,0 +1,181 @@
+"""A loop that reads remote datasets: where it is, its plans, and its first rows.
+
+Several loops may read the same open datasets, such as training and an evaluation in mid-epoch. Each has its
+own place in its own order, so each has a `CacheRun` of its own. A run has one plan for all of its datasets
+that share a cache (`shardkit.cache.planner`): what the loop needs soonest is fetched first and what it needs
+last is evicted first, whichever stream it belongs to. A plan ends when its run is closed, starts anew, or is
+garbage. The loop says where it is by `CacheRun.at`; plans and readers look at that position.
+
+A run begins with an empty cache and a loop that waits. Until the next rows would be more than
+`FetchLimits.single_rows` in all, shards that are needed and not cached are not waited for: their rows are
+fetched one by one, in parallel, before or while the whole shards stream in, unless only the whole shard can
+prove them (`RowReader.can_read`). From then on, reads wait for whole shards, which come by deadline: requests
+for rows would only delay shards that are about to be whole.
+Replicas on one machine read each of these rows once between them, so they may read as many more.
+Shards for which the cache has no room among the others in use are always read by rows: fetched whole, they
+would be dropped and fetched again each time. So are rows of shards that no lane of this machine needs now,
+which a loader moves here to balance the work of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.cache.belady import Uses
+from shardkit.cache.fetcher import Fetcher, FetchLimits
+from shardkit.cache.planner import FetchPlan, LoopPosition, Pace
+from shardkit.cache.rows import FetchedRows
+from shardkit.cache.shards import CachedShards, CacheReader
+from shardkit.order.order import Order
+from shardkit.storage.clock import running_seconds
+
+__all__ = ["CacheRun", "PlanRequest"]
+
+FIRST_ROWS = 16  # up to so many rows are fetched before any whole shard; more of them at the same time
+
+RowsOf = Callable[[int], npt.NDArray[np.int64]]
+"""The rows that are needed of a shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What to plan for: the arguments of `Fetcher.follow` without the loop."""
+
+    parts: Sequence[CachedShards]
+    uses: Order | Uses
+    lanes: Sequence[int] | None
+    pace: Pace | None = None
+
+
+class CacheRun:
+    """The readers of one loop, its plans and its first rows; `start` says where the loop is."""
+
+    def __init__(self, readers: Sequence[CacheReader]) -> None:
+        """`readers`: of different datasets."""
+        self.readers = tuple(readers)
+        self._loop = LoopPosition(0)
+        self._requests: Sequence[PlanRequest] | None = None  # fetching ahead has not begun
+        self._plans: list[tuple[Fetcher, FetchPlan]] = []
+        self._replicas, self._reads_other_lanes = 1, False
+        self._rows_left = self._single_rows
+
+    @property
+    def _single_rows(self) -> int:
+        own = max((reader.shards.fetcher.limits.single_rows for reader in self.readers), default=0)
+        return max(own, min(own * self._replicas, FetchLimits().single_rows))
+
+    def start(
+        self,
+        requests: Sequence[PlanRequest],
+        position: int,
+        *,
+        replicas: int = 1,
+        reads_other_lanes: bool = False,
+    ) -> None:
+        """Begin a run at `position`, with a plan for each cache; they begin after its first rows.
+
+        `replicas`: processes with this cache that read the same, this one among them. `reads_other_lanes`:
+        the loop reads rows of other lanes too, one by one where that is possible.
+        """
+        self.close()
+        self._replicas, self._reads_other_lanes = replicas, reads_other_lanes
+        self._rows_left, self._requests, self._loop = self._single_rows, requests, LoopPosition(position)
+        for reader in self.readers:
+            reader.is_open = True
+            reader.shards.readers.add(reader)
+            reader.shards.warn_if_unproved()
+
+    def close(self) -> None:
+        """Stop fetching ahead. May be started again."""
+        self._requests = None
+        for reader in self.readers:
+            reader.is_open, reader.using, reader.plan = False, frozenset(), None
+        for fetcher, plan in self._plans:
+            fetcher.drop(plan)
+        self._plans = []
+
+    def at(self, *, reading: tuple[int, int] | None = None, given: int | None = None) -> None:
+        """Say where the loop is; cheap. The thread that reads and the one that delivers may both call it.
+
+        `reading`: where the rows that are read now begin and end; everything before them has been read.
+        `given`: the loop has been given everything before this position.
+        """
+        loop = self._loop
+        if reading is not None:
+            loop.read, loop.reading_to = reading
+            for fetcher, plan in self._plans:
+                if loop.read >= plan.planner.wake_at:
+                    fetcher.wake()
+        if given is not None:
+            loop.given = given
+            for fetcher, plan in self._plans:
+                if given >= plan.planner.resume_at:
+                    fetcher.wake()
+
+    def fetch_ahead(self) -> None:
+        """Begin to fetch ahead, unless that has begun."""
+        if self._requests is None:
+            return
+        requests, self._requests = self._requests, None
+        plan_of: dict[CachedShards, FetchPlan] = {}
+        for each in requests:
+            fetcher = each.parts[0].fetcher
+            plan = fetcher.follow(each.parts, each.uses, self._loop, each.lanes, each.pace)
+            self._plans.append((fetcher, plan))
+            plan_of |= dict.fromkeys(each.parts, plan)
+        for reader in self.readers:
+            reader.plan = plan_of.get(reader.shards)
+            reader.loop = self._loop if self._reads_other_lanes else None
+
+    def first_rows(
+        self, needed: Mapping[CacheReader, tuple[Sequence[int], RowsOf]]
+    ) -> dict[CacheReader, dict[int, FetchedRows]]:
+        """Read rows of shards that are not here, as far as their shards should not be waited for.
+
+        `needed`: of each reader its missing shards and their rows. All are read side by side. Fetching ahead
+        has begun when this returns.
+        """
+        wanted = {
+            reader: {
+                number: np.unique(rows_of(number))
+                for number in missing
+                if reader.shards.rows.can_read(number)
+            }
+            for reader, (missing, rows_of) in needed.items()
+        }
+        count = _count(wanted)
+        complete = all(len(wanted[reader]) == len(missing) for reader, (missing, _) in needed.items())
+        if complete and count <= self._rows_left:
+            self._rows_left -= count
+        else:
+            self._rows_left = 0
+            if self._reads_other_lanes:
+                self.fetch_ahead()  # the plan knows which shards its own lanes need
+            wanted = {
+                reader: {n: each for n, each in rows.items() if reader.reads_singly(n)}
+                for reader, rows in wanted.items()
+            }
+        if _count(wanted) > FIRST_ROWS:
+            self.fetch_ahead()
+        began = running_seconds()
+        with ExitStack() as stack:
+            sent = {
+                reader: stack.enter_context(reader.shards.rows.begin(rows, shared=self._replicas > 1))
+                for reader, rows in wanted.items()
+                if rows
+            }
+            found = {
+                reader: reader.shards.rows.finish(requests, began + reader.timeout_seconds)
+                for reader, requests in sent.items()
+            }
+        self.fetch_ahead()
+        return found
+
+
+def _count(wanted: Mapping[CacheReader, Mapping[int, npt.NDArray[np.int64]]]) -> int:
+    return sum(len(rows) for each in wanted.values() for rows in each.values())
