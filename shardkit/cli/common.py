@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardkit.tools.plan.quantities import format_seconds, parse_count, parse_rate, parse_seconds
-from shardkit.units import format_bytes, parse_bytes
+from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,12 +32,7 @@ if TYPE_CHECKING:
 _FIRST_CONTACT_SECONDS = 5.0  # that a person waits for a store at a wrong address
 
 __all__ = [
-    "BATCH_SIZE",
-    "GPUS_PER_NODE",
-    "NETWORK",
     "PATH_HELP",
-    "SHARD_BYTES",
-    "SHUFFLE_SIZES",
     "Quantity",
     "add_json_argument",
     "add_order_arguments",
@@ -364,32 +358,6 @@ class Quantity:
 def format_rate(value: Any) -> str:
     """ "1.25 GB/s"."""
     return f"{format_bytes(float(value))}/s"
-
-
-GPUS_PER_NODE = Quantity(
-    "--gpus-per-node", "gpus_per_node", parse_count, str, "GPUs that share a machine and its cache", "N", "8"
-)
-BATCH_SIZE = Quantity(
-    "--batch-size", "batch_size", parse_count, "{:,}".format, "sequences per GPU and step", "N", "8"
-)
-SHARD_BYTES = Quantity(
-    "--shard-bytes", "shard_bytes", parse_bytes, format_bytes, "size of a shard", "BYTES", "64MiB"
-)
-SHUFFLE_SIZES = (
-    Quantity("--lanes", "lanes", parse_count, str,
-             "lanes of the shuffle; default: the loader's, a power of two that grows with the shards", "N"),
-    Quantity("--window", "window", parse_count, "{:,}".format,
-             "samples that a lane shuffles together; default: the loader's, those of two shards, or of 64 "
-             "in all lanes together", "N"),
-)  # fmt: skip
-NETWORK = (
-    Quantity("--bandwidth", "node_bytes_per_second", parse_rate, format_rate,
-             "network bandwidth of a node; 10Gbit/s is 1.25 GB/s", "RATE", "10Gbit/s"),
-    Quantity("--connection-bandwidth", "connection_bytes_per_second", parse_rate, format_rate,
-             "bandwidth of one request", "RATE", "80MB/s"),
-    Quantity("--latency", "latency_seconds", parse_seconds, format_seconds,
-             "time to the first byte of a request", "TIME", "50ms"),
-)  # fmt: skip
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:

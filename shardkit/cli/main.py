@@ -33,7 +33,7 @@ __all__ = ["VERBS", "main"]
 VERBS = {
     "audit": "audit", "bench": "bench", "build": "build", "clean": "clean", "convert": "convert",
     "dedup-index": "dedup_index", "demo": "demo", "download": "transfer", "dropped": "why", "info": "info",
-    "init": "init", "pack": "pack", "plan": "plan", "row-costs": "row_costs", "simulate": "simulate",
+    "init": "init", "pack": "pack", "plan": "plan", "row-costs": "row_costs",
     "trace": "trace", "train-classifier": "train_classifier", "upload": "transfer", "verify": "verify",
     "view": "view", "why": "why",
 }  # fmt: skip

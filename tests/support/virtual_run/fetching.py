@@ -33,7 +33,7 @@ from shardkit.cache.reader import LEADS_IN_CACHE
 from shardkit.storage.limits import Gate
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import StorageOptions
-from shardkit.tools.simulate.scenario import NodeUses, Scenario
+from support.virtual_run.scenario import NodeUses, Scenario
 
 __all__ = ["NEVER", "Fetching", "Link"]
 
