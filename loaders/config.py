@@ -136,7 +136,7 @@ def refuse_unknown(
             continue
         meant = [(renamed or {}).get(name), *difflib.get_close_matches(name, known, 1)]
         if name not in (renamed or {}) and name in FOREIGN:
-            hint = f"here: {FOREIGN[name].text}"
+            hint = f"here: {FOREIGN[name]}"
         elif (near := next(filter(None, meant), None)) is not None:
             hint = f"did you mean {near}?"
         else:
