@@ -146,7 +146,7 @@ BUILD = (
     Quantity("--split-bytes", "split_bytes", parse_number, _bytes,
              "raw text of a compressed input file; plain files are cut into parts of 64 MiB", "B", "1e9"),
     Quantity("--dedup", "dedup", _parts, lambda parts: ",".join(sorted(parts)) or "none",
-             "duplicate removal: url, exact, lines, spans, near, measure (of near), or none; as the recipe's",
+             "duplicate removal: url, exact, lines, spans, near, or none; as the recipe's",
              "PARTS", "exact,near"),
     Quantity("--price-core-hour", "core_hour", parse_number, _money,
              "dollars for a core and hour; AWS list, on demand", "$", "0.05"),

@@ -18,7 +18,7 @@ from shardkit.writers.stages import graph
 from support.small_build import make_corpus, text_of, tree
 
 WORK = ["work=work"]
-ALL_STAGES = ["dedup={exact: {}, lines: {min_characters: 20}, near: {measure: {planted: 20}}}"]
+ALL_STAGES = ["dedup={exact: {}, lines: {min_characters: 20}, near: {}}"]
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 
