@@ -304,7 +304,7 @@ class LoaderConfig:
     """Level the work of ranks: place the rows of each global batch on ranks by what they cost.
 
     "attention": the sum of squared document lengths, for attention inside documents; or a `CostModel`. None:
-    rank r takes the r-th part. All ranks must be given the same. Remote data needs `shardkit row-costs`."""
+    rank r takes the r-th part. Equal on all ranks. For remote data see shardkit.tools.row_costs."""
     lanes: int | None = None
     """Lanes of the window shuffle; default: from the number of shards, kept in the state."""
     window: int | None = None

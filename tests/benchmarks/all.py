@@ -88,6 +88,7 @@ BENCHMARKS = (
     Benchmark("audit", "bench_audit.py", 2),
     Benchmark("explore", "bench_explore.py", 4),
     Benchmark("convert", "bench_convert.py", 3),
+    Benchmark("dataset", "bench_dataset.py", 1),
     Benchmark("gpu", "bench_gpu.py", 6, ("gpu",)),
 )
 
