@@ -142,6 +142,10 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of the record in --file, counted from 0 (default: all)",
     )
+    _add_search_output(search)
+
+
+def _add_search_output(search: argparse._ArgumentGroup) -> None:
     search.add_argument(
         "--why",
         action="store_true",

@@ -174,7 +174,7 @@ def test_what_cannot_be_answered_is_said_in_one_line(
 
 
 def test_the_answers_are_readable_in_a_terminal(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--why", str(out), "--file", "*.jsonl"]) == 0
+    assert main(["trace", str(out), "--why", "--file", "*.jsonl"]) == 0
     printed = capsys.readouterr().out
     for line in (
         "first: a.jsonl record 2  https://site2.org/a.jsonl  a.jsonl-2",
@@ -208,7 +208,7 @@ def test_a_page_that_lost_to_another_of_its_url_leads_to_what_stays(
         assert row["stays"]["document_id"] == kept["document_id"]
     for url in urls:  # what is asked to be taken down is found by either spelling
         assert {one["row"] for one in ask(capsys, "trace", out, "--url", url)["shown"]} == {*kept["rows"]}
-    assert main(["--why", str(out), "--id", lost[0]["id"]]) == 0
+    assert main(["trace", str(out), "--why", "--id", lost[0]["id"]]) == 0
     assert "another text of its URL is in row" in capsys.readouterr().out
 
 
@@ -221,7 +221,7 @@ def test_a_dataset_without_the_tables_says_so(
         if path.is_file():
             (copy / path.name).write_bytes(path.read_bytes())
     (copy / "provenance").symlink_to(out / "provenance")
-    assert main(["--why", str(copy), "--id", "a.jsonl-2"]) == 1
+    assert main(["trace", str(copy), "--why", "--id", "a.jsonl-2"]) == 1
     assert "has no tables of what was removed: build it again" in capsys.readouterr().err
     assert one(capsys, copy, "--id", "a.jsonl-4")["outcome"] == "kept"
     assert main(["trace", str(copy), "--dropped", "length/too_few_words"]) == 1
