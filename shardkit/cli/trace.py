@@ -12,6 +12,7 @@ from shardkit.cli.common import (
     add_json_argument,
     add_order_arguments,
     add_storage_arguments,
+    add_tokenizer_argument,
     balance_options,
     count,
     file_path,
@@ -49,12 +50,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     _add_questions(parser)
     _add_search(parser)
     _add_dropped(parser)
-    parser.add_argument(
-        "--tokenizer",
-        type=file_path,
-        metavar="FILE",
-        help="tokenizer.json to decode text with (default: the file that the card names, if it exists)",
-    )
+    add_tokenizer_argument(parser)
     parser.add_argument(
         "--excerpt",
         type=natural,
