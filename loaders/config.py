@@ -56,7 +56,7 @@ _DOCUMENT_OPTIONS = ("position_ids", "document_ids", "cu_seqlens", "doc_lens", "
 _OF_ONE_RANK = frozenset(
     (
         *("prefetch_batches", "prefetch_bytes", "timeout_seconds", "cache_dir", "cache_bytes", "connections"),
-        *("storage", "verify", "metrics_file", "usage_log", "stop_grace_seconds", "stop_together"),
+        *("storage", "verify", "usage_log", "stop_grace_seconds", "stop_together"),
         *("mesh", "group"),
     )
 )
@@ -136,7 +136,7 @@ def refuse_unknown(
             continue
         meant = [(renamed or {}).get(name), *difflib.get_close_matches(name, known, 1)]
         if name not in (renamed or {}) and name in FOREIGN:
-            hint = f"here: {FOREIGN[name].text}"
+            hint = f"here: {FOREIGN[name]}"
         elif (near := next(filter(None, meant), None)) is not None:
             hint = f"did you mean {near}?"
         else:
@@ -220,7 +220,6 @@ class LoaderOptions(TypedDict, total=False):
     token_dtype: str | None
     per_file: bool
     verify: bool
-    metrics_file: str | os.PathLike[str] | None
     usage_log: str | os.PathLike[str] | None
     stop_grace_seconds: float | None
     stop_together: bool
@@ -305,7 +304,7 @@ class LoaderConfig:
     """Level the work of ranks: place the rows of each global batch on ranks by what they cost.
 
     "attention": the sum of squared document lengths, for attention inside documents; or a `CostModel`. None:
-    rank r takes the r-th part. All ranks must be given the same. Remote data needs `shardkit row-costs`."""
+    rank r takes the r-th part. Equal on all ranks. For remote data see shardkit.tools.row_costs."""
     lanes: int | None = None
     """Lanes of the window shuffle; default: from the number of shards, kept in the state."""
     window: int | None = None
@@ -349,8 +348,6 @@ class LoaderConfig:
     """Compare each local shard's hashes when it is first opened: 18 ms for 64 MiB by xxh64.
 
     Those of remote shards always are. ValueError for a local dataset whose index states no hashes."""
-    metrics_file: str | os.PathLike[str] | None = None
-    """A file for this rank's Prometheus metrics (….prom for node_exporter's textfile collector)."""
     usage_log: str | os.PathLike[str] | None = None
     """Folder, shared by all ranks, that logs the samples handed to the loop: for `shardkit audit --logs`."""
     stop_grace_seconds: float | None = None
@@ -370,7 +367,7 @@ class LoaderConfig:
     """Take rank and world size from this process group."""
 
     def __post_init__(self) -> None:
-        for name in ("cache_dir", "metrics_file", "usage_log"):
+        for name in ("cache_dir", "usage_log"):
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, local_path(path, name))
         _to_plain_int(

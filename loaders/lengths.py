@@ -51,7 +51,7 @@ MAX_STEP = 1 << 40  # times the rows of a step, positions stay below 2**62
 _AHEAD = 1024  # steps that are planned at a time
 _KEYS = {"version", "step", "tokens_per_step", "names", "lengths", "schedule", "runs"}
 _MOVING = ("position", "epoch_batches")  # of a stream's state: they follow from the step
-_REFUSED = ("schedule", "epoch_samples", "mixed_lengths", "global_batch", "restart", "metrics_file")
+_REFUSED = ("schedule", "epoch_samples", "mixed_lengths", "global_batch", "restart")
 
 LengthSchedule: TypeAlias = "Sequence[tuple[int, str | Weights]]"
 """[(first step, stream or shares), …]: the name of the only stream, or {name: share of steps}."""

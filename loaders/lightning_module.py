@@ -205,7 +205,7 @@ _NOT_IN_CONFIG = DataOptions.__annotations__.keys() - LoaderOptions.__annotation
 # These shape training's order; evaluation has one of its own, and must not write training's file.
 _NOT_IN_EVALUATION = {
     *("seed", "shuffle", "tail", "endless", "lanes", "window", "schedule", "epoch_samples"),
-    *("metrics_file", "usage_log", "on_mismatch"),
+    *("usage_log", "on_mismatch"),
 }
 
 

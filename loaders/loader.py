@@ -49,7 +49,6 @@ from shardkit.loaders.placement import (
 )
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor, StepSizes
 from shardkit.loaders.producer import WHOLE, Group, GroupMaker, Portion, Prefetcher
-from shardkit.loaders.prometheus import MetricsFile
 from shardkit.loaders.sources import TokenDtype, open_source
 from shardkit.loaders.state import LoaderState, OnMismatch, resume
 from shardkit.loaders.streams import named_weights, open_streams
@@ -131,9 +130,6 @@ class StreamingLoader:
         self._warn_of_small_caches(is_starting=False)
         self._maker = self._batch_maker(return_ids=return_ids, mark_padding=tail == "pad")
         self._telemetry = Telemetry(self.batch_size, shards=streams.remote)
-        self._metrics: MetricsFile | None = None
-        if (file := self.config.metrics_file) is not None:
-            self._metrics = MetricsFile(file, self._telemetry, labels={"rank": self.rank})
         self.usage = open_usage_log(self.config.usage_log, streams, self._place, batch_size=self.batch_size)
         if self.usage is not None:
             self.usage.begin(self._settings, 0)
@@ -396,8 +392,6 @@ class StreamingLoader:
         group = running.get()
         if group is not None:
             self._telemetry.step(time.perf_counter() - began, running.ready_batches)
-            if self._metrics is not None:
-                self._metrics.step()
         return group
 
     def _stop(self) -> None:
@@ -530,8 +524,6 @@ class StreamingLoader:
     def close(self) -> None:
         """Stop prefetching and close the shards; batches already handed out stay valid."""
         self._stop()
-        if self._metrics is not None:
-            self._metrics.write()
         if self.usage is not None:
             self.usage.close()
         self._stop_together.close()

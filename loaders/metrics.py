@@ -15,8 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -38,56 +37,64 @@ RETRIED_SHARE = 0.05  # of requests made again
 SLOW_FIRST_BYTE_SECONDS = 0.5  # S3 answers most requests within 0.2 s
 
 
-METRIC, HELP = "metric", "help"  # keys of a figure's metadata, as `prometheus` shows it
-
-
-def _counter(what: str, name: str | None = None) -> Any:
-    """A figure that only grows; `name`: of its metric, if it is not called like the figure."""
-    return _figure(what, f"{name}_total" if name else "{}_total")
-
-
-def _gauge(what: str, name: str = "{}", default: float | None = 0) -> Any:
-    return _figure(what, name, default)
-
-
-def _figure(what: str, name: str, default: float | None = 0) -> Any:
-    return field(default=default, metadata={METRIC: name, HELP: what})
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheStats:
     """What the shard cache did since the start; used and capacity bytes are of now."""
 
-    hits: float = _counter("Shards that were in the cache.")
-    misses: float = _counter("Shards that were not.")
-    evictions: float = _counter("Shards removed to make room.")
-    fetched_bytes: float = _counter("Bytes fetched into the cache.")
-    refetched_bytes: float = _counter("Bytes fetched again after their eviction.")
-    decompressed_bytes: float = _counter("Bytes that decompression gave.")
-    row_reads: float = _counter("Rows read before their shard was there.")
-    unproved_bytes: float = _counter("Bytes whose index states nothing that proves them but their size.")
-    bypassed: float = _counter("Shards read without being kept.")
-    quarantined: float = _counter("Shards whose bytes were wrong.")
-    disk_full: float = _counter("Times that the disk of the cache had no room for a shard.")
-    locked_out: float = _counter("Times that a stopped process held the lock of the cache.")
-    used_bytes: float = _gauge("Bytes in the cache.")
-    capacity_bytes: float = _gauge("Bytes that the cache may hold.")
+    hits: float = 0.0
+    """Shards that were in the cache."""
+    misses: float = 0.0
+    """Shards that were not."""
+    evictions: float = 0.0
+    """Shards removed to make room."""
+    fetched_bytes: float = 0.0
+    """Bytes fetched into the cache."""
+    refetched_bytes: float = 0.0
+    """Bytes fetched again after their eviction."""
+    decompressed_bytes: float = 0.0
+    """Bytes that decompression gave."""
+    row_reads: float = 0.0
+    """Rows read before their shard was there."""
+    unproved_bytes: float = 0.0
+    """Bytes whose index states nothing that proves them but their size."""
+    bypassed: float = 0.0
+    """Shards read without being kept."""
+    quarantined: float = 0.0
+    """Shards whose bytes were wrong."""
+    disk_full: float = 0.0
+    """Times that the disk of the cache had no room for a shard."""
+    locked_out: float = 0.0
+    """Times that a stopped process held the lock of the cache."""
+    used_bytes: float = 0.0
+    """Bytes in the cache."""
+    capacity_bytes: float = 0.0
+    """Bytes that the cache may hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreStats:
     """What the object store was asked since the start; percentiles are of its latest requests."""
 
-    requests: float = _counter("Requests sent to the object store.")
-    read_bytes: float = _counter("Bytes read from the object store.")
-    retries: float = _counter("Requests made again after a failure.")
-    outages: float = _counter("Times that requests failed for more than a few seconds.")
-    throttled: float = _counter("Answers 503, slow down.")
-    hedges: float = _counter("Requests doubled because the first took long.")
-    resumed_bodies: float = _counter("Reads continued on a new connection.")
-    errors: float = _counter("Requests that failed.")
-    first_byte_p50_seconds: float | None = _gauge("Half of the first bytes came sooner.", default=None)
-    first_byte_p99_seconds: float | None = _gauge("99 % of the first bytes came sooner.", default=None)
+    requests: float = 0.0
+    """Requests sent to the object store."""
+    read_bytes: float = 0.0
+    """Bytes read from the object store."""
+    retries: float = 0.0
+    """Requests made again after a failure."""
+    outages: float = 0.0
+    """Times that requests failed for more than a few seconds."""
+    throttled: float = 0.0
+    """Answers 503, slow down."""
+    hedges: float = 0.0
+    """Requests doubled because the first took long."""
+    resumed_bodies: float = 0.0
+    """Reads continued on a new connection."""
+    errors: float = 0.0
+    """Requests that failed."""
+    first_byte_p50_seconds: float | None = None
+    """Half of the first bytes came sooner."""
+    first_byte_p99_seconds: float | None = None
+    """99 % of the first bytes came sooner."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,10 +105,14 @@ class BalanceStats:
     steps that ended. `unbalanced`: what it would have been by the order's own parts.
     """
 
-    max_over_mean: float = _gauge("Cost of each batch's dearest rank over the mean of all ranks.")
-    unbalanced: float = _gauge("The same without balance.")
-    step_max_over_mean: float | None = _gauge("The same of optimizer steps.", default=None)
-    step_unbalanced: float | None = _gauge("The same of optimizer steps without balance.", default=None)
+    max_over_mean: float = 0.0
+    """Cost of each batch's dearest rank over the mean of all ranks."""
+    unbalanced: float = 0.0
+    """The same without balance."""
+    step_max_over_mean: float | None = None
+    """The same of optimizer steps."""
+    step_unbalanced: float | None = None
+    """The same of optimizer steps without balance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,23 +120,31 @@ class LoaderStats:
     """The figures of one rank over `seconds`. A step is a batch handed over; a wait is the loop's for it.
 
     Percentiles come from a histogram of 8 classes per doubling: at most 9 % too high. `cache` and `store` are
-    None where there is none, `balance` where ranks are not balanced. Prometheus gets steps, waits and their
-    percentiles as one summary.
+    None where there is none, `balance` where ranks are not balanced.
     """
 
     steps: int = 0
-    samples: int = _counter("Samples handed over by this rank.")
-    seconds: float = _counter("Time since the first batch was asked for.", "running_seconds")
-    first_wait_seconds: float = _gauge("The wait for the first batch.")
+    samples: int = 0
+    """Samples handed over by this rank."""
+    seconds: float = 0.0
+    """Time since the first batch was asked for."""
+    first_wait_seconds: float = 0.0
+    """The wait for the first batch."""
     wait_seconds: float = 0.0
-    wait_last_seconds: float = _gauge("The latest wait.", "last_wait_seconds")
+    wait_last_seconds: float = 0.0
+    """The latest wait."""
     wait_p50_seconds: float = 0.0
     wait_p99_seconds: float = 0.0
-    wait_max_seconds: float = _gauge("The longest wait.", "max_wait_seconds")
-    slow_step_seconds: float = _gauge("Steps that wait longer are slow.", "slow_step_threshold_seconds", 1e-3)
-    slow_steps: int = _counter("Steps that waited longer than the threshold.")
-    slow_wait_seconds: float = _counter("What the slow steps waited together.")
-    queue_depth: float = _gauge("Batches ready behind the latest one.")
+    wait_max_seconds: float = 0.0
+    """The longest wait."""
+    slow_step_seconds: float = 1e-3
+    """Steps that wait longer are slow."""
+    slow_steps: int = 0
+    """Steps that waited longer than the threshold."""
+    slow_wait_seconds: float = 0.0
+    """What the slow steps waited together."""
+    queue_depth: float = 0.0
+    """Batches ready behind the latest one."""
     queue_depth_mean: float = 0.0
     cache: CacheStats | None = None
     store: StoreStats | None = None

@@ -47,11 +47,11 @@ def open_row_costs(dataset: Dataset, ids: DocumentIds, indexes: NodeIndexes | No
         size = int(dataset.manifest.raw_bytes.clip(0).sum())
         if dataset.shards is not None or size > COUNTED_BYTES:
             what = "a remote dataset" if dataset.shards is not None else format_bytes(size)
-            option = f"--eos {ids.eos_id}" if ids.bos_id is None else f"--bos {ids.bos_id}"
+            option = f"eos_id={ids.eos_id}" if ids.bos_id is None else f"bos_id={ids.bos_id}"
             raise ShardError(
                 dataset.location,
                 f"balance needs the costs of all rows, and {what} is not read for them at a start: make "
-                f"{name} once with `shardkit row-costs {dataset.location} {option}`",
+                f"{name} once with shardkit.tools.row_costs: make_row_costs({dataset.location!r}, {option})",
             )
         found = count_row_costs(dataset, ids, progress=False)
     dataset.row_costs[name] = found

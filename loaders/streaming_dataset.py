@@ -91,10 +91,8 @@ class StreamingDataset(IterableDataset[Batch]):
         """The loader of this process; another process needs its own threads, locks and connections."""
         if self._process != os.getpid():
             state, arguments = self._loader.state_dict(), dict(self._arguments)
-            if get_worker_info() is not None:
-                arguments["metrics_file"] = None  # workers would overwrite each other's
-                if arguments.get("usage_log") is not None:
-                    arguments |= self._usage_arguments()
+            if get_worker_info() is not None and arguments.get("usage_log") is not None:
+                arguments |= self._usage_arguments()
             loader = StreamingLoader(_own_copies(self._loader.streams), **arguments)
             loader.load_state_dict(state)
             loader.machine_ranks = self._loader.machine_ranks

@@ -52,10 +52,6 @@ __all__ = [
     "InputFacts",
     "LanguageCounts",
     "NearFacts",
-    "PairFacts",
-    "PrecisionFacts",
-    "RecallBand",
-    "RecallFacts",
     "RuleFacts",
     "SourceLoss",
     "SplitFacts",
@@ -223,62 +219,14 @@ class GroupFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class RecallBand:
-    """Planted pairs of similarity `low` to `high`; theory expects `expected` candidates."""
-
-    low: float
-    high: float
-    pairs: int
-    candidates: int
-    verified: int
-    expected: float
-    interval: tuple[float, float]  # the share of candidates, 95 %
-
-
-@dataclass(frozen=True, slots=True)
-class RecallFacts:
-    """Planted pairs by similarity; `left_out` could not be compared."""
-
-    bands: list[RecallBand]
-    left_out: int
-
-
-@dataclass(frozen=True, slots=True)
-class PairFacts:
-    """The beginnings of a removed document and of the one that stayed."""
-
-    similarity: float
-    removed: str
-    kept: str
-
-
-@dataclass(frozen=True, slots=True)
-class PrecisionFacts:
-    """Removed documents compared again, by words: as similar as required, contained as allowed, or wrong.
-
-    `least` is the lowest similarity of the similar ones.
-    """
-
-    checked: int
-    left_out: int
-    similar: int
-    contained: int
-    wrong: int
-    least: float | None
-    excerpts: list[PairFacts]
-
-
-@dataclass(frozen=True, slots=True)
 class DedupFacts:
-    """What duplicate removal did, by stage in the order in which they ran, and how well."""
+    """What duplicate removal did, by stage in the order in which they ran."""
 
     near: NearFacts | None
     stages: list[StageLoss]
     sources: list[SourceLoss]
     groups: list[GroupFacts]
     largest_group: int
-    recall: RecallFacts | None
-    precision: PrecisionFacts | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,6 @@ _EXTRAS = {
     "lightning": ("lightning", "lightning"),
     "llvmlite": ("numba", "write"),
     "lz4": ("lz4", "formats"),
-    "matplotlib": ("matplotlib", "plot"),
     "msgpack": ("msgpack", "webdataset"),
     "numba": ("numba", "write"),
     "orjson": ("orjson", "write"),

@@ -32,7 +32,7 @@ from shardkit.writers.recipe import Recipe
 from shardkit.writers.report import render_report
 from shardkit.writers.stages.split import PartsFound
 
-__all__ = ["BuiltDataset", "assemble", "describe_file", "make_card", "recipe_content"]
+__all__ = ["BuiltDataset", "assemble", "content_of", "describe_file", "make_card", "recipe_content"]
 
 CARD_VERSION = 1
 FILE_HASH = "xxh3_128"
@@ -63,6 +63,8 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
         del content["dedup"]["lines"]["words"]
     if recipe.dedup.url is None:
         del content["dedup"]["url"]
+    if recipe.dedup.near is not None:
+        content["dedup"]["near"]["measure"] = None
     for key in ("group", "limit", "split", "tokenizer"):
         if content[key] is None:
             del content[key]
@@ -86,6 +88,16 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
         if "messages" not in entry:
             del entry["tools"], entry["train_on"]
     content["filters"] = [config.entry(name) for name, config in recipe.filter_chain()]
+    return content
+
+
+def content_of(card: DatasetCard) -> dict[str, Any]:
+    """Return the recipe of a card, which any version may have written, without keys that are gone."""
+    content = dict(card.recipe)
+    dedup = content.get("dedup") or {}
+    if dedup.get("near") is not None:
+        near = {key: value for key, value in dedup["near"].items() if key != "measure"}
+        content["dedup"] = {**dedup, "near": near}
     return content
 
 

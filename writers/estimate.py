@@ -8,7 +8,7 @@ the estimate as they are. A sample cannot show what depends on the whole:
 - duplicates meet only there. Nothing is taken off for those that are removed; of near-duplicates, `PAIRED`
   of all documents are taken to be in pairs, with `PAIR_BYTES` each, where the sample has fewer.
 - exchanges merge many runs, and a sample has few: what they write comes from `stage_requests`.
-- planted copies and the documents of an index are not in the sample: that many more documents are added.
+- the documents of an index are not in the sample: that many more documents are added.
 
 The result is high rather than low, by `MARGIN` and by what duplicate removal saves.
 
@@ -294,7 +294,7 @@ def rehearse(
         pieces = choose_pieces(inputs.splits, sample_bytes)
         sources, stored = put_pieces(recipe, pieces, Path(folder) / "inputs", cut_anywhere=True)
         share = _share(inputs.splits, stored)
-        derived = _without_measure(sample_recipe(recipe, sources, Path(folder), share))
+        derived = _without_indexes(sample_recipe(recipe, sources, Path(folder), share))
         splits = splits_of_tasks(recipe, scan_inputs(derived))
         work = LocalWork(Path(folder) / "work")
         small = BuildInputs(derived, splits, (), inputs.filter_files, masking=inputs.masking)
@@ -359,11 +359,11 @@ def _share(splits: Sequence[Split], stored: Mapping[int, int]) -> float:
     return sum(stored.values()) / max(1, sum(split.bytes for split in splits))
 
 
-def _without_measure(recipe: Recipe) -> Recipe:
-    """Return the recipe without planted copies and indexes, which `_add_near` reckons."""
+def _without_indexes(recipe: Recipe) -> Recipe:
+    """Return the recipe without indexes, which `_add_near` reckons."""
     if recipe.dedup.near is None:
         return recipe
-    near = recipe.dedup.near.model_copy(update={"against": (), "measure": None})
+    near = recipe.dedup.near.model_copy(update={"against": ()})
     return recipe.model_copy(update={"dedup": recipe.dedup.model_copy(update={"near": near})})
 
 
@@ -445,12 +445,11 @@ def _corpus(inputs: BuildInputs, scales: _Scales, made: Outputs, documents: floa
 def _add_near(
     stages: dict[str, float], config: NearDedupConfig, documents: float, text: float, indexed: int
 ) -> None:
-    """What near-duplicates take at least, and what planted copies and documents of an index add."""
+    """What near-duplicates take at least, and what documents of an index add."""
     stages["shingles"] = max(stages.get("shingles", 0.0), PAIRED * text * _COMPRESSED)
     stages["candidates"] = max(stages.get("candidates", 0.0), PAIRED * documents * PAIR_BYTES)
-    planted = config.measure.planted if config.measure is not None else 0
     for stage in {*_NEAR, *(stage for stage in stages if stage.startswith("near_"))}:
-        more = planted + (indexed if stage != "signatures" else 0)
+        more = indexed if stage != "signatures" else 0
         stages[stage] = stages.get(stage, 0.0) * (1 + more / max(1.0, documents))
 
 

@@ -261,13 +261,12 @@ def exchange(
     *,
     readers: int,
     end: int = _KEYS,
-    leave_out: bool = False,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Exchanged:
     """Merge the runs of `maps` until each of `readers` tasks meets few and large ones.
 
     The readers get equal or similar shares of the keys [0, end). Rows of larger keys are an error where they
-    are read, or left out with `leave_out`. Merge tasks are stages `<stage>-merge-1`, …. A map that is a
+    are read. Merge tasks are stages `<stage>-merge-1`, …. A map that is a
     `Segment` is a run that no task of this build wrote.
     """
     runs: list[tuple[Segment, ...]] = []
@@ -275,8 +274,7 @@ def exchange(
         segment = written if isinstance(written, Segment) else _written_by(written, table)
         if segment.bytes > EMPTY_BYTES:
             origin = None if table.origin is None else number
-            stop = _KEYS if leave_out else end
-            runs.append((replace(segment, start=0, stop=stop, origin=origin),))
+            runs.append((replace(segment, start=0, stop=end, origin=origin),))
     level = 0
     while limits.merges(len(runs), sum(s.bytes for segments in runs for s in segments), readers):
         level += 1

@@ -263,9 +263,6 @@ _READERS = {
     "partners": "shingles",
     "own": "verify",
     "guests": "verify",
-    "proposed": "planted",
-    "planted_edges": "measure",
-    "checked": "measure",
     "tokens": "pack",
 }
 
@@ -292,10 +289,8 @@ def stage_names(recipe: Recipe) -> list[str]:
     names += ["exact", "exact_removed"] if dedup.exact is not None else []
     names += ["line_keys", "line_losers", "lines_removed", "lines"] if dedup.lines is not None else []
     if dedup.near is not None:
-        measured = dedup.near.measure is not None
-        names += ["signatures", *(["planted"] if measured else []), "parts", "equal", "bands", "candidates"]
+        names += ["signatures", "parts", "equal", "bands", "candidates"]
         names += ["shingles", "verify", "near", "near_equal", "near_lost", "near_kept", "near_removed"]
-        names += ["measure"] if measured else []
     names += ["buckets"] if recipe.buckets is not None and recipe.buckets.is_fitted else []
     if recipe.split is not None:
         names += ["split_propose", "split_tables", "split_probe", "split_choose", "split_rows", "split"]

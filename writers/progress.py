@@ -46,10 +46,10 @@ _STEPS: Mapping[str, Mapping[str, float]] = {
     "exact duplicates": {"url_left": 1, "exact-merge": 1, "exact": 1, "exact_removed": 0.2},
     "repeated lines": {"line_keys": 8, "line_keys-merge": 3, "line_losers": 1, "lines": 15},
     "near-duplicates": {
-        "planted": 1, "signatures": 14, "parts": 0.1, "equal": 0.4, "bands": 5, "bands-merge": 5,
+        "signatures": 14, "parts": 0.1, "equal": 0.4, "bands": 5, "bands-merge": 5,
         "candidates": 3, "pairs-merge": 1, "partners-merge": 1, "shingles": 7, "own-merge": 0.4,
         "guests-merge": 0.4, "verify": 5, "near-round": 1, "near_equal": 0.2, "near_lost": 0.6,
-        "near_kept": 0.6, "measure": 2,
+        "near_kept": 0.6,
     },
     "split": {"split_propose": 8, "split_probe": 20},
     "tokenize": {"tokenize": 25, "parity": 3},

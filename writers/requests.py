@@ -26,13 +26,10 @@ from shardkit.writers.dedup.candidates import PAIRS_BY_FIRST
 from shardkit.writers.dedup.duplicates import DUPLICATES_OF_FILE
 from shardkit.writers.dedup.exact import KEYS, WEIGHTED_KEYS
 from shardkit.writers.dedup.lines import LINE_KEYS, LINE_LOSERS
-from shardkit.writers.dedup.measure import PROPOSED
-from shardkit.writers.dedup.near import PROPOSED_BY_SPLIT
 from shardkit.writers.dedup.removals import OUTCOMES, SPLITS_PER_GROUP
 from shardkit.writers.dedup.shingle_store import OWN
 from shardkit.writers.dedup.signatures import LOST
 from shardkit.writers.dedup.verify import block_bits
-from shardkit.writers.documents import BATCH_TEXT_BYTES
 from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.publish import _TASK_BYTES, _TASK_FILES
 from shardkit.writers.recipe import Recipe
@@ -115,9 +112,6 @@ class Corpus:
     has_near: bool = True
     lines: int = 0
     """Lines that are compared; 0: none are removed."""
-    planted: int = 0
-    checked: int = 0
-    """Copies that measure near-duplicate removal, and removed documents that are compared again."""
     is_sent: bool = False
     """Whether the output is in a store, too."""
     bands: int = 14
@@ -302,10 +296,7 @@ class Model:
     def _add_near(self, text: float, readers: int) -> None:
         c = self.corpus
         signatures = c.documents * SIGNATURE_BYTES
-        files = 5 if c.planted else 4
-        self._add("signatures", c.splits, *self._scans(text, c.splits), files=files, written=signatures)
-        if c.planted:
-            self._add_planted(text)
+        self._add("signatures", c.splits, *self._scans(text, c.splits), files=3, written=signatures)
         self._add("parts", 1, 0, files=1)
         keys = self.exchange("equal", KEYS.dtype, c.splits, c.documents, readers)
         self._add("equal", readers, *self._slices(keys, readers), files=2)
@@ -319,8 +310,6 @@ class Model:
         bands = self.exchange("bands", BANDS.dtype, c.splits, entries, candidates)
         self._add("candidates", candidates, *self._slices(bands, candidates), files=2)
         self._add_verified(text, candidates)
-        if c.checked or c.planted:
-            self._add_measured(text, lost)
 
     def _add_verified(self, text: float, candidates: int) -> None:
         c = self.corpus
@@ -357,29 +346,6 @@ class Model:
         self._by_split("lines_removed", LINE_LOSERS.dtype, readers, cut)
         gets, read = self._scans(text, c.splits)
         self._add("lines", c.splits, gets + 2 * c.splits, read + written, files=3, written=text)
-
-    def _add_planted(self, text: float) -> None:
-        """One task, which reads the batches of documents that originals are in."""
-        c = self.corpus
-        proposals = min(c.documents, c.splits * max(PROPOSED_BY_SPLIT, c.planted))
-        proposed = self.exchange("proposed", PROPOSED.dtype, c.splits, proposals, 1)
-        gets, read = self._some(text, c.planted)
-        written = c.planted * (SIGNATURE_BYTES + text / c.documents)
-        self._add("planted", 1, gets + proposed.count, read, files=5, written=written)
-
-    def _add_measured(self, text: float, lost: _Runs) -> None:
-        """One task, which reads both documents of each sampled pair and looks originals up among `lost`."""
-        c = self.corpus
-        gets, read = self._some(text, 2 * min(c.checked, int(c.documents * LOSERS)))
-        self._add("measure", 1, gets + min(c.splits, c.planted) * lost.count, read)
-
-    def _some(self, text: float, documents: int) -> tuple[float, float]:
-        """Requests and bytes that read so many documents, each with its batch and what is read ahead."""
-        c = self.corpus
-        batches = max(c.splits, c.text_bytes / (BATCH_TEXT_BYTES / c.scale))
-        touched = 1 - exp(-documents / batches)
-        gets, read = self._scans(text, c.splits)
-        return 2 * c.splits + touched * gets, min(1.0, 1.5 * touched) * read
 
     def _add_upload(self, shards: int, partitions: int, size: float) -> None:
         """Tasks that look whether a file is there, read it, and send it in one request or in parts."""

@@ -41,7 +41,7 @@ from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import connect
 from shardkit.storage.store import StorageOptions, Store, read_object
 from shardkit.storage.url import is_remote, local_path
-from shardkit.writers.card import BuiltDataset, assemble, recipe_content
+from shardkit.writers.card import BuiltDataset, assemble, content_of, recipe_content
 from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.execution.task import Commit, Output, RunTasks, Task, facts_of, partition_name
 from shardkit.writers.executors import EngineName, Execution, open_runner, work_of
@@ -166,7 +166,7 @@ def _card_of_store(files: StoreFiles) -> DatasetCard:
 def _recipe_of(card: DatasetCard, output: str, overrides: Sequence[str]) -> Recipe:
     """The recipe with which a build would make this dataset from the raw inputs."""
     routed = {key: value for key, value in card.recipe["output"].items() if key == "where"}
-    content = {**card.recipe, "output": {"path": output} | routed, "pack": {}}
+    content = {**content_of(card), "output": {"path": output} | routed, "pack": {}}
     part = content.pop("part", None)
     for override in overrides:
         if not override.startswith(_SETTINGS) or override.startswith("output.path"):

@@ -123,7 +123,7 @@ class TrainerDataset(TorchDataset[Batch]):
 
     def _alone(self) -> StreamingLoader:
         """A loader of this process alone, to look at the data."""
-        silent: LoaderOptions = {"usage_log": None, "metrics_file": None, "prefetch_batches": 0}
+        silent: LoaderOptions = {"usage_log": None, "prefetch_batches": 0}
         options: LoaderOptions = {**self._options, **silent}
         return StreamingLoader(self._dataset, batch_size=1, rank=0, world_size=1, shuffle="none", **options)
 

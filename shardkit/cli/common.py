@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardkit.tools.plan.quantities import format_seconds, parse_count, parse_rate, parse_seconds
-from shardkit.units import format_bytes, parse_bytes
+from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,12 +32,7 @@ if TYPE_CHECKING:
 _FIRST_CONTACT_SECONDS = 5.0  # that a person waits for a store at a wrong address
 
 __all__ = [
-    "BATCH_SIZE",
-    "GPUS_PER_NODE",
-    "NETWORK",
     "PATH_HELP",
-    "SHARD_BYTES",
-    "SHUFFLE_SIZES",
     "Quantity",
     "add_json_argument",
     "add_order_arguments",
@@ -47,6 +41,7 @@ __all__ = [
     "add_quiet_argument",
     "add_recipe_arguments",
     "add_storage_arguments",
+    "add_tokenizer_argument",
     "argument",
     "count",
     "escaped",
@@ -164,6 +159,16 @@ def add_quiet_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_tokenizer_argument(parser: argparse.ArgumentParser) -> None:
+    """--tokenizer of verbs that show text."""
+    parser.add_argument(
+        "--tokenizer",
+        type=file_path,
+        metavar="FILE",
+        help="tokenizer.json to decode text with (default: the file that the card names, if it exists)",
+    )
+
+
 def progress_of(arguments: argparse.Namespace) -> bool | TransferListener:
     """The `progress` of a transfer: none if --quiet, lines if --json, else a bar on a terminal."""
     from shardkit.progress import Lines
@@ -239,82 +244,51 @@ def balance_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"balance": balance, **ids}
 
 
+# Fields of `StorageOptions` that are options: (field; metavar, choices, or None for a switch; help). They are
+# stated here because `--help` does not wait for the import of that class.
+_STORAGE = (
+    ("endpoint_url", "URL", "URL of an S3-compatible server (default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, "
+     "S3_ENDPOINT_URL, then AWS)"),
+    ("region", "NAME", "region of the bucket (default: from the AWS configuration)"),
+    ("profile", "NAME", "profile of the AWS configuration (default: AWS_PROFILE)"),
+    ("path_style", None, "put the bucket in the path (the default when an endpoint is set)"),
+    ("checksums", ("when_supported", "when_required"),
+     "S3's flexible checksums (default: when_required with an endpoint, else as configured)"),
+    ("anonymous", None, "read a public bucket without credentials (default: sign)"),
+    ("requester_pays", None, "pay for requests (default: the bucket's owner does)"),
+    ("encryption", ("AES256", "aws:kms", "aws:kms:dsse"),
+     "server-side encryption to ask for with each write (default: the bucket's own)"),
+    ("kms_key_id", "KEY", "key of --encryption aws:kms (default: the bucket's)"),
+    ("follow_urls", None,
+     "let a list of tars name places other than its own folder or bucket (default: refuse)"),
+)  # fmt: skip
+
+
 def add_storage_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of S3; those not given come from the AWS environment and its configuration files."""
     group = parser.add_argument_group("S3 and compatible servers")
-    group.add_argument(
-        "--endpoint-url",
-        metavar="URL",
-        help="URL of an S3-compatible server (default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, "
-        "S3_ENDPOINT_URL, then AWS)",
-    )
-    group.add_argument(
-        "--region", metavar="NAME", help="region of the bucket (default: from the AWS configuration)"
-    )
-    group.add_argument(
-        "--profile", metavar="NAME", help="profile of the AWS configuration (default: AWS_PROFILE)"
-    )
     style = group.add_mutually_exclusive_group()
-    style.add_argument(
-        "--path-style",
-        action="store_true",
-        default=None,
-        dest="path_style",
-        help="put the bucket in the path (the default when an endpoint is set)",
-    )
-    style.add_argument(
-        "--virtual-style",
-        action="store_false",
-        default=None,
-        dest="path_style",
-        help="put the bucket in the host name (the default of AWS itself)",
-    )
-    group.add_argument(
-        "--checksums",
-        choices=["when_supported", "when_required"],
-        help="S3's flexible checksums (default: when_required with an endpoint, else as configured)",
-    )
-    group.add_argument(
-        "--anonymous", action="store_true", help="read a public bucket without credentials (default: sign)"
-    )
-    group.add_argument(
-        "--requester-pays",
-        action="store_true",
-        help="pay for requests (default: the bucket's owner does)",
-    )
-    group.add_argument(
-        "--encryption",
-        choices=["AES256", "aws:kms", "aws:kms:dsse"],
-        help="server-side encryption to ask for with each write (default: the bucket's own)",
-    )
-    group.add_argument(
-        "--kms-key-id", metavar="KEY", help="key of --encryption aws:kms (default: the bucket's)"
-    )
-    group.add_argument(
-        "--follow-urls",
-        action="store_true",
-        help="let a list of tars name places other than its own folder or bucket (default: refuse)",
-    )
+    for name, value, text in _STORAGE:
+        flag = f"--{name.replace('_', '-')}"
+        if value is None:
+            place = style if name == "path_style" else group
+            place.add_argument(flag, action="store_true", default=None, help=text)
+        elif isinstance(value, str):
+            group.add_argument(flag, metavar=value, help=text)
+        else:
+            group.add_argument(flag, choices=value, help=text)
+        if name == "path_style":
+            text = "put the bucket in the host name (the default of AWS itself)"
+            style.add_argument("--virtual-style", action="store_false", default=None, dest=name, help=text)
 
 
 def storage_options(arguments: argparse.Namespace, *, is_job: bool = False) -> StorageOptions:
     """Return the storage options of a command line; only a job waits for a store that is not there yet."""
     from shardkit.storage.store import StorageOptions
 
-    seconds = StorageOptions().first_contact_seconds if is_job else _FIRST_CONTACT_SECONDS
-    return StorageOptions(
-        first_contact_seconds=seconds,
-        endpoint_url=arguments.endpoint_url,
-        region=arguments.region,
-        profile=arguments.profile,
-        path_style=arguments.path_style,
-        checksums=arguments.checksums,
-        anonymous=arguments.anonymous,
-        requester_pays=arguments.requester_pays,
-        encryption=arguments.encryption,
-        kms_key_id=arguments.kms_key_id,
-        follow_urls=arguments.follow_urls,
-    )
+    given: dict[str, Any] = {} if is_job else {"first_contact_seconds": _FIRST_CONTACT_SECONDS}
+    given |= {name: value for name, *_ in _STORAGE if (value := getattr(arguments, name)) is not None}
+    return StorageOptions(**given)
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, *, example: str) -> None:
@@ -364,32 +338,6 @@ class Quantity:
 def format_rate(value: Any) -> str:
     """ "1.25 GB/s"."""
     return f"{format_bytes(float(value))}/s"
-
-
-GPUS_PER_NODE = Quantity(
-    "--gpus-per-node", "gpus_per_node", parse_count, str, "GPUs that share a machine and its cache", "N", "8"
-)
-BATCH_SIZE = Quantity(
-    "--batch-size", "batch_size", parse_count, "{:,}".format, "sequences per GPU and step", "N", "8"
-)
-SHARD_BYTES = Quantity(
-    "--shard-bytes", "shard_bytes", parse_bytes, format_bytes, "size of a shard", "BYTES", "64MiB"
-)
-SHUFFLE_SIZES = (
-    Quantity("--lanes", "lanes", parse_count, str,
-             "lanes of the shuffle; default: the loader's, a power of two that grows with the shards", "N"),
-    Quantity("--window", "window", parse_count, "{:,}".format,
-             "samples that a lane shuffles together; default: the loader's, those of two shards, or of 64 "
-             "in all lanes together", "N"),
-)  # fmt: skip
-NETWORK = (
-    Quantity("--bandwidth", "node_bytes_per_second", parse_rate, format_rate,
-             "network bandwidth of a node; 10Gbit/s is 1.25 GB/s", "RATE", "10Gbit/s"),
-    Quantity("--connection-bandwidth", "connection_bytes_per_second", parse_rate, format_rate,
-             "bandwidth of one request", "RATE", "80MB/s"),
-    Quantity("--latency", "latency_seconds", parse_seconds, format_seconds,
-             "time to the first byte of a request", "TIME", "50ms"),
-)  # fmt: skip
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:

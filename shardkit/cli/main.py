@@ -31,11 +31,11 @@ from shardkit.files import not_for_everyone
 __all__ = ["VERBS", "main"]
 
 VERBS = {
-    "audit": "audit", "bench": "bench", "build": "build", "clean": "clean", "convert": "convert",
-    "dedup-index": "dedup_index", "demo": "demo", "download": "transfer", "dropped": "why", "info": "info",
-    "init": "init", "pack": "pack", "plan": "plan", "row-costs": "row_costs", "simulate": "simulate",
-    "trace": "trace", "train-classifier": "train_classifier", "upload": "transfer", "verify": "verify",
-    "view": "view", "why": "why",
+    "audit": "audit", "build": "build", "clean": "clean", "convert": "convert",
+    "dedup-index": "dedup_index", "demo": "demo", "download": "transfer", "info": "info",
+    "init": "init", "pack": "pack", "plan": "plan",
+    "trace": "trace", "upload": "transfer", "verify": "verify",
+    "view": "view",
 }  # fmt: skip
 CONTINUING = ("build", "dedup-index", "download", "pack", "upload")
 FAILED, MISUSE, INTERRUPTED = 1, 2, 130

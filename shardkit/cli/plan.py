@@ -14,11 +14,6 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import (
-    BATCH_SIZE,
-    GPUS_PER_NODE,
-    NETWORK,
-    SHARD_BYTES,
-    SHUFFLE_SIZES,
     Quantity,
     add_json_argument,
     add_override_argument,
@@ -39,6 +34,7 @@ from shardkit.tools.plan.quantities import (
     parse_count,
     parse_number,
     parse_rate,
+    parse_seconds,
     parse_share,
 )
 from shardkit.units import format_bytes, parse_bytes
@@ -83,6 +79,9 @@ def _bytes(value: Any) -> str:
     return format_bytes(float(value))
 
 
+SHARD_BYTES = Quantity(
+    "--shard-bytes", "shard_bytes", parse_bytes, format_bytes, "size of a shard", "BYTES", "64MiB"
+)
 STORE_PRICES = (
     Quantity("--price-get", "get_1000", parse_number, _dollars,
              "dollars for 1,000 reads; AWS list, S3 Standard", "$", "0.0004"),
@@ -101,12 +100,26 @@ TRAIN = (
     Quantity("--gpus", "gpus", parse_count, lambda v: f"{v:,}", "number of GPUs", "N", required=True),
     Quantity("--bytes-per-token", "bytes_per_token", parse_number, _number,
              "bytes of a stored token; 4 is uint32, 2 uint16", "B", "4"),
-    GPUS_PER_NODE,
+    Quantity("--gpus-per-node", "gpus_per_node", parse_count, str, "GPUs that share a machine and its cache",
+             "N", "8"),
     Quantity("--sequence-length", "sequence_length", parse_count, lambda v: f"{v:,}", "tokens of a sequence",
              "N", "4096"),
-    BATCH_SIZE,
+    Quantity("--batch-size", "batch_size", parse_count, "{:,}".format, "sequences per GPU and step", "N",
+             "8"),
     Quantity("--epochs", "epochs", parse_number, _number, "passes over the dataset", "N", "1"),
-    SHARD_BYTES, *SHUFFLE_SIZES, *NETWORK, *STORE_PRICES,
+    SHARD_BYTES,
+    Quantity("--lanes", "lanes", parse_count, str,
+             "lanes of the shuffle; default: the loader's, a power of two that grows with the shards", "N"),
+    Quantity("--window", "window", parse_count, "{:,}".format,
+             "samples that a lane shuffles together; default: the loader's, those of two shards, or of 64 "
+             "in all lanes together", "N"),
+    Quantity("--bandwidth", "node_bytes_per_second", parse_rate, format_rate,
+             "network bandwidth of a node; 10Gbit/s is 1.25 GB/s", "RATE", "10Gbit/s"),
+    Quantity("--connection-bandwidth", "connection_bytes_per_second", parse_rate, format_rate,
+             "bandwidth of one request", "RATE", "80MB/s"),
+    Quantity("--latency", "latency_seconds", parse_seconds, format_seconds,
+             "time to the first byte of a request", "TIME", "50ms"),
+    *STORE_PRICES,
 )  # fmt: skip
 BUILD = (
     Quantity("--tokens", "tokens", parse_count, format_count,
@@ -133,7 +146,7 @@ BUILD = (
     Quantity("--split-bytes", "split_bytes", parse_number, _bytes,
              "raw text of a compressed input file; plain files are cut into parts of 64 MiB", "B", "1e9"),
     Quantity("--dedup", "dedup", _parts, lambda parts: ",".join(sorted(parts)) or "none",
-             "duplicate removal: url, exact, lines, spans, near, measure (of near), or none; as the recipe's",
+             "duplicate removal: url, exact, lines, spans, near, or none; as the recipe's",
              "PARTS", "exact,near"),
     Quantity("--price-core-hour", "core_hour", parse_number, _money,
              "dollars for a core and hour; AWS list, on demand", "$", "0.05"),

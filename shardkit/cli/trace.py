@@ -1,4 +1,4 @@
-"""`shardkit trace`: from a row to its documents and training steps, from a document to its rows."""
+"""`shardkit trace`: from rows to documents and steps, from a document to its rows, or why it has none."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from shardkit.cli.common import (
     add_json_argument,
     add_order_arguments,
     add_storage_arguments,
+    add_tokenizer_argument,
     balance_options,
     count,
     file_path,
@@ -24,10 +25,12 @@ if TYPE_CHECKING:
     from shardkit.datasets.dataset import Dataset
     from shardkit.tools.trace.answers import Tracer
     from shardkit.tools.trace.run import Run
+    from shardkit.tools.trace.search import Selection
 
 __all__ = ["add_parser", "find_run", "run"]
 
-_SEARCH = ("document", "url", "url_list", "source", "file")
+_SEARCH = ("document", "url", "url_list", "id", "source", "file")
+_OF_ROWS = ("export", "text", "exclude", "mask", "no_duplicates")  # options of a search for rows
 _LOADER = ("seed", "batch_size", "lanes", "window", "shuffle", "tail")
 
 
@@ -35,21 +38,19 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the verb."""
     parser = verbs.add_parser(
         "trace",
-        help="the documents in a row or a training step, and the rows and steps with a document",
+        help="the documents in a row or a training step; the rows with a document, or why it has none",
         description="Trace a row to its documents (source file, record, URL, tokens, text) and to the steps "
         "and ranks that receive it; a training step to its rows and documents; a document, URL or domain to "
-        "its rows, which can be exported, and excluded from training.",
+        "its rows, which can be exported, and excluded from training, or (--why) to what became of it: kept, "
+        "dropped by a rule, with the value that it judged and its bound, removed as a duplicate of another "
+        "one, or unreadable.",
         allow_abbrev=False,
     )
     parser.add_argument("path", metavar="PATH", help="folder, index file, tar, pattern or URL of a dataset")
     _add_questions(parser)
     _add_search(parser)
-    parser.add_argument(
-        "--tokenizer",
-        type=file_path,
-        metavar="FILE",
-        help="tokenizer.json to decode text with (default: the file that the card names, if it exists)",
-    )
+    _add_dropped(parser)
+    add_tokenizer_argument(parser)
     parser.add_argument(
         "--excerpt",
         type=natural,
@@ -62,8 +63,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         type=natural,
         default=20,
         metavar="N",
-        help="number of rows of a step, or pieces of a search, to print, or all if 0 (default: 20); totals "
-        "and files include all",
+        help="number of rows of a step, pieces of a search, or documents of each outcome, to print, or all "
+        "if 0 (default: 20); totals and files include all",
     )
     add_json_argument(parser)
     _add_run(parser)
@@ -113,6 +114,9 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         "--url-list", metavar="FILE", help="file with such patterns, one per line (default: none)"
     )
     search.add_argument(
+        "--id", action="append", default=[], help="the id that the input gives a document (default: any)"
+    )
+    search.add_argument(
         "--source",
         action="append",
         default=[],
@@ -125,6 +129,23 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         help="raw file: its name, the end of it, or a pattern with * and ? (default: all)",
+    )
+    search.add_argument(
+        "--record",
+        action="append",
+        default=[],
+        type=natural,
+        metavar="N",
+        help="number of the record in --file, counted from 0 (default: all)",
+    )
+    _add_search_output(search)
+
+
+def _add_search_output(search: argparse._ArgumentGroup) -> None:
+    search.add_argument(
+        "--why",
+        action="store_true",
+        help="say what became of them, instead of where their rows are (default: their rows)",
     )
     search.add_argument(
         "--export",
@@ -151,6 +172,21 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the spans of their tokens as a list for Stream(mask=FILE), which sets their labels to "
         "-100; the other documents in the rows stay (default: none)",
+    )
+
+
+def _add_dropped(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("documents that a filter rule dropped, to judge the rule by")
+    group.add_argument(
+        "--dropped",
+        nargs="?",
+        const="",
+        metavar="RULE",
+        help="list documents that a rule such as length/too_few_words dropped, with values, bound and texts; "
+        "without RULE, the rules (default: none)",
+    )
+    group.add_argument(
+        "--nearest", action="store_true", help="those nearest to the bound (default: a random sample)"
     )
 
 
@@ -202,6 +238,7 @@ def run(arguments: argparse.Namespace) -> int:
     from shardkit.cli.trace_show import show
     from shardkit.datasets.dataset import open_dataset
     from shardkit.tools.trace.answers import parse_row, trace_rows, trace_step
+    from shardkit.tools.trace.fates import find_dropped, find_fates
 
     kind = _kind(arguments)
     with ExitStack() as opened:
@@ -210,6 +247,11 @@ def run(arguments: argparse.Namespace) -> int:
         tracer = _tracer(arguments, dataset)
         if kind == "search":
             answer = _search(arguments, tracer, traced)
+        elif kind == "why":
+            answer = find_fates(tracer, _selection(arguments, tracer), limit=arguments.limit)
+        elif kind == "dropped":
+            rule = arguments.dropped or None
+            answer = find_dropped(tracer, rule, limit=arguments.limit, nearest=arguments.nearest)
         elif kind == "row":
             rows = [parse_row(dataset, text) for text in arguments.row]
             answer = trace_rows(tracer, rows, traced, arguments.epochs)
@@ -227,24 +269,38 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _kind(arguments: argparse.Namespace) -> str:
-    """The kind of question: "row", "step" or "search"."""
+    """The kind of question: "row", "step", "search", "why" or "dropped"."""
     asked = {
         "row": bool(arguments.row),
         "step": arguments.step is not None,
         "position": arguments.position is not None,
         "search": any(getattr(arguments, name) for name in _SEARCH),
+        "dropped": arguments.dropped is not None,
     }
+    if arguments.why and not asked["search"]:
+        arguments.misuse("there is no document to look for: give --url, --id, --document or --file")
+    if arguments.record and not arguments.file:
+        arguments.misuse("--record is the number of a record in a file: give --file")
+    if arguments.nearest and not arguments.dropped:
+        arguments.misuse("--nearest is of one rule: give --dropped RULE")
     found = [name for name, is_asked in asked.items() if is_asked]
     if len(found) != 1:
         which = "there is no question" if not found else f"{' and '.join(found)} are different questions"
-        arguments.misuse(f"{which}: give --row, --step, --position, or what to search for (--url, …)")
-    for name in ("export", "exclude", "mask", "text"):
+        arguments.misuse(
+            f"{which}: give --row, --step, --position, --dropped, or what to search for (--url, …)"
+        )
+    for name in _OF_ROWS:
+        option = name.replace("_", "-")
         if getattr(arguments, name) and found != ["search"]:
-            arguments.misuse(f"--{name} belongs to a search: give --url, --document, --source or --file")
+            arguments.misuse(f"--{option} belongs to a search: give --url, --document, --source or --file")
+        if getattr(arguments, name) and arguments.why:
+            arguments.misuse(f"--{option} is about rows: leave out --why")
     if found[0] in ("step", "position") and arguments.batch_size is None:
         arguments.misuse("the rows of a step depend on the batch size: give --batch-size, --world-size")
     if arguments.rank is not None and not arguments.rank < arguments.world_size:
         arguments.misuse(f"there is no rank {arguments.rank} of {arguments.world_size}: give --world-size")
+    if arguments.why:
+        return "why"
     return "step" if found == ["position"] else found[0]
 
 
@@ -299,16 +355,23 @@ def _tracer(arguments: argparse.Namespace, dataset: Dataset) -> Tracer:
 
 
 def _search(arguments: argparse.Namespace, tracer: Tracer, traced: Run | None) -> dict[str, Any]:
-    from shardkit.tools.trace.answers import source_numbers, trace_search
+    from shardkit.tools.trace.answers import trace_search
+
+    options = {name: getattr(arguments, name) for name in ("limit", "export", "text", "exclude", "mask")}
+    options["follow"] = not arguments.no_duplicates
+    return trace_search(tracer, _selection(arguments, tracer), traced, arguments.epochs, **options)
+
+
+def _selection(arguments: argparse.Namespace, tracer: Tracer) -> Selection:
+    from shardkit.tools.trace.answers import source_numbers
     from shardkit.tools.trace.search import Selection, UrlPatterns, parse_document_id, read_url_list
 
     patterns = [*arguments.url, *(read_url_list(arguments.url_list) if arguments.url_list else ())]
-    selection = Selection(
+    return Selection(
         documents=[parse_document_id(text) for text in arguments.document],
         urls=UrlPatterns(patterns) if patterns else None,
+        ids=arguments.id,
         sources=source_numbers(tracer.dataset, arguments.source),
         files=arguments.file,
+        records=arguments.record,
     )
-    options = {name: getattr(arguments, name) for name in ("limit", "export", "text", "exclude", "mask")}
-    options["follow"] = not arguments.no_duplicates
-    return trace_search(tracer, selection, traced, arguments.epochs, **options)

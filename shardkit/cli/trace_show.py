@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardkit.cli.common import print_columns, stderr_console, stdout_console
+from shardkit.cli.trace_fates import show_dropped, show_fates
 
 __all__ = ["show"]
 
@@ -18,8 +19,10 @@ def show(kind: str, answer: Mapping[str, Any]) -> None:
         stderr_console().print(answer["problem"])
     if (run := answer["run"]) is not None:
         stdout_console().print(_run(run), style="dim")
-    {"row": _show_rows, "step": _show_step, "search": _show_search}[kind](answer)
-    if answer["no_text"]:
+    shows = {"row": _show_rows, "step": _show_step, "search": _show_search}
+    shows |= {"why": show_fates, "dropped": show_dropped}
+    shows[kind](answer)
+    if answer.get("no_text"):
         stderr_console().print(answer["no_text"])
 
 
@@ -105,9 +108,7 @@ def _show_search(answer: Mapping[str, Any]) -> None:
             f"{masked['file']}: {_many(masked['tokens'], 'token')} of {_many(masked['rows'], 'row')} masked"
         )
     if unmatched := answer["unmatched"]:
-        stderr_console().print(
-            f"{len(unmatched):,} not found (`shardkit why` says what became of a document):"
-        )
+        stderr_console().print(f"{len(unmatched):,} not found (--why says what became of a document):")
         for one in unmatched[:_UNMATCHED_SHOWN]:
             stderr_console().print(f"  {one}")
         if len(unmatched) > _UNMATCHED_SHOWN:

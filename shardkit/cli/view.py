@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from shardkit.cli.common import (
     add_json_argument,
     add_storage_arguments,
+    add_tokenizer_argument,
     file_path,
     print_json,
     stdout_console,
@@ -70,12 +71,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="state of a loader as JSON, or a checkpoint of torch that contains one: the run whose steps are "
         "shown (default: a run with default settings)",
     )
-    parser.add_argument(
-        "--tokenizer",
-        type=file_path,
-        metavar="FILE",
-        help="tokenizer.json to decode text with (default: the file that the card names, if it exists)",
-    )
+    add_tokenizer_argument(parser)
     parser.add_argument(
         "--inputs",
         type=Path,

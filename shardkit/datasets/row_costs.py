@@ -2,7 +2,7 @@
 
 With attention inside documents, a row costs about the sum of the squares of its documents' lengths. Loaders
 that balance work (`shardkit.loaders.work_balance`) need that number of rows that they do not read. It depends
-on the dataset alone, so it is counted once (`shardkit.loaders.row_costs`), and `shardkit row-costs` writes it
+on the dataset alone, so it is counted once (`shardkit.loaders.row_costs`), and `make_row_costs` writes it
 beside the index:
 
     row-costs.FINGERPRINT.eos50256.npy    uint32[rows] (uint64 for rows of 65,536 tokens or more), a .npy file
@@ -87,10 +87,10 @@ class RowCosts:
         dtype = table_dtype(length)
         header, end = make_npy_header(dtype, rows), len(data) - _DIGEST_BYTES
         if end != len(header) + rows * dtype.itemsize or data[: len(header)].tobytes() != header:
-            raise ShardError(where, f"is no table of {rows:,} rows: remove it and run `shardkit row-costs`")
+            raise ShardError(where, f"is no table of {rows:,} rows: remove it and call make_row_costs again")
         digest = hash_bytes(data[:end].data, [_HASH])[_HASH]
         if bytes.fromhex(digest) != data[end:].tobytes():
-            raise ShardError(where, "is damaged: remove it and run `shardkit row-costs` again")
+            raise ShardError(where, "is damaged: remove it and call make_row_costs again")
         return cls(data[len(header) : end].view(dtype), digest)
 
     def to_bytes(self) -> bytes:

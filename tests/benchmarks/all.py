@@ -69,8 +69,8 @@ BENCHMARKS = (
     Benchmark("resume", "bench_resume.py", 25),
     Benchmark("upload", "bench_upload.py speed", 3, ("rgw",)),
     Benchmark("upload_resume", "bench_upload.py resume", 3, ("rgw",)),
-    Benchmark("simulate_nodes", "bench_simulate.py nodes", 1),
-    Benchmark("simulate_shuffle", "bench_simulate.py shuffle", 1),
+    Benchmark("simulate_nodes", "bench_virtual_run.py nodes", 1),
+    Benchmark("simulate_shuffle", "bench_virtual_run.py shuffle", 1),
     Benchmark("minhash", "bench_minhash.py", 10, ("corpus",)),
     Benchmark("near", "bench_near.py", 10, ("corpus",)),
     Benchmark("filters", "bench_filters.py", 10, ("corpus", "tokenizer")),
@@ -88,6 +88,7 @@ BENCHMARKS = (
     Benchmark("audit", "bench_audit.py", 2),
     Benchmark("explore", "bench_explore.py", 4),
     Benchmark("convert", "bench_convert.py", 3),
+    Benchmark("dataset", "bench_dataset.py", 1),
     Benchmark("gpu", "bench_gpu.py", 6, ("gpu",)),
 )
 

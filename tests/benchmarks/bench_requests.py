@@ -1,7 +1,7 @@
 """What a build asks of a store as its corpus grows: requests, bytes and CPU of each stage, with exponents.
 
     python tests/benchmarks/bench_requests.py [--splits 31,61,122,243] [--scale 256] [--split-megabytes 256]
-                                              [--lines] [--measure] [--corpus FOLDER] [--tokenizer FILE]
+                                              [--lines] [--corpus FOLDER] [--tokenizer FILE]
 
 The whole pipeline runs in one process for each size, with its work folder in a store in memory that counts
 requests and bytes. So that megabytes stand for gigabytes, whatever has a size in bytes or rows is divided by
@@ -63,7 +63,7 @@ T = TypeVar("T")
 RECIPE = f"""\
 inputs: [{{path: "TEXTS/*.jsonl", source: texts}}]
 filters: [{{length: {{min_words: 20}}}}]
-dedup: {{exact: {{}}, LINESnear: {{measure: MEASURE}}, max_removed_fraction: 1}}
+dedup: {{exact: {{}}, LINESnear: {{}}, max_removed_fraction: 1}}
 tokenizer: {{path: tokenizer.json, eos: "{EOS}"}}
 pack: {{sequence_length: 256}}
 output: {{path: OUT/out}}
@@ -222,7 +222,7 @@ def measure(folder: Path, originals: list[str], splits: int, options: Namespace)
     for surplus in sorted((folder / "TEXTS").iterdir())[splits:]:
         surplus.unlink()
     recipe = RECIPE.replace("LINES", "lines: {}, " if options.lines else "")
-    (folder / "recipe.yaml").write_text(recipe.replace("MEASURE", "{}" if options.measure else "null"))
+    (folder / "recipe.yaml").write_text(recipe)
     command = [sys.executable, __file__, "--one", str(folder / "recipe.yaml"), "--scale", str(options.scale)]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
     return dict(json.loads(printed))
@@ -268,7 +268,6 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=256, help="default: %(default)s")
     parser.add_argument("--megabytes", type=float, default=80, help="of original text (default: %(default)s)")
     parser.add_argument("--lines", action="store_true", help="remove duplicate lines, too")
-    parser.add_argument("--measure", action="store_true", help="measure near-duplicate removal, too")
     parser.add_argument("--work", type=Path, help="a folder for all files (default: a temporary one)")
     parser.add_argument("--one", type=Path, help="run one build (used by this benchmark itself)")
     options = parser.parse_args()

@@ -39,7 +39,7 @@ from texts import EOS, documents, put_tokenizer, write_corpus
 RECIPE = f"""\
 inputs: [{{path: "TEXTS/*.jsonl", source: texts}}]
 filters: [{{length: {{min_words: 20}}}}]
-dedup: {{exact: {{}}, near: {{measure: null}}, max_removed_fraction: 1}}
+dedup: {{exact: {{}}, near: {{}}, max_removed_fraction: 1}}
 tokenizer: {{path: tokenizer.json, eos: "{EOS}"}}
 pack: {{sequence_length: 2048}}
 output: {{path: PLACE/out}}

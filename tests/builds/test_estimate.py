@@ -189,7 +189,7 @@ def test_what_a_build_of_json_lines_writes_is_bounded_without_a_rehearsal(
         for number in range(6000 // words + 100):
             text = f"{number % 900}" if words == 1 else "\n".join(some.choices(lines, k=words // 7))
             file.write(json.dumps({"text": text}) + "\n")
-    settings = ["filters=[]", "dedup={exact: {}, lines: {}, near: {measure: {planted: 50}}}"]
+    settings = ["filters=[]", "dedup={exact: {}, lines: {}, near: {}}"]
     settings += ["dedup.max_removed_fraction=1", 'inputs=[{path: "plain-*.jsonl"}]']
     made = look(load_recipe(recipe, settings))
     most, stored = most_bytes(made[0].splits), sum(split.bytes for split in made[0].splits)
@@ -249,7 +249,7 @@ def texts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 RECIPES = {
     "plain": [],
     "filtered": ["filters=[{length: {max_words: 120}}, {ratios: {max_digit_ratio: 0.5}}]", "annotate=true"],
-    "near": ["dedup.near={measure: {planted: 200}}", "output.compression=zstd"],
+    "near": ["dedup.near={}", "output.compression=zstd"],
     "lines": ["dedup.lines={}", "output.format=wds", "pack.strategy=concat"],
     "everything": ["annotate=true", "dedup.lines={}", "dedup.near={}", "dedup.exact={text: normalized}"],
 }

@@ -18,7 +18,8 @@ from shardkit.writers.stages import graph
 from support.small_build import make_corpus, text_of, tree
 
 WORK = ["work=work"]
-ALL_STAGES = ["dedup={exact: {}, lines: {min_characters: 20}, near: {measure: {planted: 20}}}"]
+ALIKE = "{similarity: 0.3, minhash: {ngram: 1}, bands: 112, rows: 1}"  # so that some pairs are verified
+ALL_STAGES = [f"dedup={{exact: {{}}, lines: {{min_characters: 20}}, near: {ALIKE}}}"]
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 

@@ -44,7 +44,7 @@ inputs:
   - {path: "one.jsonl.zst", source: "one split"}
 filters: [{length: {min_words: 10}}, {gopher_repetition: {dup_n_grams: []}}]
 annotate: true
-dedup: {exact: {}, lines: {}, near: {measure: {planted: 200}}, max_removed_fraction: 1}
+dedup: {exact: {}, lines: {}, near: {}, max_removed_fraction: 1}
 tokenizer: {path: tokenizer.json, eos: "<|endoftext|>"}
 pack: {sequence_length: 2048}
 output: {path: out, shard_bytes: 16MiB}
@@ -85,7 +85,7 @@ FIXED = 900_000  # what has the same size in every task: buffers, tables of kern
 SMALL_RECIPE = """\
 inputs: [{path: "part-*.jsonl", source: plain}]
 filters: [{length: {min_words: 3}}]
-dedup: {exact: {}, lines: {}, near: {measure: {planted: 50, checked: 50}}, max_removed_fraction: 1}
+dedup: {exact: {}, lines: {}, near: {}, max_removed_fraction: 1}
 tokenizer: {path: tokenizer.json, eos: "<|endoftext|>"}
 pack: {sequence_length: 64}
 output: {path: out, shard_bytes: 64KiB}
@@ -154,7 +154,7 @@ def test_tasks_of_no_stage_hold_more_of_sixteen_times_the_documents(tmp_path: Pa
     """NumPy's arrays are counted, Arrow's are not: those are batches of bounded size."""
     peaks_of(tmp_path / "first", 12, is_traced=False)  # merges, too, so that their kernels are compiled
     some, more = peaks_of(tmp_path / "some", 5), peaks_of(tmp_path / "more", 80)
-    assert {"candidates", "shingles", "verify", "near", "near_lost", "planted", "measure"} <= some.keys()
+    assert {"candidates", "shingles", "verify", "near", "near_lost"} <= some.keys()
     assert {"line_keys", "lines", "index"} <= some.keys()
     assert {"equal-merge-2", "guests-merge-2", "tokens-merge-2"} <= more.keys()
     merges = {stage for stage in more if "-merge-" in stage}

@@ -110,8 +110,8 @@ def test_messages_name_what_yaml_has_and_no_class_of_ours() -> None:
         ({"dedup": {"url": {"drop_parameters": "sid"}}}, {"dedup": {"url": {"drop_parameters": ["sid"]}}}),
         ({"dedup": {"near": 1}}, {"dedup": {"near": {"similarity": 1.0}}}),
         (
-            {"dedup": {"exact": False, "lines": True, "near": {"measure": True}}},
-            {"dedup": {"exact": None, "lines": {}, "near": {"measure": {}}}},
+            {"dedup": {"exact": False, "lines": True, "near": True}},
+            {"dedup": {"exact": None, "lines": {}, "near": {}}},
         ),
         ({"inputs": "a.jsonl"}, {"inputs": [{"path": "a.jsonl"}]}),
         ({"inputs": {"path": "a", "metadata": "b"}}, {"inputs": [{"path": "a", "metadata": ["b"]}]}),

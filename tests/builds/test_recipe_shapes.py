@@ -56,7 +56,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "fim": {"inputs": [DOCUMENTS | {"fim": True}]},
     "lines": {"dedup": LINES},
     "url": {"dedup": {"url": True, "exact": {}}},
-    "near": {"dedup": {"exact": {}, "near": {"similarity": 0.8, "measure": {"planted": 20}}}},
+    "near": {"dedup": {"exact": {}, "near": {"similarity": 0.8}}},
     "against": {"dedup": {"near": {"against": ["index"]}}},
     "annotate": {"annotate": True, "max_bad_fraction": 0.5},
     "limit": {"limit": 50},
@@ -169,7 +169,7 @@ def test_a_recipe_of_every_shape_is_planned_built_explained_and_cleaned(
     assert all(stage.finished == stage.tasks for stage in result.stages)
     ran = {stage.stage for stage in result.stages if "-merge-" not in stage.stage} | {"upload"}
     modelled = {stage["stage"] for stage in plan["stages"] if "-merge-" not in stage["stage"]}
-    assert ran - {"tokenizer", "measure", "planted"} <= modelled, "a plan counts what every stage asks for"
+    assert ran - {"tokenizer"} <= modelled, "a plan counts what every stage asks for"
     assert modelled - ran <= {"side_files", "verify"}, "of which those may have nothing to do"
 
     before = listing(folder / work)

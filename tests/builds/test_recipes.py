@@ -381,7 +381,7 @@ def test_gopher_drops_repetition_evaluations_and_near_duplicates(folder: Path) -
         "To be or not to be, and that is it.",
     ]
     write_lines(folder / "data" / "web" / "a.jsonl.gz", [{"text": text} for text in pages])
-    result = run(folder, "gopher", "dedup.near.measure.planted=4")
+    result = run(folder, "gopher")
     assert dropped(result) == {
         "gopher_quality/gopher_short_doc": 1,
         "gopher_repetition/top_4_gram": 1,
@@ -416,7 +416,7 @@ def test_fineweb2_judges_each_language_by_its_own_configuration(folder: Path) ->
         DANISH.replace("Amerika", "Afrika"),
     ]
     write_lines(folder / "data" / "web" / "a.jsonl.gz", [{"text": page} for page in pages])
-    result = run(folder, "fineweb2", "dedup.near.measure.planted=4")
+    result = run(folder, "fineweb2")
     assert dropped(result) == {
         "language/label": 1,
         "gopher_quality/gopher_enough_stop_words": 1,

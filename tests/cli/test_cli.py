@@ -109,7 +109,6 @@ def test_errors_are_one_message_without_a_traceback(
     assert "Traceback" in capfd.readouterr().err
 
 
-SIMULATE = ["simulate", "--samples", "4000", "--shards", "50", "--sample-bytes", "1KB", "--steps", "8"]
 PLAN_TRAIN = ["plan", "train", "--tokens", "14.8e12", "--days", "54"]
 USAGE = [
     ["nothing"], ["build"], ["build", "r", "--workers", "0"], ["build", "r", "--workers", "two"],
@@ -149,17 +148,6 @@ USAGE = [
         (["plan", "build", "--tokens", "1", "--retention", "a=0"], "above 0 and at most 1"),
         (["plan", "build", "--tokens", "1", "--sample", "0.1"], "need a RECIPE"),
         (["plan", "build", "r.yaml", "--from", "out"], "not both"),
-        (["simulate"], "give the PATH of a dataset, or --samples"),
-        (["simulate", "x", "--samples", "5"], "give the PATH of a dataset, or --samples"),
-        (["simulate", "x", "--shards", "5"], "belong to --samples"),
-        (["simulate", "--samples", "5", "--shards", "6"], "6 shards are more than 5"),
-        ([*SIMULATE, "--throttle", "0.95"], "from 0 to 0.9"),
-        ([*SIMULATE, "--latency-p99", "1ms"], "99th percentile"),
-        ([*SIMULATE, "--sweep", "lanes"], "is not NAME=A,B"),
-        ([*SIMULATE, "--sweep", "colour=red"], "names are nodes"),
-        ([*SIMULATE, "--sweep", "lanes=1,2", "lanes=3"], "names lanes twice"),
-        ([*SIMULATE, "--sweep", "lanes=" + ",".join(map(str, range(1, 300)))], "at most 256"),
-        ([*SIMULATE, "--lanes", "0"], "not a whole number of 1 or more"),
     ],
 )
 def test_misuse_exits_with_two_and_says_why(

@@ -88,7 +88,6 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 # With nothing installed but what shardkit itself needs: the package and extra to name, or None if it works.
 COMMANDS: list[tuple[str, tuple[str, str] | None]] = [
     ("audit {dataset} --batch-size 4 --world-sizes 1", None),
-    ("bench {dataset}", ("torch", "torch")),
     ("build {recipe}", ("", "write")),
     ("clean {recipe}", ("", "write")),
     ("convert {table} {new}", ("pyarrow", "write")),
@@ -96,7 +95,6 @@ COMMANDS: list[tuple[str, tuple[str, str] | None]] = [
     ("dedup-index {recipe} {new}", ("", "write")),
     ("demo --output {new}", ("", "write")),
     ("download s3://bucket/a {new}", ("boto3", "s3")),
-    ("dropped {dataset}", ("pyarrow", "write")),
     ("download gs://bucket/a {new}", ("fsspec", "fsspec")),
     ("download hf://datasets/team/a {new}", ("urllib3", "hub")),
     ("info {dataset}", None),
@@ -105,14 +103,11 @@ COMMANDS: list[tuple[str, tuple[str, str] | None]] = [
     ("pack {dataset} {new}", ("pyarrow", "write")),
     ("plan build {recipe}", ("", "write")),
     ("plan train --tokens 10M --days 1 --gpus 8", None),
-    ("row-costs {dataset} --eos 0", None),
-    ("simulate --samples 100000 --sample-bytes 8192 --nodes 1 --plot {new}.png", ("matplotlib", "plot")),
     ("trace {dataset} --row 1", ("pyarrow", "write")),
-    ("train-classifier {labelled} --output {new}.bin", ("", "write")),
     ("upload {dataset} s3://bucket/a", ("boto3", "s3")),
     ("verify {dataset}", None),
     ("view {dataset}", ("uvicorn", "view")),
-    ("why {dataset} --url https://a.org", ("pyarrow", "write")),
+    ("trace {dataset} --why --url https://a.org", ("pyarrow", "write")),
 ]
 
 
@@ -141,7 +136,6 @@ def test_a_command_names_the_extra_that_it_lacks(
 @pytest.mark.parametrize(
     ("missing", "command", "extra"),
     [
-        ("floret", "train-classifier {labelled} --output {new}.bin", "classifier"),
         ("numba", "build {recipe}", "write"),
         ("ray", "build {recipe} --engine ray", "ray"),
     ],

@@ -44,9 +44,8 @@ STAGES = (
         "lines",
         "signatures",
         "parts",
-        "planted",
     ),
-    *("equal", "bands", "candidates", "shingles", "verify", "near", "measure", "parity", "tokenize", "pack"),
+    *("equal", "bands", "candidates", "shingles", "verify", "near", "parity", "tokenize", "pack"),
     *("provenance", "duplicates", "side_files"),
 )
 RECIPE = """\
@@ -56,7 +55,7 @@ dedup:
   url: {}
   exact: {}
   lines: {min_characters: 20}
-  near: {small_shingles: 0, measure: {planted: 10, checked: 5}}
+  near: {small_shingles: 0}
 tokenizer: {path: tokenizer.json, eos: "<|endoftext|>"}
 pack: {sequence_length: 64}
 output: {path: out, shard_bytes: 2KiB}

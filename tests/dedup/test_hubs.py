@@ -22,7 +22,7 @@ from shardkit.writers.dedup.population import Kind, Population
 from support.default_cases import cases
 from support.near_parts import Made, clusters, near_signature, write_parts
 
-KINDS: tuple[Kind, ...] = ("input", "input", "index", "planted")
+KINDS: tuple[Kind, ...] = ("input", "input", "index")
 
 
 def search(

@@ -14,7 +14,7 @@ import pytest
 
 from reference.near import ReferenceResult, Text, reference_near
 from shardkit.hashing import hash_file
-from shardkit.writers.dedup.config import MeasureConfig, MinHashConfig, NearDedupConfig
+from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.index import DedupIndex, index_settings
 from shardkit.writers.dedup.near import NearStages, find_near_duplicates, remove_near
 from shardkit.writers.dedup.population import DOCUMENTS_FILE, SplitDocuments
@@ -149,22 +149,11 @@ def test_arguments_of_tasks_do_not_grow_with_the_number_of_splits(tmp_path: Path
         write_texts(file, texts[number : number + 1], random.Random(0))
         digest = hash_file(file, ["xxh3_128"])["xxh3_128"]
         splits.append(SplitDocuments(f"{number:05d}", Artifact(file), digest, file.stat().st_size))
-    config = CONFIG.model_copy(update={"measure": MeasureConfig(planted=40, checked=5)})
-    stages = NearStages(config, splits, [SplitRemovals()] * 70, 1 << 20, 1)
+    stages = NearStages(CONFIG, splits, [SplitRemovals()] * 70, 1 << 20, 1)
     remove_near(Watched(tmp_path / "work"), stages)
     assert largest.pop("parts") > 70 * 10  # one task
-    assert {"equal", "candidates", "shingles", "near_lost", "planted", "measure"} <= largest.keys()
+    assert {"equal", "candidates", "shingles", "near_lost"} <= largest.keys()
     assert max(largest.values()) < 64 * 256, largest  # of 64 runs the names: above that they are merged
-
-
-def test_planted_copies_change_nothing_for_other_documents(tmp_path: Path) -> None:
-    rng = random.Random(7)
-    texts = make_texts(rng, 60)
-    expected = by_ids(texts, reference_near(texts, CONFIG))
-    config = CONFIG.model_copy(update={"measure": MeasureConfig(planted=40, checked=5)})
-    found, counts = find(tmp_path / "planted", texts, config, 2, 100_000)
-    assert found == expected
-    assert counts["planted"] > 5
 
 
 @pytest.mark.parametrize("sketch", [0, 30])
@@ -198,5 +187,3 @@ def test_the_reference_follows_the_rule_by_hand() -> None:
     assert reference_near(texts, config) == ReferenceResult({1: 2, 3: 2}, {2: 3})
     indexed = [*texts, text(0, 9, "index")]
     assert reference_near(indexed, config) == ReferenceResult({0: 5, 1: 5, 3: 2}, {2: 2})
-    planted = [*texts, text(0, 9, "planted")]
-    assert reference_near(planted, config) == ReferenceResult({1: 2, 3: 2, 5: 0}, {2: 3})

@@ -16,7 +16,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference.near import reference_resolve
-from shardkit.writers.dedup.measure import CHECKED
 from shardkit.writers.dedup.population import DOCUMENTS_FILE, Kind
 from shardkit.writers.dedup.removals import OUTCOMES
 from shardkit.writers.dedup.resolve import (
@@ -158,9 +157,8 @@ def check(
     """What was written is what the brute force says; returns it in ids."""
     kinds = {document.id: document.kind for document in world.documents}
     expected = brute_force(world.documents, edges, equal)
-    removed, planted = (read_losers(world, lost, kind) for kind in ("input", "planted"))
+    removed = read_losers(world, lost, "input")
     assert removed == {lo: hi for lo, hi in expected.items() if kinds[lo] == "input"}
-    assert planted == {lo: hi for lo, hi in expected.items() if kinds[lo] == "planted"}
     copies = Counter({one.id: one.copies for one in world.documents if one.kind == "input"})
     for lo, hi in removed.items():
         copies[hi] += copies.pop(lo)
@@ -180,7 +178,7 @@ def check(
     assert inputs == 0 or winners.tolist() == sorted(winners.tolist())
     found = {place_of(world, int(row["split"]), int(row["row"])).id: int(row["copies"]) for row in winners}
     assert found == {id: count for id, count in copies.items() if count > 1 and kinds[id] == "input"}
-    return {"removed": removed, "planted": planted, "copies": found}
+    return {"removed": removed, "copies": found}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -193,7 +191,7 @@ def test_who_goes_is_the_brute_force_answer_however_edges_and_memory_are_cut(
     inputs = [document for document in documents if document.kind == "input"]
     equal: dict[bytes, bytes] = {}
     for lo in rng.sample(inputs, len(inputs) // 6):
-        hi = rng.choice([document for document in documents if document.kind != "planted"])
+        hi = rng.choice(documents)
         if hi.priority < lo.priority and hi.id not in equal and lo.id not in equal.values():
             equal[lo.id] = hi.id
     edges = {(hi, lo) for hi, lo in edges if hi not in equal and lo not in equal}
@@ -281,24 +279,22 @@ def test_counts_say_what_was_removed_from_where(tmp_path: Path) -> None:
     documents.append(document("input", 1, 90, copies=7))
     documents.append(document("input", 1, 80))
     documents.append(document("input", 1, 70))
-    documents.append(document("planted", 0, 99))
     documents.append(document("index", 5, 10))
-    zero, one, two, three, four, planted, index = (document.id for document in documents)
-    edges = {(zero, one), (one, two), (zero, two), (index, three), (zero, planted)}
+    zero, one, two, three, four, index = (document.id for document in documents)
+    edges = {(zero, one), (one, two), (zero, two), (index, three)}
     rng = random.Random(0)
     world = write_world(tmp_path, documents, rng, splits=2)
     verified = write_edges(tmp_path / "edges", numbered_edges(world, edges), rng, 2)
     equals = write_equal(tmp_path / "equal", world, {four: one}, rng)
     run, parts = TaskFolders(tmp_path), world.population.parts
-    decided, *_ = resolve(run, parts, verified, equals, edges=5, equals=1, memory_bytes=1 << 20)
+    decided, *_ = resolve(run, parts, verified, equals, edges=4, equals=1, memory_bytes=1 << 20)
     assert asdict(decided) == {
-        "edges": 5,
+        "edges": 4,
         "equal": 1,
         "losers": 4,
         "bytes": 40 + 90 + 80 + 70,
         "copies": 1 + 7 + 1 + 1,
         "kept_by_index": 1,
-        "planted": 1,
         "largest_group": 2 + 1 + 7 + 1,
         "groups": [0, 0, 0, 1, 0, 0],
         "sources": {
@@ -375,29 +371,6 @@ def test_a_round_of_the_highest_numbers_takes_no_more_memory_than_of_the_lowest(
     (tmp_path / "out").mkdir()
     decide_round(tmp_path / "out", slices[0], slices[1], slices[2], 1 << 20)
     assert read_run(tmp_path / "out" / BEATEN.file, BEATEN)["key"].tolist() == [first + 2]
-
-
-def test_up_to_so_many_removed_inputs_of_a_part_may_be_compared_again(tmp_path: Path) -> None:
-    documents = [
-        Document("input" if at < 12 else "planted", 0, bytes([at] * 16), 5, (1,)) for at in range(15)
-    ]
-    edges = {(documents[0].id, other.id) for other in documents[1:]}
-    world = write_world(tmp_path, documents, random.Random(0), splits=1)
-    verified = write_edges(tmp_path / "edges", numbered_edges(world, edges), random.Random(0), 1)
-    equals = write_equal(tmp_path / "equal", world, {}, random.Random(0))
-    for checked, expected in ((0, 0), (4, 4), (50, 11)):
-        _, lost, _ = resolve(
-            TaskFolders(tmp_path / str(checked)),
-            world.population.parts,
-            verified,
-            equals,
-            edges=len(edges),
-            equals=0,
-            checked=checked,
-            memory_bytes=1 << 20,
-        )
-        found = [len(read_run(commit.folder / CHECKED.file, CHECKED)) for commit in lost]
-        assert found == [expected, 0, 0, 0]
 
 
 def test_without_documents_nobody_stands_for_any(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ LIMITS = Limits().divided(16)
 LINES, SPANS = LinesDedupConfig(min_characters=20), LinesDedupConfig(unit="span", words=8)
 NEAR = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
 Work = Callable[[Path], object]
-KINDS: tuple[Kind, ...] = ("input", "planted", "index")
+KINDS: tuple[Kind, ...] = ("input", "index")
 
 
 def run_of(path: Path, table: Table, rows: npt.NDArray[np.void]) -> Slice:
@@ -170,21 +170,20 @@ def test_a_process_holds_a_few_bytes_of_each_part_of_a_population(tmp_path: Path
     listed = [(f"part-é-{n:07d}", int(rng.integers(0, 9)), f"texts/{n}.arrow") for n in range(splits)]
     write_parts(tmp_path, listed)
     inputs, texts = Artifact(tmp_path / "signatures"), Artifact(tmp_path / "clean")
-    planted = Part(Artifact(tmp_path / "planted"), 5, "planted")
-    others = (planted, Part(Artifact(tmp_path / "index"), 7, "index"))
+    others = (Part(Artifact(tmp_path / "one"), 5, "index"), Part(Artifact(tmp_path / "two"), 7, "index"))
     file = PopulationFile(Artifact(tmp_path), inputs, texts, others)
     assert len(pickle.dumps(file)) < 2000
     tracemalloc.start()
     try:
         loaded = file.load()
         assert file.load() is loaded
-        ends = int(loaded.starts[-1]), loaded.planted, loaded.indexed
+        ends = int(loaded.starts[-1]), loaded.indexed
         held = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert held < 50 * splits
     whole = Population((*(Part(inputs / name, count) for name, count, _ in listed), *others))
-    assert ends == (int(whole.starts[-1]), whole.planted, whole.indexed)
+    assert ends == (int(whole.starts[-1]), whole.indexed)
     assert np.array_equal(loaded.starts, whole.starts)
     assert [loaded.count(kind) for kind in KINDS] == [whole.count(kind) for kind in KINDS]
     assert [loaded.parts_of(kind) for kind in KINDS] == [whole.parts_of(kind) for kind in KINDS]

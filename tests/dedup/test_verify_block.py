@@ -12,7 +12,7 @@ from shardkit.errors import BuildError
 from shardkit.writers.dedup.candidates import PAIRS_BY_FIRST, PAIRS_BY_SECOND
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.shingle_store import GUESTS, OWN
-from shardkit.writers.dedup.verify import EDGES, PLANTED_EDGES, WAITING, block_bits, verify_block
+from shardkit.writers.dedup.verify import EDGES, WAITING, block_bits, verify_block
 from shardkit.writers.exchange import exchange
 from shardkit.writers.execution.task import Commit
 from support.near_population import (
@@ -66,14 +66,11 @@ def verified(
         out = folder / f"verify{start}"
         out.mkdir(parents=True)
         a, b, c = (table.slice(start, start + (1 << bits)) for table in (firsts, own, guests))
-        counts = verify_block(out, a, b, c, world.population.planted, config, memory_bytes)
+        counts = verify_block(out, a, b, c, config, memory_bytes)
         edges = read_run(out / EDGES.file, EDGES)
         assert set(read_run(out / WAITING.file, WAITING)["key"]) == set(edges["lo"])
         assert counts.verified == len(edges) == sum(counts.by_similarity)
         compared += counts.pairs
-        planted = world.population.planted
-        to_copies = [(lo, hi) for hi, lo, *_ in edges.tolist() if lo in planted]
-        assert sorted(read_run(out / PLANTED_EDGES.file, PLANTED_EDGES).tolist()) == sorted(to_copies)
         assert edges["priority"].tolist() == priorities_of(world, edges["key"]).tolist()
         for edge in edges:
             winner, loser = (world.documents[int(edge[side])].id for side in ("key", "lo"))
@@ -120,7 +117,7 @@ def test_blocks_larger_than_memory_are_verified_in_turns(tmp_path: Path) -> None
         out = tmp_path / str(memory_bytes)
         out.mkdir()
         a, b, c = (table.slice(0, 1 << 9) for table in (firsts, own, guests))
-        counts = verify_block(out, a, b, c, world.population.planted, config, memory_bytes)
+        counts = verify_block(out, a, b, c, config, memory_bytes)
         assert counts.pairs == len(pairs)
         edges = read_run(out / EDGES.file, EDGES)
         found.append(sorted(zip(edges["key"].tolist(), edges["lo"].tolist(), strict=True)))
@@ -142,4 +139,4 @@ def test_a_pair_without_a_set_is_an_error(tmp_path: Path) -> None:
     sets = write_set_runs(tmp_path / "sets", world, firsts, seconds, block_bits=5, memory_bytes=1 << 20)
     own, guests = (exchange(run, "sets", table, sets, readers=1).slice(0, 32) for table in (OWN, GUESTS))
     with pytest.raises(BuildError, match="without a set"):
-        verify_block(tmp_path, others.slice(0, 32), own, guests, range(0), NearDedupConfig(), 1 << 20)
+        verify_block(tmp_path, others.slice(0, 32), own, guests, NearDedupConfig(), 1 << 20)

@@ -232,16 +232,6 @@ def test_damaged_files_are_refused(tmp_path: Path, table: Table, damage: str) ->
             exchanged.slice(0, 1 << 64).read()
 
 
-@pytest.mark.parametrize("maps", [2, 9])
-def test_large_keys_may_be_left_out(tmp_path: Path, maps: int) -> None:
-    commits, _ = write_maps(tmp_path, PLAIN, [[[n, 10 + n, 1000 * n]] for n in range(maps)])
-    run = Folders(tmp_path)
-    exchanged = exchange(run, "rows", PLAIN, commits, readers=1, end=12, leave_out=True, limits=SMALL)
-    assert bool(run.tasks) == (maps > SMALL.fan_in)
-    found = exchanged.slice(0, 12).read()[0]["key"].tolist()
-    assert found == sorted([*range(maps), 0, 10, 11])
-
-
 def test_a_row_is_written_once_more_for_each_factor_of_the_fan_in_however_many_spills(tmp_path: Path) -> None:
     limits = Limits(fan_in=2)
     rows = rows_of(PLAIN, np.random.default_rng(1).integers(0, 1 << 40, 300).tolist())

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from reference.fasttext import reference_scores
-from shardkit.cli.main import main
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers.filters.fasttext import ClassifierConfig
 from shardkit.writers.kernels.fasttext_model import load_fasttext
@@ -125,28 +124,3 @@ def test_records_that_cannot_be_used_stop_training(
     with pytest.raises(BuildError, match=problem):
         train_classifier(records, tmp_path / "model.bin", settings=SMALL)
     assert not (tmp_path / "model.bin").exists()
-
-
-def test_the_command_trains_and_tells(
-    records: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = [
-        "--text",
-        "body",
-        "--label",
-        "kind",
-        "--dimensions",
-        "8",
-        "--buckets",
-        "1000",
-        "--held-out",
-        "0.2",
-    ]
-    output = ["--output", str(tmp_path / "model.bin")]
-    assert main(["train-classifier", str(records), *output, *options, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (tmp_path / "model.bin").read_bytes() == model.read_bytes()
-    assert told["bytes"] == model.stat().st_size
-    assert {one["label"] for one in told["labels"]} == {"good", "bad"}
-    assert main(["train-classifier", str(records), *output]) == 1
-    assert "has no text under 'text'" in capsys.readouterr().err

@@ -423,7 +423,7 @@ def test_a_build_drops_what_holds_questions_and_says_which(
         (1.0, 0.8, "eval.jsonl:0"),
         (1.0, 0.8, "eval.jsonl:1"),
     ]
-    assert main(["why", str(result.output), "--file", "plain-0.jsonl", "--record", "0"]) == 0
+    assert main(["trace", str(result.output), "--why", "--file", "plain-0.jsonl", "--record", "0"]) == 0
     printed = capsys.readouterr().out
     assert "dropped by decontamination/question: 1 of eval.jsonl:0, bound 0.8" in printed
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import webdataset
+from torch.utils.data import DataLoader
 
 from shardkit.cache import CacheOptions
 from shardkit.cli.main import main
@@ -21,7 +22,7 @@ from shardkit.datasets.dataset import open_dataset
 from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.integrations.migrate import LITDATA, STREAM, STREAMING, Rule
+from shardkit.loaders.foreign_names import LITDATA, STREAM, STREAMING
 from shardkit.storage import open_store
 from support import peers
 from support.foreign_tars import PARTS, tars
@@ -30,6 +31,16 @@ from support.remote_harness import fresh_url, put_folder
 CONVERTED = Path(__file__).resolve().parents[1] / "golden" / "convert"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "migrate.md"
 SECTIONS = dict(re.findall(r"^## From (\S+)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+# Of litdata 0.2.76, which the tests' environment need not have.
+LITDATA_DATASET = """
+    input_dir cache_dir item_loader shuffle drop_last seed serializers max_cache_size subsample encryption
+    storage_options session_options max_pre_download index_path force_override_state_dict transform
+    num_canonical_nodes batch_decode item_shuffle_window window_direct_io
+"""
+LITDATA_LOADER = """
+    batch_size num_workers profile_batches profile_skip_batches profile_dir profile_cprofile prefetch_factor
+    shuffle drop_last collate_fn
+"""
 ROWS = np.random.default_rng(3).integers(1, 60_000, (96, 8)).astype(np.uint16)
 
 Run = Callable[[str], dict[str, Any]]
@@ -80,7 +91,7 @@ def in_order(batches: Sequence[tuple[torch.Tensor, ...]]) -> list[bytes]:
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # theirs
 def test_a_loader_of_mosaicmls_becomes_one_of_ours(run: Run) -> None:
-    theirs, ours, migrated, their_streams, our_streams, writer = snippets("mosaicml-streaming")
+    theirs, ours, their_streams, our_streams, writer = snippets("mosaicml-streaming")
     with peers.streaming_datasets():
         before = [(batch.to(torch.int64),) for (batch,) in run(theirs)["seen"]]
         assert len(run(their_streams)["dataset"].streams) == 2
@@ -88,13 +99,46 @@ def test_a_loader_of_mosaicmls_becomes_one_of_ours(run: Run) -> None:
     assert in_order(after["seen"]) == in_order(before)
     assert len(in_order(before)) == len(ROWS)
     assert after["state"]["position"] == len(ROWS)
-    with run(migrated)["loader"] as loader:
-        assert in_order([(batch["tokens"],) for batch in loader]) == in_order(before)
     mixed = run(our_streams)["loader"]
     assert {tuple(batch["tokens"].shape) for batch in mixed} == {(8, 8)}
     mixed.close()
     run(writer)
     assert list(open_dataset("written")) == [{"text": "hello", "label": 1}]
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # theirs
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "of_dataset", "weights", "epoch_samples"),
+    [
+        ({"repeat": 1}, {"choose": 64}, {}, (96, 64), 160),
+        ({"proportion": 0.75}, {"proportion": 0.25}, {"epoch_size": 128}, (3, 1), 128),
+    ],
+    ids=["repeat and choose", "proportions"],
+)
+def test_weights_and_epoch_samples_give_the_epochs_of_mosaicmls_streams(
+    of_a: dict[str, Any],
+    of_b: dict[str, Any],
+    of_dataset: dict[str, Any],
+    weights: tuple[int, int],
+    epoch_samples: int,
+    tmp_path: Path,
+) -> None:
+    """What the page's rows `repeat`, `choose`, `proportion` and `epoch_size` say."""
+    for name, rows in (("a", ROWS), ("b", ROWS[:32] // 2)):
+        with mds.MdsWriter(
+            tmp_path / name, columns={"tokens": "ndarray:uint16:8"}, shard_bytes=400
+        ) as writer:
+            writer.write_rows(rows)
+    with peers.streaming_datasets() as streaming:
+        streams = [
+            streaming.Stream(remote=str(tmp_path / name), local=str(tmp_path / f"local-{name}"), **arguments)
+            for name, arguments in (("a", of_a), ("b", of_b))
+        ]
+        dataset = streaming.StreamingDataset(streams=streams, batch_size=8, shuffle=True, **of_dataset)
+        expected = in_order([(batch["tokens"].int(),) for batch in DataLoader(dataset, batch_size=8)])
+    mixture = [Stream(tmp_path / name, weight=weight) for name, weight in zip("ab", weights, strict=True)]
+    with StreamingLoader(mixture, batch_size=8, epoch_samples=epoch_samples) as loader:
+        assert in_order([(batch["tokens"].int(),) for batch in loader]) == expected
 
 
 def test_mosaicml_repeats_samples_where_ranks_do_not_divide_them() -> None:
@@ -196,11 +240,29 @@ def test_what_stands_on_the_right_is_ours(section: str) -> None:
         ("litdata", "litdata's `StreamingDataset` and `StreamingDataLoader`", LITDATA),
     ],
 )
-def test_the_tables_are_the_rules_of_the_migration(
-    section: str, title: str, rules: Mapping[str, Rule]
+def test_the_tables_of_the_page_are_those_that_errors_quote(
+    section: str, title: str, rules: Mapping[str, str]
 ) -> None:
     stated = {name: right for left, right in table(section, title) for name in names(left)}
-    assert stated == {name: f"{rule.text} |" for name, rule in rules.items()}
+    assert stated == {name: f"{text} |" for name, text in rules.items()}
+
+
+def test_every_argument_of_mosaicml_streaming_has_its_row() -> None:
+    streaming = peers.import_streaming()
+    dataset, loader = parameters(streaming.StreamingDataset.__init__), parameters(DataLoader.__init__)
+    assert STREAMING.keys() == (dataset | loader) - {"dataset"}
+    assert STREAM.keys() == parameters(streaming.Stream.__init__)
+
+
+def test_every_argument_of_litdata_has_its_row() -> None:
+    recorded = {*LITDATA_DATASET.split(), *LITDATA_LOADER.split()}
+    assert LITDATA.keys() == recorded | parameters(DataLoader.__init__) - {"dataset"}
+
+
+def test_the_recorded_arguments_are_litdatas() -> None:
+    litdata = pytest.importorskip("litdata")
+    assert parameters(litdata.StreamingDataset.__init__) == set(LITDATA_DATASET.split())
+    assert parameters(litdata.StreamingDataLoader.__init__) - {"dataset"} == set(LITDATA_LOADER.split())
 
 
 def test_every_argument_of_webdatasets_dataset_has_its_row() -> None:

@@ -148,6 +148,6 @@ def test_every_option_is_compared_unless_it_belongs_to_one_rank_or_to_the_state(
     left_out = {field.name for field in fields(LoaderConfig)} - LoaderConfig().shared_by_ranks().keys()
     assert left_out == {
         *("prefetch_batches", "prefetch_bytes", "timeout_seconds", "cache_dir", "cache_bytes", "connections"),
-        *("storage", "verify", "metrics_file", "usage_log", "stop_grace_seconds", "stop_together"),
+        *("storage", "verify", "usage_log", "stop_grace_seconds", "stop_together"),
         *("mesh", "group", "lanes", "window", "schedule", "epoch_samples", "global_batch"),
     }

@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -135,39 +134,6 @@ def test_a_local_run_has_neither_cache_nor_store(folders: dict[str, Path]) -> No
     assert (stats.cache, stats.store) == (None, None)
     assert (stats.steps, stats.samples) == (EPOCH, 4 * EPOCH)
     assert 0 < stats.first_wait_seconds <= stats.wait_seconds <= stats.seconds
-
-
-@pytest.mark.parametrize("where", ["local", "remote"])
-def test_the_metrics_file_has_the_figures_and_is_whole_at_the_end(
-    folders: dict[str, Path], where: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "rank1.prom"
-    arguments = {"metrics_file": file, "rank": 1, "world_size": 2, "batch_size": 4}
-    if where == "local":
-        loader = StreamingLoader(folders["mds"], **arguments)  # type: ignore[arg-type]
-    else:
-        loader = remote_of(folders["mds"])[1].loader(**arguments)
-    with loader:
-        next(iter(loader))
-        assert 'shardkit_samples_total{rank="1"} 4\n' in file.read_text(), "from the first step on"
-        assert len(list(islice(loader, 4))) == 4
-        stats = loader.stats()
-    text = file.read_text()
-    found: dict[str, float] = {}
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            sample = re.fullmatch(
-                r'(\w+)\{(?:quantile="[\d.]+",)?rank="1"(?:,quantile="[\d.]+")?\} (\S+)', line
-            )
-            assert sample is not None, line
-            found[sample[1]] = float(sample[2])
-    assert found["shardkit_samples_total"] == stats.samples == 20
-    assert found["shardkit_step_wait_seconds_count"] == 5
-    assert ("shardkit_cache_fetched_bytes_total" in found) == (where == "remote")
-    if stats.store is not None:
-        assert found["shardkit_store_requests_total"] >= stats.store.requests > 0
-        assert found["shardkit_cache_row_reads_total"] > 0
-    assert [path.name for path in tmp_path.iterdir()] == ["rank1.prom"]
 
 
 def test_a_batch_that_does_not_come_says_where_the_run_is_and_what_has_come(

@@ -15,7 +15,7 @@ from shardkit.storage.memory import MemoryStore
 from support.loader_data import make_dataset
 from support.remote_harness import fresh_url, put_folder
 
-OPTIONS = ["cache_dir", "usage_log", "metrics_file"]
+OPTIONS = ["cache_dir", "usage_log"]
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.cli.main import main
 from shardkit.datasets.dataset import open_dataset
 from shardkit.datasets.row_costs import DocumentIds, find_row_costs, table_name, write_row_costs
 from shardkit.errors import ShardError
@@ -22,6 +21,7 @@ from shardkit.loaders.row_costs import count_row_costs, open_row_costs
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import lanes_of_ranks, shard_uses
 from shardkit.storage.url import open_store
+from shardkit.tools.row_costs import make_row_costs
 from support.loader_data import EOS, make_dataset, token_rows, write_card
 from support.remote_harness import QUICK, fresh_url, put_folder
 from support.uneven_data import ids_of_ranks, make_uneven, uneven_rows, work_of
@@ -92,7 +92,7 @@ def test_a_table_that_is_damaged_anywhere_is_refused(tmp_path: Path, place: int)
         data = bytearray(file.read_bytes())
         data[place] ^= 1
         file.write_bytes(data)
-        with pytest.raises(ShardError, match="remove it and run `shardkit row-costs`"):
+        with pytest.raises(ShardError, match="remove it and call make_row_costs"):
             find_row_costs(dataset, IDS)
         file.write_bytes(data[:-1])
         with pytest.raises(ShardError, match="is no table of 40 rows"):
@@ -101,7 +101,7 @@ def test_a_table_that_is_damaged_anywhere_is_refused(tmp_path: Path, place: int)
 
 def test_a_large_dataset_is_not_counted_at_a_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardkit.loaders.row_costs.COUNTED_BYTES", 1000)
-    with pytest.raises(ShardError, match=f"`shardkit row-costs {path} --eos 0`"):
+    with pytest.raises(ShardError, match=re.escape(f"make_row_costs({str(path)!r}, eos_id=0)")):
         StreamingLoader(path, batch_size=2, rank=0, world_size=2, **OPTIONS)
 
 
@@ -120,13 +120,13 @@ def url(path: Path) -> str:
 
 
 def test_a_remote_dataset_without_a_table_is_refused_with_the_command_that_makes_it(url: str) -> None:
-    with pytest.raises(ShardError, match=f"`shardkit row-costs {url} --eos 0`"):
+    with pytest.raises(ShardError, match=re.escape(f"make_row_costs({url!r}, eos_id=0)")):
         StreamingLoader(url, batch_size=2, rank=0, world_size=2, **OPTIONS)
 
 
 @pytest.mark.parametrize("cache", [True, False])
 def test_a_remote_run_places_rows_as_a_local_one(path: Path, url: str, tmp_path: Path, cache: bool) -> None:
-    assert main(["row-costs", url, "--quiet"]) == 0
+    make_row_costs(url, progress=False)
     options: dict[str, Any] = OPTIONS | ({"cache_dir": tmp_path / "cache"} if cache else {})
     remote = ids_of_ranks(url, 3, 4, 25, **options)
     assert (remote == ids_of_ranks(path, 3, 4, 25, **OPTIONS)).all()
@@ -139,7 +139,7 @@ def test_rows_of_other_machines_lanes_are_fetched_one_by_one_where_that_is_possi
     """A machine of its own for each rank: none fetches a shard for a row or two that were moved to it."""
     folder, url = make_uneven(tmp_path / kind, kind, samples=2400, shards=48), fresh_url()
     put_folder(folder, open_store(url))
-    assert main(["row-costs", url, "--quiet"]) == 0
+    make_row_costs(url, progress=False)
     options: dict[str, Any] = dict(QUICK) | {
         "lanes": 4,
         "window": 60,
@@ -172,34 +172,28 @@ def test_rows_of_other_machines_lanes_are_fetched_one_by_one_where_that_is_possi
             assert shards.rows.count >= len(read - own)
 
 
-def test_the_command_counts_once_for_all_copies(
-    path: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_counted_once_for_all_copies(path: Path, url: str, tmp_path: Path) -> None:
     folder = make_uneven(tmp_path / "own")
-    assert main(["row-costs", str(folder), "--to", url, "--to", str(folder), "--quiet", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    written = make_row_costs(folder, copies=[url, folder], progress=False)
     with open_dataset(folder) as dataset, open_dataset(url) as remote:
         name = table_name(dataset, IDS)
-        assert answer["written"] == [f"{url}/{name}", f"{folder}/{name}"]
+        assert written == [f"{url}/{name}", f"{folder}/{name}"]
         found = [find_row_costs(each, IDS) for each in (dataset, remote)]
-    assert [None if each is None else each.digest for each in found] == [found[0] and found[0].digest] * 2
-    work = work_of(uneven_rows(300))
-    assert (answer["rows"], answer["mean"], answer["max"]) == (300, work.mean(), work.max())
-    assert main(["row-costs", str(folder)]) == 0
-    assert "the table was there and is whole" in capsys.readouterr().out
+    assert found[0] is not None
+    assert [None if each is None else each.digest for each in found] == [found[0].digest] * 2
+    assert found[0].squares.tolist() == work_of(uneven_rows(300)).tolist()
+    assert make_row_costs(folder, progress=False) == [], "the table was there"
 
 
-def test_the_command_refuses_what_it_cannot_count(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_counted_is_refused(path: Path, tmp_path: Path) -> None:
     other = make_uneven(tmp_path / "other", seed=5)
-    assert main(["row-costs", str(path), "--to", str(other)]) == 1
-    assert "is no copy" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(ShardError, match="is no copy"):
+        make_row_costs(path, copies=[other], progress=False)
     (other / "dataset.json").unlink()
-    assert main(["row-costs", str(other)]) == 1
-    assert "give --eos or --bos" in " ".join(capsys.readouterr().err.split())
-    with pytest.raises(SystemExit):
-        main(["row-costs", str(other), "--eos", "0", "--bos", "1"])
+    with pytest.raises(ShardError, match="give eos_id or bos_id"):
+        make_row_costs(other)
+    with pytest.raises(ValueError, match="one of the two"):
+        make_row_costs(other, eos_id=0, bos_id=1)
 
 
 def test_ranks_with_other_tables_or_other_balance_are_told(path: Path) -> None:

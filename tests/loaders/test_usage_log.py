@@ -72,13 +72,11 @@ def test_relative_paths_are_of_the_folder_in_which_the_loader_was_made(
     url = fresh_url()
     put_folder(path, open_store(url))
     monkeypatch.chdir(tmp_path / "made")
-    loader = StreamingLoader(
-        url, batch_size=8, usage_log="logs", metrics_file="rank.prom", cache_dir="cache", cache_bytes="1MiB"
-    )
+    loader = StreamingLoader(url, batch_size=8, usage_log="logs", cache_dir="cache", cache_bytes="1MiB")
     monkeypatch.chdir(tmp_path / "moved")
     assert len(list(loader)) == len(loader)
     loader.close()
-    assert {file.name for file in (tmp_path / "made").iterdir()} == {"logs", "rank.prom", "cache"}
+    assert {file.name for file in (tmp_path / "made").iterdir()} == {"logs", "cache"}
     assert not any((tmp_path / "moved").iterdir())
 
 

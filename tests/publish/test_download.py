@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from shardkit import open_dataset
-from shardkit.cli.main import main
 from shardkit.datasets.verify import verify
 from shardkit.errors import ShardError
 from shardkit.formats import tar
@@ -20,6 +19,7 @@ from shardkit.publish import TransferError, TransferReport, download, upload
 from shardkit.publish.contents import LOCK_NAME, MARKER_NAME, MAX_TRIES
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store, StoreError
+from shardkit.tools.row_costs import make_row_costs
 from support.small_build import tree
 from support.small_dataset import make_dataset
 from support.stores import FaultRule, FaultyStore, PulledPlugError, WatchedStore, fresh_memory, objects
@@ -68,7 +68,7 @@ def test_tables_of_row_costs_travel_with_their_dataset_and_no_others(made: Path,
     shutil.copytree(made, folder)
     upload(folder, bucket, progress=False)
     (folder / f"row-costs.{'0' * 64}.eos0.npy").write_bytes(b"of another dataset")
-    assert main(["row-costs", str(folder), "--eos", "0", "--quiet"]) == 0
+    make_row_costs(folder, eos_id=0, progress=False)
     [table] = [name for name in tree(folder) if open_dataset(folder).fingerprint in name]
     report = upload(folder, bucket, progress=False)
     assert (report.sent, report.left_count) == ((table,), 1), "what was made later goes alone"

@@ -144,9 +144,6 @@ def reference_compare(
     return None
 
 
-_ALLOWED: dict[Kind, tuple[Kind, ...]] = {"index": (), "input": ("index", "input"), "planted": ("input",)}
-
-
 @dataclass(frozen=True, slots=True)
 class ReferenceDocument:
     """A document as the plain-Python references take it; equal priorities do not occur."""
@@ -181,8 +178,8 @@ class _ReferenceHub:
 
     def split(self, members: list[int], rows: int, again: bool) -> None:
         firsts = list(range(0, self.permutations - rows + 1, rows))
-        real = [self.prints[member] for member in members if self.kinds[member] != "planted"]
-        shared = [first for first in firsts if len({tuple(one[first : first + rows]) for one in real}) == 1]
+        prints = [self.prints[member] for member in members]
+        shared = [first for first in firsts if len({tuple(one[first : first + rows]) for one in prints}) == 1]
         if again and len(shared) == 1 < len(firsts):
             firsts.remove(shared[0])
         for first in firsts:
@@ -193,7 +190,7 @@ class _ReferenceHub:
                 if all(self.kinds[member] != "input" for member in bucket):
                     continue
                 most = min(self.limits.sub_documents, self.limits.documents)
-                if sum(self.kinds[member] != "planted" for member in bucket) <= most:
+                if len(bucket) <= most:
                     self.pair_all(bucket)
                     continue
                 left = self.pair_with_leaders(bucket)
@@ -204,9 +201,9 @@ class _ReferenceHub:
         return sum(a == b for a, b in zip(self.prints[one], self.prints[other], strict=True))
 
     def hits(self, member: int, others: Sequence[int]) -> list[int]:
-        allowed = _ALLOWED[self.kinds[member]]
-        alike = [other for other in others if self.equal(member, other) >= self.floor]
-        return [other for other in alike if self.kinds[other] in allowed]
+        if self.kinds[member] == "index":
+            return []
+        return [other for other in others if self.equal(member, other) >= self.floor]
 
     def pair_all(self, bucket: Sequence[int]) -> None:
         for at, member in enumerate(bucket):
@@ -233,10 +230,10 @@ class _ReferenceHub:
                 if len(leaders) == self.limits.leaders:
                     left.append(member)
                     met = True
-                elif kind != "planted":
+                else:
                     leaders.append(member)
                     firm |= {member} if kind == "index" or not alike else set()
-            self.bounded += met and kind != "planted"
+            self.bounded += met
         return left
 
 
@@ -255,7 +252,7 @@ def reference_candidates(
         kinds = [documents[member].kind for member in bucket]
         if "input" not in kinds:
             continue
-        if len(bucket) - kinds.count("planted") > limits.documents:
+        if len(bucket) > limits.documents:
             found, met = reference_hub_pairs([documents[member] for member in bucket], similarity, limits)
             pairs |= {(bucket[one], bucket[other]) for one, other in found}
             bounded += met
@@ -283,7 +280,7 @@ class Text(NamedTuple):
     @property
     def priority(self) -> tuple[int, int, bytes]:
         """Ascends as `population.priority` does."""
-        first = {"index": -1, "input": self.source, "planted": 1 << 30}[self.kind]
+        first = -1 if self.kind == "index" else self.source
         return first, -len(self.text.encode()), self.rank
 
 

@@ -42,7 +42,6 @@ def test_a_build_an_upload_and_a_run_leave_the_secret_nowhere(
         batch_size=2,
         cache_dir=cache,
         usage_log=logs,
-        metrics_file=tmp_path / "rank.prom",
     ) as loader:
         next(iter(loader))
         told = [json.dumps(loader.state_dict()), repr(loader), repr(loader.stats()), str(loader.stats())]

@@ -83,7 +83,7 @@ def clusters(
 
 def write_parts(folder: Path, documents: Sequence[Made], cuts: int) -> tuple[Population, list[Made]]:
     """The documents cut into parts of one kind each, up to `cuts` a kind; and the documents by number."""
-    kinds: tuple[Kind, ...] = ("input", "planted", "index")
+    kinds: tuple[Kind, ...] = ("input", "index")
     parts: list[Part] = []
     ordered: list[Made] = []
     for kind in kinds:

@@ -26,7 +26,7 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit
 from support.task_folders import commit_folder
 
-KINDS: tuple[Kind, ...] = ("input", "planted", "index")
+KINDS: tuple[Kind, ...] = ("input", "index")
 Pair = tuple[int, int]
 
 
@@ -44,7 +44,7 @@ class Document:
     @property
     def priority(self) -> tuple[int, int, bytes]:
         """Sorts the highest first; said here again, independently of population.priority."""
-        first = {"input": self.source, "planted": 1 << 30, "index": -1}[self.kind]
+        first = -1 if self.kind == "index" else self.source
         return first, -self.text_bytes, self.id
 
 
@@ -65,7 +65,7 @@ def make_documents(rng: random.Random, count: int, *, families: int, size: int =
         own = list(rng.choice(seeds))
         for _ in range(rng.choice([0, 0, 1, 2, 3, 5, 10])):
             own[rng.randrange(size)] = rng.getrandbits(64)
-        kind = rng.choices(KINDS, [10, 1, 1])[0]
+        kind = rng.choices(KINDS, [11, 1])[0]
         # Few lengths, so that ids decide often.
         documents.append(
             Document(
@@ -87,7 +87,7 @@ def write_world(
     parts: list[Part] = []
     numbered: list[Document] = []
     shingles: list[Path] = []
-    for kind, count in zip(KINDS, (splits, 1, 2), strict=True):
+    for kind, count in zip(KINDS, (splits, 2), strict=True):
         members: list[list[Document]] = [[] for _ in range(count)]
         some = [document for document in documents if document.kind == kind]
         for document in rng.sample(some, len(some)):

@@ -80,7 +80,7 @@ def ask(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
 
 
 def one(capsys: pytest.CaptureFixture[str], out: Path, *words: object) -> dict[str, Any]:
-    [facts] = ask(capsys, "why", out, *words)["documents"]
+    [facts] = ask(capsys, "trace", out, "--why", *words)["documents"]
     return dict(facts)
 
 
@@ -134,7 +134,7 @@ def test_a_request_for_a_removed_duplicate_finds_and_excludes_the_rows_with_its_
     document = one(capsys, out, "--id", "b.jsonl-2")["document_id"]
     assert ask(capsys, "trace", out, "--document", document)["rows"] == len(rows)
     assert main(["trace", str(out), "--url", "https://site2.org/b.jsonl", "--no-duplicates"]) == 1
-    assert "shardkit why" in capsys.readouterr().err
+    assert "shardkit trace --why" in capsys.readouterr().err
     whole = ask(capsys, "trace", out, "--source", "second")
     assert {piece["source"] for piece in whole["shown"]} == {"second"}
 
@@ -142,31 +142,31 @@ def test_a_request_for_a_removed_duplicate_finds_and_excludes_the_rows_with_its_
 def test_what_a_rule_dropped_is_listed_nearest_to_the_bound_first(
     out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rules = ask(capsys, "dropped", out)["rules"]
+    rules = ask(capsys, "trace", out, "--dropped")["rules"]
     assert rules == {"length/too_few_words": 3, "ratios/too_many_digits": 1}
-    nearest = ask(capsys, "dropped", out, "--rule", "length/too_few_words", "--nearest", "--limit", 2)
+    nearest = ask(capsys, "trace", out, "--dropped", "length/too_few_words", "--nearest", "--limit", 2)
     assert [facts["value"] for facts in nearest["documents"]] == [4, 3]
-    every = ask(capsys, "dropped", out, "--rule", "length/too_few_words", "--limit", 0)
+    every = ask(capsys, "trace", out, "--dropped", "length/too_few_words", "--limit", 0)
     assert sorted(facts["value"] for facts in every["documents"]) == [2, 3, 4]
 
 
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (["dropped", "--rule", "too_few_words"], 1, "did you mean length/too_few_words?"),
-        (["dropped", "--rule", "length/too_few_wrods"], 1, "did you mean length/too_few_words?"),
-        (["dropped", "--nearest"], 2, "give --rule"),
-        (["why"], 2, "give --url, --id, --document or --file"),
-        (["why", "--url", "https://b.org", "--record", "3"], 2, "give --file"),
-        (["why", "--url", "https://nowhere.org"], 1, "no such document is known"),
-        (["why", "--document", "12"], 1, "is not a document id"),
+        (["--dropped", "too_few_words"], 1, "did you mean length/too_few_words?"),
+        (["--dropped", "length/too_few_wrods"], 1, "did you mean length/too_few_words?"),
+        (["--dropped", "--nearest"], 2, "give --dropped RULE"),
+        (["--why"], 2, "give --url, --id, --document or --file"),
+        (["--why", "--url", "https://b.org", "--record", "3"], 2, "give --file"),
+        (["--why", "--url", "https://nowhere.org"], 1, "no such document is known"),
+        (["--why", "--document", "12"], 1, "is not a document id"),
     ],
 )
 def test_what_cannot_be_answered_is_said_in_one_line(
     out: Path, capsys: pytest.CaptureFixture[str], words: Sequence[str], status: int, message: str
 ) -> None:
     try:
-        found = main([words[0], str(out), *words[1:]])
+        found = main(["trace", str(out), *words])
     except SystemExit as ended:
         found = int(str(ended.code))
     assert found == status
@@ -174,7 +174,7 @@ def test_what_cannot_be_answered_is_said_in_one_line(
 
 
 def test_the_answers_are_readable_in_a_terminal(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["why", str(out), "--file", "*.jsonl"]) == 0
+    assert main(["trace", str(out), "--why", "--file", "*.jsonl"]) == 0
     printed = capsys.readouterr().out
     for line in (
         "first: a.jsonl record 2  https://site2.org/a.jsonl  a.jsonl-2",
@@ -185,7 +185,7 @@ def test_the_answers_are_readable_in_a_terminal(out: Path, capsys: pytest.Captur
         "kept: in row",
     ):
         assert line in printed
-    assert main(["dropped", str(out), "--rule", "length/too_few_words"]) == 0
+    assert main(["trace", str(out), "--dropped", "length/too_few_words"]) == 0
     assert "“one two three four”" in capsys.readouterr().out
 
 
@@ -199,7 +199,7 @@ def test_a_page_that_lost_to_another_of_its_url_leads_to_what_stays(
         rows.append({"text": text_of(len(name) + ord(name[0])), "id": f"{name}-2", "url": "N/A"})
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = Path(build(path, progress=False).output)
-    pages = [row for url in urls for row in ask(capsys, "why", out, "--url", url)["documents"]]
+    pages = [row for url in urls for row in ask(capsys, "trace", out, "--why", "--url", url)["documents"]]
     [kept] = [row for row in pages if row["outcome"] == "kept"]
     lost = [row for row in pages if row["outcome"] != "kept"]
     assert (kept["copies"], len(lost)) == (4, 3)
@@ -208,7 +208,7 @@ def test_a_page_that_lost_to_another_of_its_url_leads_to_what_stays(
         assert row["stays"]["document_id"] == kept["document_id"]
     for url in urls:  # what is asked to be taken down is found by either spelling
         assert {one["row"] for one in ask(capsys, "trace", out, "--url", url)["shown"]} == {*kept["rows"]}
-    assert main(["why", str(out), "--id", lost[0]["id"]]) == 0
+    assert main(["trace", str(out), "--why", "--id", lost[0]["id"]]) == 0
     assert "another text of its URL is in row" in capsys.readouterr().out
 
 
@@ -221,8 +221,8 @@ def test_a_dataset_without_the_tables_says_so(
         if path.is_file():
             (copy / path.name).write_bytes(path.read_bytes())
     (copy / "provenance").symlink_to(out / "provenance")
-    assert main(["why", str(copy), "--id", "a.jsonl-2"]) == 1
+    assert main(["trace", str(copy), "--why", "--id", "a.jsonl-2"]) == 1
     assert "has no tables of what was removed: build it again" in capsys.readouterr().err
     assert one(capsys, copy, "--id", "a.jsonl-4")["outcome"] == "kept"
-    assert main(["dropped", str(copy), "--rule", "length/too_few_words"]) == 1
+    assert main(["trace", str(copy), "--dropped", "length/too_few_words"]) == 1
     assert "dropped/*.parquet: build it again" in capsys.readouterr().err

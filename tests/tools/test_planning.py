@@ -180,8 +180,7 @@ def test_a_plan_has_the_stages_that_the_recipe_asks_for() -> None:
     assert stages("url", "exact") == stages("url") | stages("exact") | {"url_left"}
     cut = always | {"line_keys", "line_losers", "lines_removed", "lines"}
     assert stages("lines") == stages("spans") == cut
-    assert stages("near", "measure") - stages("near") == {"planted", "measure"}
-    with pytest.raises(ValueError, match="no part 'fuzzy': url, exact, lines, spans, near, measure"):
+    with pytest.raises(ValueError, match="no part 'fuzzy': url, exact, lines, spans, near"):
         worked_example(dedup=frozenset({"fuzzy"}))
 
 
@@ -305,7 +304,7 @@ def test_a_card_tells_bytes_a_token_and_padding() -> None:
     }
     found = measured_from_card(DatasetCard(card))
     assert (found.text_bytes_per_token, found.padding) == (Fraction(4), Fraction(1, 4))
-    assert found.dedup == frozenset({"exact", "near", "measure"})
+    assert found.dedup == frozenset({"exact", "near"})
     assert (found.token_bytes, found.stored_bytes_per_text_byte) == (Fraction("2.1"), Fraction("0.4"))
     del card["funnel"]
     with pytest.raises(ShardkitError, match=r"here: lacks what a plan needs .* 'funnel'"):
@@ -358,8 +357,8 @@ def test_the_plan_merges_what_the_exchange_merges(runs: int, megabytes: int, rea
 @pytest.mark.extended
 @pytest.mark.parametrize(("splits", "more"), [(31, False), (122, True)])
 def test_a_plan_counts_what_a_build_asks_of_a_store(tmp_path: Path, splits: int, more: bool) -> None:
-    """`more`: with removal of lines, and near-duplicate removal measured."""
-    options = Namespace(tokenizer=None, split_megabytes=256.0, scale=256, lines=more, measure=more)
+    """`more`: with removal of lines."""
+    options = Namespace(tokenizer=None, split_megabytes=256.0, scale=256, lines=more)
     built = bench_requests.measure(tmp_path / "build", documents(None, 20.0), splits, options)
     corpus = Corpus(
         splits=built["splits"],
@@ -369,11 +368,9 @@ def test_a_plan_counts_what_a_build_asks_of_a_store(tmp_path: Path, splits: int,
         token_bytes=2,
         scale=options.scale,
         lines=built["lines"],
-        planted=2000 if more else 0,
-        checked=500 if more else 0,
     )
     stages = {stage.stage: stage for stage in stage_requests(corpus)}
-    for stage in ("line_keys", "line_losers", "lines", "planted"):
+    for stage in ("line_keys", "line_losers", "lines"):
         assert (stage in stages) == (stage in built["stages"]) == more
         if more:
             assert stages[stage].tasks == built["stages"][stage]["tasks"]

@@ -5,8 +5,7 @@ a bucket. A bucket of up to `limits.documents` documents gives all pairs, a larg
 hub) those that `shardkit.writers.dedup.hubs` finds. One side of a pair is an input, the other anything: since
 inputs have the lowest numbers, the pairs of a bucket are each input with all that follow it.
 
-Planted copies do not count towards a bucket's size, so the pairs of other documents are the same with and
-without them. The set of all partitions' pairs does not depend on partitions, parts, or memory; how often a
+The set of all partitions' pairs does not depend on partitions, parts, or memory; how often a
 pair occurs does.
 
     pairs_first.run, pairs_second.run   the pairs (a, b), keyed by `a` and by `b`
@@ -56,7 +55,7 @@ Numbers = npt.NDArray[np.uint64]
 @dataclass(frozen=True, slots=True)
 class CandidateCounts(PlainCounts):
     """`entries` of documents not removed; `buckets` that made pairs; how many of them were `hubs`, and the
-    `largest_bucket` (planted copies not counted); `pairs` without repetition within a run; `bounded` as in
+    `largest_bucket`; `pairs` without repetition within a run; `bounded` as in
     `HubSearch`."""
 
     entries: int
@@ -127,17 +126,13 @@ def _add_buckets(
     counts: Counter[str],
 ) -> None:
     """All pairs of the buckets."""
-    planted, indexed = population.planted, population.indexed
-    inputs = np.diff(np.concatenate([[0], np.cumsum(numbers < planted.start)])[edges])
-    copies = np.diff(
-        np.concatenate([[0], np.cumsum((numbers >= planted.start) & (numbers < indexed.start))])[edges]
-    )
+    inputs = np.diff(np.concatenate([[0], np.cumsum(numbers < population.indexed.start)])[edges])
     sizes = np.diff(edges)
     useful = (inputs > 0) & (sizes > 1)
-    large = useful & (sizes - copies > limits.documents)
+    large = useful & (sizes > limits.documents)
     counts["buckets"] += int(useful.sum())
     counts["hubs"] += int(large.sum())
-    counts["largest_bucket"] = max(counts["largest_bucket"], int((sizes - copies)[useful].max(initial=0)))
+    counts["largest_bucket"] = max(counts["largest_bucket"], int(sizes[useful].max(initial=0)))
     _all_pairs(numbers, edges, inputs, useful & ~large, writer.add)
     for bucket in np.flatnonzero(large).tolist():
         for a, b in hubs.pairs(numbers[edges[bucket] : edges[bucket + 1]]):

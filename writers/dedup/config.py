@@ -13,7 +13,6 @@ __all__ = [
     "ExactDedupConfig",
     "FieldScope",
     "LinesDedupConfig",
-    "MeasureConfig",
     "MinHashConfig",
     "NearDedupConfig",
     "UrlDedupConfig",
@@ -93,15 +92,6 @@ class MinHashConfig(StrictModel):
     seed: int = Field(default=1, ge=0, lt=1 << 32, description="Seed of the hash functions.")
 
 
-class MeasureConfig(StrictModel):
-    """Synthetic near-duplicates that measure what was found; they are never written."""
-
-    planted: int = Field(default=2000, ge=0, le=1_000_000, description="Copies planted, at known similarity.")
-    checked: int = Field(
-        default=500, ge=0, le=1_000_000, description="Removed documents whose words are compared again."
-    )
-
-
 class FieldScope(StrictModel):
     """Documents are compared where they have the same value of a field; those without it among themselves."""
 
@@ -144,9 +134,6 @@ class NearDedupConfig(StrictModel):
         default=(),
         max_length=256,
         description="Indexes of `shardkit dedup-index` whose documents win over all inputs.",
-    )
-    measure: Annotated[MeasureConfig | None, Shorthand(switch=True)] = Field(
-        default=None, description="true: plant near-duplicates and report what share was found; null: do not."
     )
 
     @model_validator(mode="before")

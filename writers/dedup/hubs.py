@@ -27,9 +27,8 @@ of twice the values (at 0.8 half of the pairs stay, at 0.9 0.95 of them) and lea
 more pairs in a sub-bucket than allowed keeps half of them with the leaders of highest priority, which most
 likely stay, and half with the most alike. `bounded` counts both, documents that are covered aside.
 
-The result depends on the documents' contents and priorities, never on numbers, parts or memory. Planted
-copies come last: they are compared with leaders but never are any and do not count towards limits. Documents
-of indexes are compared with one another only to tell which of them lead. What only the containment rule would
+The result depends on the documents' contents and priorities, never on numbers, parts or memory. Documents of
+indexes are compared with one another only to tell which of them lead. What only the containment rule would
 find (estimates below `similarity` - 3 sigma) is not looked for in hubs.
 
 Signatures are compared by one byte of each value. The byte depends on all bits of the value (b-bit minwise
@@ -50,7 +49,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.writers.dedup.population import DOCUMENTS_FILE, SIGNATURES_FILE, Kind, Population, priority
+from shardkit.writers.dedup.population import DOCUMENTS_FILE, SIGNATURES_FILE, Population, priority
 from shardkit.writers.dedup.tables import RowFile, read_header
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt64s, int64, kernel
@@ -59,7 +58,6 @@ from shardkit.writers.kernels.sorting import argsort_keys
 __all__ = [
     "INDEX",
     "INPUT",
-    "PLANTED",
     "HubLimits",
     "HubSearch",
     "make_prints",
@@ -70,7 +68,7 @@ __all__ = [
     "thresholds",
 ]
 
-INDEX, INPUT, PLANTED = 0, 1, 2  # kinds of documents, in the order of their priorities
+INDEX, INPUT = 0, 1  # kinds of documents, in the order of their priorities
 
 _BLOCK = 256  # documents whose counts stay in the nearest cache
 
@@ -100,7 +98,7 @@ def matches_for(similarity: float, permutations: int) -> int:
 
 
 Settings = tuple[np.uint64, np.uint64, np.uint64, int, int, int]  # of `scan`
-_Space = tuple[UInt64s, Int64s, UInt8s, UInt8s, UInt64s]
+_Space = tuple[UInt64s, Int64s, UInt8s, UInt64s]
 
 
 @kernel
@@ -139,14 +137,14 @@ def scan(
     """Pair documents with the leaders before them, making leaders of those that none covers.
 
     Goes through the rows of `prints` from `begin` while a row's pairs fit into `out` from `at`. space holds
-    `leaders` leaders: (their prints by columns, ranks, kinds, whether they are firm, and place for counts).
+    `leaders` leaders: (their prints by columns, ranks, whether they are firm, and place for counts).
     settings = (floor, similar, cover, most leaders, most pairs of a document, similar firm leaders that
     cover it), the first three as `matches_for`. Sets bounded[i] to 1 where one more leader was needed than
     there may be, to 2 where pairs of a document that is not covered were left out (3: both). Returns (next
     row, leaders, next place in out).
     """
     floor, similar, cover, most_leaders, most_pairs, enough = settings
-    columns, heads, head_kinds, firm, sums = space
+    columns, heads, firm, sums = space
     for i in range(begin, len(prints)):
         if at + min(leaders, most_pairs) > len(out):
             return i, leaders, at
@@ -159,23 +157,19 @@ def scan(
             best = max(best, of_firm)
             alike += of_firm >= similar
             hits += sums[j] >= floor
-        if kind == PLANTED:
-            for j in range(leaders):
-                hits -= sums[j] >= floor and head_kinds[j] != INPUT
         covered = leaders > 0 and (best >= cover or alike >= enough)
         if hits and kind != INDEX:
-            at = _pair(ranks[i], kind, leaders, floor, hits, most_pairs, space, out, at)
+            at = _pair(ranks[i], leaders, floor, hits, most_pairs, space, out, at)
             if hits > most_pairs and not covered:
                 bounded[i] |= 2
         if covered:
             continue
         if leaders == most_leaders:
             bounded[i] |= 1
-        elif kind != PLANTED:
+        else:
             for word in range(len(columns)):  # a slice assigned to a slice takes Numba seconds to compile
                 columns[word, leaders] = prints[i, word]
             heads[leaders] = ranks[i]
-            head_kinds[leaders] = kind
             firm[leaders] = kind == INDEX or best < similar
             leaders += 1
     return len(prints), leaders, at
@@ -184,7 +178,6 @@ def scan(
 @kernel
 def _pair(
     rank: int,
-    kind: int,
     leaders: int,
     floor: np.uint64,
     hits: int,
@@ -194,13 +187,13 @@ def _pair(
     at: int,
 ) -> int:
     """Write the pairs of one document; of more than `most`, half the first and half the most alike others."""
-    _, heads, head_kinds, _, sums = space
+    _, heads, _, sums = space
     first = hits if hits <= most else most // 2
     least, ties = floor, 0
     if hits > most:
-        least, ties = _cut(kind, leaders, floor, first, most - first, head_kinds, sums)
+        least, ties = _cut(leaders, floor, first, most - first, sums)
     for j in range(leaders):
-        if sums[j] < floor or (kind == PLANTED and head_kinds[j] != INPUT):
+        if sums[j] < floor:
             continue
         if first > 0:
             first -= 1
@@ -217,13 +210,11 @@ def _pair(
 
 
 @kernel
-def _cut(
-    kind: int, leaders: int, floor: np.uint64, first: int, most: int, head_kinds: UInt8s, sums: UInt64s
-) -> tuple[np.uint64, int]:
+def _cut(leaders: int, floor: np.uint64, first: int, most: int, sums: UInt64s) -> tuple[np.uint64, int]:
     """(least, ties): past `first` hits, the `most` alike are those over least, and ties equal to it."""
     histogram = np.zeros(int64(sums[:leaders].max()) + 1, np.int64)
     for j in range(leaders):
-        if sums[j] >= floor and (kind != PLANTED or head_kinds[j] == INPUT):
+        if sums[j] >= floor:
             if first > 0:
                 first -= 1
             else:
@@ -249,7 +240,7 @@ def scan_groups(
 ) -> int:
     """`scan` of many small groups of rows, group g from edges[g] to edges[g + 1], where all become leaders:
 
-    no group may have as many documents, planted ones aside, as settings allow leaders, nor any be covered.
+    no group may have as many documents as settings allow leaders, nor any be covered.
 
     state = (group, row, leaders): where to go on; returns how many pairs are in `out`. Done when the state's
     group is len(edges) - 1.
@@ -284,8 +275,6 @@ _BYTES_PER_VALUE = 10  # while a signature is read and becomes a print, measured
 
 _OUT_PAIRS = 1 << 16
 
-_KINDS: tuple[Kind, ...] = ("index", "input", "planted")
-
 Numbers = npt.NDArray[np.uint64]
 
 Ranks = npt.NDArray[np.int64]
@@ -295,7 +284,7 @@ Pairs = tuple[Numbers, Numbers]
 
 @dataclass(frozen=True, slots=True)
 class HubLimits:
-    """Bounds of the work on one bucket; planted copies do not count."""
+    """Bounds of the work on one bucket."""
 
     documents: int = 512  # buckets of more do not get all pairs,
     sub_documents: int = 64  # nor do sub-buckets of more
@@ -347,12 +336,8 @@ class HubSearch:
         self.bounded += hub.bounded
 
     def kinds(self, numbers: Numbers) -> npt.NDArray[np.uint8]:
-        """uint8[n]: INDEX, INPUT or PLANTED."""
-        planted, indexed = self._population.planted, self._population.indexed
-        kinds = np.full(len(numbers), INPUT, np.uint8)
-        kinds[(numbers >= planted.start) & (numbers < planted.stop)] = PLANTED
-        kinds[(numbers >= indexed.start) & (numbers < indexed.stop)] = INDEX
-        return kinds
+        """uint8[n]: INDEX or INPUT."""
+        return np.where(numbers < self._population.indexed.start, INPUT, INDEX).astype(np.uint8)
 
     def priorities(self, numbers: Numbers) -> npt.NDArray[np.uint64]:
         """uint64[n, 3], `priority` of each of these ascending numbers."""
@@ -449,7 +434,6 @@ class _Hub:
             np.empty((words, most), np.uint64),
             np.empty(most, np.int64),
             np.empty(most, np.uint8),
-            np.empty(most, np.uint8),
             np.empty(most, np.uint64),
         )
         self._out = np.empty((max(_OUT_PAIRS, limits.documents + 1, limits.pairs), 2), np.int64)
@@ -475,9 +459,8 @@ class _Hub:
             kinds = self._kinds[sorted_members]
             sizes = np.diff(edges)
             inputs = np.add.reduceat(kinds == INPUT, edges[:-1], dtype=np.int64)
-            real = np.add.reduceat(kinds != PLANTED, edges[:-1], dtype=np.int64)
             useful = (inputs > 0) & (sizes > 1)
-            every = useful & (real <= min(self._limits.sub_documents, self._limits.documents))
+            every = useful & (sizes <= min(self._limits.sub_documents, self._limits.documents))
             at_once = every & (sizes <= self._chunk_documents)
             yield from self._groups(sorted_members[np.repeat(at_once, sizes)], sizes[at_once])
             for group in np.flatnonzero(useful & ~at_once).tolist():
@@ -489,8 +472,7 @@ class _Hub:
                     yield from self.split(rest, 2 * rows, again=False)
 
     def _shared_by_all(self, members: Ranks, rows: int) -> list[int]:
-        """The sub-bands that tell no document from another, planted ones aside."""
-        members = members[self._kinds[members] != PLANTED]
+        """The sub-bands that tell no document from another."""
         first = self._rows(members[:1]).view(np.uint8)
         same = np.ones(first.shape[1], np.bool_)
         for start in range(0, len(members), self._chunk_documents):
@@ -545,7 +527,7 @@ class _Hub:
                 )
                 yield self._named(count)
             left.append(ranks[bounded & 1 == 1])
-            self.bounded += int(((bounded > 0) & (kinds != PLANTED)).sum())
+            self.bounded += int((bounded > 0).sum())
 
     def _named(self, count: int) -> Pairs:
         one, other = self._numbers[self._out[:count, 0]], self._numbers[self._out[:count, 1]]

@@ -5,14 +5,12 @@
 and says what they depend on:
 
     signatures  split -> its part of the population
-    planted     sample -> near-duplicates of known similarity, as one more part
     equal       range of word keys -> documents whose words others have
     bands       part -> band keys of the other documents
     candidates  range of band keys -> pairs
     shingles    part, and the pairs of its documents -> their sets of n-grams, sent to blocks of pairs
     verify      block of documents: pairs, and sets of both sides -> edges
     near        edges -> who is removed (shardkit.writers.dedup.resolve has its stages: near_equal, …)
-    measure     what was found of what was planted, and whether what was removed was alike
 """
 
 from __future__ import annotations
@@ -25,9 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import TypeAdapter
 
-from shardkit.card import PrecisionFacts, RecallFacts
 from shardkit.errors import BuildError, warn_user
 from shardkit.hashing import digest_of, hash_file
 from shardkit.progress import make_listener
@@ -42,18 +38,7 @@ from shardkit.writers.dedup.candidates import (
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS, find_copies, partition_bounds
 from shardkit.writers.dedup.index import DedupIndex, key_runs
-from shardkit.writers.dedup.measure import (
-    CHECKED,
-    PLANTED_FILE,
-    PROPOSED,
-    lowest_end,
-    measure_precision,
-    measure_recall,
-    plant,
-)
-from shardkit.writers.dedup.measure import TEXTS_FILE as PLANTED_DOCUMENTS
 from shardkit.writers.dedup.population import (
-    Kind,
     LanguageLabels,
     Part,
     Population,
@@ -63,7 +48,6 @@ from shardkit.writers.dedup.population import (
 )
 from shardkit.writers.dedup.removals import (
     OUTCOMES,
-    Removed,
     SplitRemovals,
     SplitTable,
     by_split,
@@ -80,17 +64,16 @@ from shardkit.writers.dedup.signatures import (
     value_groups,
     write_bands,
 )
-from shardkit.writers.dedup.verify import PLANTED_EDGES, VerifiedBlock, block_bits, verify_block
-from shardkit.writers.exchange import Exchanged, RunWriter, Segment, Slice, Table, exchange
+from shardkit.writers.dedup.verify import VerifiedBlock, block_bits, verify_block
+from shardkit.writers.exchange import Exchanged, RunWriter, Segment, Slice, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.engine import InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, contents, partition_name
+from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, partition_name
 from shardkit.writers.kernels.words import normalization_version
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 
 __all__ = [
-    "PROPOSED_BY_SPLIT",
     "NearDuplicates",
     "NearResult",
     "NearStages",
@@ -98,9 +81,6 @@ __all__ = [
     "find_near_duplicates",
     "remove_near",
 ]
-
-_PLANTED_SOURCE = 1 << 30  # after all inputs
-PROPOSED_BY_SPLIT = 2000  # documents to plant, or more: so that what is planted decides no signature
 
 
 @dataclass(frozen=True)
@@ -116,38 +96,16 @@ class NearStages:
 
     def signature_tasks(self) -> list[Task]:
         """One task a split."""
-        proposed = max(PROPOSED_BY_SPLIT, self.planted)
         config = {
             "dedup.near": part_settings(self.config),
             "normalization": normalization_version(),
-            "proposed": proposed,
         }
         tasks = []
         for split, removed in zip(self.splits, self.removals, strict=True):
             inputs = {"documents": split.digest, "removed": removed.digest}
-            args = (split.documents, removed, self.config, proposed, self.memory_bytes, split.languages)
+            args = (split.documents, removed, self.config, self.memory_bytes, split.languages)
             tasks.append(Task("signatures", split.name, config, _sign, args, split.bytes, inputs))
         return tasks
-
-    @property
-    def planted(self) -> int:
-        """Copies to plant."""
-        return 0 if self.config.measure is None else self.config.measure.planted
-
-    def planted_tasks(self, run: RunTasks, signed: Sequence[Commit], file: PopulationFile) -> list[Task]:
-        """One task, if something is to be planted."""
-        if not self.planted:
-            return []
-        end = lowest_end(self.planted, sum(SignedPart.of(commit).eligible for commit in signed))
-        lowest = _lowest(run, "proposed", PROPOSED, signed, end, self.limits)
-        inputs = {"documents": digest_of([split.digest for split in self.splits]), "proposed": lowest.digest}
-        config = {
-            "dedup.near": part_settings(self.config),
-            "normalization": normalization_version(),
-            "dedup.near.measure.planted": self.planted,
-        }
-        args = (lowest, file, self.config, self.planted)
-        return [Task("planted", "planted", config, _plant, args, inputs=inputs)]
 
     def splits_file(self, run: RunTasks, signed: Sequence[Commit]) -> PopulationFile:
         """Write where the splits' parts and documents are, by a task of its own."""
@@ -173,7 +131,7 @@ class NearStages:
         """One task a range of word keys; `keys` holds those of each part."""
         partitions = self.limits.partitions(int(population.starts[-1]), KEYS.dtype)
         exchanged = exchange(run, "equal", KEYS, keys, readers=partitions, limits=self.limits)
-        first_index = len(self.splits) + len(_of_kind(population, "planted"))
+        first_index = len(self.splits)
         starts = digest_of(population.starts.tolist())
         tasks = []
         for number in range(partitions):
@@ -194,7 +152,7 @@ class NearStages:
             config = {"dedup.near": part_settings(self.config), "first": first}
             inputs = {"part": part.digest, "lost": mine.digest}
             args = (part, first, mine, self.config, self.memory_bytes)
-            name = self._part_name(population, number)
+            name = self._part_name(number)
             tasks.append(Task("bands", name, config, write_bands, args, part.documents, inputs))
         return tasks
 
@@ -220,12 +178,9 @@ class NearStages:
             tasks.append(Task("candidates", name, config, _find_candidates, args, mine.bytes, inputs))
         return tasks
 
-    def _part_name(self, population: Population, number: int) -> str:
-        kind, inputs = population.parts[number].kind, len(self.splits)
-        if kind == "input":
-            return self.splits[number].name
-        planted = len(_of_kind(population, "planted"))
-        return kind if kind == "planted" else f"index-{number - inputs - planted:05d}"
+    def _part_name(self, number: int) -> str:
+        inputs = len(self.splits)
+        return self.splits[number].name if number < inputs else f"index-{number - inputs:05d}"
 
     def shingle_tasks(
         self, population: Population, firsts: Exchanged, seconds: Exchanged, bits: int
@@ -233,10 +188,9 @@ class NearStages:
         """One task a part: `firsts` and `seconds` are the pairs by either side, `bits` those of a block."""
         settings = {"dedup.near": part_settings(self.config), "block_bits": bits}
         sources = [(split.name, split.documents, split.digest) for split in self.splits]
-        for part in _of_kind(population, "planted"):
-            sources.append(("planted", part.folder / PLANTED_DOCUMENTS, part.digest))
-        for number, part in enumerate(_of_kind(population, "index")):
-            sources.append((f"index-{number:05d}", part.folder, part.digest))
+        for number in population.parts_of("index"):
+            part = population.parts[number]
+            sources.append((self._part_name(number), part.folder, part.digest))
         tasks = []
         starts = population.starts.tolist()
         for number, (name, documents, digest) in enumerate(sources):
@@ -255,36 +209,15 @@ class NearStages:
         rule = {f"dedup.near.{name}": getattr(self.config, name) for name in names}
         rule |= {"dedup.near": part_settings(self.config)}
         tasks = []
-        planted = population.planted.start, population.planted.stop
         for start in range(0, population.count("input"), 1 << bits):
             slices = [table.slice(start, start + (1 << bits)) for table in (pairs, own, guests)]
             if not slices[0].runs:
                 continue
-            inputs = {piece.table.file: piece.digest for piece in slices} | {"planted": list(planted)}
-            args = (*slices, population.planted, self.config, self.memory_bytes)
+            inputs = {piece.table.file: piece.digest for piece in slices}
+            args = (*slices, self.config, self.memory_bytes)
             weight = sum(piece.bytes for piece in slices)
             tasks.append(Task("verify", f"{start:012d}", rule, verify_block, args, weight, inputs))
         return tasks
-
-    def measure_task(
-        self,
-        population: Population,
-        file: PopulationFile,
-        planted: Sequence[Commit],
-        sample: Slice,
-        met: Mapping[str, Slice],
-    ) -> Task:
-        """`sample` are rows of CHECKED; `met` has what `measure_recall` reads of the planted copies."""
-        inputs = {
-            "planted": contents(planted),
-            "sample": sample.digest,
-            "met": {name: table.digest for name, table in met.items()},
-            "parts": digest_of([part.digest for part in population.parts]),
-            "documents": digest_of([split.digest for split in self.splits]),
-        }
-        config = {"dedup.near": self.config.model_dump(mode="json", exclude={"against"})}
-        args = (file, sample, dict(met), self.config)
-        return Task("measure", "measure", config, _measure, args, inputs=inputs)
 
 
 def _sign(
@@ -292,27 +225,12 @@ def _sign(
     documents: Artifact,
     removed: SplitRemovals,
     config: NearDedupConfig,
-    proposed: int,
     memory_bytes: int,
     languages: LanguageLabels | None,
 ) -> SignedPart:
     gone = removed.load()
     groups = None if languages is None else value_groups(languages.labels)[languages.read()]
-    return sign_documents(
-        documents, gone, config, folder, memory_bytes=memory_bytes, proposed=proposed, groups=groups
-    )
-
-
-def _plant(
-    folder: Path, proposed: Slice, file: PopulationFile, config: NearDedupConfig, count: int
-) -> SignedPart:
-    """Plant copies of documents that are still there, and sign these as another part."""
-    originals = proposed.read()[0][:count]
-    plant(originals, file.documents(originals["split"]), config.minhash, folder)
-    texts = Artifact(folder / PLANTED_DOCUMENTS)
-    has_groups = config.scope not in ("global", "source")
-    groups = np.load(folder / PLANTED_FILE)["group"] if has_groups else None
-    return sign_documents(texts, Removed(), config, folder, as_source=_PLANTED_SOURCE, groups=groups)
+    return sign_documents(documents, gone, config, folder, memory_bytes=memory_bytes, groups=groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,56 +284,12 @@ def _find_candidates(
     return find_candidates(entries, population, folder, similarity=similarity, memory_bytes=memory_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Measured(PlainCounts):
-    """`measure_precision` of what was removed, and `measure_recall` if anything was planted."""
-
-    precision: PrecisionFacts
-    recall: RecallFacts | None = None
-
-    @classmethod
-    def of(cls, commit: Commit) -> Measured:
-        """What the task committed."""
-        return TypeAdapter(cls).validate_python(commit.counts)
-
-
-def _measure(
-    folder: Path,
-    file: PopulationFile,
-    sample: Slice,
-    met: Mapping[str, Slice],
-    config: NearDedupConfig,
-) -> Measured:
-    assert config.measure is not None
-    population, recall = file.load(), None
-    for part in _of_kind(population, "planted"):
-        planted = np.load((part.folder / PLANTED_FILE).local())
-        recall = measure_recall(planted, population, **met, bands_and_rows=bands_and_rows(config))
-    checked = sample.read()[0][: config.measure.checked]
-    winners = population.locate(checked["kept"][checked["kept"] < population.planted.start])[0]
-    documents = file.documents(np.concatenate([checked["split"], winners]))
-    return Measured(measure_precision(checked, population, documents, config), recall)
-
-
-def _lowest(
-    run: RunTasks, stage: str, table: Table, maps: Sequence[Commit], end: int, limits: Limits
-) -> Slice:
-    """For one task, the rows of keys below `end`."""
-    exchanged = exchange(run, stage, table, maps, readers=1, end=end, leave_out=True, limits=limits)
-    return exchanged.slice(0, end)
-
-
-def _of_kind(population: Population, kind: Kind) -> list[Part]:
-    return [population.parts[number] for number in population.parts_of(kind)]
-
-
 @dataclass(frozen=True)
 class NearResult:
     """`lost` and `kept` are the tasks that wrote who is removed, and what the others represent, of each part;
     `parts` those of the splits' signatures.
 
     `removed` is what they decided about each split's documents. `counts` are facts for the dataset card.
-    `measured` is None where nothing was to be measured.
     """
 
     lost: Sequence[Commit]
@@ -424,7 +298,6 @@ class NearResult:
     removed: Sequence[SplitTable]
     parts: Sequence[Commit]
     counts: Mapping[str, int]
-    measured: Measured | None
 
 
 def _warn_of_unspaced(signed: Sequence[SignedPart]) -> None:
@@ -442,43 +315,30 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
     [signed] = run(stages.signature_tasks())
     _warn_of_unspaced([SignedPart.of(commit) for commit in signed])
     file = stages.splits_file(run, signed)
-    [planted] = run(stages.planted_tasks(run, signed, file))
     parts = [Part(commit.files, SignedPart.of(commit).documents, digest=commit.content) for commit in signed]
-    for commit in planted:
-        parts.append(Part(commit.files, SignedPart.of(commit).documents, "planted", commit.content))
     population = Population((*parts, *(part for index in indexes for part in index.parts)))
-    digest = digest_of(
-        [commit.content for commit in (*signed, *planted)] + [index.digest for index in indexes]
-    )
-    keys = [*signed, *planted, *key_runs(run, indexes, stages.memory_bytes)]
+    digest = digest_of([commit.content for commit in signed] + [index.digest for index in indexes])
+    keys = [*signed, *key_runs(run, indexes, stages.memory_bytes)]
     file = replace(file, others=tuple(population.parts[len(signed) :]))
     [equal] = run(stages.equal_tasks(run, population, file, keys))
     parts, parts_end = list(population.parts), len(population.parts) << 32
     lost = exchange(run, "lost", LOST, equal, readers=len(parts), end=parts_end, limits=stages.limits)
     [bands] = run(stages.band_tasks(population, lost))
     [candidates] = run(stages.candidate_tasks(run, population, file, digest, bands))
-    verified, partners = _verify(run, stages, population, candidates)
+    verified = _verify(run, stages, population, candidates)
     compared = [VerifiedBlock.of(commit) for commit in verified]
     edges = sum(block.verified for block in compared)
     equals = sum(EqualWords.of(commit).losers for commit in equal)
     memory_bytes, limits = stages.memory_bytes, stages.limits
-    checked = 0 if stages.config.measure is None else stages.config.measure.checked
-    sizes = {"edges": edges, "equals": equals, "checked": checked}
     decided, removals, kept = resolve(
-        run, parts, verified, equal, **sizes, memory_bytes=memory_bytes, limits=limits
+        run, parts, verified, equal, edges=edges, equals=equals, memory_bytes=memory_bytes, limits=limits
     )
     rows = [*removals, *kept]
     removed = by_split(run, "near_removed", OUTCOMES, rows, len(stages.splits), limits=limits)
-    met_copies = {"pairs": partners, "lost": lost}
-    measured = _measure_removal(
-        run, stages, population, file, planted, verified, removals, met_copies, decided.losers
-    )
     met = [CandidateCounts.of(commit) for commit in candidates]
     counts = {
         "documents": population.count("input"),
         "wordless": sum(SignedPart.of(commit).wordless for commit in signed),
-        "planted": population.count("planted"),
-        "planted_removed": decided.planted,
         "indexed": population.count("index"),
         "candidates": sum(block.pairs for block in compared),
         "verified": edges,
@@ -490,41 +350,13 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
         "copies": decided.copies,
         "kept_by_index": decided.kept_by_index,
     }
-    return NearResult(removals, kept, decided, removed, signed, counts, measured)
-
-
-def _measure_removal(
-    run: RunTasks,
-    stages: NearStages,
-    population: Population,
-    file: PopulationFile,
-    planted: Sequence[Commit],
-    verified: Sequence[Commit],
-    removals: Sequence[Commit],
-    met: Mapping[str, Exchanged],
-    losers: int,
-) -> Measured | None:
-    """Measure recall and precision, if the recipe says so; `met` are pairs by second document, and LOST."""
-    if stages.config.measure is None:
-        return None
-    copies = population.planted.start, population.planted.stop
-    move = partial(exchange, run, readers=1, limits=stages.limits)
-    edges = move("planted_edges", PLANTED_EDGES, verified, end=int(population.starts[-1]))
-    end = lowest_end(stages.config.measure.checked, losers)
-    sample = _lowest(run, "checked", CHECKED, removals, end, stages.limits)
-    tables = {"pairs": met["pairs"].slice(*copies), "edges": edges.slice(*copies)}
-    tables["lost"] = met["lost"].slice(0, len(population.parts) << 32)
-    [[commit]] = run([stages.measure_task(population, file, planted, sample, tables)])
-    return Measured.of(commit)
+    return NearResult(removals, kept, decided, removed, signed, counts)
 
 
 def _verify(
     run: RunTasks, stages: NearStages, population: Population, candidates: Sequence[Commit]
-) -> tuple[list[Commit], Exchanged]:
-    """Pairs to the parts of both documents, their sets to the blocks of pairs.
-
-    (the verified blocks, the pairs by second document)
-    """
+) -> list[Commit]:
+    """Send pairs to the parts of both documents and their sets to the blocks of pairs; verify these."""
     end, inputs = int(population.starts[-1]), population.count("input")
     text_bytes = sum(split.bytes for split in stages.splits)
     bits = block_bits(inputs, text_bytes, stages.memory_bytes)
@@ -537,7 +369,7 @@ def _verify(
     own = move("own", OWN, shingles, readers=blocks)
     guests = move("guests", GUESTS, shingles, readers=blocks)
     [verified] = run(stages.verify_tasks(population, firsts, own, guests, bits))
-    return verified, seconds
+    return verified
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The documents that near-duplicate removal compares, numbered through: what the stages agree on.
 
-A *part* is a folder of files with one row a document, in the same order: a split of the inputs, planted
-copies, or an index of another corpus. Documents are numbered through all parts (`number`); a number is a
+A *part* is a folder of files with one row a document, in the same order: a split of the inputs, or an index
+of another corpus. Documents are numbered through all parts (`number`); a number is a
 handle and never decides who wins. Priority does: documents of an index come before all others, then the
-lowest source, the longest text, the lowest content rank (writers/documents.py); planted copies come last.
+lowest source, the longest text, the lowest content rank (writers/documents.py).
 
     documents.npy    DOCUMENT, as many rows as the part has documents
     signatures.npy   uint32[n, permutations]
@@ -90,7 +90,7 @@ class SplitDocuments:
     languages: LanguageLabels | None = None  # where documents are compared by language
 
 
-Kind = Literal["input", "planted", "index"]
+Kind = Literal["input", "index"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Population:
-    """All parts in order: inputs (one a split, in the order of splits), then planted copies, then indexes."""
+    """All parts in order: inputs (one a split, in the order of splits), then indexes."""
 
     parts: Sequence[Part]
 
@@ -117,14 +117,12 @@ class Population:
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(documents, dtype=np.int64)])
 
     @cached_property
-    def _stops(self) -> dict[Kind, int]:
-        """Where the parts of each kind end."""
+    def _inputs(self) -> int:
+        """The number of parts that are of inputs."""
         others = self.parts.others if isinstance(self.parts, _StoredParts) else self.parts
-        inputs = len(self.parts) - len(others)
         kinds: list[Kind] = [part.kind for part in others]
-        assert kinds == sorted(kinds, key=("input", "planted", "index").index), kinds
-        inputs += kinds.count("input")
-        return {"input": inputs, "planted": inputs + kinds.count("planted"), "index": len(self.parts)}
+        assert kinds == sorted(kinds, key=("input", "index").index), kinds
+        return len(self.parts) - kinds.count("index")
 
     def numbers(self, kind: Kind) -> range:
         """The numbers of the documents of a kind."""
@@ -137,13 +135,7 @@ class Population:
 
     def parts_of(self, kind: Kind) -> range:
         """The parts of a kind."""
-        before = {"input": 0, "planted": self._stops["input"], "index": self._stops["planted"]}
-        return range(before[kind], self._stops[kind])
-
-    @property
-    def planted(self) -> range:
-        """The numbers of planted copies."""
-        return self.numbers("planted")
+        return range(self._inputs) if kind == "input" else range(self._inputs, len(self.parts))
 
     @property
     def indexed(self) -> range:
@@ -241,9 +233,8 @@ def priority(documents: npt.NDArray[np.void], kind: Kind) -> npt.NDArray[np.uint
     (source and inverse length, first half of the content rank, second half). No two of the documents that are
     compared have equal ones: their words differ, so their texts do.
     """
-    first = {"input": 1, "planted": 1 << 20, "index": 0}[kind]
     keys = np.empty((len(documents), 3), np.uint64)
-    sources = np.full(len(documents), first) if kind != "input" else documents["source"].astype(np.int64) + 1
+    sources = documents["source"].astype(np.int64) + 1 if kind == "input" else np.zeros(len(documents), "<i8")
     lengths = (1 << 40) - 1 - np.clip(documents["bytes"], 0, (1 << 40) - 1)  # never into the source's bits
     keys[:, 0] = sources.astype(np.uint64) << np.uint64(40) | lengths.astype(np.uint64)
     keys[:, 1:] = np.ascontiguousarray(documents["id"]).view(">u8").reshape(-1, 2)

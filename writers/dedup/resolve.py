@@ -18,10 +18,9 @@ removed and on whom it is booked. A round decides all neighbors of who stays in 
 two rounds, a chain of n documents n. Rounds end as soon as the edges fit one task. A task holds a
 byte a number of its range, or the removed documents of its range or part, and streams the rest.
 
-    losers.npy     NEAR_LOSER by (split, row): removed documents of an input, or planted copies
+    losers.npy     NEAR_LOSER by (split, row): removed documents of an input
     winners.npy    WINNER_DTYPE by (split, row): kept documents of an input that represent several
     outcomes.run   OUTCOMES: both for the tasks of their splits
-    checked.run    CHECKED: some losers, which may be compared again
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.writers.dedup.measure import CHECKED, checkable
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part
 from shardkit.writers.dedup.removals import GROUP_SIZES, OUTCOMES, count_groups, document_keys, outcomes
 from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows
@@ -297,13 +295,8 @@ class Lost(PlainCounts):
     sources: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def write_lost(
-    folder: Path, part: Part, number: int, beaten: Slice, indexed: int, checked: int, memory_bytes: int
-) -> Lost:
-    """Write the losers of a part; `indexed` is the number of the first document of an index.
-
-    At most `checked` of them may be chosen to be compared again.
-    """
+def write_lost(folder: Path, part: Part, number: int, beaten: Slice, indexed: int, memory_bytes: int) -> Lost:
+    """Write the losers of a part; `indexed` is the number of the first document of an index."""
     booked = _booked(beaten, memory_bytes // 8)
     documents = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read() if len(booked) else np.empty(0, DOCUMENT)
     documents = documents[(booked["key"] - np.uint64(beaten.start)).astype(np.int64)]
@@ -325,8 +318,6 @@ def write_lost(
             gains = np.empty(len(rows), GAINED.dtype)
             gains["key"], gains["copies"] = rows["kept"], rows["copies"]
             gained.write(gains)
-    with RunWriter(folder / CHECKED.file, CHECKED, memory_bytes=memory_bytes // 8) as sample:
-        sample.write(checkable(documents["id"], rows, checked if part.kind == "input" else 0))
     lost = Lost(len(rows), int(rows["bytes"].sum()), int(rows["copies"].sum(dtype=np.int64)))
     lost.kept_by_index = int((rows["kept"] >= indexed).sum())
     for source, own in _by_source(documents):
@@ -383,9 +374,8 @@ class Resolved:
 
     `equal` of the losers had the same words as another document, `kept_by_index` are documents of indexes
     that stand for one of the inputs. `groups` counts kept documents of inputs in the classes of GROUP_SIZES,
-    `largest_group` is the most documents that one stands for, exact copies and itself included. `planted` are
-    the planted copies that were removed; `sources` has documents compared, losers and their bytes by source,
-    whose number is a string as in JSON.
+    `largest_group` is the most documents that one stands for, exact copies and itself included.
+    `sources` has documents compared, losers and their bytes by source, whose number is a string as in JSON.
     """
 
     edges: int
@@ -394,7 +384,6 @@ class Resolved:
     bytes: int
     copies: int
     kept_by_index: int
-    planted: int
     largest_group: int
     groups: list[int]
     sources: Mapping[str, Mapping[str, int]]
@@ -405,9 +394,6 @@ class Resolved:
     ) -> Resolved:
         """From the tasks of all parts."""
         removed = [Lost.of(commit) for commit, part in zip(lost, parts, strict=True) if part.kind == "input"]
-        planted = [
-            Lost.of(commit) for commit, part in zip(lost, parts, strict=True) if part.kind == "planted"
-        ]
         stay = [Kept.of(commit) for commit in kept]
         sources: dict[str, dict[str, int]] = {}
         for one in stay:
@@ -425,7 +411,6 @@ class Resolved:
             bytes=sum(part.bytes for part in removed),
             copies=sum(part.copies for part in removed),
             kept_by_index=sum(part.kept_by_index for part in removed),
-            planted=sum(part.losers for part in planted),
             largest_group=max((one.largest_group for one in stay), default=0),
             groups=[sum(counts) for counts in zip(*(one.groups for one in stay), strict=True)],
             sources={source: sources[source] for source in sorted(sources, key=int)},
@@ -440,14 +425,10 @@ def resolve(
     *,
     edges: int,
     equals: int,
-    checked: int = 0,
     memory_bytes: int,
     limits: Limits = DEFAULT_LIMITS,
 ) -> tuple[Resolved, list[Commit], list[Commit]]:
-    """(what was decided, the commits with losers, those with winners), one each a part.
-
-    Up to `checked` losers of each part may be compared again.
-    """
+    """(what was decided, the commits with losers, those with winners), one each a part."""
     starts = np.cumsum([0, *(part.documents for part in parts)], dtype=np.int64).tolist()
     end = starts[-1]
     indexed = end - sum(part.documents for part in parts if part.kind == "index")
@@ -462,8 +443,8 @@ def resolve(
     for number, part in enumerate(parts):
         own = beaten.slice(starts[number], starts[number + 1])
         inputs = {"part": part.digest, "beaten": own.digest}
-        args = (part, number, own, indexed, checked, memory_bytes)
-        config = {"part": number, "indexed": indexed, "checked": checked}
+        args = (part, number, own, indexed, memory_bytes)
+        config = {"part": number, "indexed": indexed}
         tasks.append(Task("near_lost", f"{number:06d}", config, write_lost, args, part.documents, inputs))
     [lost] = run(tasks)
     gained = move("near-gained", GAINED, lost, readers=len(parts))

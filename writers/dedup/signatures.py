@@ -36,11 +36,10 @@ import xxhash
 from shardkit.writers.dedup.bands import BANDS, optimal_parameters
 from shardkit.writers.dedup.config import FieldScope, MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS
-from shardkit.writers.dedup.measure import PROPOSED, Lowest, proposals
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, GROUPS_FILE, SIGNATURES_FILE, Part
 from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter
-from shardkit.writers.documents import content_ranks, id_bytes, text_digests
+from shardkit.writers.documents import content_ranks, text_digests
 from shardkit.writers.exchange import RunWriter, Slice, StepReader, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts
@@ -273,13 +272,12 @@ def _batch_groups(
 class SignedPart(PlainCounts):
     """`documents` of a part have signatures; `wordless` ones have no words and take no part.
 
-    `eligible` ones may be originals of planted copies. Of `unspaced` ones words are whole sentences: most of
-    their beginning is of a script without spaces, and the unit is words.
+    Of `unspaced` ones words are whole sentences: most of their beginning is of a script without spaces, and
+    the unit is words.
     """
 
     documents: int
     wordless: int
-    eligible: int = 0
     unspaced: int = 0
 
 
@@ -290,18 +288,13 @@ def sign_documents(
     folder: Path,
     *,
     memory_bytes: int = 64 << 20,
-    as_source: int | None = None,
-    proposed: int = 0,
     groups: npt.NDArray[np.uint64] | None = None,
 ) -> SignedPart:
     """Write the part of `documents` (an Arrow file of DOCUMENT_SCHEMA) into `folder`.
 
-    Of what is `removed` already there is no trace but the number of copies that others stand for. `as_source`
-    replaces the documents' own where documents of equal words are ranked. At most `proposed` documents are
-    proposed for planting; `eligible` ones could be. `groups` are those of all rows where the documents
-    themselves do not tell.
+    Of what is `removed` already there is no trace but the number of copies that others stand for. `groups`
+    are those of all rows where the documents themselves do not tell.
     """
-    lowest, eligible = Lowest(PROPOSED, proposed), 0
     losers = np.sort(np.concatenate([np.zeros(0, np.int64), *removed.rows.values()]))
     start = wordless = unspaced = 0
     with ExitStack() as stack:
@@ -323,26 +316,15 @@ def sign_documents(
             copies, here = np.ones(batch.num_rows, np.int64), removed.within(start, batch.num_rows)
             copies[here.copied] = here.copies
             described["copies"] = copies[described["row"]]
-            if proposed:
-                ids = id_bytes(batch.column("document_id"))
-                found = proposals(ids, signed.shingles, described["row"], own)
-                found["row"] += start
-                found["at"] += table.rows
-                found["batch"] = number
-                lowest.add(found)
-                eligible += len(found)
             described["row"] += start
             start += batch.num_rows
             wordless += len(kept) - len(described)
-            keys.write(_key_rows(signed, described, own, table.rows, as_source))
+            keys.write(_key_rows(signed, described, own, table.rows))
             values.write(signed.values.astype("<u4", copy=False))
             table.write(described)
             if written is not None and own is not None:
                 written.write(own)
-    if proposed:
-        with RunWriter(folder / PROPOSED.file, PROPOSED, memory_bytes=memory_bytes // 8) as run:
-            run.write(lowest.rows)
-    return SignedPart(table.rows, wordless, eligible, unspaced)
+    return SignedPart(table.rows, wordless, unspaced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,7 +406,6 @@ def _key_rows(
     described: npt.NDArray[np.void],
     groups: npt.NDArray[np.uint64] | None,
     first_row: int,
-    as_source: int | None,
 ) -> npt.NDArray[np.void]:
     rows = np.empty(len(described), KEYS.dtype)
     rows["key"], rows["low"] = signed.keys.view(">u8").T
@@ -434,5 +415,5 @@ def _key_rows(
     rows["split"] = -1  # its number, once the exchange reads it
     rows["row"] = np.arange(first_row, first_row + len(rows))
     rows["bytes"] = described["bytes"]
-    rows["source"] = described["source"] if as_source is None else as_source
+    rows["source"] = described["source"]
     return rows

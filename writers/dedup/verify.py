@@ -11,7 +11,6 @@ width is a power of two, so that it stays the same while a corpus grows a little
 
     edges.run      EDGES: from the document of higher priority to the other one
     waiting.run    WAITING: the documents that an edge leads to
-    planted.run    PLANTED_EDGES: the edges to planted copies
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.sorting import sort_pairs
 from shardkit.writers.runs import joined
 
-__all__ = ["EDGES", "PLANTED_EDGES", "WAITING", "VerifiedBlock", "block_bits", "verify_block"]
+__all__ = ["EDGES", "WAITING", "VerifiedBlock", "block_bits", "verify_block"]
 
 _MOST_BLOCK_BITS = 24
 
@@ -57,8 +56,6 @@ EDGES = Table(
 
 WAITING = Table("waiting.run", np.dtype([("key", "<u8")]))
 
-PLANTED_EDGES = Table("planted.run", np.dtype([("key", "<u8"), ("other", "<u8")]))  # key: the copy
-
 
 @dataclass(frozen=True, slots=True)
 class VerifiedBlock(PlainCounts):
@@ -74,7 +71,6 @@ def verify_block(
     pairs: Slice,
     own: Slice,
     guests: Slice,
-    planted: range,
     config: NearDedupConfig,
     memory_bytes: int,
 ) -> VerifiedBlock:
@@ -84,7 +80,6 @@ def verify_block(
     with (
         RunWriter(folder / EDGES.file, EDGES, memory_bytes=memory_bytes // 8) as edges,
         RunWriter(folder / WAITING.file, WAITING, memory_bytes=memory_bytes // 16) as waiting,
-        RunWriter(folder / PLANTED_EDGES.file, PLANTED_EDGES, memory_bytes=memory_bytes // 32) as copies,
     ):
         for sets in _gathered_sets(read_sets(own, config.minhash, memory_bytes // 6), memory_bytes // 8):
             stop = int(sets.numbers[-1]) + 1
@@ -95,10 +90,6 @@ def verify_block(
                     edges.write(found)
                     waiting.write(np.unique(found["lo"]).view(WAITING.dtype))
                     tenths += np.bincount(_tenths(found["jaccard"]), minlength=10)
-                    to_copies = (found["lo"] >= planted.start) & (found["lo"] < planted.stop)
-                    rows = np.empty(int(to_copies.sum()), PLANTED_EDGES.dtype)
-                    rows["key"], rows["other"] = found["lo"][to_copies], found["key"][to_copies]
-                    copies.write(rows)
             start = stop
     if any(len(rows) for rows, _ in replace(pairs, start=start).stream(memory_bytes // 16)):
         raise _without_set(own)

@@ -8,7 +8,7 @@ one that fastText predicts. As in datatrove's LanguageFilter a document stays if
 threshold, but a document that is more likely in another language always goes (datatrove keeps it if a
 threshold under 0.5 allows it). A text of which the model knows no word or n-gram has the score 0.
 
-`classifier` uses any fastText model, such as one that `shardkit train-classifier` makes. As in datatrove's
+`classifier` uses any fastText model, such as one that `train_classifier` makes. As in datatrove's
 FastTextClassifierFilter with one label, a document has the label if its probability reaches the threshold.
 The probability is the value of the rule. Line ends are spaces to the model.
 """

@@ -185,7 +185,7 @@ def _parse(file: _File) -> FastTextModel:
         _refuse(f"it begins with {magic}, {version} in the place of {_MAGIC}, 12")
     arguments = dict(zip(_ARGUMENTS, file.values("12id"), strict=False))
     if arguments["model"] != _SUPERVISED:
-        _refuse("it has word vectors only; train a classifier with `shardkit train-classifier`")
+        _refuse("it has word vectors only; train a classifier with shardkit.writers.train_classifier")
     if version == 11:
         arguments["maxn"] = 0  # such supervised models do not use character n-grams
     _check(arguments)

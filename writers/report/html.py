@@ -138,7 +138,6 @@ def size(count: int) -> str:
 _DARK = """
 color-scheme: dark; --paper: #14181f; --ink: #dde3ea; --muted: #9aa7b5; --line: #2d3540; --panel: #1c222b;
 --read: #7b8794; --kept: #48a578; --lost: #d9a441; --bad: #fc8181; --other: #63b3ed;
---curve: #63b3ed; --measured: #f6ad55; --axis: #6b7785;
 """
 
 STYLE = (
@@ -146,7 +145,7 @@ STYLE = (
 :root { color-scheme: light;
 --paper: #fff; --ink: #1c2430; --muted: #566270; --line: #e3e7ed; --panel: #f4f6f8;
 --read: #7b8794; --kept: #2f855a; --lost: #d69e2e; --bad: #c53030; --other: #2b6cb0;
---curve: #2b6cb0; --measured: #b7410e; --axis: #9aa5b1; }
+}
 @media screen and (prefers-color-scheme: dark) { :root {"""
     + _DARK
     + """} }
@@ -186,17 +185,10 @@ padding: .6rem .8rem; }
 summary { cursor: pointer; margin: .5rem 0; color: var(--muted); }
 @media screen and (max-width: 640px) { body { margin: 1rem auto; padding: 0 .8rem; font-size: 14px; }
 .tiles { grid-template-columns: 1fr 1fr; } .tiles strong { font-size: 1.1rem; }
-td.bar, th.bar, td.more, th.more, td.place { display: none; } svg { font-size: 22px; }
+td.bar, th.bar, td.more, th.more, td.place { display: none; }
 td, th { padding-right: .5rem; } td[dir] { min-width: 5rem; } .facts th { width: 7rem; } }
-.wrong { color: var(--bad); font-weight: 600; }
-svg { width: 100%; max-width: 44rem; height: auto; font: 12px system-ui, sans-serif; }
-svg text { fill: currentColor; } .grid { stroke: var(--line); } .axis { stroke: var(--axis); }
-.curve { fill: none; stroke: var(--curve); stroke-width: 2; }
-.expected { fill: none; stroke: var(--curve); stroke-width: 1.5; }
-.measured { fill: var(--measured); stroke: var(--measured); stroke-width: 1.5; }
-.threshold { stroke: var(--axis); stroke-dasharray: 4 3; }
 @media print { body { max-width: none; margin: 0; font-size: 11px; } nav { display: none; }
 caption, p.note, thead th, td.text, td.place { font-size: 11px; }
-.wide { overflow: visible; } tr, svg { break-inside: avoid; } h2, h3, caption { break-after: avoid; } }
+.wide { overflow: visible; } tr { break-inside: avoid; } h2, h3, caption { break-after: avoid; } }
 """
 )

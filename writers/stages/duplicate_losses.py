@@ -86,7 +86,6 @@ class DuplicateLosses:
         if not self._lost:
             return None
         groups, largest = self._groups(exact, near)
-        measured = None if near is None else near.measured
         return DedupFacts(
             near=None if near is None else _near_facts(recipe, near, indexes),
             stages=[StageLoss(stage=reason, **asdict(self.total(reason))) for reason in self._lost],
@@ -100,8 +99,6 @@ class DuplicateLosses:
             ],
             groups=[GroupFacts(name, count) for name, count in zip(_CLASSES, groups, strict=True)],
             largest_group=largest,
-            recall=None if measured is None else measured.recall,
-            precision=None if measured is None else measured.precision,
         )
 
     def _groups(self, exact: Sequence[ExactDuplicates], near: NearResult | None) -> tuple[list[int], int]:

@@ -29,7 +29,7 @@ from shardkit.card import DatasetCard
 from shardkit.errors import RecipeError, ShardError, ShardkitError
 from shardkit.storage.object_file import _MOST_BYTES as RANGE_BYTES
 from shardkit.tools.plan.quantities import Prices
-from shardkit.writers.dedup.config import MeasureConfig
+from shardkit.writers.card import content_of
 from shardkit.writers.recipe import TEXT_FORMATS, recipe_from_mapping
 from shardkit.writers.requests import Corpus, Shape, StageRequests, compared_lines, stage_requests, together
 
@@ -40,7 +40,7 @@ DRIVER_TASK_BYTES = 2_000
 DRIVER_BYTES = 200_000_000
 MANY_TASKS = 10_000_000  # the driver was measured with a million in a stage
 _ELSEWHERE = ("split", "output")  # steps of a funnel: documents of another part, or of another output
-DEDUP_PARTS = ("url", "exact", "lines", "spans", "near", "measure")
+DEDUP_PARTS = ("url", "exact", "lines", "spans", "near")
 
 __all__ = [
     "DEDUP_PARTS",
@@ -232,7 +232,6 @@ def _corpus(needs: BuildNeeds, kept_bytes: Fraction, raw_bytes: Fraction) -> Cor
     losses = [stage.retention for stage in needs.funnel.stages if "dup" in stage.name]
     cleaned = kept_bytes / prod(losses, start=Fraction(1))
     cut = needs.dedup & {"lines", "spans"}
-    measure = MeasureConfig() if "measure" in needs.dedup else MeasureConfig(planted=0, checked=0)
     return Corpus(
         splits=ceil(raw_bytes / needs.split_bytes),
         documents=ceil(cleaned / needs.document_bytes),
@@ -245,8 +244,6 @@ def _corpus(needs: BuildNeeds, kept_bytes: Fraction, raw_bytes: Fraction) -> Cor
         has_exact="exact" in needs.dedup,
         has_near="near" in needs.dedup,
         lines=compared_lines(float(cleaned), 50 if "spans" in needs.dedup else None) if cut else 0,
-        planted=measure.planted,
-        checked=measure.checked,
         shape=needs.shape,
         is_sent=True,
     )
@@ -285,7 +282,7 @@ class Measured:
 def measured_from_card(card: DatasetCard) -> Measured:
     """Return what the card of a dataset says. ShardkitError if it is not a card that a build wrote."""
     try:
-        content = {**card.recipe, "output": {**card.recipe["output"], "path": "out"}}
+        content = {**content_of(card), "output": {**card.recipe["output"], "path": "out"}}
         content.pop("part", None)
         shape = Shape.of(recipe_from_mapping(content, folder=Path.cwd()))
     except (ShardError, RecipeError, KeyError, TypeError) as error:
@@ -346,8 +343,6 @@ def _dedup_parts(dedup: Mapping[str, Any]) -> frozenset[str]:
     found = {name for name in ("url", "exact", "lines", "near") if dedup.get(name) is not None}
     if "lines" in found and dedup["lines"]["unit"] == "span":
         found = found - {"lines"} | {"spans"}
-    if "near" in found and dedup["near"].get("measure") is not None:
-        found.add("measure")
     return frozenset(found)
 
 

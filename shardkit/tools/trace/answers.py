@@ -202,7 +202,7 @@ def trace_step(
     }
 
 
-_NOT_HERE = "none of the documents is in this dataset; `shardkit why` says what became of a document"
+_NOT_HERE = "none of the documents is in this dataset; `shardkit trace --why` says what became of a document"
 
 
 def trace_search(

@@ -1,6 +1,6 @@
 """Simulated runs against the real loader, and how fast simulations are.
 
-    python tests/benchmarks/bench_simulate.py compare|speed|nodes|shuffle [--runs 3] [--json]
+    python tests/benchmarks/bench_virtual_run.py compare|speed|nodes|shuffle [--runs 3] [--json]
 
 compare   300 steps of the real loader behind a store with latency and bandwidth per connection (48 shards of
           1 MiB), and the same simulated: bytes of shards fetched, waits, time of the whole run. Medians of
@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from figures import benchmark_parser, give
 from shardkit.order.order import Order, OrderSpec, default_lanes, default_window
-from shardkit.tools.simulate.run import simulate
-from shardkit.tools.simulate.scenario import Scenario, Shards, spread_nodes
 from support.peers import import_streaming
-from support.simulated_runs import CASES, compare, write_dataset
+from support.virtual_run.real import CASES, compare, write_dataset
+from support.virtual_run.run import simulate
+from support.virtual_run.scenario import Scenario, Shards, spread_nodes
 
 NODES, SHARDS, SHARD_BYTES, SAMPLE_BYTES = 256, 882_149, 1 << 26, 1 << 14
 BATCH, NODES_OF_PY1E, PY1E_BLOCK = 4096, 64, 1 << 18

@@ -32,7 +32,7 @@ from shardkit.cache.protocol import Held
 from shardkit.storage.limits import Gate
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import StorageOptions
-from shardkit.tools.simulate.scenario import NodeUses, Scenario
+from support.virtual_run.scenario import NodeUses, Scenario
 
 __all__ = ["NEVER", "Fetching", "Link"]
 

@@ -16,8 +16,8 @@ from shardkit.cache.fetcher import ROW_THREADS, FetchLimits
 from shardkit.cache.run import FIRST_ROWS
 from shardkit.loaders import config, producer, sources
 from shardkit.storage.store import StorageOptions
-from shardkit.tools.simulate.fetching import NEVER, Fetching
-from shardkit.tools.simulate.scenario import Demand, NodeUses, Scenario
+from support.virtual_run.fetching import NEVER, Fetching
+from support.virtual_run.scenario import Demand, NodeUses, Scenario
 
 __all__ = ["Reading"]
 

@@ -1,6 +1,6 @@
 """The same small run twice: by the real loader behind a slow store, and simulated.
 
-For tests/tools/test_simulate.py and tests/benchmarks/bench_simulate.py.
+For tests/cache/test_virtual_run.py and tests/benchmarks/bench_virtual_run.py.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from shardkit.loaders import StreamingLoader
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy
-from shardkit.tools.simulate.run import Outcome, simulate
-from shardkit.tools.simulate.scenario import Network, Scenario, Shards
 from support.remote_harness import put_folder, write_hashed
 from support.stores import ThrottledStore
+from support.virtual_run.run import Outcome, simulate
+from support.virtual_run.scenario import Network, Scenario, Shards
 
 __all__ = ["CASES", "Case", "Comparison", "compare", "write_dataset"]
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.tools.simulate.reading import Reading
-from shardkit.tools.simulate.scenario import AllUses, Demand, NodeUses, Scenario
+from support.virtual_run.reading import Reading
+from support.virtual_run.scenario import AllUses, Demand, NodeUses, Scenario
 
 __all__ = ["SLOW_STEP_SECONDS", "NodeOutcome", "Outcome", "simulate"]
 

@@ -1,7 +1,7 @@
 """Runs in virtual time: what they read is what loaders read, and time obeys the network.
 
 A busy machine makes a real run slower, never faster: its waits bound those of the simulated one from above
-only. tests/benchmarks/bench_simulate.py shows both sides.
+only. tests/benchmarks/bench_virtual_run.py shows both sides.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from shardkit.cache.entry import sealed_size
 from shardkit.cache.planner import Pace
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import shard_uses
-from shardkit.tools.simulate.fetching import Link
-from shardkit.tools.simulate.run import Outcome, simulate
-from shardkit.tools.simulate.scenario import (
+from support.virtual_run.fetching import Link
+from support.virtual_run.real import CASES, Case, compare, write_dataset
+from support.virtual_run.run import Outcome, simulate
+from support.virtual_run.scenario import (
     AllUses,
     Demand,
     Network,
@@ -30,7 +31,6 @@ from shardkit.tools.simulate.scenario import (
     Scenario,
     Shards,
 )
-from support.simulated_runs import CASES, Case, compare, write_dataset
 
 ROWS, SAMPLE_BYTES = 32, 1000
 SHARD_BYTES = ROWS * SAMPLE_BYTES

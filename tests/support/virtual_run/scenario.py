@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +17,12 @@ import numpy.typing as npt
 from shardkit.arrays import Ints
 from shardkit.cache.entry import SEAL_BYTES
 from shardkit.cache.planner import Pace
-from shardkit.datasets.dataset import Dataset
 from shardkit.loaders.config import LoaderConfig
 from shardkit.order.order import Order, OrderSpec, default_lanes, default_window, rank_slice
 from shardkit.order.residency import BatchLanes, ShardUses, rows_in_lanes, shard_uses
 from shardkit.units import parse_bytes
 
 __all__ = ["AllUses", "Demand", "Network", "NodeUses", "Scenario", "Shards", "spread_nodes"]
-
-MAX_SHARDS = 20_000_000
 
 _LOADER = LoaderConfig()  # its defaults
 
@@ -54,25 +50,6 @@ class Shards:
             raise ValueError("a dataset needs samples, and a size for each shard")
         if self.sample_bytes < 1:
             raise ValueError("sample_bytes must be at least 1")
-
-    @classmethod
-    def of(cls, dataset: Dataset) -> Self:
-        """The shards of a dataset by its index; ValueError if that does not state their sizes."""
-        samples, sizes = dataset.manifest.shard_samples, dataset.manifest.raw_bytes
-        if not int(samples.sum()) or int(sizes.min()) < 0:
-            raise ValueError(f"{dataset.location}: its index states no samples or no shard sizes")
-        return cls(samples, sizes, max(1, int(sizes.sum()) // int(samples.sum())))
-
-    @classmethod
-    def synthetic(cls, samples: int, sample_bytes: int, shard_bytes: int, shards: int | None = None) -> Self:
-        """So many samples in shards of almost one size; `shards`: their number, by default by their size."""
-        if sample_bytes < 1 or shard_bytes < 1:
-            raise ValueError("--sample-bytes and --shard-bytes must be above 0")
-        shards = shards or max(1, -(-samples * sample_bytes // shard_bytes))
-        if shards > (most := min(MAX_SHARDS, samples)):
-            raise ValueError(f"{shards:,} shards are more than {most:,}: use larger shards")
-        edges = np.array([samples * n // shards for n in range(shards + 1)], dtype=np.int64)
-        return cls(np.diff(edges), np.diff(edges) * sample_bytes, sample_bytes)
 
 
 def spread_nodes(nodes: int, count: int | None = None) -> tuple[int, ...]:
