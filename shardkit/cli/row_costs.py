@@ -47,9 +47,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def run(arguments: argparse.Namespace) -> int:
     """Count, write and print what rows cost."""
     from shardkit.datasets.dataset import open_dataset
-    from shardkit.datasets.row_costs import DocumentIds, find_row_costs, write_row_costs
+    from shardkit.datasets.row_costs import count_row_costs, find_row_costs, write_row_costs
     from shardkit.errors import ShardError
-    from shardkit.loaders.row_costs import count_row_costs
+    from shardkit.order.balance import DocumentIds
 
     if arguments.eos is not None and arguments.bos is not None:
         arguments.misuse("documents are found by --eos or by --bos: give one of the two")

@@ -252,7 +252,7 @@ def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack)
     """The run that the options describe, None if they describe none; other datasets close with `opened`."""
     from shardkit.datasets.dataset import open_dataset
     from shardkit.errors import ShardkitError
-    from shardkit.loaders.config import LoaderConfig
+    from shardkit.order.balance import DocumentIds
     from shardkit.order.exclusions import Exclusions
     from shardkit.tools.trace.run import Run, read_state
 
@@ -270,21 +270,22 @@ def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack)
     except (OSError, ValueError) as error:
         raise ShardkitError(str(error)) from error
     try:
-        loader = LoaderConfig(**balance_options(arguments))
+        options = balance_options(arguments)
+        balance = {"balance": options.pop("balance"), "ids": DocumentIds(**options)}
     except ValueError as error:
         arguments.misuse(str(error))
-    if loader.balance is not None and arguments.batch_size is None:
+    if balance["balance"] is not None and arguments.batch_size is None:
         arguments.misuse("--balance decides which rank has a row of a step: give --batch-size, --world-size")
     if arguments.state is not None:
         state, storage = read_state(Path(arguments.state)), storage_options(arguments)
         others = [opened.enter_context(open_dataset(path, storage=storage)) for path in arguments.stream]
         sizes = {name: getattr(arguments, name) for name in ("batch_size", "world_size", "accumulate")}
-        return Run.from_state(state, [dataset, *others], exclusions, **sizes, loader=loader)
+        return Run.from_state(state, [dataset, *others], exclusions, **sizes, **balance)
     if len(exclusions) > 1:
         raise ShardkitError("one dataset has one exclusion list: give --without once")
     excluded = exclusions[0] if exclusions else None
     sizes = {name: getattr(arguments, name) for name in ("world_size", "accumulate")}
-    return Run.from_options(dataset, excluded, **sizes, loader=loader, **given)
+    return Run.from_options(dataset, excluded, **sizes, **balance, **given)
 
 
 def _tracer(arguments: argparse.Namespace, dataset: Dataset) -> Tracer:

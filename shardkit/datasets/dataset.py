@@ -51,6 +51,8 @@ from shardkit.manifest import (
     merge_columns,
     token_layout,
 )
+from shardkit.order.arrangement import StreamSizes
+from shardkit.order.exclusions import Exclusions
 from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StorageOptions, Store
@@ -60,9 +62,9 @@ if TYPE_CHECKING:
     from shardkit.cache.reader import CacheReader
     from shardkit.cache.shards import CachedShards, SharedCache
     from shardkit.cache.tar_scan import TarIndexes
-    from shardkit.datasets.row_costs import RowCosts
     from shardkit.formats.tar import TarShard
     from shardkit.formats.tar.members import Scanned, TarIndex
+    from shardkit.order.balance import RowCosts
     from shardkit.tools.trace.documents import Document, Question, Trace
 
 __all__ = ["Dataset", "ReadOptions", "ShardReader", "open_dataset"]
@@ -157,6 +159,21 @@ class Dataset(Closing, Described):
     def fingerprint(self) -> str:
         """Identifies the shards and their order; see `Manifest.fingerprint`."""
         return self.manifest.fingerprint
+
+    def stream_sizes(
+        self, name: str, excluded: Exclusions | None = None, limit: int | None = None
+    ) -> StreamSizes:
+        """Return what the order of a run takes of a stream that draws on this dataset."""
+        manifest = self.manifest
+        return StreamSizes(
+            name,
+            self.fingerprint,
+            manifest.shard_samples,
+            int(manifest.raw_bytes.clip(0).sum()),
+            any(kind.compression for kind in manifest.kinds),
+            excluded,
+            limit,
+        )
 
     def __len__(self) -> int:
         return self.manifest.samples

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from shardkit.datasets.segments import IGNORED_LABEL, find_segments
 from shardkit.errors import ShardkitError
-from shardkit.loaders.batch import IGNORED_LABEL, find_segments
-from shardkit.loaders.state import LoaderState
+from shardkit.order.state import LoaderState
 from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params, number_param
 from shardkit.tools.trace.answers import parse_row, trace_step
 from shardkit.tools.trace.run import Run

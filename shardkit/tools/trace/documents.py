@@ -23,9 +23,9 @@ from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError, ShardkitError, naming_extras
 from shardkit.facts import Described, Facts, counted, printable
 from shardkit.files import local_path
-from shardkit.loaders.config import Balance, LoaderConfig
-from shardkit.loaders.state import LoaderState
+from shardkit.order.balance import Balance, DocumentIds
 from shardkit.order.exclusions import Exclusions
+from shardkit.order.state import LoaderState
 from shardkit.storage.store import StorageOptions
 from shardkit.tools.trace.text import Decoder, Row, find_tokenizer, read_rows, token_column
 
@@ -249,7 +249,8 @@ def _run(dataset: Dataset, question: Question) -> Run | None:
         batch_size=question.get("batch_size"),
         world_size=question.get("world_size", 1),
         accumulate=question.get("accumulate", 1),
-        loader=LoaderConfig(balance=question.get("balance"), eos_id=question.get("eos_id")),
+        balance=question.get("balance"),
+        ids=DocumentIds(question.get("eos_id")),
     )
 
 

@@ -13,12 +13,18 @@ from hypothesis import strategies as st
 
 from shardkit.cli.main import main
 from shardkit.datasets.dataset import open_dataset
-from shardkit.datasets.row_costs import DocumentIds, find_row_costs, table_name, write_row_costs
+from shardkit.datasets.row_costs import (
+    count_row_costs,
+    find_row_costs,
+    open_row_costs,
+    table_name,
+    write_row_costs,
+)
 from shardkit.errors import ShardError
 from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.agreement import RankAgreement
-from shardkit.loaders.row_costs import count_row_costs, open_row_costs
+from shardkit.order.balance import DocumentIds
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import lanes_of_ranks, shard_uses
 from shardkit.storage.url import open_store
@@ -100,7 +106,7 @@ def test_a_table_that_is_damaged_anywhere_is_refused(tmp_path: Path, place: int)
 
 
 def test_a_large_dataset_is_not_counted_at_a_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardkit.loaders.row_costs.COUNTED_BYTES", 1000)
+    monkeypatch.setattr("shardkit.datasets.row_costs.COUNTED_BYTES", 1000)
     with pytest.raises(ShardError, match=f"`shardkit row-costs {path} --eos 0`"):
         StreamingLoader(path, batch_size=2, rank=0, world_size=2, **OPTIONS)
 
@@ -108,7 +114,7 @@ def test_a_large_dataset_is_not_counted_at_a_start(path: Path, monkeypatch: pyte
 def test_copies_of_an_open_dataset_do_not_count_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_dataset(path) as dataset:
         first = open_row_costs(dataset, IDS)
-        monkeypatch.setattr("shardkit.loaders.row_costs.count_row_costs", None)
+        monkeypatch.setattr("shardkit.datasets.row_costs.count_row_costs", None)
         assert open_row_costs(dataset, IDS) is first
 
 
