@@ -23,11 +23,12 @@ from shardkit.storage.store import StorageOptions
 from shardkit.units import parse_bytes
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardkit.datasets.dataset import Dataset
-    from shardkit.loaders.sources import TokenDtype
     from shardkit.order.exclusions import Exclusions
     from shardkit.order.order import Shuffle
     from shardkit.order.run_settings import Tail
@@ -41,12 +42,14 @@ __all__ = [
     "LoaderOptions",
     "RunOptions",
     "Stream",
+    "TokenDtype",
     "Weights",
     "refuse_unknown",
 ]
 
 ExcludedRows: TypeAlias = "Exclusions | Iterable[int | tuple[int, int]] | str | os.PathLike[str] | None"
 MaskedTokens: TypeAlias = "TokenMask | Iterable[tuple[int, int, int]] | str | os.PathLike[str] | None"
+TokenDtype: TypeAlias = "torch.dtype | np.dtype[np.generic] | type | str | None"
 Weights: TypeAlias = "Sequence[float | Fraction] | Mapping[str, float | Fraction]"
 """Of all streams in their order, or by name; streams that are not named get 0."""
 

@@ -34,7 +34,7 @@ from shardkit.datasets.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
 from shardkit.loaders.agreement import RankAgreement
 from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn
-from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, Weights
+from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype, Weights
 from shardkit.loaders.defaults import find_eos_id, may_be_padded, open_work_balance, warn_of_small_cache
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.metrics import LoaderStats, Telemetry
@@ -49,7 +49,7 @@ from shardkit.loaders.placement import (
 )
 from shardkit.loaders.producer import WHOLE, Group, GroupMaker, Portion, Prefetcher
 from shardkit.loaders.prometheus import MetricsFile
-from shardkit.loaders.sources import TokenDtype, open_source
+from shardkit.loaders.sources import open_source
 from shardkit.loaders.streams import named_weights, open_streams
 from shardkit.loaders.usage_log import open_usage_log
 from shardkit.order.arrangement import Arrangement

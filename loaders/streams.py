@@ -30,7 +30,8 @@ from shardkit.cache.contract import CacheOptions
 from shardkit.cache.fetcher import FetchLimits
 from shardkit.cache.reader import CacheReader, CacheRun
 from shardkit.cache.shards import CachedShards, SharedCache
-from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
+from shardkit.datasets.dataset import Dataset, open_dataset
+from shardkit.datasets.opened import ShardReader
 from shardkit.loaders.config import ExcludedRows, LoaderConfig, MaskedTokens, Stream, Weights
 from shardkit.loaders.placement import Place, first_rows, node_count, start_delay
 from shardkit.manifest import ShardInfo

@@ -22,8 +22,8 @@ from shardkit.cli.common import (
 
 if TYPE_CHECKING:
     from shardkit.datasets.dataset import Dataset
-    from shardkit.tools.trace.answers import Tracer
-    from shardkit.tools.trace.run import Run
+    from shardkit.datasets.provenance.answers import Tracer
+    from shardkit.datasets.provenance.run import Run
 
 __all__ = ["add_parser", "find_run", "run"]
 
@@ -201,7 +201,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Answer the question and print the answer."""
     from shardkit.cli.trace_show import show
     from shardkit.datasets.dataset import open_dataset
-    from shardkit.tools.trace.answers import parse_row, trace_rows, trace_step
+    from shardkit.datasets.provenance.answers import parse_row, trace_rows, trace_step
 
     kind = _kind(arguments)
     with ExitStack() as opened:
@@ -251,10 +251,10 @@ def _kind(arguments: argparse.Namespace) -> str:
 def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack) -> Run | None:
     """The run that the options describe, None if they describe none; other datasets close with `opened`."""
     from shardkit.datasets.dataset import open_dataset
+    from shardkit.datasets.provenance.run import Run, read_state
     from shardkit.errors import ShardkitError
     from shardkit.order.balance import DocumentIds
     from shardkit.order.exclusions import Exclusions
-    from shardkit.tools.trace.run import Run, read_state
 
     given = {name: value for name in _LOADER if (value := getattr(arguments, name)) is not None}
     if arguments.state is None and arguments.stream:
@@ -289,8 +289,8 @@ def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack)
 
 
 def _tracer(arguments: argparse.Namespace, dataset: Dataset) -> Tracer:
-    from shardkit.tools.trace.answers import Tracer
-    from shardkit.tools.trace.text import Decoder, find_tokenizer
+    from shardkit.datasets.provenance.answers import Tracer
+    from shardkit.datasets.provenance.text import Decoder, find_tokenizer
 
     decoder = None
     if dataset.token_column is not None and (arguments.tokenizer or arguments.excerpt or arguments.text):
@@ -300,8 +300,8 @@ def _tracer(arguments: argparse.Namespace, dataset: Dataset) -> Tracer:
 
 
 def _search(arguments: argparse.Namespace, tracer: Tracer, traced: Run | None) -> dict[str, Any]:
-    from shardkit.tools.trace.answers import source_numbers, trace_search
-    from shardkit.tools.trace.search import Selection, UrlPatterns, parse_document_id, read_url_list
+    from shardkit.datasets.provenance.answers import source_numbers, trace_search
+    from shardkit.datasets.provenance.search import Selection, UrlPatterns, parse_document_id, read_url_list
 
     patterns = [*arguments.url, *(read_url_list(arguments.url_list) if arguments.url_list else ())]
     selection = Selection(

@@ -109,10 +109,10 @@ def _dropped_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run_why(arguments: argparse.Namespace) -> int:
     """Print what became of the documents; exit status 1 if none is known."""
     from shardkit.datasets.dataset import open_dataset
-    from shardkit.tools.trace.answers import Tracer
-    from shardkit.tools.trace.fates import find_fates
-    from shardkit.tools.trace.search import Selection, UrlPatterns, parse_document_id
-    from shardkit.tools.trace.text import Decoder, find_tokenizer
+    from shardkit.datasets.provenance.answers import Tracer
+    from shardkit.datasets.provenance.search import Selection, UrlPatterns, parse_document_id
+    from shardkit.datasets.provenance.text import Decoder, find_tokenizer
+    from shardkit.tools.fates import find_fates
 
     asked = arguments.url or arguments.id or arguments.document or arguments.file
     if not asked:
@@ -147,8 +147,8 @@ def run_why(arguments: argparse.Namespace) -> int:
 def run_dropped(arguments: argparse.Namespace) -> int:
     """Print documents that a rule dropped, or the rules."""
     from shardkit.datasets.dataset import open_dataset
-    from shardkit.tools.trace.answers import Tracer
-    from shardkit.tools.trace.fates import find_dropped
+    from shardkit.datasets.provenance.answers import Tracer
+    from shardkit.tools.fates import find_dropped
 
     if arguments.nearest and not arguments.rule:
         arguments.misuse("--nearest is of one rule: give --rule")

@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from shardkit.arrays import Bytes
 from shardkit.cache.indexes import NodeIndexes
-from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.opened import OpenDataset
 from shardkit.datasets.segments import find_segments
 from shardkit.errors import ShardError
 from shardkit.files import map_path
@@ -89,7 +89,7 @@ def table_bytes(costs: RowCosts) -> bytes:
     return header + costs.squares.tobytes() + bytes.fromhex(costs.digest)
 
 
-def table_name(dataset: Dataset, ids: DocumentIds) -> str:
+def table_name(dataset: OpenDataset, ids: DocumentIds) -> str:
     """The name of a dataset's table, beside its index."""
     return f"row-costs.{dataset.fingerprint}.{ids}.npy"
 
@@ -99,7 +99,9 @@ def tables_among(names: Iterable[str], fingerprint: str) -> list[str]:
     return [name for name in names if name.startswith(f"row-costs.{fingerprint}.") and name.endswith(".npy")]
 
 
-def find_row_costs(dataset: Dataset, ids: DocumentIds, indexes: NodeIndexes | None = None) -> RowCosts | None:
+def find_row_costs(
+    dataset: OpenDataset, ids: DocumentIds, indexes: NodeIndexes | None = None
+) -> RowCosts | None:
     """The table that lies beside a dataset's index; None if there is none, ShardError if it is damaged."""
     name, length = table_name(dataset, ids), row_length(dataset)
     data: Bytes | None = None
@@ -120,14 +122,14 @@ def find_row_costs(dataset: Dataset, ids: DocumentIds, indexes: NodeIndexes | No
     return parse_table(f"{dataset.location}/{name}", data, len(dataset), length)
 
 
-def write_row_costs(dataset: Dataset, ids: DocumentIds, costs: RowCosts) -> str:
+def write_row_costs(dataset: OpenDataset, ids: DocumentIds, costs: RowCosts) -> str:
     """Put a dataset's table beside its index, or beside that of a copy; return its name. StoreError."""
     name, data = table_name(dataset, ids), table_bytes(costs)
     dataset.store.put(name, data, metadata={METADATA_NAME: hash_bytes(data, [_HASH])[_HASH]})
     return name
 
 
-def open_row_costs(dataset: Dataset, ids: DocumentIds, indexes: NodeIndexes | None = None) -> RowCosts:
+def open_row_costs(dataset: OpenDataset, ids: DocumentIds, indexes: NodeIndexes | None = None) -> RowCosts:
     """The table of a dataset, counted if it has none, is local and is not large; ShardError otherwise.
 
     `indexes`: the cache folder's, for tables of remote datasets. What was found stays with the dataset.
@@ -151,7 +153,7 @@ def open_row_costs(dataset: Dataset, ids: DocumentIds, indexes: NodeIndexes | No
     return found
 
 
-def count_row_costs(dataset: Dataset, ids: DocumentIds, *, progress: bool = True) -> RowCosts:
+def count_row_costs(dataset: OpenDataset, ids: DocumentIds, *, progress: bool = True) -> RowCosts:
     """Count a dataset's table from its rows; ShardError if it has no rows of tokens of one length."""
     length = row_length(dataset)
     squares = np.zeros(len(dataset), dtype=table_dtype(length))
@@ -178,7 +180,7 @@ def count_row_costs(dataset: Dataset, ids: DocumentIds, *, progress: bool = True
     return table_of(squares, length)
 
 
-def row_length(dataset: Dataset) -> int:
+def row_length(dataset: OpenDataset) -> int:
     """Tokens of a row; ShardError for a dataset without rows of tokens of one length."""
     if (length := dataset.sequence_length) is None:
         raise ShardError(
@@ -206,7 +208,7 @@ def _fetch(store: Store, name: str) -> bytes | None:
         return None
 
 
-def _pieces(dataset: Dataset, number: int, length: int) -> list[tuple[int, npt.NDArray[np.generic]]]:
+def _pieces(dataset: OpenDataset, number: int, length: int) -> list[tuple[int, npt.NDArray[np.generic]]]:
     """(first row, rows) of parts of a shard, none of them large."""
     shard, column = dataset.shard(number), dataset.token_column
     assert column is not None

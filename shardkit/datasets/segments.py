@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.opened import OpenDataset
 from shardkit.errors import warn_user
 from shardkit.order.balance import DocumentIds
 
@@ -180,7 +180,7 @@ class Segments:
 
 
 def find_eos_id(
-    datasets: Sequence[Dataset],
+    datasets: Sequence[OpenDataset],
     names: Sequence[str],
     ids: DocumentIds,
     token_column: str | None,
@@ -232,7 +232,7 @@ def find_eos_id(
     return next(iter(stated), None)
 
 
-def _check_ids(dataset: Dataset, ids: DocumentIds, *, is_used: bool) -> None:
+def _check_ids(dataset: OpenDataset, ids: DocumentIds, *, is_used: bool) -> None:
     """ValueError for a given id that no token can have; warn of a given one that no sampled row has."""
     for name in ("eos_id", "bos_id", "pad_id"):
         if (value := getattr(ids, name)) is not None:
@@ -247,7 +247,7 @@ def _check_ids(dataset: Dataset, ids: DocumentIds, *, is_used: bool) -> None:
             )
 
 
-def _check_range(dataset: Dataset, name: str, value: object) -> None:
+def _check_range(dataset: OpenDataset, name: str, value: object) -> None:
     if type(value) is not int:
         raise ValueError(f"{name} must be a whole number, not {value!r:.80}")
     stored = dataset.token_dtype
@@ -260,7 +260,7 @@ def _check_range(dataset: Dataset, name: str, value: object) -> None:
         )
 
 
-def _never_occurs(dataset: Dataset, value: int) -> bool:
+def _never_occurs(dataset: OpenDataset, value: int) -> bool:
     """Whether none of some rows, all over a local uncompressed dataset, has the id; False if not known."""
     column = dataset.token_column
     if dataset.shards is not None or dataset.verifies or column is None or not len(dataset):

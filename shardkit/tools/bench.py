@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from shardkit.datasets.dataset import open_dataset
+from shardkit.loaders.config import TokenDtype
 from shardkit.loaders.loader import StreamingLoader
-from shardkit.loaders.sources import TokenDtype
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 

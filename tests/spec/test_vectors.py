@@ -18,7 +18,7 @@ from shardkit.formats import mds
 from shardkit.formats.blocks import shard_part
 from shardkit.formats.tar.members import split_name
 from shardkit.formats.usage_log import RunHead, end_record, step_record
-from shardkit.hashing import digest_of
+from shardkit.hashing import digest_of, keyed_hashes
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.order.balance import level
 from shardkit.order.exclusions import Exclusions
@@ -27,7 +27,7 @@ from shardkit.order.order import Order, OrderSpec, default_lanes, default_window
 from shardkit.order.permutation import Permutation, mix64
 from shardkit.order.state import LoaderState
 from shardkit.order.streams import stream_seed
-from shardkit.writers.documents import document_ids, keyed_hashes
+from shardkit.writers.documents import document_ids
 from shardkit.writers.execution import task as tasks
 from spec import arithmetic, reader
 from support.pages import ROOT

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from shardkit.cli.main import main
-from shardkit.datasets.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset, trace
+from shardkit.datasets.provenance.run import Run
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import CostModel
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.state import LoaderState
-from shardkit.tools.trace.documents import trace
-from shardkit.tools.trace.run import Run
 from support.audit_runs import kinds, log_report, logged_run, plan_report
 from support.uneven_data import ids_of_ranks, make_uneven
 

@@ -37,6 +37,7 @@ import pyarrow as pa
 import xxhash
 
 from shardkit.card import PairFacts, PrecisionFacts, RecallBand, RecallFacts
+from shardkit.hashing import keyed_id_hashes
 from shardkit.writers.dedup.bands import probability
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Population
@@ -48,7 +49,6 @@ from shardkit.writers.documents import (
     DOCUMENT_OPTIONS,
     DOCUMENT_SCHEMA,
     document_ids,
-    keyed_id_hashes,
 )
 from shardkit.writers.exchange import Slice, Table
 from shardkit.writers.execution.artifacts import Artifact

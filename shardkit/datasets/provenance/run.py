@@ -25,7 +25,7 @@ from typing import Any, Self
 import numpy as np
 
 from shardkit.arrays import Ints
-from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.opened import OpenDataset
 from shardkit.datasets.row_costs import open_row_costs
 from shardkit.datasets.segments import find_eos_id
 from shardkit.errors import ShardkitError, StateError, naming_extras
@@ -98,7 +98,7 @@ class Run:
     def __init__(
         self,
         settings: RunSettings,
-        datasets: Sequence[Dataset],
+        datasets: Sequence[OpenDataset],
         exclusions: Sequence[Exclusions | None],
         *,
         batch_size: int | None = None,
@@ -135,7 +135,7 @@ class Run:
     def from_state(
         cls,
         state: LoaderState,
-        datasets: Sequence[Dataset],
+        datasets: Sequence[OpenDataset],
         exclusions: Sequence[Exclusions] = (),
         *,
         batch_size: int | None = None,
@@ -183,7 +183,7 @@ class Run:
     @classmethod
     def from_options(
         cls,
-        dataset: Dataset,
+        dataset: OpenDataset,
         excluded: Exclusions | None = None,
         *,
         batch_size: int | None = None,
@@ -231,7 +231,7 @@ class Run:
             ids = replace(ids, eos_id=eos_id)
         return [open_row_costs(dataset, ids) for dataset in self.datasets]
 
-    def streams_of(self, dataset: Dataset) -> list[int]:
+    def streams_of(self, dataset: OpenDataset) -> list[int]:
         """The numbers of the streams that deliver a dataset."""
         streams = enumerate(self.settings.streams)
         return [number for number, each in streams if each.fingerprint == dataset.fingerprint]

@@ -18,16 +18,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.provenance.answers import Tracer
+from shardkit.datasets.provenance.duplicates import Duplicates
+from shardkit.datasets.provenance.folder import ParquetFolder
+from shardkit.datasets.provenance.outputs import document_ids
+from shardkit.datasets.provenance.search import Selection
+from shardkit.datasets.provenance.table import Piece, pieces_of
 from shardkit.errors import ShardkitError
 from shardkit.files import load_json
 from shardkit.formats.removed import DROPPED_FOLDER, DROPPED_SCHEMA
 from shardkit.publish.contents import head_if_any
-from shardkit.tools.trace.answers import Tracer
-from shardkit.tools.trace.duplicates import Duplicates
-from shardkit.tools.trace.folder import ParquetFolder
-from shardkit.tools.trace.outputs import document_ids
-from shardkit.tools.trace.search import Selection
-from shardkit.tools.trace.table import Piece, pieces_of
 
 __all__ = ["find_dropped", "find_fates"]
 

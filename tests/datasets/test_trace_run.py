@@ -17,10 +17,10 @@ import torch
 from shardkit.cli.main import main, make_parser
 from shardkit.cli.trace import find_run
 from shardkit.datasets.dataset import open_dataset
+from shardkit.datasets.provenance.run import Run, read_state
 from shardkit.errors import StateError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.order.exclusions import Exclusions
-from shardkit.tools.trace.run import Run, read_state
 from support.loader_data import make_dataset
 
 SAMPLES = 53
