@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.cli.main import main
@@ -53,6 +53,7 @@ def test_rows_of_every_kind_are_counted(tmp_path: Path, kind: str) -> None:
     assert counted(folder) == work_of(token_rows(53)).tolist()
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from([EOS, 7]), min_size=9, max_size=9), min_size=1, max_size=8))
 def test_a_row_costs_the_squares_of_the_documents_that_a_batch_has(rows: list[list[int]]) -> None:
     import tempfile
