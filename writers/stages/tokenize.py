@@ -230,9 +230,10 @@ class TokenizerFile:
             raise RecipeError(
                 f"tokenizer.path: conversations and prompts need a tokenizer.json; {path} is none"
             )
-        given, stated = recipe.tokenizer, recipe.tokenizer.encoding
-        stated = stated.model_dump() if isinstance(stated, TiktokenConfig) else stated
-        encoding = Encoding.of(stated) or Encoding.named_by(path)
+        given = recipe.tokenizer
+        stated = given.encoding
+        known = Encoding.of(stated.model_dump() if isinstance(stated, TiktokenConfig) else stated)
+        encoding = known or Encoding.named_by(path)
         separator = None if group is None else group.separator
         digest = tokenizer_digest(path)
         return cls(Artifact(path), digest, given.eos, given.bos, encoding, tuple(specials), separator)
