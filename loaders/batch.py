@@ -22,13 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.datasets.segments import IGNORED_LABEL, Segments, find_segments
 from shardkit.errors import naming_extras
 from shardkit.loaders.block_mask import BLOCK_MASK_FIELDS, DEFAULT_BLOCK, block_tables
 from shardkit.loaders.config import LoaderConfig
@@ -38,19 +37,15 @@ from shardkit.manifest import LOSS_MASK
 from shardkit.order.token_mask import LONGEST_PERIOD, TokenMask
 
 __all__ = [
-    "IGNORED_LABEL",
     "Batch",
     "BatchMaker",
     "Fields",
-    "Segments",
     "TokenColumn",
     "batches_of",
-    "find_segments",
     "tensor_maker",
 ]
 
 Batch = dict[str, Any]
-IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss ignores it by default
 
 _Array = npt.NDArray[np.generic]
 _Ints = npt.NDArray[np.int64]
@@ -60,44 +55,6 @@ Fields = dict[str, _Array | list[Any]]
 
 SplitIds = Callable[[_Ints], tuple[_Ints, _Ints]]
 """Gives (stream, row number in its dataset) of samples that are numbered through all streams."""
-
-
-def find_segments(
-    tokens: _Array,
-    eos_id: int | None = None,
-    is_padding_row: _Bools | None = None,
-    *,
-    bos_id: int | None = None,
-    pad_id: int | None = None,
-) -> Segments:
-    """The documents in rows of tokens (rows, length), by the id that ends or begins each of them.
-
-    With neither id, a row is one document. Padding inside a row is an eos behind an eos, and every `pad_id`.
-    One pass over the tokens finds each id; what follows costs time for each document, not for each token.
-    """
-    rows, length = tokens.shape
-    inner = padding = np.empty(0, dtype=np.int64)
-    if bos_id is not None:
-        inner = np.flatnonzero(tokens.reshape(-1) == bos_id)
-    elif eos_id is not None:
-        ends = np.flatnonzero(tokens.reshape(-1) == eos_id)
-        follows_end = np.zeros(len(ends) + 1, dtype=np.bool_)
-        np.equal(ends[1:], ends[:-1] + 1, out=follows_end[1:-1])
-        is_padding = follows_end[:-1] & (ends % length != 0)
-        padding = ends[is_padding]
-        inner = ends[~(is_padding & follows_end[1:])] + 1
-    if pad_id is not None:
-        pads = np.flatnonzero(tokens.reshape(-1) == pad_id)
-        first = np.diff(pads, prepend=-2) != 1
-        behind = pads[np.append(first[1:], True)] + 1 if len(pads) else pads
-        padding = np.sort(np.concatenate([padding, pads]))
-        inner = np.unique(np.concatenate([inner, pads[first], behind]))
-    inner = inner[inner % length != 0]
-    if is_padding_row is not None:
-        inner = inner[~is_padding_row[inner // length]]
-    starts = np.concatenate([np.arange(rows) * length, inner])
-    starts.sort(kind="stable")
-    return Segments((rows, length), starts, padding, is_padding_row)
 
 
 def repetitive_rows(tokens: _Array, most: int, *, eos_id: int | None = None) -> _Bools:
@@ -120,118 +77,6 @@ def repetitive_rows(tokens: _Array, most: int, *, eos_id: int | None = None) -> 
             edges = np.flatnonzero(np.diff(run, prepend=False, append=False))
             found[row] = (edges[1::2] - edges[::2]).max(initial=0) >= least
     return found
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Where documents begin in rows of tokens; padding at a row's end counts as one more document."""
-
-    shape: tuple[int, int]  # rows, length
-    starts: _Ints  # of each document, in the flattened rows
-    padding: _Ints  # every token of padding inside of rows, in the flattened rows
-    is_padding_row: _Bools | None = None
-
-    @cached_property
-    def lengths(self) -> _Ints:
-        """Of each document."""
-        rows, length = self.shape
-        lengths: _Ints = np.diff(self.starts, append=rows * length)
-        return lengths
-
-    @cached_property
-    def rows(self) -> _Ints:
-        """The row of each document."""
-        rows: _Ints = self.starts // self.shape[1]
-        return rows
-
-    def first_of_rows(self, every: int = 1) -> _Ints:
-        """The number of the first document in each `every`-th row, and behind the last the number of all."""
-        rows, length = self.shape
-        first: _Ints = np.searchsorted(self.starts, np.arange(0, rows + 1, every) * length)
-        return first
-
-    def without_last_tokens(self) -> Segments:
-        """The documents of the rows without the last token of each."""
-        rows, length = self.shape
-        starts, padding = (
-            places[(places + 1) % length != 0] - places[(places + 1) % length != 0] // length
-            for places in (self.starts, self.padding)
-        )
-        return Segments((rows, length - 1), starts, padding, self.is_padding_row)
-
-    def mask(self, labels: npt.NDArray[np.int64], *, shift: int, mask_starts: bool) -> None:
-        """Set labels of padding, and on request of each document's first token, to -100.
-
-        Label i of a row is token i + `shift`. Models that shift labels predict label i + 1 from token i, so
-        the label of a document's first token would be predicted from the end of another document. This
-        includes the first token of a row, which follows another row when a batch is flattened.
-        """
-        for places in (self.padding, self.starts) if mask_starts else (self.padding,):
-            self.ignore(labels, places, shift=shift)
-        if self.is_padding_row is not None:
-            labels[self.is_padding_row] = IGNORED_LABEL
-
-    def ignore(self, labels: npt.NDArray[np.int64], places: _Ints, *, shift: int) -> None:
-        """Set the labels that are the tokens at `places` in the flattened rows to -100."""
-        row, column = np.divmod(places, self.shape[1])
-        has_label = column >= shift
-        labels.reshape(-1)[(row * labels.shape[1] + column - shift)[has_label]] = IGNORED_LABEL
-
-    def position_ids(self, out: npt.NDArray[np.int64]) -> None:
-        """Write each token's distance from the start of its document to `out` (rows, length)."""
-        columns = (self.starts % self.shape[1]).astype(np.int32)
-        np.subtract(np.arange(self.shape[1]), np.repeat(columns, self.lengths).reshape(self.shape), out=out)
-
-    def document_ids(self) -> npt.NDArray[np.int32]:
-        """Each token's document, counted from 0 in each row."""
-        numbers = np.arange(len(self.starts)) - self.first_of_rows()[self.rows]
-        return np.repeat(numbers.astype(np.int32), self.lengths).reshape(self.shape)
-
-    def cu_seqlens(self, batch_size: int) -> list[tuple[npt.NDArray[np.int32], int]]:
-        """(bounds of the documents in each flattened batch of `batch_size` rows, the longest document)."""
-        size = batch_size * self.shape[1]
-        first = self.first_of_rows(batch_size)
-        longest = np.maximum.reduceat(self.lengths, first[:-1]).tolist()
-        result = []
-        for number, (low, high) in enumerate(pairwise(first.tolist())):
-            bounds = np.empty(high - low + 1, dtype=np.int32)
-            bounds[:-1] = self.starts[low:high] - number * size
-            bounds[-1] = size
-            result.append((bounds, longest[number]))
-        return result
-
-    def padded_cu_seqlens(self, batch_size: int, length: int) -> npt.NDArray[np.int32]:
-        """(batches, length) bounds of the documents in each flattened batch, padded with the last bound."""
-        first = self.first_of_rows(batch_size)
-        if (most := int(np.diff(first).max(initial=0))) >= length:
-            raise ValueError(
-                f"cu_seqlens={length} has room for {length - 1} documents, and a batch has {most} (padding "
-                "at a row's end counts as one): give a larger number, or True for bounds of varying length"
-            )
-        size = batch_size * self.shape[1]
-        bounds = np.full((len(first) - 1, length), size, dtype=np.int32)
-        batch = self.rows // batch_size
-        bounds[batch, np.arange(len(self.starts)) - first[batch]] = self.starts - batch * size
-        return bounds
-
-    def doc_lens(self, batch_size: int) -> list[tuple[npt.NDArray[np.int32], list[int]]]:
-        """For each batch (lengths of each row's documents, 0 behind the last; the longest of each row)."""
-        first = self.first_of_rows()
-        counts = np.diff(first)
-        table = np.zeros((self.shape[0], counts.max(initial=0)), dtype=np.int32)
-        table[self.rows, np.arange(len(self.starts)) - first[self.rows]] = self.lengths
-        longest = table.max(axis=1, initial=0).tolist()
-        most = counts.reshape(-1, batch_size).max(axis=1).tolist()
-        edges = pairwise(range(0, self.shape[0] + 1, batch_size))
-        return [
-            (np.ascontiguousarray(table[low:high, :width]), longest[low:high])
-            for (low, high), width in zip(edges, most, strict=True)
-        ]
-
-    def seq_lengths(self) -> list[list[int]]:
-        """For each row the lengths of its documents."""
-        lengths = self.lengths.tolist()
-        return [lengths[low:high] for low, high in pairwise(self.first_of_rows().tolist())]
 
 
 @dataclass(frozen=True, slots=True)

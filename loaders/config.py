@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING, Literal, SupportsIndex, TypeAlias, TypedDict
 
 from shardkit.files import local_path
 from shardkit.loaders.foreign_names import FOREIGN
+from shardkit.order.balance import Balance, CostModel, DocumentIds, cost_model
 from shardkit.storage.store import StorageOptions
-from shardkit.units import parse_bytes, whole_number
+from shardkit.units import parse_bytes
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardkit.datasets.dataset import Dataset
-    from shardkit.loaders.sources import TokenDtype
     from shardkit.order.exclusions import Exclusions
     from shardkit.order.order import Shuffle
     from shardkit.order.run_settings import Tail
@@ -40,12 +42,14 @@ __all__ = [
     "LoaderOptions",
     "RunOptions",
     "Stream",
+    "TokenDtype",
     "Weights",
     "refuse_unknown",
 ]
 
 ExcludedRows: TypeAlias = "Exclusions | Iterable[int | tuple[int, int]] | str | os.PathLike[str] | None"
 MaskedTokens: TypeAlias = "TokenMask | Iterable[tuple[int, int, int]] | str | os.PathLike[str] | None"
+TokenDtype: TypeAlias = "torch.dtype | np.dtype[np.generic] | type | str | None"
 Weights: TypeAlias = "Sequence[float | Fraction] | Mapping[str, float | Fraction]"
 """Of all streams in their order, or by name; streams that are not named get 0."""
 
@@ -154,30 +158,6 @@ def _to_plain_int(settings: Stream | LoaderConfig, *names: str) -> None:
         value = getattr(settings, name)
         if type(value) not in (int, bool) and isinstance(value, numbers.Integral):
             object.__setattr__(settings, name, int(value))
-
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """What a row costs: `linear` for each token and `quadratic` for each squared document length.
-
-    For a transformer of width d with causal attention inside documents, the work of a layer is about
-    12 * d * tokens + squares, in units of 2 * d: CostModel(linear=12 * d). Coefficients are whole numbers;
-    only their ratio counts. The linear part is the same for all rows of one length: it says how much of the
-    work attention is, and so how many rows are worth moving.
-    """
-
-    linear: int = 0
-    quadratic: int = 1
-
-    def __post_init__(self) -> None:
-        for name, least in (("linear", 0), ("quadratic", 1)):
-            value = whole_number(getattr(self, name), name)
-            if not least <= value <= 1 << 32:
-                raise ValueError(f"{name} of a CostModel must be from {least} to 2**32, not {value:,}")
-            object.__setattr__(self, name, value)
-
-
-Balance: TypeAlias = Literal["attention"] | CostModel | None
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -383,8 +363,7 @@ class LoaderConfig:
             raise ValueError(f"columns must be a list of at least one name, not {self.columns!r}")
         if self.mask_document_starts and not self.labels:
             raise ValueError("mask_document_starts masks labels: give labels=True too, or leave it out")
-        if self.balance not in (None, "attention") and not isinstance(self.balance, CostModel):
-            raise ValueError(f'balance must be "attention", a CostModel or None, not {self.balance!r:.80}')
+        cost_model(self.balance)  # ValueError for no such option
         self._check_layout()
         if self.epoch_samples is not None and self.epoch_samples < 1:
             raise ValueError(f"epoch_samples must be at least 1, not {self.epoch_samples}")
@@ -415,10 +394,7 @@ class LoaderConfig:
                 raise ValueError(f"{name} must be True, False or {what} of at least 2, not {value!r}")
         if self.tensors not in ("torch", "numpy"):
             raise ValueError(f'tensors must be "torch" or "numpy", not {self.tensors!r}')
-        if self.eos_id is not None and self.bos_id is not None:
-            raise ValueError("documents are found by eos_id or by bos_id: give one of the two")
-        if self.pad_id is not None and self.pad_id in (self.eos_id, self.bos_id):
-            raise ValueError("pad_id is for an id that neither ends nor begins documents: leave it out")
+        assert self.ids  # ValueError for a contradiction
         if self.max_repetitions is not None and (self.max_repetitions < 1 or not self.labels):
             raise ValueError('max_repetitions is at least 1, and needs labels=True or labels="shifted"')
 
@@ -434,6 +410,11 @@ class LoaderConfig:
         if self.columns is not None:
             options["columns"] = sorted(self.columns)  # whose order decides nothing
         return options
+
+    @property
+    def ids(self) -> DocumentIds:
+        """The ids given to find documents by."""
+        return DocumentIds(self.eos_id, self.bos_id, self.pad_id)
 
     @property
     def token_options(self) -> list[str]:

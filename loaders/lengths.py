@@ -39,9 +39,9 @@ from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.metrics import LoaderStats
 from shardkit.loaders.peers import StopTogether
 from shardkit.loaders.placement import find_place, local_processes
-from shardkit.loaders.state import OnMismatch
 from shardkit.loaders.streams import named_weights, open_streams
 from shardkit.order.mixture import Mixture, Schedule
+from shardkit.order.state import OnMismatch
 from shardkit.units import parse_bytes, whole_number
 
 __all__ = ["LengthLoader", "LengthSchedule"]

@@ -40,8 +40,8 @@ from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, RunOptions, Stream, Weights
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.metrics import LoaderStats
-from shardkit.loaders.plan import Cursor
-from shardkit.loaders.state import OnMismatch
+from shardkit.order.batches import Cursor
+from shardkit.order.state import OnMismatch
 
 __all__ = [
     "DataMonitor",

@@ -5,9 +5,9 @@ and on nothing else. The position moves when a batch is handed over, not when it
 holding batch t continues with batch t + 1, whatever had been prefetched. A batch belongs to whoever received
 it and is never written to again.
 
-The path of a batch: `plan` computes which samples it holds, `gather` (or `sources`) reads their rows from the
-open shards of `streams`, `batch` turns them into tensors and labels, `producer` does this for many batches
-ahead of the loop, and `_deliver` hands them over, counts and logs them.
+The path of a batch: `order.batches` computes which samples it holds, `gather` (or `sources`) reads their rows
+from the open shards of `streams`, `batch` turns them into tensors and labels, `producer` does this for many
+batches ahead of the loop, and `_deliver` hands them over, counts and logs them.
 
 One `for` is one epoch. Leaving it early and starting another continues with the next batch of the same epoch,
 as a state saved there would; leaving it after the epoch's last batch is the same as its end. With
@@ -34,8 +34,8 @@ from shardkit.datasets.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
 from shardkit.loaders.agreement import RankAgreement
 from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn
-from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, Weights
-from shardkit.loaders.defaults import find_eos_id, may_be_padded, warn_of_small_cache
+from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype, Weights
+from shardkit.loaders.defaults import find_eos_id, may_be_padded, open_work_balance, warn_of_small_cache
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.metrics import LoaderStats, Telemetry
 from shardkit.loaders.peers import StopTogether
@@ -47,16 +47,16 @@ from shardkit.loaders.placement import (
     ranks_of_machine,
     replicas_on_machine,
 )
-from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor, StepSizes
 from shardkit.loaders.producer import WHOLE, Group, GroupMaker, Portion, Prefetcher
-from shardkit.loaders.sources import TokenDtype, open_source
-from shardkit.loaders.state import LoaderState, OnMismatch, resume
+from shardkit.loaders.sources import open_source
 from shardkit.loaders.streams import named_weights, open_streams
 from shardkit.loaders.usage_log import open_usage_log
-from shardkit.loaders.work_balance import open_work_balance
+from shardkit.order.arrangement import Arrangement
+from shardkit.order.batches import BatchPlan, Cursor, StepSizes
 from shardkit.order.order import MAX_POSITION, Shuffle
 from shardkit.order.residency import lanes_of_ranks
 from shardkit.order.run_settings import RunSettings, Tail
+from shardkit.order.state import LoaderState, OnMismatch, resume
 from shardkit.units import parse_bytes
 
 __all__ = ["StreamingLoader"]
@@ -254,6 +254,7 @@ class StreamingLoader:
         """Begin to produce batches from the next one on, and to fetch their shards."""
         config = self.config
         maker = GroupMaker(
+            self._opened.streams,
             self._arrangement,
             self._plan,
             self._source,
@@ -516,8 +517,7 @@ class StreamingLoader:
 
     def _arrange(self, settings: RunSettings) -> None:
         """Adopt the order that a run's settings define; if it is refused, nothing changes."""
-        opened = self._opened
-        self._arrangement = Arrangement(opened.streams, settings, opened.exclusions, opened.limits)
+        self._arrangement = Arrangement(settings, self._opened.sizes)
         self._plan = replace(self._plan, samples=settings.epoch_samples)
         self._settings = settings
 

@@ -34,10 +34,11 @@ from shardkit.cache.download import FetchTimeoutError
 from shardkit.errors import ShardkitError, StreamExhaustedError
 from shardkit.loaders.batch import Batch, BatchMaker, Fields, batches_of
 from shardkit.loaders.config import BUSY_SECONDS
-from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
 from shardkit.loaders.sources import MixedShapesError, SourceInfo
-from shardkit.loaders.streams import ReadRows
-from shardkit.loaders.work_balance import BALANCED_POSITIONS, WorkBalance, planned_steps
+from shardkit.loaders.streams import ReadRows, Streams
+from shardkit.order.arrangement import Arrangement
+from shardkit.order.balance import BALANCED_POSITIONS, WorkBalance, planned_steps
+from shardkit.order.batches import BatchPlan, Cursor
 from shardkit.storage.clock import LOOK_SECONDS, running_seconds
 from shardkit.storage.store import StoreError
 
@@ -103,6 +104,7 @@ class GroupMaker:
 
     def __init__(
         self,
+        streams: Streams,
         arrangement: Arrangement,
         plan: BatchPlan,
         source: SourceInfo,
@@ -115,7 +117,7 @@ class GroupMaker:
         """`most_bytes`: of a group, except that one batch is always allowed."""
         self._arrangement, self._plan, self._source, self._maker = arrangement, plan, source, maker
         self._balance, self._makes_batches = balance, makes_batches
-        self._streams = arrangement.streams
+        self._streams = streams
         self._group_bytes = min(most_bytes, GROUP_BYTES)
         self._planning, self._reading = "", 0
 

@@ -52,13 +52,12 @@ with naming_extras("shardkit.loaders.pytorch"):
 
 from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn, tensor_maker
 from shardkit.loaders.blocks import BLOCK_BYTES, MAX_BLOCK_BATCHES, BlockMemory, deal
-from shardkit.loaders.config import LoaderConfig, LoaderOptions, refuse_unknown
+from shardkit.loaders.config import LoaderConfig, LoaderOptions, TokenDtype, refuse_unknown
 from shardkit.loaders.defaults import find_eos_id, may_be_padded
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.peers import StopTogether
 from shardkit.loaders.producer import LoaderTimeoutError
-from shardkit.loaders.sources import SourceInfo, TokenDtype, open_source
-from shardkit.loaders.state import LoaderState, OnMismatch
+from shardkit.loaders.sources import SourceInfo, open_source
 from shardkit.loaders.streaming_dataset import State, StreamingDataset, state_of
 from shardkit.loaders.streams import Streams, open_streams
 from shardkit.loaders.worker_waits import (
@@ -69,6 +68,7 @@ from shardkit.loaders.worker_waits import (
     is_torch_timeout,
     kill_when_dropped,
 )
+from shardkit.order.state import LoaderState, OnMismatch
 from shardkit.units import parse_bytes
 
 __all__ = [

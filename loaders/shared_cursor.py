@@ -42,7 +42,7 @@ from shardkit.errors import StateError, naming_extras
 with naming_extras("shardkit.loaders.shared_cursor"):
     from torch.utils.data import get_worker_info
 
-from shardkit.loaders.plan import Cursor
+from shardkit.order.batches import Cursor
 
 __all__ = ["Shared", "SharedCursor", "Worker"]
 

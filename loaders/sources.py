@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,24 +22,19 @@ import numpy.typing as npt
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardError, ShardNotFoundError
 from shardkit.formats.mds.encodings import constant_layout
+from shardkit.loaders.config import TokenDtype
 from shardkit.loaders.gather import FixedColumn, FixedRows, OutputMemory
 from shardkit.loaders.streams import Columns, ReadRows, Streams
 from shardkit.manifest import LOSS_MASK, Column
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "DecodedSamples",
     "MixedShapesError",
     "Source",
     "SourceInfo",
-    "TokenDtype",
     "open_source",
     "output_dtype",
 ]
-
-TokenDtype: TypeAlias = "torch.dtype | np.dtype[np.generic] | type | str | None"
 
 # Signed types for unsigned ids of their size, which stay far below 2**31: batches are checked for others.
 _SAME_SIZE = {("uint32", "int32"), ("uint64", "int64")}

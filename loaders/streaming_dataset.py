@@ -33,11 +33,11 @@ from shardkit.loaders.batch import Batch
 from shardkit.loaders.blocks import Block, BlockMemory, forking_workers
 from shardkit.loaders.config import RunOptions, Stream
 from shardkit.loaders.loader import StreamingLoader
-from shardkit.loaders.plan import BatchPlan, Cursor
 from shardkit.loaders.producer import Group, Portion
 from shardkit.loaders.shared_cursor import SharedCursor, Worker
-from shardkit.loaders.state import LoaderState, OnMismatch
 from shardkit.loaders.worker_signals import leave_to_trainer, signals_held_back
+from shardkit.order.batches import BatchPlan, Cursor
+from shardkit.order.state import LoaderState, OnMismatch
 
 __all__ = ["State", "StreamingDataset", "state_of"]
 

@@ -30,15 +30,16 @@ from shardkit.cache import CacheOptions
 from shardkit.cache.fetcher import FetchLimits
 from shardkit.cache.run import CacheRun
 from shardkit.cache.shards import CachedShards, CacheReader, SharedCache
-from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
+from shardkit.datasets.dataset import Dataset, open_dataset
+from shardkit.datasets.opened import ShardReader
 from shardkit.loaders.config import ExcludedRows, LoaderConfig, MaskedTokens, Stream, Weights
-from shardkit.loaders.defaults import shuffle_sizes
 from shardkit.loaders.placement import Place, first_rows, node_count, start_delay
 from shardkit.manifest import ShardInfo
+from shardkit.order.arrangement import StreamSizes, first_settings
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Schedule
-from shardkit.order.order import OrderSpec, Shuffle
-from shardkit.order.run_settings import RunSettings, StreamSettings, Tail
+from shardkit.order.order import Shuffle
+from shardkit.order.run_settings import RunSettings, Tail
 from shardkit.order.token_mask import TokenMask
 from shardkit.storage import StorageOptions, is_remote
 
@@ -215,7 +216,7 @@ class _Joined(Sequence[ShardInfo]):
         return self._parts[part][number - self._starts[part]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Opened:
     """Open streams and what was asked for with them."""
 
@@ -229,35 +230,41 @@ class Opened:
         """The masked tokens of all streams, whose samples are numbered through."""
         return TokenMask.joined(self.masks, [self.streams.first_sample(n) for n in range(len(self.streams))])
 
+    @cached_property
+    def sizes(self) -> list[StreamSizes]:
+        """What the order of a run takes of each stream."""
+        found = []
+        named = zip(self.streams.names, self.streams.datasets, strict=True)
+        for (name, dataset), spec, excluded in zip(named, self.specs, self.exclusions, strict=True):
+            sizes = dataset.stream_sizes(name, excluded)
+            found.append(replace(sizes, limit=spec.limit(sizes.kept)))
+        return found
+
     @property
     def kept(self) -> list[int]:
         """Samples of each stream that are not excluded."""
-        return [
-            len(dataset) - (excluded.count if excluded is not None else 0)
-            for dataset, excluded in zip(self.streams.datasets, self.exclusions, strict=True)
-        ]
+        return [stream.kept for stream in self.sizes]
 
     @property
     def limits(self) -> list[int | None]:
         """Samples that each stream may deliver in all."""
-        return [spec.limit(kept) for spec, kept in zip(self.specs, self.kept, strict=True)]
+        return [stream.limit for stream in self.sizes]
 
     def settings(
         self, config: LoaderConfig, *, seed: int = 17, shuffle: Shuffle = "window", tail: Tail = "carry"
     ) -> RunSettings:
         """The settings that a run over these streams begins with. ValueError for impossible ones."""
-        sizes = [shuffle_sizes(dataset, config) for dataset in self.streams.datasets]
-        order = OrderSpec(seed, *sizes[0], shuffle)
-        streams = []
-        for number, (dataset, kept) in enumerate(zip(self.streams.datasets, self.kept, strict=True)):
-            name, excluded = self.specs[number].name or "", self.exclusions[number]
-            digest = "" if excluded is None else excluded.digest
-            own = OrderSpec(seed, *sizes[number], shuffle)
-            stream = StreamSettings(dataset.fingerprint, kept, name, digest)
-            if (own.lanes, own.window) != (order.lanes, order.window):
-                stream = replace(stream, lanes=own.lanes, window=own.window)
-            streams.append(stream)
-        return RunSettings(order, tail, tuple(streams), self.schedule(config), self.epoch_samples(config))
+        settings = first_settings(
+            self.sizes,
+            seed=seed,
+            shuffle=shuffle,
+            tail=tail,
+            lanes=config.lanes,
+            window=config.window,
+            schedule=self.schedule(config),
+            epoch_samples=config.epoch_samples,
+        )
+        return settings.named([spec.name or "" for spec in self.specs])
 
     def epoch_samples(self, config: LoaderConfig) -> int:
         """Samples of an epoch, as configured."""
@@ -377,13 +384,7 @@ def _exclusions(excluded: ExcludedRows, dataset: Dataset) -> Exclusions | None:
         excluded = Exclusions.read(excluded)
     elif not isinstance(excluded, Exclusions):
         excluded = Exclusions.of(excluded)
-    if excluded.fingerprint not in (None, dataset.fingerprint):
-        raise ValueError(
-            f"the exclusion list names rows of the dataset with fingerprint {excluded.fingerprint}, and "
-            f"{dataset.location} is {dataset.fingerprint}: its rows have other numbers"
-        )
-    excluded.kept_of_shards(dataset.manifest.shard_samples)  # ValueError for rows that are not there
-    return excluded if excluded.count else None
+    return excluded.of_dataset(dataset.location, dataset.fingerprint, dataset.manifest.shard_samples)
 
 
 def _token_mask(mask: MaskedTokens, dataset: Dataset, config: LoaderConfig) -> TokenMask | None:

@@ -61,20 +61,19 @@ _PLACES = {  # module and name of each
     "open": ("shardkit.datasets.dataset", "open_dataset"),
     "open_dataset": ("shardkit.datasets.dataset", "open_dataset"),
     "pack": ("shardkit.writers.token_store", "pack_store"),
-    "trace": ("shardkit.tools.trace.documents", "trace"),
+    "trace": ("shardkit.datasets.dataset", "trace"),
     "upload": ("shardkit.publish", "upload"),
     "verify": ("shardkit.datasets.verify", "verify"),
 }
 
 if TYPE_CHECKING:
-    from shardkit.datasets.dataset import Dataset, open_dataset
+    from shardkit.datasets.dataset import Dataset, open_dataset, trace
     from shardkit.datasets.dataset import open_dataset as open
     from shardkit.datasets.verify import verify
     from shardkit.loaders import Stream, StreamingLoader
     from shardkit.publish import download, upload
     from shardkit.storage.store import StorageOptions
     from shardkit.tools.convert import CutOptions, OutputOptions, convert
-    from shardkit.tools.trace.documents import trace
     from shardkit.writers import BuildResult, Recipe, build, load_recipe
     from shardkit.writers import pack_store as pack
 else:

@@ -1,4 +1,4 @@
-"""Hashes by the names that MDS indexes use, and digests of plain data.
+"""Hashes by the names that MDS indexes use, digests of plain data, and seeded hashes of document ids.
 
 Names are those of hashlib plus the xxHash family. A digest of plain data is the blake2b-128 of its
 canonical JSON, so that equal recipes, inputs and states have equal digests on every machine.
@@ -12,11 +12,22 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from shardkit.errors import ShardError
 
-__all__ = ["HASH_NAMES", "Hasher", "digest_of", "hash_bytes", "hash_file", "new_hash"]
+__all__ = [
+    "HASH_NAMES",
+    "Hasher",
+    "digest_of",
+    "hash_bytes",
+    "hash_file",
+    "keyed_hashes",
+    "keyed_id_hashes",
+    "new_hash",
+]
 
 _READ_BYTES = 1 << 20
 
@@ -75,3 +86,39 @@ def digest_of(data: object) -> str:
     """Hex blake2b-128 of the canonical JSON (sorted keys, no spaces) of plain data."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def keyed_hashes(document_ids: Iterable[bytes], seed: int, purpose: str) -> npt.NDArray[np.uint64]:
+    """uint64[n]: hash(seed, purpose, document id), the only randomness that documents may meet."""
+    number = _hash_seed(seed, purpose)
+    return np.fromiter((xxhash.xxh3_64_intdigest(d, number) for d in document_ids), dtype=np.uint64)
+
+
+def keyed_id_hashes(ids: npt.NDArray[np.uint8], seed: int, purpose: str) -> npt.NDArray[np.uint64]:
+    """`keyed_hashes` of uint8[n, 16], twenty times as fast: XXH3's formula for 16 bytes, of all at once."""
+    number, words = _hash_seed(seed, purpose), np.ascontiguousarray(ids).view("<u8")
+    low = words[:, 0] ^ np.uint64((_XXH3_FLIPS[0] + number) % (1 << 64))
+    high = words[:, 1] ^ np.uint64((_XXH3_FLIPS[1] - number) % (1 << 64))
+    value = np.uint64(16) + low.byteswap() + high + _multiplied(low, high)
+    value ^= value >> np.uint64(37)
+    value *= np.uint64(0x165667919E3779F9)
+    hashes: npt.NDArray[np.uint64] = value ^ value >> np.uint64(32)
+    return hashes
+
+
+def _hash_seed(seed: int, purpose: str) -> int:
+    key = hashlib.blake2b(f"{seed}\0{purpose}".encode(), digest_size=8).digest()
+    return int.from_bytes(key, "little")
+
+
+# Words 3 and 4, and 5 and 6, of XXH3's secret, combined by exclusive or.
+_XXH3_FLIPS = 0x1F67B3B7A4A44072 ^ 0x78E5C0CC4EE679CB, 0x2172FFCC7DD05A82 ^ 0x8E2443F7744608B8
+
+
+def _multiplied(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Both halves of the 128-bit products, combined by exclusive or."""
+    half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
+    a_low, a_high, b_low, b_high = a & mask, a >> half, b & mask, b >> half
+    cross = (a_low * b_low >> half) + (a_high * b_low & mask) + a_low * b_high  # cannot overflow
+    upper: npt.NDArray[np.uint64] = a_high * b_high + (a_high * b_low >> half) + (cross >> half)
+    return upper ^ a * b

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from shardkit.writers.documents import keyed_hashes
+from shardkit.hashing import keyed_hashes
 from shardkit.writers.input_config import FimConfig
 from shardkit.writers.tokenizer import Encoder, EncodingError, Tokens
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
-from shardkit.writers.documents import keyed_hashes
+from shardkit.hashing import keyed_hashes
 from shardkit.writers.input_config import GroupConfig
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt64s, kernel
 from shardkit.writers.tokenizer import Encoder, EncodingError, Tokens

@@ -24,6 +24,7 @@ from pydantic import (
 
 from shardkit.errors import RecipeError
 from shardkit.files import local_path
+from shardkit.formats.tokenizer_file import EncodingName
 from shardkit.hashing import HASH_NAMES
 from shardkit.units import parse_bytes
 from shardkit.writers.dedup.config import DedupConfig, FieldScope
@@ -45,7 +46,6 @@ from shardkit.writers.settings import (
     Shorthand,
     StrictModel,
 )
-from shardkit.writers.tokenizer_file import EncodingName, TiktokenConfig
 
 __all__ = [
     "InputConfig",
@@ -115,6 +115,13 @@ def _short_split(given: object) -> object:
 
 
 Size = Annotated[int, BeforeValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
+
+
+class TiktokenConfig(StrictModel):
+    """What a file of byte pairs and ranks does not say."""
+
+    pattern: str = Field(min_length=1, description="The regular expression that splits texts (`pat_str`).")
+    special_tokens: dict[str, int] = Field(default={}, description="Ids of special tokens.")
 
 
 class TokenizerConfig(StrictModel):

@@ -33,7 +33,7 @@ from shardkit.formats.mds import MdsShard, parse_index, shard_from_raw
 from shardkit.formats.mds.index import INDEX_NAME
 from shardkit.formats.provenance import PROVENANCE_FOLDER, provenance_name
 from shardkit.formats.stored import decompress_shard
-from shardkit.hashing import digest_of, hash_bytes
+from shardkit.hashing import digest_of, hash_bytes, keyed_hashes
 from shardkit.manifest import LOSS_MASK, Manifest
 from shardkit.progress import make_listener
 from shardkit.publish.contents import find_only_contents
@@ -42,7 +42,6 @@ from shardkit.storage.resilient import connect
 from shardkit.storage.store import StorageOptions, Store, read_object
 from shardkit.storage.url import is_remote, local_path
 from shardkit.writers.card import BuiltDataset, assemble, content_of, recipe_content
-from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.execution.task import Commit, Output, RunTasks, Task, facts_of, partition_name
 from shardkit.writers.executors import EngineName, Execution, open_runner, work_of
 from shardkit.writers.funnel import add_packed

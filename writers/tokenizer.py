@@ -41,6 +41,7 @@ import pyarrow.compute as pc
 
 from shardkit.errors import BuildError, RecipeError, warn_user
 from shardkit.files import FileVersion, file_version, load_json
+from shardkit.formats.tokenizer_file import Encoding, Engine, own_engine, special_tokens, tokenizer_config
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.inputs.chat import TRAINED, parts_of
@@ -58,7 +59,6 @@ from shardkit.writers.tokenizer_engines import (
     SentencePiece,
     Tiktoken,
 )
-from shardkit.writers.tokenizer_file import Encoding, Engine, own_engine, special_tokens, tokenizer_config
 
 __all__ = [
     "Encoder",

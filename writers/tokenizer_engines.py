@@ -22,9 +22,9 @@ import orjson
 import pyarrow as pa
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
+from shardkit.formats.tokenizer_file import Encoding, read_ranks, reason_of, special_tokens
 from shardkit.writers.inputs.chat import SPECIAL, TRAINED
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
-from shardkit.writers.tokenizer_file import Encoding, read_ranks, reason_of, special_tokens
 
 __all__ = [
     "CACHE_BYTES",

@@ -36,8 +36,8 @@ with naming_extras("shardkit.loaders.integrations.composer_dataset"):
 from shardkit.datasets.dataset import Dataset
 from shardkit.loaders.config import RunOptions, Stream
 from shardkit.loaders.pytorch import StreamingDataLoader
-from shardkit.loaders.state import OnMismatch
 from shardkit.loaders.streaming_dataset import State, StreamingDataset
+from shardkit.order.state import OnMismatch
 
 __all__ = ["ComposerDataLoader", "ComposerDataset", "build_data_spec", "build_dataloader"]
 

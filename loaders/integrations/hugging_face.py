@@ -44,8 +44,8 @@ from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import LoaderOptions, Stream
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.pytorch import MapDataset
-from shardkit.loaders.state import OnMismatch
 from shardkit.order.order import Shuffle
+from shardkit.order.state import OnMismatch
 
 __all__ = ["Placement", "StreamingTrainer", "StreamingTrainerMixin", "TrainerDataset", "placement"]
 

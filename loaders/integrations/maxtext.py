@@ -36,7 +36,7 @@ with naming_extras("shardkit.loaders.integrations.maxtext"):
     from jax.sharding import Mesh
     from maxtext.input_pipeline.multihost_dataloading import MultiHostDataLoadIterator
 
-from shardkit.loaders.batch import IGNORED_LABEL
+from shardkit.datasets.segments import IGNORED_LABEL
 from shardkit.loaders.config import LoaderOptions
 from shardkit.loaders.loader import StreamingLoader
 

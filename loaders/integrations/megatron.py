@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.segments import IGNORED_LABEL
 from shardkit.errors import naming_extras
-from shardkit.loaders.batch import IGNORED_LABEL
 from shardkit.loaders.config import LoaderOptions, RunOptions, Stream
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.pytorch import MapDataset

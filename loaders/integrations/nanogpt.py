@@ -27,7 +27,8 @@ with naming_extras("shardkit.loaders.integrations.nanogpt"):
     from torch import Tensor
 
 from shardkit.datasets.dataset import Dataset
-from shardkit.loaders.batch import IGNORED_LABEL, Batch
+from shardkit.datasets.segments import IGNORED_LABEL
+from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import RunOptions, Stream
 from shardkit.loaders.loader import StreamingLoader
 

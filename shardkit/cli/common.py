@@ -230,7 +230,7 @@ def add_document_arguments(group: argparse._ActionsContainer) -> None:
 
 def balance_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options of `LoaderConfig` from --balance and the ids; ValueError for a balance that there is not."""
-    from shardkit.loaders.config import CostModel
+    from shardkit.order.balance import CostModel
 
     balance = arguments.balance
     if balance not in (None, "attention"):

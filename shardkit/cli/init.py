@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _tokenizer(arguments: argparse.Namespace, folder: Path) -> tuple[str, str, str | None, str | None]:
     """(path in the recipe, tokens that end and begin documents, why the tokenizer cannot be used yet)."""
-    from shardkit.writers.tokenizer_file import end_token, find_tokenizer, stated_tokens
+    from shardkit.formats.tokenizer_file import end_token, find_tokenizer, stated_tokens
 
     given = arguments.tokenizer
     if given is None:

@@ -23,9 +23,9 @@ from shardkit.cli.common import (
 
 if TYPE_CHECKING:
     from shardkit.datasets.dataset import Dataset
-    from shardkit.tools.trace.answers import Tracer
-    from shardkit.tools.trace.run import Run
-    from shardkit.tools.trace.search import Selection
+    from shardkit.datasets.provenance.answers import Tracer
+    from shardkit.datasets.provenance.run import Run
+    from shardkit.datasets.provenance.search import Selection
 
 __all__ = ["add_parser", "find_run", "run"]
 
@@ -237,8 +237,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Answer the question and print the answer."""
     from shardkit.cli.trace_show import show
     from shardkit.datasets.dataset import open_dataset
-    from shardkit.tools.trace.answers import parse_row, trace_rows, trace_step
-    from shardkit.tools.trace.fates import find_dropped, find_fates
+    from shardkit.datasets.provenance.answers import parse_row, trace_rows, trace_step
+    from shardkit.tools.fates import find_dropped, find_fates
 
     kind = _kind(arguments)
     with ExitStack() as opened:
@@ -307,10 +307,10 @@ def _kind(arguments: argparse.Namespace) -> str:
 def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack) -> Run | None:
     """The run that the options describe, None if they describe none; other datasets close with `opened`."""
     from shardkit.datasets.dataset import open_dataset
+    from shardkit.datasets.provenance.run import Run, read_state
     from shardkit.errors import ShardkitError
-    from shardkit.loaders.config import LoaderConfig
+    from shardkit.order.balance import DocumentIds
     from shardkit.order.exclusions import Exclusions
-    from shardkit.tools.trace.run import Run, read_state
 
     given = {name: value for name in _LOADER if (value := getattr(arguments, name)) is not None}
     if arguments.state is None and arguments.stream:
@@ -326,26 +326,27 @@ def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack)
     except (OSError, ValueError) as error:
         raise ShardkitError(str(error)) from error
     try:
-        loader = LoaderConfig(**balance_options(arguments))
+        options = balance_options(arguments)
+        balance = {"balance": options.pop("balance"), "ids": DocumentIds(**options)}
     except ValueError as error:
         arguments.misuse(str(error))
-    if loader.balance is not None and arguments.batch_size is None:
+    if balance["balance"] is not None and arguments.batch_size is None:
         arguments.misuse("--balance decides which rank has a row of a step: give --batch-size, --world-size")
     if arguments.state is not None:
         state, storage = read_state(Path(arguments.state)), storage_options(arguments)
         others = [opened.enter_context(open_dataset(path, storage=storage)) for path in arguments.stream]
         sizes = {name: getattr(arguments, name) for name in ("batch_size", "world_size", "accumulate")}
-        return Run.from_state(state, [dataset, *others], exclusions, **sizes, loader=loader)
+        return Run.from_state(state, [dataset, *others], exclusions, **sizes, **balance)
     if len(exclusions) > 1:
         raise ShardkitError("one dataset has one exclusion list: give --without once")
     excluded = exclusions[0] if exclusions else None
     sizes = {name: getattr(arguments, name) for name in ("world_size", "accumulate")}
-    return Run.from_options(dataset, excluded, **sizes, loader=loader, **given)
+    return Run.from_options(dataset, excluded, **sizes, **balance, **given)
 
 
 def _tracer(arguments: argparse.Namespace, dataset: Dataset) -> Tracer:
-    from shardkit.tools.trace.answers import Tracer
-    from shardkit.tools.trace.text import Decoder, find_tokenizer
+    from shardkit.datasets.provenance.answers import Tracer
+    from shardkit.datasets.provenance.text import Decoder, find_tokenizer
 
     decoder = None
     if dataset.token_column is not None and (arguments.tokenizer or arguments.excerpt or arguments.text):
@@ -355,7 +356,7 @@ def _tracer(arguments: argparse.Namespace, dataset: Dataset) -> Tracer:
 
 
 def _search(arguments: argparse.Namespace, tracer: Tracer, traced: Run | None) -> dict[str, Any]:
-    from shardkit.tools.trace.answers import trace_search
+    from shardkit.datasets.provenance.answers import trace_search
 
     options = {name: getattr(arguments, name) for name in ("limit", "export", "text", "exclude", "mask")}
     options["follow"] = not arguments.no_duplicates
@@ -363,8 +364,8 @@ def _search(arguments: argparse.Namespace, tracer: Tracer, traced: Run | None) -
 
 
 def _selection(arguments: argparse.Namespace, tracer: Tracer) -> Selection:
-    from shardkit.tools.trace.answers import source_numbers
-    from shardkit.tools.trace.search import Selection, UrlPatterns, parse_document_id, read_url_list
+    from shardkit.datasets.provenance.answers import source_numbers
+    from shardkit.datasets.provenance.search import Selection, UrlPatterns, parse_document_id, read_url_list
 
     patterns = [*arguments.url, *(read_url_list(arguments.url_list) if arguments.url_list else ())]
     return Selection(

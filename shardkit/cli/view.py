@@ -87,10 +87,10 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted, or export."""
     importlib.import_module("uvicorn")  # first: its extra brings all that the pages need
+    from shardkit.datasets.provenance.run import read_state
     from shardkit.tools.explore.export import export_site
     from shardkit.tools.explore.server import bind, first_address, make_server
     from shardkit.tools.explore.site import Site
-    from shardkit.tools.trace.run import read_state
 
     state = None if arguments.state is None else read_state(arguments.state)
     with ExitStack() as opened:
@@ -123,8 +123,8 @@ def _tell(arguments: argparse.Namespace, facts: Mapping[str, object], line: str)
 
 def _open(arguments: argparse.Namespace, path: str, opened: ExitStack) -> Explored:
     from shardkit.datasets.dataset import open_dataset
+    from shardkit.datasets.provenance.text import Decoder, find_tokenizer
     from shardkit.tools.explore.explored import Explored
-    from shardkit.tools.trace.text import Decoder, find_tokenizer
 
     dataset = opened.enter_context(open_dataset(path, storage=storage_options(arguments)))
     decoder = None

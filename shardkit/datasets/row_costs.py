@@ -1,9 +1,8 @@
 """The work of each row: sums of squared document lengths, in a table beside a dataset.
 
 With attention inside documents, a row costs about the sum of the squares of its documents' lengths. Loaders
-that balance work (`shardkit.loaders.work_balance`) need that number of rows that they do not read. It depends
-on the dataset alone, so it is counted once (`shardkit.loaders.row_costs`), and `make_row_costs` writes it
-beside the index:
+that balance work (`shardkit.order.balance`) need that number of rows that they do not read. It depends on the
+dataset alone, so it is counted once, and `make_row_costs` (`shardkit.tools.row_costs`) writes it there:
 
     row-costs.FINGERPRINT.eos50256.npy    uint32[rows] (uint64 for rows of 65,536 tokens or more), a .npy file
                                           with 16 bytes behind it: the xxh3_128 of all before them
@@ -16,12 +15,16 @@ Tables of remote datasets are kept in the cache folder, where all processes of t
 without a folder each process holds 4 bytes a row. A table is hashed whenever it is opened, and processes
 compare what they have before the first batch (`shardkit.loaders.agreement`): ranks with different tables
 would not deliver each row once.
+
+A local dataset without a table is counted when a loader is made, if it is not large; any other is refused
+with the command to run. Counting reads every row: 1 to 2 GB/s a core.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,76 +33,63 @@ import numpy.typing as npt
 
 from shardkit.arrays import Bytes
 from shardkit.cache.indexes import NodeIndexes
-from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.opened import OpenDataset
+from shardkit.datasets.segments import find_segments
 from shardkit.errors import ShardError
 from shardkit.files import map_path
 from shardkit.formats.tar.values import make_npy_header
 from shardkit.hashing import hash_bytes, new_hash
+from shardkit.order.balance import DocumentIds, RowCosts
+from shardkit.progress import counting
 from shardkit.storage.store import METADATA_NAME, ObjectNotFoundError, Store
+from shardkit.units import format_bytes
 
 __all__ = [
-    "DocumentIds",
-    "RowCosts",
+    "count_row_costs",
     "find_row_costs",
+    "open_row_costs",
+    "parse_table",
     "row_length",
+    "table_bytes",
     "table_dtype",
     "table_name",
+    "table_of",
     "tables_among",
     "write_row_costs",
 ]
 
+COUNTED_BYTES = 8 << 30  # of a local dataset that every process counts at its start: a few seconds
+
+_PIECE_BYTES = 16 << 20  # of rows searched at a time
+_MOST_THREADS = 16
 _DIGEST_BYTES = 16
 _HASH = "xxh3_128"
 
-_Squares = npt.NDArray[np.unsignedinteger[Any]]
+
+def table_of(squares: npt.NDArray[np.unsignedinteger[Any]], length: int) -> RowCosts:
+    """Return the table of these sums, of rows of `length` tokens."""
+    return RowCosts(squares, length, _digest(make_npy_header(squares.dtype, len(squares)), squares.data))
 
 
-@dataclass(frozen=True, slots=True)
-class DocumentIds:
-    """How documents are found in rows, as `LoaderConfig` has it."""
-
-    eos_id: int | None = None
-    bos_id: int | None = None
-    pad_id: int | None = None
-
-    def __str__(self) -> str:
-        """Part of a table's name."""
-        first = f"eos{self.eos_id}" if self.bos_id is None else f"bos{self.bos_id}"
-        return first if self.pad_id is None else f"{first}-pad{self.pad_id}"
+def parse_table(where: str, data: Bytes, rows: int, length: int) -> RowCosts:
+    """Read a table of `rows` rows of `length` tokens; ShardError if it is damaged or another."""
+    dtype = table_dtype(length)
+    header, end = make_npy_header(dtype, rows), len(data) - _DIGEST_BYTES
+    if end != len(header) + rows * dtype.itemsize or data[: len(header)].tobytes() != header:
+        raise ShardError(where, f"is no table of {rows:,} rows: remove it and call make_row_costs again")
+    digest = hash_bytes(data[:end].data, [_HASH])[_HASH]
+    if bytes.fromhex(digest) != data[end:].tobytes():
+        raise ShardError(where, "is damaged: remove it and call make_row_costs again")
+    return RowCosts(data[len(header) : end].view(dtype), length, digest)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowCosts:
-    """The sum of squared document lengths of every row of a dataset, in its order."""
-
-    squares: _Squares
-    digest: str
-    """Of the table's bytes."""
-
-    @classmethod
-    def of(cls, squares: _Squares) -> RowCosts:
-        """A table of these sums."""
-        return cls(squares, _digest(make_npy_header(squares.dtype, len(squares)), squares.data))
-
-    @classmethod
-    def parse(cls, where: str, data: Bytes, rows: int, length: int) -> RowCosts:
-        """The table in a file's bytes; ShardError if it is damaged, or not of `rows` of `length` tokens."""
-        dtype = table_dtype(length)
-        header, end = make_npy_header(dtype, rows), len(data) - _DIGEST_BYTES
-        if end != len(header) + rows * dtype.itemsize or data[: len(header)].tobytes() != header:
-            raise ShardError(where, f"is no table of {rows:,} rows: remove it and call make_row_costs again")
-        digest = hash_bytes(data[:end].data, [_HASH])[_HASH]
-        if bytes.fromhex(digest) != data[end:].tobytes():
-            raise ShardError(where, "is damaged: remove it and call make_row_costs again")
-        return cls(data[len(header) : end].view(dtype), digest)
-
-    def to_bytes(self) -> bytes:
-        """The file."""
-        header = make_npy_header(self.squares.dtype, len(self.squares))
-        return header + self.squares.tobytes() + bytes.fromhex(self.digest)
+def table_bytes(costs: RowCosts) -> bytes:
+    """Return the file of a table."""
+    header = make_npy_header(costs.squares.dtype, len(costs.squares))
+    return header + costs.squares.tobytes() + bytes.fromhex(costs.digest)
 
 
-def table_name(dataset: Dataset, ids: DocumentIds) -> str:
+def table_name(dataset: OpenDataset, ids: DocumentIds) -> str:
     """The name of a dataset's table, beside its index."""
     return f"row-costs.{dataset.fingerprint}.{ids}.npy"
 
@@ -109,7 +99,9 @@ def tables_among(names: Iterable[str], fingerprint: str) -> list[str]:
     return [name for name in names if name.startswith(f"row-costs.{fingerprint}.") and name.endswith(".npy")]
 
 
-def find_row_costs(dataset: Dataset, ids: DocumentIds, indexes: NodeIndexes | None = None) -> RowCosts | None:
+def find_row_costs(
+    dataset: OpenDataset, ids: DocumentIds, indexes: NodeIndexes | None = None
+) -> RowCosts | None:
     """The table that lies beside a dataset's index; None if there is none, ShardError if it is damaged."""
     name, length = table_name(dataset, ids), row_length(dataset)
     data: Bytes | None = None
@@ -127,17 +119,68 @@ def find_row_costs(dataset: Dataset, ids: DocumentIds, indexes: NodeIndexes | No
             data = map_path(kept) if isinstance(kept, Path) else np.frombuffer(kept, dtype=np.uint8)
     if data is None:
         return None
-    return RowCosts.parse(f"{dataset.location}/{name}", data, len(dataset), length)
+    return parse_table(f"{dataset.location}/{name}", data, len(dataset), length)
 
 
-def write_row_costs(dataset: Dataset, ids: DocumentIds, costs: RowCosts) -> str:
+def write_row_costs(dataset: OpenDataset, ids: DocumentIds, costs: RowCosts) -> str:
     """Put a dataset's table beside its index, or beside that of a copy; return its name. StoreError."""
-    name, data = table_name(dataset, ids), costs.to_bytes()
+    name, data = table_name(dataset, ids), table_bytes(costs)
     dataset.store.put(name, data, metadata={METADATA_NAME: hash_bytes(data, [_HASH])[_HASH]})
     return name
 
 
-def row_length(dataset: Dataset) -> int:
+def open_row_costs(dataset: OpenDataset, ids: DocumentIds, indexes: NodeIndexes | None = None) -> RowCosts:
+    """The table of a dataset, counted if it has none, is local and is not large; ShardError otherwise.
+
+    `indexes`: the cache folder's, for tables of remote datasets. What was found stays with the dataset.
+    """
+    name = table_name(dataset, ids)
+    if (known := dataset.row_costs.get(name)) is not None:
+        return known
+    found = find_row_costs(dataset, ids, indexes)
+    if found is None:
+        size = int(dataset.manifest.raw_bytes.clip(0).sum())
+        if dataset.shards is not None or size > COUNTED_BYTES:
+            what = "a remote dataset" if dataset.shards is not None else format_bytes(size)
+            option = f"eos_id={ids.eos_id}" if ids.bos_id is None else f"bos_id={ids.bos_id}"
+            raise ShardError(
+                dataset.location,
+                f"balance needs the costs of all rows, and {what} is not read for them at a start: make "
+                f"{name} once with shardkit.tools.row_costs: make_row_costs({dataset.location!r}, {option})",
+            )
+        found = count_row_costs(dataset, ids, progress=False)
+    dataset.row_costs[name] = found
+    return found
+
+
+def count_row_costs(dataset: OpenDataset, ids: DocumentIds, *, progress: bool = True) -> RowCosts:
+    """Count a dataset's table from its rows; ShardError if it has no rows of tokens of one length."""
+    length = row_length(dataset)
+    squares = np.zeros(len(dataset), dtype=table_dtype(length))
+    starts = dataset.manifest.shard_starts
+    threads = min(_MOST_THREADS, os.cpu_count() or 1)
+
+    def count(number: int) -> int:
+        part = squares[int(starts[number]) : int(starts[number + 1])]
+        for low, rows in _pieces(dataset, number, length):
+            segments = find_segments(rows, ids.eos_id, bos_id=ids.bos_id, pad_id=ids.pad_id)
+            lengths = segments.lengths
+            part[low : low + len(rows)] = np.add.reduceat(lengths * lengths, segments.first_of_rows()[:-1])
+        return len(part)
+
+    filled = np.flatnonzero(dataset.manifest.shard_samples).tolist()
+    with (
+        counting("row-costs", len(dataset), "rows", progress=progress) as advance,
+        ThreadPoolExecutor(threads, thread_name_prefix="shardkit-count") as pool,
+    ):
+        for first in range(0, len(filled), 4 * threads):  # so that few shards are open at a time
+            for rows in pool.map(count, filled[first : first + 4 * threads]):
+                advance(rows)
+            dataset.keep_only(frozenset())
+    return table_of(squares, length)
+
+
+def row_length(dataset: OpenDataset) -> int:
     """Tokens of a row; ShardError for a dataset without rows of tokens of one length."""
     if (length := dataset.sequence_length) is None:
         raise ShardError(
@@ -163,3 +206,14 @@ def _fetch(store: Store, name: str) -> bytes | None:
         return store.get(name)
     except ObjectNotFoundError:
         return None
+
+
+def _pieces(dataset: OpenDataset, number: int, length: int) -> list[tuple[int, npt.NDArray[np.generic]]]:
+    """(first row, rows) of parts of a shard, none of them large."""
+    shard, column = dataset.shard(number), dataset.token_column
+    assert column is not None
+    rows = shard.fixed_rows(column)
+    if rows is None:  # tars of others: sample by sample
+        rows = np.stack([np.asarray(shard.sample(row, {column})[column]) for row in range(len(shard))])
+    step = max(1, _PIECE_BYTES // (length * rows.dtype.itemsize))
+    return [(low, rows[low : low + step]) for low in range(0, len(rows), step)]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import torch
 
-    from shardkit.datasets.dataset import Dataset
+    from shardkit.datasets.opened import OpenDataset
 
 __all__ = ["RowChoice", "Rows", "is_single"]
 
@@ -37,7 +37,7 @@ _SHOWN = 6  # numbers of rows in a repr
 class Rows:
     """Rows of a dataset by their numbers; a slice or list of them gives Rows again."""
 
-    def __init__(self, dataset: Dataset, numbers: range | npt.NDArray[np.int64]) -> None:
+    def __init__(self, dataset: OpenDataset, numbers: range | npt.NDArray[np.int64]) -> None:
         """`numbers`: of rows that are there."""
         self.dataset = dataset
         self.numbers = numbers
@@ -46,7 +46,7 @@ class Rows:
         return len(self.numbers)
 
     def __iter__(self) -> Iterator[dict[str, object]]:
-        return (self.dataset[int(number)] for number in self.numbers)
+        return (self.dataset.row(int(number)) for number in self.numbers)
 
     @overload
     def __getitem__(self, index: RowChoice) -> Rows: ...  # type: ignore[overload-overlap]  # arrays
@@ -55,7 +55,7 @@ class Rows:
     def __getitem__(self, index: SupportsIndex | RowChoice) -> dict[str, object] | Rows:
         """Row `index` of these as {column: value}, or some of them as Rows."""
         if is_single(index):
-            return self.dataset[int(self.numbers[operator.index(index)])]
+            return self.dataset.row(int(self.numbers[operator.index(index)]))
         if isinstance(index, slice):
             return Rows(self.dataset, self.numbers[index])
         chosen = self._chosen(index)

@@ -19,7 +19,8 @@ import numpy as np
 from shardkit.arrays import Bytes
 from shardkit.cache.download import check_hashes, unpack
 from shardkit.card import CARD_NAME, FILES_NAME, DatasetCard, block_checksums
-from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
+from shardkit.datasets.dataset import Dataset, open_dataset
+from shardkit.datasets.opened import ShardReader
 from shardkit.errors import ShardError
 from shardkit.facts import Described, Facts, counted
 from shardkit.formats import mds, tar

@@ -6,7 +6,7 @@ padding. Row groups have `ROW_GROUP_PIECES` records and statistics, so a look-up
 them. A file that has records states in its schema metadata the build's shuffle seed and the range of its
 documents' shuffle hashes, so a document is looked for in one file only.
 
-`shardkit.writers.stages.provenance` writes these files, `shardkit.tools.trace` reads them.
+`shardkit.writers.stages.provenance` writes these files, `shardkit.datasets.provenance` reads them.
 """
 
 from __future__ import annotations

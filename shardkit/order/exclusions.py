@@ -79,6 +79,19 @@ class Exclusions:
         found.fingerprint = fingerprint
         return found
 
+    def of_dataset(self, location: str, fingerprint: str, shard_samples: npt.ArrayLike) -> Exclusions | None:
+        """Return these rows, or None if there are none; ValueError unless the dataset has them all.
+
+        `location`, `fingerprint`, `shard_samples`: of the dataset.
+        """
+        if self.fingerprint not in (None, fingerprint):
+            raise ValueError(
+                f"the exclusion list names rows of the dataset with fingerprint {self.fingerprint}, and "
+                f"{location} is {fingerprint}: its rows have other numbers"
+            )
+        self.kept_of_shards(shard_samples)  # ValueError for rows that are not there
+        return self if self.count else None
+
     @property
     def count(self) -> int:
         """Rows left out."""

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from shardkit.datasets.dataset import Dataset, open_dataset
-from shardkit.datasets.row_costs import DocumentIds, find_row_costs, write_row_costs
+from shardkit.datasets.row_costs import count_row_costs, find_row_costs, write_row_costs
 from shardkit.errors import ShardError
-from shardkit.loaders.row_costs import count_row_costs
+from shardkit.order.balance import DocumentIds
 from shardkit.storage.store import StorageOptions
 
 __all__ = ["make_row_costs"]

@@ -29,10 +29,10 @@ import numpy as np
 import numpy.typing as npt
 
 from figures import Heads, benchmark_parser, give
-from shardkit.datasets.row_costs import RowCosts
+from shardkit.datasets.row_costs import table_of
 from shardkit.loaders.config import CostModel
-from shardkit.loaders.plan import BatchPlan, StepSizes
-from shardkit.loaders.work_balance import WorkBalance
+from shardkit.order.balance import RowCosts, WorkBalance
+from shardkit.order.batches import BatchPlan, StepSizes
 from shardkit.order.order import Order, OrderSpec, default_lanes, default_window
 from texts import read_sources
 
@@ -85,7 +85,7 @@ def row_costs(lengths: Ints, length: int, rows: int) -> RowCosts:
     pieces = np.diff(cuts)
     squares = np.zeros(rows, dtype=np.uint64)
     np.add.at(squares, cuts[:-1] // length, (pieces * pieces).astype(np.uint64))
-    return RowCosts.of(squares)
+    return table_of(squares, length)
 
 
 def measure(costs: RowCosts, length: int, ranks: int, rows: int) -> dict[str, object]:
@@ -97,7 +97,7 @@ def measure(costs: RowCosts, length: int, ranks: int, rows: int) -> dict[str, ob
     order = Order(sizes, OrderSpec(17, lanes, default_window(total, len(sizes), lanes)))
     plans = [BatchPlan(total, rows, rank, ranks, "carry") for rank in range(ranks)]
     count = max(2, min(256, 32_768 // (ranks * rows)) // ACCUMULATED) * ACCUMULATED
-    balance = WorkBalance([costs], [length], [0], CostModel())
+    balance = WorkBalance([costs], CostModel())
     assert_same_batches(plans, order, balance)
     times = []
     for first in range(0, min(count, 64), 8):  # as a loader plans: several batches at a time

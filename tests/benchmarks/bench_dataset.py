@@ -27,8 +27,8 @@ import numpy as np
 
 from figures import Heads, benchmark_parser, give, write_tokens
 from shardkit.datasets.dataset import open_dataset
+from shardkit.loaders.config import TokenDtype
 from shardkit.loaders.loader import StreamingLoader
-from shardkit.loaders.sources import TokenDtype
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 

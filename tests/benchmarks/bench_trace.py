@@ -28,7 +28,8 @@ from figures import Heads, benchmark_parser, give
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from shardkit.formats import mds
-from shardkit.writers.documents import document_ids, keyed_hashes
+from shardkit.hashing import keyed_hashes
+from shardkit.writers.documents import document_ids
 from shardkit.writers.stages.packing import pack_best_fit
 from shardkit.writers.stages.provenance import write_provenance
 from shardkit.writers.stages.tokenize import SPILL_SCHEMA

@@ -13,7 +13,8 @@ import pytest
 
 from shardkit.errors import BuildError
 from shardkit.formats.provenance import PROVENANCE_SCHEMA
-from shardkit.writers.documents import document_ids, keyed_hashes
+from shardkit.hashing import keyed_hashes
+from shardkit.writers.documents import document_ids
 from shardkit.writers.stages import provenance as module
 from shardkit.writers.stages.packing import Placement, pack_best_fit
 from shardkit.writers.stages.provenance import write_provenance

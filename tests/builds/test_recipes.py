@@ -30,11 +30,11 @@ import yaml
 import zstandard
 
 from shardkit import open_dataset
+from shardkit.datasets.provenance.text import Decoder
 from shardkit.datasets.verify import verify
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.storage.hub import HubPlace
 from shardkit.tools.demo.run import RECIPE as DEMO_RECIPE
-from shardkit.tools.trace.text import Decoder
 from shardkit.writers import BuildResult, build, build_dedup_index, load_recipe
 from shardkit.writers.token_store import pack_store
 from shardkit.writers.train_classifier import TrainingSettings, train_classifier

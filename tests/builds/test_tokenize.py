@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from shardkit.errors import BuildError, RecipeError
+from shardkit.hashing import keyed_hashes
 from shardkit.writers.dedup.duplicates import TWINS
 from shardkit.writers.dedup.removals import Removed
-from shardkit.writers.documents import document_ids, keyed_hashes
+from shardkit.writers.documents import document_ids
 from shardkit.writers.exchange import Exchanged, Segment
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Output, facts_of

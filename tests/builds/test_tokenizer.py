@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from shardkit.datasets.provenance.text import Decoder
 from shardkit.errors import BuildError, RecipeError, ShardkitError
-from shardkit.tools.trace.text import Decoder
+from shardkit.formats.tokenizer_file import Engine
 from shardkit.writers import build, tokenizer_engines
 from shardkit.writers import tokenizer as module
 from shardkit.writers.execution.artifacts import Artifact
@@ -36,7 +37,6 @@ from shardkit.writers.tokenizer import (
     unlike_characters,
 )
 from shardkit.writers.tokenizer_engines import Gigatoken
-from shardkit.writers.tokenizer_file import Engine
 from support.documents import write_documents
 from support.small_build import EOS, make_corpus, train_bpe
 

@@ -26,9 +26,9 @@ import zstandard
 from tokenizers import models, pre_tokenizers, trainers
 
 from shardkit.errors import RecipeError
+from shardkit.formats.tokenizer_file import ENCODINGS, Encoding, find_tokenizer, own_engine
 from shardkit.writers import build
 from shardkit.writers.tokenizer import Encoder, unlike_characters
-from shardkit.writers.tokenizer_file import ENCODINGS, Encoding, TiktokenConfig, find_tokenizer, own_engine
 from support.small_build import make_corpus
 
 SAYINGS = (
@@ -281,7 +281,7 @@ def test_folders_and_names_find_models_of_every_kind(tmp_path: Path) -> None:
     (tmp_path / "a" / "tokenizer.model").write_bytes(b"\x0a\x00")
     assert find_tokenizer(tmp_path, "a").name == "tokenizer.model"
     assert own_engine((tmp_path / "a" / "tokenizer.model").read_bytes()) == "sentencepiece"
-    assert Encoding.of(TiktokenConfig(pattern="x")) == Encoding("x")
+    assert Encoding.of({"pattern": "x"}) == Encoding("x")
 
 
 def test_prompts_need_a_tokenizer_whose_specials_text_can_mark(tmp_path: Path, inline_builds: None) -> None:

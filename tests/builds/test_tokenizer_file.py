@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import RecipeError
-from shardkit.writers.tokenizer_file import end_token, find_tokenizer
+from shardkit.formats.tokenizer_file import end_token, find_tokenizer
 
 
 def test_a_file_or_a_folder_comes_before_a_model_of_that_name(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_a_model_is_found_in_the_cache_and_else_the_error_says_how_to_fetch_it(t
     (model / "refs").mkdir()
     (model / "refs/main").write_text("abc")
     code = (
-        "from pathlib import Path; from shardkit.writers.tokenizer_file import find_tokenizer\n"
+        "from pathlib import Path; from shardkit.formats.tokenizer_file import find_tokenizer\n"
         "print(find_tokenizer(Path('/'), 'org/name'))\nfind_tokenizer(Path('/'), 'org/other')"
     )
     environment = os.environ | {"HF_HUB_CACHE": str(tmp_path)}

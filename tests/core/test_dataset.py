@@ -17,7 +17,7 @@ import pytest
 import webdataset
 
 import shardkit
-from shardkit.datasets import dataset as dataset_module
+from shardkit.datasets import opened as opened_module
 from shardkit.errors import ShardError
 from shardkit.formats import tar
 
@@ -227,7 +227,7 @@ def test_lists_without_columns_are_looked_into(tmp_path: Path) -> None:
 
 
 def test_at_most_so_many_shards_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_module, "MAX_OPEN_SHARDS", 2)
+    monkeypatch.setattr(opened_module, "MAX_OPEN_SHARDS", 2)
     dataset = shardkit.open_dataset(write_tars(tmp_path))
     first = dataset.shard(0)
     assert dataset.shard(0) is first
@@ -243,7 +243,7 @@ def test_at_most_so_many_shards_stay_open(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_decompressed_shards_are_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = shardkit.open_dataset(write_mds(tmp_path, compression="zstd"))
-    monkeypatch.setattr(dataset_module, "MAX_RESIDENT_BYTES", 1)
+    monkeypatch.setattr(opened_module, "MAX_RESIDENT_BYTES", 1)
     first = dataset.shard(0)
     assert dataset.shard(0) is first
     dataset.shard(1)
@@ -251,7 +251,7 @@ def test_decompressed_shards_are_bounded_in_bytes(tmp_path: Path, monkeypatch: p
 
 
 def test_threads_share_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_module, "MAX_OPEN_SHARDS", 1)
+    monkeypatch.setattr(opened_module, "MAX_OPEN_SHARDS", 1)
     dataset = shardkit.open_dataset(write_tars(tmp_path))
     numbers: list[int] = np.random.default_rng(0).integers(0, len(ROWS), 600).tolist()
     with ThreadPoolExecutor(8) as pool:

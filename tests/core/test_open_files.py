@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.datasets import dataset as dataset_module
+from shardkit.datasets import opened as opened_module
 from shardkit.datasets.dataset import open_dataset
 from shardkit.files import open_maps
 from shardkit.formats import mds, tar
@@ -119,14 +119,14 @@ def test_shards_of_a_cache_folder_hold_no_descriptors(tmp_path: Path) -> None:
 def test_all_datasets_of_a_process_hold_its_bound_on_maps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataset_module, "MAX_MAPS", open_maps() + 6)
+    monkeypatch.setattr(opened_module, "MAX_MAPS", open_maps() + 6)
     with ExitStack() as stack:
         datasets = [stack.enter_context(open_dataset(make(tmp_path / f"{n}", "mds", 4))) for n in range(4)]
         held = datasets[0].shard(0)
         for number in range(4):
             for dataset in datasets:
                 dataset.shard(number)
-                assert open_maps() <= dataset_module.MAX_MAPS
+                assert open_maps() <= opened_module.MAX_MAPS
         assert "tokens" in held.sample(0)  # forgotten, yet whole for who holds it
     del held
     assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
@@ -141,7 +141,7 @@ def test_plans_of_datasets_of_very_many_shards_are_short(
         expected = [batch["sample_id"].tolist() for batch in loader]
     monkeypatch.setattr(groups, "MAX_PLAN_SHARDS", 8)
     before = open_maps()
-    monkeypatch.setattr(dataset_module, "MAX_MAPS", 0)  # nothing stays open but by the plans
+    monkeypatch.setattr(opened_module, "MAX_MAPS", 0)  # nothing stays open but by the plans
     with StreamingLoader(folder, **options) as loader:
         for batch, ids in zip(loader, expected, strict=True):
             assert batch["sample_id"].tolist() == ids

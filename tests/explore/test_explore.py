@@ -27,6 +27,7 @@ pytest.importorskip("uvicorn", reason="the pages need shardkit[view]")
 
 from shardkit.cli.main import main
 from shardkit.datasets.dataset import open_dataset
+from shardkit.datasets.provenance.text import read_rows
 from shardkit.errors import ShardkitError
 from shardkit.formats import mds
 from shardkit.tools.explore.export import export_site
@@ -34,7 +35,6 @@ from shardkit.tools.explore.scan import Equal, Place, scan
 from shardkit.tools.explore.server import page_address
 from shardkit.tools.explore.site import Site, shown
 from shardkit.tools.explore.summary import RuleValues, _bin_key, _bin_value, _count_rule
-from shardkit.tools.trace.text import read_rows
 from shardkit.writers import build
 from support.explored_build import HOSTILE, TOKEN, Page, cookie, explore, make_explored, served, text_of
 from support.small_build import EOS, make_corpus, train_bpe, tree

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 from shardkit.errors import StateError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, checkpoint_state
-from shardkit.loaders.state import LoaderState
+from shardkit.order.state import LoaderState
 from support.loader_data import make_dataset
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

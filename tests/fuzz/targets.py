@@ -22,6 +22,9 @@ from fuzz.sources import SOURCES
 from fuzz.tokenizer_files import TOKENIZER_FILES, TOKENIZERS
 from shardkit.cache.indexes import TarIndexes
 from shardkit.datasets.dataset import open_dataset
+from shardkit.datasets.provenance.answers import Tracer
+from shardkit.datasets.provenance.search import Selection
+from shardkit.datasets.provenance.table import pieces_of
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
 from shardkit.formats.mds import index as mds_index
@@ -35,10 +38,7 @@ from shardkit.storage.hub import HubStore
 from shardkit.storage.hub_client import HubAnswer, HubClient
 from shardkit.storage.local import LocalStore
 from shardkit.storage.memory import MemoryStore
-from shardkit.tools.trace.answers import Tracer
-from shardkit.tools.trace.fates import find_dropped, find_fates
-from shardkit.tools.trace.search import Selection
-from shardkit.tools.trace.table import pieces_of
+from shardkit.tools.fates import find_dropped, find_fates
 from shardkit.writers import build
 from shardkit.writers.execution.task import Output, Task, parse_record, record_of
 from shardkit.writers.recipe import load_recipe

@@ -23,11 +23,11 @@ import sentencepiece
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from fuzz.engine import Target, mutate
+from shardkit.datasets.provenance.text import Decoder
 from shardkit.errors import ShardkitError
-from shardkit.tools.trace.text import Decoder
+from shardkit.formats.tokenizer_file import Encoding, end_token
 from shardkit.writers.inputs.chat import MARK, SPECIAL, TRAINED
 from shardkit.writers.tokenizer import Encoder
-from shardkit.writers.tokenizer_file import Encoding, TiktokenConfig, end_token
 
 __all__ = ["TOKENIZERS", "TOKENIZER_FILES"]
 
@@ -54,7 +54,7 @@ _ODD = [
     {"a": 1},
 ]
 _Change = Callable[[bytes, random.Random], bytes]
-_ENCODING = TiktokenConfig(pattern=r"\w+|\s+|[^\w\s]+", special_tokens={EOS: 300})
+_ENCODING = {"pattern": r"\w+|\s+|[^\w\s]+", "special_tokens": {EOS: 300}}
 
 
 def _json_file(kind: str) -> bytes:

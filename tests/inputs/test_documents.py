@@ -5,12 +5,11 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
+from shardkit.hashing import keyed_hashes, keyed_id_hashes
 from shardkit.writers.documents import (
     content_ranks,
     document_ids,
     id_bytes,
-    keyed_hashes,
-    keyed_id_hashes,
     text_digests,
 )
 from shardkit.writers.kernels.text_arrays import text_offsets

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.loaders.batch import BatchMaker, TokenColumn, find_segments
+from shardkit.datasets.segments import find_segments
+from shardkit.loaders.batch import BatchMaker, TokenColumn
 from shardkit.loaders.config import LoaderConfig
 
 EOS = 0

@@ -19,11 +19,11 @@ from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.datasets.locate import Found, LocalFiles
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.config import LoaderConfig, Stream
-from shardkit.loaders.defaults import find_eos_id, shuffle_sizes, warn_of_small_cache
-from shardkit.loaders.dry_run import PlannedRun
+from shardkit.loaders.defaults import find_eos_id, warn_of_small_cache
 from shardkit.loaders.streams import Streams, open_streams
 from shardkit.order.order import OrderSpec
 from shardkit.storage.memory import MemoryStore
+from shardkit.tools.audit.plan import PlannedRun
 from support.loader_data import parts, token_rows, write_card
 from support.remote_harness import fresh_url, put_folder, write_hashed
 
@@ -70,10 +70,10 @@ def test_lanes_and_window_follow_from_the_shards_and_samples_alone(
 ) -> None:
     """Not from cache, batch or ranks, of which nothing is known here; nor from the size of a sample."""
     dataset = large(url, 50 * SHARD_BYTES, shards=shards)
-    assert shuffle_sizes(dataset, LoaderConfig()) == (lanes, window)
-    assert shuffle_sizes(dataset, LoaderConfig(cache_bytes=1)) == (lanes, window)
-    assert shuffle_sizes(dataset, LoaderConfig(lanes=5, window=77)) == (5, 77)
-    assert shuffle_sizes(dataset, LoaderConfig(lanes=1))[1] == max(400, 64 * 200)
+    sizes = dataset.stream_sizes("data")
+    assert sizes.shuffle_sizes(None, None) == (lanes, window)
+    assert sizes.shuffle_sizes(5, 77) == (5, 77)
+    assert sizes.shuffle_sizes(1, None)[1] == max(400, 64 * 200)
 
 
 def test_compressed_shards_make_fewer_lanes_wherever_they_are(url: str, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_compressed_shards_make_fewer_lanes_wherever_they_are(url: str, tmp_path
     local = Dataset(LocalFiles(Found(tmp_path / "d", manifest)), manifest)
     remote = Dataset(None, manifest, shards=large(url, 1 << 30).shards)
     for made in (local, remote):
-        assert shuffle_sizes(made, LoaderConfig())[0] == 4
+        assert made.stream_sizes("data").shuffle_sizes(None, None)[0] == 4
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_seed_and_data_are_the_order_for_any_batch_ranks_and_cache(
         opened = open_streams(streams, config, 1)
         settings = opened.settings(config, seed=5)
         assert [settings.order_of(n).lanes for n in range(len(streams))] == [16, 1][: len(streams)]
-        run = PlannedRun(opened, settings, batch_size=global_batch // world_size, world_size=world_size)
+        run = PlannedRun(opened.sizes, settings, batch_size=global_batch // world_size, world_size=world_size)
         steps = [run.steps(1).ravel() for _ in range(6_000 // global_batch)]
         opened.streams.close()
         if not number:

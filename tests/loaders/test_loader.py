@@ -451,7 +451,7 @@ def test_several_dataloader_workers_are_refused_instead_of_repeating_samples(dat
 
 
 def test_planning_and_counting_need_no_torch() -> None:
-    modules = "shardkit.loaders.plan, shardkit.loaders.state"
+    modules = "shardkit.order.batches, shardkit.order.state"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

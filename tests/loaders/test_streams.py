@@ -157,7 +157,7 @@ def test_local_shards_are_verified_on_request(tmp_path: Path) -> None:
 def test_rows_of_a_dataset_that_takes_another_ones_place_are_never_delivered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: int
 ) -> None:
-    monkeypatch.setattr("shardkit.datasets.dataset.MAX_OPEN_SHARDS", 2)
+    monkeypatch.setattr("shardkit.datasets.opened.MAX_OPEN_SHARDS", 2)
     make_dataset(tmp_path / "data", "mds")
     make_dataset(tmp_path / "other", "mds", samples=samples)
     with StreamingLoader(tmp_path / "data", batch_size=8) as loader:

@@ -15,13 +15,12 @@ from torch.utils.data import DataLoader
 
 from reference.work_balance import level_one
 from shardkit.datasets.dataset import open_dataset
-from shardkit.datasets.row_costs import RowCosts
+from shardkit.datasets.row_costs import table_of
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.loaders.config import CostModel
 from shardkit.loaders.lengths import LengthLoader
-from shardkit.loaders.plan import BatchPlan, StepSizes
 from shardkit.loaders.pytorch import StreamingDataset
-from shardkit.loaders.work_balance import WorkBalance, level
+from shardkit.order.balance import CostModel, WorkBalance, level
+from shardkit.order.batches import BatchPlan, StepSizes
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.order import Order, OrderSpec
 from support.default_cases import cases
@@ -287,7 +286,7 @@ def test_sums_of_the_largest_costs_do_not_overflow() -> None:
     order, plan = Order([samples], OrderSpec(1, 1, 0, "none")), BatchPlan(samples, 4, 0, 8, "carry")
     squares = np.full(samples, length * length, dtype=np.uint64)
     squares[::4] //= 7
-    balance = WorkBalance([RowCosts.of(squares)], [length], [0], CostModel(), StepSizes.of(1 << 24))
+    balance = WorkBalance([table_of(squares, length)], CostModel(), StepSizes.of(1 << 24))
     steps = balance.steps(plan, order, 0, 2)
     assert steps.work is not None
     assert (steps.work >= 0).all()
@@ -341,7 +340,7 @@ def test_the_only_rank_has_nothing_to_balance(path: Path, monkeypatch: pytest.Mo
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("rows were counted")
 
-    monkeypatch.setattr("shardkit.loaders.work_balance.open_row_costs", refuse)
+    monkeypatch.setattr("shardkit.loaders.defaults.open_row_costs", refuse)
     with StreamingLoader(
         open_dataset(path), batch_size=2, rank=0, world_size=1, balance="attention"
     ) as loader:

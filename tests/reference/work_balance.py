@@ -8,7 +8,7 @@ Row = tuple[int, int]
 
 
 def level_one(costs: Sequence[Sequence[int]], before: Sequence[int] | None = None) -> list[list[Row]]:
-    """`shardkit.loaders.work_balance.level` of one batch: of each place, the (rank, index) of its row."""
+    """`shardkit.order.balance.level` of one batch: of each place, the (rank, index) of its row."""
     ranks = len(costs)
     placed = [[(rank, index) for index in range(len(rows))] for rank, rows in enumerate(costs)]
     done = list(before or [0] * ranks)

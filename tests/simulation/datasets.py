@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.datasets.dataset import open_dataset
-from shardkit.datasets.row_costs import DocumentIds, write_row_costs
+from shardkit.datasets.row_costs import count_row_costs, write_row_costs
 from shardkit.formats import mds, tar
-from shardkit.loaders.row_costs import count_row_costs
+from shardkit.order.balance import DocumentIds
 from spec.arithmetic import level, squares
 from spec.reader import Dataset, Run
 from support.loader_data import EOS, parts, token_rows

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.card import DatasetCard, listed_files
-from shardkit.datasets.row_costs import RowCosts
+from shardkit.datasets.row_costs import table_bytes, table_of
 from shardkit.formats import mds, tar
 from shardkit.formats.mds import index as mds_index
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.loaders.work_balance import level
+from shardkit.order.balance import level
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.order import Order, OrderSpec
 from spec import arithmetic, reader
@@ -190,8 +190,8 @@ def test_a_card_that_leaves_its_files_to_files_json_is_read(tmp_path: Path) -> N
 @pytest.mark.parametrize("dtype", ["uint32", "uint64"])
 def test_tables_of_row_costs_are_read(dtype: str, tmp_path: Path) -> None:
     squares: Any = np.arange(1, 9).astype(dtype) ** 4
-    costs = RowCosts.of(squares)
-    (tmp_path / "table.npy").write_bytes(costs.to_bytes())
+    costs = table_of(squares, 8)
+    (tmp_path / "table.npy").write_bytes(table_bytes(costs))
     assert reader.row_costs(tmp_path / "table.npy") == [n**4 for n in range(1, 9)]
 
 

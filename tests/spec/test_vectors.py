@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardkit.datasets.segments import find_segments
 from shardkit.formats import mds
 from shardkit.formats.blocks import shard_part
 from shardkit.formats.tar.members import split_name
 from shardkit.formats.usage_log import RunHead, end_record, step_record
-from shardkit.hashing import digest_of
-from shardkit.loaders.batch import find_segments
-from shardkit.loaders.state import LoaderState
-from shardkit.loaders.work_balance import level
+from shardkit.hashing import digest_of, keyed_hashes
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
+from shardkit.order.balance import level
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Mixture, Schedule
 from shardkit.order.order import Order, OrderSpec, default_lanes, default_window
 from shardkit.order.permutation import Permutation, mix64
+from shardkit.order.state import LoaderState
 from shardkit.order.streams import stream_seed
-from shardkit.writers.documents import document_ids, keyed_hashes
+from shardkit.writers.documents import document_ids
 from shardkit.writers.execution import task as tasks
 from spec import arithmetic, reader
 from support.pages import ROOT

@@ -15,15 +15,14 @@ from shardkit.datasets.dataset import Dataset
 from shardkit.datasets.locate import Found, LocalFiles
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.dry_run import PlannedRun
-from shardkit.loaders.plan import SampleOrder
 from shardkit.loaders.streams import open_streams
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
+from shardkit.order.batches import SampleOrder
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.order import Located
 from shardkit.tools.audit.findings import AuditReport
 from shardkit.tools.audit.logs import audit_logs
-from shardkit.tools.audit.plan import Leg, audit_plan
+from shardkit.tools.audit.plan import Leg, PlannedRun, audit_plan
 
 Remap = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 State = dict[str, Any]

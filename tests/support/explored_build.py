@@ -11,10 +11,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from shardkit.datasets.dataset import open_dataset
+from shardkit.datasets.provenance.text import Decoder, find_tokenizer
 from shardkit.tools.explore.explored import Explored
 from shardkit.tools.explore.server import bind, make_server
 from shardkit.tools.explore.site import Site
-from shardkit.tools.trace.text import Decoder, find_tokenizer
 from shardkit.writers import build
 from support.small_build import make_corpus
 

@@ -11,9 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardkit.loaders import Stream
-from shardkit.loaders.dry_run import PlannedRun
 from shardkit.order.exclusions import Exclusions
-from shardkit.tools.audit.plan import Leg, legs_of_resumes
+from shardkit.tools.audit.plan import Leg, PlannedRun, legs_of_resumes
 from shardkit.tools.audit.sums import SampleHash, Tally
 from support.audit_runs import RemappedOrder, index_only, kinds, plan_report
 

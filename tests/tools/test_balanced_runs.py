@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from shardkit.cli.main import main
-from shardkit.datasets.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset, trace
+from shardkit.datasets.provenance.run import Run
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.loaders.config import CostModel, LoaderConfig
-from shardkit.loaders.state import LoaderState
+from shardkit.loaders.config import CostModel
 from shardkit.order.exclusions import Exclusions
-from shardkit.tools.trace.documents import trace
-from shardkit.tools.trace.run import Run
+from shardkit.order.state import LoaderState
 from support.audit_runs import kinds, log_report, logged_run, plan_report
 from support.uneven_data import ids_of_ranks, make_uneven
 
@@ -94,7 +93,7 @@ def test_a_row_is_traced_to_the_rank_that_had_it(path: Path, tail: Any, balance:
             [dataset],
             batch_size=8,
             world_size=4,
-            loader=LoaderConfig(balance=balance),
+            balance=balance,
         )
         assert_traced(run, seen)
 
@@ -117,9 +116,7 @@ def test_a_step_of_several_batches_is_traced_by_the_state_that_knows_its_size(pa
     seen = ids_of_ranks(path, 4, 1, 30, states=states, **options)
     with open_dataset(path) as dataset:
         state = LoaderState.from_dict(states[-1])
-        run = Run.from_state(
-            state, [dataset], batch_size=1, world_size=4, loader=LoaderConfig(balance="attention")
-        )
+        run = Run.from_state(state, [dataset], batch_size=1, world_size=4, balance="attention")
         assert_traced(run, seen)
 
 
@@ -136,7 +133,7 @@ def test_rows_of_a_mixture_are_traced_to_their_ranks(path: Path, tmp_path: Path)
             [removed],
             batch_size=8,
             world_size=3,
-            loader=LoaderConfig(balance="attention"),
+            balance="attention",
         )
         for step, ranks in enumerate(seen.tolist(), 1):
             found = {(row.rank, row.index): row.row + 300 * row.stream for row in run.batch(step)}
@@ -176,7 +173,5 @@ def test_a_question_about_a_step_takes_the_balance_of_the_loader(path: Path) -> 
         run: Any = {"state": states[-1], "batch_size": 8, "world_size": 4}
         answer = trace(dataset, step=2, limit=0, balance="attention", **run).facts
         assert {row["row"] for row in answer["rows"] if row["rank"] == 2} == set(seen[1, 2].tolist())
-        found = Run.from_options(
-            dataset, batch_size=8, world_size=4, lanes=8, window=32, loader=LoaderConfig(balance="attention")
-        )
+        found = Run.from_options(dataset, batch_size=8, world_size=4, lanes=8, window=32, balance="attention")
         assert {row.row for row in found.batch(2) if row.rank == 2} == set(seen[1, 2].tolist())

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.errors import BuildError, RecipeError
-from shardkit.writers.documents import keyed_hashes
+from shardkit.hashing import keyed_hashes
 from shardkit.writers.filters.base import (
     Edit,
     Editor,

@@ -64,7 +64,7 @@ class BadWordsFilter:
 
     def _stays(self, batch: TextBatch, bad: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Mask of the bad documents in the fraction that stays."""
-        from shardkit.writers.documents import keyed_hashes
+        from shardkit.hashing import keyed_hashes
 
         stays = np.zeros(len(batch), np.bool_)
         if self._config.keep_fraction and bad.any():

@@ -24,11 +24,10 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
-from shardkit.hashing import digest_of
+from shardkit.hashing import digest_of, keyed_hashes
 from shardkit.writers.dedup.lines import ROWS_FILE
 from shardkit.writers.dedup.removals import SplitRemovals
 from shardkit.writers.dedup.tables import Rows, RowsWriter
-from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task
 from shardkit.writers.filters.buckets import BucketsConfig

@@ -21,6 +21,7 @@ from typing import Any
 
 from shardkit.card import DedupFacts
 from shardkit.errors import BuildError, RecipeError, warn_user
+from shardkit.formats.tokenizer_file import Engine
 from shardkit.hashing import digest_of
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
@@ -55,7 +56,6 @@ from shardkit.writers.stages.selection import NOT_SELECTED, Selection
 from shardkit.writers.stages.split import PartsFound, SplitStage
 from shardkit.writers.stages.tokenize import TokenizerFacts, TokenizerFile
 from shardkit.writers.tokenizer import Parity
-from shardkit.writers.tokenizer_file import Engine
 
 __all__ = [
     "PARTITION_TEXT_BYTES",

@@ -35,9 +35,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.errors import RecipeError, warn_user
+from shardkit.hashing import keyed_hashes
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.removals import Part, SplitRemovals, SplitTable, by_split, document_keys
-from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.exchange import Exchanged, Limits, RunWriter, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, partition_name

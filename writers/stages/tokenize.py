@@ -28,6 +28,7 @@ import pyarrow.compute as pc
 
 from shardkit.card import Histogram
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
+from shardkit.formats.tokenizer_file import Encoding, Engine, find_tokenizer, own_engine
 from shardkit.hashing import digest_of
 from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.lines import ROWS_FILE
@@ -45,7 +46,7 @@ from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageCounts
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.progress import PULSE
-from shardkit.writers.recipe import Recipe
+from shardkit.writers.recipe import Recipe, TiktokenConfig
 from shardkit.writers.remembered import remembered
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.stages.buckets import BucketLabels, Buckets, marked_batches
@@ -63,7 +64,6 @@ from shardkit.writers.tokenizer import (
     tokenizer_digest,
     unlike_characters,
 )
-from shardkit.writers.tokenizer_file import Encoding, Engine, find_tokenizer, own_engine
 
 _Masks = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 """Of each token, and of the eos of each document."""
@@ -231,7 +231,9 @@ class TokenizerFile:
                 f"tokenizer.path: conversations and prompts need a tokenizer.json; {path} is none"
             )
         given = recipe.tokenizer
-        encoding = Encoding.of(given.encoding) or Encoding.named_by(path)
+        stated = given.encoding
+        known = Encoding.of(stated.model_dump() if isinstance(stated, TiktokenConfig) else stated)
+        encoding = known or Encoding.named_by(path)
         separator = None if group is None else group.separator
         digest = tokenizer_digest(path)
         return cls(Artifact(path), digest, given.eos, given.bos, encoding, tuple(specials), separator)

@@ -5,7 +5,7 @@ count through all streams' datasets, as they do in the loader. Each stream has a
 counts its samples through all its epochs: for a single stream it is the position.
 
 Steps follow from the tail's rule. `Tiling` states it independently of the loader's own plan
-(`shardkit.loaders.plan`), which the audit checks. With N samples an epoch and G samples a step over all
+(`shardkit.order.batches`), which the audit checks. With N samples an epoch and G samples a step over all
 ranks, a step at position p has left = N - p % N samples of the epoch before it:
 
     carry  p .. p + G
@@ -25,11 +25,9 @@ import numpy.typing as npt
 from shardkit.arrays import Ints
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import StateError
+from shardkit.order.arrangement import Arrangement
 from shardkit.order.exclusions import Exclusions
-from shardkit.order.mixture import Mixture
-from shardkit.order.order import Order
 from shardkit.order.run_settings import RunSettings
-from shardkit.order.streams import MixedOrder, StreamOrder
 
 __all__ = ["Expectation", "Steps", "Tiling"]
 
@@ -92,24 +90,18 @@ class Expectation:
         _check(settings, datasets, exclusions)
         self.settings, self._datasets = settings, tuple(datasets)
         self.tiling = Tiling(settings.epoch_samples, settings.tail)
-        self.streams: list[StreamOrder] = []
-        for number, (dataset, excluded) in enumerate(zip(datasets, exclusions, strict=True)):
-            sizes = dataset.manifest.shard_samples
-            kept = sizes if excluded is None else excluded.kept_of_shards(sizes)
-            order = Order(kept, settings.order_of(number))
-            self.streams.append(StreamOrder(order, excluded, sizes))
-        self.mixture: Mixture | None = None
-        self.order: StreamOrder | MixedOrder = self.streams[0]
-        if settings.schedule is not None:
-            self.mixture = Mixture(settings.order.seed, settings.schedule)
-            self.order = MixedOrder(self.streams, self.mixture, settings.epoch_samples)
+        named = zip(settings.streams, datasets, strict=True)
+        self.names = [
+            stream.name or dataset.location.rstrip("/").rpartition("/")[2] for stream, dataset in named
+        ]
+        excluded = zip(datasets, self.names, exclusions, strict=True)
+        arranged = Arrangement(settings, [dataset.stream_sizes(name, own) for dataset, name, own in excluded])
+        self.order, self.streams, self.mixture = arranged.order, arranged.streams, arranged.mixture
+        self.indices_at = arranged.positions
+        """How many samples each stream has delivered before a position."""
         self.first_samples = _starts([len(dataset) for dataset in datasets])
         self._first_shards = _starts([stream.shards for stream in self.streams])
         self._shard_starts = _starts(np.concatenate([each.manifest.shard_samples for each in datasets]))
-        self.names = [
-            stream.name or dataset.location.rstrip("/").rpartition("/")[2]
-            for stream, dataset in zip(settings.streams, datasets, strict=True)
-        ]
 
     @property
     def samples(self) -> int:
@@ -120,13 +112,6 @@ class Expectation:
     def shards(self) -> int:
         """Shards of all streams."""
         return int(self._first_shards[-1])
-
-    def indices_at(self, position: int) -> list[int]:
-        """How many samples each stream has delivered before a position."""
-        if self.mixture is None:
-            return [position]
-        counts: list[int] = self.mixture.counts(position).tolist()
-        return counts
 
     def edges(self, steps: Steps) -> list[Ints]:
         """For each stream int64[count + 1]: its index where each step begins, and after the last."""

@@ -1,30 +1,42 @@
 """Checks what every rank would be given, step by step, without reading a sample.
 
-The plan that is walked is the loader's own (`shardkit.loaders.dry_run`): it is what is judged. It is compared
-with the index, with separate arithmetic (`expectation`), and with the inverse of the order. Memory: one block
-of positions and a few arrays with an entry per shard; nothing grows with the number of samples.
+What is walked is the plan of a loader, and it is what is judged: the order is the `Arrangement` of its
+settings, the batches are those of `BatchPlan`, a restart passes through the state's JSON and `resume`, and
+workers take turns as those of `StreamingDataset` do. It is compared with the index, with separate arithmetic
+(`expectation`), and with the inverse of the order. Only indexes and cards are read, and the tables of row
+costs if ranks are balanced.
+
+Memory: one block of positions and a few arrays with an entry per shard; nothing grows with the number of
+samples. Planning a rank costs as much as in training: about 5 ns per position of the global batch and 100 ns
+per sample of the rank; with balance some 500 ns per position.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from shardkit.arrays import Ints
 from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.dry_run import PlannedRun
-from shardkit.loaders.plan import BatchPlan
+from shardkit.loaders.defaults import open_work_balance
 from shardkit.loaders.streams import Opened
-from shardkit.loaders.work_balance import open_work_balance
+from shardkit.order.arrangement import Arrangement, StreamSizes
+from shardkit.order.balance import WorkBalance, planned_steps
+from shardkit.order.batches import BatchPlan, Cursor
 from shardkit.order.order import Shuffle
-from shardkit.order.run_settings import Tail
+from shardkit.order.run_settings import RunSettings, Tail
+from shardkit.order.state import LoaderState, resume
 from shardkit.progress import counting
 from shardkit.tools.audit.checker import BLOCK_POSITIONS, Checker
 from shardkit.tools.audit.expectation import Expectation
 from shardkit.tools.audit.findings import AuditReport, Finding, Findings, Walk
 from shardkit.tools.audit.sums import SampleHash
 
-__all__ = ["Leg", "audit_plan", "legs_of_resumes"]
+__all__ = ["Leg", "PlannedRun", "audit_plan", "legs_of_resumes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +59,71 @@ def legs_of_resumes(legs: Sequence[Leg], steps: Sequence[int]) -> list[Leg]:
     return [
         Leg(leg.batch_size, leg.world_size, end) for leg, end in zip(turns, ends, strict=True) if end != 0
     ]
+
+
+class PlannedRun:
+    """All ranks of a run from its first step on; `workers` of a DataLoader in each rank (0: none)."""
+
+    def __init__(
+        self,
+        streams: Sequence[StreamSizes],
+        settings: RunSettings,
+        *,
+        batch_size: int,
+        world_size: int,
+        workers: int = 0,
+        balance: WorkBalance | None = None,
+    ) -> None:
+        self._streams, self._first, self._workers, self._balance = streams, settings, workers, balance
+        self._cursor: Cursor
+        self._plans: list[BatchPlan]
+        self._begin(LoaderState(0, 0, settings), batch_size, world_size)
+
+    @property
+    def position(self) -> int:
+        """Where the next step begins: `StreamingLoader.position`."""
+        return self._cursor[0]
+
+    def steps(self, most: int) -> Ints:
+        """Return the next 1 to `most` steps, all of one epoch: int64[steps, ranks, batch], -1 for padding."""
+        plan = self._plans[0]
+        left = plan.batches_left(self.position)
+        count = min(most, left)
+        ids = np.stack([self._of_rank(each, count) for each in self._plans], axis=1)
+        self._cursor = plan.advance(self._cursor, count)
+        return ids
+
+    def restart(self, batch_size: int, world_size: int) -> None:
+        """Continue with other ranks from the state as a checkpoint would give it back."""
+        saved = LoaderState(*self._cursor, self._settings)
+        loaded = LoaderState.from_dict(json.loads(json.dumps(saved.to_dict())))
+        resumed = resume(loaded, self._first, fixed=frozenset(), on_mismatch="error")
+        self._begin(resumed, batch_size, world_size)
+
+    def _begin(self, state: LoaderState, batch_size: int, world_size: int) -> None:
+        self._settings = settings = state.settings
+        self._cursor = (state.position, state.epoch_batches)
+        self._arrangement = Arrangement(settings, self._streams)
+        self._plans = [
+            BatchPlan(settings.epoch_samples, batch_size, rank, world_size, settings.tail)
+            for rank in range(world_size)
+        ]
+
+    def _of_rank(self, plan: BatchPlan, count: int) -> Ints:
+        """int64[count, batch]: what a rank makes, itself or by its workers in turn."""
+        if self._workers < 2:
+            return self._planned(plan, self._cursor, count, 1)
+        ids = np.empty((count, plan.batch_size), dtype=np.int64)
+        for worker in range(min(self._workers, count)):
+            cursor = plan.advance(self._cursor, worker)
+            share = -(-(count - worker) // self._workers)
+            ids[worker :: self._workers] = self._planned(plan, cursor, share, self._workers)
+        return ids
+
+    def _planned(self, plan: BatchPlan, cursor: Cursor, count: int, every: int) -> Ints:
+        order = self._arrangement.order
+        steps = planned_steps(plan, self._balance, order, cursor[0], count, every=every)
+        return steps.sample_id.reshape(count, plan.batch_size)
 
 
 def audit_plan(
@@ -87,7 +164,7 @@ def audit_plan(
             name = " then ".join(f"{leg.world_size} x {leg.batch_size}" for leg in walk)
             checker = Checker(expected, report, hashing, name, runs=len(walk))
             ranks = {"batch_size": walk[0].batch_size, "world_size": walk[0].world_size}
-            run = start(opened, settings, **ranks, workers=workers, balance=balance)
+            run = start(opened.sizes, settings, **ranks, workers=workers, balance=balance)
             _walk(checker, walk, run, end, advance)
             checker.finish(seconds=time.perf_counter() - began)
             if len({leg.global_batch for leg in walk}) == 1:

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.card import Count, DatasetCard
+from shardkit.datasets.provenance.search import Selection
+from shardkit.datasets.provenance.table import pieces_of
 from shardkit.tools.explore.background import Background
 from shardkit.tools.explore.explored import Explored, Params
 from shardkit.tools.explore.overview import funnel_rows
 from shardkit.tools.explore.scan import scan
-from shardkit.tools.trace.search import Selection
-from shardkit.tools.trace.table import pieces_of
 
 __all__ = ["Comparison", "Difference", "FunnelChange", "compare_funnels"]
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from shardkit.card import DatasetCard
 from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.provenance.answers import Tracer
+from shardkit.datasets.provenance.folder import ParquetFolder
+from shardkit.datasets.provenance.text import Decoder
 from shardkit.errors import ShardkitError
 from shardkit.formats.provenance import PROVENANCE_FOLDER, PROVENANCE_SCHEMA
 from shardkit.formats.removed import DROPPED_FOLDER, DROPPED_SCHEMA, DUPLICATES_FOLDER, DUPLICATES_SCHEMA
 from shardkit.tools.explore.background import Background
 from shardkit.tools.explore.summary import Summary
-from shardkit.tools.trace.answers import Tracer
-from shardkit.tools.trace.folder import ParquetFolder
-from shardkit.tools.trace.text import Decoder
 
 __all__ = ["Explored", "PageNotFoundError", "Params", "number_param"]
 

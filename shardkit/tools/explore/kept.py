@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardkit.datasets.provenance.search import Selection, parse_document_id
+from shardkit.datasets.provenance.table import Piece, pieces_of
 from shardkit.errors import ShardkitError
 from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params
 from shardkit.tools.explore.scan import Equal, Place, scan
-from shardkit.tools.trace.search import Selection, parse_document_id
-from shardkit.tools.trace.table import Piece, pieces_of
 
 __all__ = ["show_document", "show_kept"]
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from shardkit.datasets.provenance.duplicates import Duplicates
+from shardkit.datasets.provenance.search import Selection, parse_document_id
 from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params
 from shardkit.tools.explore.raw import read_raw
 from shardkit.tools.explore.scan import Equal, Line, Place, read_line, scan
 from shardkit.tools.explore.summary import ClusterAt, RuleValues
-from shardkit.tools.trace.duplicates import Duplicates
-from shardkit.tools.trace.search import Selection, parse_document_id
 
 __all__ = ["Chart", "show_cluster", "show_clusters", "show_removed", "show_rule"]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from shardkit.datasets.provenance.answers import parse_row, trace_step
+from shardkit.datasets.provenance.run import Run
+from shardkit.datasets.provenance.text import Decoder, Row, read_rows
+from shardkit.datasets.segments import IGNORED_LABEL, find_segments
 from shardkit.errors import ShardkitError
-from shardkit.loaders.batch import IGNORED_LABEL, find_segments
-from shardkit.loaders.state import LoaderState
+from shardkit.order.state import LoaderState
 from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params, number_param
-from shardkit.tools.trace.answers import parse_row, trace_step
-from shardkit.tools.trace.run import Run
-from shardkit.tools.trace.text import Decoder, Row, read_rows
 
 __all__ = ["TokenShown", "show_row", "show_step"]
 

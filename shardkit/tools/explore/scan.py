@@ -18,8 +18,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from shardkit.datasets.provenance.folder import ParquetFolder
 from shardkit.errors import ShardkitError
-from shardkit.tools.trace.folder import ParquetFolder
 
 __all__ = ["SCAN_SECONDS", "AnyOf", "Equal", "Found", "Line", "Place", "Wanted", "read_line", "scan"]
 
@@ -50,7 +50,7 @@ class Place:
 
 
 class Wanted(Protocol):
-    """Which lines a scan wants; `shardkit.tools.trace.search.Selection` is one, too."""
+    """Which lines a scan wants; `shardkit.datasets.provenance.search.Selection` is one, too."""
 
     @property
     def columns(self) -> Sequence[str]: ...

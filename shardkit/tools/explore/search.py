@@ -20,12 +20,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from shardkit.datasets.provenance.folder import ParquetFolder
+from shardkit.datasets.provenance.search import Selection, UrlPatterns
+from shardkit.datasets.provenance.text import Decoder
 from shardkit.errors import ShardkitError
 from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params, number_param
 from shardkit.tools.explore.scan import AnyOf, Place, Wanted, scan
-from shardkit.tools.trace.folder import ParquetFolder
-from shardkit.tools.trace.search import Selection, UrlPatterns
-from shardkit.tools.trace.text import Decoder
 
 __all__ = ["Hit", "Section", "show_search"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shardkit.errors import ShardkitError, naming_extras
-from shardkit.loaders.state import LoaderState
+from shardkit.order.state import LoaderState
 from shardkit.tools.explore.compare import Comparison
 from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params
 from shardkit.tools.explore.kept import show_document, show_kept

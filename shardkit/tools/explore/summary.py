@@ -18,8 +18,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.card import Histogram
+from shardkit.datasets.provenance.folder import ParquetFolder
 from shardkit.tools.explore.scan import Place
-from shardkit.tools.trace.folder import ParquetFolder
 
 __all__ = ["ClusterAt", "Clusters", "RuleValues", "Summary"]
 

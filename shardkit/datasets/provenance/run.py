@@ -18,27 +18,28 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from shardkit.arrays import Ints
-from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.opened import OpenDataset
+from shardkit.datasets.row_costs import open_row_costs
+from shardkit.datasets.segments import find_eos_id
 from shardkit.errors import ShardkitError, StateError, naming_extras
 from shardkit.files import load_json
-from shardkit.loaders.config import LoaderConfig, Stream
-from shardkit.loaders.plan import Arrangement, BatchPlan, StepSizes
-from shardkit.loaders.state import LoaderState
-from shardkit.loaders.streams import Streams, open_streams
-from shardkit.loaders.work_balance import WorkBalance, open_work_balance
+from shardkit.order.arrangement import Arrangement, first_settings
+from shardkit.order.balance import Balance, DocumentIds, RowCosts, WorkBalance, cost_model
+from shardkit.order.batches import BatchPlan, StepSizes
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.order import Shuffle
 from shardkit.order.run_settings import RunSettings, Tail
+from shardkit.order.state import LoaderState
 from shardkit.order.streams import MixedOrder, StreamOrder
 
-__all__ = ["BatchRow", "Run", "Sighting", "rank_of", "read_state", "span_at", "start_of_step", "step_of"]
+__all__ = ["BatchRow", "Run", "Sighting", "read_state"]
 
 _STATE_KEYS = {"position", "order_version", "streams", "tail"}
 
@@ -46,34 +47,7 @@ _MAX_STATE_BYTES = 64 << 20
 
 _TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin")
 
-
-def start_of_step(plan: BatchPlan, step: int) -> int:
-    """Return the first position of a step of one batch, counted from 1."""
-    if plan.tail == "carry":
-        return (step - 1) * plan.global_batch
-    epoch, number = divmod(step - 1, plan.batches_left(0))
-    return epoch * plan.samples + number * plan.global_batch
-
-
-def step_of(plan: BatchPlan, position: int) -> int | None:
-    """Return the step of one batch, counted from 1, that delivers a position; None if the tail drops it."""
-    if plan.tail == "carry":
-        return position // plan.global_batch + 1
-    epoch, place = divmod(position, plan.samples)
-    number, steps = place // plan.global_batch, plan.batches_left(0)
-    return epoch * steps + number + 1 if number < steps else None
-
-
-def span_at(plan: BatchPlan, position: int) -> tuple[int, int]:
-    """(first position, how many) of the next global batch of a loader that stands at `position`."""
-    start = plan.start(position)
-    return start, min(plan.global_batch, plan.after(start) - start)
-
-
-def rank_of(plan: BatchPlan, index: int, count: int) -> tuple[int, int]:
-    """(rank, index in its batch) of sample `index` of a sorted global batch of `count`."""
-    rank = ((index + 1) * plan.world_size - 1) // count  # the last whose part begins at or before index
-    return rank, index - count * rank // plan.world_size
+NO_IDS = DocumentIds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +98,15 @@ class Run:
     def __init__(
         self,
         settings: RunSettings,
-        datasets: Sequence[Dataset],
+        datasets: Sequence[OpenDataset],
         exclusions: Sequence[Exclusions | None],
         *,
         batch_size: int | None = None,
         world_size: int = 1,
         accumulate: int = 1,
         delivered: int | None = None,
-        loader: LoaderConfig | None = None,
+        balance: Balance = None,
+        ids: DocumentIds = NO_IDS,
         step_sizes: StepSizes | None = None,
     ) -> None:
         self.settings, self.datasets, self.delivered = settings, tuple(datasets), delivered
@@ -140,8 +115,9 @@ class Run:
         self.accumulate = accumulate
         named = zip(settings.streams, datasets, strict=True)
         self.names = tuple(stream.name or dataset.location for stream, dataset in named)
-        limits, streams = [None] * len(datasets), Streams(datasets, self.names)
-        order = Arrangement(streams, settings, exclusions, limits).order
+        streams = zip(datasets, self.names, exclusions, strict=True)
+        sizes = [dataset.stream_sizes(name, excluded) for dataset, name, excluded in streams]
+        order = Arrangement(settings, sizes).order
         self._order = order
         self._mixed = order if isinstance(order, MixedOrder) else None
         self._orders = order.streams if isinstance(order, MixedOrder) else (order,)
@@ -150,8 +126,8 @@ class Run:
         if batch_size is not None:
             try:
                 self.plan = BatchPlan(settings.epoch_samples, batch_size, 0, world_size, settings.tail)
-                if (found := open_work_balance(streams, loader or LoaderConfig(), world_size)) is not None:
-                    self._balance = found.with_step_sizes(step_sizes)
+                if (model := cost_model(balance)) is not None and world_size > 1:
+                    self._balance = WorkBalance(self._row_costs(ids), model, step_sizes)
             except ValueError as error:
                 raise ShardkitError(str(error)) from error
 
@@ -159,15 +135,16 @@ class Run:
     def from_state(
         cls,
         state: LoaderState,
-        datasets: Sequence[Dataset],
+        datasets: Sequence[OpenDataset],
         exclusions: Sequence[Exclusions] = (),
         *,
         batch_size: int | None = None,
         world_size: int = 1,
         accumulate: int = 1,
-        loader: LoaderConfig | None = None,
+        balance: Balance = None,
+        ids: DocumentIds = NO_IDS,
     ) -> Self:
-        """The run that a loader's state belongs to; `loader`: the options that its balance follows from.
+        """The run that a loader's state belongs to; `balance` and `ids`: its options.
 
         `datasets` and `exclusions` are in any order and are matched with the state's streams by fingerprint
         and digest; the first dataset must be one of them. StateError if one is missing.
@@ -198,14 +175,15 @@ class Run:
             world_size=world_size,
             accumulate=accumulate,
             delivered=state.position,
-            loader=loader,
+            balance=balance,
+            ids=ids,
             step_sizes=state.step_sizes,
         )
 
     @classmethod
     def from_options(
         cls,
-        dataset: Dataset,
+        dataset: OpenDataset,
         excluded: Exclusions | None = None,
         *,
         batch_size: int | None = None,
@@ -216,31 +194,44 @@ class Run:
         lanes: int | None = None,
         window: int | None = None,
         tail: Tail = "carry",
-        loader: LoaderConfig | None = None,
+        balance: Balance = None,
+        ids: DocumentIds = NO_IDS,
     ) -> Self:
         """The run of a loader with these options over one dataset, lanes and window by default as there.
-
-        `loader`: the options that its balance follows from.
 
         ShardkitError if no loader takes it.
         """
         try:
-            config = LoaderConfig(lanes=lanes, window=window)
-            opened = open_streams([Stream(dataset, exclude=excluded)], config, 1)
-            settings = opened.settings(config, seed=seed, shuffle=shuffle, tail=tail)
+            if excluded is not None:
+                shard_samples = dataset.manifest.shard_samples
+                excluded = excluded.of_dataset(dataset.location, dataset.fingerprint, shard_samples)
+            sizes = dataset.stream_sizes(dataset.location, excluded)
+            settings = first_settings(
+                [sizes], seed=seed, shuffle=shuffle, tail=tail, lanes=lanes, window=window
+            )
         except ValueError as error:
             raise ShardkitError(str(error)) from error
         return cls(
             settings,
             [dataset],
-            opened.exclusions,
+            [excluded],
             batch_size=batch_size,
             world_size=world_size,
             accumulate=accumulate,
-            loader=loader,
+            balance=balance,
+            ids=ids,
         )
 
-    def streams_of(self, dataset: Dataset) -> list[int]:
+    def _row_costs(self, ids: DocumentIds) -> list[RowCosts]:
+        """The table of each stream; ValueError and ShardError as `find_eos_id` and `open_row_costs`."""
+        if ids.bos_id is None:
+            once = dict(zip(self.datasets, self.names, strict=True))
+            column, options = self.datasets[0].token_column, ["balance"]
+            eos_id = find_eos_id([*once], [*once.values()], ids, column, options=options, needs_bounds=True)
+            ids = replace(ids, eos_id=eos_id)
+        return [open_row_costs(dataset, ids) for dataset in self.datasets]
+
+    def streams_of(self, dataset: OpenDataset) -> list[int]:
         """The numbers of the streams that deliver a dataset."""
         streams = enumerate(self.settings.streams)
         return [number for number, each in streams if each.fingerprint == dataset.fingerprint]
@@ -291,13 +282,13 @@ class Run:
         """Return the rows of a step, counted from 1, over all ranks: batch by batch, rank by rank."""
         if step < 1:
             raise ShardkitError(f"there is no step {step}: steps are counted from 1, as loops print them")
-        return self.batch_at(start_of_step(self._known_plan(), (step - 1) * self.accumulate + 1))
+        return self.batch_at(self._known_plan().start_of_step((step - 1) * self.accumulate + 1))
 
     def batch_at(self, position: int) -> list[BatchRow]:
         """Return the same for the step of which a loader at this position delivers the first batch next."""
         rows: list[BatchRow] = []
         for number in range(1, self.accumulate + 1):
-            start, count = span_at(self._known_plan(), position)
+            start, count = self._known_plan().span_at(position)
             rows += self._global_batch(start, count, number)
             position = start + count
         return rows
@@ -313,7 +304,7 @@ class Run:
             if self._mixed is not None:
                 stream = int(np.searchsorted(self._mixed.first_samples, sample, side="right")) - 1
                 row = sample - int(self._mixed.first_samples[stream])
-            rank, place = rank_of(plan, index, count)
+            rank, place = plan.rank_of(index, count)
             rows.append(BatchRow(rank, place, at, epoch, stream, self.names[stream], row, number))
         return rows
 
@@ -341,12 +332,12 @@ class Run:
         delivered = None if self.delivered is None else position < self.delivered
         if self.plan is None:
             return Sighting(epoch, position, is_delivered=delivered)
-        step = step_of(self.plan, position)
+        step = self.plan.step_of(position)
         if step is None:
             return Sighting(epoch, position, is_dropped=True, is_delivered=False)
-        start, count = span_at(self.plan, start_of_step(self.plan, step))
+        start, count = self.plan.span_at(self.plan.start_of_step(step))
         batch = self._batch_in_places(start, count)
-        rank, index = rank_of(self.plan, int(np.flatnonzero(batch == position)[0]), count)
+        rank, index = self.plan.rank_of(int(np.flatnonzero(batch == position)[0]), count)
         step, number = 1 + (step - 1) // self.accumulate, 1 + (step - 1) % self.accumulate
         return Sighting(epoch, position, step, rank, index, is_delivered=delivered, batch=number)
 

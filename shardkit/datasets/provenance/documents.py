@@ -1,7 +1,7 @@
 """Questions to a dataset in Python: the text and the documents of a row, and where documents are.
 
     text_of, documents_of    what `Dataset.text` and `Dataset.documents` return
-    trace                    `shardkit.trace` and `Dataset.trace`: what the command `shardkit trace` is asked
+    trace_of                 `shardkit.trace` and `Dataset.trace`: what the command `shardkit trace` is asked
 
 Documents come with their whole text where a tokenizer is known. The tokenizer of an open dataset is read
 once. Its provenance tables are opened for each question, and only the parts that answer it are read.
@@ -12,29 +12,33 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Self, SupportsIndex, TypedDict, Unpack
+from typing import Any, Self, SupportsIndex, TypedDict
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from shardkit.datasets.dataset import Dataset, open_dataset
+from shardkit.datasets.opened import OpenDataset
+from shardkit.datasets.provenance.text import Decoder, Row, find_tokenizer, read_rows, token_column
 from shardkit.errors import ShardError, ShardkitError, naming_extras
 from shardkit.facts import Described, Facts, counted, printable
 from shardkit.files import local_path
-from shardkit.loaders.config import Balance, LoaderConfig
-from shardkit.loaders.state import LoaderState
+from shardkit.order.balance import Balance, DocumentIds
 from shardkit.order.exclusions import Exclusions
-from shardkit.storage.store import StorageOptions
-from shardkit.tools.trace.text import Decoder, Row, find_tokenizer, read_rows, token_column
+from shardkit.order.state import LoaderState
 
 with naming_extras("reading text and provenance"):
-    from shardkit.tools.trace.answers import Tracer, source_numbers, trace_rows, trace_search, trace_step
-    from shardkit.tools.trace.run import Run, read_state
-    from shardkit.tools.trace.search import Selection, UrlPatterns, parse_document_id
+    from shardkit.datasets.provenance.answers import (
+        Tracer,
+        source_numbers,
+        trace_rows,
+        trace_search,
+        trace_step,
+    )
+    from shardkit.datasets.provenance.run import Run, read_state
+    from shardkit.datasets.provenance.search import Selection, UrlPatterns, parse_document_id
 
-__all__ = ["Document", "Question", "Trace", "documents_of", "text_of", "trace"]
+__all__ = ["Document", "Question", "Trace", "documents_of", "text_of", "trace_of"]
 
 _EXCERPT = 60  # characters of a text in a repr
 _SHOWN = 10  # documents in a repr
@@ -53,7 +57,7 @@ _KINDS = {  # of questions, by the keyword that asks
 _Words = str | Sequence[str]
 _Path = str | os.PathLike[str]
 
-_decoders: WeakKeyDictionary[Dataset, Decoder] = WeakKeyDictionary()  # of those asked for text so far
+_decoders: WeakKeyDictionary[OpenDataset, Decoder] = WeakKeyDictionary()  # of those asked for text so far
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -88,7 +92,7 @@ class Document:
 
     @classmethod
     def of(cls, row: int, facts: Mapping[str, Any], steps: tuple[int, ...] | None = None) -> Self:
-        """A piece in an answer of `shardkit.tools.trace.answers`."""
+        """A piece in an answer of `shardkit.datasets.provenance.answers`."""
         names = ("text", "source", "file", "record", "id", "url", "metadata", "document_id", "copies")
         start, end = facts["tokens"]
         stated = {name: facts[name] for name in names}
@@ -111,7 +115,7 @@ class Document:
 
 
 class Question(TypedDict, total=False):
-    """The keyword arguments of `trace`."""
+    """The keyword arguments of `shardkit.trace`."""
 
     row: SupportsIndex
     step: int
@@ -129,14 +133,14 @@ class Question(TypedDict, total=False):
     accumulate: int
     balance: Balance
     eos_id: int | None
-    streams: Sequence[Dataset]
+    streams: Sequence[OpenDataset]
     without: Sequence[Exclusions]
     tokenizer: _Path | None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Trace(Described):
-    """An answer of `trace`: the first documents found, and totals of all.
+    """An answer of `shardkit.trace`: the first documents found, and totals of all.
 
     `facts` are the whole answer as plain data, as `shardkit trace --json` prints it.
     """
@@ -159,11 +163,11 @@ class Trace(Described):
         return self.question, lines
 
 
-def text_of(dataset: Dataset, row: SupportsIndex, *, tokenizer: _Path | None = None) -> str:
+def text_of(dataset: OpenDataset, row: SupportsIndex, *, tokenizer: _Path | None = None) -> str:
     """See `Dataset.text`; ShardkitError without a tokenizer, ShardError for a dataset without text."""
     number = _row(dataset, row)
     if token_column(dataset) is None:
-        sample = dataset[number]
+        sample = dataset.row(number)
         for name in _TEXT_COLUMNS:
             if isinstance(text := sample.get(name), str):
                 return text
@@ -179,7 +183,9 @@ def text_of(dataset: Dataset, row: SupportsIndex, *, tokenizer: _Path | None = N
     return decoder.text(tokens)
 
 
-def documents_of(dataset: Dataset, row: SupportsIndex, *, tokenizer: _Path | None = None) -> list[Document]:
+def documents_of(
+    dataset: OpenDataset, row: SupportsIndex, *, tokenizer: _Path | None = None
+) -> list[Document]:
     """See `Dataset.documents`."""
     tracer = _tracer(dataset, tokenizer)
     tracer.known()  # NoProvenanceError says why there is none
@@ -187,41 +193,21 @@ def documents_of(dataset: Dataset, row: SupportsIndex, *, tokenizer: _Path | Non
     return [Document.of(answer["row"], facts) for facts in answer["documents"]]
 
 
-def trace(
-    dataset: Dataset | _Path, *, storage: StorageOptions | None = None, **question: Unpack[Question]
-) -> Trace:
-    """Find documents in a dataset, and the training steps that see them. One question at a time:
-
-        url, id, document, source, file    documents with these URLs or patterns ("example.org/*"), ids of
-                                           your own or of shardkit (hex), labels of inputs, or raw files; for
-                                           a removed duplicate, the one that stays
-        row                                the documents in a row
-        step                               the documents in a step of a run, counted from 1 as loops print
-
-    Several values are a list. `limit` (default: 20; 0: all) bounds what is listed, not the totals. `exclude`
-    writes the rows found as a list for `Stream(exclude=...)`, `export` all documents found to a .parquet,
-    .jsonl or .csv file. A run is known from the `state` of its loader, a mapping or a file, with
-    `batch_size`, `world_size` and, where it had them, `balance`, `eos_id` and `accumulate` (batches of a
-    step, with gradient accumulation); a mixture needs its other
-    `streams`, a run that left rows out the lists that it ran `without`. `tokenizer` is as in `Dataset.text`,
-    `storage` as in `open_dataset`. ShardkitError if nothing is found.
-    """
-    with ExitStack() as stack:
-        if not isinstance(dataset, Dataset):
-            dataset = stack.enter_context(open_dataset(dataset, storage=storage))
-        kind, limit = _kind(question), question.get("limit", 20)
-        tracer, run = _tracer(dataset, question.get("tokenizer")), _run(dataset, question)
-        if kind == "search":
-            answer = _search(tracer, run, question, limit)
-        elif kind == "row":
-            tracer.known()  # NoProvenanceError says why there is none
-            answer = trace_rows(tracer, [_row(dataset, question["row"])], run)
-        elif run is None:
-            raise TypeError("which documents a step has depends on the run: give state and batch_size")
-        else:
-            answer = trace_step(tracer, run, question["step"], limit=limit)
-        asked = [f"{name}={value!r}" for name, value in question.items() if name in _KINDS]
-        return Trace(f"{dataset.location}: {', '.join(asked)}", list(_documents(answer)), answer)
+def trace_of(dataset: OpenDataset, question: Question) -> Trace:
+    """Answer a question; see `shardkit.trace`."""
+    kind, limit = _kind(question), question.get("limit", 20)
+    tracer, run = _tracer(dataset, question.get("tokenizer")), _run(dataset, question)
+    if kind == "search":
+        answer = _search(tracer, run, question, limit)
+    elif kind == "row":
+        tracer.known()  # NoProvenanceError says why there is none
+        answer = trace_rows(tracer, [_row(dataset, question["row"])], run)
+    elif run is None:
+        raise TypeError("which documents a step has depends on the run: give state and batch_size")
+    else:
+        answer = trace_step(tracer, run, question["step"], limit=limit)
+    asked = [f"{name}={value!r}" for name, value in question.items() if name in _KINDS]
+    return Trace(f"{dataset.location}: {', '.join(asked)}", list(_documents(answer)), answer)
 
 
 def _kind(question: Question) -> str:
@@ -236,7 +222,7 @@ def _kind(question: Question) -> str:
     return kinds[0]
 
 
-def _run(dataset: Dataset, question: Question) -> Run | None:
+def _run(dataset: OpenDataset, question: Question) -> Run | None:
     """The run that is asked about, if one is."""
     if (state := question.get("state")) is None:
         return None
@@ -249,7 +235,8 @@ def _run(dataset: Dataset, question: Question) -> Run | None:
         batch_size=question.get("batch_size"),
         world_size=question.get("world_size", 1),
         accumulate=question.get("accumulate", 1),
-        loader=LoaderConfig(balance=question.get("balance"), eos_id=question.get("eos_id")),
+        balance=question.get("balance"),
+        ids=DocumentIds(question.get("eos_id")),
     )
 
 
@@ -296,7 +283,7 @@ def _words(given: _Words) -> list[str]:
     return [given] if isinstance(given, str) else list(given)
 
 
-def _row(dataset: Dataset, row: SupportsIndex) -> int:
+def _row(dataset: OpenDataset, row: SupportsIndex) -> int:
     """A row's number from 0; negative ones count from the end."""
     number = operator.index(row)
     if not -len(dataset) <= number < len(dataset):
@@ -311,7 +298,7 @@ class _WholeText(Decoder):
         return self.text(tokens)
 
 
-def _decoder(dataset: Dataset, tokenizer: _Path | None) -> Decoder | None:
+def _decoder(dataset: OpenDataset, tokenizer: _Path | None) -> Decoder | None:
     """The decoder of a dataset, kept for the next question; None if its tokenizer is not found."""
     known = _decoders.get(dataset)
     if known is not None and (tokenizer is None or known.path == local_path(tokenizer, "tokenizer")):
@@ -322,11 +309,11 @@ def _decoder(dataset: Dataset, tokenizer: _Path | None) -> Decoder | None:
     return None if path is None else _decoders[dataset]
 
 
-def _tracer(dataset: Dataset, tokenizer: _Path | None) -> Tracer:
+def _tracer(dataset: OpenDataset, tokenizer: _Path | None) -> Tracer:
     return Tracer(dataset, None if token_column(dataset) is None else _decoder(dataset, tokenizer))
 
 
-def _no_tokenizer(dataset: Dataset) -> str:
+def _no_tokenizer(dataset: OpenDataset) -> str:
     stated = None if dataset.card is None else dataset.card.tokenizer
     if stated is None or stated.file is None:
         made_with = "does not state the tokenizer it was made with"

@@ -20,19 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
-
 from shardkit.errors import RecipeError
 from shardkit.files import load_json
-from shardkit.writers.sentencepiece_file import huggingface_config, sentencepiece_config
-from shardkit.writers.settings import StrictModel
+from shardkit.formats.sentencepiece_file import huggingface_config, sentencepiece_config
 
 __all__ = [
     "ENCODINGS",
     "Encoding",
     "EncodingName",
     "Engine",
-    "TiktokenConfig",
     "end_token",
     "find_tokenizer",
     "own_engine",
@@ -149,13 +145,6 @@ def reason_of(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-class TiktokenConfig(StrictModel):
-    """What a file of byte pairs and ranks does not say."""
-
-    pattern: str = Field(min_length=1, description="The regular expression that splits texts (`pat_str`).")
-    special_tokens: dict[str, int] = Field(default={}, description="Ids of special tokens.")
-
-
 @dataclass(frozen=True, slots=True)
 class Encoding:
     """How texts are split before byte pairs are merged, and the special tokens.
@@ -170,10 +159,10 @@ class Encoding:
     after_ranks: bool = False
 
     @classmethod
-    def of(cls, given: EncodingName | TiktokenConfig | None) -> Encoding | None:
-        """What a recipe names or gives."""
-        if isinstance(given, TiktokenConfig):
-            return cls(given.pattern, tuple(given.special_tokens.items()))
+    def of(cls, given: str | Mapping[str, Any] | None) -> Encoding | None:
+        """Return the encoding that a recipe names, or gives as its `pattern` and `special_tokens`."""
+        if isinstance(given, Mapping):
+            return cls(given["pattern"], tuple(given.get("special_tokens", {}).items()))
         return None if given is None else ENCODINGS[given]
 
     @classmethod

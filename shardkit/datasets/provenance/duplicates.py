@@ -13,11 +13,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.opened import OpenDataset
+from shardkit.datasets.provenance.folder import ParquetFolder
+from shardkit.datasets.provenance.outputs import document_ids
+from shardkit.datasets.provenance.search import Selection
 from shardkit.formats.removed import DUPLICATES_FOLDER, DUPLICATES_SCHEMA
-from shardkit.tools.trace.folder import ParquetFolder
-from shardkit.tools.trace.outputs import document_ids
-from shardkit.tools.trace.search import Selection
 
 __all__ = ["NOTHING_FOLLOWED", "Duplicates", "Followed"]
 
@@ -27,7 +27,7 @@ _Ids = npt.NDArray[np.bytes_]
 class Duplicates:
     """The table of removed duplicates of a dataset, which may have none."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: OpenDataset) -> None:
         self.folder = ParquetFolder(dataset, DUPLICATES_FOLDER, DUPLICATES_SCHEMA)
 
     def follow(self, selection: Selection) -> Followed:

@@ -7,10 +7,10 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardkit.loaders.plan import BatchPlan, StepSizes
+from shardkit.order.batches import BatchPlan, StepSizes
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.run_settings import Tail
 
@@ -181,3 +181,30 @@ def test_a_changed_size_holds_from_the_next_step_on(
 def test_sizes_of_no_steps_are_refused(sizes: int | list[tuple[int, int]]) -> None:
     with pytest.raises(ValueError, match="global_batch"):
         StepSizes.of(sizes)
+
+
+@given(
+    samples=st.integers(1, 200),
+    batch_size=st.integers(1, 12),
+    world_size=st.integers(1, 5),
+    tail=st.sampled_from(["carry", "drop", "pad"]),
+)
+def test_batches_are_counted_as_they_come_and_every_position_has_the_one_that_delivers_it(
+    samples: int, batch_size: int, world_size: int, tail: Tail
+) -> None:
+    assume(tail != "drop" or samples >= batch_size * world_size)
+    plan = BatchPlan(samples, batch_size, 0, world_size, tail)
+    cursor, delivered = (0, 0), set()
+    for step in range(1, 3 * samples // plan.global_batch + 6):
+        start = plan.start(cursor[0])
+        first, count = plan.span_at(plan.start_of_step(step))
+        assert first == start
+        assert count == (min(plan.global_batch, plan.after(start) - start))
+        delivered |= set(range(first, first + count))
+        assert {plan.step_of(position) for position in range(first, first + count)} == {step}
+        parts = [(count * r // world_size, count * (r + 1) // world_size) for r in range(world_size)]
+        expected = [(rank, i) for rank, (low, high) in enumerate(parts) for i in range(high - low)]
+        assert [plan.rank_of(index, count) for index in range(count)] == expected
+        cursor = plan.advance(cursor, 1)
+    for position in range(max(delivered)):
+        assert (plan.step_of(position) is None) == (position not in delivered)

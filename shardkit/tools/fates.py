@@ -17,17 +17,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.opened import OpenDataset
+from shardkit.datasets.provenance.answers import Tracer
+from shardkit.datasets.provenance.duplicates import Duplicates
+from shardkit.datasets.provenance.folder import ParquetFolder
+from shardkit.datasets.provenance.outputs import document_ids
+from shardkit.datasets.provenance.search import Selection
+from shardkit.datasets.provenance.table import Piece, pieces_of
 from shardkit.errors import ShardkitError
 from shardkit.files import load_json
 from shardkit.formats.removed import DROPPED_FOLDER, DROPPED_SCHEMA
 from shardkit.publish.contents import head_if_any
-from shardkit.tools.trace.answers import Tracer
-from shardkit.tools.trace.duplicates import Duplicates
-from shardkit.tools.trace.folder import ParquetFolder
-from shardkit.tools.trace.outputs import document_ids
-from shardkit.tools.trace.search import Selection
-from shardkit.tools.trace.table import Piece, pieces_of
 
 __all__ = ["find_dropped", "find_fates"]
 
@@ -110,7 +110,7 @@ def _plain(tracer: Tracer, line: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _unreadable(dataset: Dataset, selection: Selection, limit: int) -> tuple[int, list[dict[str, Any]]]:
+def _unreadable(dataset: OpenDataset, selection: Selection, limit: int) -> tuple[int, list[dict[str, Any]]]:
     """Records of the quarantine; they are known by file and record only."""
     if not selection.files or head_if_any(dataset.store, _QUARANTINE) is None:
         return 0, []
@@ -137,7 +137,7 @@ def _add_survivors(tracer: Tracer, duplicates: Duplicates, shown: list[dict[str,
         facts["stays"] = kept.get(ends.get(document, b""))
 
 
-def _add_values(dataset: Dataset, shown: list[dict[str, Any]]) -> None:
+def _add_values(dataset: OpenDataset, shown: list[dict[str, Any]]) -> None:
     """Add the value of every rule, if the dataset has annotations."""
     of_document = pa.schema([DROPPED_SCHEMA.field(name) for name in _OF_DOCUMENT[:4]])
     folder = ParquetFolder(dataset, _ANNOTATIONS_FOLDER, of_document)

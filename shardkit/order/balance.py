@@ -29,22 +29,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.arrays import Ints
-from shardkit.cache import CacheOptions
-from shardkit.cache.shards import SharedCache
-from shardkit.datasets.row_costs import DocumentIds, RowCosts
-from shardkit.loaders.config import CostModel, LoaderConfig
-from shardkit.loaders.defaults import find_eos_id
-from shardkit.loaders.plan import BatchPlan, SampleOrder, Steps, StepSizes
-from shardkit.loaders.row_costs import open_row_costs
-from shardkit.loaders.streams import Streams
+from shardkit.order.batches import BatchPlan, SampleOrder, Steps, StepSizes
 from shardkit.order.order import Located
+from shardkit.units import whole_number
 
-__all__ = ["BALANCED_POSITIONS", "WorkBalance", "level", "open_work_balance", "planned_steps"]
+__all__ = [
+    "BALANCED_POSITIONS",
+    "Balance",
+    "CostModel",
+    "DocumentIds",
+    "RowCosts",
+    "WorkBalance",
+    "cost_model",
+    "level",
+    "planned_steps",
+]
 
 BALANCED_POSITIONS = 1 << 16  # of all ranks, placed in one plan: some tens of milliseconds
 MAX_ROWS = 1 << 24  # of a global batch or an optimizer step: sums of their costs stay below 2**62
@@ -57,25 +62,67 @@ _PIECE = 1 << 17  # rows placed at once
 _Ranks = npt.NDArray[np.intp]
 
 
-def open_work_balance(
-    streams: Streams, config: LoaderConfig, world_size: int, *, processes: int = 1
-) -> WorkBalance | None:
-    """What a loader over these streams is to be balanced by; None if it is not to be, or is the only rank.
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """What a row costs: `linear` for each token and `quadratic` for each squared document length.
 
-    `processes`: that share this machine. ValueError and ShardError as `find_eos_id` and `open_row_costs`.
+    For a transformer of width d with causal attention inside documents, the work of a layer is about
+    12 * d * tokens + squares, in units of 2 * d: CostModel(linear=12 * d). Coefficients are whole numbers;
+    only their ratio counts. The linear part is the same for all rows of one length: it says how much of the
+    work attention is, and so how many rows are worth moving.
     """
-    if config.balance is None or world_size == 1:
-        return None
-    key = streams.datasets[0].token_column
-    eos_id = None if config.bos_id is not None else find_eos_id(streams.once, config, key)
-    ids = DocumentIds(eos_id, config.bos_id, config.pad_id)
-    indexes = SharedCache(CacheOptions(folder=config.cache_dir, processes=processes)).indexes(config.storage)
-    return WorkBalance(
-        [open_row_costs(dataset, ids, indexes) for dataset in streams.datasets],
-        [dataset.sequence_length or 0 for dataset in streams.datasets],
-        [streams.first_sample(number) for number in range(len(streams))],
-        CostModel() if config.balance == "attention" else config.balance,
-    )
+
+    linear: int = 0
+    quadratic: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("linear", 0), ("quadratic", 1)):
+            value = whole_number(getattr(self, name), name)
+            if not least <= value <= 1 << 32:
+                raise ValueError(f"{name} of a CostModel must be from {least} to 2**32, not {value:,}")
+            object.__setattr__(self, name, value)
+
+
+Balance: TypeAlias = Literal["attention"] | CostModel | None
+
+
+def cost_model(balance: Balance) -> CostModel | None:
+    """Return what a loader with the option `balance` takes a row to cost; ValueError for no such option."""
+    if balance not in (None, "attention") and not isinstance(balance, CostModel):
+        raise ValueError(f'balance must be "attention", a CostModel or None, not {balance!r:.80}')
+    return CostModel() if balance == "attention" else balance
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentIds:
+    """The ids by which documents are found in rows, options of a loader. ValueError for a contradiction."""
+
+    eos_id: int | None = None
+    bos_id: int | None = None
+    pad_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.eos_id is not None and self.bos_id is not None:
+            raise ValueError("documents are found by eos_id or by bos_id: give one of the two")
+        if self.pad_id is not None and self.pad_id in (self.eos_id, self.bos_id):
+            raise ValueError("pad_id is for an id that neither ends nor begins documents: leave it out")
+
+    def __str__(self) -> str:
+        """Part of the name of a table of row costs."""
+        first = f"eos{self.eos_id}" if self.bos_id is None else f"bos{self.bos_id}"
+        return first if self.pad_id is None else f"{first}-pad{self.pad_id}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowCosts:
+    """The sum of squared document lengths of every row of a dataset, in its order.
+
+    `length`: tokens of a row. `digest`: of the table's bytes (`shardkit.datasets.row_costs`).
+    """
+
+    squares: npt.NDArray[np.unsignedinteger[Any]]
+    length: int
+    digest: str
 
 
 def level(costs: Ints, before: Ints | None = None) -> Ints:
@@ -159,23 +206,17 @@ class _StepSum:
 class WorkBalance:
     """Places the rows of a run's global batches on ranks.
 
-    `costs`: of each stream's dataset; `lengths`: tokens of its rows; `first_samples`: the number of its first
-    sample among all. `step_sizes`: of the optimizer steps, if known.
+    `costs`: of each stream's dataset, whose rows are numbered one dataset after another. `step_sizes`: of the
+    optimizer steps, if known.
     """
 
     def __init__(
-        self,
-        costs: Sequence[RowCosts],
-        lengths: Sequence[int],
-        first_samples: npt.ArrayLike,
-        model: CostModel,
-        step_sizes: StepSizes | None = None,
+        self, costs: Sequence[RowCosts], model: CostModel, step_sizes: StepSizes | None = None
     ) -> None:
-        self._costs = tuple(costs)
-        self._model = model
-        self._lengths, self._first_samples = tuple(lengths), np.asarray(first_samples, dtype=np.int64)
+        self._costs, self._model = tuple(costs), model
+        self._first_samples = np.cumsum([0, *(len(each.squares) for each in costs[:-1])])
         self.step_sizes = step_sizes
-        largest = max(self._linear(n) + self._model.quadratic * n * n for n in lengths)
+        largest = max(model.linear * n + model.quadratic * n * n for n in (each.length for each in costs))
         if largest >= 1 << 62:
             raise ValueError(f"rows cost up to {largest:,} by {self._model}: divide both coefficients")
         # So that all sums stay below 2**61. Rows of less than 2**18 tokens lose no bit.
@@ -186,8 +227,7 @@ class WorkBalance:
 
     def with_step_sizes(self, step_sizes: StepSizes | None) -> WorkBalance:
         """The same for optimizer steps of these sizes."""
-        tables = (self._costs, self._lengths, self._first_samples, self._model)
-        return WorkBalance(*tables, step_sizes)
+        return WorkBalance(self._costs, self._model, step_sizes)
 
     def __str__(self) -> str:
         """What ranks must agree on."""
@@ -284,12 +324,10 @@ class WorkBalance:
         return found
 
     def _scaled(self, stream: int, rows: Ints) -> Ints:
-        squares = self._costs[stream].squares[rows].astype(np.int64)
-        costs: Ints = self._model.quadratic * squares + self._linear(self._lengths[stream]) >> self._shift
+        table, model = self._costs[stream], self._model
+        squares = table.squares[rows].astype(np.int64)
+        costs: Ints = model.quadratic * squares + model.linear * table.length >> self._shift
         return costs
-
-    def _linear(self, length: int) -> int:
-        return self._model.linear * length
 
 
 def planned_steps(

@@ -8,16 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.datasets.dataset import open_dataset
-from shardkit.datasets.row_costs import DocumentIds, find_row_costs, table_name, write_row_costs
+from shardkit.datasets.row_costs import (
+    count_row_costs,
+    find_row_costs,
+    open_row_costs,
+    table_name,
+    write_row_costs,
+)
 from shardkit.errors import ShardError
 from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.agreement import RankAgreement
-from shardkit.loaders.row_costs import count_row_costs, open_row_costs
+from shardkit.order.balance import DocumentIds
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import lanes_of_ranks, shard_uses
 from shardkit.storage.url import open_store
@@ -47,6 +53,7 @@ def test_rows_of_every_kind_are_counted(tmp_path: Path, kind: str) -> None:
     assert counted(folder) == work_of(token_rows(53)).tolist()
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from([EOS, 7]), min_size=9, max_size=9), min_size=1, max_size=8))
 def test_a_row_costs_the_squares_of_the_documents_that_a_batch_has(rows: list[list[int]]) -> None:
     import tempfile
@@ -100,7 +107,7 @@ def test_a_table_that_is_damaged_anywhere_is_refused(tmp_path: Path, place: int)
 
 
 def test_a_large_dataset_is_not_counted_at_a_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardkit.loaders.row_costs.COUNTED_BYTES", 1000)
+    monkeypatch.setattr("shardkit.datasets.row_costs.COUNTED_BYTES", 1000)
     with pytest.raises(ShardError, match=re.escape(f"make_row_costs({str(path)!r}, eos_id=0)")):
         StreamingLoader(path, batch_size=2, rank=0, world_size=2, **OPTIONS)
 
@@ -108,7 +115,7 @@ def test_a_large_dataset_is_not_counted_at_a_start(path: Path, monkeypatch: pyte
 def test_copies_of_an_open_dataset_do_not_count_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_dataset(path) as dataset:
         first = open_row_costs(dataset, IDS)
-        monkeypatch.setattr("shardkit.loaders.row_costs.count_row_costs", None)
+        monkeypatch.setattr("shardkit.datasets.row_costs.count_row_costs", None)
         assert open_row_costs(dataset, IDS) is first
 
 

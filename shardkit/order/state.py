@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from shardkit.errors import StateError
-from shardkit.loaders.plan import StepSizes
+from shardkit.order.batches import StepSizes
 from shardkit.order.mixture import Schedule
 from shardkit.order.order import OrderSpec
 from shardkit.order.run_settings import Difference, RunSettings, StreamSettings, checked_count

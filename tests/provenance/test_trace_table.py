@@ -14,13 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardkit.datasets.dataset import Dataset, open_dataset
+from shardkit.datasets.provenance.outputs import Ranges, measure
+from shardkit.datasets.provenance.search import Selection, UrlPatterns
+from shardkit.datasets.provenance.table import COLUMNS, NoProvenanceError, ProvenanceTable
 from shardkit.errors import ShardError
 from shardkit.formats import mds
+from shardkit.hashing import keyed_hashes
 from shardkit.order.exclusions import Exclusions
-from shardkit.tools.trace.outputs import Ranges, measure
-from shardkit.tools.trace.search import Selection, UrlPatterns
-from shardkit.tools.trace.table import COLUMNS, NoProvenanceError, ProvenanceTable
-from shardkit.writers.documents import document_ids, keyed_hashes
+from shardkit.writers.documents import document_ids
 from shardkit.writers.stages import provenance
 from shardkit.writers.stages.packing import pack_best_fit
 from shardkit.writers.stages.provenance import write_provenance

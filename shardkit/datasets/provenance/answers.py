@@ -19,16 +19,23 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.opened import OpenDataset
+from shardkit.datasets.provenance.duplicates import NOTHING_FOLLOWED, Duplicates
+from shardkit.datasets.provenance.outputs import (
+    Exporter,
+    Ranges,
+    document_ids,
+    measure,
+    write_exclusions,
+    write_mask,
+)
+from shardkit.datasets.provenance.run import Run
+from shardkit.datasets.provenance.search import Selection
+from shardkit.datasets.provenance.table import NoProvenanceError, Piece, ProvenanceTable, pieces_of
+from shardkit.datasets.provenance.text import Decoder, read_rows
 from shardkit.errors import ShardkitError
 from shardkit.order.token_mask import TokenMask
 from shardkit.progress import counting
-from shardkit.tools.trace.duplicates import NOTHING_FOLLOWED, Duplicates
-from shardkit.tools.trace.outputs import Exporter, Ranges, document_ids, measure, write_exclusions, write_mask
-from shardkit.tools.trace.run import Run
-from shardkit.tools.trace.search import Selection
-from shardkit.tools.trace.table import NoProvenanceError, Piece, ProvenanceTable, pieces_of
-from shardkit.tools.trace.text import Decoder, read_rows
 
 __all__ = ["Tracer", "parse_row", "source_numbers", "trace_rows", "trace_search", "trace_step"]
 
@@ -39,7 +46,7 @@ class Tracer:
     `decoder` None: no text. `characters`: the length of an excerpt at most; 0: no excerpts.
     """
 
-    def __init__(self, dataset: Dataset, decoder: Decoder | None = None, characters: int = 160) -> None:
+    def __init__(self, dataset: OpenDataset, decoder: Decoder | None = None, characters: int = 160) -> None:
         self.dataset = dataset
         self.labels = [] if dataset.card is None else dataset.card.source_labels
         self.problem: str | None = None
@@ -307,7 +314,7 @@ class _Totals:
         self._ids, self._copies = [ids], [copies]
 
 
-def _mask(path: Path, dataset: Dataset, found: _Totals) -> dict[str, Any]:
+def _mask(path: Path, dataset: OpenDataset, found: _Totals) -> dict[str, Any]:
     mask = TokenMask(np.concatenate(found.spans))
     write_mask(path, dataset, mask, len(found.ids()))
     return {"file": str(path), "rows": mask.rows, "tokens": mask.tokens}
@@ -327,7 +334,7 @@ def _exclude(path: Path, tracer: Tracer, found: _Totals, unmatched: int) -> dict
     return {"file": str(path), **asdict(report)}
 
 
-def _deliveries(run: Run, dataset: Dataset, row: int, epochs: int | None) -> list[dict[str, Any]]:
+def _deliveries(run: Run, dataset: OpenDataset, row: int, epochs: int | None) -> list[dict[str, Any]]:
     """Where each stream of `dataset` delivers a row in its first `epochs`; None: those that it has begun."""
     found = []
     for stream in run.streams_of(dataset):
@@ -354,7 +361,7 @@ def _by_source(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def source_numbers(dataset: Dataset, labels: Collection[str]) -> list[int]:
+def source_numbers(dataset: OpenDataset, labels: Collection[str]) -> list[int]:
     """The numbers of the inputs with these labels; ShardkitError for one that the card does not name."""
     known = [] if dataset.card is None else dataset.card.source_labels
     for label in labels:
@@ -364,7 +371,7 @@ def source_numbers(dataset: Dataset, labels: Collection[str]) -> list[int]:
     return [number for number, label in enumerate(known) if label in labels]
 
 
-def parse_row(dataset: Dataset, text: str) -> int:
+def parse_row(dataset: OpenDataset, text: str) -> int:
     """A row number from "17", or "SHARD:ROW" where SHARD is a number or a file's name; ShardkitError."""
     starts, shards = dataset.manifest.shard_starts, dataset.manifest.shards
     shard_text, mark, row_text = text.rpartition(":")

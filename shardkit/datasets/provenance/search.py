@@ -34,7 +34,7 @@ import pyarrow.compute as pc
 
 from shardkit.errors import ShardkitError
 from shardkit.formats.provenance import HashRange
-from shardkit.writers.documents import keyed_hashes
+from shardkit.hashing import keyed_hashes
 
 __all__ = ["Selection", "UrlPatterns", "parse_document_id", "read_url_list"]
 

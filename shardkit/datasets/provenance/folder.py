@@ -15,13 +15,13 @@ from typing import BinaryIO, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.opened import OpenDataset
+from shardkit.datasets.provenance.search import Selection
 from shardkit.errors import ShardError
 from shardkit.files import map_path
 from shardkit.formats.parquet_limits import Footer, Limits
 from shardkit.formats.provenance import is_provenance_name
 from shardkit.storage.object_file import open_object
-from shardkit.tools.trace.search import Selection
 
 __all__ = ["ParquetFolder"]
 
@@ -37,7 +37,7 @@ _Result = TypeVar("_Result")
 class ParquetFolder:
     """The tables in `folder`, sorted by name; there may be none. Threads may share it."""
 
-    def __init__(self, dataset: Dataset, folder: str, columns: pa.Schema) -> None:
+    def __init__(self, dataset: OpenDataset, folder: str, columns: pa.Schema) -> None:
         """`columns` are those that each table has to have; it may have more."""
         self.where = f"{dataset.location}/{folder}"
         self._dataset, self._columns = dataset, columns

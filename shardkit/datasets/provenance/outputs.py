@@ -28,13 +28,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.opened import OpenDataset
+from shardkit.datasets.provenance.table import ProvenanceTable
 from shardkit.errors import ShardkitError
 from shardkit.files import publish_bytes
 from shardkit.formats.provenance import PROVENANCE_SCHEMA
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.token_mask import TokenMask
-from shardkit.tools.trace.table import ProvenanceTable
 
 __all__ = ["ENDINGS", "Exporter", "Ranges", "RemovalReport", "measure", "write_exclusions", "write_mask"]
 
@@ -95,7 +95,7 @@ class RemovalReport:
 
 
 def measure(
-    dataset: Dataset,
+    dataset: OpenDataset,
     table: ProvenanceTable,
     excluded: Exclusions,
     removed: _Ids,
@@ -137,7 +137,7 @@ def measure(
 
 
 def write_exclusions(
-    path: str | os.PathLike[str], dataset: Dataset, excluded: Exclusions, why: Iterable[str] = ()
+    path: str | os.PathLike[str], dataset: OpenDataset, excluded: Exclusions, why: Iterable[str] = ()
 ) -> None:
     """Write the list for `Exclusions.read` and `Stream(exclude=…)`, bound to this dataset.
 
@@ -155,7 +155,7 @@ def write_exclusions(
     _write_lines(path, lines)
 
 
-def write_mask(path: str | os.PathLike[str], dataset: Dataset, mask: TokenMask, documents: int) -> None:
+def write_mask(path: str | os.PathLike[str], dataset: OpenDataset, mask: TokenMask, documents: int) -> None:
     """Write the spans for `TokenMask.read` and `Stream(mask=…)`, bound to this dataset; ShardkitError."""
     lines = [
         f"# tokens that are no targets: {mask.tokens:,} of {documents:,} documents, in {mask.rows:,} rows of "
@@ -213,7 +213,7 @@ class Exporter:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        dataset: Dataset,
+        dataset: OpenDataset,
         sources: Sequence[str],
         texts: Texts | None = None,
     ) -> None:

@@ -22,15 +22,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.opened import OpenDataset
+from shardkit.datasets.provenance.folder import ParquetFolder
+from shardkit.datasets.provenance.search import Selection
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.formats.provenance import (
     PROVENANCE_FOLDER,
     PROVENANCE_SCHEMA,
     HashRange,
 )
-from shardkit.tools.trace.folder import ParquetFolder
-from shardkit.tools.trace.search import Selection
 
 __all__ = ["COLUMNS", "NoProvenanceError", "Piece", "ProvenanceTable", "pieces_of"]
 
@@ -86,7 +86,7 @@ class _Part:
 class ProvenanceTable:
     """The tables of a dataset; NoProvenanceError if it has none. Threads may share it."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: OpenDataset) -> None:
         self._dataset = dataset
         self._starts = dataset.manifest.shard_starts
         self._folder = ParquetFolder(dataset, PROVENANCE_FOLDER, PROVENANCE_SCHEMA)

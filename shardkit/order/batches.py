@@ -14,19 +14,14 @@ All ranks plan from the same position, so they always have the same number of ba
 
 `StepSizes` says how many sequences make an optimizer step, which is one batch or several. Its steps are cut
 by positions alone: their sets are the same for any batch size and number of ranks.
-
-`Arrangement` is the order of one dataset, or of several by a mixture. Positions count samples over all ranks
-and streams. A stream also has positions of its own, which count its samples over all its epochs: limits and
-fetching ahead are computed in those.
 """
 
 from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import itemgetter
 from typing import Protocol, SupportsIndex, cast, get_args
 
@@ -34,16 +29,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import StateError
-from shardkit.loaders.streams import Streams
-from shardkit.order.exclusions import Exclusions
-from shardkit.order.mixture import Mixture
-from shardkit.order.order import MAX_POSITION, Located, Order, rank_slice
-from shardkit.order.residency import JoinedUses, MixedUses
-from shardkit.order.run_settings import RunSettings, Tail
-from shardkit.order.streams import MixedOrder, StreamOrder
+from shardkit.order.order import MAX_POSITION, Located, rank_slice
+from shardkit.order.run_settings import Tail
 from shardkit.units import whole_number
 
-__all__ = ["Arrangement", "BatchPlan", "Cursor", "Limit", "SampleOrder", "StepSizes", "Steps"]
+__all__ = ["BatchPlan", "Cursor", "SampleOrder", "StepSizes", "Steps"]
 
 MAX_BATCH = 1 << 24  # sequences per rank and step; far above any training run, below any memory
 
@@ -73,7 +63,7 @@ class Steps:
     after: tuple[int, ...]  # the position after each batch
     padded: bool = False
     work: npt.NDArray[np.int64] | None = None
-    """int64[batches, 6]: what `shardkit.loaders.work_balance` knows of each batch, if ranks are balanced."""
+    """int64[batches, 6]: what `shardkit.order.balance` knows of each batch, if ranks are balanced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +143,31 @@ class BatchPlan:
             delivered = delivered + passed if passed < left else 0
             batches -= passed
         return position, delivered
+
+    def start_of_step(self, step: int) -> int:
+        """Return where batch `step`, counted from 1, of a run from position 0 on starts."""
+        if self.tail == "carry":
+            return (step - 1) * self.global_batch
+        epoch, number = divmod(step - 1, self.batches_left(0))
+        return epoch * self.samples + number * self.global_batch
+
+    def step_of(self, position: int) -> int | None:
+        """Return the batch, counted from 1, that delivers a position; None if the tail drops it."""
+        if self.tail == "carry":
+            return position // self.global_batch + 1
+        epoch, place = divmod(position, self.samples)
+        number, batches = place // self.global_batch, self.batches_left(0)
+        return epoch * batches + number + 1 if number < batches else None
+
+    def span_at(self, position: int) -> tuple[int, int]:
+        """Return (first position, how many) of the next global batch of a run that stands at `position`."""
+        start = self.start(position)
+        return start, min(self.global_batch, self.after(start) - start)
+
+    def rank_of(self, index: int, count: int) -> tuple[int, int]:
+        """Return (rank, index in its batch) of sample `index` of a sorted global batch of `count`."""
+        rank = ((index + 1) * self.world_size - 1) // count  # the last whose part begins at or before index
+        return rank, index - count * rank // self.world_size
 
     def steps(self, order: SampleOrder, position: int, count: int, *, every: int = 1) -> Steps:
         """`count` batches of this rank, all of one epoch: the next one and each `every`-th after it."""
@@ -260,105 +275,3 @@ class StepSizes:
 
     def _before(self, position: int) -> tuple[tuple[int, int], ...]:
         return tuple(change for change in self.changes if change[0] < position)
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """The first position that cannot be delivered, and whose limit it is."""
-
-    position: int
-    stream: str
-    samples: int
-
-    def message(self, global_batch: int) -> str:
-        step = self.position // global_batch
-        return (
-            f"stream {self.stream!r} is exhausted at step {step:,} (position {self.position:,}): its repeat "
-            f"or choose allows {self.samples:,} samples; set its weight to 0 before that step, or "
-            "raise repeat or choose"
-        )
-
-
-class Arrangement:
-    """The order that a run's settings make of streams."""
-
-    def __init__(
-        self,
-        streams: Streams,
-        settings: RunSettings,
-        exclusions: Sequence[Exclusions | None],
-        limits: Sequence[int | None],
-    ) -> None:
-        """`exclusions`, `limits`: of each stream; a limit is the most samples that it may deliver in all."""
-        self.streams = streams
-        self._settings = settings
-        self._limits = tuple(limits)
-        schedule = settings.schedule
-        self.stream_orders: list[Order] = []
-        parts = []
-        for number, (dataset, excluded) in enumerate(zip(streams.datasets, exclusions, strict=True)):
-            sizes = dataset.manifest.shard_samples
-            kept = sizes if excluded is None else excluded.kept_of_shards(sizes)
-            order = Order(kept, settings.order_of(number))
-            self.stream_orders.append(order)
-            parts.append(StreamOrder(order, excluded, sizes))
-        self._mixture = None if schedule is None else Mixture(settings.order.seed, schedule)
-        self.order: Order | StreamOrder | MixedOrder
-        if self._mixture is None:
-            self.order = self.stream_orders[0] if exclusions[0] is None else parts[0]
-        else:
-            self.order = MixedOrder(parts, self._mixture, settings.epoch_samples)
-
-    def positions(self, position: int) -> list[int]:
-        """Samples of each stream before `position`."""
-        if self._mixture is None:
-            return [position]
-        counts: list[int] = self._mixture.counts(position).tolist()
-        return counts
-
-    def uses(
-        self, datasets: Mapping[tuple[int, ...], Sequence[int] | None], capacity: int
-    ) -> tuple[Order | JoinedUses, Sequence[int] | None]:
-        """When shards are needed of the datasets in a cache of `capacity` bytes, and by which lanes.
-
-        `datasets`: the lanes that are read of each (None: all), by all streams that draw on it. Their shards
-        are numbered one dataset after another, in positions of the run.
-        """
-        if self._mixture is None:
-            [lanes] = datasets.values()
-            return self.stream_orders[0], lanes
-        ahead = self._foreseen(datasets, capacity)
-        parts = [
-            (MixedUses({stream: self.stream_orders[stream] for stream in who}, self._mixture, ahead), lanes)
-            for who, lanes in datasets.items()
-        ]
-        return JoinedUses(parts), None
-
-    def _foreseen(self, datasets: Iterable[tuple[int, ...]], capacity: int) -> int:
-        """Positions to look ahead at a time: so few that no stream of a size that matters passes often.
-
-        Of a stream that starts over more than a few times all shards count as in use throughout.
-        """
-        ahead = self.order.samples
-        streams = [stream for who in datasets for stream in who]
-        segments = (
-            [weights for _, weights in self._settings.schedule.segments] if self._settings.schedule else []
-        )
-        for stream in streams:
-            share = max(weights[stream] / sum(weights) for weights in segments)
-            raw_bytes = int(self.streams.datasets[stream].manifest.raw_bytes.clip(0).sum())
-            if share and 2 * len(streams) * raw_bytes >= capacity:
-                ahead = min(ahead, max(1, int(2 * self.stream_orders[stream].samples / share)))
-        return ahead
-
-    @cached_property
-    def limit(self) -> Limit | None:
-        """Where the run ends because a stream may not deliver more; None if it never does."""
-        found = []
-        for stream, most in enumerate(self._limits):
-            if most is None:
-                continue
-            position = most if self._mixture is None else self._mixture.position_of(stream, most)
-            if position is not None:
-                found.append(Limit(position, self.streams.names[stream], most))
-        return min(found, key=lambda limit: limit.position, default=None)

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.card import DatasetCard, TokenizerFacts
-from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.opened import OpenDataset
 from shardkit.errors import MissingExtraError, ShardError, ShardkitError, warn_user
-from shardkit.writers.tokenizer_file import Encoding, TiktokenConfig, reason_of, tokenizer_config
+from shardkit.formats.tokenizer_file import Encoding, reason_of, tokenizer_config
 
 __all__ = ["Decoder", "find_tokenizer", "read_rows", "token_column"]
 
@@ -42,7 +42,9 @@ class Decoder:
         stated = TokenizerFacts() if card is None else card.tokenizer
         try:
             data = path.read_bytes()
-            encoding = None if card is None else _encoding_of(card)
+            # What the recipe says of a file of byte pairs and ranks.
+            recipe = {} if card is None else card.data.get("recipe", {})
+            encoding = Encoding.of(recipe.get("tokenizer", {}).get("encoding"))
             config = tokenizer_config(path, data, encoding)
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(config))
             if self._tokenizer.decoder is None and b'"ByteLevel"' in data:
@@ -96,13 +98,7 @@ class Decoder:
         return text[: max(0, characters - 1)].rstrip() + "…" if cut else text
 
 
-def _encoding_of(card: DatasetCard) -> Encoding | None:
-    """What the recipe says of a file of byte pairs and ranks."""
-    given = card.data.get("recipe", {}).get("tokenizer", {}).get("encoding")
-    return Encoding.of(TiktokenConfig(**given) if isinstance(given, dict) else given)
-
-
-def find_tokenizer(dataset: Dataset) -> Path | None:
+def find_tokenizer(dataset: OpenDataset) -> Path | None:
     """The file that the card names, if it is still there and the same: as named, or beside the dataset."""
     stated = TokenizerFacts() if dataset.card is None else dataset.card.tokenizer
     if (named := stated.path) is None or stated.digest is None:
@@ -120,14 +116,14 @@ def find_tokenizer(dataset: Dataset) -> Path | None:
     return None
 
 
-def token_column(dataset: Dataset) -> str | None:
+def token_column(dataset: OpenDataset) -> str | None:
     """The column of tokens, of rows or of whole documents; None if there is none."""
     if any(c.name == "tokens" and c.encoding in _ANY_LENGTH for c in dataset.columns):
         return "tokens"
     return dataset.token_column
 
 
-def read_rows(dataset: Dataset, sample_ids: Iterable[int]) -> Iterator[tuple[int, Row]]:
+def read_rows(dataset: OpenDataset, sample_ids: Iterable[int]) -> Iterator[tuple[int, Row]]:
     """(row, its tokens) of rows by their numbers in dataset order; of remote datasets by ranges if possible.
 
     Rows of a token store are documents. ShardError if the dataset has no column of tokens.
@@ -146,7 +142,7 @@ def read_rows(dataset: Dataset, sample_ids: Iterable[int]) -> Iterator[tuple[int
                 yield int(starts[shard]) + row, tokens
 
 
-def _rows(dataset: Dataset, shard: int, rows: npt.NDArray[np.int64], column: str) -> Iterable[Row]:
+def _rows(dataset: OpenDataset, shard: int, rows: npt.NDArray[np.int64], column: str) -> Iterable[Row]:
     remote = dataset.shards
     if remote is not None and not remote.is_there(shard) and remote.rows.can_read(shard):
         assert dataset.token_dtype is not None

@@ -13,18 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 from shardkit.cli.main import main, make_parser
 from shardkit.cli.trace import find_run
 from shardkit.datasets.dataset import open_dataset
+from shardkit.datasets.provenance.run import Run, read_state
 from shardkit.errors import StateError
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.loaders.plan import BatchPlan
 from shardkit.order.exclusions import Exclusions
-from shardkit.order.run_settings import Tail
-from shardkit.tools.trace.run import Run, rank_of, read_state, span_at, start_of_step, step_of
 from support.loader_data import make_dataset
 
 SAMPLES = 53
@@ -80,33 +76,6 @@ def assert_agrees(run: Run, seen: dict[Place, tuple[int, int]], steps: int, epoc
         assert sorted(found) == sorted(expected)
 
 
-@given(
-    samples=st.integers(1, 200),
-    batch_size=st.integers(1, 12),
-    world_size=st.integers(1, 5),
-    tail=st.sampled_from(["carry", "drop", "pad"]),
-)
-def test_steps_are_those_of_a_loader_and_every_position_has_the_step_that_delivers_it(
-    samples: int, batch_size: int, world_size: int, tail: Tail
-) -> None:
-    assume(tail != "drop" or samples >= batch_size * world_size)
-    plan = BatchPlan(samples, batch_size, 0, world_size, tail)
-    cursor, delivered = (0, 0), set()
-    for step in range(1, 3 * samples // plan.global_batch + 6):
-        start = plan.start(cursor[0])
-        first, count = span_at(plan, start_of_step(plan, step))
-        assert first == start
-        assert count == (min(plan.global_batch, plan.after(start) - start))
-        delivered |= set(range(first, first + count))
-        assert {step_of(plan, position) for position in range(first, first + count)} == {step}
-        parts = [(count * r // world_size, count * (r + 1) // world_size) for r in range(world_size)]
-        expected = [(rank, i) for rank, (low, high) in enumerate(parts) for i in range(high - low)]
-        assert [rank_of(plan, index, count) for index in range(count)] == expected
-        cursor = plan.advance(cursor, 1)
-    for position in range(max(delivered)):
-        assert (step_of(plan, position) is None) == (position not in delivered)
-
-
 @pytest.mark.parametrize(
     ("tail", "world_size", "options"),
     [
@@ -131,7 +100,7 @@ def test_a_run_by_its_options_is_that_of_a_loader_with_them(
         assert len(dropped) == (SAMPLES % (4 * world_size) if tail == "drop" else 0)
         for step in (1, 3, 6):
             assert run.plan is not None
-            assert run.batch_at(start_of_step(run.plan, step)) == run.batch(step)
+            assert run.batch_at(run.plan.start_of_step(step)) == run.batch(step)
 
 
 def test_a_run_with_an_exclusion_list_never_sees_its_rows(folders: dict[str, Path], tmp_path: Path) -> None:

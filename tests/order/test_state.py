@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from shardkit.errors import StateError
-from shardkit.loaders.plan import StepSizes
-from shardkit.loaders.state import LoaderState, resume
+from shardkit.order.batches import StepSizes
 from shardkit.order.mixture import Schedule
 from shardkit.order.order import OrderSpec
 from shardkit.order.run_settings import RunSettings, StreamSettings
+from shardkit.order.state import LoaderState, resume
 
 SETTINGS = RunSettings(
     order=OrderSpec(seed=17, lanes=8, window=100), tail="carry", streams=(StreamSettings("aa", 50),)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardkit.datasets.provenance.search import UrlPatterns, read_url_list
 from shardkit.errors import ShardkitError
-from shardkit.tools.trace.search import UrlPatterns, read_url_list
 
 URLS = [
     f"{scheme}{host}{path}"

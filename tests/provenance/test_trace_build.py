@@ -18,10 +18,10 @@ import pytest
 from shardkit.card import DatasetCard
 from shardkit.cli.main import main
 from shardkit.datasets.dataset import open_dataset
+from shardkit.datasets.provenance.text import Decoder
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.order.exclusions import Exclusions
 from shardkit.publish import upload
-from shardkit.tools.trace.text import Decoder
 from shardkit.writers import build
 from support.small_build import EOS, RECIPE, make_corpus
 

@@ -1,0 +1,280 @@
+"""Documents in rows of tokens: which ids bound them, and where each begins.
+
+A packed row is one document after another, each with the eos id at its end. (Data whose documents begin with
+an id instead: `bos_id`; padding with an id of its own: `pad_id`.) What follows from the bounds is here as
+well: labels to mask, position ids, document ids, lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.datasets.opened import OpenDataset
+from shardkit.errors import warn_user
+from shardkit.order.balance import DocumentIds
+
+__all__ = ["IGNORED_LABEL", "Segments", "find_eos_id", "find_segments"]
+
+IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss ignores it by default
+_SAMPLED_SHARDS, _SAMPLED_ROWS = 8, 16  # rows of each shard: where a given id should occur
+
+_Array = npt.NDArray[np.generic]
+_Ints = npt.NDArray[np.int64]
+_Bools = npt.NDArray[np.bool_]
+
+
+def find_segments(
+    tokens: _Array,
+    eos_id: int | None = None,
+    is_padding_row: _Bools | None = None,
+    *,
+    bos_id: int | None = None,
+    pad_id: int | None = None,
+) -> Segments:
+    """The documents in rows of tokens (rows, length), by the id that ends or begins each of them.
+
+    With neither id, a row is one document. Padding inside a row is an eos behind an eos, and every `pad_id`.
+    One pass over the tokens finds each id; what follows costs time for each document, not for each token.
+    """
+    rows, length = tokens.shape
+    inner = padding = np.empty(0, dtype=np.int64)
+    if bos_id is not None:
+        inner = np.flatnonzero(tokens.reshape(-1) == bos_id)
+    elif eos_id is not None:
+        ends = np.flatnonzero(tokens.reshape(-1) == eos_id)
+        follows_end = np.zeros(len(ends) + 1, dtype=np.bool_)
+        np.equal(ends[1:], ends[:-1] + 1, out=follows_end[1:-1])
+        is_padding = follows_end[:-1] & (ends % length != 0)
+        padding = ends[is_padding]
+        inner = ends[~(is_padding & follows_end[1:])] + 1
+    if pad_id is not None:
+        pads = np.flatnonzero(tokens.reshape(-1) == pad_id)
+        first = np.diff(pads, prepend=-2) != 1
+        behind = pads[np.append(first[1:], True)] + 1 if len(pads) else pads
+        padding = np.sort(np.concatenate([padding, pads]))
+        inner = np.unique(np.concatenate([inner, pads[first], behind]))
+    inner = inner[inner % length != 0]
+    if is_padding_row is not None:
+        inner = inner[~is_padding_row[inner // length]]
+    starts = np.concatenate([np.arange(rows) * length, inner])
+    starts.sort(kind="stable")
+    return Segments((rows, length), starts, padding, is_padding_row)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where documents begin in rows of tokens; padding at a row's end counts as one more document."""
+
+    shape: tuple[int, int]  # rows, length
+    starts: _Ints  # of each document, in the flattened rows
+    padding: _Ints  # every token of padding inside of rows, in the flattened rows
+    is_padding_row: _Bools | None = None
+
+    @cached_property
+    def lengths(self) -> _Ints:
+        """Of each document."""
+        rows, length = self.shape
+        lengths: _Ints = np.diff(self.starts, append=rows * length)
+        return lengths
+
+    @cached_property
+    def rows(self) -> _Ints:
+        """The row of each document."""
+        rows: _Ints = self.starts // self.shape[1]
+        return rows
+
+    def first_of_rows(self, every: int = 1) -> _Ints:
+        """The number of the first document in each `every`-th row, and behind the last the number of all."""
+        rows, length = self.shape
+        first: _Ints = np.searchsorted(self.starts, np.arange(0, rows + 1, every) * length)
+        return first
+
+    def without_last_tokens(self) -> Segments:
+        """The documents of the rows without the last token of each."""
+        rows, length = self.shape
+        starts, padding = (
+            places[(places + 1) % length != 0] - places[(places + 1) % length != 0] // length
+            for places in (self.starts, self.padding)
+        )
+        return Segments((rows, length - 1), starts, padding, self.is_padding_row)
+
+    def mask(self, labels: npt.NDArray[np.int64], *, shift: int, mask_starts: bool) -> None:
+        """Set labels of padding, and on request of each document's first token, to -100.
+
+        Label i of a row is token i + `shift`. Models that shift labels predict label i + 1 from token i, so
+        the label of a document's first token would be predicted from the end of another document. This
+        includes the first token of a row, which follows another row when a batch is flattened.
+        """
+        for places in (self.padding, self.starts) if mask_starts else (self.padding,):
+            self.ignore(labels, places, shift=shift)
+        if self.is_padding_row is not None:
+            labels[self.is_padding_row] = IGNORED_LABEL
+
+    def ignore(self, labels: npt.NDArray[np.int64], places: _Ints, *, shift: int) -> None:
+        """Set the labels that are the tokens at `places` in the flattened rows to -100."""
+        row, column = np.divmod(places, self.shape[1])
+        has_label = column >= shift
+        labels.reshape(-1)[(row * labels.shape[1] + column - shift)[has_label]] = IGNORED_LABEL
+
+    def position_ids(self, out: npt.NDArray[np.int64]) -> None:
+        """Write each token's distance from the start of its document to `out` (rows, length)."""
+        columns = (self.starts % self.shape[1]).astype(np.int32)
+        np.subtract(np.arange(self.shape[1]), np.repeat(columns, self.lengths).reshape(self.shape), out=out)
+
+    def document_ids(self) -> npt.NDArray[np.int32]:
+        """Each token's document, counted from 0 in each row."""
+        numbers = np.arange(len(self.starts)) - self.first_of_rows()[self.rows]
+        return np.repeat(numbers.astype(np.int32), self.lengths).reshape(self.shape)
+
+    def cu_seqlens(self, batch_size: int) -> list[tuple[npt.NDArray[np.int32], int]]:
+        """(bounds of the documents in each flattened batch of `batch_size` rows, the longest document)."""
+        size = batch_size * self.shape[1]
+        first = self.first_of_rows(batch_size)
+        longest = np.maximum.reduceat(self.lengths, first[:-1]).tolist()
+        result = []
+        for number, (low, high) in enumerate(pairwise(first.tolist())):
+            bounds = np.empty(high - low + 1, dtype=np.int32)
+            bounds[:-1] = self.starts[low:high] - number * size
+            bounds[-1] = size
+            result.append((bounds, longest[number]))
+        return result
+
+    def padded_cu_seqlens(self, batch_size: int, length: int) -> npt.NDArray[np.int32]:
+        """(batches, length) bounds of the documents in each flattened batch, padded with the last bound."""
+        first = self.first_of_rows(batch_size)
+        if (most := int(np.diff(first).max(initial=0))) >= length:
+            raise ValueError(
+                f"cu_seqlens={length} has room for {length - 1} documents, and a batch has {most} (padding "
+                "at a row's end counts as one): give a larger number, or True for bounds of varying length"
+            )
+        size = batch_size * self.shape[1]
+        bounds = np.full((len(first) - 1, length), size, dtype=np.int32)
+        batch = self.rows // batch_size
+        bounds[batch, np.arange(len(self.starts)) - first[batch]] = self.starts - batch * size
+        return bounds
+
+    def doc_lens(self, batch_size: int) -> list[tuple[npt.NDArray[np.int32], list[int]]]:
+        """For each batch (lengths of each row's documents, 0 behind the last; the longest of each row)."""
+        first = self.first_of_rows()
+        counts = np.diff(first)
+        table = np.zeros((self.shape[0], counts.max(initial=0)), dtype=np.int32)
+        table[self.rows, np.arange(len(self.starts)) - first[self.rows]] = self.lengths
+        longest = table.max(axis=1, initial=0).tolist()
+        most = counts.reshape(-1, batch_size).max(axis=1).tolist()
+        edges = pairwise(range(0, self.shape[0] + 1, batch_size))
+        return [
+            (np.ascontiguousarray(table[low:high, :width]), longest[low:high])
+            for (low, high), width in zip(edges, most, strict=True)
+        ]
+
+    def seq_lengths(self) -> list[list[int]]:
+        """For each row the lengths of its documents."""
+        lengths = self.lengths.tolist()
+        return [lengths[low:high] for low, high in pairwise(self.first_of_rows().tolist())]
+
+
+def find_eos_id(
+    datasets: Sequence[OpenDataset],
+    names: Sequence[str],
+    ids: DocumentIds,
+    token_column: str | None,
+    *,
+    options: Sequence[str],
+    needs_bounds: bool,
+) -> int | None:
+    """Return the id that ends documents; ValueError if `needs_bounds` and neither `ids` nor cards state it.
+
+    `options`: what was asked for that needs tokens, for messages. Streams whose tokens mean different things
+    are refused.
+    """
+    tokenizers = [None if dataset.card is None else dataset.card.tokenizer for dataset in datasets]
+    named = zip(tokenizers, names, strict=True)
+    known = {each.digest: name for each, name in named if each is not None and each.digest is not None}
+    if len(known) > 1:
+        raise ValueError(
+            f"streams {' and '.join(map(repr, known.values()))} were made by different tokenizers: the same "
+            "ids would mean different text"
+        )
+    if options and token_column is None:
+        columns = ", ".join(column.name for column in datasets[0].columns)
+        raise ValueError(
+            f"{' and '.join(options)} need a column of tokens of constant length: "
+            f"{datasets[0].location} gives none among {columns}; `shardkit convert SRC DST "
+            "--sequence-length L --drop-tail` makes rows of one length of arrays that each state their own"
+        )
+    for dataset in datasets:
+        _check_ids(dataset, ids, is_used=bool(options))
+    stated: set[int] = set()
+    for dataset, tokenizer in zip(datasets, tokenizers, strict=True):
+        eos_id = ids.eos_id if ids.eos_id is not None else tokenizer and tokenizer.eos_id
+        if type(eos_id) is int:
+            stated.add(eos_id)
+            if needs_bounds and ids.eos_id is None and ids.bos_id is None:
+                _check_range(dataset, "the card's eos_id", eos_id)
+        elif needs_bounds and ids.bos_id is None:
+            raise ValueError(
+                f"{' and '.join(options)} need the id that ends documents: {dataset.location} "
+                "states none in dataset.json (tokenizer.eos_id); give eos_id=…, or bos_id=… where an id "
+                "begins each document"
+            )
+    if len(stated) > 1:
+        raise ValueError(f"streams end documents with different ids, {sorted(stated)}: give eos_id=…")
+    if ids.pad_id is not None and ids.pad_id in stated:
+        raise ValueError(
+            "pad_id is the id that ends documents, whose padding is found without it: leave it out"
+        )
+    return next(iter(stated), None)
+
+
+def _check_ids(dataset: OpenDataset, ids: DocumentIds, *, is_used: bool) -> None:
+    """ValueError for a given id that no token can have; warn of a given one that no sampled row has."""
+    for name in ("eos_id", "bos_id", "pad_id"):
+        if (value := getattr(ids, name)) is not None:
+            _check_range(dataset, name, value)
+    for name in ("eos_id", "bos_id"):  # rows need not be padded
+        value = getattr(ids, name)
+        if value is not None and is_used and _never_occurs(dataset, value):
+            warn_user(
+                f"{dataset.location}: none of {_SAMPLED_SHARDS * _SAMPLED_ROWS} rows or fewer that were "
+                f"looked at, all over the dataset, has {name}={value}: unless documents are far longer "
+                "than rows, it is another tokenizer's, and each row will pass for one document"
+            )
+
+
+def _check_range(dataset: OpenDataset, name: str, value: object) -> None:
+    if type(value) is not int:
+        raise ValueError(f"{name} must be a whole number, not {value!r:.80}")
+    stored = dataset.token_dtype
+    most = (1 << 63) - 1 if stored is None or stored.kind not in "iu" else int(np.iinfo(stored.name).max)
+    if not 0 <= value <= most:
+        kind = "a token's id" if stored is None else f"ids stored as {stored.name}"
+        raise ValueError(
+            f"{dataset.location}: {name}={value} cannot occur: {kind} are from 0 to {most:,}; give the id of "
+            "the tokenizer that made this dataset"
+        )
+
+
+def _never_occurs(dataset: OpenDataset, value: int) -> bool:
+    """Whether none of some rows, all over a local uncompressed dataset, has the id; False if not known."""
+    column = dataset.token_column
+    if dataset.shards is not None or dataset.verifies or column is None or not len(dataset):
+        return False
+    if any(kind.compression for kind in dataset.manifest.kinds):
+        return False
+    samples = dataset.manifest.shard_samples
+    with_rows = np.flatnonzero(samples)
+    chosen = np.unique(np.linspace(0, len(with_rows) - 1, _SAMPLED_SHARDS).astype(np.int64))
+    for number in with_rows[chosen].tolist():
+        rows = dataset.shard(number).fixed_rows(column)
+        if rows is None:
+            return False
+        places = np.unique(np.linspace(0, len(rows) - 1, _SAMPLED_ROWS).astype(np.int64))
+        if (rows[places] == value).any():
+            return False
+    return True

@@ -1,0 +1,178 @@
+"""The order that a run's settings make of its streams: one dataset, or several by a mixture.
+
+It is a function of sizes: a `StreamSizes` has what the order, the settings and the look-ahead of a run take
+of a stream, and whoever opens datasets makes it. Positions count samples over all ranks and streams. A stream
+also has positions of its own, which count its samples over all its epochs: limits and fetching ahead are
+computed in those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from shardkit.arrays import Ints
+from shardkit.order.exclusions import Exclusions
+from shardkit.order.mixture import Mixture, Schedule
+from shardkit.order.order import Order, OrderSpec, Shuffle, default_lanes, default_window
+from shardkit.order.residency import JoinedUses, MixedUses
+from shardkit.order.run_settings import RunSettings, StreamSettings, Tail
+from shardkit.order.streams import MixedOrder, StreamOrder
+
+__all__ = ["Arrangement", "Limit", "StreamSizes", "first_settings"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamSizes:
+    """What a run's order depends on of a stream: the sizes of its dataset, and which rows it may deliver.
+
+    `shard_samples`: int64[shards], excluded rows too. `raw_bytes`: of all shards, as readers see them.
+    `limit`: the most samples that the stream may deliver in all. `name` is for messages.
+    """
+
+    name: str
+    fingerprint: str
+    shard_samples: Ints
+    raw_bytes: int
+    is_compressed: bool
+    excluded: Exclusions | None = None
+    limit: int | None = None
+
+    @property
+    def kept(self) -> int:
+        """Samples that are not excluded."""
+        return int(self.shard_samples.sum()) - (0 if self.excluded is None else self.excluded.count)
+
+    def shuffle_sizes(self, lanes: int | None, window: int | None) -> tuple[int, int]:
+        """Return (lanes, window): as given, else by default from the shards and samples alone.
+
+        Neither batch nor ranks, machines or cache take part, so that a seed and a dataset have one order.
+        """
+        shards = int(np.count_nonzero(self.shard_samples))
+        lanes = lanes or default_lanes(shards, compressed=self.is_compressed)
+        return lanes, window or default_window(int(self.shard_samples.sum()), shards, lanes)
+
+
+def first_settings(
+    streams: Sequence[StreamSizes],
+    *,
+    seed: int = 17,
+    shuffle: Shuffle = "window",
+    tail: Tail = "carry",
+    lanes: int | None = None,
+    window: int | None = None,
+    schedule: Schedule | None = None,
+    epoch_samples: int | None = None,
+) -> RunSettings:
+    """Return the settings that a run over these streams begins with. ValueError for impossible ones.
+
+    Streams have no names there yet. `schedule`: of a mixture. `epoch_samples`: by default those of all
+    streams together.
+    """
+    sizes = [stream.shuffle_sizes(lanes, window) for stream in streams]
+    order = OrderSpec(seed, *sizes[0], shuffle)
+    found = []
+    for stream, (own_lanes, own_window) in zip(streams, sizes, strict=True):
+        own = OrderSpec(seed, own_lanes, own_window, shuffle)
+        digest = "" if stream.excluded is None else stream.excluded.digest
+        settings = StreamSettings(stream.fingerprint, stream.kept, excluded=digest)
+        if (own.lanes, own.window) != (order.lanes, order.window):
+            settings = replace(settings, lanes=own.lanes, window=own.window)
+        found.append(settings)
+    samples = epoch_samples or sum(stream.kept for stream in streams)
+    return RunSettings(order, tail, tuple(found), schedule, samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The first position that cannot be delivered, and whose limit it is."""
+
+    position: int
+    stream: str
+    samples: int
+
+    def message(self, global_batch: int) -> str:
+        step = self.position // global_batch
+        return (
+            f"stream {self.stream!r} is exhausted at step {step:,} (position {self.position:,}): its repeat "
+            f"or choose allows {self.samples:,} samples; set its weight to 0 before that step, or "
+            "raise repeat or choose"
+        )
+
+
+class Arrangement:
+    """The order that a run's settings make of streams."""
+
+    def __init__(self, settings: RunSettings, streams: Sequence[StreamSizes]) -> None:
+        self._settings, self._sizes = settings, tuple(streams)
+        schedule = settings.schedule
+        parts = []
+        for number, stream in enumerate(streams):
+            sizes, excluded = stream.shard_samples, stream.excluded
+            kept = sizes if excluded is None else excluded.kept_of_shards(sizes)
+            parts.append(StreamOrder(Order(kept, settings.order_of(number)), excluded, sizes))
+        self.streams = tuple(parts)
+        """The order of each stream's own samples."""
+        self.mixture = None if schedule is None else Mixture(settings.order.seed, schedule)
+        self.order: Order | StreamOrder | MixedOrder
+        """The order of all of them, by positions of the run."""
+        if self.mixture is not None:
+            self.order = MixedOrder(parts, self.mixture, settings.epoch_samples)
+        else:
+            self.order = parts[0].order if parts[0].exclusions is None else parts[0]
+
+    def positions(self, position: int) -> list[int]:
+        """Samples of each stream before `position`."""
+        if self.mixture is None:
+            return [position]
+        counts: list[int] = self.mixture.counts(position).tolist()
+        return counts
+
+    def uses(
+        self, datasets: Mapping[tuple[int, ...], Sequence[int] | None], capacity: int
+    ) -> tuple[Order | JoinedUses, Sequence[int] | None]:
+        """When shards are needed of the datasets in a cache of `capacity` bytes, and by which lanes.
+
+        `datasets`: the lanes that are read of each (None: all), by all streams that draw on it. Their shards
+        are numbered one dataset after another, in positions of the run.
+        """
+        if self.mixture is None:
+            [lanes] = datasets.values()
+            return self.streams[0].order, lanes
+        ahead = self._foreseen(datasets, capacity)
+        parts = [
+            (MixedUses({stream: self.streams[stream].order for stream in who}, self.mixture, ahead), lanes)
+            for who, lanes in datasets.items()
+        ]
+        return JoinedUses(parts), None
+
+    def _foreseen(self, datasets: Iterable[tuple[int, ...]], capacity: int) -> int:
+        """Positions to look ahead at a time: so few that no stream of a size that matters passes often.
+
+        Of a stream that starts over more than a few times all shards count as in use throughout.
+        """
+        ahead = self.order.samples
+        streams = [stream for who in datasets for stream in who]
+        segments = (
+            [weights for _, weights in self._settings.schedule.segments] if self._settings.schedule else []
+        )
+        for stream in streams:
+            share = max(weights[stream] / sum(weights) for weights in segments)
+            if share and 2 * len(streams) * self._sizes[stream].raw_bytes >= capacity:
+                ahead = min(ahead, max(1, int(2 * self.streams[stream].samples / share)))
+        return ahead
+
+    @cached_property
+    def limit(self) -> Limit | None:
+        """Where the run ends because a stream may not deliver more; None if it never does."""
+        found = []
+        for number, stream in enumerate(self._sizes):
+            if (most := stream.limit) is None:
+                continue
+            position = most if self.mixture is None else self.mixture.position_of(number, most)
+            if position is not None:
+                found.append(Limit(position, stream.name, most))
+        return min(found, key=lambda limit: limit.position, default=None)
