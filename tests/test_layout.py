@@ -213,8 +213,8 @@ def imported_folders(file: Path) -> set[str]:
     return {folder_of(name) for name in modules_of(running_imports(parsed(file)))}
 
 
-# Circles that are left: in cache, and of filters with their batch of texts.
-@pytest.mark.parametrize("layer", sorted(ALLOWED.keys() - {"cache", "writers"}))
+# A circle that is left: of filters with their batch of texts.
+@pytest.mark.parametrize("layer", sorted(ALLOWED.keys() - {"writers"}))
 def test_modules_of_a_layer_import_each_other_one_way(layer: str) -> None:
     """Imports in functions and for type checkers, too."""
     imports = {
