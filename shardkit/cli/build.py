@@ -24,10 +24,9 @@ from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
     from shardkit.writers import BuildResult, Recipe
-    from shardkit.writers.execution.scheduler import TaskSlice
     from shardkit.writers.maintenance import Explanation
 
-__all__ = ["add_parser", "run", "task_slice"]
+__all__ = ["add_parser", "run"]
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -80,13 +79,6 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     """How tasks run."""
     parser.add_argument(
-        "--task-slice",
-        type=task_slice,
-        metavar="I/N",
-        help="share the work folder with other processes that run the same build: this is process I, from 0, "
-        "of N, and runs its own part of the tasks (default: use the work folder alone)",
-    )
-    parser.add_argument(
         "--task-seconds",
         type=float,
         metavar="SECONDS",
@@ -127,7 +119,6 @@ def run(arguments: argparse.Namespace) -> int:
         workers=arguments.workers,
         engine=arguments.engine,
         ray_address=arguments.ray_address,
-        task_slice=arguments.task_slice,
         task_seconds=TASK_SECONDS if arguments.task_seconds is None else arguments.task_seconds,
         retry_failed=arguments.retry_failed,
         speculate=arguments.speculate,
@@ -142,17 +133,6 @@ def run(arguments: argparse.Namespace) -> int:
     elif not arguments.quiet:
         stderr_console().print(repr(result), markup=False, highlight=False, soft_wrap=True)
     return 0
-
-
-def task_slice(text: str) -> TaskSlice:
-    """argparse type of --task-slice."""
-    from shardkit.writers.execution.scheduler import TaskSlice
-
-    try:
-        index, count = (int(part) for part in text.split("/"))
-        return TaskSlice(index, count)
-    except (ValueError, BuildError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 0 <= I < N, such as 0/4") from error
 
 
 def _write_timings(path: Path, result: BuildResult) -> None:

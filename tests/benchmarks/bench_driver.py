@@ -42,10 +42,10 @@ from shardkit.progress import make_listener
 from shardkit.storage.local import LocalBody, LocalStore
 from shardkit.storage.store import BaseStore, ObjectInfo, Store
 from shardkit.writers.execution.engine import TASK_SECONDS, OnNews
-from shardkit.writers.execution.engine_ray import EngineRun, NodeCheck
+from shardkit.writers.execution.engine_ray import EngineRun, NodeCheck, Stragglers
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.scheduler import Stragglers, TaskQueue
 from shardkit.writers.execution.task import Commit, Output, Task, facts_of
+from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.progress import StageProgress

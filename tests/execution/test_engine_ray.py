@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import signal
@@ -24,10 +25,17 @@ from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.storage.store import StorageOptions
 from shardkit.writers.execution import engine_ray
 from shardkit.writers.execution.engine import death_of
-from shardkit.writers.execution.engine_ray import RayEngine, check_of, run_on_node, slots_of, start_ray
+from shardkit.writers.execution.engine_ray import (
+    RayEngine,
+    Stragglers,
+    check_of,
+    run_on_node,
+    slots_of,
+    start_ray,
+)
 from shardkit.writers.execution.runner import Journal
-from shardkit.writers.execution.scheduler import OwnQueue, Stragglers
 from shardkit.writers.execution.task import Commit, Fallback, Task, code_version
+from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work
 from shardkit.writers.pipeline import build
 from shardkit.writers.progress import StageProgress
@@ -147,6 +155,19 @@ def test_as_many_tasks_fit_as_cpus_and_memory_of_each_living_node_allow() -> Non
     assert slots_of([node(4, 8e9), node(4, 3.5e9), node(8, 9e9, alive=False)], 1_000_000_000) == 4 + 3
     assert slots_of([node(4, 9e8), {"Alive": True, "Resources": {"object_store_memory": 1e9}}], 10**9) == 0
     assert slots_of([], 1) == 0
+
+
+def test_a_straggler_takes_three_times_the_median_of_its_stage_and_a_minute() -> None:
+    stragglers = Stragglers()
+    assert stragglers.limit_seconds("pack") == math.inf  # nothing to compare with
+    for seconds in (10.0, 30.0, 500.0):
+        stragglers.finished("pack", seconds)
+        stragglers.finished("clean", seconds / 10)
+    assert stragglers.limit_seconds("pack") == 90.0
+    assert stragglers.limit_seconds("clean") == 60.0
+    for _ in range(2000):
+        stragglers.finished("pack", 100.0)  # of old tasks, nothing is left
+    assert stragglers.limit_seconds("pack") == 300.0
 
 
 def test_a_missing_ray_is_said_before_anything_is_written(
@@ -290,7 +311,7 @@ def test_a_task_that_kills_every_worker_gives_way_to_its_fallback(
     poison = replace(make_task(tasks, "die_until", place, 100), fallback=fallback)
     commits: list[Commit] = []
     with engine() as ray:
-        ray.run(OwnQueue([poison, make_task(tasks, "square", 3)], commits.append), work)
+        ray.run(TaskQueue([poison, make_task(tasks, "square", 3)], commits.append), work)
     assert len(list(place.iterdir())) == 2
     assert [commit.stage for commit in commits] == ["stage", "failed"]
     assert (commits[1].folder / "error.txt").read_text() == str(death_of(poison))
@@ -327,7 +348,7 @@ def test_a_task_that_hangs_is_killed_and_runs_again(
     assert len(list(place.iterdir())) == 2
 
 
-class CountingQueue(OwnQueue):
+class CountingQueue(TaskQueue):
     """Knows how many tasks were out at a time."""
 
     out = most = 0
@@ -460,10 +481,11 @@ from pathlib import Path; import ray_tasks
 from shardkit.writers.execution.engine_ray import RayEngine
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.task import Task
+from shardkit.writers.execution.task_queue import TaskQueue
 address, place = sys.argv[1] or None, Path(sys.argv[2])
 with Journal(Path("work").absolute()) as journal, RayEngine(2, address=address, memory_bytes=10**9) as engine:
     tasks = [Task("s", str(n), {}, ray_tasks.nap, (place, 600)) for n in range(2)]
-    engine.run(journal.queue(tasks, lambda commit: None), journal.work)
+    engine.run(TaskQueue(tasks, lambda commit: None), journal.work)
 """
 
 

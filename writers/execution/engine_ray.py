@@ -22,16 +22,19 @@ imports its code.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 from shardkit.errors import BuildError, MissingExtraError, warn_user
@@ -39,8 +42,8 @@ from shardkit.files import Closing
 from shardkit.units import format_bytes
 from shardkit.writers.execution.engine import TASK_SECONDS, OnNews, death_of, default_workers, report
 from shardkit.writers.execution.processes import ONE_THREAD, RESUME, answer, give_back_memory, time_limit
-from shardkit.writers.execution.scheduler import Stragglers, TaskQueue
 from shardkit.writers.execution.task import Task, code_version
+from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cache
@@ -51,6 +54,7 @@ __all__ = [
     "EngineRun",
     "NodeCheck",
     "RayEngine",
+    "Stragglers",
     "check_of",
     "import_ray",
     "run_on_node",
@@ -223,6 +227,8 @@ _CANCEL_SECONDS = 10.0
 
 FIRST_PAUSE_SECONDS = 1.0  # before a lost task is handed in again; doubled each time
 
+_REMEMBERED_TASKS = 1000  # of a stage, enough for a median
+
 _FIRST_TASKS = 4  # handed in where there is no node yet: demand for a cluster that grows
 
 
@@ -286,6 +292,27 @@ class RayEngine(Closing):
 
 
 @dataclass(slots=True)
+class Stragglers:
+    """Says how long a task may run before another machine runs it, too, if it has nothing else to do.
+
+    That is `factor` times the median of the tasks of its stage that finished last, and `least_seconds`.
+    """
+
+    least_seconds: float = 60.0
+    factor: float = 3.0
+    _seconds: dict[str, deque[float]] = field(default_factory=dict)  # by stage
+
+    def finished(self, stage: str, seconds: float) -> None:
+        """Note how long a task ran."""
+        self._seconds.setdefault(stage, deque(maxlen=_REMEMBERED_TASKS)).append(seconds)
+
+    def limit_seconds(self, stage: str) -> float:
+        """Infinite as long as no task of the stage has finished."""
+        seconds = self._seconds.get(stage)
+        return max(self.least_seconds, self.factor * median(seconds)) if seconds else math.inf
+
+
+@dataclass(slots=True)
 class _Try:
     """A task that was handed to Ray, at the time `since`, or is to be. A straggler has two references."""
 
@@ -330,7 +357,7 @@ class EngineRun:
                 self._hand_in()
                 self._hand_in_stragglers()
                 if not self._flying:
-                    if not self.queue.exhausted:  # others are at the rest, or a lost task has to pause
+                    if not self.queue.exhausted:  # a lost task has to pause
                         self.sleep(_TICK_SECONDS)
                     continue
                 for ref in self._finished():
