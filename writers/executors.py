@@ -20,9 +20,10 @@ from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.engine import TASK_SECONDS, Engine, LocalEngine, default_workers
-from shardkit.writers.execution.engine_ray import Stragglers, import_ray
+from shardkit.writers.execution.engine_ray import RayEngine, Stragglers
 from shardkit.writers.execution.lease import LEASE_SECONDS
 from shardkit.writers.execution.processes import RESUME
+from shardkit.writers.execution.ray_cluster import import_ray
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.scratch import default_scratch
 from shardkit.writers.execution.task import Commit, Task
@@ -105,14 +106,15 @@ def open_runner(
         runner = Runner(journal, engine, listener, retry_failed=execution.retry_failed)
         try:
             yield runner
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(f"tasks finished: {runner.finished:,}")
+            raise
         except OSError as error:  # while this process reads files of finished tasks between two stages
             raise BuildError(f"work folder {work.place}: {error}; {RESUME}") from error
 
 
 def _engine(recipe: Recipe, execution: Execution) -> Engine:
     if execution.engine == "ray":
-        from shardkit.writers.execution.engine_ray import RayEngine
-
         return RayEngine(
             execution.workers,
             address=execution.ray_address,

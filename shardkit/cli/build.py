@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from shardkit.cli.common import (
     add_json_argument,
@@ -113,19 +119,20 @@ def run(arguments: argparse.Namespace) -> int:
     from shardkit.writers import build
     from shardkit.writers.execution.engine import TASK_SECONDS
 
-    result = build(
-        recipe,
-        output=arguments.output,
-        workers=arguments.workers,
-        engine=arguments.engine,
-        ray_address=arguments.ray_address,
-        task_seconds=TASK_SECONDS if arguments.task_seconds is None else arguments.task_seconds,
-        retry_failed=arguments.retry_failed,
-        speculate=arguments.speculate,
-        progress=not arguments.quiet,
-        replace=arguments.replace,
-        storage=storage_options(arguments, is_job=True),
-    )
+    with _ended_by_sigterm():
+        result = build(
+            recipe,
+            output=arguments.output,
+            workers=arguments.workers,
+            engine=arguments.engine,
+            ray_address=arguments.ray_address,
+            task_seconds=TASK_SECONDS if arguments.task_seconds is None else arguments.task_seconds,
+            retry_failed=arguments.retry_failed,
+            speculate=arguments.speculate,
+            progress=not arguments.quiet,
+            replace=arguments.replace,
+            storage=storage_options(arguments, is_job=True),
+        )
     if arguments.timings is not None:
         _write_timings(arguments.timings, result)
     if arguments.json:
@@ -133,6 +140,34 @@ def run(arguments: argparse.Namespace) -> int:
     elif not arguments.quiet:
         stderr_console().print(repr(result), markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+class _TerminatedError(KeyboardInterrupt):
+    """SIGTERM, which batch systems send before they end a job."""
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """End as at Ctrl-C if SIGTERM comes: workers end, the lease is given back. Then die by that signal."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another one ends the process at once
+        raise _TerminatedError
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # it is the caller's
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except _TerminatedError as ended:
+        said = "; ".join(["terminated", *getattr(ended, "__notes__", []), "the same command continues"])
+        sys.stderr.write(f"shardkit: {said}\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _write_timings(path: Path, result: BuildResult) -> None:

@@ -42,7 +42,8 @@ from shardkit.progress import make_listener
 from shardkit.storage.local import LocalBody, LocalStore
 from shardkit.storage.store import BaseStore, ObjectInfo, Store
 from shardkit.writers.execution.engine import TASK_SECONDS, OnNews
-from shardkit.writers.execution.engine_ray import EngineRun, NodeCheck, Stragglers
+from shardkit.writers.execution.engine_ray import EngineRun, Stragglers
+from shardkit.writers.execution.ray_node import NodeAnswer, NodeCheck
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.task import Commit, Output, Task, facts_of
 from shardkit.writers.execution.task_queue import TaskQueue
@@ -262,7 +263,7 @@ class VirtualRay:
             if is_killed:
                 raise self.exceptions.WorkerCrashedError("killed")
             del self._attempt_of[name]
-            return pickle.dumps((commit_of(self._task(name)), None, "")), 0.0, seconds
+            return NodeAnswer(pickle.dumps((commit_of(self._task(name)), None, "")), seconds=seconds)
         finally:
             self.own_seconds += time.process_time() - began
 

@@ -199,6 +199,7 @@ class Runner:
         if missing:
             self._engine.run(TaskQueue(missing, done), self.journal.work, self._hear)
         self.journal.end_stages([*self._meters, *stage_of])
+        self._meters = {}
         self.tasks += len(tasks)
         self.tasks_reused += len(tasks) - len(missing)
         made = [[commits[task.stage][task.name] for task in group] for group in groups]
@@ -228,6 +229,11 @@ class Runner:
                     yield commit
 
     @property
+    def finished(self) -> int:
+        """Number of tasks that are finished, those of the stages that run included."""
+        return self.tasks + sum(meter.reused + meter.made for meter in self._meters.values())
+
+    @property
     def work_is_remote(self) -> bool:
         """Whether the work folder is in a store, where tasks on any machine reach it."""
         return isinstance(self.journal.work, StoreWork)
@@ -252,7 +258,7 @@ class _Meter:
         self._tasks = len(tasks)
         self._left = sum(map(_weight, tasks))
         self._work = 0
-        self.reused = self._made = 0
+        self.reused = self.made = 0
         self._read = self._kept = Count()
         self._pulses: dict[str, tuple[int, Pulse]] = {}  # of tasks that run, with their weights
         self._compiling: set[str] = set()
@@ -263,7 +269,7 @@ class _Meter:
         self._left -= _weight(task)
 
     def add(self, task: Task, commit: Commit) -> None:
-        self._made += 1
+        self.made += 1
         self._left -= _weight(task)
         self._work += _weight(task)
         self._compiling.discard(commit.name)
@@ -292,7 +298,7 @@ class _Meter:
         kept = self._kept.documents + sum(pulse.kept.documents for pulse in pulses)
         return StageProgress(
             stage,
-            self._made + self.reused,
+            self.made + self.reused,
             self._tasks,
             self.reused,
             documents,
