@@ -255,7 +255,7 @@ class VirtualRay:
         self.own_seconds += self._seen - began
         return found, []
 
-    def get(self, reference: int, *, timeout: float) -> tuple[bytes, float, float]:
+    def get(self, reference: int, *, timeout: float) -> NodeAnswer:
         began = time.process_time()
         try:
             seconds, is_killed = self._ready.pop(reference)
