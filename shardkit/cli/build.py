@@ -142,17 +142,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _TerminatedError(KeyboardInterrupt):
-    """SIGTERM, which batch systems send before they end a job."""
-
-
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """End as at Ctrl-C if SIGTERM comes: workers end, the lease is given back. Then die by that signal."""
+    came = threading.Event()
 
     def end(number: int, frame: object) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another one ends the process at once
-        raise _TerminatedError
+        came.set()
+        raise KeyboardInterrupt
 
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # it is the caller's
@@ -161,8 +159,10 @@ def _ended_by_sigterm() -> Iterator[None]:
     signal.signal(signal.SIGTERM, end)
     try:
         yield
-    except _TerminatedError as ended:
-        said = "; ".join(["terminated", *getattr(ended, "__notes__", []), "the same command continues"])
+    except KeyboardInterrupt as interrupt:  # not always ours: Ray raises one of its own in its place
+        if not came.is_set():
+            raise
+        said = "; ".join(["terminated", *getattr(interrupt, "__notes__", []), "the same command continues"])
         sys.stderr.write(f"shardkit: {said}\n")
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGTERM)

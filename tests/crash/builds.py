@@ -64,7 +64,7 @@ max_bad_fraction: 0.1
 """
 POINT_NAME = "point.json"
 LINE = "This very line stands at the end of every document."
-_NAMES = re.compile(r"shardkit: (error|warning|interrupted).*", re.DOTALL)
+_NAMES = re.compile(r"shardkit: (error|warning|interrupted|terminated).*", re.DOTALL)
 
 
 def make_recipe(folder: Path) -> Path:
@@ -302,7 +302,7 @@ def wrong_end(action: Action | Literal["endure"], ended: Ended, *, struck: bool)
     problems = []
     if ended.status not in wanted:
         problems.append(f"ended with {ended.status}, not {wanted}: {said(ended)}")
-    if ended.status in (1, 130) and "the same command continues" not in said(ended):
+    if ended.status in (1, 130, -signal.SIGTERM) and "the same command continues" not in said(ended):
         problems.append(f"does not say what to do: {said(ended)}")
     if "Traceback" in ended.errors:
         problems.append(f"a traceback: {ended.errors[-800:]}")
