@@ -36,7 +36,14 @@ from shardkit.files import Closing
 from shardkit.units import format_bytes
 from shardkit.writers.execution.engine import TASK_SECONDS, OnNews, death_of, default_workers, report
 from shardkit.writers.execution.processes import ONE_THREAD, RESUME
-from shardkit.writers.execution.ray_cluster import Head, described, import_ray, slots_of, start_ray
+from shardkit.writers.execution.ray_cluster import (
+    Head,
+    connected_head,
+    described,
+    import_ray,
+    slots_of,
+    start_ray,
+)
 from shardkit.writers.execution.ray_node import NodeAnswer, NodeCheck, check_of, run_on_node
 from shardkit.writers.execution.task import Task
 from shardkit.writers.execution.task_queue import TaskQueue
@@ -130,7 +137,7 @@ class RayEngine(Closing):
                 self._bound,
                 self._memory_bytes,
                 self._stragglers,
-                head=Head(ray.get_runtime_context().gcs_address),
+                head=connected_head(),
             )
             run.until_exhausted(on_news)
 

@@ -19,7 +19,7 @@ from shardkit.errors import BuildError, MissingExtraError
 from shardkit.units import format_bytes
 from shardkit.writers.execution.ray_node import node_key
 
-__all__ = ["Head", "described", "import_ray", "slots_of", "start_ray"]
+__all__ = ["Head", "connected_head", "described", "import_ray", "slots_of", "start_ray"]
 
 OBJECT_STORE_BYTES = 100_000_000  # records of finished tasks pass through it, nothing else
 
@@ -154,6 +154,14 @@ class Head:
                 with suppress(Exception):  # a message may lack a name
                     names.append(internal_kv._internal_kv_get(node_key(ref.task_id().hex())).decode())
         return names
+
+
+def connected_head() -> Head:
+    """The head of the cluster that this process is connected to; not watched through a proxy (ray://)."""
+    import ray
+    from ray.util.client import ray as proxy
+
+    return Head("" if proxy.is_connected() else ray.get_runtime_context().gcs_address)
 
 
 def slots_of(nodes: Sequence[dict[str, Any]], memory_bytes: int) -> int:
