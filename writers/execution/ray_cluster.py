@@ -158,10 +158,10 @@ class Head:
 
 def connected_head() -> Head:
     """The head of the cluster that this process is connected to; not watched through a proxy (ray://)."""
-    import ray
-    from ray.util.client import ray as proxy
+    from ray.util import client
 
-    return Head("" if proxy.is_connected() else ray.get_runtime_context().gcs_address)
+    proxy: Any = client.ray
+    return Head("" if proxy.is_connected() else import_ray().get_runtime_context().gcs_address)
 
 
 def slots_of(nodes: Sequence[dict[str, Any]], memory_bytes: int) -> int:
