@@ -22,7 +22,7 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["FileLock", "held_file", "upgraded"]
+__all__ = ["FileLock", "held_file"]
 
 _POLL_SECONDS = 0.1
 _HOLDER_BYTES = 64  # at most
@@ -58,15 +58,6 @@ def held_file(path: Path, *, shared: bool, wait_seconds: float = 0.0) -> int | N
             os.close(descriptor)
             raise
         os.close(descriptor)
-
-
-def upgraded(descriptor: int) -> bool:
-    """Whether a lock that is shared became ours alone; if not, it may be lost."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 class FileLock:

@@ -20,10 +20,11 @@ from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.engine import TASK_SECONDS, Engine, LocalEngine, default_workers
-from shardkit.writers.execution.engine_ray import import_ray
+from shardkit.writers.execution.engine_ray import RayEngine, Stragglers
+from shardkit.writers.execution.lease import LEASE_SECONDS
 from shardkit.writers.execution.processes import RESUME
+from shardkit.writers.execution.ray_cluster import import_ray
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.scheduler import DEFAULT_TIMES, SharingTimes, Stragglers, TaskSlice
 from shardkit.writers.execution.scratch import default_scratch
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work
@@ -46,21 +47,20 @@ _TOKENIZER = ".tokenizer"  # a folder of its own, apart from what recipes name
 class Execution:
     """How a build runs. `workers`: processes, or tasks at a time on a Ray cluster (None: as many as fit).
 
-    With `task_slice`, several processes share a work folder, at the pace of `times`; `ray_address` names a
-    running cluster (None: RAY_ADDRESS, else one is started on this machine). A task that takes longer than
-    `task_seconds` is killed and runs once more (with Ray, a few times). `retry_failed`: tasks of splits that
-    an earlier build gave up (`max_failed_splits`) run again. `speculate`: on a Ray cluster, idle workers also
-    run the last tasks of a stage if these take long (`Stragglers`).
+    `ray_address` names a running cluster (None: RAY_ADDRESS, else one is started on this machine). A task
+    that takes longer than `task_seconds` is killed and runs once more (with Ray, a few times). With
+    `retry_failed`, tasks of splits that an earlier build gave up (`max_failed_splits`) run again; with
+    `speculate`, idle workers of a Ray cluster also run the last tasks of a stage if these take long
+    (`Stragglers`). After `lease_seconds` of silence, the driver of a work folder in a store counts as dead.
     """
 
     workers: int | None = None
     engine: EngineName = "local"
-    task_slice: TaskSlice | None = None
     ray_address: str | None = None
     task_seconds: float = TASK_SECONDS
     retry_failed: bool = False
     speculate: bool = True
-    times: SharingTimes = DEFAULT_TIMES
+    lease_seconds: float = LEASE_SECONDS
 
     def __post_init__(self) -> None:
         if not self.task_seconds > 0:
@@ -81,7 +81,7 @@ class Execution:
 
 
 def work_of(recipe: Recipe, default: Path, storage: StorageOptions | None, execution: Execution) -> Work:
-    """The recipe's work folder, or that of `default`, which is removed after success unless it is shared."""
+    """The recipe's work folder, or that of `default`, which is removed after success."""
     if recipe.work is not None and is_remote(recipe.work):
         url = recipe.work.rstrip("/")
         scratch = default_scratch(url) if recipe.scratch is None else recipe.resolve(recipe.scratch)
@@ -100,20 +100,21 @@ def open_runner(
 ) -> Iterator[Runner]:
     """Open the work folder and start the engine; both are closed at the end of the `with`."""
     with (
-        Journal(work, slice=execution.task_slice, times=execution.times) as journal,
+        Journal(work, lease_seconds=execution.lease_seconds) as journal,
         _engine(recipe, execution) as engine,
     ):
         runner = Runner(journal, engine, listener, retry_failed=execution.retry_failed)
         try:
             yield runner
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(f"tasks finished: {runner.finished:,}")
+            raise
         except OSError as error:  # while this process reads files of finished tasks between two stages
             raise BuildError(f"work folder {work.place}: {error}; {RESUME}") from error
 
 
 def _engine(recipe: Recipe, execution: Execution) -> Engine:
     if execution.engine == "ray":
-        from shardkit.writers.execution.engine_ray import RayEngine
-
         return RayEngine(
             execution.workers,
             address=execution.ray_address,

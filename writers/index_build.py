@@ -151,7 +151,6 @@ def build_dedup_index(
             "inputs": describe_inputs(recipe, inputs.splits, survivors.input_hashes),
             "against": [other.digest for other in inputs.indexes],
         }
-        runner.check_shared(made)
         if recipe.check_disk and isinstance(target, Path):
             _check_disk(made, target)
         opened = _publish(dict(zip(tasks, made, strict=True)), target, facts, sketch=sketch, replace=replace)

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace as dataclass_replace
-from functools import partial
 from os import fspath
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,6 @@ from shardkit.writers.card import BuiltDataset, assemble, make_card, recipe_cont
 from shardkit.writers.estimate import check_disk
 from shardkit.writers.execution.engine import TASK_SECONDS
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.scheduler import TaskSlice
 from shardkit.writers.execution.task import Commit, facts_of
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork
@@ -51,10 +49,9 @@ from shardkit.writers.inputs.scan import Split, check_unchanged, describe_inputs
 from shardkit.writers.inputs.small_files import text_bytes
 from shardkit.writers.languages import add_languages
 from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger
-from shardkit.writers.progress import StageProgress, WholeBuild, say
+from shardkit.writers.progress import StageProgress, WholeBuild
 from shardkit.writers.publish import (
     RemoteOutput,
-    Watch,
     find_published,
     finish_published,
     publish,
@@ -78,8 +75,6 @@ __all__ = [
     "with_overrides",
 ]
 
-PUBLISH_WAIT_SECONDS = 24 * 3600.0  # for a suspended driver that holds the lock of a local output
-
 
 @not_for_everyone()
 def build(
@@ -90,7 +85,6 @@ def build(
     overrides: Sequence[str] = (),
     engine: EngineName = "local",
     ray_address: str | None = None,
-    task_slice: TaskSlice | None = None,
     task_seconds: float = TASK_SECONDS,
     retry_failed: bool = False,
     speculate: bool = True,
@@ -111,7 +105,6 @@ def build(
     execution = Execution(
         workers=workers,
         engine=engine,
-        task_slice=task_slice,
         ray_address=ray_address,
         task_seconds=task_seconds,
         retry_failed=retry_failed,
@@ -126,19 +119,19 @@ def build(
     if len(found) < len(targets):
         check_disk(inputs, tokenizer, work, _first_folder(targets), execution, progress)
         scanned = time.perf_counter() - start
-        watches = [Watch(target, replace=replace) for target in targets]
         clock = StageClock(_listener(progress, recipe, work), start)
         execution = execution.for_text(text_bytes(splits), recipe.memory)
         with clock as listener, open_runner(recipe, work, execution, listener) as runner:
             runner.seconds["scan"] = scanned
             _keep_cuts(cuts, runner.journal.work)
             built = _run_stages(inputs, tokenizer, runner)
-            _publish_all(built, targets, watches, runner, listener, replace=replace)
+            _publish_all(built, targets, runner, listener, replace=replace)
             ran = Ran(runner.seconds, runner.tasks, runner.tasks_reused, clock.times(runner.seconds))
-            _leave(recipe, runner, say_so=progress is True)
+            if recipe.work is None:
+                runner.journal.remove()
         found = [dataset.facts for dataset in built]
     else:
-        _remove_left(recipe, work, execution)
+        _remove_left(recipe, work)
     seconds, made = time.perf_counter() - start, zip(targets, found, strict=True)
     first, *others = [BuildResult.of_card(str(target), card, seconds, ran) for target, card in made]
     return dataclass_replace(first, others=tuple(others))
@@ -188,28 +181,15 @@ def _first_folder(targets: Sequence[Path | RemoteOutput]) -> Path | None:
 def _publish_all(
     built: Sequence[BuiltDataset],
     targets: Sequence[Path | RemoteOutput],
-    watches: Sequence[Watch],
     runner: Runner,
     listener: Listener[StageProgress],
     *,
     replace: bool,
 ) -> None:
     begin = time.perf_counter()
-    for dataset, target, watch in zip(built, targets, watches, strict=True):
-        if runner.await_turn("publish", partial(watch.shows, dataset.card)):
-            publish_dataset(dataset, target, runner, watch, listener, replace=replace)
+    for dataset, target in zip(built, targets, strict=True):
+        publish_dataset(dataset, target, runner, listener, replace=replace)
     runner.seconds["publish"] = time.perf_counter() - begin
-
-
-def _leave(recipe: Recipe, runner: Runner, *, say_so: bool) -> None:
-    """Remove the work folder if the recipe names none, unless other slices may still use it."""
-    if recipe.work is not None:
-        return
-    if not runner.is_shared:
-        runner.journal.remove()
-    elif say_so:
-        place = runner.journal.work.place
-        say(f"{place} is kept, because others may use it; delete it when all of them have ended")
 
 
 def with_overrides(recipe: Recipe | Mapping[str, object] | str | Path, overrides: Sequence[str]) -> Recipe:
@@ -356,9 +336,9 @@ def _failed(card: DatasetCard | None, allowed: int) -> str | None:
     return f"made without {failed.documents:,} splits that failed" if failed.documents > allowed else None
 
 
-def _remove_left(recipe: Recipe, work: Work, execution: Execution) -> None:
+def _remove_left(recipe: Recipe, work: Work) -> None:
     """Remove the default work folder if a crash came between publishing and removing it."""
-    if recipe.work is None and execution.task_slice is None and work.folder.is_dir():
+    if recipe.work is None and work.folder.is_dir():
         with suppress(BuildError), Journal(work) as journal:  # in use by another build, or not ours: it stays
             journal.remove()
 
@@ -465,22 +445,15 @@ def publish_dataset(
     dataset: BuiltDataset,
     target: Path | RemoteOutput,
     runner: Runner,
-    watch: Watch,
     listener: Listener[StageProgress],
     *,
     replace: bool,
 ) -> None:
-    """Put a dataset to its place. Of slices that share the work one does, and another may have done it."""
-    runner.check_shared([*dataset.commits, *dataset.tables.values()])
-    wait_seconds = PUBLISH_WAIT_SECONDS if runner.is_shared else 0.0
+    """Put a dataset to its place; BuildError if another driver has taken the work folder over meanwhile."""
+    runner.journal.check_lease()
     files = (dataset.manifest, dataset.links, dataset.texts)
-    try:
-        run = runner.run if runner.work_is_remote and not runner.is_shared else None
-        publish(target, *files, replace=replace, run=run, wait_seconds=wait_seconds, listener=listener)
-    except BuildError:
-        # Another slice may have taken the lease over, and have published the dataset.
-        if not (runner.is_shared and watch.shows(dataset.card)):
-            raise
+    run = runner.run if runner.work_is_remote else None
+    publish(target, *files, replace=replace, run=run, listener=listener)
 
 
 def _tables(recipe: Recipe, outputs: Outputs, survivors: Survivors) -> dict[str, Commit]:

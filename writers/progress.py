@@ -104,9 +104,8 @@ class StageProgress:
     """How far a stage is. Documents and bytes of text are those read in this run, not in reused tasks.
 
     `seconds_left` is None while nothing tells; `compiling` are tasks for which kernels are being compiled,
-    `compile_seconds` the longest that any one waited for that. Of `tasks_done`, other processes that share
-    the work did `tasks_elsewhere` in this run; `waiting` says what this one waits for. `tasks_running` is how
-    much of the tasks that run is done, as a number of tasks; 0 while nothing tells.
+    `compile_seconds` the longest that any one waited for that. `tasks_running` is how much of
+    the tasks that run is done, as a number of tasks; 0 while nothing tells.
     """
 
     stage: str
@@ -120,8 +119,6 @@ class StageProgress:
     seconds_left: float | None = None
     compiling: int = 0
     compile_seconds: float = 0.0
-    tasks_elsewhere: int = 0
-    waiting: str = ""
     tasks_running: float = 0.0
 
     @property
@@ -161,21 +158,11 @@ class StageProgress:
             rates += f", {100 * self.documents_kept / self.documents:.1f}% kept"
         return rates
 
-    def notes(self) -> list[str]:
-        """How many tasks were reused or done elsewhere."""
-        notes = [f"{self.tasks_reused:,} reused"] if self.tasks_reused else []
-        return notes + ([f"{self.tasks_elsewhere:,} by others"] if self.tasks_elsewhere else [])
-
-    def waits(self) -> list[str]:
-        """What this process waits for."""
-        return [f"waiting for {self.waiting}"] if self.waiting and not self.finished else []
-
     def text(self) -> str:
         """Everything on one line."""
         parts = [f"{self.tasks_done:,} of {self.tasks:,} tasks"]
-        if notes := self.notes():
-            parts[0] += f" ({', '.join(notes)})"
-        parts += self.waits()
+        if self.tasks_reused:
+            parts[0] += f" ({self.tasks_reused:,} reused)"
         parts += [self.rates()] if self.rates() else []
         if self.compiling:
             parts.append(COMPILING)

@@ -17,7 +17,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import count
 from pathlib import Path
 
@@ -56,13 +55,10 @@ from shardkit.publish.transports import (
     transfer_store,
 )
 from shardkit.storage.local import LocalStore
-from shardkit.storage.resilient import connect
 from shardkit.storage.store import (
     ObjectInfo,
-    ObjectNotFoundError,
     StorageOptions,
     Store,
-    StoreError,
     commits_of,
 )
 from shardkit.writers.execution.artifacts import Artifact
@@ -73,7 +69,6 @@ __all__ = [
     "REPORT_NAME",
     "PublishedDataset",
     "RemoteOutput",
-    "Watch",
     "find_published",
     "finish_published",
     "global_shards",
@@ -256,14 +251,13 @@ def publish(
     *,
     replace: bool,
     run: RunTasks | None = None,
-    wait_seconds: float = 0.0,
     listener: Listener[StageProgress] | None = None,
 ) -> None:
     """Put `links` (name in the dataset -> file of the work folder) and `texts` to `output`, the index last.
 
     With `run`, tasks send the files of the work folder to a store.
-    BuildError if another dataset is there and `replace` is not set, if another process writes into the folder
-    for longer than `wait_seconds`, or if the place does not take the files.
+    BuildError if another dataset is there and `replace` is not set, if another process writes into the
+    folder, or if the place does not take the files.
     """
     tables = index_files(manifest)
     [index_name] = tables.keys() & {*INDEX_NAMES}
@@ -279,7 +273,7 @@ def publish(
     try:
         if isinstance(output, Path):
             holds_dataset(output)  # write nothing next to foreign files, not even a lock
-            with locked_folder(output, wait_seconds):
+            with locked_folder(output):
                 publish_files(output, contents, files, settings)
         else:
             with transfer_store(output.url, output.storage) as store:
@@ -310,39 +304,3 @@ def _store_of(output: Path | RemoteOutput) -> Iterator[Store]:
     else:
         with transfer_store(output.url, output.storage) as store:
             yield store
-
-
-class Watch:
-    """Tells processes that share the work whether the dataset of their build has been published.
-
-    At most one of them publishes at a time; the others see that it is done, and are done. Make it before the
-    work begins: with `replace`, a dataset that was there then does not count.
-    """
-
-    def __init__(self, output: Path | RemoteOutput, *, replace: bool) -> None:
-        self._output = output
-        self._before = self._index() if replace else None
-
-    def shows(self, card: bytes) -> bool:
-        """Whether a complete dataset with exactly this card is there; BuildError if that is unknown."""
-        try:
-            index = self._index()
-            if index is None or index == self._before or head_if_any(self._store, MARKER_NAME):
-                return False
-            return self._store.get(CARD_NAME) == card
-        except ObjectNotFoundError:
-            return False
-        except StoreError as error:
-            raise BuildError(f"output {self._output}: {error}; the same command continues") from error
-
-    @cached_property
-    def _store(self) -> Store:
-        if isinstance(self._output, Path):
-            return LocalStore(self._output)
-        return connect(self._output.url, self._output.storage)
-
-    def _index(self) -> tuple[str, str] | None:
-        for name in INDEX_NAMES:
-            if info := head_if_any(self._store, name):
-                return name, info.version
-        return None

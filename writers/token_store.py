@@ -48,7 +48,7 @@ from shardkit.writers.funnel import add_packed
 from shardkit.writers.ledger import Count
 from shardkit.writers.pipeline import publish_dataset
 from shardkit.writers.progress import StageProgress
-from shardkit.writers.publish import REPORT_NAME, RemoteOutput, Watch
+from shardkit.writers.publish import REPORT_NAME, RemoteOutput
 from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe, recipe_from_mapping
 from shardkit.writers.recipe_yaml import apply_override
 from shardkit.writers.result import BuildResult, Ran, StageClock
@@ -135,12 +135,10 @@ def pack_store(
     execution = Execution(workers=workers, engine=engine)
     beside = Path(f"{target}.work" if isinstance(target, Path) else target.work_name).absolute()
     work = work_of(recipe, beside, None, execution)
-    watch = Watch(target, replace=replace)
     clock = StageClock(make_listener(progress), start)
     with clock as listener, open_runner(recipe, work, execution, listener) as runner:
         built = _build(recipe, card, files, runner.run)
-        if runner.await_turn("publish", lambda: watch.shows(built.card)):
-            publish_dataset(built, target, runner, watch, listener, replace=replace)
+        publish_dataset(built, target, runner, listener, replace=replace)
         ran = Ran(runner.seconds, runner.tasks, runner.tasks_reused, clock.times(runner.seconds))
         runner.journal.remove()
     return BuildResult.of_card(str(target), built.facts, time.perf_counter() - start, ran)

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from shardkit.cli.common import (
     add_json_argument,
@@ -24,10 +30,9 @@ from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
     from shardkit.writers import BuildResult, Recipe
-    from shardkit.writers.execution.scheduler import TaskSlice
     from shardkit.writers.maintenance import Explanation
 
-__all__ = ["add_parser", "run", "task_slice"]
+__all__ = ["add_parser", "run"]
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -80,13 +85,6 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     """How tasks run."""
     parser.add_argument(
-        "--task-slice",
-        type=task_slice,
-        metavar="I/N",
-        help="share the work folder with other processes that run the same build: this is process I, from 0, "
-        "of N, and runs its own part of the tasks (default: use the work folder alone)",
-    )
-    parser.add_argument(
         "--task-seconds",
         type=float,
         metavar="SECONDS",
@@ -121,20 +119,20 @@ def run(arguments: argparse.Namespace) -> int:
     from shardkit.writers import build
     from shardkit.writers.execution.engine import TASK_SECONDS
 
-    result = build(
-        recipe,
-        output=arguments.output,
-        workers=arguments.workers,
-        engine=arguments.engine,
-        ray_address=arguments.ray_address,
-        task_slice=arguments.task_slice,
-        task_seconds=TASK_SECONDS if arguments.task_seconds is None else arguments.task_seconds,
-        retry_failed=arguments.retry_failed,
-        speculate=arguments.speculate,
-        progress=not arguments.quiet,
-        replace=arguments.replace,
-        storage=storage_options(arguments, is_job=True),
-    )
+    with _ended_by_sigterm():
+        result = build(
+            recipe,
+            output=arguments.output,
+            workers=arguments.workers,
+            engine=arguments.engine,
+            ray_address=arguments.ray_address,
+            task_seconds=TASK_SECONDS if arguments.task_seconds is None else arguments.task_seconds,
+            retry_failed=arguments.retry_failed,
+            speculate=arguments.speculate,
+            progress=not arguments.quiet,
+            replace=arguments.replace,
+            storage=storage_options(arguments, is_job=True),
+        )
     if arguments.timings is not None:
         _write_timings(arguments.timings, result)
     if arguments.json:
@@ -144,15 +142,32 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def task_slice(text: str) -> TaskSlice:
-    """argparse type of --task-slice."""
-    from shardkit.writers.execution.scheduler import TaskSlice
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """End as at Ctrl-C if SIGTERM comes: workers end, the lease is given back. Then die by that signal."""
+    came = threading.Event()
 
+    def end(number: int, frame: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another one ends the process at once
+        came.set()
+        raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # it is the caller's
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
     try:
-        index, count = (int(part) for part in text.split("/"))
-        return TaskSlice(index, count)
-    except (ValueError, BuildError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 0 <= I < N, such as 0/4") from error
+        yield
+    except KeyboardInterrupt as interrupt:  # not always ours: Ray raises one of its own in its place
+        if not came.is_set():
+            raise
+        said = "; ".join(["terminated", *getattr(interrupt, "__notes__", []), "the same command continues"])
+        sys.stderr.write(f"shardkit: {said}\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _write_timings(path: Path, result: BuildResult) -> None:

@@ -97,8 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as head, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except KeyboardInterrupt:
-        _say("interrupted" + ("; the same command continues" if arguments.verb in CONTINUING else ""))
+    except KeyboardInterrupt as interrupt:
+        continues = ["the same command continues"] if arguments.verb in CONTINUING else []
+        _say("; ".join(["interrupted", *_notes(interrupt), *continues]))
         return INTERRUPTED
     except Exception as error:
         if arguments.debug:
@@ -127,7 +128,7 @@ def _explain(error: Exception) -> int:
     if isinstance(error, ModuleNotFoundError) and not isinstance(error, ShardkitError):
         _say(f"error: {error}; install the package that provides it")
     elif isinstance(error, ShardkitError | OSError):
-        _say(f"error: {error}")
+        _say("; ".join([f"error: {error}", *_notes(error)]))
     elif isinstance(error, UnicodeEncodeError) and not sys.getfilesystemencoding().lower().startswith("utf"):
         encoding = sys.getfilesystemencoding()
         _say(
@@ -138,6 +139,10 @@ def _explain(error: Exception) -> int:
         problem = f"{type(error).__name__}: {error}".rstrip(": ")
         _say(f"error: {problem}; this is a bug in shardkit, please report it with the output of --debug")
     return FAILED
+
+
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
 
 
 def _say(message: str) -> None:

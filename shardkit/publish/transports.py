@@ -380,7 +380,7 @@ def holds_dataset(folder: Path) -> bool:
 
 
 @contextmanager
-def locked_folder(folder: Path, wait_seconds: float = 0.0) -> Iterator[None]:
+def locked_folder(folder: Path) -> Iterator[None]:
     """Make a folder and be the only process that writes a dataset into it; RefusedError if another one is.
 
     The lock is a file in the folder, as machines may share that and nothing else. A new folder that is empty
@@ -390,7 +390,7 @@ def locked_folder(folder: Path, wait_seconds: float = 0.0) -> Iterator[None]:
     try:
         is_new = make_folder(folder)
         try:
-            descriptor = held_file(lock, shared=False, wait_seconds=wait_seconds)
+            descriptor = held_file(lock, shared=False)
         except OSError as error:
             if error.errno not in (ENOLCK, ENOSYS, ENOTSUP):  # some network file systems have no locks
                 raise

@@ -42,10 +42,11 @@ from shardkit.progress import make_listener
 from shardkit.storage.local import LocalBody, LocalStore
 from shardkit.storage.store import BaseStore, ObjectInfo, Store
 from shardkit.writers.execution.engine import TASK_SECONDS, OnNews
-from shardkit.writers.execution.engine_ray import EngineRun, NodeCheck
+from shardkit.writers.execution.engine_ray import EngineRun, Stragglers
+from shardkit.writers.execution.ray_node import NodeAnswer, NodeCheck
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.scheduler import Stragglers, TaskQueue
 from shardkit.writers.execution.task import Commit, Output, Task, facts_of
+from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.progress import StageProgress
@@ -254,7 +255,7 @@ class VirtualRay:
         self.own_seconds += self._seen - began
         return found, []
 
-    def get(self, reference: int, *, timeout: float) -> tuple[bytes, float, float]:
+    def get(self, reference: int, *, timeout: float) -> NodeAnswer:
         began = time.process_time()
         try:
             seconds, is_killed = self._ready.pop(reference)
@@ -262,7 +263,7 @@ class VirtualRay:
             if is_killed:
                 raise self.exceptions.WorkerCrashedError("killed")
             del self._attempt_of[name]
-            return pickle.dumps((commit_of(self._task(name)), None, "")), 0.0, seconds
+            return NodeAnswer(pickle.dumps((commit_of(self._task(name)), None, "")), seconds=seconds)
         finally:
             self.own_seconds += time.process_time() - began
 

@@ -1,6 +1,6 @@
 """The whole crash matrix: faults at every stage, on every engine; then the same command, and the same bytes.
 
-    python tests/benchmarks/crash_matrix.py [--engines inline,local,slices,s3,s3-local,ray] [--no-stores]
+    python tests/benchmarks/crash_matrix.py [--engines inline,local,s3,s3-local,ray] [--no-stores]
                                             [--stride 1] [--only WORD] [--jobs N] [--log FILE] [--json]
 
 Builds of a small corpus that gives every stage work are killed, starved of disk, cut off from power, or meet
@@ -47,7 +47,7 @@ from support.ray_cluster import RayCluster
 from support.s3_moto import s3_server
 from support.s3_rgw import rgw_environment
 
-ENGINES: tuple[Engine, ...] = ("inline", "local", "slices", "s3", "s3-local", "ray")
+ENGINES: tuple[Engine, ...] = ("inline", "local", "s3", "s3-local", "ray")
 CELL_SECONDS = 1800.0  # above what any cell may take, with all its bounded waits
 
 Kind = Literal["builds", "ray", "stores"]

@@ -18,7 +18,7 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.writers import build, build_dedup_index, executors, index_build, pipeline
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.execution.engine import InlineEngine, OnNews
-from shardkit.writers.execution.scheduler import TaskQueue
+from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.inputs import scan
 from support.s3_moto import s3_server

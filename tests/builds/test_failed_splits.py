@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -16,12 +17,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from crash.victims import share_quickly
 from shardkit.card import Count
 from shardkit.errors import BuildError
 from shardkit.writers import BuildResult, build
 from shardkit.writers.execution import engine_ray
-from shardkit.writers.execution.scheduler import TaskSlice
 from shardkit.writers.inputs import readers
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.maintenance import explain_build
@@ -189,8 +188,8 @@ def test_ray_loses_a_worker_and_a_node_and_gives_up_the_split_that_processes_her
         for thread in threads:
             thread.join()
     texts = [str(warning.message) for warning in told]
-    assert any(text.startswith("task clean/") and "its node died" in text for text in texts)
-    assert any(text.startswith("task tokenize/") and "its process died" in text for text in texts)
+    assert any(re.match(r"task clean/.*: its node \S+ died", text) for text in texts)
+    assert any(re.match(r"task tokenize/.*: its process( on node \S+)? died", text) for text in texts)
     assert texts.count(next(text for text in texts if text.endswith("max_failed_splits allows)"))) == 1
     assert made.funnel.quarantined == expected.funnel.quarantined
     assert tree(made.output) == expected_bytes
@@ -233,29 +232,6 @@ def test_a_mended_split_is_read_when_asked_for_or_without_the_setting(
         assert whole.funnel.read.documents == lacking.funnel.read.documents + 4
         assert not whole.funnel.quarantined
         assert tree(whole.output) == tree(tmp_path / "whole-0")
-
-
-@pytest.mark.extended
-@pytest.mark.usefixtures("inline_builds")
-@pytest.mark.filterwarnings("ignore:task clean/poison")
-def test_slices_share_what_stands_in_for_a_failed_split(tmp_path: Path, failing_readers: list[str]) -> None:
-    recipe = make_poisoned(tmp_path / "corpus")
-    alone = make(recipe, ONE, output=tmp_path / "alone")
-    shutil.rmtree(tmp_path / "corpus" / "work")
-    results = []
-
-    def run(index: int) -> None:
-        results.append(make(recipe, ONE, task_slice=TaskSlice(index, 2)))
-
-    with share_quickly():
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-    assert len(results) == 2
-    assert failing_readers == ["poison-0.jsonl.gz"] * 2  # once alone, and once by the slice that has the task
-    assert tree(results[0].output) == tree(alone.output)
 
 
 @pytest.mark.usefixtures("inline_builds")

@@ -6,14 +6,10 @@ Those for kinds of corpora keep and drop what their comments promise, on small d
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
-import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +22,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tokenizers
-import yaml
 import zstandard
 
 from shardkit import open_dataset
@@ -41,7 +36,7 @@ from shardkit.writers.train_classifier import TrainingSettings, train_classifier
 from support.default_cases import cases
 from support.hub_environment import hub_server
 from support.s3_moto import s3_server
-from support.small_build import make_corpus, tree
+from support.small_build import make_corpus
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 
@@ -285,38 +280,6 @@ def buckets_of(recipe: Path, data: Path) -> Iterator[None]:
                 key = f"{urlsplit(base).path.strip('/')}/{file.relative_to(data)}"
                 client.put_object(Bucket=bucket, Key=key, Body=file.read_bytes())
         yield
-
-
-@pytest.mark.extended
-def test_the_job_array_shares_one_build_and_gives_what_a_single_process_gives(corpora: Path) -> None:
-    shutil.copy(FOLDER / "slurm.yaml", corpora)
-    alone = build(corpora / "slurm.yaml", workers=1, output=corpora / "alone", progress=False)
-    shutil.rmtree(corpora / "work")
-    command = ["bash", str(FOLDER / "clusters" / "slurm.sbatch"), str(corpora / "slurm.yaml"), "--quiet"]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    array = {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_CPUS_PER_TASK": "1"}
-    elements = [
-        subprocess.Popen(command, env=os.environ | array | {"PATH": path, "SLURM_ARRAY_TASK_ID": number})
-        for number in ("1", "2")
-    ]
-    assert [element.wait(120) for element in elements] == [0, 0]
-    assert tree(corpora / "out" / "slurm") == tree(alone.output)
-
-
-def test_the_cluster_file_is_what_ray_takes_and_its_nodes_fit_the_recipe() -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    ray = importlib.util.find_spec("ray")
-    if ray is None or ray.origin is None:
-        pytest.skip("ray is not installed")
-    cluster = yaml.safe_load((FOLDER / "clusters" / "ray-aws.yaml").read_text())
-    schema = json.loads((Path(ray.origin).parent / "autoscaler" / "ray-schema.json").read_text())
-    jsonschema.validate(cluster, schema)
-    recipe = load_recipe(FOLDER / "ray-cluster.yaml")
-    assert recipe.memory * 32 < 0.7 * (128 << 30)  # Ray offers 70 % of a node's memory to tasks
-    assert recipe.scratch is not None
-    mounted = recipe.scratch.rpartition("/")[0]
-    assert any(f"mount /dev/nvme1n1 {mounted}" in line for line in cluster["worker_setup_commands"])
-    assert set(cluster["available_node_types"]) == {"head", "worker"}
 
 
 def test_demo_builds_what_the_demo_does(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -181,6 +182,31 @@ def test_an_interruption_is_one_line(
     monkeypatch.setattr("shardkit.cli.info.describe", interrupt)
     assert main(["info", "x"]) == 130
     assert capfd.readouterr().err == "shardkit: interrupted\n"
+
+
+TERMINATED = """
+import os, signal, sys
+import shardkit.writers
+from shardkit.cli.main import main
+
+def stop(recipe, **options):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except KeyboardInterrupt as interrupt:
+        interrupt.add_note("tasks finished: 7")
+        raise
+
+shardkit.writers.build = stop
+main(["build", sys.argv[1]])
+"""
+
+
+def test_a_build_that_is_terminated_says_how_far_it_came_and_dies_by_the_signal(corpus: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TERMINATED, corpus], capture_output=True, text=True, timeout=60
+    )
+    expected = "shardkit: terminated; tasks finished: 7; the same command continues\n"
+    assert (done.returncode, done.stderr) == (-signal.SIGTERM, expected)
 
 
 def test_a_reader_that_stops_reading_is_no_error(corpus: Path, built: object) -> None:

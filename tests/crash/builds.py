@@ -61,10 +61,9 @@ pack: {sequence_length: 64}
 output: {path: out, shard_bytes: 2KiB}
 max_bad_fraction: 0.1
 """
-SLICES = 2
 POINT_NAME = "point.json"
 LINE = "This very line stands at the end of every document."
-_NAMES = re.compile(r"shardkit: (error|warning|interrupted).*", re.DOTALL)
+_NAMES = re.compile(r"shardkit: (error|warning|interrupted|terminated).*", re.DOTALL)
 
 
 def make_recipe(folder: Path) -> Path:
@@ -87,8 +86,8 @@ def make_recipe(folder: Path) -> Path:
     return recipe
 
 
-Engine = Literal["inline", "local", "slices", "s3", "s3-local", "ray"]
-"""Where tasks run: inline, s3: in the builder; local, s3-local: in a worker; slices: in two builders."""
+Engine = Literal["inline", "local", "s3", "s3-local", "ray"]
+"""Where tasks run: inline, s3: in the builder; local, s3-local: in a worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +177,7 @@ class Crashes:
         )
 
     def strike(self, outcome: Outcome, base: Path) -> None:
-        """The faulty run. Of several slices one is struck; the others must succeed."""
+        """The faulty run."""
         cell = outcome.cell
         point = self.point(cell, base)
         in_workers = cell.engine == "ray"
@@ -186,32 +185,25 @@ class Crashes:
             if cell.action == "kill_node" and self._ray is not None:
                 self._ray.add()
             publish_bytes(self._folder / POINT_NAME, json.dumps(asdict(point)).encode())
-        started = [
-            self.victims.start(command, cwd=base, engine=cell.engine, point=None if in_workers else point)
-            for command in self.commands(cell, base)
-        ]
-        ends = sorted((process.wait() for process in started), key=lambda ended: ended.status == 0)
+        armed = None if in_workers else point
+        ended = self.victims.run(self.command(cell, base), cwd=base, engine=cell.engine, point=armed)
         outcome.runs += 1
         outcome.struck = Path(point.struck).exists()
-        outcome.error = said(ends[0])
+        outcome.error = said(ended)
         endured = cell.engine == "ray" and cell.moment != "step"
-        outcome.problems += wrong_end("endure" if endured else cell.action, ends[0], struck=outcome.struck)
-        for ended in ends[1:]:
-            if ended.status != 0:
-                outcome.problems.append(f"another slice: status {ended.status}: {said(ended)}")
+        outcome.problems += wrong_end("endure" if endured else cell.action, ended, struck=outcome.struck)
 
     def finish(self, outcome: Outcome, base: Path) -> None:
         """Run the same command again and check the files."""
         cell = outcome.cell
-        for command in self.commands(cell, base):
-            ended = self.victims.run(command, cwd=base, engine=cell.engine)
-            outcome.runs += 1
-            if ended.status != 0:
-                outcome.problems.append(f"run {outcome.runs}: status {ended.status}: {said(ended)}")
+        ended = self.victims.run(self.command(cell, base), cwd=base, engine=cell.engine)
+        outcome.runs += 1
+        if ended.status != 0:
+            outcome.problems.append(f"run {outcome.runs}: status {ended.status}: {said(ended)}")
         outcome.problems += self.compare(cell, base)
 
-    def commands(self, cell: Cell, base: Path) -> list[list[str]]:
-        """The command of a cell's build; with the engine "slices", one for each process."""
+    def command(self, cell: Cell, base: Path) -> list[str]:
+        """The command of a cell's build."""
         command = ["build", "recipe.yaml", "--quiet", "--workers", "1", *(["--replace"] * cell.replace)]
         if cell.engine == "ray":
             assert self._ray is not None
@@ -219,10 +211,7 @@ class Crashes:
         if cell.engine in ("s3", "s3-local"):
             work = f"s3://{self._bucket}/{base.name}"
             command += ["--set", f"work={work}", "--set", "scratch=out.work"]
-        if cell.engine != "slices":
-            return [command]
-        command += ["--set", "work=out.work"]
-        return [[*command, "--task-slice", f"{number}/{SLICES}"] for number in range(SLICES)]
+        return command
 
     @contextmanager
     def watching(self, outcome: Outcome, base: Path) -> Iterator[None]:
@@ -239,7 +228,7 @@ class Crashes:
         """Number of file operations in an area that an undisturbed build makes."""
         base = self.fresh()
         point = self.point(Cell(fault="none", step=1 << 30, area=area), base)
-        ended = self.victims.run(self.commands(Cell(fault="none"), base)[0], cwd=base, point=point)
+        ended = self.victims.run(self.command(Cell(fault="none"), base), cwd=base, point=point)
         assert ended.status == 0, ended
         shutil.rmtree(base)
         return int(Path(f"{point.struck}.steps").read_text())
@@ -312,7 +301,7 @@ def wrong_end(action: Action | Literal["endure"], ended: Ended, *, struck: bool)
     problems = []
     if ended.status not in wanted:
         problems.append(f"ended with {ended.status}, not {wanted}: {said(ended)}")
-    if ended.status in (1, 130) and "the same command continues" not in said(ended):
+    if ended.status in (1, 130, -signal.SIGTERM) and "the same command continues" not in said(ended):
         problems.append(f"does not say what to do: {said(ended)}")
     if "Traceback" in ended.errors:
         problems.append(f"a traceback: {ended.errors[-800:]}")

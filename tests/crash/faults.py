@@ -60,7 +60,7 @@ def fill_disk(crashes: Crashes, cell: Cell, *, spare: int, only_output: bool = F
             crashes.lay_out(base)
         with crashes.watching(outcome, base):
             point = replace(crashes.point(cell, base), filled=str(disk), spare=spare)
-            [command] = crashes.commands(cell, base)
+            command = crashes.command(cell, base)
             ended = crashes.victims.run(command, cwd=base, engine=cell.engine, point=point)
             outcome.runs, outcome.error = 1, said(ended)
             outcome.struck = Path(point.struck).exists()
@@ -80,7 +80,7 @@ def limit_files(crashes: Crashes, file_bytes: int) -> Outcome:
     outcome = Outcome(cell, struck=True)
     base = crashes.fresh()
     with crashes.watching(outcome, base):
-        [command] = crashes.commands(cell, base)
+        command = crashes.command(cell, base)
         ended = crashes.victims.run(command, cwd=base, engine="local", limits={"FSIZE": file_bytes})
         outcome.runs, outcome.error = 1, said(ended)
         if ended.status != 1 or "too large" not in outcome.error:
@@ -95,7 +95,7 @@ def kill_often(crashes: Crashes, seed: int, *, replacing: bool = False) -> Outco
     outcome = Outcome(cell)
     drawn = random.Random(seed)
     base = crashes.fresh(with_old=replacing)
-    [command] = crashes.commands(cell, base)
+    command = crashes.command(cell, base)
     with crashes.watching(outcome, base):
         for _ in range(_MOST_KILLS):
             point = crashes.point(replace(cell, step=drawn.randrange(1, 700)), base)

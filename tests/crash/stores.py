@@ -16,7 +16,7 @@ from typing import Literal
 from unittest.mock import patch
 
 from crash.builds import differences, make_recipe
-from crash.victims import share_quickly
+from crash.victims import expire_quickly
 from shardkit.errors import ShardkitError
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.retry import RetryPolicy
@@ -185,7 +185,7 @@ class StoreCrashes:
 def _reached(stores: dict[str, Store]) -> Iterator[None]:
     """URLs lead to these stores, operations are retried twice, at once, and the dead are soon known."""
     with (
-        share_quickly(),
+        expire_quickly(),
         patch("shardkit.storage.resilient.open_store", lambda url, options=None: stores[str(url)]),
         patch("shardkit.storage.resilient.RetryPolicy.of", lambda *_, **__: _POLICY),
         patch("shardkit.writers.executors.LocalEngine", lambda workers, **options: InlineEngine(run_guarded)),

@@ -35,7 +35,7 @@ from crash import points as crash_points
 from crash.points import Point
 from crash.power_cut import Disk
 
-__all__ = ["Ended", "Process", "Victims", "share_quickly"]
+__all__ = ["Ended", "Process", "Victims", "expire_quickly"]
 
 SECONDS = 150.0  # of a command: above that it hangs
 _START_SECONDS = 120.0
@@ -201,7 +201,7 @@ def _warm(recipe: Path) -> None:
     import shardkit.cli.main  # noqa: F401
     from shardkit.writers import build
     from shardkit.writers.execution.engine import InlineEngine
-    from shardkit.writers.execution.scheduler import TaskQueue
+    from shardkit.writers.execution.task_queue import TaskQueue
     from shardkit.writers.execution.work import Work, run_task
 
     class Warming(InlineEngine):
@@ -255,8 +255,8 @@ def _child(request: Mapping[str, Any]) -> int:
     os.chdir(request["cwd"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _set_limits(request["limits"])
-    _forever.enter_context(share_quickly())
-    if request["engine"] in ("inline", "slices", "s3"):
+    _forever.enter_context(expire_quickly())
+    if request["engine"] in ("inline", "s3"):
         _forever.enter_context(patch(_ENGINE, lambda workers, **options: _guarded_engine()))
     trigger = None
     if request["point"] is not None:
@@ -300,19 +300,11 @@ def _set_limits(limits: Mapping[str, int]) -> None:
 
 
 @contextlib.contextmanager
-def share_quickly() -> Iterator[None]:
+def expire_quickly() -> Iterator[None]:
     """Leases of dead processes end after a second, not after a minute; only the duration depends on it."""
-    from shardkit.writers.execution.scheduler import SharingTimes
     from shardkit.writers.executors import Execution
 
-    times = SharingTimes(
-        lease_seconds=1.0,
-        beat_seconds=0.2,
-        poll_seconds=0.05,
-        longest_poll_seconds=0.2,
-        scavenge_seconds=1.0,
-    )
-    with patch.dict(Execution.__init__.__kwdefaults__ or {}, times=times):
+    with patch.dict(Execution.__init__.__kwdefaults__ or {}, lease_seconds=1.0):
         yield
 
 

@@ -105,10 +105,11 @@ def test_a_script_without_a_main_guard_builds_once(tmp_path: Path, tasks: Module
         "from shardkit.writers.execution.engine import LocalEngine\n"
         "from shardkit.writers.execution.runner import Journal\n"
         "from shardkit.writers.execution.task import Task\n"
+        "from shardkit.writers.execution.task_queue import TaskQueue\n"
         "with Journal(Path('work')) as journal, LocalEngine(2) as engine:\n"
         "    tasks = [Task('s', str(n), {}, engine_tasks.environment) for n in range(2)]\n"
         "    heard = []\n"
-        "    engine.run(journal.queue(tasks, heard.append), journal.work)\n"
+        "    engine.run(TaskQueue(tasks, heard.append), journal.work)\n"
         "    print(len(heard))\n"
     )
     done = subprocess.run(
@@ -230,9 +231,10 @@ SLEEPER = (
     "from shardkit.writers.execution.engine import LocalEngine\n"
     "from shardkit.writers.execution.runner import Journal\n"
     "from shardkit.writers.execution.task import Task\n"
+    "from shardkit.writers.execution.task_queue import TaskQueue\n"
     "with Journal(Path('work')) as journal, LocalEngine(2) as engine:\n"
     "    tasks = [Task('s', str(n), {}, engine_tasks.nap, (Path.cwd(), 600)) for n in range(2)]\n"
-    "    engine.run(journal.queue(tasks, lambda commit: None), journal.work)\n"
+    "    engine.run(TaskQueue(tasks, lambda commit: None), journal.work)\n"
 )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -24,10 +26,12 @@ from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.storage.store import StorageOptions
 from shardkit.writers.execution import engine_ray
 from shardkit.writers.execution.engine import death_of
-from shardkit.writers.execution.engine_ray import RayEngine, check_of, run_on_node, slots_of, start_ray
+from shardkit.writers.execution.engine_ray import RayEngine, Stragglers
+from shardkit.writers.execution.ray_cluster import Head, slots_of, start_ray
+from shardkit.writers.execution.ray_node import check_of, run_on_node
 from shardkit.writers.execution.runner import Journal
-from shardkit.writers.execution.scheduler import OwnQueue, Stragglers
 from shardkit.writers.execution.task import Commit, Fallback, Task, code_version
+from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work
 from shardkit.writers.pipeline import build
 from shardkit.writers.progress import StageProgress
@@ -149,6 +153,19 @@ def test_as_many_tasks_fit_as_cpus_and_memory_of_each_living_node_allow() -> Non
     assert slots_of([], 1) == 0
 
 
+def test_a_straggler_takes_three_times_the_median_of_its_stage_and_a_minute() -> None:
+    stragglers = Stragglers()
+    assert stragglers.limit_seconds("pack") == math.inf  # nothing to compare with
+    for seconds in (10.0, 30.0, 500.0):
+        stragglers.finished("pack", seconds)
+        stragglers.finished("clean", seconds / 10)
+    assert stragglers.limit_seconds("pack") == 90.0
+    assert stragglers.limit_seconds("clean") == 60.0
+    for _ in range(2000):
+        stragglers.finished("pack", 100.0)  # of old tasks, nothing is left
+    assert stragglers.limit_seconds("pack") == 300.0
+
+
 def test_a_missing_ray_is_said_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,9 +245,11 @@ def test_results_come_in_task_order_from_all_nodes(
 def test_errors_keep_their_type_and_say_which_task(
     tasks: ModuleType, work: Work, connected: RayCluster, name: str, kind: type[Exception], message: str
 ) -> None:
-    with engine() as ray, pytest.raises(kind, match=message) as caught:
+    with engine() as ray, pytest.raises(kind) as caught:
         run_all(ray, [make_task(tasks, name)], work)  # at once: another try would be a warning
+    assert re.search(message, str(caught.value))
     check_failure(caught, name, kind)
+    assert caught.value.__notes__ == [f"it ran on node {socket.gethostname()} of the Ray cluster"]
 
 
 @extended
@@ -261,7 +280,9 @@ def test_a_killed_worker_costs_only_its_task_which_runs_again_and_is_told(
     with engine() as ray, pytest.warns(RuntimeWarning) as told:
         commits = run_all(ray, planned, work)
     assert len(commits) == 6
-    problem = "task stage/die_until-0: its process died (killed, out of memory, or at it for over 21,600 s?)"
+    node = socket.gethostname()
+    problem = f"task stage/die_until-0: its process on node {node} died (killed, out of memory, or at it for"
+    problem += " over 21,600 s?)"
     expected = [f"{problem}; it runs again (retry {n} of 4)" for n in (1, 2)]
     assert [str(warning.message) for warning in told] == expected
     assert capfd.readouterr().out == ""
@@ -274,7 +295,10 @@ def test_a_task_that_kills_every_worker_ends_the_run(
 ) -> None:
     quick_retries(monkeypatch)
     monkeypatch.setattr(engine_ray, "RETRIES", 1)
-    with engine() as ray, pytest.raises(BuildError, match=r"stage/die_until-0: its process died .* 2 times"):
+    with (
+        engine() as ray,
+        pytest.raises(BuildError, match=r"stage/die_until-0: its process on node .* died .* 2 times"),
+    ):
         run_all(ray, [make_task(tasks, "die_until", place, 100)], work)
     assert len(list(place.iterdir())) == 2
 
@@ -290,7 +314,7 @@ def test_a_task_that_kills_every_worker_gives_way_to_its_fallback(
     poison = replace(make_task(tasks, "die_until", place, 100), fallback=fallback)
     commits: list[Commit] = []
     with engine() as ray:
-        ray.run(OwnQueue([poison, make_task(tasks, "square", 3)], commits.append), work)
+        ray.run(TaskQueue([poison, make_task(tasks, "square", 3)], commits.append), work)
     assert len(list(place.iterdir())) == 2
     assert [commit.stage for commit in commits] == ["stage", "failed"]
     assert (commits[1].folder / "error.txt").read_text() == str(death_of(poison))
@@ -307,7 +331,10 @@ def test_a_straggler_runs_a_second_time_on_an_idle_worker_and_the_first_attempt_
     stragglers = Stragglers(least_seconds=0.5)
     begin = time.monotonic()
     with RayEngine(None, address=None, memory_bytes=MEMORY, stragglers=stragglers) as ray:
-        with pytest.warns(RuntimeWarning, match="straggle-0: has run for .* it is run a second time, too"):
+        with pytest.warns(
+            RuntimeWarning,
+            match=r"straggle-0: has run for \d+ s( on node \S+)?; it is run a second time, too",
+        ):
             commits = run_all(ray, planned, work)
         assert time.monotonic() - begin < 60
         attempts = {int(path.name.removeprefix("attempt-")) for path in place.iterdir()}
@@ -327,7 +354,7 @@ def test_a_task_that_hangs_is_killed_and_runs_again(
     assert len(list(place.iterdir())) == 2
 
 
-class CountingQueue(OwnQueue):
+class CountingQueue(TaskQueue):
     """Knows how many tasks were out at a time."""
 
     out = most = 0
@@ -344,7 +371,7 @@ class CountingQueue(OwnQueue):
 
 
 @extended
-@pytest.mark.parametrize(("workers", "most"), [(1, 1), (3, 3), (None, 8)])
+@pytest.mark.parametrize(("workers", "most"), [(1, 1), (3, 3), (None, 20)])
 def test_tasks_in_flight_are_bounded(
     tasks: ModuleType, work: Work, place: Path, connected: RayCluster, workers: int | None, most: int
 ) -> None:
@@ -352,7 +379,7 @@ def test_tasks_in_flight_are_bounded(
     queue = CountingQueue([make_task(tasks, "overlap", place, number=n) for n in range(20)], commits.append)
     with engine(workers) as ray:
         ray.run(queue, work)
-    assert queue.most == most  # twice the four CPUs, or what was said
+    assert queue.most == most  # all, so that a cluster that grows sees them, or what was said
     assert max(len(commit.counts["seen"]) for commit in commits) <= min(most, 4)
 
 
@@ -402,7 +429,7 @@ def test_a_killed_node_costs_only_its_tasks(
         (place / "here-killed").touch()
 
     thread = _when(lambda: len(list(place.glob("here-*"))) == 6, kill)
-    told = pytest.warns(RuntimeWarning, match=r"its node died; it runs again \(retry 1 of 4\)")
+    told = pytest.warns(RuntimeWarning, match=r"its node \S+ died; it runs again \(retry 1 of 4\)")
     with engine() as ray, told:
         commits = run_all(ray, planned, work)
     thread.join()
@@ -421,7 +448,7 @@ def test_a_build_whose_node_is_killed_gives_the_bytes_of_processes_here(
     number = connected.add()
     heard: list[StageProgress] = []
     thread = _when(lambda: bool(connected.running(number, "clean/")), lambda: connected.kill(number))
-    with pytest.warns(RuntimeWarning, match="task clean/.* its node died; it runs again"):
+    with pytest.warns(RuntimeWarning, match=r"task clean/.* its node \S+ died; it runs again"):
         build(recipe, output=tmp_path / "made", engine="ray", progress=heard.append)
     thread.join()
     assert tree(tmp_path / "made") == tree(tmp_path / "expected")
@@ -460,10 +487,11 @@ from pathlib import Path; import ray_tasks
 from shardkit.writers.execution.engine_ray import RayEngine
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.task import Task
+from shardkit.writers.execution.task_queue import TaskQueue
 address, place = sys.argv[1] or None, Path(sys.argv[2])
 with Journal(Path("work").absolute()) as journal, RayEngine(2, address=address, memory_bytes=10**9) as engine:
     tasks = [Task("s", str(n), {}, ray_tasks.nap, (place, 600)) for n in range(2)]
-    engine.run(journal.queue(tasks, lambda commit: None), journal.work)
+    engine.run(TaskQueue(tasks, lambda commit: None), journal.work)
 """
 
 
@@ -483,6 +511,48 @@ def test_tasks_end_with_the_build(
         env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
     )
     assert end_napping(process, place, number) == ""
+
+
+def test_a_head_that_is_silent_for_long_is_said_with_what_to_do() -> None:
+    now = 100.0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        head = Head(address, lambda: now)
+        assert head.check()
+    now += 29
+    assert not head.check()
+    assert head.nodes_of([object()]) == []
+    now += 2
+    with pytest.raises(
+        BuildError, match=rf"the head of the Ray cluster \({address}\) has not answered for 31 s"
+    ):
+        head.check()
+
+
+@extended
+def test_a_build_whose_head_dies_ends_soon_with_what_to_do(
+    tmp_path: Path, tasks: ModuleType, place: Path
+) -> None:
+    folders = [str(Path(str(tasks.__file__)).parent), os.environ.get("PYTHONPATH", "")]
+    quick = "from shardkit.writers.execution import ray_cluster; ray_cluster.HEAD_SECONDS = 5.0"
+    with RayCluster(nodes=1, cpus=2) as cluster:
+        process = subprocess.Popen(
+            [sys.executable, "-c", quick + SLEEPER, cluster.address, place],
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+        )
+        deadline = time.monotonic() + 100
+        while len(list(place.glob("napping-*"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        cluster.kill_head()
+        begin = time.monotonic()
+        _, errors = process.communicate(timeout=60)
+        assert time.monotonic() - begin < 40
+    assert "start the cluster again, then the same command: finished tasks are kept" in errors
+    assert process.returncode == 1
 
 
 @extended

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,10 +12,8 @@ import pytest
 from shardkit.progress import make_listener
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import ObjectChangedError, Store
-from shardkit.writers.execution import scratch
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.scheduler import SharingTimes, TaskSlice
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import run_task
 from shardkit.writers.execution.work_store import StoreWork
@@ -25,14 +21,6 @@ from support.remote_harness import fresh_url
 from support.stores import WrappedStore
 
 T = TypeVar("T")
-EXTENDED = pytest.mark.extended
-TIMES = SharingTimes(
-    lease_seconds=1e6,
-    beat_seconds=1e5,
-    poll_seconds=0.02,
-    longest_poll_seconds=0.1,
-    scavenge_seconds=1e6,
-)
 
 
 def note(folder: Path, number: int) -> dict[str, int]:
@@ -74,9 +62,7 @@ def work_of(
     return StoreWork(url, scratch_folder, around=around, segment_records=records)
 
 
-def run(
-    work: StoreWork, tasks: Sequence[Task], slice: TaskSlice | None = None, end: int | None = None
-) -> list[Commit]:
+def run(work: StoreWork, tasks: Sequence[Task], end: int | None = None) -> list[Commit]:
     """Run a stage; with `end`, the driver is killed after so many tasks."""
 
     class Killed(BaseException):
@@ -91,7 +77,7 @@ def run(
             left[0] -= 1
         return run_task(task, digest, work)  # type: ignore[arg-type]
 
-    with make_listener(False) as listener, Journal(work, slice=slice, times=TIMES) as journal:
+    with make_listener(False) as listener, Journal(work) as journal:
         try:
             [commits] = Runner(journal, InlineEngine(run_one), listener).run(tasks)
         except Killed:
@@ -171,52 +157,3 @@ def test_a_segment_that_is_put_again_while_it_is_read_does_not_end_a_build(url: 
     found = run(work, tasks)
     assert [commit.facts for commit in found] == [commit.facts for commit in made]
     assert all(commit.reused for commit in found)
-
-
-def slices(url: str, folder: Path, count: int, tasks: Sequence[Task]) -> Counter[tuple[str, str]]:
-    """Requests of so many slices that run a stage together."""
-    requests: list[Counter[tuple[str, str]]] = [Counter() for _ in range(count)]
-    results: dict[int, list[str]] = {}
-
-    def one(number: int) -> None:
-        work = work_of(url, folder / str(number), requests[number], records=1000)
-        results[number] = [commit.name for commit in run(work, tasks, TaskSlice(number, count))]
-
-    threads = [threading.Thread(target=one, args=(n,)) for n in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [results[n] for n in range(count)] == [[task.name for task in tasks]] * count
-    return sum(requests, Counter())
-
-
-@pytest.mark.parametrize("count", [4, pytest.param(16, marks=EXTENDED), pytest.param(64, marks=EXTENDED)])
-def test_reads_a_task_do_not_grow_with_the_number_of_slices(url: str, tmp_path: Path, count: int) -> None:
-    """Two: its worker looks whether it is done, the driver reads its record. All read the segments.
-
-    There is one segment, or two if a driver was held up for so long that another one took its place.
-    """
-    tasks = make_tasks(320)
-    requests = slices(url, tmp_path, count, tasks)
-    assert requests["put", "commits"] == len(tasks)
-    assert requests["read", "commits"] <= 2 * len(tasks)
-    assert requests["put", "segments"] in (1, 2)
-    assert requests["read", "segments"] <= count * requests["put", "segments"]
-
-
-def test_slices_go_on_with_another_driver(url: str, tmp_path: Path) -> None:
-    """The first one dies with its tasks committed and no segment written."""
-    tasks, requests = make_tasks(60), Counter[tuple[str, str]]()
-    first, second = TaskSlice(0, 2), TaskSlice(1, 2)
-    own = [task for task in tasks if first.owns(task)]
-    work = work_of(url, tmp_path / "a", requests).claimed("first")
-    work.prepare()
-    for task in own:
-        run_task(task, task.digest, work)
-    os.close(scratch._locks.pop(work.folder))
-    commits = run(work_of(url, tmp_path / "b", requests), tasks, second)
-    assert [commit.name for commit in commits] == [task.name for task in tasks]
-    requests.clear()
-    assert run(work_of(url, tmp_path / "c", requests), tasks, first)
-    assert requests["read", "commits"] == 0

@@ -98,7 +98,6 @@ def test_another_machine_finds_and_reads_what_one_committed(works: Works) -> Non
     other = works()
     expected = replace(made, folder=other.folder / TASK.key, reused=True)
     assert other.find([TASK, make_task(key=2)]) == [expected, None]
-    assert other.finished([TASK]) == other.find([TASK])
     assert [key for key, _ in other.commits("stage")] == [TASK.key]
     assert list(other.commits("another")) == []
     assert [read(other, name) for name in ("large", "sub/small", "empty")] == [DATA, DATA[:100], b""]

@@ -1,6 +1,6 @@
-"""Builds by several machines whose work folder and output are in one bucket or folder, and what befalls them.
+"""Builds of drivers whose work folder and output are in one bucket or folder, and what befalls them.
 
-Each run draws a number of slices from its seed (`--task-slice`), or two drivers that are rivals. They run two
+Each run draws from its seed how many drivers were started, one or, by accident, more. They run two
 stages of small tasks through the real journal, runner, leases, segments and commits, and publish the shards
 by the real publication. Somebody else may replace these (`--replace`). Machines are killed, suspended beyond
 their leases and woken again, and answers of the bucket are lost. A machine that was killed, or that got a
@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 
 from shardkit.card import CARD_NAME, DatasetCard
-from shardkit.errors import BuildError, ShardkitError
+from shardkit.errors import ShardkitError
 from shardkit.formats import mds
 from shardkit.manifest import Manifest, ShardInfo
 from shardkit.progress import make_listener
@@ -36,12 +36,10 @@ from shardkit.writers.execution import scratch, work_store
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.scheduler import SharingTimes, TaskSlice
 from shardkit.writers.execution.task import Commit, Task, code_version
 from shardkit.writers.execution.work_local import COMMIT_NAME, LocalWork
 from shardkit.writers.execution.work_store import StoreWork
-from shardkit.writers.pipeline import PUBLISH_WAIT_SECONDS
-from shardkit.writers.publish import RemoteOutput, Watch, global_shards, publish
+from shardkit.writers.publish import RemoteOutput, global_shards, publish
 from simulation.machine import Disk, Machine, machine
 from simulation.scheduler import Event, Process, Scheduler
 from simulation.threads import PerProcess, ProcessDict
@@ -67,9 +65,6 @@ REFUSED = (
 """What a publisher may say where another dataset is published."""
 STEPS = (1, 10, 100, 1000)  # of a machine, until something befalls it
 ROWS = 6
-TIMES = SharingTimes(
-    lease_seconds=60.0, beat_seconds=10.0, poll_seconds=2.0, longest_poll_seconds=30.0, scavenge_seconds=300.0
-)
 
 
 def draw_numbers(folder: Path, number: int) -> dict[str, Any]:
@@ -161,15 +156,15 @@ class BuildWorld:
         self.machine = Machine(self.scheduler, Disk(folder, 1 << 30), random.Random(f"{seed} machine"))
         self.bucket = Bucket(self.scheduler, random.Random(f"{seed} store"))
         self.bucket.on_write = self._check_write
-        self.slices = self.chance.choice((0, 0, 1, 2, 3, 4))
-        """0: two drivers, of which one waits for the other or is refused."""
+        self.drivers = self.chance.choice((1, 2, 2, 3))
+        """Of several, one waits for another or is refused."""
         self.segment_records = self.chance.choice((1, 3, 1000))
         self.is_local = self.chance.random() < 0.3
         """Whether work folder and output are on one machine, which all processes run on."""
         self.has_rival = self.chance.random() < 0.4 and (self.is_local or rivals)
         """Whether somebody puts another dataset into the place of this one, with `--replace`."""
         self._known_errors = ["failed after", *(REFUSED if self.has_rival else ())]
-        if not self.slices:
+        if self.drivers > 1:
             self._known_errors += [
                 "runs a build in this work folder",
                 "has taken over this work folder",
@@ -196,7 +191,7 @@ class BuildWorld:
         """The main task of the director."""
         if self.chance.random() < 0.5:  # leases are taken first of all
             self._draw_faults()
-        ended = [Event() for _ in range((self.slices or 2) + self.has_rival)]
+        ended = [Event() for _ in range(self.drivers + self.has_rival)]
         for index, event in enumerate(ended):
             is_rival = self.has_rival and event is ended[-1]
             launch = partial(self._keep_running, index, event, self._replace if is_rival else self._run)
@@ -254,7 +249,7 @@ class BuildWorld:
                 break
             if run != self._replace and any("holds" in str(error) for error in failed):
                 break  # another dataset
-            if was_calm and failed and self.slices and not self.has_rival:
+            if was_calm and failed and self.drivers == 1 and not self.has_rival:
                 raise failed[0]
             self.scheduler.sleep(self.chance.choice((0.1, 10.0, 100.0)))
         ended.set()
@@ -271,25 +266,18 @@ class BuildWorld:
             failed.append(error)
 
     def _run(self, index: int) -> None:
-        slice = TaskSlice(index, self.slices) if self.slices else None
-        folder = self.folder / f"machine{index if self.slices < 3 else index // 2}"
+        folder = self.folder / f"machine{index if self.drivers < 3 else index // 2}"
         work: LocalWork | StoreWork = StoreWork(WORK, folder, segment_records=self.segment_records)
         if self.is_local:
             work = LocalWork(self.folder / "work")
-        watch = Watch(self._output, replace=False)
-        with Journal(work, slice=slice, times=TIMES) as journal:
+        with Journal(work) as journal:
             runner = Runner(journal, InlineEngine(), make_listener(False))
             [drawn] = runner.run([Task("draw", str(n), {}, draw_numbers, (n,)) for n in range(NUMBERS)])
             [packed] = runner.run([self._pack_task(part, drawn) for part in range(SHARDS)])
             manifest, links, texts = _contents(list(self.shards), [commit.files for commit in packed])
-            if runner.await_turn("publish", lambda: watch.shows(texts[CARD_NAME])):
-                self._disturb_publisher()
-                wait_seconds = PUBLISH_WAIT_SECONDS if self.slices else 0.0
-                try:
-                    publish(self._output, manifest, links, texts, replace=False, wait_seconds=wait_seconds)
-                except BuildError:
-                    if not (slice and watch.shows(texts[CARD_NAME])):  # as `shardkit.writers.pipeline` does
-                        raise
+            journal.check_lease()
+            self._disturb_publisher()
+            publish(self._output, manifest, links, texts, replace=False)
 
     def _disturb_publisher(self) -> None:
         """Suspend the running process somewhere while it publishes; meanwhile that is replaced."""
@@ -374,8 +362,6 @@ class BuildWorld:
             raise BrokenPromiseError(f"held in the end: {left}")
 
     def _leases(self) -> list[tuple[str, bytes]]:
-        if self.is_local:
-            return list(_files_in(self.folder / "work" / "lease").items())
         objects = self.bucket.objects.items()
         return [(name, data) for name, (_, data) in objects if name.startswith("work/lease/")]
 

@@ -4,8 +4,7 @@
         build(recipe, engine="ray", ray_address=cluster.address)
         cluster.kill(0)
 
-The head runs no tasks: drivers attach to it, and no test kills it. Nodes die as machines do: all their
-processes get SIGKILL.
+The head runs no tasks: drivers attach to it. Nodes die as machines do: all their processes get SIGKILL.
 """
 
 from __future__ import annotations
@@ -134,6 +133,13 @@ class RayCluster:
                 if any(part.startswith(f"ray::{task}") for part in child.cmdline())
             ]
         return []
+
+    def kill_head(self) -> None:
+        """SIGKILL all that runs on the head; the cluster is of no use any more."""
+        for processes in self._cluster.head_node.all_processes.values():
+            for info in processes:
+                with suppress(psutil.NoSuchProcess):
+                    psutil.Process(info.process.pid).kill()
 
     def kill(self, number: int) -> None:
         """SIGKILL all that runs on a node."""

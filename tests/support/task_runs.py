@@ -17,8 +17,8 @@ import pytest
 
 from shardkit.errors import BuildError, RecipeError, ShardError
 from shardkit.writers.execution.engine import Engine, WorkerTracebackError
-from shardkit.writers.execution.scheduler import OwnQueue
 from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work
 
 __all__ = [
@@ -105,7 +105,7 @@ def run_all(
         commits[commit.folder.name] = commit
         hear(commit)
 
-    engine.run(OwnQueue(tasks, done), work)
+    engine.run(TaskQueue(tasks, done), work)
     return [commits[task.key.partition("/")[2]] for task in tasks]
 
 

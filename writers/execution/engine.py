@@ -14,7 +14,6 @@ error of its own, the queue is told that the task failed.
 from __future__ import annotations
 
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +27,8 @@ from shardkit import limits
 from shardkit.errors import BuildError, warn_user
 from shardkit.files import Closing
 from shardkit.writers.execution.processes import ONE_THREAD, RESUME, Processes, WorkerProcess
-from shardkit.writers.execution.scheduler import TaskQueue
 from shardkit.writers.execution.task import Commit, Task, TaskFailedError
+from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.progress import PULSE, News
 
@@ -84,18 +83,14 @@ class InlineEngine(Closing):
 
     def run(self, queue: TaskQueue, work: Work, on_news: OnNews | None = None) -> None:
         """Run tasks until the queue is exhausted."""
-        while not queue.exhausted:
-            task = queue.take()
-            if task is not None:
-                PULSE.send = None if on_news is None else partial(on_news, task)
-                try:
-                    commit = self._run_task(task, task.digest, work)
-                except TaskFailedError as error:
-                    queue.failed(task, error)
-                else:
-                    queue.done(commit)
-            elif not queue.exhausted:
-                time.sleep(queue.poll_seconds or 0.0)
+        while (task := queue.take()) is not None:
+            PULSE.send = None if on_news is None else partial(on_news, task)
+            try:
+                commit = self._run_task(task, task.digest, work)
+            except TaskFailedError as error:
+                queue.failed(task, error)
+            else:
+                queue.done(commit)
 
     def close(self) -> None:
         """Nothing to close."""
@@ -154,27 +149,23 @@ class LocalEngine(Closing):
         """
         try:
             while not queue.exhausted:
-                has_room = self._start_tasks(queue, work)
+                self._start_tasks(queue, work)
                 busy = {worker.pipe: worker for worker in self._started if worker.task is not None}
-                if not busy:
-                    if not queue.exhausted:  # other processes run the rest
-                        time.sleep(queue.poll_seconds or 0.0)
-                    continue
-                for pipe in wait(list(busy), queue.poll_seconds if has_room else None):
+                for pipe in wait(list(busy)):
                     self._receive(busy[pipe], queue, on_news)  # type: ignore[index]
         except BaseException:
             self.close()
             raise
 
-    def _start_tasks(self, queue: TaskQueue, work: Work) -> bool:
-        """Give tasks to idle workers, starting more up to the limit; returns whether one is left idle."""
+    def _start_tasks(self, queue: TaskQueue, work: Work) -> None:
+        """Give tasks to idle workers, starting more up to the limit."""
         while True:
             idle = next((worker for worker in self._started if worker.task is None), None)
             if idle is None and len(self._started) == self.workers:
-                return False
+                return
             task = self._again.pop() if self._again else queue.take()
             if task is None:
-                return True
+                return
             if idle is None:
                 idle = _Worker(*self._processes.start())
                 self._started.append(idle)

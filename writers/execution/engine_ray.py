@@ -3,205 +3,53 @@
 Ray places the tasks. Tasks (some KB) and commits go through Ray; data goes through the work folder only. Each
 task requests one CPU and the recipe's `memory`, and tasks are spread over the nodes.
 
-At most twice as many tasks as fit are submitted to Ray, so that a stage of a million tasks needs no more
-memory than one of a thousand, and an autoscaling cluster still sees demand. A task that is lost with its
+Beyond the tasks that fit, `WAITING_TASKS` are submitted to Ray: an autoscaling cluster sees the demand of the
+stage, and one of a million tasks needs no more memory than one of some thousand. A task that is lost with its
 process or node is submitted again, at most `RETRIES` times, with a warning each time; Ray's own retries are
 off, because they are silent. An error of the task itself ends the run, as with local processes.
+
+ray_cluster.py connects to a cluster and watches its head; ray_node.py is what runs on a node.
 
 At the end of a stage some workers are idle while a slow disk, a throttled network or a hanging process holds
 up the last tasks. A task that takes several times as long as others (`Stragglers`) is then submitted a second
 time; the first answer counts and the other process is killed. This is safe because a task is committed once,
 whoever runs it. Local processes share one machine, on which a second attempt would be as slow, so only this
 engine does it.
-
-Before a node runs a task, it checks that its shardkit and libraries are those of the driver, which computed
-the digests of all tasks, and that it sees the same work folder. Only then does it unpickle the task, which
-imports its code.
 """
 
 from __future__ import annotations
 
-import logging
-import os
+import math
 import pickle
-import socket
-import sys
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
+from functools import partial
+from statistics import median
 from typing import Any, Self
 
-from shardkit.errors import BuildError, MissingExtraError, warn_user
+from shardkit.errors import BuildError, warn_user
 from shardkit.files import Closing
 from shardkit.units import format_bytes
 from shardkit.writers.execution.engine import TASK_SECONDS, OnNews, death_of, default_workers, report
-from shardkit.writers.execution.processes import ONE_THREAD, RESUME, answer, give_back_memory, time_limit
-from shardkit.writers.execution.scheduler import Stragglers, TaskQueue
-from shardkit.writers.execution.task import Task, code_version
+from shardkit.writers.execution.processes import ONE_THREAD, RESUME
+from shardkit.writers.execution.ray_cluster import (
+    Head,
+    connected_head,
+    described,
+    import_ray,
+    slots_of,
+    start_ray,
+)
+from shardkit.writers.execution.ray_node import NodeAnswer, NodeCheck, check_of, run_on_node
+from shardkit.writers.execution.task import Task
+from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work
-from shardkit.writers.execution.work_local import LocalWork
-from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cache
-from shardkit.writers.remembered import worker_variable
 
-__all__ = [
-    "RETRIES",
-    "EngineRun",
-    "NodeCheck",
-    "RayEngine",
-    "check_of",
-    "import_ray",
-    "run_on_node",
-    "slots_of",
-    "start_ray",
-]
-
-
-@dataclass(frozen=True)
-class NodeCheck:
-    """What a node must have in common with the driver."""
-
-    code: str
-    python_path: tuple[str, ...]
-    work: str
-    task_seconds: float
-    marker: str | None
-    """A folder in a local work folder: a node that does not see it is another machine with another disk."""
-
-    def problem(self) -> str | None:
-        """Why this node does not fit."""
-        if code_version() != self.code:
-            return (
-                "its shardkit or the libraries of it are other versions than where the build was started; "
-                "install the same on all nodes"
-            )
-        if self.marker is not None and not Path(self.marker).exists():
-            return (
-                f"it does not see the work folder {self.work}; with several machines, set `work` to a place "
-                f"in S3 (s3://…) or on a file system that all of them mount at this path"
-            )
-        return None
-
-
-@contextmanager
-def check_of(work: Work, task_seconds: float = TASK_SECONDS) -> Iterator[NodeCheck]:
-    """The driver's, while it runs tasks, of which each may take `task_seconds`."""
-    marker = None
-    if isinstance(work, LocalWork):
-        marker = work.temporary(Task("ray", "nodes", {}, dict))  # goes with what was not finished
-    path = tuple(str(Path(folder).absolute()) for folder in sys.path)  # "" is the current folder
-    try:
-        marked = None if marker is None else str(marker)
-        yield NodeCheck(code_version(), path, work.place, task_seconds, marked)
-    finally:
-        if marker is not None:
-            with suppress(OSError):
-                marker.rmdir()
-
-
-def run_on_node(check: NodeCheck, pickled: bytes) -> tuple[bytes, float, float]:
-    """Run the (task, digest, work) in `pickled`: what `answer` gives, seconds of compiling kernels, and all.
-
-    Everything that a task can raise is in the answer: what Ray sees fail is Ray's or the machine's.
-    """
-    if problem := check.problem():
-        error = BuildError(f"node {socket.gethostname()} of the Ray cluster: {problem}")
-        return pickle.dumps((None, error, "")), 0.0, 0.0
-    sys.path.extend(folder for folder in check.python_path if folder not in sys.path)
-    os.environ.update(kernel_cache() | worker_variable())  # before the task's imports bring Numba
-    task, digest, work = pickle.loads(pickled)
-    watch, seconds = _watch()
-    watch.install()
-    seconds.clear()
-    began = time.monotonic()
-    try:
-        with time_limit(check.task_seconds):
-            data = answer(task, digest, work)
-        return data, sum(seconds), time.monotonic() - began
-    finally:
-        give_back_memory()
-
-
-@lru_cache(maxsize=1)
-def _watch() -> tuple[CompilationWatch, list[float]]:
-    """This process's one watch, and where it writes to."""
-    seconds: list[float] = []
-    return CompilationWatch(lambda told: None if told is None else seconds.append(told)), seconds
-
-
-OBJECT_STORE_BYTES = 100_000_000  # records of finished tasks pass through it, nothing else
-
-_CONNECT_SECONDS = 10.0
-
-_LOCAL = "local"
-
-
-def import_ray() -> Any:
-    """The module; MissingExtraError if it is not installed."""
-    try:
-        import ray
-        import ray.exceptions
-    except ImportError as error:
-        raise MissingExtraError("ray", "ray", "the engine ray") from error
-    return ray
-
-
-def start_ray(address: str | None, workers: int, memory_bytes: int) -> None:
-    """Connect to the cluster at `address`, else at $RAY_ADDRESS, else start one here for `workers` tasks.
-
-    Says nothing on stdout or stderr. BuildError if that is not possible.
-    """
-    ray = import_ray()
-    address = address or os.environ.get("RAY_ADDRESS") or _LOCAL
-    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address == _LOCAL:
-        settings |= {
-            "num_cpus": workers,
-            "_memory": workers * memory_bytes,
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_BYTES,
-            "_node_ip_address": "127.0.0.1",
-        }
-    else:
-        _check_reachable(address)
-    try:
-        with _no_usage_statistics():
-            ray.init(address, **settings)
-    except (ray.exceptions.RayError, ImportError, OSError, RuntimeError, TimeoutError, ValueError) as error:
-        what = "Ray cannot be started here" if address == _LOCAL else f"the Ray cluster at {address}"
-        problem = str(error).strip().rpartition("\n")[2]  # of a traceback of the other side, the error
-        raise BuildError(f"{what}: {problem}") from error
-    # What raylets report of lost processes would be printed on stdout, which is for results; the engine tells
-    # of lost tasks. There is no public switch for it.
-    ray._private.worker._worker_logs_enabled = False
-
-
-def _check_reachable(address: str) -> None:
-    """Ray itself waits for a minute and more, and then ends this process."""
-    host, _, port = address.removeprefix("ray://").partition("/")[0].rpartition(":")
-    if not host or not port.isdecimal():
-        return  # "auto", or another scheme
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
-    except OSError as error:
-        problem = f"cannot be reached ({error}); is it running, and is this its address?"
-        raise BuildError(f"the Ray cluster at {address} {problem}") from error
-
-
-@contextmanager
-def _no_usage_statistics() -> Iterator[None]:
-    name = "RAY_USAGE_STATS_ENABLED"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-
+__all__ = ["RETRIES", "EngineRun", "RayEngine", "Stragglers"]
 
 RETRIES = 4
 
@@ -223,7 +71,30 @@ _CANCEL_SECONDS = 10.0
 
 FIRST_PAUSE_SECONDS = 1.0  # before a lost task is handed in again; doubled each time
 
-_FIRST_TASKS = 4  # handed in where there is no node yet: demand for a cluster that grows
+_REMEMBERED_TASKS = 1000  # of a stage, enough for a median
+
+WAITING_TASKS = 2000  # beyond those that fit: demand for a cluster that grows
+
+
+@dataclass(slots=True)
+class Stragglers:
+    """Says how long a task may run before another machine runs it, too, if it has nothing else to do.
+
+    That is `factor` times the median of the tasks of its stage that finished last, and `least_seconds`.
+    """
+
+    least_seconds: float = 60.0
+    factor: float = 3.0
+    _seconds: dict[str, deque[float]] = field(default_factory=dict)  # by stage
+
+    def finished(self, stage: str, seconds: float) -> None:
+        """Note how long a task ran."""
+        self._seconds.setdefault(stage, deque(maxlen=_REMEMBERED_TASKS)).append(seconds)
+
+    def limit_seconds(self, stage: str) -> float:
+        """Infinite as long as no task of the stage has finished."""
+        seconds = self._seconds.get(stage)
+        return max(self.least_seconds, self.factor * median(seconds)) if seconds else math.inf
 
 
 class RayEngine(Closing):
@@ -258,7 +129,16 @@ class RayEngine(Closing):
         """
         ray = self._connect()
         with check_of(work, self._task_seconds) as check:
-            run = EngineRun(ray, queue, work, check, self._bound, self._memory_bytes, self._stragglers)
+            run = EngineRun(
+                ray,
+                queue,
+                work,
+                check,
+                self._bound,
+                self._memory_bytes,
+                self._stragglers,
+                head=connected_head(),
+            )
             run.until_exhausted(on_news)
 
     def __enter__(self) -> Self:
@@ -309,6 +189,7 @@ class EngineRun:
     stragglers: Stragglers | None = None
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
+    head: Head = field(default_factory=partial(Head, ""))
     _function: Any = None
     _flying: dict[Any, _Try] = field(default_factory=dict)  # by Ray's reference
     _lost: list[_Try] = field(default_factory=list)
@@ -330,7 +211,7 @@ class EngineRun:
                 self._hand_in()
                 self._hand_in_stragglers()
                 if not self._flying:
-                    if not self.queue.exhausted:  # others are at the rest, or a lost task has to pause
+                    if not self.queue.exhausted:  # a lost task has to pause
                         self.sleep(_TICK_SECONDS)
                     continue
                 for ref in self._finished():
@@ -340,14 +221,16 @@ class EngineRun:
                     tried.refs.discard(ref)
                     answered = self._answer(ref, tried)
                     if answered is not None:
-                        pickled, compile_seconds, seconds = answered
                         if self.stragglers is not None:
-                            self.stragglers.finished(tried.task.stage, seconds)
+                            self.stragglers.finished(tried.task.stage, answered.seconds)
                         self._stop(tried)
-                        if on_news is not None and compile_seconds:
-                            on_news(tried.task, compile_seconds)
+                        if on_news is not None and answered.compile_seconds:
+                            on_news(tried.task, answered.compile_seconds)
                         self._moved = self.clock()
-                        report(self.queue, tried.task, *pickle.loads(pickled))
+                        commit, failure, trace = pickle.loads(answered.data)
+                        if failure is not None and answered.node:
+                            failure.add_note(f"it ran on node {answered.node} of the Ray cluster")
+                        report(self.queue, tried.task, commit, failure, trace)
         except (self.ray.exceptions.RayError, ConnectionError) as error:
             self._cancel()
             raise BuildError(
@@ -363,6 +246,8 @@ class EngineRun:
         if now - self._looked < LOOK_SECONDS:
             return
         self._looked = now
+        if not self.head.check():
+            return
         nodes = self.ray.nodes()
         self._slots = slots_of(nodes, self.memory_bytes)
         if self._slots:
@@ -381,12 +266,12 @@ class EngineRun:
         elif now - self._moved > NO_NODE_SECONDS:
             raise BuildError(
                 f"for {NO_NODE_SECONDS / 60:.0f} minutes no node of the Ray cluster had {needs} (there is "
-                f"{_described(nodes)}); add nodes, or make the recipe's `memory` smaller; {RESUME}"
+                f"{described(nodes)}); add nodes, or make the recipe's `memory` smaller; {RESUME}"
             )
 
     def _hand_in(self) -> None:
         """Hand tasks to Ray as long as there is room: lost ones first."""
-        room = (self.bound or max(2 * self._slots, _FIRST_TASKS)) - len(self._flying)
+        room = (self.bound or self._slots + WAITING_TASKS) - len(self._flying)
         now = self.clock()
         for tried in [tried for tried in self._lost if tried.not_before <= now][: max(room, 0)]:
             self._lost.remove(tried)
@@ -410,7 +295,10 @@ class EngineRun:
         for tried in list(self._flying.values()):
             running = now - max(tried.since, self._full)  # at least
             if idle and len(tried.refs) == 1 and running > limits[tried.task.stage]:
-                warn_user(f"task {tried.task}: has run for {running:,.0f} s; it is run a second time, too")
+                place = "".join(f" on node {name}" for name in self.head.nodes_of(tried.refs))
+                warn_user(
+                    f"task {tried.task}: has run for {running:,.0f} s{place}; it is run a second time, too"
+                )
                 self._submit(tried)
                 idle -= 1
 
@@ -447,27 +335,27 @@ class EngineRun:
             ready, _ = self.ray.wait(flying, num_returns=len(flying), timeout=0, fetch_local=False)
         return list(ready)
 
-    def _answer(self, ref: Any, tried: _Try) -> tuple[bytes, float, float] | None:
+    def _answer(self, ref: Any, tried: _Try) -> NodeAnswer | None:
         """What `run_on_node` gave for a task; None if it was lost."""
         exceptions = self.ray.exceptions
         try:
-            answered: tuple[bytes, float, float] = self.ray.get(ref, timeout=_FETCH_SECONDS)
+            answered: NodeAnswer = self.ray.get(ref, timeout=_FETCH_SECONDS)
         except exceptions.RayTaskError as error:
             problem = f"{_first_line(error.cause)}; is shardkit, with what the recipe needs, on all nodes?"
             raise BuildError(f"task {tried.task}: {problem}") from error
         except exceptions.TaskCancelledError as error:
             raise BuildError(f"task {tried.task}: was cancelled in the Ray cluster; {RESUME}") from error
         except exceptions.RayError as error:
-            self._lose(tried, error)
+            self._lose(tried, error, next(iter(self.head.nodes_of([ref])), ""))
             return None
         return answered
 
-    def _lose(self, tried: _Try, error: Exception) -> None:
+    def _lose(self, tried: _Try, error: Exception, node: str) -> None:
         """Have a task run again that no answer came from; it failed if it was lost too often. BuildError."""
         if tried.refs:
             return  # the other attempt runs
         tried.losses += 1
-        problem = f"task {tried.task}: {self._reason(error)}"
+        problem = f"task {tried.task}: {self._reason(error, node)}"
         if tried.losses > RETRIES and tried.task.fallback is not None:
             warn_user(f"{problem}, {tried.losses} times by now")
             self.queue.failed(tried.task, death_of(tried.task))
@@ -481,42 +369,30 @@ class EngineRun:
         self._lost.append(tried)
         warn_user(f"{problem}; it runs again (retry {tried.losses} of {RETRIES})")
 
-    def _reason(self, error: Exception) -> str:
+    def _reason(self, error: Exception, node: str) -> str:
         exceptions = self.ray.exceptions
+        if not node and (address := re.search(r"Node IP: ([^\s,]+)", str(error))):
+            node = address[1]
         if isinstance(error, exceptions.OutOfMemoryError):
-            return "Ray ended its process because the node was out of memory"
+            return f"Ray ended its process because {f'node {node}' if node else 'its node'} was out of memory"
         if isinstance(error, exceptions.NodeDiedError | exceptions.LocalRayletDiedError):
-            return "its node died"
+            return f"its node{f' {node}' if node else ''} died"
         if isinstance(error, exceptions.WorkerCrashedError):
-            limit = f"{self.check.task_seconds:,.0f} s"
-            return f"its process died (killed, out of memory, or at it for over {limit}?)"
+            limit, place = f"{self.check.task_seconds:,.0f} s", f" on node {node}" if node else ""
+            return f"its process{place} died (killed, out of memory, or at it for over {limit}?)"
         return f"Ray lost it ({_first_line(error)})"
 
     def _cancel(self) -> None:
         """End what runs; what it had committed is kept."""
         refs = list(self._flying)
         self._flying.clear()
+        if not self.head.is_there():  # Ray would wait for it
+            return
         with suppress(Exception):
             for ref in refs:
                 self.ray.cancel(ref, force=True)
             if refs:
                 self.ray.wait(refs, num_returns=len(refs), timeout=_CANCEL_SECONDS, fetch_local=False)
-
-
-def slots_of(nodes: Sequence[dict[str, Any]], memory_bytes: int) -> int:
-    """How many tasks of one CPU and `memory_bytes` fit on the living nodes (as `ray.nodes()` gives them)."""
-    return sum(
-        min(int(resources.get("CPU", 0)), int(resources.get("memory", 0)) // memory_bytes)
-        for resources in (node["Resources"] for node in nodes if node["Alive"])
-    )
-
-
-def _described(nodes: Sequence[dict[str, Any]]) -> str:
-    """The largest nodes, for people."""
-    living = [node["Resources"] for node in nodes if node["Alive"]]
-    sizes = sorted({(int(r.get("CPU", 0)), int(r.get("memory", 0))) for r in living}, reverse=True)
-    texts = [f"{cpus} CPUs with {format_bytes(memory)}" for cpus, memory in sizes[:3] if cpus]
-    return ", ".join(texts) if texts else "none with a CPU"
 
 
 def _first_line(error: BaseException) -> str:

@@ -3,7 +3,7 @@
     segments/<stage>/<hash>      three lines a commit: digest, name as JSON, counts and outputs as JSON
 
 A driver writes them as it goes. The next one reads a million finished tasks with some thousand requests
-instead of a million, and slices of a build learn from them what the others have done.
+instead of a million.
 
 A segment is a copy that may be lost. What is finished are the tasks whose own records lie under commits/:
 they are the atomic step, they have the hashes of blocks, and they stay. So a driver believes of a segment
@@ -44,22 +44,19 @@ class Segments:
         self, store: Store, folder: Path, remote: RemoteFiles, *, records: int = SEGMENT_RECORDS
     ) -> None:
         self._store, self._folder, self._remote, self._records = store, folder, remote, records
-        self._read: set[str] = set()  # keys of segments
         self._covered: dict[str, set[str]] = {}  # stage -> digests of tasks in segments that were read
         self._waiting: dict[str, list[Commit]] = {}  # stage -> commits that are in none
 
-    def read(self, stage: str, *, again: bool = False) -> Iterator[Commit]:
-        """Commits of the stage's segments that were not read before, or of all with `again`. BuildError."""
+    def read(self, stage: str) -> Iterator[Commit]:
+        """Commits of the stage's segments. BuildError."""
         covered = self._covered.setdefault(stage, set())
         with self._explained(), ThreadPoolExecutor(_THREADS) as pool:
             keys = [info.key for info in self._store.list(f"{PREFIX}{stage}/")]
-            keys = [key for key in keys if again or key not in self._read]
             for at in range(0, len(keys), _THREADS):  # so that few are held at a time
                 for data in pool.map(self._fetch, keys[at : at + _THREADS]):
                     for commit in self._commits(stage, data):
                         covered.add(commit.digest)
                         yield commit
-            self._read.update(keys)
 
     def add(self, commit: Commit) -> None:
         """Have a commit written into a segment, unless one that was read has it; each is given once."""
@@ -74,7 +71,6 @@ class Segments:
                 key = f"{PREFIX}{stage}/{xxhash.xxh3_128_hexdigest(data)}"
                 with self._explained():
                     self._store.put(key, data)
-                self._read.add(key)
                 del commits[: self._records]
 
     def end(self, stages: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ import xxhash
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError, ShardkitError
 from shardkit.files import fsync_path
-from shardkit.storage.store import Store, StoreError
+from shardkit.storage.store import StoreError
 from shardkit.writers.execution.artifacts import RemoteFiles
 from shardkit.writers.execution.task import (
     BLOCK_BYTES,
@@ -53,10 +53,6 @@ class Work(Protocol):
     def remote(self) -> RemoteFiles | None:
         """What commits' artifacts are read from; None if they are files of this machine."""
 
-    @property
-    def lease_store(self) -> Store:
-        """Where the driver of the work keeps its lease."""
-
     def prepare(self) -> None:
         """Make the folder usable in this process; BuildError if that fails. Cheap to call again."""
 
@@ -68,9 +64,6 @@ class Work(Protocol):
 
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
         """Commits of tasks whose outputs all exist at their sizes; None for tasks that have to run."""
-
-    def finished(self, tasks: Sequence[Task]) -> list[Commit | None]:
-        """As `find`, for tasks that had no commit a moment ago: outputs are written before it."""
 
     def commits(self, stage: str | None = None) -> Iterator[tuple[str, Commit]]:
         """(task key, commit) of all finished tasks, of one stage or of all stages."""

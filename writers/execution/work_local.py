@@ -1,10 +1,9 @@
-"""A work folder on this machine, or on a file system that several machines share.
+"""A work folder on this machine, or on a file system that several machines mount.
 
     work/<stage>/<task>.<digest>/    outputs and commit.json of a finished task
-    work/unfinished/<session>/       temporary folders of running tasks
+    work/unfinished/                 temporary folders of running tasks
     work/notes/                      about the whole build: where its input files are cut
-    work/lock                        held (flock) by the build that uses the folder, or shared by several
-    work/lease/                      the driver's lease, while several processes share it
+    work/lock                        held (flock) by the build that uses the folder
 
 One rename publishes a finished task. The name of its folder contains the task's digest, so tasks of another
 recipe stay, and going back to that recipe finds them; `shardkit clean` removes tasks that no recipe uses.
@@ -24,8 +23,7 @@ from pathlib import Path
 
 from shardkit.errors import BuildError
 from shardkit.files import LACKING, fsync_path, publish_bytes
-from shardkit.locks import held_file, upgraded
-from shardkit.storage.local import LocalStore
+from shardkit.locks import held_file
 from shardkit.writers.execution.task import Commit, Record, Task, parse_record
 from shardkit.writers.execution.work import check_same, hash_output
 
@@ -36,18 +34,15 @@ _MARKER = "shardkit-work.txt"
 _MARKER_TEXT = b"Intermediate files of `shardkit build`. Delete this folder when no build needs it.\n"
 _LOCK = "lock"
 _UNFINISHED = "unfinished"
-_LEASE = "lease"
 _NOTES = "notes"
-_CLEARING_SECONDS = 30.0  # time another process may take to clear leftovers of killed ones
-_OURS = frozenset({_MARKER, _LOCK, _UNFINISHED, _LEASE, _NOTES})
+_OURS = frozenset({_MARKER, _LOCK, _UNFINISHED, _NOTES})
 
 
 @dataclass(frozen=True)
 class LocalWork:
-    """A local work folder; `session` names the temporary files of one run of a build."""
+    """A local work folder."""
 
     folder: Path
-    session: str = "build"
 
     hashes_blocks = False
     remote = None
@@ -56,10 +51,6 @@ class LocalWork:
     def place(self) -> str:
         return str(self.folder)
 
-    @property
-    def lease_store(self) -> LocalStore:
-        return LocalStore(self.folder)
-
     def prepare(self) -> None:
         """Nothing to do: `Journal` has created the folder."""
 
@@ -67,8 +58,8 @@ class LocalWork:
         return Path(tempfile.mkdtemp(prefix=f"{task.stage}.{task.name}.", dir=self._unfinished()))
 
     def _unfinished(self) -> Path:
-        folder = self.folder / _UNFINISHED / self.session
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = self.folder / _UNFINISHED
+        folder.mkdir(exist_ok=True)
         return folder
 
     def commit(self, task: Task, temporary: Path, commit: Commit, record: bytes) -> Commit:
@@ -132,9 +123,6 @@ class LocalWork:
         record = self._read(key)
         return record.commit if record is not None and _is_whole(record, self.folder / key) else None
 
-    def finished(self, tasks: Sequence[Task]) -> list[Commit | None]:
-        return self.find(tasks)
-
     def commits(self, stage: str | None = None) -> Iterator[tuple[str, Commit]]:
         stages = [stage] if stage is not None else sorted(_names(self.folder) - _OURS)
         for name in stages:
@@ -186,33 +174,27 @@ class LocalWork:
 
     def clear_unfinished(self) -> None:
         """Remove leftovers of killed builds; only while no other build uses the folder."""
-        for name in (_UNFINISHED, _LEASE):
-            _remove(self.folder / name)
+        _remove(self.folder / _UNFINISHED)
         (self.folder / _UNFINISHED).mkdir()
 
 
 @contextmanager
-def locked_folder(work: LocalWork, *, shared: bool) -> Iterator[None]:
+def locked_folder(work: LocalWork) -> Iterator[None]:
     """Create the folder, or reuse one of ours, and lock it; BuildError if that is not possible.
 
-    A process that is alone, at its start or end, removes leftovers of killed builds.
+    Leftovers of killed builds are removed.
     """
-    descriptor = _lock(work, shared=shared)
+    descriptor = _lock(work)
     try:
         yield
     finally:
-        try:
-            if shared and upgraded(descriptor) and (work.folder / _MARKER).exists():
-                with contextlib.suppress(OSError):
-                    work.clear_unfinished()
-        finally:
-            os.close(descriptor)
-            if not (work.folder / _LOCK).exists():
-                with contextlib.suppress(OSError):
-                    work.folder.rmdir()
+        os.close(descriptor)
+        if not (work.folder / _LOCK).exists():
+            with contextlib.suppress(OSError):
+                work.folder.rmdir()
 
 
-def _lock(work: LocalWork, *, shared: bool) -> int:
+def _lock(work: LocalWork) -> int:
     folder = work.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -222,24 +204,16 @@ def _lock(work: LocalWork, *, shared: bool) -> int:
                 f"{folder}: contains files that no build wrote ({min(names)}); set another `work` folder"
             )
         descriptor = held_file(folder / _LOCK, shared=False)
-        if descriptor is not None:
-            _clear_alone(work, descriptor)
-        if shared:
-            if descriptor is not None:
-                os.close(descriptor)
-            descriptor = held_file(folder / _LOCK, shared=True, wait_seconds=_CLEARING_SECONDS)
         if descriptor is None:
-            raise BuildError(
-                f"{folder}: another build uses this work folder; wait for it, or set `work`; to share "
-                f"a folder, start all builds with --task-slice"
-            )
+            raise BuildError(f"{folder}: another build uses this work folder; wait for it, or set `work`")
+        _clear(work, descriptor)
         return descriptor
     except OSError as error:
         problem = f"{folder}: cannot be used as work folder: {error.strerror}; `work` names another"
         raise BuildError(problem) from error
 
 
-def _clear_alone(work: LocalWork, descriptor: int) -> None:
+def _clear(work: LocalWork, descriptor: int) -> None:
     try:
         if not (work.folder / _MARKER).exists():
             publish_bytes(work.folder / _MARKER, _MARKER_TEXT)

@@ -228,6 +228,7 @@ class StoreWork:
 
     @property
     def lease_store(self) -> Store:
+        """Where the driver keeps its lease: a heartbeat waits for nothing else."""
         store = self.store
         return store.urgent if isinstance(store, ResilientStore) else store
 
@@ -304,15 +305,6 @@ class StoreWork:
                 self._disown(key)
         return _of_tasks(tasks, found)
 
-    def finished(self, tasks: Sequence[Task]) -> list[Commit | None]:
-        wanted = {task.key for task in tasks}
-        with self._explained():
-            present = wanted
-            if len(wanted) > 1:
-                listed = (key for stage in {task.stage for task in tasks} for key in self._keys(f"{stage}/"))
-                present = {key for key in listed if key in wanted}
-            return _of_tasks(tasks, self._read(sorted(present)))
-
     def commits(self, stage: str | None = None) -> Iterator[tuple[str, Commit]]:
         with self._explained():
             stages: dict[str, set[str]] = {}
@@ -335,7 +327,7 @@ class StoreWork:
         """{key: commit} of tasks that have a record, from segments and, what these lack, from records."""
         if not present:
             return {}
-        found = {commit.key: commit for commit in segments.read(stage, again=True) if commit.key in present}
+        found = {commit.key: commit for commit in segments.read(stage) if commit.key in present}
         return found | self._read(sorted(present - found.keys()))
 
     def _read(self, keys: Sequence[str]) -> dict[str, Commit]:

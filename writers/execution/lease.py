@@ -1,0 +1,175 @@
+"""The driver's lease: of all processes that reach a work folder in a store, one runs a build in it.
+
+The build holds the lease, an object that it rewrites every few seconds:
+
+    lease/<epoch>     the holder's name and the number of its heartbeat; the highest epoch counts
+
+A lease whose heartbeat has not changed for `lease_seconds` of the observer's own clock has expired; clocks of
+different machines are never compared. To take it over is to create the next epoch, which a store lets one
+process do. A driver that was suspended meanwhile finds a higher epoch and ends. None of this decides a byte:
+tasks are pure, and a task that two processes run is committed once.
+
+A local work folder has a lock instead (work_local.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from shardkit.errors import BuildError, warn_user
+from shardkit.files import Closing
+from shardkit.storage.store import ObjectExistsError, ObjectInfo, Store, StoreError
+
+__all__ = ["BEATS", "LEASE_SECONDS", "DriverLease", "process_name"]
+
+LEASE_SECONDS = 60.0
+"""Silence after which a driver counts as dead."""
+BEATS = 6  # in that time: one that comes late, or fails, loses no lease
+_PREFIX = "lease/"
+
+
+class DriverLease(Closing):
+    """The lease of the driver of a work folder, as one process sees it. `name` identifies it to people."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        name: str,
+        lease_seconds: float = LEASE_SECONDS,
+        beat_seconds: float = LEASE_SECONDS / BEATS,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.name = name
+        self._lease_seconds, self._beat_seconds = lease_seconds, beat_seconds
+        self._store, self._clock, self._sleep = store, clock, sleep
+        self._id = f"{name} {os.urandom(8).hex()}"
+        self._own = ("", "")  # key and version of what this process wrote last
+        self._beats = 0
+        self._seen = ("", "")  # key and version of another's lease, and since when it has been like that
+        self._seen_since = 0.0
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.held = False
+        self.was_lost = False
+
+    def acquire(self) -> None:
+        """Take the lease; wait for that of a dead driver to expire. BuildError if a driver is at work."""
+        is_first = True
+        try:
+            while not self.try_acquire():
+                before, holder = self._seen, self.holder()
+                if is_first:
+                    warn_user(
+                        f"{self._store.url}: {holder} holds the lease of this work folder; waiting up to "
+                        f"{self._lease_seconds:.0f} s to see whether it is alive"
+                    )
+                    is_first = False
+                self._sleep(self._beat_seconds / 4)
+                newest = self._newest()
+                if newest is not None and newest.key == before[0] and newest.version != before[1]:
+                    raise BuildError(
+                        f"{self._store.url}: {holder} runs a build in this work folder; its lease expires "
+                        f"{self._lease_seconds:.0f} s after its last renewal, which was just now. Stop "
+                        f"that build, wait for it, or set another `work`"
+                    )
+        except StoreError as error:
+            raise BuildError(f"work folder {self._store.url}: {error}; the same command continues") from error
+
+    def try_acquire(self) -> bool:
+        """Take the lease if it is free or has expired since this process first saw it. StoreError."""
+        if self.held:
+            return True
+        now, newest = self._clock(), self._newest()
+        if newest is not None:
+            if self._seen != (newest.key, newest.version):
+                self._seen, self._seen_since = (newest.key, newest.version), now
+            if now - self._seen_since < self._lease_seconds:
+                return False
+        epoch = 1 if newest is None else int(newest.key.removeprefix(_PREFIX)) + 1
+        try:
+            self._write(f"{_PREFIX}{epoch:08d}", if_absent=True)
+        except ObjectExistsError:
+            return False  # another process was faster
+        if newest is not None:
+            self._store.delete(newest.key)
+        if self._newest_key() > self._own[0]:  # a listing of a folder may miss what is renamed meanwhile
+            self._store.delete(self._own[0])
+            return False
+        self.held, self.was_lost = True, False
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._beat_on, name="shardkit-lease", daemon=True)
+            self._thread.start()
+        return True
+
+    def check(self) -> None:
+        """BuildError if another process has taken the lease over."""
+        if self.was_lost:
+            raise BuildError(
+                f"{self._store.url}: another driver has taken over this work folder, because this process "
+                f"was silent for more than {self._lease_seconds:.0f} s (suspended, or cut off from the "
+                f"store); finished tasks are kept, and that driver continues"
+            )
+
+    def holder(self) -> str:
+        """The name of the process that holds the lease, for messages."""
+        with contextlib.suppress(StoreError):
+            newest = self._newest()
+            if newest is not None:
+                return self._store.get(newest.key).decode(errors="replace").partition(" ")[0]
+        return "another process"
+
+    def close(self) -> None:
+        """Give the lease back. What cannot be removed now expires."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(self._beat_seconds)
+        if self.held:
+            self.held = False
+            with contextlib.suppress(StoreError):
+                self._store.delete(self._own[0])
+
+    def renew(self) -> None:
+        """Write the next heartbeat; give up the lease if another process has it. StoreError."""
+        newest = self._newest()
+        if newest is None or (newest.key, newest.version) != self._own:
+            is_ours = newest is not None and self._store.get(newest.key).startswith(self._id.encode())
+            if not is_ours:  # otherwise our last write arrived, though its answer did not
+                self.held, self.was_lost = False, True
+                if newest is not None and newest.key > self._own[0]:
+                    self._store.delete(self._own[0])  # a late write of ours may have brought it back
+                return
+        self._write(self._own[0])
+
+    def _beat_on(self) -> None:
+        while not self._ended.wait(self._beat_seconds):
+            if self.held:
+                with contextlib.suppress(StoreError):  # the next beat may arrive
+                    self.renew()
+        if not self.held and self._own[0]:  # `close` did not wait until the last beat had been written
+            with contextlib.suppress(StoreError):
+                if self._store.get(self._own[0]).startswith(self._id.encode()):
+                    self._store.delete(self._own[0])
+
+    def _write(self, key: str, *, if_absent: bool = False) -> None:
+        self._beats += 1
+        info = self._store.put(key, f"{self._id} {self._beats}".encode(), if_absent=if_absent)
+        self._own = key, info.version
+
+    def _newest_key(self) -> str:
+        newest = self._newest()
+        return "" if newest is None else newest.key
+
+    def _newest(self) -> ObjectInfo | None:
+        return max(self._store.list(_PREFIX), key=lambda info: info.key, default=None)
+
+
+def process_name() -> str:
+    """A name for this process that no other has: host, number and a random part."""
+    return f"{socket.gethostname()[:40]}-{os.getpid()}-{os.urandom(4).hex()}"

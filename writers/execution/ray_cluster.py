@@ -1,0 +1,180 @@
+"""Connects to a Ray cluster, or starts Ray on this machine, and watches the head of the cluster.
+
+If the head dies, Ray ends this process after a minute with a message of its own; `Head` notices before, and
+says what to do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from shardkit.errors import BuildError, MissingExtraError
+from shardkit.units import format_bytes
+from shardkit.writers.execution.ray_node import node_key
+
+__all__ = ["Head", "connected_head", "described", "import_ray", "slots_of", "start_ray"]
+
+OBJECT_STORE_BYTES = 100_000_000  # records of finished tasks pass through it, nothing else
+
+_CONNECT_SECONDS = 10.0
+
+_ASK_SECONDS = 1.0
+
+HEAD_SECONDS = 30.0  # without an answer; Ray ends this process after 60
+
+_LOCAL = "local"
+
+
+def import_ray() -> Any:
+    """The module; MissingExtraError if it is not installed."""
+    try:
+        with _kept_sigterm():
+            import ray
+            import ray.exceptions
+    except ImportError as error:
+        raise MissingExtraError("ray", "ray", "the engine ray") from error
+    return ray
+
+
+@contextmanager
+def _kept_sigterm() -> Iterator[None]:
+    """Keep the caller's handler of SIGTERM, if it has one, in place of Ray's."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and before is not signal.getsignal(signal.SIGTERM):
+            signal.signal(signal.SIGTERM, before)
+
+
+def start_ray(address: str | None, workers: int, memory_bytes: int) -> None:
+    """Connect to the cluster at `address`, else at $RAY_ADDRESS, else start one here for `workers` tasks.
+
+    Says nothing on stdout or stderr. BuildError if that is not possible.
+    """
+    ray = import_ray()
+    address = address or os.environ.get("RAY_ADDRESS") or _LOCAL
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address == _LOCAL:
+        settings |= {
+            "num_cpus": workers,
+            "_memory": workers * memory_bytes,
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_node_ip_address": "127.0.0.1",
+        }
+    else:
+        _check_reachable(address)
+    try:
+        with _no_usage_statistics(), _kept_sigterm():
+            ray.init(address, **settings)
+    except (ray.exceptions.RayError, ImportError, OSError, RuntimeError, TimeoutError, ValueError) as error:
+        what = "Ray cannot be started here" if address == _LOCAL else f"the Ray cluster at {address}"
+        problem = str(error).strip().rpartition("\n")[2]  # of a traceback of the other side, the error
+        raise BuildError(f"{what}: {problem}") from error
+    # What raylets report of lost processes would be printed on stdout, which is for results; the engine tells
+    # of lost tasks. There is no public switch for it.
+    ray._private.worker._worker_logs_enabled = False
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself waits for a minute and more, and then ends this process."""
+    host, port = _host_and_port(address.removeprefix("ray://").partition("/")[0])
+    if not host or not port.isdecimal():
+        return  # "auto", or another scheme
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        problem = f"cannot be reached ({error}); is it running, and is this its address?"
+        raise BuildError(f"the Ray cluster at {address} {problem}") from error
+
+
+def _host_and_port(text: str) -> tuple[str, str]:
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), port
+
+
+@contextmanager
+def _no_usage_statistics() -> Iterator[None]:
+    name = "RAY_USAGE_STATS_ENABLED"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+class Head:
+    """The head of the cluster at `address` (host:port); with "", one that always answers."""
+
+    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._address, self._clock = address, clock
+        self._answered = clock()
+
+    def is_there(self) -> bool:
+        """Whether it takes a connection. Otherwise do not ask it for anything: Ray would wait."""
+        if self._address:
+            try:
+                socket.create_connection(_host_and_port(self._address), timeout=_ASK_SECONDS).close()
+            except OSError:
+                return False
+        self._answered = self._clock()
+        return True
+
+    def check(self) -> bool:
+        """Whether it is there; BuildError if it has not been for `HEAD_SECONDS`."""
+        if self.is_there():
+            return True
+        silent = self._clock() - self._answered
+        if silent > HEAD_SECONDS:
+            raise BuildError(
+                f"the head of the Ray cluster ({self._address}) has not answered for {silent:.0f} s: it has "
+                f"died, or cannot be reached; start the cluster again, then the same command: finished tasks "
+                f"are kept"
+            )
+        return False
+
+    def nodes_of(self, refs: Iterable[Any]) -> list[str]:
+        """Names of the nodes on which tasks run, or ran until they were lost, as far as these are known."""
+        from ray.experimental import internal_kv
+
+        names = []
+        if self.is_there():
+            for ref in refs:
+                with suppress(Exception):  # a message may lack a name
+                    names.append(internal_kv._internal_kv_get(node_key(ref.task_id().hex())).decode())
+        return names
+
+
+def connected_head() -> Head:
+    """The head of the cluster that this process is connected to; not watched through a proxy (ray://)."""
+    from ray.util import client
+
+    proxy: Any = client.ray
+    return Head("" if proxy.is_connected() else import_ray().get_runtime_context().gcs_address)
+
+
+def slots_of(nodes: Sequence[dict[str, Any]], memory_bytes: int) -> int:
+    """How many tasks of one CPU and `memory_bytes` fit on the living nodes (as `ray.nodes()` gives them)."""
+    return sum(
+        min(int(resources.get("CPU", 0)), int(resources.get("memory", 0)) // memory_bytes)
+        for resources in (node["Resources"] for node in nodes if node["Alive"])
+    )
+
+
+def described(nodes: Sequence[dict[str, Any]]) -> str:
+    """The largest nodes, for people."""
+    living = [node["Resources"] for node in nodes if node["Alive"]]
+    sizes = sorted({(int(r.get("CPU", 0)), int(r.get("memory", 0))) for r in living}, reverse=True)
+    texts = [f"{cpus} CPUs with {format_bytes(memory)}" for cpus, memory in sizes[:3] if cpus]
+    return ", ".join(texts) if texts else "none with a CPU"
