@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -114,6 +115,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Pat
         make_rows(folder / name, 12, 65)
     for name, rows, length in (("out-2k", 40, 2049), ("out-8k", 12, 8193)):
         make_rows(folder / name, rows, length)
+    labelled = [{"text": f"{word} {n} " * 9, "label": word} for n in range(90) for word in ("prose", "list")]
+    (folder / "labelled.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in labelled))
     (folder / "tokens").mkdir()
     np.arange(60_001, dtype="<u2").tofile(folder / "tokens" / "part-000.npy")
     with mds.MdsWriter(folder / "photos", columns={"label": "int", "image": "bytes"}) as writer:

@@ -83,14 +83,17 @@ class InlineEngine(Closing):
 
     def run(self, queue: TaskQueue, work: Work, on_news: OnNews | None = None) -> None:
         """Run tasks until the queue is exhausted."""
-        while (task := queue.take()) is not None:
-            PULSE.send = None if on_news is None else partial(on_news, task)
-            try:
-                commit = self._run_task(task, task.digest, work)
-            except TaskFailedError as error:
-                queue.failed(task, error)
-            else:
-                queue.done(commit)
+        try:
+            while (task := queue.take()) is not None:
+                PULSE.send = None if on_news is None else partial(on_news, task)
+                try:
+                    commit = self._run_task(task, task.digest, work)
+                except TaskFailedError as error:
+                    queue.failed(task, error)
+                else:
+                    queue.done(commit)
+        finally:
+            PULSE.send = None  # who listens has heard of the last task
 
     def close(self) -> None:
         """Nothing to close."""
