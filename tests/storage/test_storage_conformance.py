@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -98,7 +99,8 @@ def make_store(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Ite
         name = request.getfixturevalue("hub").new_repository()
         yield lambda: HubStore(f"hf://datasets/{name}/some/prefix")
     elif kind == "fsspec":
-        yield lambda: FsspecStore(f"file://{tmp_path / 'store'}")
+        with TemporaryDirectory() as folder:  # on a disk: in memory, halves of files are seen
+            yield lambda: FsspecStore(f"file://{folder}/store")
     elif kind == "s3-real":
         with real_environment():
             url = f"s3://{request.getfixturevalue('real_bucket')}/{uuid.uuid4().hex}/some/prefix"
