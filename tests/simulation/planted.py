@@ -18,7 +18,7 @@ from shardkit.publish.contents import Listing
 from shardkit.publish.publication import Publication
 from shardkit.storage import retry
 from shardkit.storage.clock import wait_until
-from shardkit.storage.resilient import ResilientBody, ResilientStore
+from shardkit.storage.resilient import ResilientBody
 from shardkit.storage.retry import Call
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work_store import StoreWork
@@ -118,10 +118,6 @@ def _index_before_files() -> list[Patch]:
     return [(Publication, "_move", index_first)]
 
 
-def _refuse_after_a_lost_answer() -> list[Patch]:
-    return [(ResilientStore, "_find_same", lambda self, *request: None)]
-
-
 def _leave_marker() -> list[Patch]:
     return [(publication, "_clean", lambda *arguments, **options: None)]
 
@@ -142,7 +138,6 @@ PLANTED: dict[str, Callable[[], list[Patch]]] = {
 PLANTED_IN_BUILDS: dict[str, Callable[[], list[Patch]]] = {
     "record-before-outputs": _record_before_outputs,
     "index-before-files": _index_before_files,
-    "refused-after-lost-answer": _refuse_after_a_lost_answer,
     "marker-left": _leave_marker,
 }
 
