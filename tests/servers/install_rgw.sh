@@ -2,21 +2,8 @@
 # Installs what tests/servers/rgw.py runs: Ceph's S3 gateway and its daemons, from Debian (61 MB, no service is
 # started). Does nothing where it is there already. Exits 1 with the reason where it cannot.
 set -euo pipefail
-packages=(radosgw ceph-mon ceph-osd ceph-common)
-lock_seconds=120 # another apt may be at work
+source "$(dirname "$0")/debian.sh"
 
 is_there() { command -v radosgw && command -v radosgw-admin && command -v ceph-mon && command -v ceph-osd && command -v ceph; }
 is_there > /dev/null && exit 0
-give_up() { echo "install_rgw.sh: $1; tests of a real S3 server are skipped without ${packages[*]}" >&2; exit 1; }
-
-command -v apt-get > /dev/null || give_up "no apt-get on this machine"
-as_root=()
-if [ "$(id -u)" != 0 ]; then
-  command -v sudo > /dev/null || give_up "neither root nor sudo"
-  as_root=(sudo)
-fi
-apt() { "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q -y -o DPkg::Lock::Timeout=$lock_seconds "$@"; }
-# The package lists of a fresh machine are empty, those of an old one name files that are gone.
-apt install --no-install-recommends "${packages[@]}" && exit 0
-apt update || give_up "apt-get update failed"
-apt install --no-install-recommends "${packages[@]}" || give_up "apt-get install failed"
+from_debian "tests of a real S3 server" radosgw ceph-mon ceph-osd ceph-common
