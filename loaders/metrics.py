@@ -142,7 +142,7 @@ class LoaderStats:
     slow_steps: int = 0
     """Steps that waited longer than the threshold."""
     slow_wait_seconds: float = 0.0
-    """What the slow steps waited together."""
+    """Seconds that the slow steps waited."""
     queue_depth: float = 0.0
     """Batches ready behind the latest one."""
     queue_depth_mean: float = 0.0

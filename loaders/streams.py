@@ -232,7 +232,7 @@ class Opened:
 
     @cached_property
     def sizes(self) -> list[StreamSizes]:
-        """What the order of a run takes of each stream."""
+        """Return the sizes from which a run's order is made, one of each stream."""
         found = []
         named = zip(self.streams.names, self.streams.datasets, strict=True)
         for (name, dataset), spec, excluded in zip(named, self.specs, self.exclusions, strict=True):

@@ -50,7 +50,7 @@ LEADS_IN_CACHE = 32
 
 
 class LoopPosition:
-    """Where a training loop is, in samples of all ranks and epochs. The loop moves it, plans look at it."""
+    """The position of a training loop, in samples of all ranks and epochs; plans look at it."""
 
     __slots__ = ("given", "read", "reading_to")
 
@@ -162,7 +162,7 @@ class Planner:
         other runs of the process have theirs. Without `pace`, all is fetched as early as it may be.
         """
         self.loop = loop
-        """Where the loop is."""
+        """The position of the loop."""
         self._pacing = None if pace is None else _Pacing(pace, loop, clock)
         self._plans = plans
         self._future = future
@@ -341,7 +341,7 @@ class Planner:
 
 
 class FetchPlan:
-    """What a loop will need of the datasets that share a cache; their shards are numbered as one.
+    """The future needs of a loop from datasets that share a cache; their shards are numbered as one.
 
     A fetcher follows it (`Fetcher.follow`) until it is dropped, or until nobody holds it.
     """

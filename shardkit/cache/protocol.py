@@ -130,7 +130,7 @@ class Fetchable(Protocol):
     store: ResilientStore
     cache: Cache
     counts: Counter[str]
-    """What was done for this dataset; the fetcher counts "damaged"."""
+    """Counters of this dataset; the fetcher counts "damaged"."""
     cache_error: Exception | None
     """Why the cache could not keep a shard that was delivered; the next load raises it."""
 
@@ -170,7 +170,7 @@ class Fetchable(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheOptions:
-    """Where shards are cached and how many are fetched at a time. Plain data: may be pickled and compared."""
+    """The place of a cache and the fetches at a time. Plain data: may be pickled and compared."""
 
     folder: str | os.PathLike[str] | None = None
     """On a local disk, shared by all processes of the machine; None: each process keeps shards in memory."""

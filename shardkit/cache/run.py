@@ -44,7 +44,7 @@ RowsOf = Callable[[int], npt.NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What to plan for: the arguments of `Fetcher.follow` without the loop."""
+    """A plan to make: the arguments of `Fetcher.follow` without the loop."""
 
     parts: Sequence[CachedShards]
     uses: Order | Uses
