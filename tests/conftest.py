@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import is_hypothesis_test, settings
 
 from shardkit.writers.kernels.numba_support import kernel_cache
 
@@ -25,6 +26,17 @@ def pytest_configure() -> None:
     """Make temporary folders in memory where there is enough: thousands of fsyncs cost nothing there."""
     if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= 8 << 30:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Draw a quarter of the examples in the default run; runs with extended tests (CI) draw all."""
+    if config.option.markexpr != "not extended":
+        return
+    kept = "_hypothesis_internal_use_settings"  # where `settings(...)` leaves what a test asks for
+    for test in {test for item in items if is_hypothesis_test(test := getattr(item, "obj", None))}:
+        asked = getattr(test, kept)
+        fewer = min(asked.max_examples, max(10, asked.max_examples // 4))
+        setattr(test, kept, settings(asked, max_examples=fewer))
 
 
 def pytest_collection_finish() -> None:
