@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import is_hypothesis_test, settings
 
 from shardkit.writers.kernels.numba_support import kernel_cache
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ.update(kernel_cache())  # before Numba is imported: kernels are compiled once for tests and workers
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch asks for the names of local addresses
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of the tests' processes would compile all modules
 MEMORY = Path("/dev/shm")
 gc.disable()  # while tests are collected: no collection can free what is imported
@@ -28,15 +28,14 @@ def pytest_configure() -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks select tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Draw a quarter of the examples in the default run; runs with extended tests (CI) draw all."""
-    if config.option.markexpr != "not extended":
-        return
-    kept = "_hypothesis_internal_use_settings"  # where `settings(...)` leaves what a test asks for
-    for test in {test for item in items if is_hypothesis_test(test := getattr(item, "obj", None))}:
-        asked = getattr(test, kept)
-        fewer = min(asked.max_examples, max(10, asked.max_examples // 4))
-        setattr(test, kept, settings(asked, max_examples=fewer))
+    """Keep a sample of large grids and of random examples in the default run; CI's run has all."""
+    from support.default_run import draw_fewer_examples, leave_cases
+
+    leave_cases(items)
+    if config.option.markexpr == "not extended":
+        draw_fewer_examples(items)
 
 
 def pytest_collection_finish() -> None:
