@@ -87,6 +87,7 @@ def texts(folder: Path) -> list[str]:
     return [json.loads(line)["text"] for part in parts for line in part.read_text().splitlines()]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet", "a.jsonl.gz"])
 @pytest.mark.parametrize("replace", WAYS)
 def test_a_replaced_file_of_the_same_size_and_time_is_read_again(

@@ -148,6 +148,7 @@ def plan_of(recipe: Path, capfd: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return plan
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "shape", [pytest.param(name, marks=() if name in QUICK else pytest.mark.extended) for name in SHAPES]
 )

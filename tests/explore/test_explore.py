@@ -191,6 +191,7 @@ def test_a_text_that_was_not_kept_comes_from_the_input_file(out: Path, tmp_path:
 SECRET = "the line of a file that is none of the dataset's"
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     "name",
     [

@@ -144,6 +144,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int], list[int]]] = 
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", cases(CASES, ["epochs", "endless", "val by steps", "accumulate", "reload"]))
 def test_a_resumed_run_is_the_run_that_was_never_stopped(
     case: str, data: Data, train: Path, tmp_path: Path
@@ -180,6 +181,7 @@ class Kept(OnExceptionCheckpoint):
         pass
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("endless", [False, pytest.param(True, marks=pytest.mark.extended)])
 @pytest.mark.parametrize(
     ("where", "batch"),

@@ -142,6 +142,7 @@ def test_masks_are_those_of_the_definition_for_whatever_a_template_reads(
     check(template, talk)
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("inside", IN)
 @pytest.mark.parametrize("before", BEFORE)
 def test_masks_are_those_of_the_definition_for_every_pair_of_habits(before: str, inside: str) -> None:
@@ -173,6 +174,7 @@ LINEAR = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("template", LINEAR.values(), ids=LINEAR)
 def test_a_mask_costs_steps_in_proportion_to_the_turns(template: str) -> None:
     taken = []

@@ -364,6 +364,7 @@ def test_a_file_cut_anywhere_gives_whole_batches_and_hides_nothing(tmp_path: Pat
     assert most >= 600
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FILES)
 def test_flipped_bits_never_crash(tmp_path: Path, name: str) -> None:
     rng = random.Random(7)

@@ -47,6 +47,7 @@ FORMATS: dict[str, bytes] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "suffix"),
     [

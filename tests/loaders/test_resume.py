@@ -62,6 +62,7 @@ def make(data: Dataset | list[Stream], **arguments: Any) -> StreamingLoader:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_resumed_at_any_step_goes_on_exactly(small: dict[str, Dataset], kind: str, tail: str) -> None:
@@ -154,6 +155,7 @@ def test_a_seek_to_any_position_continues_as_the_run_that_came_there(
             assert state == states[number + 1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_seek_between_batches_continues_with_the_sample_at_the_position(
     small: dict[str, Dataset], name: str
@@ -449,6 +451,7 @@ def test_steps_that_cannot_be_are_refused(small: dict[str, Dataset]) -> None:
 # Batch size and number of ranks change.
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "runs",
@@ -597,6 +600,7 @@ def test_a_run_goes_on_exactly_on_any_number_of_ranks(
         assert rest == reference[done : done + 4], f"after step {done}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tail", ["drop", "pad"])
 @pytest.mark.parametrize("world_size", cases([2, 5], [5]))
 def test_dropped_and_padded_tails_are_the_same_too(

@@ -49,6 +49,7 @@ def run(data: Path, case: str, method: str, *before: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "method", "says"),
     [

@@ -63,6 +63,7 @@ def build_to(corpus: Path, store: MemoryStore, *changes: str, replace: bool = Fa
     return build(corpus, output=store.url, overrides=overrides, workers=1, progress=False, replace=replace)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "change",
     ["output.format=mds", "output.format=wds", "output.compression=zstd"],
