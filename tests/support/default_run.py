@@ -6,10 +6,10 @@ many values of all parameters occur; the others are marked `extended`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 import pytest
-from hypothesis import is_hypothesis_test, settings
 
 __all__ = ["draw_fewer_examples", "leave_cases", "sample"]
 
@@ -49,6 +49,10 @@ def leave_cases(items: Iterable[pytest.Item]) -> None:
 
 def draw_fewer_examples(items: Iterable[pytest.Item]) -> None:
     """Have the tests of hypothesis draw a quarter of their examples, but at least ten."""
+    if "hypothesis" not in sys.modules:  # no test imported it
+        return
+    from hypothesis import is_hypothesis_test, settings
+
     for test in {test for item in items if is_hypothesis_test(test := getattr(item, "obj", None))}:
         asked = getattr(test, _SETTINGS)
         fewer = min(asked.max_examples, max(10, asked.max_examples // 4))
