@@ -158,6 +158,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.extended
 def test_a_real_server_keeps_large_shards_and_their_hashes(
     rgw_bucket: RgwBucket, large: Path, tmp_path: Path
 ) -> None:
