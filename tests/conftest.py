@@ -85,13 +85,14 @@ def inline_builds() -> Iterator[None]:
     For tests that do not depend on workers: tests/builds/test_build_determinism.py shows that any number of
     them makes the same bytes.
     """
-    from shardkit.writers import executors, tokenizer
+    from shardkit.writers import executors
     from shardkit.writers.execution.engine import InlineEngine
     from shardkit.writers.progress import PULSE
+    from shardkit.writers.stages import tokenize
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executors, "LocalEngine", lambda workers, **options: InlineEngine())
-        patch.setattr(tokenizer, "PARITY_LEAST_BYTES", 1 << 12)  # or most of a small build compares engines
+        patch.setattr(tokenize, "sample_bytes", lambda _: 1 << 12)  # or small builds mostly compare engines
         patch.setattr(
             PULSE, "send", None
         )  # each task sets it; restored for tests that call stages themselves
