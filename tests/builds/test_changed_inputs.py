@@ -149,6 +149,7 @@ def big_lines(path: Path, letter: str) -> None:
     path.write_text("".join(json.dumps({"text": f"{letter} {n:05}" * 9}) + "\n" for n in range(400)))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("split_bytes", [1 << 26, 9000])
 @pytest.mark.parametrize(
     ("change", "is_same"),

@@ -220,6 +220,7 @@ def test_splits_that_cannot_be_meant_are_refused(
         build(recipe_of(inputs, tmp_path, split), workers=1, progress=False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "parts",
     [

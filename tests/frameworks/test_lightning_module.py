@@ -456,6 +456,7 @@ def test_without_lightning_the_error_says_what_to_install(monkeypatch: pytest.Mo
         importlib.import_module("shardkit.loaders.lightning_module")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_fabric_trains_evaluates_and_resumes_exactly(
     train: Path, val: Path, tmp_path: Path, workers: int

@@ -178,6 +178,7 @@ ODD: dict[str, tuple[pa.Array, list[Any]]] = {
 OF_ARROW = ("dictionary of strings that are none", "interval", "a year beyond all", "union", "runs")
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("on_bad_text", ["quarantine", "replace"])
 @FORMATS

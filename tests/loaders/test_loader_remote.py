@@ -133,6 +133,7 @@ def test_shards_that_come_in_several_ranges_are_the_same(datasets: Datasets, kin
     assert_same_run(make(folder), remote.loader(), EPOCH)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("most", [0, 5, 1 << 30])
 @pytest.mark.parametrize("kind", ["mds", "mds_foreign", "tar", "tar_masked"])
 def test_rows_that_were_fetched_one_by_one_are_the_same(datasets: Datasets, kind: str, most: int) -> None:
@@ -152,6 +153,7 @@ def test_a_run_resumed_at_any_step_goes_on_exactly(
     assert_exact_resume(partial(make, url, batch_size=9, **arguments), steps=9, tail_steps=3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cache", ["folder", "folder_tiny"])
 @pytest.mark.parametrize("kind", ["mds", "tar_foreign"])
 def test_ranks_that_share_a_cache_folder_deliver_what_one_local_rank_does(

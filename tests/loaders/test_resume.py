@@ -310,6 +310,7 @@ def run_steps(
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["carry", "mixture"])
 def test_steps_have_the_same_samples_and_states_for_any_ranks_and_batches_killed_anywhere(
     small: dict[str, Dataset], name: str
@@ -580,6 +581,7 @@ def test_the_reference_run_crosses_epochs_and_a_change_of_weights(reference: Run
     assert rows == set(range(400)) - {*range(10, 25), 60}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world_size", WORLDS_BEFORE)
 def test_any_number_of_ranks_has_the_same_batches_and_states(
     datasets: dict[str, Dataset], reference: Run, kind: str, world_size: int
@@ -587,6 +589,7 @@ def test_any_number_of_ranks_has_the_same_batches_and_states(
     assert run_of(arguments_of(datasets, kind), world_size, None, STEPS) == reference
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world_size", WORLDS_AFTER)
 @pytest.mark.parametrize("stop", cases(["some", "every"], ["some"]))
 def test_a_run_goes_on_exactly_on_any_number_of_ranks(

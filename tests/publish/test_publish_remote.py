@@ -152,6 +152,7 @@ def work(request: pytest.FixtureRequest, corpus: Path) -> str:
     return made
 
 
+@pytest.mark.sampled(1)
 def test_a_publication_killed_at_any_operation_is_gone_on_with(
     corpus: Path, local: dict[str, bytes], work: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

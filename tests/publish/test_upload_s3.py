@@ -118,6 +118,7 @@ def test_a_bucket_that_is_not_there_is_one_clear_error(
 
 
 # The marker, eight files, the index: killed when a request arrives, and when its answer is about to leave.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("fatal", "late"),
     [

@@ -1048,6 +1048,7 @@ def test_an_endpoint_that_is_no_url_is_refused() -> None:
         S3Store("s3://bucket", StorageOptions(endpoint_url="no url")).get("a")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("credentials")
 @pytest.mark.usefixtures("credentials")
 @pytest.mark.parametrize("source", ["option", "environment", "not a URL"])
