@@ -17,6 +17,7 @@ from shardkit.writers.kernels.numba_support import kernel_cache
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ.update(kernel_cache())  # before Numba is imported: kernels are compiled once for tests and workers
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch asks for the names of local addresses
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of tiny models and of other tests wait for each other
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of the tests' processes would compile all modules
 MEMORY = Path("/dev/shm")
 gc.disable()  # while tests are collected: no collection can free what is imported
