@@ -187,7 +187,7 @@ def test_every_order_of_a_few_elements_is_equally_likely(size: int) -> None:
     assert abs(deviation(counts, keys / len(orders))) < 4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [64, 65, 72, 96])
 def test_pairs_of_elements_go_to_all_pairs_of_places_equally_often(size: int) -> None:
     # 65 is the smallest Feistel domain. With six rounds in place of eight the mean is above 0.3.
