@@ -90,13 +90,12 @@ def inline_builds() -> Iterator[None]:
     from shardkit.writers.execution.engine import InlineEngine
     from shardkit.writers.progress import PULSE
     from shardkit.writers.stages import tokenize
+    from shardkit.writers.tokenizer import check_parity
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executors, "LocalEngine", lambda workers, **options: InlineEngine())
-        check = tokenize.check_parity  # most of what a small build takes, of 128 KiB
-        patch.setattr(
-            tokenize, "check_parity", lambda *of, **more: check(*of, **more | {"sample_bytes": 1 << 12})
-        )
+        fewer = {"sample_bytes": 1 << 12}  # of 128 KiB, which is most of what a small build takes
+        patch.setattr(tokenize, "check_parity", lambda *of, **more: check_parity(*of, **more | fewer))
         patch.setattr(
             PULSE, "send", None
         )  # each task sets it; restored for tests that call stages themselves
