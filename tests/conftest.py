@@ -16,6 +16,8 @@ from shardkit.writers.kernels.numba_support import kernel_cache
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ.update(kernel_cache())  # before Numba is imported: kernels are compiled once for tests and workers
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch asks for the names of local addresses
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of tiny models and of other tests wait for each other
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of the tests' processes would compile all modules
 MEMORY = Path("/dev/shm")
 gc.disable()  # while tests are collected: no collection can free what is imported
@@ -25,6 +27,16 @@ def pytest_configure() -> None:
     """Make temporary folders in memory where there is enough: thousands of fsyncs cost nothing there."""
     if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= 8 << 30:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks select tests
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep a sample of large grids and of random examples in the default run; CI's run has all."""
+    from support.default_run import draw_fewer_examples, leave_cases
+
+    leave_cases(items)
+    if config.option.markexpr == "not extended":
+        draw_fewer_examples(items)
 
 
 def pytest_collection_finish() -> None:
@@ -77,9 +89,13 @@ def inline_builds() -> Iterator[None]:
     from shardkit.writers import executors
     from shardkit.writers.execution.engine import InlineEngine
     from shardkit.writers.progress import PULSE
+    from shardkit.writers.stages import tokenize
+    from shardkit.writers.tokenizer import check_parity
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executors, "LocalEngine", lambda workers, **options: InlineEngine())
+        fewer = {"sample_bytes": 1 << 12}  # of 128 KiB, which is most of what a small build takes
+        patch.setattr(tokenize, "check_parity", lambda *of, **more: check_parity(*of, **more | fewer))
         patch.setattr(
             PULSE, "send", None
         )  # each task sets it; restored for tests that call stages themselves

@@ -25,6 +25,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.extended
 def test_rates_agree_with_each_other(dataset: Path) -> None:
     heard: list[tuple[str, int]] = []
     speed = measure_speed(

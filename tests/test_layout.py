@@ -52,6 +52,18 @@ def test_pyproject_lists_every_package_of_the_tree() -> None:
     assert sorted(listed) == sorted(found)
 
 
+def test_folders_of_tests_have_the_names_of_packages_or_say_what_they_are_about() -> None:
+    packages = {name.rpartition(".")[2] for name, file in MODULES if file.name == "__init__.py"}
+    about = {
+        *("api", "documentation", "mutation", "simulation", "spec"),  # not of one package
+        "core",  # modules directly in shardkit/, and datasets/, as a package of Hugging Face is called, too
+        "builds",  # modules directly in writers/, and stages; kernels are tested with filters
+        "frameworks",  # loaders inside PyTorch, Lightning and others
+    }
+    folders = {file.parent.relative_to(ROOT / "tests") for file in (ROOT / "tests").rglob("test_*.py")}
+    assert {folder.name for folder in folders} - packages - about == {""}
+
+
 @pytest.mark.parametrize("name", ["writers", "loaders"])
 def test_links_show_type_checkers_what_pip_installs(name: str) -> None:
     link = ROOT / "shardkit" / name

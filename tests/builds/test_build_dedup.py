@@ -163,6 +163,7 @@ def kept_texts(folder: Path, files: dict[str, list[str]], change: str) -> list[s
     return sorted(left.get(id, id) for id in provenance(result.output))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "change",
     [

@@ -87,6 +87,7 @@ def texts(folder: Path) -> list[str]:
     return [json.loads(line)["text"] for part in parts for line in part.read_text().splitlines()]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet", "a.jsonl.gz"])
 @pytest.mark.parametrize("replace", WAYS)
 def test_a_replaced_file_of_the_same_size_and_time_is_read_again(
@@ -148,6 +149,7 @@ def big_lines(path: Path, letter: str) -> None:
     path.write_text("".join(json.dumps({"text": f"{letter} {n:05}" * 9}) + "\n" for n in range(400)))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("split_bytes", [1 << 26, 9000])
 @pytest.mark.parametrize(
     ("change", "is_same"),

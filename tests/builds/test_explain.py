@@ -87,6 +87,7 @@ def test_after_a_build_nothing_has_to_run_and_every_stage_was_looked_up(
     assert sorted(plan.stage for plan in found.stages) == sorted(named)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "stage", "tasks", "why"),
     [

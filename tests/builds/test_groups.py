@@ -187,11 +187,23 @@ def test_fim_moves_parts_of_files_inside_their_repository(
     assert 0.3 * len(FILES) < turned[0] < 0.7 * len(FILES)
 
 
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [(1, "best_fit"), (4, "concat")],
+        pytest.param([*itertools.product((1, 4), ("best_fit", "concat"))], marks=pytest.mark.extended),
+    ],
+    ids=["two", "all"],
+)
 def test_every_token_is_booked_and_traced_whatever_the_rows_and_partitions(
-    folder: Path, tmp_path: Path, inline_builds: None, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    inline_builds: None,
+    monkeypatch: pytest.MonkeyPatch,
+    cases: list[tuple[int, str]],
 ) -> None:
     counts: set[tuple[int, int]] = set()
-    for partitions, strategy in itertools.product((1, 4), ("best_fit", "concat")):
+    for partitions, strategy in cases:
         cut_into = partial(lambda count, recipe, kept: count, partitions)
         monkeypatch.setattr("shardkit.writers.stages.graph.count_partitions", cut_into)
         pack = {

@@ -234,6 +234,7 @@ def test_documents_outside_of_their_tokens_are_refused() -> None:
 REPETITIONS = {"sequence_length": LENGTH, "max_repetitions": 7}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("strategy", "masked", "form"),
     [

@@ -56,6 +56,7 @@ def together(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [pytest.param("short", marks=pytest.mark.extended), "tars", "text", "store"])
 def test_each_of_several_outputs_has_the_bytes_that_it_has_alone(
     recipe: dict[str, Any], together: Path, tmp_path: Path, name: str, inline_builds: None

@@ -133,6 +133,7 @@ def read_rows(folder: Path, result: Packed) -> list[Rows]:
     return matrices
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wide", [False, True], ids=["uint16", "uint32"])
 @pytest.mark.parametrize("partitions", cases([1, 5], [5]))
 @pytest.mark.parametrize("form", ["mds", "wds"])

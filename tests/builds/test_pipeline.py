@@ -146,6 +146,7 @@ def kept(corpus: Path) -> BuildResult:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("change", "expected"), CHANGES, ids=[change for change, _ in CHANGES])
 def test_a_changed_key_redoes_what_depends_on_it(
     kept: BuildResult, corpus: Path, tmp_path: Path, change: str, expected: set[str]

@@ -148,6 +148,7 @@ def plan_of(recipe: Path, capfd: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return plan
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "shape", [pytest.param(name, marks=() if name in QUICK else pytest.mark.extended) for name in SHAPES]
 )
@@ -187,6 +188,7 @@ def s3() -> Iterator[S3Server]:
         yield server
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", ["output", "outputs", "split", "work"])
 def test_a_plan_of_a_build_in_a_store_writes_nothing_there(
     folder: Path, scratch: Path, s3: S3Server, shape: str, capfd: pytest.CaptureFixture[str]

@@ -232,6 +232,7 @@ SLOW = {"publish-to-hub", "ray-cluster", "fineweb"}  # these start servers, or s
 CASES = cases(RECIPES, [recipe for recipe in RECIPES if recipe.stem not in SLOW])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", CASES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_builds_a_sound_dataset(corpora: Path, recipe: Path) -> None:
     if recipe.stem == "near-dedup":

@@ -104,6 +104,7 @@ def texts_by_id() -> dict[str, str]:
     return {f"{name} {row}": text for name, some in make_texts().items() for row, text in enumerate(some)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", [RECIPE, LINES, URLS], ids=["plain", "lines", "urls"])
 def test_every_record_is_in_one_table_and_every_duplicate_leads_to_a_document_that_stays(
     tmp_path: Path, recipe: str

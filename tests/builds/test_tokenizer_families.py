@@ -163,6 +163,7 @@ def train(folder: Path, family: str) -> Family:
     return (train_sentencepiece if family in SENTENCEPIECE else train_tiktoken)(folder, family)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "family",
     [

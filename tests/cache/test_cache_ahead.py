@@ -143,6 +143,7 @@ def test_a_few_shards_have_lease_and_room_before_a_connection_is_free(
     wait_until(lambda: kept(shards) == SHARDS)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("connections", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(3))
 def test_shards_are_prepared_in_plan_order_and_no_ready_shard_is_overtaken(
@@ -317,6 +318,7 @@ class Budget:
         self._thread.join(SOON_SECONDS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.extended) for n in range(2, 10))])
 @pytest.mark.parametrize("where", ["memory", "folder"])
 def test_random_loads_besides_plans_in_small_caches_of_several_users_hang_never_and_are_right(

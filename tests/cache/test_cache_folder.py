@@ -87,6 +87,7 @@ slot.commit()
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", ["making room", "reserved", "half written", "written", "sealed", "renamed"])
 def test_a_process_killed_while_it_fills_leaves_nothing_wrong_and_no_room_taken(
     tmp_path: Path, root: Path, stage: str

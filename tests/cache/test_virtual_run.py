@@ -188,6 +188,7 @@ def test_nodes_that_share_lanes_fetch_the_same_shards() -> None:
     assert 3.0 < reads(1) < 6.0  # four nodes read the lane
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("nodes", "gpus", "steps", "most"),
     [(256, 8, 100_000, 1.1), (2048, 2, 10_000, 2.0)],

@@ -175,6 +175,7 @@ WARC = (
 )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("files", "drafted", "documents"),
     [

@@ -50,6 +50,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_what_build_recognizes_is_drafted_and_built(tmp_path: Path, case: str) -> None:
     name, data, encoding = CASES[case]

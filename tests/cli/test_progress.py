@@ -149,6 +149,7 @@ def test_time_left_is_told_once_a_twentieth_was_done_in_this_run(
     assert told[1] == pytest.approx((195.2 - 0.6 * 150) * 10 / 15, rel=0.02)
 
 
+@pytest.mark.extended
 def test_a_task_tells_what_it_has_read_before_it_ends(tmp_path: Path) -> None:
     heard: list[StageProgress] = []
     recipe = make_corpus(tmp_path, 20)

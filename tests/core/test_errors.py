@@ -97,6 +97,7 @@ def test_every_warning_of_shardkit_points_to_the_user() -> None:
     assert own == [], "use shardkit.errors.warn_user"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("text", "clean"),
     [

@@ -264,6 +264,7 @@ def run(shim: Path, code: str, *arguments: object, lacks: str, number: int) -> t
 ENODEV, EINVAL, ENOLCK, ENOSYS, EOPNOTSUPP, EPERM = 19, 22, 37, 38, 95, 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("lacks", "number", "warnings"),
     [

@@ -80,6 +80,7 @@ def shard_of(store: Store) -> str:
 # What is wrong is named.
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize(("where", "kind"), [*product(["local", "memory"], KINDS), ("s3", "mds_zstd")])
 def test_a_whole_dataset_passes_where_it_is(upload: Upload, where: str, kind: str, quick: bool) -> None:
@@ -123,6 +124,7 @@ HARMS = [flip, cut, extend, empty, remove]
 ON_S3 = [flip, cut, remove]  # what a server answers otherwise than memory does
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("where", "kind", "harm"),
     [*product(["local", "memory"], KINDS, HARMS), *product(["s3"], ["mds"], ON_S3)],
@@ -141,6 +143,7 @@ def test_a_shard_that_is_not_the_indexs_is_named(
         assert quick == []
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("where", "harm"), [*product(["local", "memory"], HARMS), *product(["s3"], ON_S3)])
 def test_a_file_beside_the_shards_that_is_not_the_cards_is_named(
     upload: Upload, where: str, harm: Callable[[Store, str], None]
@@ -223,6 +226,7 @@ def test_opening_takes_two_small_requests_and_no_shard(upload: Upload, server: S
     assert sorted(server.requests) == [f"GET {path}/{name}" for name in names]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["sound", "sound, cached", "stale", "damaged", "absent", "unknown hash"])
 def test_index_bin_of_a_store_is_read_if_it_belongs_to_the_index(case: str, tmp_path: Path) -> None:
     columns = (Column("tokens", "ndarray:uint16:8", 16),)

@@ -196,6 +196,7 @@ def test_time_spent_on_a_lock_that_its_holder_removed_counts(
     third.release()
 
 
+@pytest.mark.sampled(1)
 @KEEP
 def test_processes_that_pass_a_lock_on_are_never_inside_together(tmp_path: Path, keep: bool) -> None:
     rounds = 150

@@ -115,6 +115,7 @@ def test_every_verb_is_tried() -> None:
     assert {command.split()[0] for command, _ in COMMANDS} == set(VERBS)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("command", "named"), COMMANDS, ids=[command for command, _ in COMMANDS])
 def test_a_command_names_the_extra_that_it_lacks(
     command: str, named: tuple[str, str] | None, places: dict[str, str], bare: Bare
@@ -149,6 +150,7 @@ def test_a_single_missing_package_is_named_with_its_extra(
     assert "Traceback" not in done.output
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("statement", "missing", "extra"),
     [

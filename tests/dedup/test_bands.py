@@ -30,6 +30,7 @@ def make_part(folder: Path, count: int) -> tuple[Part, npt.NDArray[np.uint32], n
     return Part(Artifact(folder), count), values, described
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", [GLOBAL, BY_SOURCE])
 @pytest.mark.parametrize("memory_bytes", [3000, 1 << 20])
 def test_entries_are_those_of_documents_that_did_not_lose_to_equal_words(

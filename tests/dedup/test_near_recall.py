@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
@@ -15,6 +16,7 @@ from shardkit.writers.dedup.near import find_near_duplicates
 from texts import synthetic_sources, write_documents
 
 
+@pytest.mark.extended
 def test_copies_are_found_as_often_as_the_s_curve_says(tmp_path: Path) -> None:
     file = tmp_path / "documents.arrow"
     sources = synthetic_sources(np.random.default_rng(0))

@@ -116,6 +116,7 @@ def by_ids(texts: list[Text], result: ReferenceResult) -> IdResult:
     return removed, {texts[at].id: count for at, count in result.copies.items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_the_stages_remove_what_the_reference_removes(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)

@@ -106,6 +106,7 @@ def lines(folder: Path, documents: int, copies: int) -> Work:
     return lambda made: find_line_losers(made, keys, LinesDedupConfig().keep, MEMORY)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "make",
     [

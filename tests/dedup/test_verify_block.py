@@ -78,6 +78,7 @@ def verified(
     return found, compared, len(blocks)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_edges_are_the_pairs_that_verify_however_tasks_are_cut(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)

@@ -33,6 +33,7 @@ def check(outcome: Outcome) -> None:
     assert outcome.looks > 10
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "cell",
     [

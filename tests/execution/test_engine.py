@@ -118,6 +118,7 @@ def test_a_script_without_a_main_guard_builds_once(tmp_path: Path, tasks: Module
     assert done.stdout == "once\n2\n"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [

@@ -214,6 +214,7 @@ def test_a_key_is_divided_between_batches_only_if_it_alone_is_large(tmp_path: Pa
     assert sum((rows["key"] == 7).any() for rows in batches) > 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("table", [PLAIN, FULL])
 @pytest.mark.parametrize("damage", ["empty", "cut", "flip", "other table"])
 def test_damaged_files_are_refused(tmp_path: Path, table: Table, damage: str) -> None:

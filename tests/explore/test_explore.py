@@ -191,6 +191,7 @@ def test_a_text_that_was_not_kept_comes_from_the_input_file(out: Path, tmp_path:
 SECRET = "the line of a file that is none of the dataset's"
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     "name",
     [
@@ -236,9 +237,11 @@ def test_half_requests_are_closed_after_a_while(site: Site, monkeypatch: pytest.
     with served(site) as address, ExitStack() as opened:
         port = int(address.rpartition(":")[2])
         head = f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+        halves = []
         for sent in ("", "G", head, f"{head}Content-Length: 9\r\n\r\nx", f"{head}\r\n{head}"):
-            half = opened.enter_context(socket.create_connection(("127.0.0.1", port), 20))
-            half.sendall(sent.encode())
+            halves.append(opened.enter_context(socket.create_connection(("127.0.0.1", port), 20)))
+            halves[-1].sendall(sent.encode())
+        for half in halves:
             while half.recv(1 << 16):
                 pass
         slow = opened.enter_context(socket.create_connection(("127.0.0.1", port), 20))

@@ -44,6 +44,7 @@ def shifted(piece: str) -> list[str]:
     return [begin * shift + piece for shift in range(1, 68) for begin in ("a", " ", "é")]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("piece", PIECES, ids=range(len(PIECES)))
 @pytest.mark.parametrize("alone", [False, True], ids=["among others", "at the end of the data"])
 def test_counts_are_those_of_plain_python_wherever_blocks_end(piece: str, alone: bool) -> None:
@@ -66,6 +67,7 @@ def test_counts_are_those_of_plain_python_wherever_blocks_end(piece: str, alone:
             assert list(pairs) == [reference_ngrams(text, n, kind) for text in chosen], (n, kind)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("piece", C4_PIECES, ids=range(len(C4_PIECES)))
 def test_lines_are_edited_as_by_plain_python_wherever_blocks_end(piece: str) -> None:
     texts = shifted(piece)

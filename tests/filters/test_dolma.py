@@ -51,6 +51,7 @@ def test_repetition_decides_as_dolma_does(texts: list[str]) -> None:
 GOOD = "Once there was a time to be glad, and with it came that of the old house by the sea. " * 5
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

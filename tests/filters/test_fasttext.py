@@ -57,6 +57,7 @@ TEXTS = st.lists(
 )
 
 
+@pytest.mark.sampled(4)
 @settings(max_examples=25, deadline=None)
 @given(TEXTS)
 def test_scores_are_those_of_the_plain_reference(

@@ -66,6 +66,7 @@ def split(words: SpacyWords, texts: Sequence[str], wanted: Sequence[bool] | None
     return [text.split() for text in found]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("language", ["en", "es", "xx"])
 @settings(deadline=None)  # rules are read once
 @given(texts=TEXTS)

@@ -63,6 +63,7 @@ def test_mosaicml_reads_a_dataset_whose_index_states_block_checksums(tmp_path: P
         assert (ours["id"], ours["n"]) == (theirs["id"], theirs["n"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "compression", cases(["zstd", "zstd:9", "br:3", "bz2", "gz:6", "snappy"], ["zstd:9", "bz2", "snappy"])
 )

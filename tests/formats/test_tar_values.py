@@ -108,6 +108,7 @@ def test_members_that_are_not_what_they_say_are_refused(extension: str) -> None:
         decode_member(extension, memoryview(BAD[extension]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("head", [b"\x81", b"\x9f", b"\xc1", b"\xa1\x00"])
 def test_deeply_nested_cbor_is_an_error_and_not_the_end_of_the_process(tmp_path: Path, head: bytes) -> None:
     with webdataset.TarWriter(str(tmp_path / "a.tar"), encoder=False) as writer:

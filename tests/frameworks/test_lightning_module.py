@@ -144,6 +144,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int], list[int]]] = 
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", cases(CASES, ["epochs", "endless", "val by steps", "accumulate", "reload"]))
 def test_a_resumed_run_is_the_run_that_was_never_stopped(
     case: str, data: Data, train: Path, tmp_path: Path
@@ -180,6 +181,7 @@ class Kept(OnExceptionCheckpoint):
         pass
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("endless", [False, pytest.param(True, marks=pytest.mark.extended)])
 @pytest.mark.parametrize(
     ("where", "batch"),
@@ -454,6 +456,7 @@ def test_without_lightning_the_error_says_what_to_install(monkeypatch: pytest.Mo
         importlib.import_module("shardkit.loaders.lightning_module")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_fabric_trains_evaluates_and_resumes_exactly(
     train: Path, val: Path, tmp_path: Path, workers: int

@@ -65,6 +65,7 @@ def epoch_lengths(path: Any, epochs: int, **more: Any) -> list[int]:
         return [sum(1 for _ in loader) for _ in range(epochs)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("workers", "tail"), [(0, "carry"), (1, "carry"), (3, "drop"), (2, "pad")])
 def test_a_dataloader_gives_each_epoch_exactly(data: dict[str, Path], workers: int, tail: str) -> None:
     lengths = epoch_lengths(data["mds"], 2, tail=tail)

@@ -51,6 +51,7 @@ def make(path: Path, workers: int, **more: Any) -> StatefulDataLoader:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("workers", "every", "persistent"),
     [

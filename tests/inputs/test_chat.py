@@ -222,6 +222,7 @@ def documents(dataset: shardkit.Dataset) -> set[tuple[tuple[int, ...], tuple[int
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("template", [GENERATION, CHATML])
 def test_ids_and_masks_are_those_of_transformers(
     folder: Path, tmp_path: Path, template: str, inline_builds: None

@@ -142,6 +142,7 @@ def test_masks_are_those_of_the_definition_for_whatever_a_template_reads(
     check(template, talk)
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("inside", IN)
 @pytest.mark.parametrize("before", BEFORE)
 def test_masks_are_those_of_the_definition_for_every_pair_of_habits(before: str, inside: str) -> None:
@@ -173,6 +174,7 @@ LINEAR = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("template", LINEAR.values(), ids=LINEAR)
 def test_a_mask_costs_steps_in_proportion_to_the_turns(template: str) -> None:
     taken = []
@@ -187,12 +189,13 @@ def test_a_mask_costs_steps_in_proportion_to_the_turns(template: str) -> None:
     assert all(b < 2.2 * a for a, b in pairwise(taken)), taken
 
 
-def test_a_template_that_counts_messages_is_bounded_by_its_steps() -> None:
+def test_a_template_that_counts_messages_is_bounded_by_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What each beginning reads before its loop has another answer in the whole: all are rendered."""
     counting = "{% set last = messages|length %}" + PLAIN
     chat = ChatFormat(counting, SPECIALS, {}, EOS)
     assert render_chat(chat, long_talk(200)).trained_bytes == 100 * len("a<|e|>")
-    with pytest.raises(ChatError, match="steps") as refused:
+    monkeypatch.setattr("shardkit.writers.inputs.chat_work._MOST_STEPS", 400_000)
+    with pytest.raises(ChatError, match="more than 400,000 steps") as refused:
         render_chat(chat, long_talk(2000))
     assert refused.value.reason == "template_limit"
 

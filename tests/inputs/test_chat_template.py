@@ -86,6 +86,7 @@ TOO_MUCH = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "template",
     [

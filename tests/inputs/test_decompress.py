@@ -135,6 +135,7 @@ def test_a_file_of_something_else_is_named_so(compression: str) -> None:
     assert error.rest_bytes == 18
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("compression", COMPRESS)
 def test_flipped_bytes_never_pass_unnoticed_nor_raise_anything_else(compression: str) -> None:
     text = TEXT[:50_000] if compression in ("gzip", "zstd") else TEXT[:5000]

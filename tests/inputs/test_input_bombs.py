@@ -128,6 +128,7 @@ each_bomb = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled(1)
 @each_bomb
 def test_inputs_that_grow_stay_within_memory(tmp_path: Path, name: str) -> None:
     file, make, words, settings = BOMBS[name]

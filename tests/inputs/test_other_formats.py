@@ -207,6 +207,7 @@ FOREIGN = {
 }
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("settings", [{}, {"on_bad_text": "replace"}], ids=["strict", "replace"])
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.parametrize("foreign", FOREIGN)

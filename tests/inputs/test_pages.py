@@ -202,10 +202,11 @@ def wrong_pages(texts: Iterable[str]) -> tuple[int, list[tuple[str, str, str]]]:
     return count, wrong
 
 
-def test_pages_in_every_encoding_of_the_standard_come_back_equal() -> None:
+@pytest.mark.parametrize("times", [3, pytest.param(18, marks=pytest.mark.extended)])
+def test_pages_in_every_encoding_of_the_standard_come_back_equal(times: int) -> None:
     texts = [PANGRAMS[key] for key in sorted(PANGRAMS)]
-    count, wrong = wrong_pages(texts * 18)  # as many as an encoding has labels
-    assert count > 5000
+    count, wrong = wrong_pages(texts * times)  # an encoding has up to 18 labels
+    assert count > 280 * times
     assert wrong == []
 
 

@@ -178,6 +178,7 @@ ODD: dict[str, tuple[pa.Array, list[Any]]] = {
 OF_ARROW = ("dictionary of strings that are none", "interval", "a year beyond all", "union", "runs")
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("on_bad_text", ["quarantine", "replace"])
 @FORMATS
@@ -364,6 +365,7 @@ def test_a_file_cut_anywhere_gives_whole_batches_and_hides_nothing(tmp_path: Pat
     assert most >= 600
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FILES)
 def test_flipped_bits_never_crash(tmp_path: Path, name: str) -> None:
     rng = random.Random(7)

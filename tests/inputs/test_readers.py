@@ -171,6 +171,7 @@ def test_records_behind_a_failed_checksum_are_quarantined(tmp_path: Path, member
         read(tmp_path, name, allowed=0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz", ".lz4"])
 def test_half_a_member_counts_as_lost_by_records_and_bytes(tmp_path: Path, suffix: str) -> None:
     pack: dict[str, Callable[[bytes], bytes]] = {

@@ -47,6 +47,7 @@ FORMATS: dict[str, bytes] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "suffix"),
     [
@@ -87,6 +88,7 @@ def test_the_whole_records_before_the_end_of_a_truncated_member_are_kept_and_the
         read(tmp_path, cut, allowed=0, **config)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("suffix", ["gz", "zst", "bz2", "xz"])
 def test_damage_inside_a_member_keeps_what_comes_before_it(tmp_path: Path, suffix: str) -> None:
     data = COMPRESS[suffix](FORMATS["a.jsonl"])

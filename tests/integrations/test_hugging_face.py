@@ -94,6 +94,7 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("step", "micro_batch", "accumulated"), [(9, 4, 1), (18, 4, 1), (18, 2, 2), (27, 1, 4), (32, 2, 2)]
 )

@@ -22,6 +22,7 @@ PAGES = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("forgotten_modules")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,7 @@ def assert_same_run(local: StreamingLoader, remote: StreamingLoader, steps: int)
             assert got[1] == expected[1], f"state {step}"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("cache", cases(CACHES, ["memory_tiny", "folder", "folder_nothing"]))
 @pytest.mark.parametrize("kind", REMOTE_KINDS)
 def test_batches_are_those_of_the_local_dataset(
@@ -97,6 +98,7 @@ def test_batches_are_those_of_the_local_dataset(
     assert_same_run(make(folder), make(url, **arguments), 3 * EPOCH)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -131,6 +133,7 @@ def test_shards_that_come_in_several_ranges_are_the_same(datasets: Datasets, kin
     assert_same_run(make(folder), remote.loader(), EPOCH)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("most", [0, 5, 1 << 30])
 @pytest.mark.parametrize("kind", ["mds", "mds_foreign", "tar", "tar_masked"])
 def test_rows_that_were_fetched_one_by_one_are_the_same(datasets: Datasets, kind: str, most: int) -> None:
@@ -139,6 +142,7 @@ def test_rows_that_were_fetched_one_by_one_are_the_same(datasets: Datasets, kind
     assert_same_run(make(folder), remote.loader(), 2 * EPOCH)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cache", ["memory", "folder_tiny"])
 @pytest.mark.parametrize("kind", cases(REMOTE_KINDS, ["mds_zstd", "tar", "columns"]))
 def test_a_run_resumed_at_any_step_goes_on_exactly(
@@ -149,6 +153,7 @@ def test_a_run_resumed_at_any_step_goes_on_exactly(
     assert_exact_resume(partial(make, url, batch_size=9, **arguments), steps=9, tail_steps=3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cache", ["folder", "folder_tiny"])
 @pytest.mark.parametrize("kind", ["mds", "tar_foreign"])
 def test_ranks_that_share_a_cache_folder_deliver_what_one_local_rank_does(
@@ -243,6 +248,7 @@ FAULTS: dict[str, tuple[Callable[[Store], Store] | list[FaultRule], dict[str, in
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", cases(["mds", "mds_zstd", "tar_foreign"], ["mds_zstd"]))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_the_store_change_nothing_but_the_counters(
@@ -361,6 +367,7 @@ def test_an_object_that_is_replaced_during_the_run_is_never_delivered(
     assert got == expected[: len(got)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["mds", "mds_zstd", "mds_foreign", "tar_foreign"])
 def test_an_entry_that_was_damaged_between_two_runs_is_fetched_again(
     datasets: Datasets, kind: str, tmp_path: Path

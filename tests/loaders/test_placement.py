@@ -307,6 +307,7 @@ TOPOLOGIES = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda topology: topology.name)
 def test_the_processes_of_a_machine_follow_its_fair_share_of_lanes(topology: Topology) -> None:
     shares = {machine: topology.fair_share(machine) for machine in set(topology.machines)}

@@ -62,6 +62,7 @@ def make(data: Dataset | list[Stream], **arguments: Any) -> StreamingLoader:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_resumed_at_any_step_goes_on_exactly(small: dict[str, Dataset], kind: str, tail: str) -> None:
@@ -154,6 +155,7 @@ def test_a_seek_to_any_position_continues_as_the_run_that_came_there(
             assert state == states[number + 1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_seek_between_batches_continues_with_the_sample_at_the_position(
     small: dict[str, Dataset], name: str
@@ -308,6 +310,7 @@ def run_steps(
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["carry", "mixture"])
 def test_steps_have_the_same_samples_and_states_for_any_ranks_and_batches_killed_anywhere(
     small: dict[str, Dataset], name: str
@@ -449,6 +452,7 @@ def test_steps_that_cannot_be_are_refused(small: dict[str, Dataset]) -> None:
 # Batch size and number of ranks change.
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "runs",
@@ -577,6 +581,7 @@ def test_the_reference_run_crosses_epochs_and_a_change_of_weights(reference: Run
     assert rows == set(range(400)) - {*range(10, 25), 60}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world_size", WORLDS_BEFORE)
 def test_any_number_of_ranks_has_the_same_batches_and_states(
     datasets: dict[str, Dataset], reference: Run, kind: str, world_size: int
@@ -584,6 +589,7 @@ def test_any_number_of_ranks_has_the_same_batches_and_states(
     assert run_of(arguments_of(datasets, kind), world_size, None, STEPS) == reference
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world_size", WORLDS_AFTER)
 @pytest.mark.parametrize("stop", cases(["some", "every"], ["some"]))
 def test_a_run_goes_on_exactly_on_any_number_of_ranks(
@@ -597,6 +603,7 @@ def test_a_run_goes_on_exactly_on_any_number_of_ranks(
         assert rest == reference[done : done + 4], f"after step {done}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tail", ["drop", "pad"])
 @pytest.mark.parametrize("world_size", cases([2, 5], [5]))
 def test_dropped_and_padded_tails_are_the_same_too(

@@ -106,6 +106,7 @@ def test_work_is_level_or_close_to_what_the_dearest_row_allows(ranks: int, rows:
     assert (plain > uneven).all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shuffle", ["window", "global", "none"])
 @pytest.mark.parametrize("tail", cases(["carry", "drop", "pad"], ["carry"]))
 def test_global_batches_hold_the_same_rows_with_and_without(path: Path, tail: str, shuffle: str) -> None:
@@ -156,6 +157,7 @@ def test_the_linear_part_of_a_cost_model_says_how_many_rows_are_worth_moving(pat
     assert (same == ids_of_ranks(path, 4, 8, 20, balance="attention", **OPTIONS)).all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"global_batch": 48}])
 def test_a_run_goes_on_exactly_when_ranks_change(path: Path, options: dict[str, Any]) -> None:
     """4, then 3, then 8 ranks: every sample once, and each rank has what it has in a run of its own."""
@@ -172,6 +174,7 @@ def test_a_run_goes_on_exactly_when_ranks_change(path: Path, options: dict[str, 
         assert (whole[first:] == part).all(), "where a run was begun decides nothing"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"global_batch": 32}])
 def test_every_state_goes_on_with_the_same_batches(path: Path, options: dict[str, Any]) -> None:
     def make() -> StreamingLoader:
@@ -257,6 +260,7 @@ def test_ranks_agree_after_the_size_of_steps_has_changed_however_far_they_had_pl
         assert sorted(samples) == sorted(next(iter(one))["sample_id"].tolist())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"global_batch": 48}])
 def test_workers_of_a_dataloader_make_the_batches_of_one_process(path: Path, options: dict[str, Any]) -> None:
     options = OPTIONS | {"balance": "attention", "return_ids": True} | options

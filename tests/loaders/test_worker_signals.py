@@ -72,6 +72,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("method", "kind", "number"), CASES)
 def test_a_signal_to_the_whole_group_reaches_the_trainer_which_saves(
     data: Path, method: str, kind: str, number: int

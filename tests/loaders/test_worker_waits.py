@@ -49,6 +49,7 @@ def run(data: Path, case: str, method: str, *before: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "method", "says"),
     [
@@ -104,6 +105,7 @@ def test_a_batch_that_does_not_fit_into_dev_shm_ends_the_wait_with_its_name(data
     assert lines[-1] == "left 0"
 
 
+@pytest.mark.extended
 def test_workers_that_cannot_start_for_a_full_dev_shm_say_so(data: Path) -> None:
     with pytest.raises(AssertionError, match="no room for the locks of DataLoader workers in /dev/shm"):
         run(data, "full", "fork", *small_shared_memory("4k"))

@@ -61,6 +61,7 @@ def test_every_size_to_5000_is_a_bijection() -> None:
         assert seen.all(), size
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("power", POWERS_OF_TWO)
 def test_sizes_around_powers_of_two_are_bijections_with_an_inverse(power: int) -> None:
     for size in (power - 1, power, power + 1):
@@ -186,6 +187,7 @@ def test_every_order_of_a_few_elements_is_equally_likely(size: int) -> None:
     assert abs(deviation(counts, keys / len(orders))) < 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [64, 65, 72, 96])
 def test_pairs_of_elements_go_to_all_pairs_of_places_equally_often(size: int) -> None:
     # 65 is the smallest Feistel domain. With six rounds in place of eight the mean is above 0.3.

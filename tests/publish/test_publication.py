@@ -283,6 +283,7 @@ def interrupt_everywhere(
     assert 20 < limit < 900
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_replacement_that_ends_at_any_operation_shows_no_false_index_and_is_made_good(
     tmp_path: Path, old: Built, name: str

@@ -63,6 +63,7 @@ def build_to(corpus: Path, store: MemoryStore, *changes: str, replace: bool = Fa
     return build(corpus, output=store.url, overrides=overrides, workers=1, progress=False, replace=replace)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "change",
     ["output.format=mds", "output.format=wds", "output.compression=zstd"],
@@ -151,6 +152,7 @@ def work(request: pytest.FixtureRequest, corpus: Path) -> str:
     return made
 
 
+@pytest.mark.sampled(1)
 def test_a_publication_killed_at_any_operation_is_gone_on_with(
     corpus: Path, local: dict[str, bytes], work: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

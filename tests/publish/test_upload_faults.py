@@ -44,6 +44,7 @@ def unreliable(store: Store, seed: int, rules: list[FaultRule] = FAULTS) -> Resi
     return ResilientStore(FaultyStore(store, rules, seed=seed), policy)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_faults_on_the_way_change_no_byte_in_either_direction(made: Path, tmp_path: Path, seed: int) -> None:
     make_dataset(tmp_path / "older", shards=12, first=700)

@@ -75,6 +75,7 @@ def data_files(puts: list[str]) -> list[str]:
     return sorted(name for name in puts if name != MARKER_NAME)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("late", "threads"), [(False, 1), (True, 1), (True, 5)], ids=["before", "after", "after-5-threads"]
 )

@@ -118,6 +118,7 @@ def test_a_bucket_that_is_not_there_is_one_clear_error(
 
 
 # The marker, eight files, the index: killed when a request arrives, and when its answer is about to leave.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("fatal", "late"),
     [
@@ -158,6 +159,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.extended
 def test_a_real_server_keeps_large_shards_and_their_hashes(
     rgw_bucket: RgwBucket, large: Path, tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def find(fault: str, runs: int) -> Exception | None:
     return None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", ["lease-kept", "ready-lost", "index-before-files"])
 def test_a_planted_fault_is_found_within_a_few_runs(fault: str) -> None:
     assert isinstance(find(fault, 4), BrokenPromiseError)

@@ -124,6 +124,7 @@ def test_placements_agree(ranks: int, rows: int, data: st.DataObject) -> None:
 # Datasets
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["mds", "mds_zstd", "tar", "tar.gz", "foreign", "unlisted"])
 def test_every_row_of_a_dataset_agrees(kind: str, tmp_path: Path) -> None:
     """`foreign`: PAX members as webdataset writes them, in tars that the list describes no further."""

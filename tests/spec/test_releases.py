@@ -110,6 +110,7 @@ def test_cards_list_the_files_beside_the_shards(release: Path) -> None:
             } <= dataset.files().keys()
 
 
+@pytest.mark.sampled(7)
 @per_release("runs")
 def test_runs_continue_with_the_samples_that_followed_then(release: Path, name: str) -> None:
     case = expected_of(release)["runs"][name]
@@ -168,6 +169,7 @@ def test_index_bin_opens_and_says_what_index_json_says(release: Path) -> None:
     assert reader.index_bin(path) == (listed.fingerprint, reader.Dataset(path).shards)
 
 
+@pytest.mark.sampled(2)
 @with_part("built")
 def test_provenance_covers_every_token_and_names_the_documents(release: Path) -> None:
     path = release / "data" / "built"

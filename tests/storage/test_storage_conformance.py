@@ -178,6 +178,7 @@ def test_a_file_that_cannot_be_read_puts_nothing(store: Store, tmp_path: Path) -
     assert list(store.list()) == []
 
 
+@pytest.mark.sampled(2)
 def test_large_objects_are_written_whole(store: Store, tmp_path: Path) -> None:
     data = content((32 << 20) + 12_345)
     file = tmp_path / "source"
@@ -219,6 +220,7 @@ EDGES = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("data", [b"0123456789", content(5000)], ids=["edges", "any"])
 def test_a_range_is_the_slice_or_refused(store: Store, data: bytes) -> None:
     version = store.put("a", data).version
@@ -293,6 +295,7 @@ def test_a_version_pins_what_is_read(store: Store) -> None:
             store.open("a", start, stop, version=first.version)
 
 
+@pytest.mark.sampled(2)
 def test_an_object_replaced_while_it_is_read_is_never_a_mixture(store: Store) -> None:
     size = 24 << 20  # more than any buffer on the way
     old, new = b"o" * size, b"n" * size
@@ -364,6 +367,7 @@ def test_deleting_is_idempotent(store: Store) -> None:
     assert store.get("ab") == b"2"
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     "key",
     ["", "/a", "..", "../a", "a/../b", "a/./b", "./a", "a\\b", "a\x00b", "a" * 5000],
@@ -395,6 +399,7 @@ def test_putting_if_absent_happens_once(store: Store) -> None:
     assert store.get("a") == b"third"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("same_content", [False, True], ids=["different-content", "same-content"])
 def test_of_eight_that_put_if_absent_one_wins(make_store: Maker, same_content: bool) -> None:
     stores = [make_store() for _ in range(8)]
@@ -448,6 +453,7 @@ def test_listing_is_sorted_and_complete(store: Store) -> None:
         assert len(store.get(info.key)) == info.bytes
 
 
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize(
     "prefix", ["z/", "z", "list", "list-9", "a", "deep/er/", "deep/e", "ä/ö", "nothing", "z/日"]
 )
@@ -517,6 +523,7 @@ def test_two_stores_at_one_url_see_the_same_objects(make_store: Maker) -> None:
     assert not one.url.endswith("/")
 
 
+@pytest.mark.sampled(3)
 def test_threads_may_share_a_store(store: Store) -> None:
     datas = {f"key-{number}": content(50_000, seed=number) for number in range(16)}
 

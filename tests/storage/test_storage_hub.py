@@ -207,6 +207,7 @@ def test_a_listing_whose_pages_always_differ_ends(name: str, monkeypatch: pytest
         monkeypatch.setattr(HubClient, "json", endless)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("status", "headers", "body"),
     [

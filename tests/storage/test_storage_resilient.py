@@ -251,6 +251,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FaultySto
 Hanging = Callable[..., FaultyStore]
 
 
+@pytest.mark.sampled(2)
 @every_operation
 def test_an_operation_ends_by_its_deadline_though_the_store_never_answers(
     check: Check, hanging: Hanging

@@ -116,6 +116,7 @@ ERRORS = [
 ]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("status", "code", "kind", "words"), ERRORS, ids=[code for _, code, _, _ in ERRORS])
 def test_each_failure_is_of_one_kind_and_says_where(
     store: S3Store, server: S3Server, status: int, code: str, kind: type[StoreError], words: str
@@ -323,6 +324,7 @@ def test_a_listing_that_repeats_a_page_or_never_ends_is_an_error(
 ERROR_PAGE = '<?xml version="1.0"?>\n<Error><Code>{}</Code><Message>as asked</Message></Error>'
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("sent_as", ["application/xml", "binary/octet-stream", "text/plain"])
 @pytest.mark.parametrize("etag", [[], [("ETag", '"x"')]], ids=["", "with an ETag"])
 @pytest.mark.parametrize(
@@ -1046,6 +1048,7 @@ def test_an_endpoint_that_is_no_url_is_refused() -> None:
         S3Store("s3://bucket", StorageOptions(endpoint_url="no url")).get("a")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("credentials")
 @pytest.mark.usefixtures("credentials")
 @pytest.mark.parametrize("source", ["option", "environment", "not a URL"])
@@ -1199,6 +1202,7 @@ def test_mosaicml_s_variable_names_the_endpoint_where_aws_s_do_not(
     assert S3Store(f"s3://{bucket}").get("a") == b"1"
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "prefix",
     [

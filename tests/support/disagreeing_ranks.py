@@ -1,4 +1,4 @@
-"""Two or more ranks that differ in one thing, as real processes: `python disagreeing_ranks.py FOLDER`.
+"""Two or more ranks that differ in one thing, as real processes: `python disagreeing_ranks.py FOLDER CASE …`.
 
 torch is imported once and every rank is a fork, all cases at the same time. What a rank saw goes to
 FOLDER/CASE.PROCESS: the batches that it got, and the error, if one came.
@@ -302,12 +302,12 @@ def make_data(folder: Path) -> Path:
     return folder / "data"
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: list[str]) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     data = make_data(folder)
     running: dict[int, str] = {}
     gc.freeze()  # so that the ranks share the memory of what was imported
-    takes = {name: (case.take, case.processes) for name, case in CASES.items()}
+    takes = {name: (CASES[name].take, CASES[name].processes) for name in names}
     takes |= {name: (take, 2) for name, take in ONE_SIDED.items()}
     for name, (take, processes) in takes.items():
         os.environ["MASTER_PORT"] = str(free_port())
@@ -329,4 +329,4 @@ def finish(running: dict[int, str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

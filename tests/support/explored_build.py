@@ -76,6 +76,7 @@ def served(site: Site) -> Iterator[str]:
     """The address of a server of the site in a thread, for who has TOKEN."""
     with bind(0) as listening:
         server = make_server(site, TOKEN)
+        server.config.timeout_keep_alive = 1  # seconds; a test waits for it
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:

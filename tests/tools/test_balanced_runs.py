@@ -81,6 +81,7 @@ def test_ranks_that_are_not_all_balanced_are_caught(path: Path, tmp_path: Path) 
     assert {"lost", "repeated"} <= kinds(report)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("balance", ["attention", CostModel(linear=10)])
 def test_a_row_is_traced_to_the_rank_that_had_it(path: Path, tail: Any, balance: Any) -> None:

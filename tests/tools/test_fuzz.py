@@ -40,6 +40,7 @@ def check(name: str, start: int, inputs: int, folder: Path) -> None:
     assert outcome.refused > 0 or not target(name).refuses
 
 
+@pytest.mark.sampled(5)
 @every_target
 def test_hostile_input_ends_in_values_or_a_clear_error(name: str, tmp_path: Path) -> None:
     check(name, 0, DEFAULT_INPUTS, tmp_path)
