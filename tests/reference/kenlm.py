@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Arpa", "parse_arpa", "reference_murmur", "reference_score", "reference_text"]
+__all__ = ["Arpa", "log10_of", "parse_arpa", "reference_murmur", "reference_score", "reference_text"]
 
 _MULTIPLIER, _MASK = 0xC6A4A7935BD1E995, (1 << 64) - 1
 
@@ -34,14 +34,15 @@ def reference_score(arpa: Arpa, words: list[str]) -> float:
     """log10 probability of a sentence and its end."""
     known = [word if (word,) in arpa.ngrams else "<unk>" for word in ["<s>", *words, "</s>"]]
     return sum(
-        _log10(arpa, tuple(known[max(0, at - arpa.order + 1) : at + 1])) for at in range(1, len(known))
+        log10_of(arpa, tuple(known[max(0, at - arpa.order + 1) : at + 1])) for at in range(1, len(known))
     )
 
 
-def _log10(arpa: Arpa, ngram: tuple[str, ...]) -> float:
+def log10_of(arpa: Arpa, ngram: tuple[str, ...]) -> float:
+    """log10 probability of the last word after the others, by backing off."""
     if ngram in arpa.ngrams:
         return arpa.ngrams[ngram][0]
-    return arpa.ngrams.get(ngram[:-1], (0.0, 0.0))[1] + _log10(arpa, ngram[1:])
+    return arpa.ngrams.get(ngram[:-1], (0.0, 0.0))[1] + log10_of(arpa, ngram[1:])
 
 
 def reference_text(arpa: Arpa, sentences: list[list[str]]) -> tuple[float, int]:

@@ -91,6 +91,7 @@ OUTSIDE_TASKS = (
     "shardkit.writers.maintenance",
     "shardkit.writers.requests",
     "shardkit.writers.train_classifier",
+    "shardkit.writers.train_perplexity",
     # Modules that make a dataset of finished tasks' files: they run in every build, and reuse nothing.
     "shardkit.writers.card",
     "shardkit.writers.pipeline",

@@ -38,12 +38,18 @@ TYPES = {
 }
 
 
+def training_lines() -> list[str]:
+    """Return the text, a sentence a line."""
+    rng = random.Random(7)
+    sizes = range(len(WORDS), 0, -1)
+    lines = [" ".join(rng.choices(WORDS, sizes, k=rng.randint(1, 9))) for _ in range(31)]
+    return [*lines, *SENTENCES[:2]]
+
+
 def main(programs: Path) -> None:
     import kenlm
 
-    rng = random.Random(7)
-    lines = [" ".join(rng.choices(WORDS, range(len(WORDS), 0, -1), k=rng.randint(1, 9))) for _ in range(31)]
-    text = "\n".join([*lines, *SENTENCES[:2]]) + "\n"
+    text = "\n".join(training_lines()) + "\n"
     for order in range(1, 7):
         command = [str(programs / "lmplz"), "-o", str(order), "--discount_fallback", "-S", "64M"]
         done = subprocess.run(command, input=text.encode(), capture_output=True, check=True)
