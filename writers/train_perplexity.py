@@ -41,7 +41,7 @@ _Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TrainedPerplexity:
-    """A model, and what it was made of. `fallback` are the orders whose discounts the text did not tell."""
+    """A model, and what it was made of. `fallback` are the orders whose discounts could not be estimated."""
 
     path: str
     bytes: int
@@ -100,7 +100,7 @@ def train_perplexity(
 
 
 def _tokens(texts: Iterable[str], split: Callable[[str], list[str]]) -> tuple[array[int], list[str]]:
-    """(numbers of the words of all sentences, with beginnings and ends; the words)."""
+    """Split texts: (numbers of the words of all sentences, with beginnings and ends; the words)."""
     numbers = {word: number for number, word in enumerate(_SPECIAL)}
     tokens = array("i")
     for text in texts:
@@ -115,7 +115,7 @@ def _tokens(texts: Iterable[str], split: Callable[[str], list[str]]) -> tuple[ar
 
 
 def _count(tokens: _Ints, words: int, order: int) -> list[_Ngrams]:
-    """The n-grams of two words, of three, and so on."""
+    """Find and count the n-grams of two words, of three, and so on."""
     begins = np.flatnonzero(tokens == _BEGIN)
     lengths = np.diff(np.append(begins, len(tokens)))
     offsets = np.arange(len(tokens)) - np.repeat(begins, lengths)  # in the sentence
@@ -143,7 +143,7 @@ def _adjusted(levels: list[_Ngrams]) -> Iterator[_Ints]:
 
 
 def _discounts(counts: _Ints) -> tuple[float, float, float] | None:
-    """What is taken off counts of 1, 2 and more; None where the counts do not tell."""
+    """Estimate what to take off counts of 1, 2 and more; None where the counts do not tell."""
     seen = [int((counts == count).sum()) for count in range(5)]
     if not all(seen[1:4]):
         return None
@@ -155,7 +155,7 @@ def _discounts(counts: _Ints) -> tuple[float, float, float] | None:
 def _arpa(
     vocabulary: list[str], levels: list[_Ngrams], counts: list[_Ints], discounts: list[_Floats]
 ) -> Iterator[str]:
-    """The file's text, in pieces."""
+    """Yield the text of the file."""
     yield "\\data\\\n" + "".join(f"ngram {size}={len(one)}\n" for size, one in enumerate(counts, 1))
     taken = discounts[0][np.minimum(counts[0], 3)]
     # What discounts leave is shared by all words, of which <unk> is one, but not <s>.
@@ -177,7 +177,7 @@ def _arpa(
 def _section(
     vocabulary: list[str], levels: list[_Ngrams], probs: _Floats, backoffs: _Floats | None
 ) -> Iterator[str]:
-    """The n-grams of one order, many lines at a time; `levels` are those of its words after the first."""
+    """Yield the n-grams of one order; `levels` are those of its words after the first."""
     yield f"\n\\{len(levels) + 1}-grams:\n"
     for first in range(0, len(probs), _CHUNK):
         part = slice(first, first + _CHUNK)

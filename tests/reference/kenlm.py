@@ -31,7 +31,7 @@ def parse_arpa(text: str) -> Arpa:
 
 
 def reference_score(arpa: Arpa, words: list[str]) -> float:
-    """log10 probability of a sentence and its end."""
+    """Return the log10 probability of a sentence and its end."""
     known = [word if (word,) in arpa.ngrams else "<unk>" for word in ["<s>", *words, "</s>"]]
     return sum(
         log10_of(arpa, tuple(known[max(0, at - arpa.order + 1) : at + 1])) for at in range(1, len(known))
@@ -39,21 +39,21 @@ def reference_score(arpa: Arpa, words: list[str]) -> float:
 
 
 def log10_of(arpa: Arpa, ngram: tuple[str, ...]) -> float:
-    """log10 probability of the last word after the others, by backing off."""
+    """Return the log10 probability of the last word after the others, by backing off."""
     if ngram in arpa.ngrams:
         return arpa.ngrams[ngram][0]
     return arpa.ngrams.get(ngram[:-1], (0.0, 0.0))[1] + log10_of(arpa, ngram[1:])
 
 
 def reference_text(arpa: Arpa, sentences: list[list[str]]) -> tuple[float, int]:
-    """(log10 probability, words and sentences) of a text whose sentences have words."""
+    """Return (log10 probability, words and sentences) of a text whose sentences have words."""
     return sum(reference_score(arpa, words) for words in sentences), sum(
         len(words) + 1 for words in sentences
     )
 
 
 def reference_murmur(data: bytes) -> int:
-    """MurmurHash64A with the seed 0."""
+    """Compute MurmurHash64A with the seed 0."""
     value = len(data) * _MULTIPLIER & _MASK
     for at in range(0, len(data), 8):
         eight = int.from_bytes(data[at : at + 8], "little")

@@ -72,8 +72,11 @@ class _Characters(NamedTuple):
 
 
 class KenlmScorer:
-    """A model and the tables of its kernel; `where` names it in errors. `normalized`: words in lower case
-    without punctuation, or else what stands between white space."""
+    """A model and the tables of its kernel.
+
+    `where` names it in errors. Words are in lower case without punctuation if they are `normalized`, else
+    what stands between white space.
+    """
 
     def __init__(self, model: KenlmModel, where: str, *, normalized: bool) -> None:
         self._model, self._where = model, where
@@ -93,9 +96,9 @@ class KenlmScorer:
         self._check(int(self._marks.min()))
 
     def scores(self, data: UInt8s, offsets: Int64s, wanted: Bools) -> tuple[Float64s, Int64s]:
-        """(log10 probability, words and sentences) of each text data[offsets[i]:offsets[i + 1]], valid UTF-8.
+        """Return (log10 probability, words and sentences) of each text data[offsets[i]:offsets[i + 1]].
 
-        Zeros where not `wanted`. RecipeError for a damaged model.
+        The texts are valid UTF-8. Zeros where not `wanted`. RecipeError for a damaged model.
         """
         totals, lengths = np.zeros(len(wanted)), np.zeros(len(wanted), np.int64)
         longest = int(np.diff(offsets).max(initial=0))
@@ -123,7 +126,7 @@ class KenlmScorer:
 def _score_word(
     model: KenlmModel, words: Int64s, at: int, length: int, backoffs: Float32s, fresh: Float32s
 ) -> tuple[np.float32, int]:
-    """(log10 probability of words[at] after the `length` words before it, length of the next context).
+    """Score words[at] after the `length` words before it: (log10 probability, length of the next context).
 
     `backoffs` are those of that context, by length, and become those of the next one. A negative length means
     damage.
@@ -187,8 +190,10 @@ def _next_words(
     hashes: UInt64s,
     kinds: UInt8s,
 ) -> tuple[int, int, bool]:
-    """Describe the next words of data[at:stop], with beginnings and ends of sentences: (how many, where to go
-    on, whether a sentence has begun)."""  # fmt: skip
+    """Describe the next words of data[at:stop], and beginnings and ends of sentences.
+
+    Return (how many they are, where to go on, whether a sentence has begun and not ended).
+    """
     flags, lower = characters
     count = int64(0)
     while at < stop and count < _SEGMENT - 2:
@@ -259,8 +264,10 @@ def _score_texts(
     totals: Float64s,
     lengths: Int64s,
 ) -> int:
-    """Add up each text's probabilities and lengths; 0, or a negative number for damage: -1 is the
-    vocabulary's, -1 - n that of the table of n-grams."""
+    """Add up the probabilities and lengths of each text.
+
+    Return 0, or a negative number for damage: -1 of the vocabulary, -1 - n of the table of n-grams.
+    """
     carried = len(model.tables) - 1
     hashes, kinds = np.zeros(_SEGMENT, np.uint64), np.zeros(_SEGMENT, np.uint8)
     words = np.zeros(carried + _SEGMENT, np.int64)

@@ -70,7 +70,7 @@ def read_arpa(pieces: Iterator[bytes]) -> KenlmModel:
 
 
 def _vocabulary(hashes: UInt64s, weights: UInt64s) -> tuple[KenlmModel, UInt64s]:
-    """(a model of nothing but words, the weights of its words 0, 1, 2, …)."""
+    """Make (a model of nothing but words, the weights of its words 0, 1, 2, …)."""
     unknown = (hashes == UNKNOWN) | (hashes == UNKNOWN_TOO)
     first = weights[unknown][:1] if unknown.any() else _UNKNOWN_WEIGHTS
     words = hashes[~unknown]
@@ -90,14 +90,14 @@ def _reciprocal(count: int) -> np.uint64:
 
 
 def _table(keys: UInt64s, weights: UInt64s, stride: int) -> UInt8s:
-    """A hash table of entries; of equal keys the first one counts."""
+    """Make a hash table of entries; of equal keys the first one counts."""
     table = np.zeros(_buckets(len(keys)) * stride, np.uint8)
     _fill(keys, weights, table, _buckets(len(keys)), stride, _reciprocal(len(keys)))
     return table
 
 
 def _joined(known: KenlmModel, unigrams: UInt64s, sections: list[_Section]) -> KenlmModel:
-    """The model of all orders, with the n-grams that the file lacks."""
+    """Make the model of all orders, with the n-grams that the file lacks."""
     real = [len(section.words) for section in sections]
     parts: list[UInt8s] = []
     for place in range(len(sections) - 1, -1, -1):
@@ -135,7 +135,7 @@ def _keys_of(words: UInt32s) -> UInt64s:
 
 
 def _blanks(longer: UInt32s, table: UInt8s, count: int) -> UInt32s | None:
-    """The n-grams with which longer ones end, without those in the table; None if there are none."""
+    """Return the n-grams that longer ones end with and the table lacks; None if there are none."""
     lacking = np.zeros(len(longer), np.bool_)
     suffixes = np.ascontiguousarray(longer[:, 1:])
     keys = _keys_of(suffixes)
@@ -183,7 +183,7 @@ def _find_lacking(keys: UInt64s, table: UInt8s, buckets: int, reciprocal: np.uin
 
 @kernel(allocates=False)
 def _weights_at(model: KenlmModel, words: UInt32s, row: int, first: int, count: int) -> int:
-    """Where the weights of the n-gram words[row, first:first + count] are; negative if there is none."""
+    """Find where the weights of the n-gram words[row, first:first + count] are; negative: nowhere."""
     key = np.uint64(words[row, first + count - 1])
     table = model.tables[count - 1]
     if count == 1:
@@ -196,8 +196,10 @@ def _weights_at(model: KenlmModel, words: UInt32s, row: int, first: int, count: 
 
 @kernel(allocates=False)
 def _link(model: KenlmModel, row: int, words: UInt32s, real: int) -> int:
-    """Mark n-grams that longer ones begin or end with, and give those behind the first `real` ones their
-    probability: the first whose context is lacking, or -1."""
+    """Mark the n-grams that those of a table begin and end with; return the first without a beginning, or -1.
+
+    Those behind the first `real` ones get the probability that backing off gives them.
+    """
     data, size = model.data, row + 1
     for ngram in range(len(words)):
         suffix, context = _weights_at(model, words, ngram, 1, row), _weights_at(model, words, ngram, 0, row)

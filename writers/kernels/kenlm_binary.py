@@ -64,7 +64,7 @@ _SLACK = 8  # bytes behind the bits of a table, so that its last record can be l
 
 
 def is_binary(head: bytes) -> bool:
-    """Whether a file that begins with `head` is a KenLM binary file, of any version."""
+    """Tell whether a file that begins with `head` is a KenLM binary file, of any version."""
     return head.startswith(BINARY_MAGIC)
 
 
@@ -133,7 +133,7 @@ def _check_end(data: UInt8s, end: int) -> None:
 
 
 def _probing(data: UInt8s, header: _Header) -> tuple[KenlmModel, int]:
-    """(model, where its tables end)."""
+    """Find the tables: (model, where they end)."""
     counts, rest = header.counts, header.kind == 1
     buckets = [_buckets(count, header.multiplier) for count in counts]
     words = header.end + 8
@@ -153,13 +153,13 @@ def _probing(data: UInt8s, header: _Header) -> tuple[KenlmModel, int]:
 
 
 def _buckets(count: int, multiplier: float) -> int:
-    """As many as KenLM makes, in its 32-bit arithmetic."""
+    """Count the buckets of a table as KenLM does, in 32-bit arithmetic."""
     wanted = float(np.float32(multiplier) * np.float32(count))
     return max(count + 1, int(wanted) if wanted < 1 << 63 else 1 << 63)
 
 
 def _trie(data: UInt8s, header: _Header) -> tuple[KenlmModel, int]:
-    """(model, where its tables end)."""
+    """Find the tables: (model, where they end)."""
     counts, order = header.counts, header.order
     words = header.end + 8
     end = words + 8 * counts[0]
@@ -222,7 +222,7 @@ def _array_bits(data: UInt8s, start: int) -> int:
 
 
 def _array_shape(records: int, pointed: int, most: int) -> tuple[int, int]:
-    """(length of the array, bits that records keep): KenLM chops off as many bits as save most memory."""
+    """Return (length of the array, bits that records keep): what KenLM chops off saves most memory."""
     needed = pointed.bit_length()
     best = min(
         range(min(needed, most) + 1),

@@ -72,7 +72,7 @@ class ArpaLines:
         return True
 
     def _line(self) -> bytes:
-        """The next line without white space at its ends, or nothing."""
+        """Read a line, without white space at its ends; nothing at the end of the file."""
         if not self._fill():
             return b""
         begin, self._at = self._at, self._lines.index(b"\n", self._at) + 1
@@ -80,7 +80,7 @@ class ArpaLines:
         return self._lines[begin : self._at].strip()
 
     def _text_line(self) -> bytes:
-        """The next line with text in it, or nothing."""
+        """Read up to a line with text in it; nothing at the end of the file."""
         found = self._line()
         while not found and self._fill():
             found = self._line()
@@ -136,7 +136,7 @@ class ArpaLines:
         return np.concatenate(words), np.concatenate(weights)
 
     def _next_rows(self, order: int, count: int) -> Iterator[int]:
-        """How many lines to read next at most, until `_passed` has counted all of them."""
+        """Yield how many lines to read next at most, until `_passed` has counted all of them."""
         first = self.number
         while missing := count - (self.number - first):
             if not self._fill():
@@ -162,7 +162,7 @@ def _shown(line: bytes) -> str:
 
 @kernel(allocates=False)
 def _parse_number(data: UInt8s, at: int, tens: Float64s) -> tuple[float, int]:
-    """(a decimal number, where it ends); where it ends is -1 if there is none."""
+    """Parse a decimal number: (value, where it ends); it ends at -1 if there is none."""
     negative = data[at] == 45
     at += int64(negative or data[at] == 43)
     if (data[at] | 32) == 105 and (data[at + 1] | 32) == 110 and (data[at + 2] | 32) == 102:
@@ -206,7 +206,7 @@ def _parse_number(data: UInt8s, at: int, tens: Float64s) -> tuple[float, int]:
 
 @kernel(allocates=False)
 def _next_word(data: UInt8s, at: int) -> tuple[int, int]:
-    """(where the next word of a line begins, where it ends); equal if there is none."""
+    """Find the next word of a line: (where it begins, where it ends); equal if there is none."""
     while data[at] == _SPACE or data[at] == _TAB:
         at += 1
     begin = at
@@ -217,8 +217,7 @@ def _next_word(data: UInt8s, at: int) -> tuple[int, int]:
 
 @kernel(allocates=False)
 def _parse_backoff(data: UInt8s, at: int, prob: float, tens: Float64s) -> tuple[np.uint64, int, int]:
-    """(bits of a probability and of the backoff that may stand at the end of the line, the next line, number
-    of a problem or 0)."""
+    """Parse the end of a line: (bits of the weights, where the next line begins, number of a problem)."""
     backoff, found = 0.0, at
     begin, end = _next_word(data, at)
     if end > begin:
@@ -238,7 +237,7 @@ def _parse_backoff(data: UInt8s, at: int, prob: float, tens: Float64s) -> tuple[
 
 @kernel(allocates=False)
 def _parse_probability(data: UInt8s, at: int, tens: Float64s) -> tuple[float, int, int]:
-    """(a probability at the beginning of a line, where it ends, number of a problem or 0)."""
+    """Parse the beginning of a line: (probability, where it ends, number of a problem or 0)."""
     begin, stop = _next_word(data, at)
     prob, end = _parse_number(data, begin, tens)
     if end != stop or begin == stop:
@@ -272,7 +271,7 @@ def _parse_unigrams(
 def _parse_ngrams(
     data: UInt8s, at: int, end: int, tens: Float64s, known: KenlmModel, words: UInt32s, weights: UInt64s
 ) -> tuple[int, int, int]:
-    """As `_parse_unigrams`; words are those of a vocabulary."""
+    """Read lines as `_parse_unigrams` does; words are those of a vocabulary."""
     for row in range(len(words)):
         if at >= end:
             return row, at, 0

@@ -70,7 +70,7 @@ def reciprocal_64(divisor: int) -> int:
 
 @kernel(allocates=False)
 def murmur_hash(data: UInt8s, begin: int, size: int) -> np.uint64:
-    """MurmurHash64A of data[begin:begin + size], behind which eight bytes can be read."""
+    """Compute MurmurHash64A of data[begin:begin + size], behind which eight bytes can be read."""
     value = np.uint64(size) * _MURMUR
     at = begin
     for _ in range(size >> 3):
@@ -84,20 +84,20 @@ def murmur_hash(data: UInt8s, begin: int, size: int) -> np.uint64:
 
 
 def hash_of(word: bytes) -> np.uint64:
-    """The hash by which a model knows a word."""
+    """Compute the hash by which a model knows a word."""
     return np.uint64(murmur_hash(np.frombuffer(word + bytes(8), np.uint8), 0, len(word)))
 
 
 @kernel(inline=True)
 def remainder_64(value: np.uint64, divisor: int, reciprocal: np.uint64) -> int:
-    """`value` modulo `divisor`, whose reciprocal is 2**64 / divisor, rounded down."""
+    """Compute `value` modulo `divisor`, whose reciprocal is 2**64 / divisor, rounded down."""
     rest = value - multiply_high(value, reciprocal) * np.uint64(divisor)
     return int64(rest - np.uint64(divisor) if rest >= np.uint64(divisor) else rest)
 
 
 @kernel(inline=True)
 def longer_key(key: np.uint64, word: int) -> np.uint64:
-    """Key of the n-gram that has one more word in front."""
+    """Extend the key of an n-gram by a word in front."""
     return key * _CHAIN ^ np.uint64(1 + word) * _CHAINED
 
 
@@ -105,7 +105,7 @@ def longer_key(key: np.uint64, word: int) -> np.uint64:
 def find_entry(
     data: UInt8s, start: int, buckets: int, stride: int, reciprocal: np.uint64, key: np.uint64
 ) -> int:
-    """Where a hash table has the entry of a key, or -1; -2 if the table has no empty bucket."""
+    """Find where a hash table has the entry of a key, or -1; -2 if the table has no empty bucket."""
     place = remainder_64(key, buckets, reciprocal)
     for _ in range(buckets):
         at = start + place * stride
@@ -122,7 +122,7 @@ def find_entry(
 
 @kernel(allocates=False)
 def find_word(model: KenlmModel, value: np.uint64) -> int:
-    """Number of the word with a hash, 0 if the model has none; -1 if the vocabulary is damaged."""
+    """Find the number of the word with a hash: 0 if the model has none, -1 if the vocabulary is damaged."""
     data = model.data
     if not model.is_trie:
         at = find_entry(data, model.words, model.word_slots, int64(12), model.reciprocals[0], value)
@@ -146,25 +146,25 @@ def find_word(model: KenlmModel, value: np.uint64) -> int:
 
 @kernel(inline=True)
 def _pivot(offset: np.uint64, span: np.uint64, width: int) -> int:
-    """Where among `width` sorted values, spread evenly over `span`, one should be."""
+    """Guess where among `width` sorted values, spread evenly over `span`, one is."""
     return min(int64(np.float64(offset) / np.float64(span) * width), width - 1)
 
 
 @kernel(inline=True)
 def float_of(bits: np.uint64) -> np.float32:
-    """The float32 whose bits are the lower half."""
+    """Return the float32 whose bits are the lower half."""
     return np.uint32(bits & _LOW).view(np.float32)
 
 
 @kernel(inline=True)
 def _bits_at(data: UInt8s, start: int, bit: int, count: int) -> np.uint64:
-    """`count` bits, at most 57, from a bit of the records that start there."""
+    """Load `count` bits, at most 57, from a bit of the records that start there."""
     return load_8_bytes(data, start + (bit >> 3)) >> np.uint64(bit & 7) & lowest_bits(count)
 
 
 @kernel(allocates=False)
 def probing_weights(model: KenlmModel, row: int, key: np.uint64) -> tuple[int, np.uint64]:
-    """(1, weights of an n-gram), (0, 0) if the table has none of this key; (-1, 0): damage."""
+    """Find (1, weights of an n-gram); (0, 0) if the table has none of this key, (-1, 0) for damage."""
     table = model.tables[row]
     at = find_entry(model.data, table[START], table[COUNT], table[STRIDE], model.reciprocals[row + 1], key)
     if at < 0:
@@ -176,7 +176,7 @@ def probing_weights(model: KenlmModel, row: int, key: np.uint64) -> tuple[int, n
 
 @kernel(allocates=False)
 def trie_search(model: KenlmModel, row: int, word: int, begin: int, end: int) -> int:
-    """Number of the record of a word among records begin to end - 1 of a table, or -1."""
+    """Find the record of a word among the records begin to end - 1 of a table: its number, or -1."""
     table = model.tables[row]
     low, high = begin - 1, end
     least, most = np.uint64(0), np.uint64(model.last_word)
@@ -195,7 +195,7 @@ def trie_search(model: KenlmModel, row: int, word: int, begin: int, end: int) ->
 
 @kernel(allocates=False)
 def trie_weights(model: KenlmModel, row: int, number: int) -> np.uint64:
-    """Bits of the probability of a record, and above them those of its backoff."""
+    """Load the weights of a record."""
     data, table = model.data, model.tables[row]
     bit = number * table[STRIDE] + table[WORD_BITS]
     prob_bits, backoff_bits = table[PROB_BITS], table[BACKOFF_BITS]
@@ -212,7 +212,7 @@ def trie_weights(model: KenlmModel, row: int, number: int) -> np.uint64:
 
 @kernel(allocates=False)
 def trie_children(model: KenlmModel, row: int, number: int) -> tuple[int, int]:
-    """(first, behind the last) of the records of the next table that extend a record; (1, 0): damage."""
+    """Find the records that extend one: (first, behind the last) of the next table; (1, 0) for damage."""
     data, table = model.data, model.tables[row]
     if row == 0:
         at = table[START] + 16 * number + 8
@@ -232,7 +232,7 @@ def trie_children(model: KenlmModel, row: int, number: int) -> tuple[int, int]:
 
 @kernel(allocates=False)
 def _high_bits(data: UInt8s, start: int, count: int, number: int) -> int:
-    """The last place of a sorted array that is not greater than `number`."""
+    """Find the last place of a sorted array that is not greater than `number`."""
     low, high = int64(0), int64(count)
     while high - low > 1:
         at = (low + high) >> 1

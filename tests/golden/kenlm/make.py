@@ -81,7 +81,7 @@ def build(programs: Path, options: list[str], source: str, target: str) -> None:
 
 
 def without(arpa: str, words: list[str], order: str) -> str:
-    """An ARPA file without some n-grams of an order."""
+    """Remove some n-grams of an order from an ARPA file."""
     kept, removed, section = [], 0, ""
     for line in arpa.splitlines():
         section = line if line.startswith("\\") else section
@@ -95,7 +95,7 @@ def without(arpa: str, words: list[str], order: str) -> str:
 
 
 def pruned(arpa: str) -> str:
-    """An ARPA file without n-grams of 2 to 4 words that longer ones end with, but none begins with."""
+    """Remove n-grams of 2 to 4 words that longer ones end with, but none begins with."""
     for order in (4, 3, 2):
         longer, section = [], ""
         for line in arpa.splitlines():
