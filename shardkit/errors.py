@@ -60,7 +60,6 @@ _EXTRAS = {
     "huggingface_hub": ("tokenizers", "write"),  # which brings it
     "isal": ("isal", "fast"),
     "jinja2": ("Jinja2", "view"),
-    "kenlm": ("kenlm", "perplexity"),
     "lightning": ("lightning", "lightning"),
     "llvmlite": ("numba", "write"),
     "lz4": ("lz4", "formats"),

@@ -68,8 +68,8 @@ def test_all_installs_everything_but_what_it_must_not() -> None:
     extras: dict[str, list[str]] = PROJECT["optional-dependencies"]
     [everything] = extras["all"]
     listed = set(everything.removeprefix("shardkit[").removesuffix("]").split(","))
-    # loader: only names others; ray: for clusters; perplexity: is compiled for minutes; docs: for the site
-    assert extras.keys() - listed - {"all", "dev", "docs"} == {"loader", "ray", "perplexity"}
+    # loader: only names others; ray: for clusters; docs: for the site
+    assert extras.keys() - listed - {"all", "dev", "docs"} == {"loader", "ray"}
 
 
 def test_what_agents_are_told_exists() -> None:

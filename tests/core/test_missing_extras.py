@@ -193,9 +193,9 @@ def test_a_public_import_names_the_extra_that_it_lacks(
 def test_a_module_that_no_extra_has_is_not_explained_away() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_module"), naming_extras("this"):
         importlib.import_module("no_such_module")
-    message = r"this needs kenlm: pip install 'shardkit\[perplexity\]'"
+    message = r"this needs spacy: pip install 'shardkit\[spacy\]'"
     with pytest.raises(MissingExtraError, match=message), naming_extras("this"):
-        raise ModuleNotFoundError("", name="kenlm.part")
+        raise ModuleNotFoundError("", name="spacy.part")
     message = "this needs ai2-olmo-core: pip install ai2-olmo-core"
     with pytest.raises(MissingExtraError, match=message), naming_extras("this"):
         raise ModuleNotFoundError("", name="olmo_core.data")

@@ -117,6 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Pat
         make_rows(folder / name, rows, length)
     labelled = [{"text": f"{word} {n} " * 9, "label": word} for n in range(90) for word in ("prose", "list")]
     (folder / "labelled.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in labelled))
+    (folder / "reference.jsonl").write_text('{"text": "The cat sat on the mat.\\nIt slept."}\n' * 3)
     (folder / "tokens").mkdir()
     np.arange(60_001, dtype="<u2").tofile(folder / "tokens" / "part-000.npy")
     with mds.MdsWriter(folder / "photos", columns={"label": "int", "image": "bytes"}) as writer:

@@ -132,7 +132,7 @@ def test_a_changed_reader_or_library_is_another_version(
         patched.setattr(module, "covered_sources", lambda: edited)
         assert code_version.__wrapped__() != before
     plain = importlib.metadata.version
-    for library in ("isal", "kenlm", "Brotli", "lz4", "numpy"):
+    for library in ("isal", "spacy", "Brotli", "lz4", "numpy"):
         with monkeypatch.context() as patched:
             patched.setattr(
                 importlib.metadata, "version", lambda name, of=library: "9.9.9" if name == of else plain(name)

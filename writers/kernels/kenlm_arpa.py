@@ -1,0 +1,220 @@
+"""ARPA files, the text form of n-gram models, as hash tables that `kenlm.py` scores with.
+
+The file is read in pieces, each line once. The tables are KenLM's: a word is known by the hash of its bytes,
+an n-gram by that of its words, last word first. A file that was pruned may lack n-grams with which longer
+ones end. KenLM adds these with the probability that backing off gives them, and so does this module, because
+a search ends at the first n-gram that is missing.
+
+As KenLM does, it refuses counts that are wrong, n-grams of words that are no unigrams or whose contexts are
+missing, positive probabilities, and files without `<s>` or `</s>`. A model without `<unk>` gives unknown
+words 10**-100. A model takes 12 to 24 bytes an n-gram, and three times as much while it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from shardkit.writers.kernels.kenlm_lines import UNKNOWN, UNKNOWN_TOO, ArpaLines
+from shardkit.writers.kernels.kenlm_tables import (
+    COUNT,
+    FIELDS,
+    NO_EXTENSION,
+    SIGN,
+    START,
+    STRIDE,
+    KenlmModel,
+    find_entry,
+    find_word,
+    hash_of,
+    longer_key,
+    reciprocal_64,
+    remainder_64,
+)
+from shardkit.writers.kernels.numba_support import Bools, UInt8s, UInt32s, UInt64s, int64, kernel
+from shardkit.writers.kernels.simd import load_8_bytes, store_8_bytes
+
+__all__ = ["read_arpa"]
+
+_WORD_ENTRY, _UNIGRAM, _MIDDLE, _LONGEST = 12, 8, 16, 12  # bytes
+_UNKNOWN_WEIGHTS = np.array([-100, 0], np.float32).view(np.uint64)  # where the file says nothing
+_LOW = np.uint64(0xFFFFFFFF)
+
+
+class _Section(NamedTuple):
+    """n-grams of one order: uint32[m, n] words, uint64[m] bits of weights; the number of the first line."""
+
+    words: UInt32s
+    weights: UInt64s
+    line: int
+
+
+def read_arpa(pieces: Iterator[bytes]) -> KenlmModel:
+    """Read a file's content, given in pieces; ValueError says what is wrong, and in which line."""
+    lines = ArpaLines(pieces)
+    counts = lines.counts()
+    lines.expect("\\1-grams:", "the list of words")
+    known, unigrams = _vocabulary(*lines.unigrams(counts[0]))
+    for mark in ("<s>", "</s>"):
+        if not find_word(known, hash_of(mark.encode())):
+            raise ValueError(f"it lacks {mark}, with which sentences are marked")
+    sections = []
+    for order, count in enumerate(counts[1:], start=2):
+        lines.expect(f"\\{order}-grams:", f"what follows the {order - 1}-grams")
+        first = lines.number + 1
+        sections.append(_Section(*lines.ngrams(order, count, known), first))
+    lines.expect("\\end\\", "the end of the file")
+    return _joined(known, unigrams, sections)
+
+
+def _vocabulary(hashes: UInt64s, weights: UInt64s) -> tuple[KenlmModel, UInt64s]:
+    """Make (a model of nothing but words, the weights of its words 0, 1, 2, …)."""
+    unknown = (hashes == UNKNOWN) | (hashes == UNKNOWN_TOO)
+    first = weights[unknown][:1] if unknown.any() else _UNKNOWN_WEIGHTS
+    words = hashes[~unknown]
+    table = _table(words, np.arange(1, len(words) + 1, dtype=np.uint64), _WORD_ENTRY)
+    reciprocals = np.array([_reciprocal(len(words))], np.uint64)
+    places = np.zeros((1, FIELDS), np.int64)
+    known = KenlmModel(table, places, reciprocals, False, 0, _buckets(len(words)), len(words))
+    return known, np.concatenate([first, weights[~unknown]])
+
+
+def _buckets(count: int) -> int:
+    return max(count + 1, count * 3 // 2)
+
+
+def _reciprocal(count: int) -> np.uint64:
+    return np.uint64(reciprocal_64(_buckets(count)))
+
+
+def _table(keys: UInt64s, weights: UInt64s, stride: int) -> UInt8s:
+    """Make a hash table of entries; of equal keys the first one counts."""
+    table = np.zeros(_buckets(len(keys)) * stride, np.uint8)
+    _fill(keys, weights, table, _buckets(len(keys)), stride, _reciprocal(len(keys)))
+    return table
+
+
+def _joined(known: KenlmModel, unigrams: UInt64s, sections: list[_Section]) -> KenlmModel:
+    """Make the model of all orders, with the n-grams that the file lacks."""
+    real = [len(section.words) for section in sections]
+    parts: list[UInt8s] = []
+    for place in range(len(sections) - 1, -1, -1):
+        stride = _MIDDLE if parts else _LONGEST
+        table = _table(_keys_of(sections[place].words), sections[place].weights, stride)
+        if parts and (blanks := _blanks(sections[place + 1].words, table, real[place])) is not None:
+            words = np.concatenate([sections[place].words, blanks])
+            weights = np.full(len(blanks), NO_EXTENSION << np.uint64(32), np.uint64)
+            weights = np.concatenate([sections[place].weights, weights])
+            sections[place] = sections[place]._replace(words=words, weights=weights)
+            table = _table(_keys_of(words), weights, stride)
+        parts.insert(0, table)
+    parts = [known.data, unigrams.view(np.uint8), *parts]
+    starts = np.cumsum([0, *map(len, parts)])
+    tables = np.zeros((len(sections) + 1, FIELDS), np.int64)
+    tables[:, START] = starts[1:-1]
+    tables[:, COUNT] = [len(unigrams), *(_buckets(len(section.words)) for section in sections)]
+    tables[:, STRIDE] = [_UNIGRAM, *[_MIDDLE] * (len(sections) - 1), _LONGEST]
+    reciprocals = [known.reciprocals[0], np.uint64(1), *(_reciprocal(len(one.words)) for one in sections)]
+    data = np.concatenate(parts)
+    model = known._replace(data=data, tables=tables, reciprocals=np.array(reciprocals, np.uint64))
+    for row, (section, count) in enumerate(zip(sections, real, strict=True), start=1):
+        lacking = _link(model, row, section.words, count)
+        if lacking >= 0:
+            line = f"line {section.line + lacking:,}"
+            raise ValueError(f"{line}: the first {row} words of this {row + 1}-gram are no {row}-gram")
+    data.flags.writeable = False
+    return model
+
+
+def _keys_of(words: UInt32s) -> UInt64s:
+    keys = np.zeros(len(words), np.uint64)
+    _find_keys(words, keys)
+    return keys
+
+
+def _blanks(longer: UInt32s, table: UInt8s, count: int) -> UInt32s | None:
+    """Return the n-grams that longer ones end with and the table lacks; None if there are none."""
+    lacking = np.zeros(len(longer), np.bool_)
+    suffixes = np.ascontiguousarray(longer[:, 1:])
+    keys = _keys_of(suffixes)
+    _find_lacking(keys, table, _buckets(count), _reciprocal(count), lacking)
+    if not lacking.any():
+        return None
+    _, first = np.unique(keys[lacking], return_index=True)
+    return suffixes[lacking][first]
+
+
+@kernel(allocates=False)
+def _find_keys(words: UInt32s, keys: UInt64s) -> None:
+    for row in range(len(words)):
+        key = np.uint64(words[row, words.shape[1] - 1])
+        for column in range(words.shape[1] - 2, -1, -1):
+            key = longer_key(key, int64(words[row, column]))
+        keys[row] = key
+
+
+@kernel(allocates=False)
+def _fill(
+    keys: UInt64s, weights: UInt64s, table: UInt8s, buckets: int, stride: int, reciprocal: np.uint64
+) -> None:
+    for row in range(len(keys)):
+        key = keys[row]
+        at = remainder_64(key, buckets, reciprocal) * stride
+        while load_8_bytes(table, at) != key:
+            if load_8_bytes(table, at) == 0:
+                store_8_bytes(table, at, key)
+                if stride == _MIDDLE:
+                    store_8_bytes(table, at + 8, weights[row])
+                else:  # four bytes: a word or a probability
+                    store_8_bytes(table, at + 4, key >> np.uint64(32) | weights[row] << np.uint64(32))
+                break
+            at += stride
+            if at == buckets * stride:
+                at = int64(0)
+
+
+@kernel(allocates=False)
+def _find_lacking(keys: UInt64s, table: UInt8s, buckets: int, reciprocal: np.uint64, lacking: Bools) -> None:
+    for row in range(len(keys)):
+        lacking[row] = find_entry(table, int64(0), buckets, int64(_MIDDLE), reciprocal, keys[row]) < 0
+
+
+@kernel(allocates=False)
+def _weights_at(model: KenlmModel, words: UInt32s, row: int, first: int, count: int) -> int:
+    """Find where the weights of the n-gram words[row, first:first + count] are; negative: nowhere."""
+    key = np.uint64(words[row, first + count - 1])
+    table = model.tables[count - 1]
+    if count == 1:
+        return int64(table[START] + int64(key) * table[STRIDE])
+    for column in range(first + count - 2, first - 1, -1):
+        key = longer_key(key, int64(words[row, column]))
+    at = find_entry(model.data, table[START], table[COUNT], table[STRIDE], model.reciprocals[count], key)
+    return at + 8 if at >= 0 else at
+
+
+@kernel(allocates=False)
+def _link(model: KenlmModel, row: int, words: UInt32s, real: int) -> int:
+    """Mark the n-grams that those of a table begin and end with; return the first without a beginning, or -1.
+
+    Those behind the first `real` ones get the probability that backing off gives them.
+    """
+    data, size = model.data, row + 1
+    for ngram in range(len(words)):
+        suffix, context = _weights_at(model, words, ngram, 1, row), _weights_at(model, words, ngram, 0, row)
+        store_8_bytes(data, suffix, load_8_bytes(data, suffix) & ~SIGN)  # a longer one ends with it
+        if context >= 0:
+            weights = load_8_bytes(data, context)
+            if weights >> np.uint64(32) == NO_EXTENSION:  # becomes 0.0: a longer one begins with it
+                store_8_bytes(data, context, weights & _LOW)
+        elif ngram < real:
+            return ngram
+        if ngram >= real:
+            prob = -np.uint32(load_8_bytes(data, suffix) & _LOW).view(np.float32)
+            if context >= 0:
+                prob += np.uint32(load_8_bytes(data, context) >> np.uint64(32)).view(np.float32)
+            at = _weights_at(model, words, ngram, 0, size)
+            bits = np.uint64(np.float32(prob).view(np.uint32)) | SIGN
+            store_8_bytes(data, at, load_8_bytes(data, at) & ~_LOW | bits)
+    return -1

@@ -1,0 +1,243 @@
+"""The tables of a KenLM model, and how words and n-grams are found in them.
+
+There are two kinds of models. *Probing* models are hash tables with linear probing: words and n-grams are
+found by 64-bit hashes. *Trie* models have sorted records: those of the n-grams that extend an n-gram to the
+left are neighbors in the next table, packed to the bit; probabilities may be numbers of a table, and the high
+bits of pointers an array. The layout of both is that of KenLM's binary files, which are mapped as they are.
+
+Nothing that a damaged file says is followed before it is checked: each lookup has a result that means damage.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from shardkit.writers.kernels.blocks import lowest_bits
+from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt64s, int64, kernel
+from shardkit.writers.kernels.simd import load_8_bytes, multiply_high
+
+__all__ = [
+    "ARRAY", "ARRAY_COUNT", "BACKOFF_BITS", "BACKOFF_TABLE", "COUNT", "FIELDS", "MAX_ORDER", "NEXT_BITS",
+    "NO_EXTENSION", "PROB_BITS", "PROB_TABLE", "SIGN", "START", "STRIDE", "WORD_BITS", "KenlmModel",
+    "find_entry", "find_word", "float_of", "hash_of", "longer_key", "murmur_hash", "probing_weights",
+    "reciprocal_64", "remainder_64", "trie_children", "trie_search", "trie_weights",
+]  # fmt: skip
+
+# Of a table: where it starts, its buckets or records, and the bytes of one (bits in a trie beyond unigrams).
+# A trie's record is a word, a probability, a backoff and a pointer to the first record that extends it.
+START, COUNT, STRIDE, WORD_BITS, NEXT_BITS = range(5)
+# Where tables of quantized values start (-1: values are floats), and the bits of a value's number.
+PROB_TABLE, PROB_BITS, BACKOFF_TABLE, BACKOFF_BITS = range(5, 9)
+# Where the array of a pointer's high bits starts, and its length; 0: pointers are whole.
+ARRAY, ARRAY_COUNT = range(9, 11)
+FIELDS = 11
+
+MAX_ORDER = 20  # KenLM's own programs are compiled for 6
+
+# Weights are the bits of a probability's logarithm and, above them, those of a backoff's. The sign of a
+# probability in a hash table is not its own: it is set where no n-gram of the model ends with this one.
+SIGN = np.uint64(1 << 31)
+NO_EXTENSION = np.uint64(1 << 31)  # a backoff of -0.0: no n-gram begins with these words
+# MurmurHash64A, and KenLM's chain of the words of an n-gram, the last one first.
+_MURMUR, _MURMUR_SHIFT = np.uint64(0xC6A4A7935BD1E995), np.uint64(47)
+_CHAIN, _CHAINED = np.uint64(8978948897894561157), np.uint64(17894857484156487943)
+_LOW = np.uint64(0xFFFFFFFF)
+
+
+class KenlmModel(NamedTuple):
+    """A model of n-grams as kernels take it: a buffer and, by order, where its tables are.
+
+    `tables` int64[order, FIELDS] has the fields above. `reciprocals` uint64[order + 1] are those of the
+    numbers of buckets, the vocabulary's first. `words` is where the vocabulary's entries start, `word_slots`
+    how many there are, `last_word` the greatest number that a word may have; 0 is the unknown word.
+    """
+
+    data: UInt8s
+    tables: Int64s
+    reciprocals: UInt64s
+    is_trie: bool
+    words: int
+    word_slots: int
+    last_word: int
+
+
+def reciprocal_64(divisor: int) -> int:
+    """Return 2**64 / divisor, rounded down, with which kernels find remainders; of 1 it is 2**64 - 1."""
+    return min((1 << 64) // max(1, divisor), (1 << 64) - 1)
+
+
+@kernel(allocates=False)
+def murmur_hash(data: UInt8s, begin: int, size: int) -> np.uint64:
+    """Compute MurmurHash64A of data[begin:begin + size], behind which eight bytes can be read."""
+    value = np.uint64(size) * _MURMUR
+    at = begin
+    for _ in range(size >> 3):
+        eight = load_8_bytes(data, at) * _MURMUR
+        value = (value ^ (eight ^ eight >> _MURMUR_SHIFT) * _MURMUR) * _MURMUR
+        at += 8
+    if size & 7:
+        value = (value ^ load_8_bytes(data, at) & lowest_bits(8 * (size & 7))) * _MURMUR
+    value = (value ^ value >> _MURMUR_SHIFT) * _MURMUR
+    return value ^ value >> _MURMUR_SHIFT
+
+
+def hash_of(word: bytes) -> np.uint64:
+    """Compute the hash by which a model knows a word."""
+    return np.uint64(murmur_hash(np.frombuffer(word + bytes(8), np.uint8), 0, len(word)))
+
+
+@kernel(inline=True)
+def remainder_64(value: np.uint64, divisor: int, reciprocal: np.uint64) -> int:
+    """Compute `value` modulo `divisor`, whose reciprocal is 2**64 / divisor, rounded down."""
+    rest = value - multiply_high(value, reciprocal) * np.uint64(divisor)
+    return int64(rest - np.uint64(divisor) if rest >= np.uint64(divisor) else rest)
+
+
+@kernel(inline=True)
+def longer_key(key: np.uint64, word: int) -> np.uint64:
+    """Extend the key of an n-gram by a word in front."""
+    return key * _CHAIN ^ np.uint64(1 + word) * _CHAINED
+
+
+@kernel(allocates=False)
+def find_entry(
+    data: UInt8s, start: int, buckets: int, stride: int, reciprocal: np.uint64, key: np.uint64
+) -> int:
+    """Find where a hash table has the entry of a key, or -1; -2 if the table has no empty bucket."""
+    place = remainder_64(key, buckets, reciprocal)
+    for _ in range(buckets):
+        at = start + place * stride
+        found = load_8_bytes(data, at)
+        if found == key:
+            return at
+        if found == 0:
+            return -1
+        place += 1
+        if place == buckets:
+            place = 0
+    return -2
+
+
+@kernel(allocates=False)
+def find_word(model: KenlmModel, value: np.uint64) -> int:
+    """Find the number of the word with a hash: 0 if the model has none, -1 if the vocabulary is damaged."""
+    data = model.data
+    if not model.is_trie:
+        at = find_entry(data, model.words, model.word_slots, int64(12), model.reciprocals[0], value)
+        if at < 0:
+            return at + 1
+        word = int64(load_8_bytes(data, at + 4) >> np.uint64(32))
+        return word if word <= model.last_word else -1
+    low, high = int64(-1), model.word_slots
+    least, most = np.uint64(0), ~np.uint64(0)
+    while high - low > 1:
+        at = low + 1 + _pivot(value - least, most - least, high - low - 1)
+        found = load_8_bytes(data, model.words + 8 * at)
+        if found < value:
+            low, least = at, found
+        elif found > value:
+            high, most = at, found
+        else:
+            return at + 1
+    return 0
+
+
+@kernel(inline=True)
+def _pivot(offset: np.uint64, span: np.uint64, width: int) -> int:
+    """Guess where among `width` sorted values, spread evenly over `span`, one is."""
+    return min(int64(np.float64(offset) / np.float64(span) * width), width - 1)
+
+
+@kernel(inline=True)
+def float_of(bits: np.uint64) -> np.float32:
+    """Return the float32 whose bits are the lower half."""
+    return np.uint32(bits & _LOW).view(np.float32)
+
+
+@kernel(inline=True)
+def _bits_at(data: UInt8s, start: int, bit: int, count: int) -> np.uint64:
+    """Load `count` bits, at most 57, from a bit of the records that start there."""
+    return load_8_bytes(data, start + (bit >> 3)) >> np.uint64(bit & 7) & lowest_bits(count)
+
+
+@kernel(allocates=False)
+def probing_weights(model: KenlmModel, row: int, key: np.uint64) -> tuple[int, np.uint64]:
+    """Find (1, weights of an n-gram); (0, 0) if the table has none of this key, (-1, 0) for damage."""
+    table = model.tables[row]
+    at = find_entry(model.data, table[START], table[COUNT], table[STRIDE], model.reciprocals[row + 1], key)
+    if at < 0:
+        return at + 1, np.uint64(0)
+    if row < len(model.tables) - 1:
+        return 1, load_8_bytes(model.data, at + 8)
+    return 1, load_8_bytes(model.data, at + 4) >> np.uint64(32)  # no backoff, and maybe the end of the file
+
+
+@kernel(allocates=False)
+def trie_search(model: KenlmModel, row: int, word: int, begin: int, end: int) -> int:
+    """Find the record of a word among the records begin to end - 1 of a table: its number, or -1."""
+    table = model.tables[row]
+    low, high = begin - 1, end
+    least, most = np.uint64(0), np.uint64(model.last_word)
+    wanted = np.uint64(word)
+    while high - low > 1:
+        at = low + 1 + _pivot(wanted - least, most - least, high - low - 1)
+        found = _bits_at(model.data, table[START], at * table[STRIDE], table[WORD_BITS])
+        if found < wanted:
+            low, least = at, found
+        elif found > wanted:
+            high, most = at, found
+        else:
+            return at
+    return -1
+
+
+@kernel(allocates=False)
+def trie_weights(model: KenlmModel, row: int, number: int) -> np.uint64:
+    """Load the weights of a record."""
+    data, table = model.data, model.tables[row]
+    bit = number * table[STRIDE] + table[WORD_BITS]
+    prob_bits, backoff_bits = table[PROB_BITS], table[BACKOFF_BITS]
+    if table[PROB_TABLE] < 0:
+        prob = _bits_at(data, table[START], bit, prob_bits)
+        return prob | _bits_at(data, table[START], bit + prob_bits, backoff_bits) << np.uint64(32)
+    backoff = np.uint64(0)
+    if backoff_bits:
+        place = table[BACKOFF_TABLE] + 4 * int64(_bits_at(data, table[START], bit, backoff_bits))
+        backoff = load_8_bytes(data, place) << np.uint64(32)
+    place = table[PROB_TABLE] + 4 * int64(_bits_at(data, table[START], bit + backoff_bits, prob_bits))
+    return load_8_bytes(data, place) & _LOW | backoff
+
+
+@kernel(allocates=False)
+def trie_children(model: KenlmModel, row: int, number: int) -> tuple[int, int]:
+    """Find the records that extend one: (first, behind the last) of the next table; (1, 0) for damage."""
+    data, table = model.data, model.tables[row]
+    if row == 0:
+        at = table[START] + 16 * number + 8
+        first, last = int64(load_8_bytes(data, at)), int64(load_8_bytes(data, at + 16))
+    else:
+        bits = table[NEXT_BITS]
+        bit = (number + 1) * table[STRIDE] - bits
+        first = int64(_bits_at(data, table[START], bit, bits))
+        last = int64(_bits_at(data, table[START], bit + table[STRIDE], bits))
+        if table[ARRAY_COUNT]:
+            first |= _high_bits(data, table[ARRAY], table[ARRAY_COUNT], number) << bits
+            last |= _high_bits(data, table[ARRAY], table[ARRAY_COUNT], number + 1) << bits
+    if 0 <= first <= last <= model.tables[row + 1, COUNT]:
+        return first, last
+    return 1, 0
+
+
+@kernel(allocates=False)
+def _high_bits(data: UInt8s, start: int, count: int, number: int) -> int:
+    """Find the last place of a sorted array that is not greater than `number`."""
+    low, high = int64(0), int64(count)
+    while high - low > 1:
+        at = (low + high) >> 1
+        if load_8_bytes(data, start + 8 * at) <= np.uint64(number):
+            low = at
+        else:
+            high = at
+    return low
