@@ -158,5 +158,5 @@ def test_documents_in_files_are_found_by_the_id_that_ends_them(tmp_path: Path) -
 
 
 def test_an_audit_proves_that_each_row_of_the_files_comes_once(folder: Path) -> None:
-    options = ["--sequence-length", "8", "--token-dtype", "uint16", "--resume-at", "3"]
+    options = ["--loader", "sequence_length=8", "--loader", "token_dtype=uint16", "--resume-at", "3"]
     assert main(["audit", str(folder), *options]) == 0

@@ -79,21 +79,20 @@ def assert_agrees(run: Run, seen: dict[Place, tuple[int, int]], steps: int, epoc
 @pytest.mark.parametrize(
     ("tail", "world_size", "options"),
     [
-        ("carry", 3, []),
-        ("drop", 2, ["--shuffle", "global"]),
-        ("pad", 3, ["--lanes", "4", "--window", "5"]),
-        ("carry", 1, ["--shuffle", "none", "--seed", "3"]),
+        ("carry", 3, {}),
+        ("drop", 2, {"shuffle": "global"}),
+        ("pad", 3, {"lanes": 4, "window": 5}),
+        ("carry", 1, {"shuffle": "none", "seed": 3}),
     ],
 )
 def test_a_run_by_its_options_is_that_of_a_loader_with_them(
-    folders: dict[str, Path], tail: Any, world_size: int, options: list[str]
+    folders: dict[str, Path], tail: Any, world_size: int, options: dict[str, Any]
 ) -> None:
-    words = dict(zip(options[::2], options[1::2], strict=True))
-    arguments: dict[str, Any] = {"batch_size": 4, "tail": tail}
-    arguments |= {k[2:]: v if k == "--shuffle" else int(v) for k, v in words.items()}
     steps = 3 * SAMPLES // (4 * world_size)
-    seen = deliveries(str(folders["web"]), steps, world_size, **arguments)
-    sizes = ["--batch-size", 4, "--world-size", world_size, "--tail", tail, *options]
+    seen = deliveries(str(folders["web"]), steps, world_size, batch_size=4, tail=tail, **options)
+    sizes = ["--batch-size", 4, "--world-size", world_size, "--tail", tail]
+    for name, value in options.items():
+        sizes += ["--loader", f"{name}={value}"] if name in ("lanes", "window") else [f"--{name}", value]
     with traced(folders["web"], *sizes) as run:
         assert_agrees(run, seen, steps, epochs=4)
         dropped = [s for row in range(SAMPLES) for s in run.sightings(row, epochs=1) if s.is_dropped]

@@ -100,7 +100,7 @@ def test_a_bucket_that_demands_encryption_takes_writes_that_ask_for_it(
     conditions: list[dict[str, Any]] = [{"Null": {header: "true"}}, {"StringNotEquals": {header: "aws:kms"}}]
     allow(client, rgw_bucket, *[write | {"Condition": each} for each in conditions])
     for options in ({}, {"encryption": "AES256"}):
-        with pytest.raises(StoreError, match=r"AccessDenied.*--encryption aws:kms"):
+        with pytest.raises(StoreError, match=r"AccessDenied.*--storage encryption=aws:kms"):
             store_of(rgw_bucket, **options).put("a", b"1")
     store = store_of(rgw_bucket, **KMS)
     store.put("a", b"0123456789")
