@@ -44,14 +44,14 @@ class Setting:
 
     @property
     def metavar(self) -> str:
-        """The word for its value."""
+        """Return the word for its value."""
         if self.choices or self.type == "bool":
             return "|".join(self.choices or _SWITCH)
         return "N" if self.type in ("int", "Fraction") else self.name.rpartition("_")[2].upper()
 
     @property
     def help(self) -> str:
-        """The docstring as a help text, which ends in the default."""
+        """Return the docstring as a help text, which ends in the default."""
         text = self.doc.rstrip(".").replace("`", "").replace("%", "%%")
         if text[1:2].islower() or text[1:2] == " ":
             text = text[0].lower() + text[1:]
@@ -80,22 +80,21 @@ class Setting:
 
 @cache
 def settings(served: str) -> Mapping[str, Setting]:
-    """Return fields or keyword arguments of `served`, "module:name", in their order."""
+    """Return fields, also inherited ones, or keyword arguments of `served`, "module:name", in their order."""
     module, _, name = served.partition(":")
     [node] = [one for one in _parsed(module).body if getattr(one, "name", None) == name]
     made_by = [one for one in getattr(node, "body", ()) if getattr(one, "name", None) == "__init__"]
     is_plain = isinstance(node, ast.ClassDef) and not made_by
     found = _fields(node) if is_plain else _arguments(*made_by or [node])
-    return {
-        name: Setting(
-            name,
-            ast.unparse(kind).removesuffix(" | None"),
-            _words(kind, module),
-            "" if default is None else ast.unparse(default),
-            doc,
-        )
-        for name, kind, default, doc in found
-    }
+    here = {getattr(one, "name", None) for one in _parsed(module).body}
+    known: dict[str, Setting] = {}
+    for base in getattr(node, "bases", ()):
+        known |= settings(f"{module}:{ast.unparse(base)}") if ast.unparse(base) in here else {}
+    for name, kind, default, doc in found:
+        written = "" if default is None else ast.unparse(default)
+        type_ = ast.unparse(kind).removesuffix(" | None")
+        known[name] = Setting(name, type_, _words(kind, module), written, doc)
+    return known
 
 
 @cache
@@ -107,12 +106,12 @@ def _parsed(module: str) -> ast.Module:
 def _fields(node: ast.stmt) -> Iterator[tuple[str, ast.expr, ast.expr | None, str]]:
     assert isinstance(node, ast.ClassDef)
     for number, field in enumerate(node.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+        if isinstance(field, ast.AnnAssign) and not ast.unparse(field.target).startswith("_"):
             doc = ""
             match node.body[number + 1 : number + 2]:
                 case [ast.Expr(ast.Constant(str(text)))]:
                     doc = " ".join(text.split("\n\n")[0].split())
-            yield field.target.id, field.annotation, field.value, doc
+            yield ast.unparse(field.target), field.annotation, field.value, doc
 
 
 def _arguments(node: ast.stmt) -> Iterator[tuple[str, ast.expr, ast.expr | None, str]]:
@@ -123,7 +122,7 @@ def _arguments(node: ast.stmt) -> Iterator[tuple[str, ast.expr, ast.expr | None,
 
 
 def _words(kind: ast.expr, module: str) -> tuple[str, ...]:
-    """The words of a `Literal`, which `module` may name, or import by its name from another module."""
+    """Return the words of a `Literal`, which `module` may name, or import by name from another module."""
     if isinstance(kind, ast.BinOp):  # with None
         return _words(kind.left, module)
     if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Literal":
@@ -214,7 +213,7 @@ class Keys(argparse.Action):
         setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), key: parsed})
 
     def spelled(self, key: str) -> str:
-        """How the key is given."""
+        """Return how the key is given."""
         return f"{self.option_strings[0]} {key}={self.known[key].metavar}"
 
 

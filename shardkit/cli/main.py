@@ -74,11 +74,11 @@ class Parser(argparse.ArgumentParser):
         self.error(f"there is no option {name}{f'; {REMOVED[name]}' if name in REMOVED else hint}")
 
     def key_options(self) -> list[Keys]:
-        """The options that take KEY=VALUE of a known list."""
+        """Return the options that take KEY=VALUE, with a list of keys."""
         return [action for action in self._actions if isinstance(action, Keys)]
 
     def format_help(self) -> str:
-        """The help, and below it the keys of options that take KEY=VALUE."""
+        """Return the help, and below it the keys of options that take KEY=VALUE."""
         formatter = self._get_formatter()
         for keys in self.key_options():
             formatter.start_section(f"keys of {keys.option_strings[0]}")

@@ -20,6 +20,7 @@ from shardkit.datasets.dataset import open_dataset
 from shardkit.datasets.provenance.run import Run, read_state
 from shardkit.errors import StateError
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.order.exclusions import Exclusions
 from support.loader_data import make_dataset
 
@@ -50,7 +51,7 @@ def deliveries(data: Any, steps: int, world_size: int, **options: Any) -> dict[P
     seen = {}
     for rank in range(world_size):
         with StreamingLoader(
-            data, rank=rank, world_size=world_size, return_ids=True, endless=True, **options
+            data, rank=rank, world_size=world_size, return_ids=True, endless=True, **grouped(options)
         ) as loader:
             for step, batch in enumerate(islice(loader, steps), 1):
                 rows = batch["sample_id"].tolist()
@@ -125,7 +126,7 @@ def test_a_mixture_is_traced_from_its_state_whose_weights_changed(
     schedule = [(0, {"web": 3, "code": 1}), (40, {"web": 1, "code": 2})]
     options: dict[str, Any] = {"batch_size": 4, "schedule": schedule, "window": 7}
     seen = deliveries(data, 18, 2, **options)
-    with StreamingLoader(data, rank=0, world_size=2, endless=True, **options) as loader:
+    with StreamingLoader(data, rank=0, world_size=2, endless=True, **grouped(options)) as loader:
         batches = iter(loader)
         for _ in range(11):
             next(batches)

@@ -13,6 +13,7 @@ import pytest
 import shardkit as sk
 from servers.bucket import RgwBucket, s3_client
 from servers.ceph import KMS_KEY
+from shardkit.loaders.config import Layout
 from shardkit.storage import ObjectExistsError, ObjectNotFoundError, StorageOptions, StoreError
 from shardkit.storage.s3 import NONCE, S3Store
 from shardkit.storage.s3_upload import PART_BYTES
@@ -65,7 +66,9 @@ def allow(client: Any, bucket: RgwBucket, *statements: dict[str, Any]) -> None:
 
 def first_rows(url: str, endpoint_url: str, **options: Any) -> list[int]:
     storage = StorageOptions(endpoint_url=endpoint_url, **options)
-    with sk.StreamingLoader(url, batch_size=53, tensors="numpy", storage=storage, seed=1) as loader:
+    with sk.StreamingLoader(
+        url, batch_size=53, layout=Layout(tensors="numpy"), storage=storage, seed=1
+    ) as loader:
         return sorted(int(row[0]) for row in next(iter(loader))["tokens"])
 
 

@@ -13,7 +13,8 @@ from shardkit.cli.main import main
 from shardkit.datasets.dataset import open_dataset, trace
 from shardkit.datasets.provenance.run import Run
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.loaders.config import CostModel
+from shardkit.loaders.config import grouped
+from shardkit.order.balance import CostModel
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.state import LoaderState
 from support.audit_runs import kinds, log_report, logged_run, plan_report
@@ -71,7 +72,7 @@ def test_ranks_that_are_not_all_balanced_are_caught(path: Path, tmp_path: Path) 
         balance = "attention" if rank % 2 else None
         place: dict[str, Any] = {"batch_size": 6, "rank": rank, "world_size": 4}
         with StreamingLoader(
-            path, usage_log=tmp_path, endless=True, **place, **(OPTIONS | {"balance": balance})
+            path, usage_log=tmp_path, endless=True, **grouped({**place, **OPTIONS | {"balance": balance}})
         ) as loader:
             for _, _ in zip(range(12), loader, strict=False):
                 pass
