@@ -128,15 +128,23 @@ def _words(kind: ast.expr, module: str) -> tuple[str, ...]:
     if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Literal":
         words = ast.literal_eval(kind.slice)
         return words if isinstance(words, tuple) else (words,)
-    if not isinstance(kind, ast.Name):
-        return ()
-    for node in ast.walk(_parsed(module)):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == kind.id:
-            return _words(node.value, module)
-        if isinstance(node, ast.ImportFrom) and kind.id in [alias.name for alias in node.names]:
-            origin = node.module or ""
-            return _words(kind, origin) if origin.startswith("shardkit.") else ()
-    return ()
+    found = _named(module).get(kind.id) if isinstance(kind, ast.Name) else None
+    if isinstance(found, str):
+        return _words(kind, found)
+    return () if found is None else _words(found, module)
+
+
+@cache
+def _named(module: str) -> Mapping[str, ast.expr | str]:
+    """Return what the module assigns to names, and the modules of shardkit that it imports names from."""
+    found: dict[str, ast.expr | str] = {}
+    conditional = [node for one in _parsed(module).body if isinstance(one, ast.If) for node in one.body]
+    for node in (*_parsed(module).body, *conditional):
+        if isinstance(node, ast.Assign):
+            found[ast.unparse(node.targets[0])] = node.value
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardkit."):
+            found |= dict.fromkeys((alias.name for alias in node.names), node.module or "")
+    return found
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
