@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardkit.cli.main import make_parser
+from shardkit.cli.declared import Keys
+from shardkit.cli.main import Parser, make_parser
 from shardkit.writers.filters.config import PROFILES
 from shardkit.writers.recipe import Recipe
 
@@ -20,6 +21,7 @@ FOLDER = Path(__file__).resolve().parent / "reference"
 PAGES = ("recipe.md", "cli.md")
 
 Json = dict[str, Any]
+BAR = "\\|"  # inside of a table's code
 
 RECIPE_HEAD = """\
 # Recipe reference
@@ -237,7 +239,17 @@ def cli_reference() -> str:
     parts = [CLI_HEAD]
     for name in sorted(verbs.choices):
         parts += command(verbs.choices[name], "##")
-    return "\n".join(parts)
+    [storage] = [keys for keys in verbs.choices["build"].key_options() if keys.dest == "storage"]
+    return "\n".join([*parts, "## Keys of `--storage`\n", key_table(storage)])
+
+
+def key_table(keys: Keys) -> str:
+    """The keys of an option, and what they mean."""
+    rows = [
+        f"| `{key}={setting.metavar.replace('|', BAR)}` | {cell(setting.help)} |"
+        for key, setting in keys.known.items()
+    ]
+    return "\n".join([f"| keys of `{keys.option_strings[0]}` | |", "|---|---|", *rows, ""])
 
 
 def command(parser: argparse.ArgumentParser, level: str) -> Iterator[str]:
@@ -258,6 +270,8 @@ def command(parser: argparse.ArgumentParser, level: str) -> Iterator[str]:
                 "" if group.title in ("positional arguments", "options", None) else f"**{group.title}**\n\n"
             )
             yield title + f"| {heading(group.title)} | |\n|---|---|\n" + "\n".join(rows) + "\n"
+    if isinstance(parser, Parser):
+        yield from (key_table(keys) for keys in parser.key_options() if keys.dest != "storage")
     if parser.epilog:
         yield paragraphs(parser.epilog) + "\n"
     for each in inner.values():
@@ -291,7 +305,7 @@ def spelled(action: argparse.Action) -> str:
         )
         value = " " + (" ".join(word) if isinstance(word, tuple) else word)
         value += f" [{word} ...]" if action.nargs in ("+", "*") else ""
-    return "`" + ", ".join(name + value for name in action.option_strings).replace("|", "\\|") + "`"
+    return "`" + ", ".join(name + value for name in action.option_strings).replace("|", BAR) + "`"
 
 
 def expanded(parser: argparse.ArgumentParser, action: argparse.Action) -> str:

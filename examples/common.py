@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gpt import GPTConfig
 from torch import Tensor
 
-from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders import Layout, Order, Stream, StreamingLoader
 
 __all__ = [
     "end_distributed",
@@ -99,10 +99,9 @@ def open_loader(args: argparse.Namespace) -> StreamingLoader:
         seed=args.seed,
         endless=True,
         return_ids=True,
-        schedule=schedule if len(streams) > 1 else None,
+        order=Order(schedule=schedule if len(streams) > 1 else None),
         labels=args.inside_documents,
-        position_ids=args.inside_documents,
-        document_ids=args.inside_documents,
+        layout=Layout(position_ids=args.inside_documents, document_ids=args.inside_documents),
         usage_log=args.folder and args.folder / "usage",
     )
 

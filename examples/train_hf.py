@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from shardkit.loaders import Layout
 from shardkit.loaders.pytorch import MapDataset
 
 
@@ -87,7 +88,7 @@ def main() -> None:
     batch_size, rest = divmod(args.global_batch_size, int(os.environ.get("WORLD_SIZE", "1")))
     if rest:
         raise SystemExit(f"--global-batch-size {args.global_batch_size} does not divide by the ranks")
-    data = MapDataset(args.data, labels=True, return_ids=True, rename={"tokens": "input_ids"})
+    data = MapDataset(args.data, labels=True, return_ids=True, layout=Layout(rename={"tokens": "input_ids"}))
     torch.manual_seed(args.seed)
     config = LlamaConfig(  # type: ignore[no-untyped-call, unused-ignore]
         vocab_size=args.vocabulary,

@@ -18,6 +18,7 @@ import torch
 from gpt import GPT, GPTConfig, next_token_loss
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from shardkit.loaders import Layout
 from shardkit.loaders.lightning_module import DataMonitor, ShardDataModule
 
 
@@ -94,8 +95,7 @@ def main() -> None:
         endless=True,
         return_ids=True,
         labels=args.inside_documents,
-        position_ids=args.inside_documents,
-        document_ids=args.inside_documents,
+        layout=Layout(position_ids=args.inside_documents, document_ids=args.inside_documents),
     )
     trainer.fit(model, data, ckpt_path=checkpoint if checkpoint.exists() else None)
     trainer.save_checkpoint(checkpoint)

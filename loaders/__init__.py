@@ -7,10 +7,23 @@ from typing import TYPE_CHECKING
 
 from shardkit.errors import naming_extras
 
-__all__ = ["LengthLoader", "Stream", "StreamingLoader", "balanced_streams", "watch", "weighted_streams"]
+__all__ = [
+    "Layout",
+    "LengthLoader",
+    "Order",
+    "Run",
+    "Stream",
+    "StreamingLoader",
+    "balanced_streams",
+    "watch",
+    "weighted_streams",
+]
 
 _MODULES = {
+    "Layout": "config",
     "LengthLoader": "lengths",
+    "Order": "config",
+    "Run": "config",
     "Stream": "config",
     "StreamingLoader": "loader",
     "balanced_streams": "balanced",
@@ -20,7 +33,7 @@ _MODULES = {
 
 if TYPE_CHECKING:
     from shardkit.loaders.balanced import balanced_streams, weighted_streams
-    from shardkit.loaders.config import Stream
+    from shardkit.loaders.config import Layout, Order, Run, Stream
     from shardkit.loaders.lengths import LengthLoader
     from shardkit.loaders.loader import StreamingLoader
     from shardkit.loaders.peers import watch

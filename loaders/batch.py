@@ -335,7 +335,7 @@ def tensor_maker(config: LoaderConfig) -> Callable[[_Array], object]:
     """What makes the tensors of batches, as `tensors` says."""
     if config.tensors != "torch":
         return _unchanged
-    with naming_extras('a loader (without tensors="numpy")'):
+    with naming_extras('a loader (without Layout(tensors="numpy"))'):
         import torch
     return torch.from_numpy
 

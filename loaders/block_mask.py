@@ -108,7 +108,8 @@ def block_mask_of(batch: Mapping[str, Any]) -> BlockMask:
         from torch.nn.attention.flex_attention import BlockMask
     if missing := [name for name in BLOCK_MASK_FIELDS if name not in batch]:
         raise KeyError(
-            f"the batch has no {missing[0]!r}: give the loader block_mask=True and do not rename it"
+            f"the batch has no {missing[0]!r}: give the loader layout=Layout(block_mask=True) and do not "
+            "rename it"
         )
     starts: torch.Tensor = batch["document_starts"]
 

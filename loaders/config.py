@@ -1,7 +1,8 @@
 """Streams and options of `StreamingLoader`, besides the arguments that everyone uses.
 
-`LoaderConfig` holds the options with their defaults, checked. `LoaderOptions` names the same ones once more,
-because type checkers and editors know keyword arguments only by a TypedDict; a test holds the two together.
+What every script may need is a keyword argument; all else is in three groups: `Layout`, `Order` and `Run`.
+`LoaderConfig` holds all options with their defaults, checked. `LoaderOptions` names the arguments once more,
+because type checkers and editors know them only by a TypedDict; a test holds the two together.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from numbers import Rational
-from typing import TYPE_CHECKING, Literal, SupportsIndex, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, TypedDict
 
 from shardkit.files import local_path
 from shardkit.loaders.foreign_names import FOREIGN
-from shardkit.order.balance import Balance, CostModel, DocumentIds, cost_model
+from shardkit.order.balance import Balance, DocumentIds, cost_model
 from shardkit.storage.store import StorageOptions
 from shardkit.units import parse_bytes
 
@@ -33,19 +34,6 @@ if TYPE_CHECKING:
     from shardkit.order.order import Shuffle
     from shardkit.order.run_settings import Tail
     from shardkit.order.token_mask import TokenMask
-
-__all__ = [
-    "BUSY_SECONDS",
-    "Balance",
-    "CostModel",
-    "LoaderConfig",
-    "LoaderOptions",
-    "RunOptions",
-    "Stream",
-    "TokenDtype",
-    "Weights",
-    "refuse_unknown",
-]
 
 ExcludedRows: TypeAlias = "Exclusions | Iterable[int | tuple[int, int]] | str | os.PathLike[str] | None"
 MaskedTokens: TypeAlias = "TokenMask | Iterable[tuple[int, int, int]] | str | os.PathLike[str] | None"
@@ -142,7 +130,7 @@ def refuse_unknown(
         if name not in (renamed or {}) and name in FOREIGN:
             hint = f"here: {FOREIGN[name]}"
         elif (near := next(filter(None, meant), None)) is not None:
-            hint = f"did you mean {near}?"
+            hint = f"did you mean {(renamed or {}).get(near, near)}?"
         else:
             hint = "the docstrings of shardkit.loaders.config.LoaderConfig list the options"
             hint = f"known: {', '.join(known)}" if len(known) <= _LISTED else hint
@@ -160,78 +148,44 @@ def _to_plain_int(settings: Stream | LoaderConfig, *names: str) -> None:
             object.__setattr__(settings, name, int(value))
 
 
-class LoaderOptions(TypedDict, total=False):
-    """Further keyword arguments of `StreamingLoader`; `LoaderConfig` has their meaning and defaults."""
+class _Group:
+    """Options that are given together, such as layout=Layout(cu_seqlens=True)."""
 
-    labels: bool | Literal["shifted"]
-    keep_length: bool
-    mask_document_starts: bool | None
-    position_ids: bool
-    document_ids: bool
-    cu_seqlens: bool | int
-    doc_lens: bool
-    seq_lengths: bool
-    block_mask: bool | int
-    flat: bool
-    rename: Mapping[str, str] | None
-    tensors: Literal["torch", "numpy"]
-    eos_id: int | None
-    bos_id: int | None
-    pad_id: int | None
-    max_repetitions: int | None
-    columns: Sequence[str] | None
-    endless: bool
-    restart: bool
-    global_batch: SupportsIndex | Sequence[tuple[int, int]] | None
-    balance: Balance
-    lanes: int | None
-    window: int | None
-    schedule: Sequence[tuple[int, Weights]] | None
-    epoch_samples: int | None
-    mixed_lengths: bool
-    prefetch_batches: int
-    prefetch_bytes: int | str
-    timeout_seconds: float
-    cache_dir: str | os.PathLike[str] | None
-    cache_bytes: int | str | None
-    connections: int
-    storage: StorageOptions | None
-    sequence_length: int | None
-    token_dtype: str | None
-    per_file: bool
-    verify: bool
-    usage_log: str | os.PathLike[str] | None
-    stop_grace_seconds: float | None
-    stop_together: bool
-    mesh: DeviceMesh | None
-    group: ProcessGroup | None
+    _given: frozenset[str]
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, **named: object) -> _Group:
+            """Refuse unknown names, before the generated __init__ does it without a suggestion."""
+            refuse_unknown(f"{cls.__name__}()", named, [field.name for field in fields(cls)])
+            group = object.__new__(cls)
+            group.__dict__["_given"] = frozenset(named)
+            return group
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Return the options that were given, also those with the value of the default."""
+        return {name: value for name, value in vars(self).items() if name in self._given}
+
+    def __repr__(self) -> str:
+        """Return the options that were given."""
+        return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in self.given.items())})"
 
 
-class RunOptions(LoaderOptions, total=False):
-    """All keyword arguments of `StreamingLoader` but batch size, rank and world size, for what wraps one."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Layout(_Group):
+    """The form of a batch: its fields besides tokens and labels, their names and shapes, masked labels."""
 
-    seed: int
-    shuffle: Shuffle
-    tail: Tail
-    dtype: TokenDtype
-    return_ids: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderConfig:
-    """The options of a loader, checked, with their defaults."""
-
-    labels: bool | Literal["shifted"] = False
-    """Add `labels`, int64, padding -100. True: the tokens (Hugging Face's convention: the model shifts them).
-
-    "shifted": label i is the token that follows token i. Rows of L + 1 tokens give `tokens` and `labels` of
-    L, and every other field describes these L tokens."""
     keep_length: bool = False
     """With labels="shifted": keep each row's last token, with the label -100, so that rows of L give L."""
     mask_document_starts: bool | None = None
     """Set labels that are a document's first token to -100, so that no document is predicted from another.
 
     Default: only if an option that describes documents (`position_ids`, `cu_seqlens`, ...) is set."""
+    max_repetitions: int | None = None
+    """A row in which the same 1 to 13 tokens follow each other more than this many times has no labels.
+
+    OLMo 2 trains with 31; such rows make the loss spike."""
     position_ids: bool = False
     """Add `position_ids`: int64, from 0 again after each document's end."""
     document_ids: bool = False
@@ -255,36 +209,12 @@ class LoaderConfig:
     """Other names for fields of the batch, such as {"tokens": "input_ids"}."""
     tensors: Literal["torch", "numpy"] = "torch"
     """"numpy" delivers NumPy arrays and imports no torch."""
-    eos_id: int | None = None
-    """The id that ends a document; default: as the dataset's card states."""
-    bos_id: int | None = None
-    """The id that begins each document, for data whose documents have no end: instead of `eos_id`."""
-    pad_id: int | None = None
-    """An id that is nothing but padding, anywhere in a row: labels are -100, and it counts as one document.
 
-    For data that others padded; rows that are padded by the eos id need no option."""
-    max_repetitions: int | None = None
-    """A row in which the same 1 to 13 tokens follow each other more than this many times has no labels.
 
-    OLMo 2 trains with 31; such rows make the loss spike."""
-    columns: Sequence[str] | None = None
-    """Deliver these columns only; default: all."""
-    endless: bool = False
-    """Continue with the next epoch instead of ending the `for`; the loader then has no length."""
-    restart: bool = False
-    """Start every `for` at the first sample again, in the same order: for evaluation.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Order(_Group):
+    """Which samples come when, on which rank, besides seed, shuffle and tail."""
 
-    A state that is loaded is checked, but the next `for` starts at the first sample all the same."""
-    global_batch: SupportsIndex | Sequence[tuple[int, int]] | None = None
-    """Sequences of an optimizer step over all ranks, for `steps()`; kept in the state.
-
-    Or a schedule by position, [(0, 256), (2_000_000, 512)]: each size holds from the first step that starts
-    there or behind."""
-    balance: Balance = None
-    """Level the work of ranks: place the rows of each global batch on ranks by what they cost.
-
-    "attention": the sum of squared document lengths, for attention inside documents; or a `CostModel`. None:
-    rank r takes the r-th part. Equal on all ranks. For remote data see shardkit.tools.row_costs."""
     lanes: int | None = None
     """Lanes of the window shuffle; default: from the number of shards, kept in the state."""
     window: int | None = None
@@ -298,22 +228,152 @@ class LoaderConfig:
     """Samples that make an epoch; default: of all streams together, kept in the state.
 
     Only where a `for` ends and `tail` acts: the samples go on in their order, each once before any again."""
+    global_batch: SupportsIndex | Sequence[tuple[int, int]] | None = None
+    """Sequences of an optimizer step over all ranks, for `steps()`; kept in the state.
+
+    Or a schedule by position, [(0, 256), (2_000_000, 512)]: each size holds from the first step that starts
+    there or behind."""
+    balance: Balance = None
+    """Level the work of ranks: place the rows of each global batch on ranks by what they cost.
+
+    "attention": the sum of squared document lengths, for attention inside documents; or a `CostModel`. None:
+    rank r takes the r-th part. Equal on all ranks. For remote data see shardkit.tools.row_costs."""
     mixed_lengths: bool = False
     """Allow streams whose samples differ in shape, for a schedule that changes from some to others."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Run(_Group):
+    """How batches are fetched and waited for, and when a run gives up. Decides nothing about samples."""
+
     prefetch_batches: int = 64
     """Most batches ready ahead of the training loop; 0: no thread, batches are made on request."""
     prefetch_bytes: int | str = "256MiB"
     """Most bytes ready ahead of the training loop; one batch is always allowed."""
+    connections: int = 16
+    """Shards, or ranges of shards, that a process fetches at a time."""
     timeout_seconds: float = 600.0
     """Longest wait for one batch that is being prefetched."""
+    verify: bool = False
+    """Compare each local shard's hashes when it is first opened: 18 ms for 64 MiB by xxh64.
+
+    Those of remote shards always are. ValueError for a local dataset whose index states no hashes."""
+    stop_together: bool = True
+    """False: errors of this loader are not reported to other ranks, nor theirs to it.
+
+    For a loader whose errors the loop catches, such as that of an evaluation: a reported error stands for as
+    long as the process group does."""
+    stop_grace_seconds: float | None = None
+    """End this process if its loop has not returned this long after another rank's loader failed.
+
+    Default: never; the loop gets `PeerError` at its next batch, and a collective that hangs is left to the
+    timeout of its process group."""
+
+
+GROUPS: Mapping[str, type[_Group]] = {"layout": Layout, "order": Order, "run": Run}
+
+_SPELLED = {
+    field.name: f"{name}={kind.__name__}({field.name}=…)"
+    for name, kind in GROUPS.items()
+    for field in fields(kind)  # type: ignore[arg-type]
+}
+
+
+def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with what is given in groups beside the others.
+
+    In YAML and JSON a group is a mapping. TypeError for what is no group, and for an option outside of its
+    group.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        kind = GROUPS.get(name)
+        if name in _SPELLED:
+            raise TypeError(f"{name} is given in a group of shardkit.loaders: pass {_SPELLED[name]}")
+        if kind is None:
+            flat[name] = value
+        elif isinstance(value, (kind, Mapping)):
+            flat |= (kind(**value) if isinstance(value, Mapping) else value).given
+        else:
+            raise TypeError(f"{name} is {name}={kind.__name__}(…), of shardkit.loaders, not {value!r}")
+    return flat
+
+
+def grouped(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same options in their groups: what `flattened` takes apart."""
+    options = {name: value for name, value in flat.items() if name not in _SPELLED}
+    for name, kind in GROUPS.items():
+        own = {field.name for field in fields(kind)} & flat.keys()  # type: ignore[arg-type]
+        if own:
+            options[name] = kind(**{option: flat[option] for option in flat if option in own})
+    return options
+
+
+class LoaderOptions(TypedDict, total=False):
+    """Further keyword arguments of `StreamingLoader`; `LoaderConfig` has their meaning and defaults."""
+
+    labels: bool | Literal["shifted"]
+    layout: Layout
+    order: Order
+    run: Run
+    eos_id: int | None
+    bos_id: int | None
+    pad_id: int | None
+    columns: Sequence[str] | None
+    endless: bool
+    restart: bool
+    cache_dir: str | os.PathLike[str] | None
+    cache_bytes: int | str | None
+    storage: StorageOptions | None
+    sequence_length: int | None
+    token_dtype: str | None
+    per_file: bool
+    usage_log: str | os.PathLike[str] | None
+    mesh: DeviceMesh | None
+    group: ProcessGroup | None
+
+
+class RunOptions(LoaderOptions, total=False):
+    """All keyword arguments of `StreamingLoader` but batch size, rank and world size, for what wraps one."""
+
+    seed: int
+    shuffle: Shuffle
+    tail: Tail
+    dtype: TokenDtype
+    return_ids: bool
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LoaderConfig(Layout, Order, Run):
+    """The options of a loader, checked, with their defaults; those of its groups are fields of it, too."""
+
+    labels: bool | Literal["shifted"] = False
+    """Add `labels`, int64, padding -100. True: the tokens (Hugging Face's convention: the model shifts them).
+
+    "shifted": label i is the token that follows token i. Rows of L + 1 tokens give `tokens` and `labels` of
+    L, and every other field describes these L tokens."""
+    eos_id: int | None = None
+    """The id that ends a document; default: as the dataset's card states."""
+    bos_id: int | None = None
+    """The id that begins each document, for data whose documents have no end: instead of `eos_id`."""
+    pad_id: int | None = None
+    """An id that is nothing but padding, anywhere in a row: labels are -100, and it counts as one document.
+
+    For data that others padded; rows that are padded by the eos id need no option."""
+    columns: Sequence[str] | None = None
+    """Deliver these columns only; default: all."""
+    endless: bool = False
+    """Continue with the next epoch instead of ending the `for`; the loader then has no length."""
+    restart: bool = False
+    """Start every `for` at the first sample again, in the same order: for evaluation.
+
+    A state that is loaded is checked, but the next `for` starts at the first sample all the same."""
     cache_dir: str | os.PathLike[str] | None = None
     """Where a remote dataset's shards are kept, shared by all processes of the machine; None: in memory.
 
     A local dataset is read in place, never copied or removed."""
     cache_bytes: int | str | None = None
     """Most bytes kept there; default: free disk less a reserve, or a quarter of free memory up to 8 GiB."""
-    connections: int = 16
-    """Shards, or ranges of shards, that a process fetches at a time."""
     storage: StorageOptions | None = None
     """Endpoint, region, profile, … of the store; default: the usual AWS environment."""
     sequence_length: int | None = None
@@ -324,22 +384,8 @@ class LoaderConfig:
     """Type of the ids in flat files that do not state it (nanoGPT's .bin, OLMo's .npy), such as "uint32"."""
     per_file: bool = False
     """Begin a row at each flat file, and leave out the end of each that fills none; default: one stream."""
-    verify: bool = False
-    """Compare each local shard's hashes when it is first opened: 18 ms for 64 MiB by xxh64.
-
-    Those of remote shards always are. ValueError for a local dataset whose index states no hashes."""
     usage_log: str | os.PathLike[str] | None = None
     """Folder, shared by all ranks, that logs the samples handed to the loop: for `shardkit audit --logs`."""
-    stop_grace_seconds: float | None = None
-    """End this process if its loop has not returned this long after another rank's loader failed.
-
-    Default: never; the loop gets `PeerError` at its next batch, and a collective that hangs is left to the
-    timeout of its process group."""
-    stop_together: bool = True
-    """False: errors of this loader are not reported to other ranks, nor theirs to it.
-
-    For a loader whose errors the loop catches, such as that of an evaluation: a reported error stands for as
-    long as the process group does."""
     mesh: DeviceMesh | None = None
     """Take rank and world size from the dims of this mesh that divide data, in their order: dp_replicate,
     dp_shard, dp, batch, data_parallel. Processes that differ in other dims only get the same batches."""
@@ -379,9 +425,11 @@ class LoaderConfig:
     @classmethod
     def of(cls, options: LoaderOptions) -> LoaderConfig:
         """Fill in defaults; TypeError with a suggestion for an unknown name."""
+        flat = flattened(options)
         of_streams = {field.name: f"Stream(path, {field.name}=…)" for field in fields(Stream)}
-        refuse_unknown("StreamingLoader()", options, [field.name for field in fields(cls)], of_streams)
-        return cls(**options)
+        known = [*GROUPS, *(field.name for field in fields(cls))]
+        refuse_unknown("StreamingLoader()", options, known, of_streams | _SPELLED)
+        return cls(**flat)
 
     def _check_layout(self) -> None:
         if not isinstance(self.labels, bool) and self.labels != "shifted":

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 
 __all__ = ["FOREIGN", "LITDATA", "STREAM", "STREAMING"]
 
-_RETRIES = "`timeout_seconds` for a batch; requests are tried again until then"
+_RETRIES = "`run=Run(timeout_seconds=…)` for a batch; requests are tried again until then"
 _NO_WORKERS = (
-    "nothing: the loader prefetches in threads, `prefetch_batches` ahead; there are no worker processes"
+    "nothing: the loader prefetches in threads, `run=Run(prefetch_batches=…)` ahead; there are no worker "
+    "processes"
 )
 _ORDER = "nothing: the loader has an order of its own"
-_LANES = "`lanes`: follow from the number of shards, kept in the state"
+_LANES = "`order=Order(lanes=…)`: follow from the number of shards, kept in the state"
 _PASSES = "nothing: each pass over a stream has each of its samples once"
 _BATCHES = (
     'nothing: batches mix the streams ("random"), in exact proportions ("stratified") if the global batch is '
@@ -25,7 +26,7 @@ _PINNED = "`CudaPrefetcher`, around the loader"
 _DATA_LOADER = {
     "batch_size": "`batch_size`, once",
     "drop_last": '`tail`: "drop" if true, "carry" (the next epoch fills the last batch) or "pad"',
-    "timeout": "`timeout_seconds`",
+    "timeout": "`run=Run(timeout_seconds=…)`",
     "num_workers": _NO_WORKERS,
     "prefetch_factor": _NO_WORKERS,
     "persistent_workers": _NO_WORKERS,
@@ -46,14 +47,14 @@ _STREAM_OR_DATASET = {
     "split": "the sub-folder of the path or URL",
     "download_retry": _RETRIES,
     "download_timeout": _RETRIES,
-    "validate_hash": "`verify` of local datasets; remote shards are always verified",
+    "validate_hash": "`run=Run(verify=True)` of local datasets; remote shards are always verified",
     "keep_zip": "nothing: shards are decompressed once, into the cache",
 }  # fmt: skip
 
 STREAM: Mapping[str, str] = _STREAM_OR_DATASET | {
     "proportion": "`weight`",
-    "repeat": "`weight`: the stream's samples in an epoch of `epoch_samples`",
-    "choose": "`weight`: the stream's samples in an epoch of `epoch_samples`",
+    "repeat": "`weight`: the stream's samples in an epoch of `order=Order(epoch_samples=…)`",
+    "choose": "`weight`: the stream's samples in an epoch of `order=Order(epoch_samples=…)`",
 }
 """Arguments of `streaming.Stream`."""
 
@@ -64,12 +65,12 @@ STREAMING: Mapping[str, str] = _STREAM_OR_DATASET | _DATA_LOADER | {
     "shuffle": '`shuffle`: "window" or "none"',
     "shuffle_seed": "`seed`",
     "shuffle_algo": '`shuffle`: "global" for naive, "window" for all others',
-    "shuffle_block_size": "`window`: by default two shards of each lane",
+    "shuffle_block_size": "`order=Order(window=…)`: by default two shards of each lane",
     "num_canonical_nodes": _LANES,
     "partition_algo": _LANES,
     "cache_limit": "`cache_bytes`; evicts the shard whose next use is farthest",
     "predownload": "nothing: follows from the order and the cache's size",
-    "epoch_size": "`epoch_samples`",
+    "epoch_size": "`order=Order(epoch_samples=…)`",
     "sampling_method": _PASSES + '; for "fixed", `exclude` the other rows',
     "sampling_granularity": _PASSES,
     "batching_method": _BATCHES,
@@ -88,7 +89,7 @@ LITDATA: Mapping[str, str] = _DATA_LOADER | {
     "cache_dir": "`cache_dir`",
     "max_cache_size": "`cache_bytes`; a fraction of the free disk is left to the default",
     "shuffle": '`shuffle`: "window" or "none"',
-    "item_shuffle_window": "`window`: by default two shards of each lane",
+    "item_shuffle_window": "`order=Order(window=…)`: by default two shards of each lane",
     "num_canonical_nodes": _LANES,
     "seed": "`seed`",
     "subsample": "`exclude` of a `Stream` leaves rows out, the same in every epoch",

@@ -33,7 +33,15 @@ import numpy as np
 from shardkit.errors import StateError
 from shardkit.loaders.agreement import RankAgreement
 from shardkit.loaders.batch import Batch
-from shardkit.loaders.config import LoaderConfig, LoaderOptions, RunOptions, Stream, Weights
+from shardkit.loaders.config import (
+    LoaderConfig,
+    LoaderOptions,
+    RunOptions,
+    Stream,
+    Weights,
+    flattened,
+    grouped,
+)
 from shardkit.loaders.defaults import find_eos_id
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.metrics import LoaderStats
@@ -79,12 +87,14 @@ class LengthLoader:
         world_size: int | None = None,
         **options: Unpack[RunOptions],
     ) -> None:
-        _refuse_options(options)
+        flat = flattened(options)
+        _refuse_options(flat)
         if isinstance(streams, (str, os.PathLike)) or not streams:
             raise TypeError("expected a list of paths or Stream, one for each length")
         specs = [spec if isinstance(spec, Stream) else Stream(spec) for spec in streams]
         names = ("seed", "shuffle", "tail", "dtype", "return_ids")
         config = LoaderConfig.of(cast(LoaderOptions, {k: v for k, v in options.items() if k not in names}))
+        flat |= {"endless": True, "prefetch_bytes": parse_bytes(config.prefetch_bytes) // len(streams)}
         place = find_place(rank, world_size, mesh=config.mesh, group=config.group)
         self._opened = opened = open_streams(specs, config, local_processes(place), place=place)
         find_eos_id(opened.streams.once, config, opened.streams.datasets[0].token_column)  # one for all
@@ -94,7 +104,6 @@ class LengthLoader:
         self._endless = config.endless
         rename = config.rename or {}
         self._ids = [rename.get(name, name) for name in ("sample_id", "stream_id")]
-        options["endless"], options["prefetch_bytes"] = True, parse_bytes(config.prefetch_bytes) // len(specs)
         lengths = []
         for name, dataset in zip(self.names, opened.streams.datasets, strict=True):
             length = dataset.sequence_length
@@ -109,7 +118,7 @@ class LengthLoader:
                 batch_size=size,
                 rank=rank,
                 world_size=world_size,
-                **cast(RunOptions, {**options, **_own(config, name)}),
+                **grouped(flat | _own(config, name)),
             )
             for name, spec, dataset, size in zip(
                 self.names, specs, opened.streams.datasets, sizes, strict=True
@@ -301,7 +310,7 @@ class LengthLoader:
         return schedule
 
 
-def _refuse_options(options: RunOptions) -> None:
+def _refuse_options(options: Mapping[str, Any]) -> None:
     if options.get("tail", "carry") != "carry":
         raise ValueError("a LengthLoader needs tail='carry': its streams run on across their epochs")
     for name in _REFUSED:

@@ -37,7 +37,15 @@ with naming_extras("ShardDataModule"):
 
 
 from shardkit.loaders.batch import Batch
-from shardkit.loaders.config import LoaderConfig, LoaderOptions, RunOptions, Stream, Weights
+from shardkit.loaders.config import (
+    LoaderConfig,
+    LoaderOptions,
+    RunOptions,
+    Stream,
+    Weights,
+    flattened,
+    grouped,
+)
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.metrics import LoaderStats
 from shardkit.order.batches import Cursor
@@ -245,7 +253,7 @@ class ShardDataModule(pl.LightningDataModule):
             ("restart", "evaluation starts anew each time, and training continues where it was"),
             ("global_batch", "give global_batch_size; Lightning accumulates gradients by itself"),
         ):
-            if given.get(name):
+            if flattened(given).get(name):
                 raise ValueError(f"ShardDataModule has no option {name}: {instead}")
         self.options = given
         self.train, self.val, self.test, self.predict = train, val, test, predict
@@ -279,7 +287,7 @@ class ShardDataModule(pl.LightningDataModule):
     def set_weights(self, weights: Weights, *, at_position: int) -> None:
         """Mix with `weights` from `at_position` on: see `StreamingLoader.set_weights`. For all ranks."""
         if self._training is None:
-            raise RuntimeError("set_weights works while training runs: before it, give schedule=…")
+            raise RuntimeError("set_weights works while training runs; before, give order=Order(schedule=…)")
         self._training.loader.set_weights(weights, at_position=at_position)
 
     # Lightning calls what follows.
@@ -405,8 +413,8 @@ class ShardDataModule(pl.LightningDataModule):
                 f"{name} is a mixture, whose weights would decide how often each sample is evaluated: "
                 "give a dict of datasets instead"
             )
-        options = {key: value for key, value in self.options.items() if key not in _NOT_IN_EVALUATION}
-        return EvaluationBatches(self._open(source, batch_size, shuffle="none", tail="pad", **options))
+        flat = {k: v for k, v in flattened(self.options).items() if k not in _NOT_IN_EVALUATION}
+        return EvaluationBatches(self._open(source, batch_size, shuffle="none", tail="pad", **grouped(flat)))
 
     def _open(self, source: DataSource, batch_size: int, **options: Any) -> StreamingLoader:
         if options.get("mesh") is None and options.get("group") is None:
@@ -466,7 +474,7 @@ class DataMonitor(pl.Callback):
         data = trainer.datamodule
         self._batches += 1
         self._samples += data.train_loader.batch_size
-        name = (data.options.get("rename") or {}).get("tokens", "tokens")
+        name = (flattened(data.options).get("rename") or {}).get("tokens", "tokens")
         if isinstance(batch, Mapping) and isinstance(tokens := batch.get(name), torch.Tensor):
             self._tokens += tokens.numel()
         if self._batches == (self.every_n_batches or trainer.log_every_n_steps):

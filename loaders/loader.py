@@ -71,7 +71,8 @@ class StreamingLoader:
     "pad" it with flagged rows. `rank` and `world_size` are data-parallel; they default to those of `mesh` or
     `group`, then torch.distributed's, then torchrun's, then 0 of 1 (`shardkit.loaders.placement`). `dtype`:
     of the tokens; None means as stored. `return_ids` adds `sample_id`, rows in dataset order, and in a
-    mixture `stream_id`, the number of each sample's stream. Further options: `LoaderConfig`.
+    mixture `stream_id`, the number of each sample's stream. Further options: `LoaderConfig`; those of its
+    groups are given together, as `layout=Layout(…)`, `order=Order(…)` and `run=Run(…)`.
 
     Datasets of other columns give numbers and arrays of constant shape as tensors, everything else as lists.
     With tail="pad" every batch has `is_padding`; padding has the sample id -1 and the label -100.
@@ -211,7 +212,9 @@ class StreamingLoader:
         while holding a step names the next one. Needs `global_batch` and `endless=True`.
         """
         if self._step_sizes is None:
-            raise ValueError("steps() needs global_batch=…: the sequences of a step over all ranks")
+            raise ValueError(
+                "steps() needs order=Order(global_batch=…): the sequences of all ranks in a step"
+            )
         if not self.config.endless:
             raise ValueError("steps() needs endless=True: the end of an epoch may lie inside of a step")
         self._check_steps(self._step_sizes)
@@ -495,7 +498,7 @@ class StreamingLoader:
         continue.
         """
         if self._step_sizes is None:
-            raise ValueError("this loader knows no steps: give global_batch=… when making it")
+            raise ValueError("this loader knows no steps: give order=Order(global_batch=…) when making it")
         changed = self._step_sizes.changed(self._undelivered(at_position, "global_batch"), sequences)
         self._check_steps(changed)
         self._adopt_step_sizes(changed)

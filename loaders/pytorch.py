@@ -52,7 +52,7 @@ with naming_extras("shardkit.loaders.pytorch"):
 
 from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn, tensor_maker
 from shardkit.loaders.blocks import BLOCK_BYTES, MAX_BLOCK_BATCHES, BlockMemory, deal
-from shardkit.loaders.config import LoaderConfig, LoaderOptions, TokenDtype, refuse_unknown
+from shardkit.loaders.config import LoaderConfig, LoaderOptions, TokenDtype, flattened, refuse_unknown
 from shardkit.loaders.defaults import find_eos_id, may_be_padded
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.peers import StopTogether
@@ -96,8 +96,9 @@ class MapDataset(TorchDataset[Sample]):
     """Sample i as {"tokens": int64[length], …}; numbers and arrays of constant shape are tensors.
 
     `dtype`: of the tokens; None means as stored. `return_ids` adds `sample_id`. Options, as of
-    `StreamingLoader`: labels, keep_length, mask_document_starts, position_ids, document_ids, seq_lengths,
-    rename, tensors, eos_id, bos_id, columns; of remote datasets cache_dir, cache_bytes, connections, storage.
+    `StreamingLoader`: labels, eos_id, bos_id, columns; keep_length, mask_document_starts, position_ids,
+    document_ids, seq_lengths, rename and tensors of `Layout`; of remote datasets cache_dir, cache_bytes,
+    storage, and connections of `Run`.
     Can be pickled, and works in forked processes.
     """
 
@@ -109,12 +110,12 @@ class MapDataset(TorchDataset[Sample]):
         return_ids: bool = False,
         **options: Unpack[LoaderOptions],
     ) -> None:
+        self._config = LoaderConfig.of(options)
         known = _OPTIONS | _REMOTE_OPTIONS
-        if unknown := sorted(options.keys() - known):
+        if unknown := sorted(flattened(options).keys() - known):
             raise TypeError(
                 f"MapDataset() takes no option {unknown[0]!r}; known options: {', '.join(sorted(known))}"
             )
-        self._config = LoaderConfig.of(options)
         self._dtype = dtype
         streams = open_streams(dataset, self._config, processes=1).streams
         self._dataset = streams.datasets[0]

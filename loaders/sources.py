@@ -204,7 +204,7 @@ def _check_alike(streams: Streams, number: int, first: _Part, other: _Part, mixe
         if mine is not None and its is not None and mine[1] != its[1] and not mixed_lengths:
             raise ValueError(
                 f"{names} have different shapes in column {name!r}, {list(mine[1])} and {list(its[1])}: "
-                "build them alike, or give mixed_lengths=True and a schedule that changes between them"
+                "build them alike, or give Order(mixed_lengths=True, schedule=…) that changes between them"
             )
 
 

@@ -357,11 +357,11 @@ def _require_hashes(datasets: Sequence[Dataset]) -> None:
             continue
         if not dataset.verifies:
             raise ValueError(
-                f"verify=True, but {dataset.location} was opened without it: open it with verify=True"
+                f"Run(verify=True), but {dataset.location} was opened without it: open it with verify=True"
             )
         if not all(info.stored.hashes or info.raw.hashes for info in dataset.manifest.shards[:1]):
             raise ValueError(
-                f"verify=True, but the index of {dataset.location} states no hashes: write it with "
+                f"Run(verify=True), but the index of {dataset.location} states no hashes: write it with "
                 "hashes=['xxh64'], or copy it with `shardkit convert`"
             )
 

@@ -25,8 +25,11 @@ __all__ = [
     "BuildResult",
     "CutOptions",
     "Dataset",
+    "Layout",
+    "Order",
     "OutputOptions",
     "Recipe",
+    "Run",
     "StorageOptions",
     "Stream",
     "StreamingLoader",
@@ -49,8 +52,11 @@ _PLACES = {  # module and name of each
     "BuildResult": ("shardkit.writers.result", "BuildResult"),
     "CutOptions": ("shardkit.tools.convert", "CutOptions"),
     "Dataset": ("shardkit.datasets.dataset", "Dataset"),
+    "Layout": ("shardkit.loaders.config", "Layout"),
+    "Order": ("shardkit.loaders.config", "Order"),
     "OutputOptions": ("shardkit.tools.convert", "OutputOptions"),
     "Recipe": ("shardkit.writers.recipe", "Recipe"),
+    "Run": ("shardkit.loaders.config", "Run"),
     "StorageOptions": ("shardkit.storage.store", "StorageOptions"),
     "Stream": ("shardkit.loaders.config", "Stream"),
     "StreamingLoader": ("shardkit.loaders.loader", "StreamingLoader"),
@@ -70,7 +76,7 @@ if TYPE_CHECKING:
     from shardkit.datasets.dataset import Dataset, open_dataset, trace
     from shardkit.datasets.dataset import open_dataset as open
     from shardkit.datasets.verify import verify
-    from shardkit.loaders import Stream, StreamingLoader
+    from shardkit.loaders import Layout, Order, Run, Stream, StreamingLoader
     from shardkit.publish import download, upload
     from shardkit.storage.store import StorageOptions
     from shardkit.tools.convert import CutOptions, OutputOptions, convert

@@ -45,22 +45,27 @@ _TOKENIZER = ".tokenizer"  # a folder of its own, apart from what recipes name
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a build runs. `workers`: processes, or tasks at a time on a Ray cluster (None: as many as fit).
-
-    `ray_address` names a running cluster (None: RAY_ADDRESS, else one is started on this machine). A task
-    that takes longer than `task_seconds` is killed and runs once more (with Ray, a few times). With
-    `retry_failed`, tasks of splits that an earlier build gave up (`max_failed_splits`) run again; with
-    `speculate`, idle workers of a Ray cluster also run the last tasks of a stage if these take long
-    (`Stragglers`). After `lease_seconds` of silence, the driver of a work folder in a store counts as dead.
-    """
+    """How a build runs. Its fields are options of the command line, in these words."""
 
     workers: int | None = None
+    """Worker processes, or tasks at a time on a Ray cluster; default: one per core, fewer for little text or
+    memory."""
     engine: EngineName = "local"
+    """Where tasks run: processes on this machine, or a Ray cluster."""
     ray_address: str | None = None
+    """The Ray cluster, such as auto or ray://host:10001; default: $RAY_ADDRESS, else a cluster started on
+    this machine."""
     task_seconds: float = TASK_SECONDS
+    """Kill a task that takes longer and run it once more (with Ray, a few times), then end with its name;
+    default: 21600."""
     retry_failed: bool = False
+    """Run the tasks of splits again that an earlier build gave up, as `max_failed_splits` allowed; default:
+    use what is left of those splits, nothing."""
     speculate: bool = True
+    """With the engine ray, run a task on a second, idle worker, too, if it takes several times as long as
+    others, and take the first answer."""
     lease_seconds: float = LEASE_SECONDS
+    """Silence after which the driver of a work folder in a store counts as dead."""
 
     def __post_init__(self) -> None:
         if not self.task_seconds > 0:

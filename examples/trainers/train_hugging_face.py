@@ -24,6 +24,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from shardkit.loaders import Layout
 from shardkit.loaders.integrations.hugging_face import StreamingTrainer, TrainerDataset
 
 
@@ -87,7 +88,9 @@ def main() -> None:
     trainer = StreamingTrainer(
         model=make_model(),
         args=TrainingArguments(**training_arguments(options)),
-        train_dataset=TrainerDataset(options.data, position_ids=True, usage_log=options.folder / "usage"),
+        train_dataset=TrainerDataset(
+            options.data, layout=Layout(position_ids=True), usage_log=options.folder / "usage"
+        ),
         callbacks=[LossLog(options.folder / "losses.jsonl")],
     )
     trainer.train(resume_from_checkpoint=newest_checkpoint(options.folder))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit.loaders import StreamingLoader
+from shardkit.loaders import Layout, StreamingLoader
 
 VOCABULARY, WIDTH = 256, 32
 Parameters = dict[str, jax.Array]
@@ -83,9 +83,11 @@ def main() -> None:
         rank=jax.process_index(),
         world_size=jax.process_count(),
         labels="shifted",
-        document_ids=True,
-        rename={"tokens": "inputs", "labels": "targets", "document_ids": "inputs_segmentation"},
-        tensors="numpy",
+        layout=Layout(
+            document_ids=True,
+            rename={"tokens": "inputs", "labels": "targets", "document_ids": "inputs_segmentation"},
+            tensors="numpy",
+        ),
         dtype="int32",
         endless=True,
         usage_log=options.folder / "usage",

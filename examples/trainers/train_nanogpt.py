@@ -30,9 +30,10 @@ folder, dataset = args.folder.resolve(), Path(args.data).resolve()
 # micro-batches over all ranks, and runs on one and two ranks could not be compared.
 DATA = {
     "# init these up here, can override if init_from='resume' (i.e. from a checkpoint)": f"""
+from shardkit.loaders import Order
 from shardkit.loaders.integrations.nanogpt import NanoGPTData
 data = NanoGPTData({str(dataset)!r}, {str(dataset)!r}, batch_size=batch_size, block_size=block_size,
-                   device=device, lanes=4, usage_log={str(folder / "usage")!r})
+                   device=device, order=Order(lanes=4), usage_log={str(folder / "usage")!r})
 get_batch = data.get_batch""",
     "        for k in range(eval_iters):": (
         "        for k, (X, Y) in enumerate(data.evaluation(split, eval_iters)):"

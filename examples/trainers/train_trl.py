@@ -19,6 +19,7 @@ from train_hugging_face import (  # type: ignore[import-not-found, unused-ignore
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
+from shardkit.loaders import Layout
 from shardkit.loaders.integrations.hugging_face import StreamingTrainerMixin, TrainerDataset
 
 
@@ -37,7 +38,9 @@ def main() -> None:
         model=make_model(),
         args=SFTConfig(**training_arguments(options), max_length=None, packing=False, bf16=False),
         processing_class=tokenizer,
-        train_dataset=TrainerDataset(options.data, position_ids=True, usage_log=options.folder / "usage"),
+        train_dataset=TrainerDataset(
+            options.data, layout=Layout(position_ids=True), usage_log=options.folder / "usage"
+        ),
         callbacks=[LossLog(options.folder / "losses.jsonl")],
     )
     trainer.train(resume_from_checkpoint=newest_checkpoint(options.folder))

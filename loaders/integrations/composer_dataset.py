@@ -14,8 +14,8 @@ run loads it into its own dataset before it iterates, and then neither spins nor
 what the DataLoader has handed over, with any number of workers; it may continue on another number of ranks.
 
 A batch is what the models of llm-foundry and Hugging Face take: `input_ids` and `labels` (the model shifts
-them; padding is -100). With `document_ids=True` it has `sequence_id`, by which llm-foundry's MPT keeps
-attention inside documents. In llm-foundry's YAML, `name: shardkit` is `build_dataloader`:
+them; padding is -100). With `layout=Layout(document_ids=True)` it has `sequence_id`, by which llm-foundry's
+MPT keeps attention inside documents. In llm-foundry's YAML, `name: shardkit` is `build_dataloader`:
 
     train_loader:
       name: shardkit
@@ -34,7 +34,7 @@ with naming_extras("shardkit.loaders.integrations.composer_dataset"):
     from composer.core import DataSpec
 
 from shardkit.datasets.dataset import Dataset
-from shardkit.loaders.config import RunOptions, Stream
+from shardkit.loaders.config import RunOptions, Stream, flattened, grouped
 from shardkit.loaders.pytorch import StreamingDataLoader
 from shardkit.loaders.streaming_dataset import State, StreamingDataset
 from shardkit.order.state import OnMismatch
@@ -98,13 +98,15 @@ def build_data_spec(
 
     `batch_size`: sequences per rank. Without workers, a thread prefetches. `options`: of `StreamingLoader`.
     """
-    if refused := [name for name in ("flat", "cu_seqlens", "endless") if options.get(name)]:
+    flat = flattened(options)
+    if refused := [name for name in ("flat", "cu_seqlens", "endless") if flat.get(name)]:
         raise ValueError(
             f"leave out {refused[0]}: Composer counts epochs, and cuts batches into microbatches by rows"
         )
-    names = {"tokens": "input_ids"} | ({"document_ids": "sequence_id"} if options.get("document_ids") else {})
-    defaults: RunOptions = {"labels": True, "rename": names}
-    batches = ComposerDataset(dataset, batch_size=batch_size, **(defaults | options))
+    names = {"tokens": "input_ids"} | ({"document_ids": "sequence_id"} if flat.get("document_ids") else {})
+    batches = ComposerDataset(
+        dataset, batch_size=batch_size, **grouped({"labels": True, "rename": names} | flat)
+    )
     return DataSpec(
         ComposerDataLoader(batches, num_workers=num_workers, pin_memory=pin_memory),
         num_samples=batches.loader.plan.samples,
@@ -123,9 +125,9 @@ def build_dataloader(
 ) -> DataSpec:
     """What llm-foundry calls for `train_loader` and `eval_loader` with `name: shardkit`.
 
-    `dataset`: `path`, or `streams` ({name: {path: …, weight: …}}), and options of `StreamingLoader`; with
-    `max_seq_len`, ValueError if rows have another length. `drop_last`: tail="drop". Rows are tokenized:
-    `tokenizer` is not needed.
+    `dataset`: `path`, or `streams` ({name: {path: …, weight: …}}), and options of `StreamingLoader`, whose
+    groups are mappings (`layout: {document_ids: true}`); with `max_seq_len`, ValueError if rows have another
+    length. `drop_last`: tail="drop". Rows are tokenized: `tokenizer` is not needed.
     """
     options = dict(dataset)
     if drop_last and options.setdefault("tail", "drop") != "drop":

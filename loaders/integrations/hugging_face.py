@@ -41,7 +41,7 @@ with naming_extras("shardkit.loaders.integrations.hugging_face"):
     from transformers.utils.import_utils import is_datasets_available
 
 from shardkit.loaders.batch import Batch
-from shardkit.loaders.config import LoaderOptions, Stream
+from shardkit.loaders.config import LoaderOptions, Stream, flattened, grouped
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.pytorch import MapDataset
 from shardkit.order.order import Shuffle
@@ -73,9 +73,9 @@ def placement(accelerator: Accelerator) -> Placement:
 class TrainerDataset(TorchDataset[Batch]):
     """What to train on: a path, an open `Dataset` or a list of `Stream`, with options of `StreamingLoader`.
 
-    Batches have what models of transformers take: `input_ids` and `labels`; with `position_ids=True` also
-    positions that begin again in each document, which keeps attention inside of documents. Batch size, seed
-    (`data_seed`, else `seed`) and ranks are the Trainer's.
+    Batches have what transformers take: `input_ids` and `labels`. `layout=Layout(position_ids=True)`
+    adds positions that begin again in each document, which keeps attention inside of documents. Batch size,
+    seed (`data_seed`, else `seed`) and ranks are the Trainer's.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class TrainerDataset(TorchDataset[Batch]):
         self._shuffle: Shuffle = shuffle
         self._return_ids = return_ids
         self.on_mismatch: OnMismatch = on_mismatch
-        defaults: LoaderOptions = {"labels": True, "rename": {"tokens": "input_ids"}}
-        self._options: LoaderOptions = {**defaults, **options, "endless": True}
+        defaults = {"labels": True, "rename": {"tokens": "input_ids"}}
+        self._options = grouped({**defaults, **flattened(options), "endless": True})
 
     def open(self, *, batch_size: int, seed: int, place: Placement) -> StreamingLoader:
         """An endless loader."""
@@ -123,8 +123,7 @@ class TrainerDataset(TorchDataset[Batch]):
 
     def _alone(self) -> StreamingLoader:
         """A loader of this process alone, to look at the data."""
-        silent: LoaderOptions = {"usage_log": None, "prefetch_batches": 0}
-        options: LoaderOptions = {**self._options, **silent}
+        options = grouped({**flattened(self._options), "usage_log": None, "prefetch_batches": 0})
         return StreamingLoader(self._dataset, batch_size=1, rank=0, world_size=1, shuffle="none", **options)
 
 

@@ -12,8 +12,8 @@ whose checkpoints it then writes for ours as well.
     app.run(train.main)  # dataset_type=grain grain_train_files=s3://bucket/dataset
 
 `functools.partial(make_train_iterator, cache_dir=…)` gives options of `StreamingLoader`. Rows of
-`max_target_length` + 1 tokens give inputs and targets of `max_target_length`; with `keep_length=True`, so do
-rows of `max_target_length`, whose last position then has no target.
+`max_target_length` + 1 tokens give inputs and targets of `max_target_length`; so do, with
+`layout=Layout(keep_length=True)`, rows of `max_target_length`, whose last position then has no target.
 
 A host reads its part of the global batch. The state is one position, the same on every host, so MaxText takes
 the iterator for Grain's elastic one: one file in a checkpoint, which any number of hosts may resume from.
@@ -37,7 +37,7 @@ with naming_extras("shardkit.loaders.integrations.maxtext"):
     from maxtext.input_pipeline.multihost_dataloading import MultiHostDataLoadIterator
 
 from shardkit.datasets.segments import IGNORED_LABEL
-from shardkit.loaders.config import LoaderOptions
+from shardkit.loaders.config import LoaderOptions, flattened, grouped
 from shardkit.loaders.loader import StreamingLoader
 
 __all__ = ["MaxTextBatches", "MaxTextConfig", "make_eval_iterator", "make_train_iterator"]
@@ -87,7 +87,7 @@ class MaxTextBatches(ElasticIterator):  # type: ignore[misc, unused-ignore]
         if inputs.shape[1] != self._length:
             raise ValueError(
                 f"rows give inputs of {inputs.shape[1]:,} tokens and max_target_length is {self._length:,}: "
-                "it must be the same, or with keep_length=True the length of the rows"
+                "it must be the same, or with layout=Layout(keep_length=True) the length of the rows"
             )
         is_scored = labels != IGNORED_LABEL
         positions = batch["position_ids"].astype(np.int32)
@@ -155,8 +155,8 @@ def _open(
     batch_size, rest = divmod(global_batch, len(process_indices))
     if rest:
         raise ValueError(f"a global batch of {global_batch} does not divide by {len(process_indices)} hosts")
-    needed: LoaderOptions = {
-        **options,
+    needed = {
+        **flattened(options),
         "labels": "shifted",
         "position_ids": True,
         "document_ids": True,
@@ -172,5 +172,5 @@ def _open(
         rank=process_indices.index(jax.process_index()),
         world_size=len(process_indices),
         dtype="int32",
-        **needed,
+        **grouped(needed),
     )

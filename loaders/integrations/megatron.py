@@ -13,7 +13,7 @@ seed, which must therefore stay as they are.
 
 A micro-batch has what Megatron's GPTDataset gives: `tokens`, `labels` (shifted), `position_ids` (int64) and
 `loss_mask` (float32), of shape [micro_batch_size, seq_length]. Rows of seq_length + 1 tokens have all labels;
-rows of seq_length do with `keep_length=True`. Labels that do not count are 0, and so is their `loss_mask`.
+rows of seq_length do with `Layout(keep_length=True)`. Labels that do not count are 0, and their `loss_mask`.
 With `--dataloader-inter-document-masking` there are `cu_seqlens` (int32[micro_batch_size, seq_length + 1])
 and `max_seqlen`; then, as with `--reset-position-ids`, positions begin at 0 in each document.
 """
@@ -31,7 +31,7 @@ from torch import Tensor
 from shardkit.datasets.dataset import Dataset
 from shardkit.datasets.segments import IGNORED_LABEL
 from shardkit.errors import naming_extras
-from shardkit.loaders.config import LoaderOptions, RunOptions, Stream
+from shardkit.loaders.config import LoaderOptions, RunOptions, Stream, flattened, grouped
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.pytorch import MapDataset
 from shardkit.order.order import Order, OrderSpec
@@ -67,13 +67,14 @@ class MegatronDataIterator:
     ) -> None:
         """Begin at `consumed_samples`, a number over all ranks; `options`: of `StreamingLoader`."""
         has_documents = reset_position_ids or inter_document_masking
-        layout: RunOptions = {
+        given = flattened(options)
+        layout = {
             "labels": "shifted",
             "endless": True,
             "position_ids": has_documents,
             "doc_lens": inter_document_masking,
         }
-        if clash := sorted(layout.keys() & options.keys()):
+        if clash := sorted(layout.keys() & given.keys()):
             raise ValueError(f"Megatron's arguments decide {', '.join(clash)}: leave it out")
         if global_batch_size % (micro_batch_size * data_parallel_size):
             raise ValueError(
@@ -86,9 +87,9 @@ class MegatronDataIterator:
             batch_size=micro_batch_size,
             rank=data_parallel_rank,
             world_size=data_parallel_size,
-            **(options | layout),
+            **grouped(given | layout),
         )
-        _check_rows(self.loader.dataset, seq_length, bool(options.get("keep_length")))
+        _check_rows(self.loader.dataset, seq_length, self.loader.config.keep_length)
         self.seek(consumed_samples)
 
     def seek(self, consumed_samples: int) -> None:
@@ -137,9 +138,9 @@ class MegatronDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         **options: Unpack[LoaderOptions],
     ) -> None:
         """`options`: of `MapDataset`."""
-        layout: LoaderOptions = {"labels": "shifted", "position_ids": reset_position_ids}
-        self._samples = MapDataset(dataset, **(layout | options))
-        _check_rows(self._samples.dataset, seq_length, bool(options.get("keep_length")))
+        flat = {"labels": "shifted", "position_ids": reset_position_ids} | flattened(options)
+        self._samples = MapDataset(dataset, **grouped(flat))
+        _check_rows(self._samples.dataset, seq_length, bool(flat.get("keep_length")))
         self._order = Order(self._samples.dataset.manifest.shard_samples, OrderSpec(seed, 1, 0, "global"))
         self._num_samples, self._seq_length = num_samples, seq_length
 
@@ -220,5 +221,5 @@ def _check_rows(dataset: Dataset, seq_length: int, keep_length: bool) -> None:
         raise ValueError(
             f"{dataset.location} has rows of {dataset.sequence_length} tokens, but sequences of {seq_length} "
             f"need {wanted}: change --seq-length; rows of {seq_length}, whose last label does not count, "
-            "need keep_length=True"
+            "need layout=Layout(keep_length=True)"
         )

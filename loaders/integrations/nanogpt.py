@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self, TypeAlias, Unpack, cast
+from typing import Any, Self, TypeAlias, Unpack
 
 from shardkit.errors import naming_extras
 
@@ -29,7 +29,7 @@ with naming_extras("shardkit.loaders.integrations.nanogpt"):
 from shardkit.datasets.dataset import Dataset
 from shardkit.datasets.segments import IGNORED_LABEL
 from shardkit.loaders.batch import Batch
-from shardkit.loaders.config import RunOptions, Stream
+from shardkit.loaders.config import RunOptions, Stream, flattened, grouped
 from shardkit.loaders.loader import StreamingLoader
 
 __all__ = ["DistributedDataGenerator", "NanoGPTData", "data_loader", "data_loader_with_state"]
@@ -63,7 +63,8 @@ class NanoGPTData:
         **options: Unpack[RunOptions],
     ) -> None:
         self._sets = {"train": train, "val": val}
-        self._evaluation = cast(RunOptions, {name: options[name] for name in _OF_THE_DATA if name in options})  # type: ignore[literal-required]
+        flat = flattened(options)
+        self._evaluation = {name: flat[name] for name in _OF_THE_DATA if name in flat}
         self._batch_size, self._block_size, self._device = batch_size, block_size, torch.device(device)
         self._loader = _endless(train, batch_size, rank=rank, world_size=world_size, **options)
         self._state = self._loader.state_dict()
@@ -82,7 +83,7 @@ class NanoGPTData:
 
     def evaluation(self, split: str, eval_iters: int) -> Iterator[Pair]:
         """The first `eval_iters` batches of a split: the same in each evaluation, on one rank as on any."""
-        options: RunOptions = {**self._evaluation, "shuffle": "none", "stop_together": False}
+        options = grouped({**self._evaluation, "shuffle": "none", "stop_together": False})
         with _endless(self._sets[split], self._batch_size, rank=0, world_size=1, **options) as loader:
             for batch in itertools.islice(loader, eval_iters):
                 yield _pair(batch, self._block_size, self._device)
@@ -161,8 +162,8 @@ class DistributedDataGenerator:
         **options: Unpack[RunOptions],
     ) -> None:
         self._max_num_docs, self._device = max_num_docs, torch.device(device)
-        self._options: RunOptions = {
-            **options,
+        flat: dict[str, Any] = {
+            **flattened(options),
             "dtype": torch.int32,
             "labels": "shifted",
             "mask_document_starts": False,
@@ -170,7 +171,8 @@ class DistributedDataGenerator:
             "flat": True,
             "endless": True,
         }
-        unlogged: RunOptions = {**self._options, "usage_log": None}
+        self._options = grouped(flat)
+        unlogged = {**self._options, "usage_log": None}
         self._opened = StreamingLoader(
             dataset, batch_size=1, **unlogged
         )  # keeps the dataset open for all batch sizes

@@ -18,8 +18,9 @@ the epoch that it starts in.
 
 A batch has `input_ids` and `labels`, int64[rank's sequences, sequence_length], and `index`, the rows' numbers
 in the dataset. Labels are shifted; -100 stands at padding, and at the last token of rows of sequence_length,
-as OLMo-core's own loaders do it; with `keep_length=False`, rows of sequence_length + 1 have all labels.
-`doc_lens=True` adds `doc_lens` and `max_doc_lens`, by which the model keeps attention inside documents.
+as OLMo-core's own loaders do it; with `Layout(keep_length=False)`, rows of sequence_length + 1 have all
+labels. `Layout(doc_lens=True)` adds `doc_lens` and `max_doc_lens`, by which the model keeps attention inside
+documents.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import naming_extras
-from shardkit.loaders.config import Stream
+from shardkit.loaders.config import Stream, flattened, grouped
 from shardkit.loaders.loader import StreamingLoader
 
 with naming_extras(__name__):
@@ -81,13 +82,14 @@ class ShardkitDataLoader(TextDataLoaderBase):
             "return_ids": True,
             "rename": {"tokens": "input_ids", "sample_id": "index"},
         }
-        self._options: dict[str, Any] = {**defaults, **options}
+        flat = {**defaults, **flattened(options)}
+        self._options = grouped(flat)
         self.loader = self._open(dataset)
         stored = self.loader.dataset.sequence_length
-        if stored != sequence_length + (not self._options["keep_length"]):
+        if stored != sequence_length + (not flat["keep_length"]):
             raise ValueError(
                 f"{self.loader.dataset.location} has rows of {stored} tokens: give sequence_length={stored}, "
-                f"or keep_length=False and one less, not {sequence_length}"
+                f"or layout=Layout(keep_length=False) and one less, not {sequence_length}"
             )
 
     def _open(self, dataset: str | os.PathLike[str] | Dataset | Sequence[Stream]) -> StreamingLoader:
@@ -163,7 +165,7 @@ class ShardkitDataLoader(TextDataLoaderBase):
         rows = self.rank_batch_size // self.sequence_length
         tokens = torch.zeros(rows, self.sequence_length, dtype=torch.int64)
         batch = {"input_ids": tokens, "labels": tokens.clone(), "index": torch.zeros(rows, dtype=torch.int64)}
-        if not self._options.get("doc_lens"):
+        if not self.loader.config.doc_lens:
             return batch
         whole = torch.full((rows, 1), self.sequence_length, dtype=torch.int32)
         return batch | {"doc_lens": whole, "max_doc_lens": [self.sequence_length] * rows}

@@ -8,11 +8,12 @@
 batches), stores its state in each checkpoint as "dataloader", and resumes with the next sample. The state is
 the same on all ranks, and its position is not of a rank, so that a checkpoint loads at another degree.
 
-Rows of seq_len + 1 tokens give inputs and labels of seq_len; rows of seq_len do with `keep_length=True` in
-`options`. A batch is `{"input", "positions"}, labels`: int64[local_batch_size, seq_len] in release 0.3, and
-int64[num_tokens_per_batch] in later development, whose `max_context_length` is the length here. `positions`
-begin at 0 in each document, which keeps attention inside documents; labels are shifted, and -100 where a
-token would be predicted from another document. `options={"mask_document_starts": False}` keeps those.
+Rows of seq_len + 1 tokens give inputs and labels of seq_len; so do rows of seq_len with
+`options={"layout": Layout(keep_length=True)}`. A batch is `{"input", "positions"}, labels`:
+int64[local_batch_size, seq_len] in release 0.3, and int64[num_tokens_per_batch] in later development, whose
+`max_context_length` is the length here. `positions` begin at 0 in each document, which keeps attention inside
+documents; labels are shifted, and -100 where a token would be predicted from another document, unless the
+layout has `mask_document_starts=False`.
 
 In a `Validator`, which builds a loader for each validation, every validation sees the same batches. Its
 `steps=-1` is each sample once, in equally many batches on all ranks; what fills up the last is labeled -100.
@@ -27,7 +28,7 @@ from typing import Annotated, TypeAlias
 from torch import Tensor
 
 from shardkit.errors import naming_extras
-from shardkit.loaders.config import RunOptions, Stream
+from shardkit.loaders.config import RunOptions, Stream, flattened, grouped
 from shardkit.loaders.loader import StreamingLoader
 
 with naming_extras(__name__):
@@ -82,30 +83,31 @@ class ShardkitDataLoader(BaseDataLoader):
         assert length is not None
         batch_size = local_batch_size or _rows(num_tokens_per_batch, length)
         is_endless = config.infinite and config.repeat
-        layout: RunOptions = {
+        given = flattened(config.options)
+        layout = {
             "labels": "shifted",
             "position_ids": True,
             "flat": is_flat,
             "endless": is_endless,
         }
-        if clash := sorted(layout.keys() & config.options.keys()):
+        if clash := sorted(layout.keys() & given.keys()):
             raise ValueError(f"torchtitan decides {', '.join(clash)}: leave it out of options")
-        tail: RunOptions = {"tail": "carry" if is_endless else "pad"}
+        tail = {"tail": "carry" if is_endless else "pad"}
         self.loader = StreamingLoader(
             source,
             batch_size=batch_size,
             rank=dp_rank,
             world_size=dp_world_size,
-            **(tail | config.options | layout),
+            **grouped(tail | given | layout),
         )
         stored = self.loader.dataset.sequence_length
-        wanted = length if config.options.get("keep_length") else length + 1
+        wanted = length if given.get("keep_length") else length + 1
         if stored != wanted:
             self.close()
             raise ValueError(
                 f"{self.loader.dataset.location} has rows of {stored} tokens, but sequences of {length} need "
                 f"{wanted}: change the sequence length; rows as long as sequences, whose last label is -100, "
-                'need options={"keep_length": True}'
+                'need options={"layout": Layout(keep_length=True)}'
             )
 
     def __iter__(self) -> Iterator[TrainerBatch]:

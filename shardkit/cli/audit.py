@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import (
     PATH_HELP,
-    add_balance_arguments,
     add_json_argument,
-    add_order_arguments,
+    add_loader_arguments,
     add_storage_arguments,
-    balance_options,
     count,
     file_path,
+    loader_options,
     natural,
     print_columns,
     print_json,
@@ -22,6 +21,7 @@ from shardkit.cli.common import (
     stdout_console,
     storage_options,
 )
+from shardkit.cli.declared import given
 
 if TYPE_CHECKING:
     from shardkit.loaders.config import Stream
@@ -32,6 +32,7 @@ __all__ = ["add_parser", "run"]
 
 SHOWN_OF_KIND = 5
 SHOWN_SHARDS = 8
+_OF_FLAT_FILES = ("sequence_length", "token_dtype", "per_file")
 
 
 def _counts(text: str) -> list[int]:
@@ -106,27 +107,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--workers", type=natural, default=0, metavar="K", help="DataLoader workers per rank (default: 0)"
     )
-    add_order_arguments(group)
-    add_balance_arguments(group)
-    group.set_defaults(seed=17, shuffle="window", tail="carry")
-    group.add_argument(
-        "--epoch-samples",
-        type=count,
-        metavar="N",
-        help="samples in an epoch of a mixture (default: the samples of all streams)",
-    )
-    group = parser.add_argument_group("flat files of tokens, read in place")
-    group.add_argument(
-        "--sequence-length", type=count, metavar="L", help="tokens of a row (default: as the dataset has)"
-    )
-    group.add_argument(
-        "--token-dtype",
-        metavar="TYPE",
-        help="type of the ids in files that do not state it, such as uint16 (default: as stated)",
-    )
-    group.add_argument(
-        "--per-file", action="store_true", help="begin a new row at each file (default: one stream)"
-    )
+    add_loader_arguments(group, "epoch_samples", *_OF_FLAT_FILES)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -150,18 +131,15 @@ def _audit(arguments: argparse.Namespace) -> AuditReport:
     from shardkit.tools.audit.logs import audit_logs
     from shardkit.tools.audit.plan import audit_plan
 
-    names: tuple[str, ...] = ("sequence_length", "token_dtype", "per_file")
-    if arguments.logs is None:
-        names += ("lanes", "window", "epoch_samples")
-    options = {name: getattr(arguments, name) for name in names}
-    if arguments.logs is None:
-        options |= balance_options(arguments)
+    options = loader_options(arguments)
+    if arguments.logs is not None:  # they state the order
+        options = {name: options[name] for name in _OF_FLAT_FILES if name in options}
     config = LoaderConfig(**options, storage=storage_options(arguments))
     opened = open_streams(_streams(arguments), config, 1)
     if arguments.logs is not None:
         return audit_logs(arguments.logs, opened.streams.datasets, opened.exclusions)
-    names = ("seed", "shuffle", "tail", "epochs", "resume_at", "workers")
-    return audit_plan(opened, config, _legs(arguments), **{name: getattr(arguments, name) for name in names})
+    run = {name: getattr(arguments, name) for name in ("epochs", "resume_at", "workers")}
+    return audit_plan(opened, config, _legs(arguments), **run, **given(arguments, "seed", "shuffle", "tail"))
 
 
 def _streams(arguments: argparse.Namespace) -> list[Stream]:

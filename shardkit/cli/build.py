@@ -25,6 +25,7 @@ from shardkit.cli.common import (
     stdout_console,
     storage_options,
 )
+from shardkit.cli.declared import add_options, given
 from shardkit.errors import BuildError
 from shardkit.units import format_bytes
 
@@ -59,12 +60,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "folder of its own, named as the recipe's with -limit-N (default: build everything)",
     )
     add_recipe_arguments(parser, example="pack.sequence_length=4096")
-    _add_task_arguments(parser)
-    parser.add_argument(
-        "--replace",
-        action="store_true",
-        help="replace a dataset in the output folder (default: refuse to build)",
-    )
+    add_options(parser, "shardkit.writers.executors:Execution", "task_seconds", "retry_failed", "speculate")
+    add_options(parser, "shardkit.writers.pipeline:build", replace="replace a dataset in the output folder")
     parser.add_argument(
         "--explain",
         action="store_true",
@@ -82,29 +79,6 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.set_defaults(run=run)
 
 
-def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
-    """How tasks run."""
-    parser.add_argument(
-        "--task-seconds",
-        type=float,
-        metavar="SECONDS",
-        help="kill a task that takes longer and run it once more, then end with its name (default: 21600)",
-    )
-    parser.add_argument(
-        "--retry-failed",
-        action="store_true",
-        help="run the tasks of splits again that an earlier build gave up, as max_failed_splits allowed "
-        "(default: use what is left of those splits, nothing)",
-    )
-    parser.add_argument(
-        "--no-speculate",
-        dest="speculate",
-        action="store_false",
-        help="with --engine ray, do not run a task on a second, idle worker, too, if it takes several times "
-        "as long as others (default: do, and take the first answer)",
-    )
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Build, and print the result."""
     from shardkit.writers.recipe import load_recipe
@@ -117,21 +91,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.timings is not None and not arguments.timings.absolute().parent.is_dir():
         raise BuildError(f"--timings {arguments.timings}: its folder does not exist; make it first")
     from shardkit.writers import build
-    from shardkit.writers.execution.engine import TASK_SECONDS
 
+    how = ("workers", "engine", "ray_address", "task_seconds", "retry_failed", "speculate", "replace")
     with _ended_by_sigterm():
         result = build(
             recipe,
             output=arguments.output,
-            workers=arguments.workers,
-            engine=arguments.engine,
-            ray_address=arguments.ray_address,
-            task_seconds=TASK_SECONDS if arguments.task_seconds is None else arguments.task_seconds,
-            retry_failed=arguments.retry_failed,
-            speculate=arguments.speculate,
             progress=not arguments.quiet,
-            replace=arguments.replace,
             storage=storage_options(arguments, is_job=True),
+            **given(arguments, *how),
         )
     if arguments.timings is not None:
         _write_timings(arguments.timings, result)

@@ -12,6 +12,7 @@ from shardkit.cli.common import (
     stdout_console,
     storage_options,
 )
+from shardkit.cli.declared import add_options, given
 from shardkit.units import format_bytes
 
 __all__ = ["add_parser", "run"]
@@ -36,15 +37,11 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--all", action="store_true", help="remove the whole work folder (default: only unused tasks)"
     )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print what would be removed, but do not remove it (default: remove it)",
-    )
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="also clean in a store while a driver holds its lease (default: refuse)",
+    add_options(
+        parser,
+        "shardkit.writers.maintenance:clean_work",
+        dry_run="print what would be removed, but do not remove it",
+        force="also clean in a store while a driver holds its lease",
     )
     add_json_argument(parser)
     add_storage_arguments(parser)
@@ -61,8 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         overrides=arguments.overrides,
         storage=storage_options(arguments),
         everything=arguments.all,
-        dry_run=arguments.dry_run,
-        force=arguments.force,
+        **given(arguments, "dry_run", "force"),
     )
     if arguments.json:
         print_json(report.to_dict())

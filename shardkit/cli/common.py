@@ -5,8 +5,9 @@ control a terminal: they change its title, hide lines or fill the clipboard. Eve
 therefore goes through `escaped`: by a console of this module, by `print_json` and `print_columns`, or as an
 error or warning in `shardkit.cli.main`.
 
-An option that several verbs have is declared here once. A `Quantity` is an option with a value that is shown
-to users: parsed from text such as "10Gbit/s", printed with its unit, and given, measured or assumed.
+An option that several verbs have is registered here once; `shardkit.cli.declared` takes what it says from the
+class or function that it serves. A `Quantity` is an option with a value that is shown to users: parsed from
+text such as "10Gbit/s", printed with its unit, and given, measured or assumed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardkit.cli.declared import add_keys, add_options, argument, given, settings
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -30,33 +32,10 @@ if TYPE_CHECKING:
     from shardkit.storage.store import StorageOptions
 
 _FIRST_CONTACT_SECONDS = 5.0  # that a person waits for a store at a wrong address
-
-__all__ = [
-    "PATH_HELP",
-    "Quantity",
-    "add_json_argument",
-    "add_order_arguments",
-    "add_override_argument",
-    "add_quantities",
-    "add_quiet_argument",
-    "add_recipe_arguments",
-    "add_storage_arguments",
-    "add_tokenizer_argument",
-    "argument",
-    "count",
-    "escaped",
-    "file_path",
-    "format_rate",
-    "natural",
-    "print_columns",
-    "print_json",
-    "progress_of",
-    "read_quantities",
-    "stderr_console",
-    "stdout_console",
-    "storage_options",
-    "whole",
-]
+_STORAGE = "shardkit.storage.store:StorageOptions"
+_EXECUTION = "shardkit.writers.executors:Execution"
+_CONFIG = "shardkit.loaders.config:LoaderConfig"
+_OF_RUNS = ("lanes", "window", "balance", "eos_id", "bos_id", "pad_id")  # keys of --loader
 
 PATH_HELP = "folder, index file, tar, pattern or URL"
 
@@ -190,128 +169,69 @@ def add_override_argument(parser: argparse.ArgumentParser, example: str) -> None
     )
 
 
-def add_order_arguments(group: argparse._ArgumentGroup) -> None:
-    """--seed, --shuffle, --lanes, --window and --tail of a loader; those not given are None."""
-    group.add_argument("--seed", type=int, metavar="N", help="seed of the shuffle (default: 17)")
-    group.add_argument(
-        "--shuffle", choices=["window", "global", "none"], help="order of the samples (default: window)"
+def add_loader_arguments(group: argparse._ActionsContainer, *keys: str) -> None:
+    """--seed, --shuffle, --tail and --loader, whose further keys are `keys`."""
+    add_options(
+        group,
+        "shardkit.loaders.loader:StreamingLoader",
+        number=int,
+        seed="seed of the shuffle",
+        shuffle="order of the samples",
+        tail="what to do with an incomplete batch at the end of an epoch",
     )
-    group.add_argument(
-        "--lanes", type=count, metavar="N", help="lanes of the window shuffle (default: the loader's choice)"
-    )
-    group.add_argument(
-        "--window", type=count, metavar="N", help="samples in a window (default: the loader's choice)"
-    )
-    group.add_argument(
-        "--tail",
-        choices=["carry", "drop", "pad"],
-        help="what to do with an incomplete batch at the end of an epoch (default: carry)",
+    add_keys(
+        group,
+        "--loader",
+        "another option of the loader",
+        _CONFIG,
+        (*_OF_RUNS, *keys),
+        balance="place the rows of a global batch on ranks by what they cost: attention, or LINEAR:QUADRATIC "
+        "of a CostModel",
     )
 
 
-def add_balance_arguments(group: argparse._ArgumentGroup) -> None:
-    """--balance of a loader, and the ids by which it finds documents."""
-    group.add_argument(
-        "--balance",
-        metavar="MODEL",
-        help="the loader's balance: attention, or LINEAR:QUADRATIC of its CostModel (default: none)",
-    )
-    add_document_arguments(group)
-
-
-def add_document_arguments(group: argparse._ActionsContainer) -> None:
-    """--eos, --bos and --pad: the ids by which documents are found in rows."""
-    group.add_argument(
-        "--eos", type=natural, metavar="ID", help="id that ends documents (default: as the card states)"
-    )
-    group.add_argument("--bos", type=natural, metavar="ID", help="id that begins documents, instead of --eos")
-    group.add_argument("--pad", type=natural, metavar="ID", help="id of padding (default: the one of --eos)")
-
-
-def balance_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options of `LoaderConfig` from --balance and the ids; ValueError for a balance that there is not."""
+def loader_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what --loader gives to `LoaderConfig`; ValueError for a balance that there is not."""
     from shardkit.order.balance import CostModel
 
-    balance = arguments.balance
-    if balance not in (None, "attention"):
+    options = dict(arguments.loader or {})
+    if (balance := options.get("balance", "attention")) != "attention":
         linear, mark, quadratic = balance.partition(":")
         if not (mark and linear.isdecimal() and quadratic.isdecimal()):
             raise ValueError(
-                f"--balance is attention or LINEAR:QUADRATIC, two whole numbers, not {balance!r}"
+                f"--loader balance is attention or LINEAR:QUADRATIC, two whole numbers, not {balance!r}"
             )
-        balance = CostModel(int(linear), int(quadratic))
-    ids = {"eos_id": arguments.eos, "bos_id": arguments.bos, "pad_id": arguments.pad}
-    return {"balance": balance, **ids}
-
-
-# Fields of `StorageOptions` that are options: (field; metavar, choices, or None for a switch; help). They are
-# stated here because `--help` does not wait for the import of that class.
-_STORAGE = (
-    ("endpoint_url", "URL", "URL of an S3-compatible server (default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, "
-     "S3_ENDPOINT_URL, then AWS)"),
-    ("region", "NAME", "region of the bucket (default: from the AWS configuration)"),
-    ("profile", "NAME", "profile of the AWS configuration (default: AWS_PROFILE)"),
-    ("path_style", None, "put the bucket in the path (the default when an endpoint is set)"),
-    ("checksums", ("when_supported", "when_required"),
-     "S3's flexible checksums (default: when_required with an endpoint, else as configured)"),
-    ("anonymous", None, "read a public bucket without credentials (default: sign)"),
-    ("requester_pays", None, "pay for requests (default: the bucket's owner does)"),
-    ("encryption", ("AES256", "aws:kms", "aws:kms:dsse"),
-     "server-side encryption to ask for with each write (default: the bucket's own)"),
-    ("kms_key_id", "KEY", "key of --encryption aws:kms (default: the bucket's)"),
-    ("follow_urls", None,
-     "let a list of tars name places other than its own folder or bucket (default: refuse)"),
-)  # fmt: skip
+        options["balance"] = CostModel(int(linear), int(quadratic))
+    return options
 
 
 def add_storage_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of S3; those not given come from the AWS environment and its configuration files."""
-    group = parser.add_argument_group("S3 and compatible servers")
-    style = group.add_mutually_exclusive_group()
-    for name, value, text in _STORAGE:
-        flag = f"--{name.replace('_', '-')}"
-        if value is None:
-            place = style if name == "path_style" else group
-            place.add_argument(flag, action="store_true", default=None, help=text)
-        elif isinstance(value, str):
-            group.add_argument(flag, metavar=value, help=text)
-        else:
-            group.add_argument(flag, choices=value, help=text)
-        if name == "path_style":
-            text = "put the bucket in the host name (the default of AWS itself)"
-            style.add_argument("--virtual-style", action="store_false", default=None, dest=name, help=text)
+    """Register --endpoint-url, --profile and --storage, by which `StorageOptions` are given."""
+    group = parser.add_argument_group("object stores")
+    plain = ("endpoint_url", "profile")
+    add_options(group, _STORAGE, *plain)
+    others = [name for name in settings(_STORAGE) if name not in plain]
+    add_keys(group, "--storage", "another option of stores, such as region=eu-west-1", _STORAGE, others)
 
 
 def storage_options(arguments: argparse.Namespace, *, is_job: bool = False) -> StorageOptions:
     """Return the storage options of a command line; only a job waits for a store that is not there yet."""
     from shardkit.storage.store import StorageOptions
 
-    given: dict[str, Any] = {} if is_job else {"first_contact_seconds": _FIRST_CONTACT_SECONDS}
-    given |= {name: value for name, *_ in _STORAGE if (value := getattr(arguments, name)) is not None}
-    return StorageOptions(**given)
+    waits: dict[str, Any] = {} if is_job else {"first_contact_seconds": _FIRST_CONTACT_SECONDS}
+    plain = given(arguments, "endpoint_url", "profile")
+    try:
+        options = StorageOptions(**waits | plain | (arguments.storage or {}))
+    except ValueError as error:
+        arguments.parser.error(str(error))
+    return options
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, *, example: str) -> None:
-    """Options of commands that run a recipe; `example` is a KEY=VALUE for the help of --set."""
-    parser.add_argument(
-        "--workers",
-        type=count,
-        metavar="N",
-        help="number of worker processes (default: one per core, fewer for little text or memory)",
-    )
+    """Register --set, --workers, --engine, --ray-address and --quiet; `example` is a KEY=VALUE for --set."""
     add_override_argument(parser, example)
-    parser.add_argument(
-        "--engine",
-        choices=["local", "ray"],
-        default="local",
-        help="where tasks run: processes on this machine, or a Ray cluster (default: local)",
-    )
-    parser.add_argument(
-        "--ray-address",
-        metavar="ADDRESS",
-        help="the Ray cluster, such as auto or ray://host:10001 (default: $RAY_ADDRESS, else a cluster "
-        "started on this machine)",
-    )
+    add_options(parser, _EXECUTION, "workers", number=count)
+    add_options(parser, _EXECUTION, "engine", "ray_address")
     add_quiet_argument(parser)
 
 
@@ -320,6 +240,7 @@ class Quantity:
     """An option with a value. `default` is text; None: the value is required or worked out."""
 
     flag: str
+    """Also of a key, such as "--price get_1000"."""
     name: str
     """Of the field that the value is for."""
     parse: Callable[[str], Any]
@@ -329,27 +250,16 @@ class Quantity:
     default: str | None = None
     required: bool = False
 
-    @property
-    def key(self) -> str:
-        """Its name in argparse's namespace."""
-        return self.flag.strip("-").replace("-", "_")
+    def given(self, arguments: argparse.Namespace) -> Any:
+        """Return the value on the command line, or None."""
+        flag, _, key = self.flag.partition(" ")
+        value = getattr(arguments, flag.strip("-").replace("-", "_"))
+        return (value or {}).get(key) if key else value
 
 
 def format_rate(value: Any) -> str:
     """ "1.25 GB/s"."""
     return f"{format_bytes(float(value))}/s"
-
-
-def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parse` as an argparse type: its ValueError becomes the message to the user."""
-
-    def parsed(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parsed
 
 
 def add_quantities(parser: argparse._ActionsContainer, quantities: Sequence[Quantity]) -> None:
@@ -376,7 +286,7 @@ def read_quantities(
     for quantity in quantities:
         assumed = None if quantity.default is None else quantity.parse(quantity.default)
         for value, origin in (
-            (getattr(arguments, quantity.key), "given"),
+            (quantity.given(arguments), "given"),
             ((measured or {}).get(quantity.name), "measured"),
             (assumed, "assumed"),
         ):

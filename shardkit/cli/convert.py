@@ -15,12 +15,15 @@ from shardkit.cli.common import (
     stdout_console,
     storage_options,
 )
+from shardkit.cli.declared import add_options, given, settings
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
     from shardkit.tools.convert import ConvertResult
 
 __all__ = ["add_parser", "run"]
+
+_CUT, _OUTPUT = "shardkit.tools.convert.source:CutOptions", "shardkit.tools.convert.source:OutputOptions"
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,9 +41,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     parser.add_argument("source", metavar="SRC", help="folder, file, pattern in quotes, or URL of a dataset")
     parser.add_argument("target", metavar="DST", help="folder for the dataset; new or empty")
-    parser.add_argument(
-        "--format", choices=["mds", "wds"], default="mds", help="format of the shards (default: mds)"
-    )
+    add_options(parser, _OUTPUT, "format")
     parser.add_argument(
         "--from",
         dest="source_format",
@@ -58,71 +59,22 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def _add_cut_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rows of documents and streams")
-    group.add_argument(
-        "--sequence-length",
-        type=count,
-        metavar="L",
-        help="concatenate all documents and cut every L tokens (default: copy rows, all of one length)",
-    )
-    group.add_argument(
-        "--keep-lengths",
-        action="store_true",
-        help="write each document as a row of its own length (default: no)",
-    )
-    group.add_argument(
-        "--eos",
-        type=_token,
-        metavar="ID",
-        help="append this id to documents that do not end with it, and pad the last row (default: neither)",
-    )
-    group.add_argument(
-        "--pad", type=_token, metavar="ID", help="pad the last row with this id (default: that of --eos)"
-    )
-    group.add_argument(
-        "--drop-tail",
-        action="store_true",
-        help="drop the last tokens if they do not fill a row (default: pad, which needs --eos or --pad)",
-    )
-    group.add_argument(
-        "--drop-empty",
-        action="store_true",
-        help="drop documents without tokens, with --keep-lengths (default: fail)",
-    )
-    group.add_argument(
-        "--per-file",
-        action="store_true",
-        help="start a new row at each file or chunk (default: rows may span files); with --drop-tail these "
-        "are the rows of litdata's TokensLoader(L)",
-    )
-    group.add_argument(
-        "--dtype",
-        choices=["uint16", "uint32"],
-        help="type of the tokens; each id is checked (default: uint16 if all are known to fit, else uint32)",
-    )
-    group.add_argument(
-        "--source-dtype",
-        choices=["uint16", "uint32", "int32", "int64"],
-        help="type of the tokens in a bare .bin (default: uint16), or in an MDS column of bytes",
-    )
+    add_options(group, _CUT, "sequence_length", "keep_lengths", number=count)
+    add_options(group, _CUT, "eos", "pad", number=_token)
+    add_options(group, _CUT, "drop_tail", "drop_empty", "per_file", "dtype", "source_dtype")
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--shard-bytes", default="64MiB", metavar="SIZE", help="maximum size of a shard (default: 64MiB)"
-    )
-    parser.add_argument(
-        "--compression", metavar="NAME", help="compression of MDS shards, such as zstd:7 (default: none)"
-    )
+    add_options(parser, _OUTPUT, "shard_bytes", "compression")
     parser.add_argument(
         "--hashes", default="xxh64", metavar="A,B", help="hashes in the index; '' for none (default: xxh64)"
     )
-    parser.add_argument(
-        "--no-verify",
-        action="store_false",
-        dest="verify",
-        help="do not read the result back (default: compare it with the source before the index appears)",
+    add_options(
+        parser,
+        "shardkit.tools.convert.run:convert",
+        verify="read the result back and compare it with the source before the index appears",
+        replace="replace a dataset at DST",
     )
-    parser.add_argument("--replace", action="store_true", help="replace a dataset at DST (default: refuse)")
     add_quiet_argument(parser)
     add_json_argument(parser)
 
@@ -138,15 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Convert, and print the result."""
     from shardkit.tools.convert import CutOptions, OutputOptions, convert
 
-    names = ("sequence_length", "keep_lengths", "eos", "pad", "drop_tail", "drop_empty", "per_file")
     try:
-        cut = CutOptions(**{name: getattr(arguments, name) for name in (*names, "dtype", "source_dtype")})
-        output = OutputOptions(
-            format=arguments.format,
-            shard_bytes=arguments.shard_bytes,
-            compression=arguments.compression,
-            hashes=tuple(_split(arguments.hashes)),
-        )
+        cut = CutOptions(**given(arguments, *settings(_CUT)))
+        written = given(arguments, "format", "shard_bytes", "compression")
+        output = OutputOptions(hashes=tuple(_split(arguments.hashes)), **written)
     except ValueError as error:
         arguments.misuse(str(error))
     result = convert(
@@ -156,10 +103,9 @@ def run(arguments: argparse.Namespace) -> int:
         output=output,
         cut=cut,
         columns=_split(arguments.columns) if arguments.columns else None,
-        verify=arguments.verify,
-        replace=arguments.replace,
         storage=storage_options(arguments, is_job=True),
         progress=progress_of(arguments),
+        **given(arguments, "verify", "replace"),
     )
     if arguments.json:
         print_json(result.to_dict())

@@ -16,6 +16,7 @@ from shardkit.cli.common import (
     stdout_console,
     storage_options,
 )
+from shardkit.cli.declared import add_options, given
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="keep the K smallest n-gram hashes of a document, or all if 0 (default: 1024, which estimates a "
         "similarity of 0.8 with a standard deviation of 0.0125)",
     )
-    parser.add_argument("--replace", action="store_true", help="replace an existing index (default: refuse)")
+    add_options(parser, "shardkit.writers.index_build:build_dedup_index", replace="replace an existing index")
     add_json_argument(parser)
     add_storage_arguments(parser)
     parser.set_defaults(run=run, misuse=parser.error)
@@ -73,14 +74,11 @@ def run(arguments: argparse.Namespace) -> int:
     result = build_dedup_index(
         arguments.recipe,
         arguments.index,
-        workers=arguments.workers,
-        engine=arguments.engine,
-        ray_address=arguments.ray_address,
         overrides=arguments.overrides,
         sketch=arguments.sketch,
-        replace=arguments.replace,
         progress=not arguments.quiet,
         storage=storage_options(arguments, is_job=True),
+        **given(arguments, "workers", "engine", "ray_address", "replace"),
     )
     if arguments.json:
         print_json(result.to_dict())

@@ -8,7 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardkit.cli.common import file_path, print_columns, print_json, stderr_console, stdout_console
+from shardkit.cli.common import (
+    add_json_argument,
+    file_path,
+    print_columns,
+    print_json,
+    stderr_console,
+    stdout_console,
+)
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,10 +50,10 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         metavar="MB",
         help="size of the corpus, 1 to 1000 million bytes (default: 16)",
     )
-    fate = parser.add_mutually_exclusive_group()
-    fate.add_argument("--keep", action="store_true", help="keep the folder (the default)")
-    fate.add_argument("--clean", action="store_true", help="remove the folder at the end (default: keep it)")
-    parser.add_argument("--json", action="store_true", help="print JSON (default: tables)")
+    parser.add_argument(
+        "--clean", action="store_true", help="remove the folder at the end (default: keep it)"
+    )
+    add_json_argument(parser)
     parser.set_defaults(run=run)
 
 

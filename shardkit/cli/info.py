@@ -10,7 +10,13 @@ import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardkit.cli.common import add_storage_arguments, print_json, stdout_console, storage_options
+from shardkit.cli.common import (
+    add_json_argument,
+    add_storage_arguments,
+    print_json,
+    stdout_console,
+    storage_options,
+)
 from shardkit.errors import ShardError
 from shardkit.facts import printable
 from shardkit.units import format_bytes
@@ -34,7 +40,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         allow_abbrev=False,
     )
     parser.add_argument("path", metavar="PATH", help="folder, index file, tar, pattern or URL")
-    parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes (default: a table)")
+    add_json_argument(parser)
     add_storage_arguments(parser)
     parser.set_defaults(run=run)
 

@@ -25,6 +25,7 @@ from typing import NoReturn
 
 import shardkit
 from shardkit.cli.common import escaped
+from shardkit.cli.declared import Keys
 from shardkit.errors import RecipeError, ShardkitError, naming_extras
 from shardkit.files import not_for_everyone
 
@@ -37,6 +38,13 @@ VERBS = {
     "trace": "trace", "upload": "transfer", "verify": "verify",
     "view": "view",
 }  # fmt: skip
+# Options that have become keys of other names, and options that are gone.
+RENAMED = {
+    "--virtual-style": "path_style=false", "--eos": "eos_id", "--bos": "bos_id", "--pad": "pad_id",
+    "--price-core-hour": "core_hour", "--price-get": "get_1000", "--price-put": "put_1000",
+    "--price-gb-month": "gb_month", "--price-egress-gb": "egress_gb",
+}  # fmt: skip
+REMOVED = {"--keep": "the folder is kept unless --clean is given"}
 CONTINUING = ("build", "dedup-index", "download", "pack", "upload")
 FAILED, MISUSE, INTERRUPTED = 1, 2, 130
 
@@ -53,12 +61,32 @@ class Parser(argparse.ArgumentParser):
 
     def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
         """Exit because of words that no option or argument takes."""
-        options = re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help())
         word = next((word for word in words if word.startswith("-")), words[0])
         if not word.startswith("-"):
             self.error(f"{word!r} is one argument too many")
         name = word.partition("=")[0]
-        self.error(f"there is no option {name}{_suggestion(name, options)}")
+        for keys in self.key_options():
+            key = RENAMED.get(name, name.strip("-").replace("-", "_"))
+            if key.partition("=")[0] in keys.known:
+                spelled = f"{keys.option_strings[0]} {key}" if "=" in key else keys.spelled(key)
+                self.error(f"there is no option {name}; give {spelled}")
+        hint = _suggestion(name, self._option_string_actions)
+        self.error(f"there is no option {name}{f'; {REMOVED[name]}' if name in REMOVED else hint}")
+
+    def key_options(self) -> list[Keys]:
+        """Return the options that take KEY=VALUE, with a list of keys."""
+        return [action for action in self._actions if isinstance(action, Keys)]
+
+    def format_help(self) -> str:
+        """Return the help, and below it the keys of options that take KEY=VALUE."""
+        formatter = self._get_formatter()
+        for keys in self.key_options():
+            formatter.start_section(f"keys of {keys.option_strings[0]}")
+            for key, setting in keys.known.items():
+                spelled = f"{key}={setting.metavar}"
+                formatter.add_argument(argparse.Action([], key, metavar=spelled, help=setting.help))
+            formatter.end_section()
+        return "\n".join(part for part in (super().format_help(), formatter.format_help()) if part)
 
 
 def _suggestion(word: str, known: Iterable[str]) -> str:

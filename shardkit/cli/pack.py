@@ -6,6 +6,7 @@ import argparse
 
 from shardkit.cli.common import (
     add_json_argument,
+    add_override_argument,
     add_quiet_argument,
     add_storage_arguments,
     count,
@@ -13,6 +14,7 @@ from shardkit.cli.common import (
     stderr_console,
     storage_options,
 )
+from shardkit.cli.declared import add_options, given
 
 __all__ = ["add_parser", "run"]
 
@@ -36,21 +38,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="how documents become rows (default: best_fit)",
     )
     parser.add_argument("--format", choices=["mds", "wds"], help="format of the shards (default: mds)")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="another key of a recipe's `pack` or `output`, such as output.shard_bytes=256MiB; may be "
-        "repeated (default: the defaults of a recipe)",
-    )
-    parser.add_argument(
-        "--workers", type=count, metavar="N", help="processes (default: as many as fit cores and memory)"
-    )
-    parser.add_argument(
-        "--replace", action="store_true", help="replace a dataset at OUTPUT (default: refuse)"
-    )
+    add_override_argument(parser, "output.shard_bytes=256MiB, below pack and output")
+    add_options(parser, "shardkit.writers.executors:Execution", "workers", number=count)
+    add_options(parser, "shardkit.writers.token_store:pack_store", replace="replace a dataset at OUTPUT")
     add_quiet_argument(parser)
     add_json_argument(parser)
     add_storage_arguments(parser)
@@ -61,20 +51,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Pack, and print the result."""
     from shardkit.writers.token_store import pack_store
 
-    given = {
+    own = {
         "pack.sequence_length": arguments.sequence_length,
         "pack.strategy": arguments.strategy,
         "output.format": arguments.format,
     }
-    overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
+    overrides = [f"{key}={value}" for key, value in own.items() if value is not None]
     result = pack_store(
         arguments.store,
         arguments.output,
         overrides=[*overrides, *arguments.overrides],
-        workers=arguments.workers,
         progress=not arguments.quiet,
-        replace=arguments.replace,
         storage=storage_options(arguments, is_job=True),
+        **given(arguments, "workers", "replace"),
     )
     if arguments.json:
         print_json(result.to_dict())

@@ -20,7 +20,6 @@ from shardkit.cli.common import (
     add_quantities,
     add_quiet_argument,
     add_storage_arguments,
-    argument,
     count,
     format_rate,
     print_columns,
@@ -28,7 +27,9 @@ from shardkit.cli.common import (
     read_quantities,
     storage_options,
 )
+from shardkit.cli.declared import add_keys, add_options, argument, settings
 from shardkit.tools.plan.quantities import (
+    Prices,
     format_count,
     format_seconds,
     parse_count,
@@ -82,17 +83,12 @@ def _bytes(value: Any) -> str:
 SHARD_BYTES = Quantity(
     "--shard-bytes", "shard_bytes", parse_bytes, format_bytes, "size of a shard", "BYTES", "64MiB"
 )
-STORE_PRICES = (
-    Quantity("--price-get", "get_1000", parse_number, _dollars,
-             "dollars for 1,000 reads; AWS list, S3 Standard", "$", "0.0004"),
-    Quantity("--price-put", "put_1000", parse_number, _dollars,
-             "dollars for 1,000 writes; AWS list, S3 Standard", "$", "0.005"),
-    Quantity("--price-gb-month", "gb_month", parse_number, _dollars,
-             "dollars for a GB stored 30 days; AWS list, S3 Standard", "$", "0.023"),
-    Quantity("--price-egress-gb", "egress_gb", parse_number, _dollars,
-             "dollars for a GB read; free inside a region, to another AWS region 0.02, to the Internet 0.09",
-             "$", "0"),
-)  # fmt: skip
+_OF_PRICES = "shardkit.tools.plan.quantities:Prices"
+_PRICES = {
+    name: Quantity(f"--price {name}", name, parse_number, _dollars, price.doc.rstrip("."), "$",
+                   f"{float(getattr(Prices(), name)):g}")
+    for name, price in settings(_OF_PRICES).items()
+}  # fmt: skip
 TRAIN = (
     Quantity("--tokens", "tokens", parse_count, format_count, "tokens to train on, such as 14.8e12 or 14.8T",
              "N", required=True),
@@ -119,7 +115,7 @@ TRAIN = (
              "bandwidth of one request", "RATE", "80MB/s"),
     Quantity("--latency", "latency_seconds", parse_seconds, format_seconds,
              "time to the first byte of a request", "TIME", "50ms"),
-    *STORE_PRICES,
+    *(price for name, price in _PRICES.items() if name != "core_hour"),
 )  # fmt: skip
 BUILD = (
     Quantity("--tokens", "tokens", parse_count, format_count,
@@ -148,12 +144,9 @@ BUILD = (
     Quantity("--dedup", "dedup", _parts, lambda parts: ",".join(sorted(parts)) or "none",
              "duplicate removal: url, exact, lines, spans, near, or none; as the recipe's",
              "PARTS", "exact,near"),
-    Quantity("--price-core-hour", "core_hour", parse_number, _money,
-             "dollars for a core and hour; AWS list, on demand", "$", "0.05"),
-    *STORE_PRICES,
+    *_PRICES.values(),
 )  # fmt: skip
 _SHOWN_STAGES = 10
-_PRICES = ("core_hour", *(price.name for price in STORE_PRICES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +182,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
             default=argparse.SUPPRESS,
             help="show the traceback of an error (default: one line)",
         )
-        add_quantities(kind, quantities)
+        prices = [each.name for each in quantities if each.name in _PRICES]
+        add_quantities(kind, [each for each in quantities if each.name not in _PRICES])
+        add_keys(kind, "--price", "what a thing costs, in dollars", _OF_PRICES, prices, parse=parse_number)
         kind.set_defaults(plan=plan, quantities=quantities, parser=kind)
     parser.set_defaults(run=run)
 
@@ -244,9 +239,7 @@ def _add_build(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> ar
         metavar="BYTES",
         help="size of the sample in stored bytes, such as 1GB (default: --sample)",
     )
-    parser.add_argument(
-        "--workers", type=count, metavar="N", help="processes that build the sample (default: one per core)"
-    )
+    add_options(parser, "shardkit.writers.executors:Execution", "workers", number=count)
     add_override_argument(parser, "pack.sequence_length=4096")
     add_quiet_argument(parser)
     add_storage_arguments(parser)
@@ -304,7 +297,6 @@ def _plain(value: Any) -> Any:
 
 
 def _train(arguments: argparse.Namespace) -> _Plan:
-    from shardkit.tools.plan.quantities import Prices
     from shardkit.tools.plan.train import TrainNeeds, plan_train
 
     values, origins = read_quantities(arguments, TRAIN)
@@ -383,7 +375,6 @@ def _train_notes(needs: TrainNeeds, plan: TrainPlan) -> list[str]:
 
 def _build(arguments: argparse.Namespace) -> _Plan:
     from shardkit.tools.plan.build import MANY_TASKS, BuildNeeds, plan_build
-    from shardkit.tools.plan.quantities import Prices
 
     found, raw, notes = _measure(arguments)
     funnel, funnel_origin = _funnel(arguments, found)

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import (
-    add_balance_arguments,
     add_json_argument,
-    add_order_arguments,
+    add_loader_arguments,
     add_storage_arguments,
     add_tokenizer_argument,
-    balance_options,
     count,
     file_path,
+    loader_options,
     natural,
     print_json,
     storage_options,
 )
+from shardkit.cli.declared import given
 
 if TYPE_CHECKING:
     from shardkit.datasets.dataset import Dataset
@@ -31,7 +31,8 @@ __all__ = ["add_parser", "find_run", "run"]
 
 _SEARCH = ("document", "url", "url_list", "id", "source", "file")
 _OF_ROWS = ("export", "text", "exclude", "mask", "no_duplicates")  # options of a search for rows
-_LOADER = ("seed", "batch_size", "lanes", "window", "shuffle", "tail")
+_OF_ORDER = ("seed", "shuffle", "tail", "batch_size")
+_IDS = ("eos_id", "bos_id", "pad_id")
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -223,8 +224,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="batches of each rank per step, if gradients are accumulated (default: 1)",
     )
-    add_order_arguments(group)
-    add_balance_arguments(group)
+    add_loader_arguments(group)
     group.add_argument(
         "--epochs",
         type=count,
@@ -312,26 +312,28 @@ def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack)
     from shardkit.order.balance import DocumentIds
     from shardkit.order.exclusions import Exclusions
 
-    given = {name: value for name in _LOADER if (value := getattr(arguments, name)) is not None}
+    try:
+        options = loader_options(arguments)
+        ids = DocumentIds(**{name: options.pop(name) for name in _IDS if name in options})
+    except ValueError as error:
+        arguments.misuse(str(error))
+    balance = {"balance": options.pop("balance", None), "ids": ids}
+    order = given(arguments, *_OF_ORDER) | options
     if arguments.state is None and arguments.stream:
         arguments.misuse("--stream needs --state: the weights and the order of a mixture are in it")
-    if arguments.state is None and not given and arguments.step is None and arguments.position is None:
+    if arguments.state is None and not order and arguments.step is None and arguments.position is None:
         if arguments.without:
             arguments.misuse("--without is about a run: describe it with --state or --batch-size")
         return None
-    if arguments.state is not None and (clashing := [name for name in given if name != "batch_size"]):
-        arguments.misuse(f"--{clashing[0]} is in the state: leave it out")
+    if arguments.state is not None and (clashing := [name for name in order if name != "batch_size"]):
+        option = "--loader " if clashing[0] in options else "--"
+        arguments.misuse(f"{option}{clashing[0]} is in the state: leave it out")
     try:
         exclusions = [Exclusions.read(path) for path in arguments.without]
     except (OSError, ValueError) as error:
         raise ShardkitError(str(error)) from error
-    try:
-        options = balance_options(arguments)
-        balance = {"balance": options.pop("balance"), "ids": DocumentIds(**options)}
-    except ValueError as error:
-        arguments.misuse(str(error))
     if balance["balance"] is not None and arguments.batch_size is None:
-        arguments.misuse("--balance decides which rank has a row of a step: give --batch-size, --world-size")
+        arguments.misuse("balance decides which rank has a row of a step: give --batch-size, --world-size")
     if arguments.state is not None:
         state, storage = read_state(Path(arguments.state)), storage_options(arguments)
         others = [opened.enter_context(open_dataset(path, storage=storage)) for path in arguments.stream]
@@ -341,7 +343,7 @@ def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack)
         raise ShardkitError("one dataset has one exclusion list: give --without once")
     excluded = exclusions[0] if exclusions else None
     sizes = {name: getattr(arguments, name) for name in ("world_size", "accumulate")}
-    return Run.from_options(dataset, excluded, **sizes, **balance, **given)
+    return Run.from_options(dataset, excluded, **sizes, **balance, **order)
 
 
 def _tracer(arguments: argparse.Namespace, dataset: Dataset) -> Tracer:

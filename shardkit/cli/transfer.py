@@ -15,12 +15,15 @@ from shardkit.cli.common import (
     storage_options,
     whole,
 )
+from shardkit.cli.declared import add_options, given
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
     from shardkit.publish import TransferReport
 
 __all__ = ["add_parser", "run"]
+
+_API = "shardkit.publish.api:"
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,11 +40,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     upload.add_argument("source", metavar="SRC", help="folder of the dataset")
     upload.add_argument("target", metavar="URL", help="destination, such as s3://bucket/prefix")
-    upload.add_argument(
-        "--verify",
-        action="store_true",
-        help="read everything back before the index is written (default: trust the store's answers)",
-    )
+    add_options(upload, _API + "upload", verify="read everything back before the index is written")
     download = verbs.add_parser(
         "download",
         help="a dataset from S3 or the Hugging Face Hub into a folder; fetches what is missing",
@@ -54,18 +53,13 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     download.add_argument("source", metavar="URL", help="the dataset, such as s3://bucket/prefix")
     download.add_argument("target", metavar="DST", help="folder for the dataset; created if missing")
     for parser, moved in ((upload, "sent"), (download, "fetched")):
-        parser.add_argument(
-            "--threads",
-            type=whole(1, 256),
-            default=8,
-            metavar="N",
-            help=f"number of files {moved} at a time, at most 256 (default: 8)",
-        )
-        parser.add_argument(
-            "--replace", action="store_true", help="replace another dataset at the target (default: refuse)"
-        )
-        parser.add_argument(
-            "--dry-run", action="store_true", help="print what would be done, but do not do it (default: no)"
+        add_options(
+            parser,
+            _API + "upload",
+            number=whole(1, 256),
+            threads=f"number of files {moved} at a time, at most 256",
+            replace="replace another dataset at the target",
+            dry_run="print what would be done, but do not do it",
         )
         add_quiet_argument(parser)
         add_json_argument(parser)
@@ -79,13 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     options: dict[str, Any] = {
         "storage": storage_options(arguments, is_job=True),
-        "threads": arguments.threads,
-        "replace": arguments.replace,
-        "dry_run": arguments.dry_run,
         "progress": progress_of(arguments),
+        **given(arguments, "threads", "replace", "dry_run"),
     }
     if arguments.verb == "upload":
-        report = upload(arguments.source, arguments.target, verify=arguments.verify, **options)
+        report = upload(arguments.source, arguments.target, **options, **given(arguments, "verify"))
     else:
         report = download(arguments.source, arguments.target, **options)
     _show(report, arguments.moved, json=arguments.json)

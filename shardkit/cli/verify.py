@@ -14,6 +14,7 @@ from shardkit.cli.common import (
     stdout_console,
     storage_options,
 )
+from shardkit.cli.declared import add_options, given
 from shardkit.units import format_bytes
 
 __all__ = ["add_parser", "run"]
@@ -30,14 +31,12 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         allow_abbrev=False,
     )
     parser.add_argument("path", metavar="PATH", help=PATH_HELP)
-    parser.add_argument(
-        "--quick", action="store_true", help="check sizes and structure only (default: hashes, too)"
-    )
-    parser.add_argument(
-        "--threads",
-        type=count,
-        metavar="N",
-        help="number of shards checked at a time (default: one per core, at most 32)",
+    add_options(
+        parser,
+        "shardkit.datasets.verify:verify",
+        number=count,
+        quick="check sizes and structure only (default: hashes, too)",
+        threads="number of shards checked at a time (default: one per core, at most 32)",
     )
     add_json_argument(parser)
     add_storage_arguments(parser)
@@ -48,12 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Verify and print what was found."""
     from shardkit.datasets.verify import verify
 
-    report = verify(
-        arguments.path,
-        quick=arguments.quick,
-        threads=arguments.threads,
-        storage=storage_options(arguments),
-    )
+    chosen = given(arguments, "quick", "threads")
+    report = verify(arguments.path, storage=storage_options(arguments), **chosen)
     if arguments.json:
         print_json(report.to_dict())
         return 0 if report.ok else 1

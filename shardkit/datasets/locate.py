@@ -235,7 +235,8 @@ def _listed(
         raise ShardError(
             where,
             f"lists tars elsewhere, at {without_password(base)}: requests would go there, signed with your "
-            "credentials; if you trust this list, pass --follow-urls or StorageOptions(follow_urls=True)",
+            "credentials; if you trust this list, pass --storage follow_urls=true or "
+            "StorageOptions(follow_urls=True)",
         )
     return Found(None, manifest, card, connect(base, storage, shares_limit=True).pinned())
 

@@ -64,8 +64,8 @@ REFUSED_KEYS = _STALE - {"400", "401", "403", "AccessDenied"}
 _ADVICE = {
     "AccessDenied": "check the policies of the credentials and of the bucket; without s3:ListBucket, S3 also "
     "says this of an object that does not exist; where requesters pay or writes must be encrypted, say so: "
-    "--requester-pays, --encryption aws:kms",
-    "AuthorizationHeaderMalformed": "the bucket is in another region: set --region or AWS_REGION",
+    "--storage requester_pays=true, --storage encryption=aws:kms",
+    "AuthorizationHeaderMalformed": "the bucket is in another region: set --storage region=… or AWS_REGION",
     "EntityTooLarge": "the server refuses objects of this size",
     "ExpiredToken": "the session credentials have expired: renew them at their source "
     "(environment, file, process); they are then read again",
@@ -202,7 +202,7 @@ def _of_response(where: str, error: Exception, purpose: Purpose) -> StoreError:
 def _redirected(headers: Mapping[str, str]) -> str:
     """Return what an answer means that names another place."""
     if region := headers.get(REGION_HEADER):
-        return f"the bucket is in region {region}: set --region or AWS_REGION"
+        return f"the bucket is in region {region}: set --storage region={region} or AWS_REGION"
     place = headers.get("location", "an address that it does not name").partition("?")[0]  # no signatures
     advice = "check the endpoint, and whether a proxy or a login page answers in its place"
     return f"the server redirects to {place:.200}: {advice}"
@@ -217,7 +217,7 @@ def _of_connection(where: str, error: Exception) -> StoreError:
             where,
             f"no complete credentials found ({text}): set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
             "or a profile (AWS_PROFILE) of ~/.aws/credentials, or run on a machine with a role; a public "
-            "bucket is read without any by --anonymous or StorageOptions(anonymous=True)",
+            "bucket is read without any by --storage anonymous=true or StorageOptions(anonymous=True)",
         )
     if isinstance(error, core.ProfileNotFound):
         return StoreError(where, f"{text}: check --profile, AWS_PROFILE and ~/.aws/config")

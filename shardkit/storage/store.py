@@ -111,23 +111,26 @@ class StorageOptions:
     """
 
     endpoint_url: str | None = None
-    """Of an S3-compatible server; default AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, S3_ENDPOINT_URL (MosaicML's
-    name), then AWS itself."""
+    """URL of an S3-compatible server; default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, S3_ENDPOINT_URL
+    (MosaicML's name), then AWS itself."""
     region: str | None = None
+    """Region of the bucket; default: as the AWS configuration says."""
     profile: str | None = None
-    """A profile of the AWS configuration files; default AWS_PROFILE."""
+    """Profile of the AWS configuration files; default: AWS_PROFILE."""
     path_style: bool | None = None
-    """Bucket in the path instead of the host name; None: if an endpoint is set."""
+    """Put the bucket in the path, not in the host name; default: if an endpoint is set."""
     checksums: Checksums | None = None
-    """S3's flexible checksums; None: as the AWS configuration says, "when_required" if an endpoint is set."""
+    """S3's flexible checksums; default: as the AWS configuration says, or when_required if an endpoint is
+    set."""
     connect_timeout_seconds: float = 5.0
+    """Longest wait for a connection."""
     read_timeout_seconds: float = 10.0
     """Longest silence on a connection."""
     retry_seconds: float = 600.0
     """How long to retry a failing operation: shorter outages cost only time."""
     first_contact_seconds: float = 60.0
-    """The same while the store has not answered once, since its address may be wrong. Loaders wait for as
-    long as for a batch."""
+    """How long to retry until the store has answered once, since its address may be wrong. Loaders wait for
+    as long as for a batch, commands that only read 5 seconds."""
     connections: int = 32
     """Maximum number of connections of a process to a store."""
     anonymous: bool = False
@@ -135,12 +138,12 @@ class StorageOptions:
     requester_pays: bool = False
     """Agree to pay for requests to buckets whose requesters pay."""
     encryption: Encryption | None = None
-    """Server-side encryption that is asked for with each write, where the bucket demands it."""
+    """Server-side encryption to ask for with each write; default: the bucket's own."""
     kms_key_id: str | None = None
-    """The key of `encryption` "aws:kms"; None: the bucket's."""
+    """Key of the encryption aws:kms; default: the bucket's."""
     follow_urls: bool = False
-    """Whether a list of tars may name other places than its own folder or bucket: requests go there, signed
-    with these credentials."""
+    """Let a list of tars name other places than its own folder or bucket: requests go there, signed with
+    these credentials."""
 
     def __post_init__(self) -> None:
         if self.endpoint_url is not None:  # S3 signs requests by keys: a password here would only be shown

@@ -30,8 +30,7 @@ import numpy.typing as npt
 
 from figures import Heads, benchmark_parser, give
 from shardkit.datasets.row_costs import table_of
-from shardkit.loaders.config import CostModel
-from shardkit.order.balance import RowCosts, WorkBalance
+from shardkit.order.balance import CostModel, RowCosts, WorkBalance
 from shardkit.order.batches import BatchPlan, StepSizes
 from shardkit.order.order import Order, OrderSpec, default_lanes, default_window
 from texts import read_sources

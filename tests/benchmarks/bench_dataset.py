@@ -27,7 +27,7 @@ import numpy as np
 
 from figures import Heads, benchmark_parser, give, write_tokens
 from shardkit.datasets.dataset import open_dataset
-from shardkit.loaders.config import TokenDtype
+from shardkit.loaders.config import TokenDtype, grouped
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
@@ -138,7 +138,7 @@ def _measure(
     waits: list[float] = []
     samples = size = 0
     start, cpu = time.perf_counter(), time.process_time()
-    with StreamingLoader(path, rank=0, world_size=1, **options) as loader:
+    with StreamingLoader(path, rank=0, world_size=1, **grouped(options)) as loader:
         batches: Iterator[dict[str, Any]] = iter(loader)
         while time.perf_counter() - start < seconds or not waits:
             before = time.perf_counter()

@@ -45,6 +45,7 @@ from gpt import GPT, GPTConfig, next_token_loss
 from figures import benchmark_parser, in_turns, print_figures, write_tokens
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.batch import Batch
+from shardkit.loaders.config import grouped
 from shardkit.loaders.cuda import CudaPrefetcher
 
 VOCABULARY = 50_304
@@ -336,7 +337,7 @@ def measure_mask(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     options: dict[str, Any] = {"batch_size": arguments.batch_size, "rank": 0, "world_size": 1}
     options |= {"eos_id": EOS, "document_ids": True, "block_mask": True}
     equal, ours, theirs = True, [], []
-    with StreamingLoader(folder, **options) as loader:
+    with StreamingLoader(folder, **grouped(options)) as loader:
         for batch in CudaPrefetcher(loader, arguments.device):
             finish(arguments.device)
             start = time.perf_counter()

@@ -28,6 +28,7 @@ from figures import Heads, benchmark_parser, give, in_turns, read_once, timed
 from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.block_mask import DEFAULT_BLOCK, block_mask_of, block_tables
+from shardkit.loaders.config import grouped
 
 EOS = 0
 DOCUMENT = 500  # tokens, on average
@@ -82,7 +83,7 @@ class Side:
     """One loader, iterated over one epoch again and again."""
 
     def __init__(self, folder: Path, batch: int, options: dict[str, Any]) -> None:
-        self._loader = StreamingLoader(folder, batch_size=batch, rank=0, world_size=1, **options)
+        self._loader = StreamingLoader(folder, batch_size=batch, rank=0, world_size=1, **grouped(options))
         self._start = self._loader.state_dict()
 
     def seconds(self) -> float:

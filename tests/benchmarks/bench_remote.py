@@ -45,6 +45,7 @@ from servers.fault_proxy import FaultProxy
 from servers.faults import Rule
 from servers.rgw import RgwServer
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.storage import StorageOptions
 from support.peers import import_streaming
 from support.s3_rgw import rgw_environment
@@ -124,7 +125,7 @@ def loader(
         cache_dir=cache,
         storage=StorageOptions(endpoint_url=endpoint, path_style=True),
         dtype="uint16",
-        **options,
+        **grouped(options),
     )
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from figures import benchmark_parser, give
 from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import Layout, Order
 from shardkit.storage.memory import MemoryStore
 
 SHARDS, ROWS, LENGTH = 16, 32, 2048  # shards of 128 KiB
@@ -73,10 +74,9 @@ def measure(streams: int, window: int, batches: int) -> dict[str, object]:
             batch_size=BATCH,
             cache_dir=Path(scratch) / "cache",
             cache_bytes=max(whole // 2, 16 << 20),
-            lanes=2 if window else None,
-            window=window or None,
+            order=Order(lanes=2 if window else None, window=window or None),
             endless=True,
-            tensors="numpy",
+            layout=Layout(tensors="numpy"),
             rank=0,
             world_size=1,
         ) as loader:

@@ -114,7 +114,7 @@ def main() -> None:
         print(f"{pieces:,} pieces, {size / 1e6:,.0f} MB of tables", file=sys.stderr)
         exact = Path(place) / "exact.txt"
         exact.write_text("".join(URL.format(n, n % PARTS, n) + "\n" for n in range(100_000)))
-        sizes = ["--batch-size", "1024", "--lanes", "64", "--window", "4000"]
+        sizes = ["--batch-size", "1024", "--loader", "lanes=64", "--loader", "window=4000"]
         searches = {
             "one row": ["--row", "3000"],
             "a step of 1,024 rows": ["--step", "40", "--limit", "0", *sizes],

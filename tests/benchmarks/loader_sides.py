@@ -40,11 +40,12 @@ def gather(folder: Path) -> Epoch:
 
 def shardkit_loader(folder: Path, kind: str = "mds", **options: Any) -> Epoch:
     from shardkit.loaders import Stream, StreamingLoader
+    from shardkit.loaders.config import grouped
 
     data: Any = folder / kind
     if kind == "mixture":
         data = [Stream(folder / "streams" / str(i), weight=w) for i, w in enumerate((5, 3, 2, 1, 1))]
-    loader = StreamingLoader(data, batch_size=BATCH, dtype="stored", rank=0, world_size=1, **options)
+    loader = StreamingLoader(data, batch_size=BATCH, dtype="stored", rank=0, world_size=1, **grouped(options))
     return lambda: loader
 
 

@@ -88,6 +88,7 @@ def no_cache(request: Request) -> None:
 def shardkit(request: Request) -> Run:
     """Rows removed during a run are masked, and weights that change are a schedule: the order stays."""
     from shardkit.loaders import Stream, StreamingLoader
+    from shardkit.loaders.config import grouped
     from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 
     prefix = "" if request.cache is None else "local://"  # a URL is remote, a path is read in place
@@ -106,9 +107,11 @@ def shardkit(request: Request) -> Run:
         ]
     loader: Any
     if request.workers:
-        loader = StreamingDataLoader(StreamingDataset(streams, **options), num_workers=request.workers)
+        loader = StreamingDataLoader(
+            StreamingDataset(streams, **grouped(options)), num_workers=request.workers
+        )
     else:
-        loader = StreamingLoader(streams, **options)
+        loader = StreamingLoader(streams, **grouped(options))
     if request.state is not None:
         loader.load_state_dict(request.state)
 

@@ -20,6 +20,7 @@ from shardkit.cli.main import main
 from shardkit.errors import BuildError
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.batch import repetitive_rows
+from shardkit.loaders.config import grouped
 from shardkit.writers import build
 from shardkit.writers.kernels.repetitions import mask_repetitions
 from shardkit.writers.token_store import pack_store
@@ -104,8 +105,8 @@ def test_batches_of_tars_are_those_of_mds(together: Path, labels: Any) -> None:
     shift = int(labels == "shifted")
     tokens, masks = rows_of(together / "mds")
     with (
-        StreamingLoader(together / "mds", **options) as one,
-        StreamingLoader(together / "wds", **options) as two,
+        StreamingLoader(together / "mds", **grouped(options)) as one,
+        StreamingLoader(together / "wds", **grouped(options)) as two,
     ):
         for number, (expected, batch) in enumerate(zip(one, two, strict=True)):
             assert list(batch) == list(expected)

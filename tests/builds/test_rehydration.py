@@ -14,6 +14,7 @@ import pytest
 import shardkit
 from shardkit.errors import RecipeError
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import Order
 from shardkit.writers import build
 from shardkit.writers.token_store import pack_store
 from support.small_build import train_bpe, tree
@@ -92,7 +93,7 @@ def test_a_mixture_of_the_parts_repeats_each_document_as_often_as_its_part_says(
     ]
     epoch = sum(samples[name] * times for name, times in TIMES.items())
     seen: Counter[tuple[int, int]] = Counter()
-    with StreamingLoader(streams, batch_size=1, return_ids=True, epoch_samples=epoch) as loader:
+    with StreamingLoader(streams, batch_size=1, return_ids=True, order=Order(epoch_samples=epoch)) as loader:
         for batch in loader:
             seen.update(zip(batch["stream_id"].tolist(), batch["sample_id"].tolist(), strict=True))
     for number, (name, times) in enumerate(TIMES.items()):

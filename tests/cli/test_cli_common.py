@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import shutil
@@ -12,7 +13,6 @@ import pytest
 from rich.table import Table
 
 from shardkit.cli.common import (
-    add_storage_arguments,
     escaped,
     print_columns,
     print_json,
@@ -87,7 +87,11 @@ def hostile(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Pa
 @pytest.mark.parametrize(
     "words",
     [
-        *("trace {} --row 0", "trace {} --row 0 --json", "trace {} --step 1 --batch-size 1 --window 9"),
+        *(
+            "trace {} --row 0",
+            "trace {} --row 0 --json",
+            "trace {} --step 1 --batch-size 1 --loader window=9",
+        ),
         *("trace {} --url http://x/\x1b[2Jx", "trace {} --url http://none\x1b[2J"),
         *("info {}", "info {} --json", "verify {}"),
         *("info {}/\x1b[31mnone", "info {}/\x1b[31mnone --debug"),
@@ -122,9 +126,7 @@ def test_a_damaged_file_of_a_hostile_name_and_a_warning_control_no_terminal(
 
 
 def options_of(*words: str) -> StorageOptions:
-    parser = argparse.ArgumentParser()
-    add_storage_arguments(parser)
-    return storage_options(parser.parse_args(words), is_job=True)
+    return storage_options(make_parser("info").parse_args(["info", "s3://b/x", *words]), is_job=True)
 
 
 def test_what_is_left_out_is_left_to_the_environment() -> None:
@@ -132,19 +134,84 @@ def test_what_is_left_out_is_left_to_the_environment() -> None:
 
 
 def test_every_option_arrives() -> None:
-    words = "--endpoint-url http://x:9 --region r --profile p --virtual-style --checksums when_supported"
-    assert options_of(*words.split()) == StorageOptions(
-        endpoint_url="http://x:9", region="r", profile="p", path_style=False, checksums="when_supported"
+    words = "--endpoint-url http://x:9 --profile p --storage region=r --storage path_style=false"
+    keys = "--storage checksums=when_supported --storage retry_seconds=1.5 --storage connections=4"
+    assert options_of(*words.split(), *keys.split()) == StorageOptions(
+        endpoint_url="http://x:9",
+        region="r",
+        profile="p",
+        path_style=False,
+        checksums="when_supported",
+        retry_seconds=1.5,
+        connections=4,
     )
-    assert options_of("--path-style").path_style is True
+    assert options_of("--storage", "path_style=true").path_style is True
 
 
-@pytest.mark.parametrize("words", ["--path-style --virtual-style", "--checksums always", "--region"])
-def test_nonsense_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_field_of_storage_options_is_an_option_with_a_help() -> None:
+    [parser] = [a for a in make_parser("info")._actions if isinstance(a, argparse._SubParsersAction)]
+    info = parser.choices["info"]
+    [keys] = info.key_options()
+    plain = [action.dest for action in info._actions]
+    fields = {field.name for field in dataclasses.fields(StorageOptions)}
+    assert fields == keys.known.keys() | (fields & {*plain})
+    assert all(setting.doc for setting in keys.known.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--storage checksums=always", "checksums is when_supported or when_required, not 'always'"),
+        ("--storage path_style=1", "path_style is true or false, not '1'"),
+        ("--storage connections=-1", "connections is a number, not '-1'"),
+        ("--storage connections=0", "connections must be above 0"),
+        ("--storage retry_seconds=long", "retry_seconds is a number, not 'long'"),
+        ("--storage region", "region has no value: give --storage region=REGION"),
+        ("--storage regoin=r", "there is no key 'regoin'; did you mean region?"),
+        ("--storage x=r", "there is no key 'x'; the keys are region, path_style, checksums"),
+        ("--storage kms_key_id=k", 'kms_key_id is the key of encryption="aws:kms"'),
+        ("--storage anonymous=true --profile p", "anonymous requests have no profile"),
+    ],
+)
+def test_nonsense_is_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         options_of(*words.split())
     assert caught.value.code == 2
-    assert capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "spelled"),
+    [
+        ("info x --region eu-west-1", "--region; give --storage region=REGION"),
+        ("build x --virtual-style", "--virtual-style; give --storage path_style=false"),
+        ("upload x y --anonymous", "--anonymous; give --storage anonymous=true|false"),
+        ("audit x --lanes 4", "--lanes; give --loader lanes=N"),
+        ("trace x --row 0 --eos=3", "--eos; give --loader eos_id=N"),
+        ("audit x --per-file", "--per-file; give --loader per_file=true|false"),
+        ("plan build --tokens 1 --price-core-hour 1", "--price-core-hour; give --price core_hour=N"),
+        ("demo --keep", "--keep; the folder is kept unless --clean is given"),
+        ("info x --endpoint", "--endpoint; did you mean --endpoint-url?"),
+    ],
+)
+def test_an_option_that_has_become_a_key_is_named(
+    command: str, spelled: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(command.split())
+    assert caught.value.code == 2
+    assert f"there is no option {spelled}" in capsys.readouterr().err
+
+
+def test_options_are_few() -> None:
+    """Of all verbs together; CONTRIBUTING says how an option is added."""
+
+    def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+        own = [a for a in parser._actions if a.option_strings and not isinstance(a, argparse._HelpAction)]
+        inner = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+        return own + [option for each in inner for one in each.choices.values() for option in options(one)]
+
+    assert len(options(make_parser())) <= 250
 
 
 @pytest.mark.parametrize(

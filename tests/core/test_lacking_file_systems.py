@@ -159,7 +159,7 @@ if cache != "-":
 options = {} if cache == "-" else {"cache_dir": cache}
 try:
     source = path if cache == "-" else remote
-    with sk.StreamingLoader(source, batch_size=53, tensors="numpy", **options) as loader:
+    with sk.StreamingLoader(source, batch_size=53, layout=sk.Layout(tensors="numpy"), **options) as loader:
         print(sorted(int(row[0]) for row in next(iter(loader))["tokens"]) == list(range(1, 54)))
 except sk.errors.ShardkitError as error:
     print(type(error).__name__, error)

@@ -31,6 +31,7 @@ from shardkit.formats.mds.index import (
     write_index,
 )
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import Order
 from shardkit.manifest import (
     Column,
     FileInfo,
@@ -409,7 +410,9 @@ def test_a_loader_reads_a_large_dataset_as_any_other(tmp_path: Path, monkeypatch
     infos = [mds.write_rows_shard(tmp_path, f"shard.{i:05d}.mds", rows[2 * i : 2 * i + 2]) for i in range(30)]
 
     def run() -> list[list[list[int]]]:
-        loader = StreamingLoader(open_dataset(tmp_path), batch_size=6, rank=0, world_size=1, window=4)
+        loader = StreamingLoader(
+            open_dataset(tmp_path), batch_size=6, rank=0, world_size=1, order=Order(window=4)
+        )
         return [batch["tokens"].tolist() for batch in loader]
 
     mds.write_index(tmp_path, infos)

@@ -19,6 +19,7 @@ from shardkit.files import open_maps
 from shardkit.formats import mds, tar
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders import producer as groups
+from shardkit.loaders.config import grouped
 from shardkit.manifest import ShardInfo
 from shardkit.storage.s3 import S3Store
 from shardkit.storage.store import StorageOptions
@@ -137,12 +138,12 @@ def test_plans_of_datasets_of_very_many_shards_are_short(
 ) -> None:
     folder = make(tmp_path / "data", "mds", 64)
     options: dict[str, Any] = {"batch_size": 4, "seed": 3, "rank": 0, "world_size": 1, "return_ids": True}
-    with StreamingLoader(folder, **options) as loader:
+    with StreamingLoader(folder, **grouped(options)) as loader:
         expected = [batch["sample_id"].tolist() for batch in loader]
     monkeypatch.setattr(groups, "MAX_PLAN_SHARDS", 8)
     before = open_maps()
     monkeypatch.setattr(opened_module, "MAX_MAPS", 0)  # nothing stays open but by the plans
-    with StreamingLoader(folder, **options) as loader:
+    with StreamingLoader(folder, **grouped(options)) as loader:
         for batch, ids in zip(loader, expected, strict=True):
             assert batch["sample_id"].tolist() == ids
             assert open_maps() - before <= 2 * 8

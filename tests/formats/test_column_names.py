@@ -17,6 +17,7 @@ import webdataset
 import shardkit as sk
 from shardkit.formats import tar
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.tools.convert import OutputOptions
 
 ROWS: npt.NDArray[Any] = np.arange(12 * 8, dtype=np.uint16).reshape(12, 8)
@@ -48,7 +49,7 @@ def others(folder: Path, samples: list[dict[str, Any]], *, per_tar: int = 100) -
 
 
 def batch_of(dataset: sk.Dataset, **options: Any) -> dict[str, Any]:
-    with StreamingLoader(dataset, batch_size=len(dataset), shuffle="none", **options) as loader:
+    with StreamingLoader(dataset, batch_size=len(dataset), shuffle="none", **grouped(options)) as loader:
         [batch] = loader
     return dict(batch)
 

@@ -15,6 +15,7 @@ from shardkit.cache.folder import SUBFOLDER
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.storage import open_store
 from support import peers
 from support.remote_harness import QUICK, fresh_url, put_folder
@@ -82,8 +83,8 @@ def test_the_loader_gives_the_same_batches_from_a_folder_and_from_a_store(
 ) -> None:
     for _ in range(2):
         with (
-            StreamingLoader(merged, batch_size=4, **QUICK) as local,
-            StreamingLoader(uploaded(merged), batch_size=4, cache_dir=tmp_path, **QUICK) as remote,
+            StreamingLoader(merged, batch_size=4, **grouped(QUICK)) as local,
+            StreamingLoader(uploaded(merged), batch_size=4, cache_dir=tmp_path, **grouped(QUICK)) as remote,
         ):
             for expected, found in zip(local, remote, strict=True):
                 assert found.keys() == expected.keys()
@@ -129,11 +130,11 @@ def test_pickles_run_only_if_allowed(tmp_path: Path, remote: bool) -> None:
     ):
         dataset[0]
     with (
-        StreamingLoader(path, batch_size=1, **QUICK) as loader,
+        StreamingLoader(path, batch_size=1, **grouped(QUICK)) as loader,
         pytest.raises(ShardError, match="holds pickles"),
     ):
         list(loader)
     with open_dataset(path, allow_pickle=True) as dataset:
         assert list(dataset) == values
-        with StreamingLoader(dataset, batch_size=5, **QUICK) as loader:
+        with StreamingLoader(dataset, batch_size=5, **grouped(QUICK)) as loader:
             assert sorted(map(list, next(iter(loader))["x"])) == [[number] for number in range(5)]

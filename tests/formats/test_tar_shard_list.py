@@ -139,7 +139,7 @@ def test_lists_of_others_may_say_where_their_tars_are(tmp_path: Path, name: str,
     for file in ("train.json", "shards.json"):
         list_store.put(file, text.encode())
     for path in (list_store.url, f"{list_store.url}/train.json"):
-        with pytest.raises(ShardError, match=f"lists tars elsewhere, at {url}: .*--follow-urls"):
+        with pytest.raises(ShardError, match=f"lists tars elsewhere, at {url}: .*--storage follow_urls=true"):
             open_dataset(path)
         with open_dataset(path, storage=StorageOptions(follow_urls=True)) as dataset:
             assert dataset.location == url

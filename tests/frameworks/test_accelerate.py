@@ -18,13 +18,14 @@ import pytest
 from torch.utils.data import DataLoader
 
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, unchanged
 
 SAMPLES, SIZE = 53, 4  # per rank: epochs of 7 and 6 batches with tail="carry"
 
 
 def loader(path: Path, workers: int = 0, **more: Any) -> StreamingDataLoader:
-    dataset = StreamingDataset(path, batch_size=SIZE, return_ids=True, window=9, **more)
+    dataset = StreamingDataset(path, batch_size=SIZE, return_ids=True, **grouped({"window": 9, **more}))
     context = "fork" if workers else None
     return StreamingDataLoader(dataset, num_workers=workers, multiprocessing_context=context)
 
@@ -177,7 +178,7 @@ def test_the_hugging_face_trainer_resumes_exactly_or_says_how(tmp_path: Path) ->
             case = name.split()[0]
             arguments: dict[str, Any] = {"batch_size": SIZE, "return_ids": True, "window": 9}
             tail: Any = "carry" if case == "endless" else case
-            with StreamingLoader(path, rank=rank, world_size=2, tail=tail, **arguments) as plain:
+            with StreamingLoader(path, rank=rank, world_size=2, tail=tail, **grouped(arguments)) as plain:
                 expected = [each for _ in range(3) for each in ids(plain)]
             assert whole == expected[: 16 if case == "endless" else None], name
             if case == "carry":
@@ -195,7 +196,7 @@ def test_two_ranks_get_their_own_batches_or_an_error(tmp_path: Path) -> None:
     for rank in range(2):
         saw = json.loads((tmp_path / f"rank{rank}.json").read_text())
         arguments: dict[str, Any] = {"batch_size": SIZE, "return_ids": True, "window": 9}
-        with StreamingLoader(path, rank=rank, world_size=2, **arguments) as plain:
+        with StreamingLoader(path, rank=rank, world_size=2, **grouped(arguments)) as plain:
             expected = [ids(plain), ids(plain)]
         assert [len(epoch) for epoch in expected] == [7, 7]
         assert saw["epochs 0"] == saw["epochs 1"] == saw["saved"] == expected

@@ -20,6 +20,7 @@ import pytest
 from shardkit.errors import StreamExhaustedError
 from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 from support import peers
 from support.default_cases import cases
@@ -54,7 +55,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loader_of(data: Any, rank: int = 0, world_size: int = 1, **options: Any) -> StreamingLoader:
     settings = {"prefetch_batches": 0, "window": 40, "seed": 9, **options}
-    return StreamingLoader(data, rank=rank, world_size=world_size, **settings)
+    return StreamingLoader(data, rank=rank, world_size=world_size, **grouped(settings))
 
 
 def numbers(batch: dict[str, Any]) -> list[int]:

@@ -29,6 +29,7 @@ from lightning.pytorch.loggers import CSVLogger
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import MissingExtraError, StateError
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.loaders.lightning_module import DataMonitor, ShardDataModule
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 from shardkit.storage.memory import MemoryStore
@@ -70,7 +71,7 @@ def val(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(train: Path, val: Path) -> Data:
     def make(dataset: Any = train, **options: Any) -> ShardDataModule:
         chosen: dict[str, Any] = {"val": val, "batch_size": 4, "return_ids": True} | options
-        return ShardDataModule(dataset, **chosen)
+        return ShardDataModule(dataset, **grouped(chosen))
 
     return make
 
@@ -81,7 +82,7 @@ def sample_ids(record: Record) -> list[int]:
 
 def direct_ids(dataset: Any, batches: int, **options: Any) -> list[int]:
     """What a StreamingLoader gives without Lightning."""
-    with StreamingLoader(dataset, batch_size=4, return_ids=True, endless=True, **options) as loader:
+    with StreamingLoader(dataset, batch_size=4, return_ids=True, endless=True, **grouped(options)) as loader:
         return [
             i for _, batch in zip(range(batches), loader, strict=False) for i in batch["sample_id"].tolist()
         ]
@@ -402,7 +403,7 @@ def test_a_checkpoint_of_other_data_is_refused_unless_forked(data: Data, tmp_pat
 def test_wrong_arguments_are_named(data: Data, train: Path) -> None:
     for sizes in ({}, {"batch_size": 4, "global_batch_size": 8}):
         with pytest.raises(ValueError, match="either batch_size"):
-            ShardDataModule(train, **sizes)  # type: ignore[arg-type]
+            ShardDataModule(train, **grouped(sizes))
     with pytest.raises(TypeError, match="did you mean labels"):
         data(label=True)
     for option in ({"restart": True}, {"global_batch": 8}):
@@ -466,8 +467,8 @@ def test_fabric_trains_evaluates_and_resumes_exactly(
     def loaders(fabric: Any) -> Any:
         common: dict[str, Any] = {"batch_size": 4, "rank": 0, "world_size": 1, "return_ids": True}
         datasets = (
-            StreamingDataset(train, **common),
-            StreamingDataset(val, restart=True, tail="pad", **common),
+            StreamingDataset(train, **grouped(common)),
+            StreamingDataset(val, restart=True, tail="pad", **grouped(common)),
         )
         context = "fork" if workers else None
         return fabric.setup_dataloaders(

@@ -14,6 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from shardkit import open_dataset
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import Layout, Run
 from shardkit.loaders.pytorch import MapDataset
 from shardkit.storage.memory import MemoryStore
 from support.loader_data import KINDS, columns_sample, make_dataset, token_rows, write_card
@@ -78,7 +79,9 @@ def test_a_sample_of_any_columns_is_that_of_a_batch_of_one(datasets: dict[str, P
 
 
 def test_a_trainer_gets_input_ids_and_labels(datasets: dict[str, Path]) -> None:
-    dataset = MapDataset(datasets["mds"], labels=True, return_ids=True, rename={"tokens": "input_ids"})
+    dataset = MapDataset(
+        datasets["mds"], labels=True, return_ids=True, layout=Layout(rename={"tokens": "input_ids"})
+    )
     sample = dataset[4]
     assert sample.keys() == {"input_ids", "labels", "sample_id"}
     assert int(sample["sample_id"]) == 4
@@ -86,9 +89,9 @@ def test_a_trainer_gets_input_ids_and_labels(datasets: dict[str, Path]) -> None:
     assert padded.any()
     assert torch.equal(sample["labels"][~padded], sample["input_ids"][~padded])
     with pytest.raises(ValueError, match="rename has 'token'"):
-        MapDataset(datasets["mds"], rename={"token": "input_ids"})
+        MapDataset(datasets["mds"], layout=Layout(rename={"token": "input_ids"}))
     with pytest.raises(ValueError, match="one name"):
-        MapDataset(datasets["mds"], labels=True, rename={"tokens": "labels"})
+        MapDataset(datasets["mds"], labels=True, layout=Layout(rename={"tokens": "labels"}))
     with pytest.raises(TypeError, match="endless"):
         MapDataset(datasets["mds"], endless=True)
     assert MapDataset(open_dataset(datasets["mds"]), dtype=None)[0]["tokens"].dtype == torch.uint16
@@ -117,7 +120,9 @@ def test_samplers_of_all_ranks_deliver_every_sample(datasets: dict[str, Path], w
 
 
 def test_it_pickles(datasets: dict[str, Path]) -> None:
-    dataset = MapDataset(datasets["mds_zstd"], labels=True, eos_id=0, rename={"labels": "target"})
+    dataset = MapDataset(
+        datasets["mds_zstd"], labels=True, eos_id=0, layout=Layout(rename={"labels": "target"})
+    )
     copied = pickle.loads(pickle.dumps(dataset))
     assert torch.equal(copied[9]["target"], dataset[9]["target"])
 
@@ -125,7 +130,7 @@ def test_it_pickles(datasets: dict[str, Path]) -> None:
 def test_a_remote_dataset_is_read_by_number_in_forked_workers_too(tmp_path: Path) -> None:
     url = fresh_url()
     put_folder(make_remote_kind(tmp_path / "made", "mds_zstd"), MemoryStore(url))
-    dataset = MapDataset(url, cache_dir=tmp_path / "cache", connections=2)
+    dataset = MapDataset(url, cache_dir=tmp_path / "cache", run=Run(connections=2))
     rows = torch.from_numpy(token_rows(SAMPLES).astype("int64"))
     assert torch.equal(dataset[40]["tokens"], rows[40])  # the parent's threads run now
     loader = DataLoader(

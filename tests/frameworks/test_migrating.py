@@ -21,7 +21,7 @@ from shardkit.cli.main import main
 from shardkit.datasets.dataset import open_dataset
 from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.config import GROUPS, LoaderConfig, Order
 from shardkit.loaders.foreign_names import LITDATA, STREAM, STREAMING
 from shardkit.storage import open_store
 from support import peers
@@ -137,7 +137,7 @@ def test_weights_and_epoch_samples_give_the_epochs_of_mosaicmls_streams(
         dataset = streaming.StreamingDataset(streams=streams, batch_size=8, shuffle=True, **of_dataset)
         expected = in_order([(batch["tokens"].int(),) for batch in DataLoader(dataset, batch_size=8)])
     mixture = [Stream(tmp_path / name, weight=weight) for name, weight in zip("ab", weights, strict=True)]
-    with StreamingLoader(mixture, batch_size=8, epoch_samples=epoch_samples) as loader:
+    with StreamingLoader(mixture, batch_size=8, order=Order(epoch_samples=epoch_samples)) as loader:
         assert in_order([(batch["tokens"].int(),) for batch in loader]) == expected
 
 
@@ -222,6 +222,7 @@ OURS = (
     | parameters(open_dataset)
     | {field.name for kind in (LoaderConfig, Stream, CacheOptions) for field in fields(kind)}
     | {"open_dataset", "exclude"}
+    | GROUPS.keys()
 )
 
 

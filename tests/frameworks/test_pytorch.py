@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from shardkit.errors import StateError
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, unchanged
 from shardkit.storage.memory import MemoryStore
 from support.default_cases import cases
@@ -56,12 +57,12 @@ def exact_loader(dataset: StreamingDataset, workers: int, **more: Any) -> Stream
 
 def reference(path: Any, steps: int, **more: Any) -> list[tuple[Batch, State]]:
     """What a StreamingLoader gives, epoch after epoch, with the state after each batch."""
-    with StreamingLoader(path, **arguments(**more)) as loader:
+    with StreamingLoader(path, **grouped(arguments(**more))) as loader:
         return run(loader, steps)
 
 
 def epoch_lengths(path: Any, epochs: int, **more: Any) -> list[int]:
-    with StreamingLoader(path, **arguments(**more)) as loader:
+    with StreamingLoader(path, **grouped(arguments(**more))) as loader:
         return [sum(1 for _ in loader) for _ in range(epochs)]
 
 
@@ -69,7 +70,7 @@ def epoch_lengths(path: Any, epochs: int, **more: Any) -> list[int]:
 @pytest.mark.parametrize(("workers", "tail"), [(0, "carry"), (1, "carry"), (3, "drop"), (2, "pad")])
 def test_a_dataloader_gives_each_epoch_exactly(data: dict[str, Path], workers: int, tail: str) -> None:
     lengths = epoch_lengths(data["mds"], 2, tail=tail)
-    dataset = StreamingDataset(data["mds"], **arguments(tail=tail))
+    dataset = StreamingDataset(data["mds"], **grouped(arguments(tail=tail)))
     loader = plain_loader(dataset, workers)
     got = []
     for length in lengths:
@@ -82,7 +83,7 @@ def test_a_dataloader_gives_each_epoch_exactly(data: dict[str, Path], workers: i
 @pytest.mark.parametrize("prefetch_factor", cases([1, 5], [5]))
 def test_workers_that_persist_go_on_with_the_next_epoch(data: dict[str, Path], prefetch_factor: int) -> None:
     lengths = epoch_lengths(data["mds"], 4)
-    dataset = StreamingDataset(data["mds"], **arguments())
+    dataset = StreamingDataset(data["mds"], **grouped(arguments()))
     loader = plain_loader(dataset, 3, persistent_workers=True, prefetch_factor=prefetch_factor)
     got = [list(iter(loader)) for _ in lengths]
     assert [len(epoch) for epoch in got] == lengths
@@ -94,7 +95,7 @@ def test_a_spawned_worker_gives_the_same_and_shares_where_it_is(data: dict[str, 
     """One worker, for each takes seconds to import torch."""
     length, following = epoch_lengths(data["columns"], 2)
     expected = reference(data["columns"], length)
-    dataset = StreamingDataset(data["columns"], **arguments())
+    dataset = StreamingDataset(data["columns"], **grouped(arguments()))
     loader = plain_loader(dataset, 1, multiprocessing_context="spawn")
     assert_same(list(iter(loader)), expected, "a spawned worker")
     assert len(dataset) == following
@@ -102,13 +103,13 @@ def test_a_spawned_worker_gives_the_same_and_shares_where_it_is(data: dict[str, 
 
 
 def test_an_endless_dataset_crosses_epochs(data: dict[str, Path]) -> None:
-    dataset = StreamingDataset(data["mds"], **arguments(endless=True))
+    dataset = StreamingDataset(data["mds"], **grouped(arguments(endless=True)))
     got = list(islice(plain_loader(dataset, 3), 31))
     assert_same(got, reference(data["mds"], 31), "endless")
 
 
 def test_epochs_of_fewer_batches_than_workers(data: dict[str, Path]) -> None:
-    loader = plain_loader(StreamingDataset(data["mds"], **arguments(batch_size=40)), 3)
+    loader = plain_loader(StreamingDataset(data["mds"], **grouped(arguments(batch_size=40))), 3)
     got = [len(list(iter(loader))) for _ in range(3)]
     assert got == epoch_lengths(data["mds"], 3, batch_size=40) == [2, 1, 1]
 
@@ -116,7 +117,7 @@ def test_epochs_of_fewer_batches_than_workers(data: dict[str, Path]) -> None:
 def test_ranks_and_mixtures_are_divided_among_workers_too(data: dict[str, Path]) -> None:
     streams = [Stream(data["mds"], weight=2), Stream(data["other"])]
     place = {"rank": 1, "world_size": 2}
-    got = list(plain_loader(StreamingDataset(streams, **arguments(**place)), 2))
+    got = list(plain_loader(StreamingDataset(streams, **grouped(arguments(**place))), 2))
     assert_same(got, reference(streams, len(got), **place), "rank 1 of a mixture")
 
 
@@ -125,16 +126,16 @@ def test_workers_read_a_remote_dataset_through_one_cache(tmp_path: Path) -> None
     url, folder = fresh_url(), make_remote_kind(tmp_path / "made", "mds_zstd")
     put_folder(folder, MemoryStore(url))
     expected = reference(folder, 18)
-    dataset = StreamingDataset(url, **arguments(cache_dir=tmp_path / "cache", connections=2))
+    dataset = StreamingDataset(url, **grouped(arguments(cache_dir=tmp_path / "cache", connections=2)))
     loader = exact_loader(dataset, 2)
-    with StreamingLoader(dataset.loader.dataset, **arguments()) as other:
+    with StreamingLoader(dataset.loader.dataset, **grouped(arguments())) as other:
         next(iter(other))
         assert_same(list(islice(batches(loader), 18)), expected, "remote")
     loader.close()
 
 
 def test_a_lock_that_is_held_while_workers_are_forked_does_not_stop_them(data: dict[str, Path]) -> None:
-    dataset = StreamingDataset(data["mds"], **arguments())
+    dataset = StreamingDataset(data["mds"], **grouped(arguments()))
     with dataset.loader.dataset._lock:
         got = list(plain_loader(dataset, 1, timeout=60))
     assert_same(got, reference(data["mds"], len(got)), "forked under a lock")
@@ -163,7 +164,7 @@ def test_a_forked_worker_collects_none_of_the_loops_garbage(data: dict[str, Path
     def collect(number: int) -> None:
         gc.collect()
 
-    dataset = StreamingDataset(data["mds"], **arguments())
+    dataset = StreamingDataset(data["mds"], **grouped(arguments()))
     loader = exact_loader(dataset, 2, worker_init_fn=collect)
     frozen = gc.get_freeze_count()
     gc.disable()
@@ -186,7 +187,7 @@ def test_however_slowly_workers_start_they_begin_at_the_same_place(
 ) -> None:
     """One epoch is so short that the others have made all their batches when the last worker comes."""
     lengths = epoch_lengths(data["mds"], 2, batch_size=11)
-    dataset = StreamingDataset(data["mds"], **arguments(batch_size=11))
+    dataset = StreamingDataset(data["mds"], **grouped(arguments(batch_size=11)))
     loader = plain_loader(dataset, 3, worker_init_fn=SlowStart(*delays), prefetch_factor=8)
     got = [list(iter(loader)) for _ in lengths]
     assert_same(list(chain(*got)), reference(data["mds"], sum(lengths), batch_size=11), f"delays {delays}")
@@ -194,7 +195,7 @@ def test_however_slowly_workers_start_they_begin_at_the_same_place(
 
 def test_a_seed_that_repeats_does_not_repeat_an_epoch(data: dict[str, Path]) -> None:
     lengths = epoch_lengths(data["mds"], 2)
-    loader = plain_loader(StreamingDataset(data["mds"], **arguments()), 2)
+    loader = plain_loader(StreamingDataset(data["mds"], **grouped(arguments())), 2)
     got = []
     for _ in lengths:
         torch.manual_seed(7)
@@ -207,7 +208,7 @@ def test_a_plain_dataloader_left_early_starts_the_epoch_again(
     data: dict[str, Path], persistent: bool
 ) -> None:
     expected = reference(data["mds"], 4)
-    dataset = StreamingDataset(data["mds"], **arguments())
+    dataset = StreamingDataset(data["mds"], **grouped(arguments()))
     loader = plain_loader(dataset, 2, persistent_workers=persistent)
     for _ in range(2):
         assert_same(list(islice(loader, 4)), expected, "left early")
@@ -218,7 +219,7 @@ def test_a_dataset_goes_on_from_a_number_of_batches(data: dict[str, Path], worke
     """At every step of two epochs, through a state that passes through JSON."""
     lengths = epoch_lengths(data["mds"], 2)
     expected = reference(data["mds"], sum(lengths) + 3)
-    dataset = StreamingDataset(data["mds"], **arguments())
+    dataset = StreamingDataset(data["mds"], **grouped(arguments()))
     loader = plain_loader(dataset, workers)
     for epoch, length in enumerate(lengths):
         for received, _ in enumerate(loader, 1):
@@ -234,7 +235,7 @@ def test_a_dataset_goes_on_from_a_number_of_batches(data: dict[str, Path], worke
 
 
 def test_with_workers_a_dataset_asks_how_many_batches_the_loop_has(data: dict[str, Path]) -> None:
-    dataset = StreamingDataset(data["mds"], **arguments())
+    dataset = StreamingDataset(data["mds"], **grouped(arguments()))
     list(plain_loader(dataset, 1))
     with pytest.raises(ValueError, match="number of batches"):
         dataset.state_dict()
@@ -242,7 +243,7 @@ def test_with_workers_a_dataset_asks_how_many_batches_the_loop_has(data: dict[st
 
 def test_a_dataset_without_workers_is_a_streaming_loader(data: dict[str, Path]) -> None:
     expected = reference(data["mds"], 20)
-    dataset = StreamingDataset(data["mds"], **arguments())
+    dataset = StreamingDataset(data["mds"], **grouped(arguments()))
     assert_same(list(islice(dataset, 3)), expected[:3], "left early")
     assert dataset.state_dict() == expected[2][1]
     copied = pickle.loads(pickle.dumps(dataset))
@@ -256,7 +257,7 @@ def test_a_dataset_without_workers_is_a_streaming_loader(data: dict[str, Path]) 
 def test_a_streaming_dataloader_resumes_exactly_at_every_step(data: dict[str, Path], workers: int) -> None:
     """Left in the middle again and again, its state right with each batch, across epochs."""
     expected = reference(data["mds"], 29)
-    loader = exact_loader(StreamingDataset(data["mds"], **arguments()), workers)
+    loader = exact_loader(StreamingDataset(data["mds"], **grouped(arguments())), workers)
     got: list[Batch] = []
     while len(got) < len(expected):
         for batch in islice(loader, 3 + len(got) % 7):
@@ -272,16 +273,16 @@ def test_states_go_from_any_loader_to_any_other(data: dict[str, Path]) -> None:
     expected = reference(data["mds"], 25)
     state = json.loads(json.dumps(expected[7][1]))
     for workers in (0, 2):
-        loader = exact_loader(StreamingDataset(data["mds"], **arguments()), workers)
+        loader = exact_loader(StreamingDataset(data["mds"], **grouped(arguments())), workers)
         loader.load_state_dict(state)
         assert loader.state_dict() == state
         assert_same(list(islice(batches(loader), 8)), expected[8:16], f"{workers} workers")
         state = json.loads(json.dumps(loader.state_dict()))
-        with StreamingLoader(data["mds"], **arguments()) as plain:
+        with StreamingLoader(data["mds"], **grouped(arguments())) as plain:
             plain.load_state_dict(state)
             assert_same(list(islice(batches(plain), 3)), expected[16:19], "a StreamingLoader")
         state = json.loads(json.dumps(expected[7][1]))
-    parts = [StreamingDataset(data["mds"], **arguments(rank=r, world_size=3)) for r in range(3)]
+    parts = [StreamingDataset(data["mds"], **grouped(arguments(rank=r, world_size=3))) for r in range(3)]
     after = []
     for part in parts:
         loader = exact_loader(part, 1)
@@ -294,7 +295,7 @@ def test_states_go_from_any_loader_to_any_other(data: dict[str, Path]) -> None:
 @pytest.mark.parametrize("tail", ["drop", "pad"])
 def test_workers_that_persist_follow_a_state_and_an_early_end(data: dict[str, Path], tail: str) -> None:
     expected = reference(data["mds"], 30, tail=tail)
-    dataset = StreamingDataset(data["mds"], **arguments(tail=tail))
+    dataset = StreamingDataset(data["mds"], **grouped(arguments(tail=tail)))
     loader = exact_loader(dataset, 2, persistent_workers=True)
     assert_same(list(islice(loader, 5)), expected[:5], "at first")
     assert_same(list(islice(batches(loader), 15)), expected[5:20], "after an early end")
@@ -308,7 +309,7 @@ def test_workers_that_persist_follow_a_state_and_an_early_end(data: dict[str, Pa
 def test_the_length_is_that_of_the_epoch_and_may_change(data: dict[str, Path]) -> None:
     lengths = epoch_lengths(data["mds"], 4)
     assert len(set(lengths)) > 1
-    loader = exact_loader(StreamingDataset(data["mds"], **arguments()), 1, persistent_workers=True)
+    loader = exact_loader(StreamingDataset(data["mds"], **grouped(arguments())), 1, persistent_workers=True)
     for length in lengths:
         assert len(loader) == length
         assert len(list(islice(loader, 5))) == 5
@@ -318,7 +319,7 @@ def test_the_length_is_that_of_the_epoch_and_may_change(data: dict[str, Path]) -
 
 
 def test_a_former_iterator_has_ended(data: dict[str, Path]) -> None:
-    loader = exact_loader(StreamingDataset(data["mds"], **arguments()), 1)
+    loader = exact_loader(StreamingDataset(data["mds"], **grouped(arguments())), 1)
     first = iter(loader)
     next(first)
     second = iter(loader)
@@ -339,7 +340,7 @@ class Failing:
 def test_a_workers_error_comes_where_its_batch_was_due(data: dict[str, Path]) -> None:
     expected = reference(data["mds"], 14)
     at = next(n for n, (batch, _) in enumerate(expected) if 5 in batch["sample_id"])
-    loader = exact_loader(StreamingDataset(data["mds"], **arguments()), 2, collate_fn=Failing())
+    loader = exact_loader(StreamingDataset(data["mds"], **grouped(arguments())), 2, collate_fn=Failing())
     iterator = iter(loader)
     got = list(islice(iterator, at))
     with pytest.raises(ValueError, match="nothing doing"):
@@ -351,14 +352,14 @@ def test_a_workers_error_comes_where_its_batch_was_due(data: dict[str, Path]) ->
 
 
 def test_another_order_reaches_workers_only_with_new_ones(data: dict[str, Path]) -> None:
-    with StreamingLoader(data["mds"], **arguments(window=None, batch_size=12, lanes=3)) as saver:
+    with StreamingLoader(data["mds"], **grouped(arguments(window=None, batch_size=12, lanes=3))) as saver:
         next(iter(saver))
         state = saver.state_dict()
-    with StreamingLoader(data["mds"], **arguments(window=None)) as loader:
+    with StreamingLoader(data["mds"], **grouped(arguments(window=None))) as loader:
         assert state["lanes"] != loader.state_dict()["lanes"]
         loader.load_state_dict(state)
         expected = next(iter(loader))
-    dataset = StreamingDataset(data["mds"], **arguments(window=None))
+    dataset = StreamingDataset(data["mds"], **grouped(arguments(window=None)))
     exact = exact_loader(dataset, 2, persistent_workers=True)
     plain = plain_loader(dataset, 2, persistent_workers=True)
     for each in (exact, plain):
@@ -373,7 +374,7 @@ def test_another_order_reaches_workers_only_with_new_ones(data: dict[str, Path])
 
 
 def test_one_workers_state_is_not_the_datasets(data: dict[str, Path]) -> None:
-    dataset = StreamingDataset(data["mds"], **arguments())
+    dataset = StreamingDataset(data["mds"], **grouped(arguments()))
     with pytest.raises(StateError, match="state_of"):
         dataset.load_state_dict(dataset.state_dict() | {"worker": {}})
 
@@ -387,7 +388,10 @@ def test_a_dataloader_that_would_make_batches_of_batches_is_refused(
         def __iter__(self) -> Any:
             return super().__iter__()
 
-    for dataset in (StreamingDataset(data["mds"], **arguments()), Own(data["mds"], **arguments())):
+    for dataset in (
+        StreamingDataset(data["mds"], **grouped(arguments())),
+        Own(data["mds"], **grouped(arguments())),
+    ):
         with pytest.raises(TypeError, match="use StreamingDataLoader") as raised:
             next(iter(plain_loader(dataset, workers, batch_size=size)))
         traceback.clear_frames(raised.tb)  # which would keep an iterator, and its workers
@@ -397,7 +401,7 @@ def test_a_dataloader_that_would_make_batches_of_batches_is_refused(
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.extended)])
 def test_a_streaming_dataloader_seeks_as_the_loader_does(data: dict[str, Path], workers: int) -> None:
     expected = reference(data["mds"], 30)
-    loader = exact_loader(StreamingDataset(data["mds"], **arguments()), workers)
+    loader = exact_loader(StreamingDataset(data["mds"], **grouped(arguments())), workers)
     next(iter(loader))
     for step in (20, 3, 13, 14, 0):
         loader.seek(step * SIZE)
@@ -410,7 +414,7 @@ def test_a_streaming_dataloader_seeks_as_the_loader_does(data: dict[str, Path], 
 def test_set_epoch_goes_to_an_epoch_or_stays_in_it(data: dict[str, Path], workers: int) -> None:
     for tail, length in (("drop", 13), ("pad", 14)):
         expected = reference(data["mds"], 3 * length, tail=tail)
-        loader = exact_loader(StreamingDataset(data["mds"], **arguments(tail=tail)), workers)
+        loader = exact_loader(StreamingDataset(data["mds"], **grouped(arguments(tail=tail))), workers)
         loader.set_epoch(1)
         assert_same(list(islice(loader, 5)), expected[length : length + 5], "moved")
         loader.set_epoch(1)
@@ -423,12 +427,12 @@ def test_set_epoch_goes_to_an_epoch_or_stays_in_it(data: dict[str, Path], worker
 def test_an_epoch_that_may_not_be_the_datas_is_refused(data: dict[str, Path]) -> None:
     """Which a trainer computes from steps."""
     state = reference(data["mds"], 30)[-1][1]
-    carry = exact_loader(StreamingDataset(data["mds"], **arguments()), 0)
+    carry = exact_loader(StreamingDataset(data["mds"], **grouped(arguments())), 0)
     with pytest.raises(ValueError, match="epochs of 53 samples differ"):
         carry.set_epoch(1)
     list(iter(carry))
     carry.set_epoch(1)  # where it is
-    placed = exact_loader(StreamingDataset(data["mds"], **arguments(tail="drop")), 0)
+    placed = exact_loader(StreamingDataset(data["mds"], **grouped(arguments(tail="drop"))), 0)
     for by_state in (False, True):
         if by_state:
             placed.load_state_dict(state | {"tail": "drop"})
@@ -447,7 +451,7 @@ def test_a_streaming_dataloader_follows_another_dataloader_over_its_dataset(
 ) -> None:
     """As Accelerate's skip_first_batches makes one, for the rest of an epoch."""
     expected = reference(data["mds"], 30)
-    dataset = StreamingDataset(data["mds"], **arguments())
+    dataset = StreamingDataset(data["mds"], **grouped(arguments()))
     loader = exact_loader(dataset, workers)
     for begun in (0, 3):
         loader.seek(0)
@@ -468,7 +472,7 @@ def test_a_dataset_answers_composer(data: dict[str, Path], workers: int) -> None
     world = {"rank": 1, "world_size": 2}
     expected = reference(data["mds"], 16, **world)
     for make in (exact_loader, plain_loader):
-        dataset = StreamingDataset(data["mds"], **arguments(**world))
+        dataset = StreamingDataset(data["mds"], **grouped(arguments(**world)))
         loader: Any = make(dataset, workers)
         step = 0
         for _ in range(2):
@@ -495,7 +499,7 @@ def test_evaluation_starts_anew_in_each_for(data: dict[str, Path], workers: int)
     expected = reference(data["mds"], 14, tail="pad")
     for make in (plain_loader, exact_loader):
         for persistent in {False, workers > 0}:
-            dataset = StreamingDataset(data["mds"], **arguments(tail="pad", restart=True))
+            dataset = StreamingDataset(data["mds"], **grouped(arguments(tail="pad", restart=True)))
             loader: Any = make(dataset, workers, persistent_workers=persistent)
             for left_after in (3, 14, 14, 1, 14):
                 assert len(loader) == 14

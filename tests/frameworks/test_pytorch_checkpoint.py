@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 
 from shardkit.errors import StateError
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import Order, grouped
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, checkpoint_state
 from shardkit.order.state import LoaderState
 from support.loader_data import make_dataset
@@ -66,7 +67,7 @@ def test_what_a_loader_was_given_since_the_checkpoint_wins_behind_the_position(
         assert loader.state_dict()["schedule"] == [[0, [2, 1, 0]]]
     schedule = [(0, [2, 1, 0]), (8, [1, 1, 1])]
     with StreamingLoader(
-        added, batch_size=4, rank=0, world_size=1, schedule=schedule, global_batch=8
+        added, batch_size=4, rank=0, world_size=1, order=Order(schedule=schedule, global_batch=8)
     ) as loader:
         load_checkpoint({"loader": loader}, checkpoint_id=tmp_path / "saved", no_dist=True)
         assert loader.position == 4
@@ -133,6 +134,6 @@ def test_another_world_size_goes_on_from_a_checkpoint(
             assert process.exitcode == 0
         found += [sorted(i for ids, _ in parts for i in ids[step]) for step in range(2)]
     one: dict[str, Any] = {"batch_size": GLOBAL_BATCH, "rank": 0, "world_size": 1, "return_ids": True}
-    with StreamingLoader(streams(data), **one) as loader:
+    with StreamingLoader(streams(data), **grouped(one)) as loader:
         assert found == [sorted(batch["sample_id"].tolist()) for batch in islice(loader, 4)]
         assert all(state["position"] == loader.position == 4 * GLOBAL_BATCH for _, state in parts)

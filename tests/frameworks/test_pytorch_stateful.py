@@ -14,6 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shardkit.errors import StateError
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.loaders.pytorch import StreamingDataset, state_of, unchanged
 from support.loader_data import make_dataset
 from support.resume import Batch, State, assert_equal, assert_same, batches, run
@@ -35,14 +36,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(path: Path) -> list[tuple[Batch, State]]:
-    with StreamingLoader(path, **ARGUMENTS) as loader:
+    with StreamingLoader(path, **grouped(ARGUMENTS)) as loader:
         return run(loader, STEPS)
 
 
 def make(path: Path, workers: int, **more: Any) -> StatefulDataLoader:
     context = "fork" if workers else None
     return StatefulDataLoader(
-        StreamingDataset(path, **ARGUMENTS),
+        StreamingDataset(path, **grouped(ARGUMENTS)),
         batch_size=None,
         num_workers=workers,
         multiprocessing_context=context,
@@ -97,7 +98,7 @@ def test_a_run_goes_on_with_other_workers_or_without_torchdata(
     other = make(path, 1)
     other.dataset.load_state_dict(state_of(state))
     assert_same(list(islice(batches(other), 8)), expected[8:16], "one worker")
-    with StreamingLoader(path, **ARGUMENTS) as plain:
+    with StreamingLoader(path, **grouped(ARGUMENTS)) as plain:
         plain.load_state_dict(state_of(state))
         assert_same(list(islice(plain, 4)), expected[8:12], "a StreamingLoader")
 
@@ -116,7 +117,7 @@ def test_what_does_not_fit_is_refused(path: Path) -> None:
     with pytest.raises(StateError, match="StatefulDataLoader"):
         state_of({"epoch": 3})
     other = StatefulDataLoader(
-        StreamingDataset(path, **ARGUMENTS | {"batch_size": 5}),
+        StreamingDataset(path, **grouped(ARGUMENTS | {"batch_size": 5})),
         batch_size=None,
         num_workers=2,
         multiprocessing_context="fork",

@@ -9,6 +9,7 @@ import pytest
 from composer import Evaluator, Trainer
 
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import Layout, grouped
 from shardkit.loaders.integrations.composer_dataset import build_data_spec, build_dataloader
 
 
@@ -18,7 +19,7 @@ def trained(
     """(epoch, batch in it, rows) of each step; 150 rows make epochs of three or four batches of 40."""
     trainer = Trainer(
         model=None,
-        train_dataloader=build_data_spec(data, batch_size=40, return_ids=True, **options),
+        train_dataloader=build_data_spec(data, batch_size=40, return_ids=True, **grouped(options)),
         max_duration=duration,
         save_folder=str(folder),
         save_interval="1ba",
@@ -57,7 +58,7 @@ def test_the_state_of_composer_continues_in_any_loader_and_back(data: Path, tmp_
 
 
 def test_batches_are_what_language_models_take_and_are_cut_by_rows(data: Path) -> None:
-    spec = build_data_spec(data, batch_size=8, document_ids=True, position_ids=True)
+    spec = build_data_spec(data, batch_size=8, layout=Layout(document_ids=True, position_ids=True))
     trainer = Trainer(model=None, train_dataloader=spec, max_duration="1ba", device_train_microbatch_size=4)
     trainer.fit()
     [(_, _, batch)] = trainer.seen
@@ -86,7 +87,7 @@ def test_each_evaluation_has_every_sample_once(data: Path) -> None:
 @pytest.mark.parametrize("option", [{"flat": True}, {"cu_seqlens": 64}, {"endless": True}])
 def test_what_composer_cannot_cut_or_count_is_refused(data: Path, option: Any) -> None:
     with pytest.raises(ValueError, match=f"leave out {next(iter(option))}"):
-        build_data_spec(data, batch_size=8, **option)
+        build_data_spec(data, batch_size=8, **grouped(option))
 
 
 def test_llm_foundrys_yaml_names_a_dataset_or_streams(data: Path) -> None:

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from shardkit.errors import StateError
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import Layout, grouped
 from shardkit.loaders.integrations.hugging_face import StreamingTrainer, TrainerDataset, placement
 from shardkit.loaders.pytorch import MapDataset
 from support.loader_data import EOS, make_dataset
@@ -65,7 +66,7 @@ def train(data: Path, folder: Path, *, resume: int | None = None, **more: Any) -
     options: dict[str, Any] = {"eos_id": EOS, "return_ids": True, "position_ids": True}
     model = Model()
     trainer = StreamingTrainer(
-        model=model, args=arguments(folder, **more), train_dataset=TrainerDataset(data, **options)
+        model=model, args=arguments(folder, **more), train_dataset=TrainerDataset(data, **grouped(options))
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(folder / f"checkpoint-{resume}"))
     assert trainer.state.global_step == trainer.args.max_steps
@@ -150,7 +151,7 @@ def test_epochs_are_whole_steps_and_evaluation_takes_a_map_dataset(data: Path, t
             save_strategy="no",
         ),
         train_dataset=TrainerDataset(data, eos_id=EOS),
-        eval_dataset=MapDataset(data, eos_id=EOS, labels=True, rename={"tokens": "input_ids"}),
+        eval_dataset=MapDataset(data, eos_id=EOS, labels=True, layout=Layout(rename={"tokens": "input_ids"})),
     )
     trainer.train()
     assert trainer.state.global_step == 2 * -(-SAMPLES // 12)
@@ -159,7 +160,7 @@ def test_epochs_are_whole_steps_and_evaluation_takes_a_map_dataset(data: Path, t
 
 
 def test_other_datasets_are_trained_on_as_without_the_mixin(data: Path, tmp_path: Path) -> None:
-    rows = MapDataset(data, eos_id=EOS, labels=True, rename={"tokens": "input_ids"})
+    rows = MapDataset(data, eos_id=EOS, labels=True, layout=Layout(rename={"tokens": "input_ids"}))
     model = Model()
     more: dict[str, Any] = {"max_steps": 2, "remove_unused_columns": False, "save_strategy": "no"}
     StreamingTrainer(model=model, args=arguments(tmp_path, **more), train_dataset=rows).train()
@@ -201,7 +202,7 @@ def test_attention_stays_inside_of_documents(data: Path, tmp_path: Path) -> None
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
     config = LlamaConfig(vocab_size=512, **sizes)  # type: ignore[no-untyped-call, unused-ignore]
     model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call, unused-ignore]
-    rows = TrainerDataset(data, eos_id=EOS, position_ids=True)
+    rows = TrainerDataset(data, eos_id=EOS, layout=Layout(position_ids=True))
     trainer = StreamingTrainer(model=model, args=arguments(tmp_path), train_dataset=rows)
     batch = next(iter(trainer.get_train_dataloader()))
     assert (batch["input_ids"][:, 3] == EOS).all()  # ends each row's first document

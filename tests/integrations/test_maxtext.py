@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import Layout, grouped
 from support.loader_data import EOS, LENGTH, make_dataset
 
 INTERFACES = Path(__file__).parent / "interfaces"
@@ -72,7 +73,9 @@ def test_fields_are_those_that_maxtext_reads(
 ) -> None:
     local = training(adapter, data, monkeypatch).local_iterator
     options: dict[str, Any] = {"position_ids": True, "document_ids": True, "tensors": "numpy", "eos_id": EOS}
-    with StreamingLoader(data, batch_size=8, seed=3, labels="shifted", endless=True, **options) as loader:
+    with StreamingLoader(
+        data, batch_size=8, seed=3, labels="shifted", endless=True, **grouped(options)
+    ) as loader:
         for batch, plain in islice(zip(local, loader, strict=False), 9):
             assert {values.dtype for values in batch.values()} == {np.dtype(np.int32)}
             scored = plain["labels"] != -100
@@ -131,7 +134,9 @@ def test_rows_of_another_length_are_refused(
     wrong = config(data, max_target_length=LENGTH)
     with pytest.raises(ValueError, match="inputs of 7 tokens and max_target_length is 8"):
         next(adapter.make_train_iterator(wrong, mesh(adapter), [0], eos_id=EOS))
-    batch = next(adapter.make_train_iterator(wrong, mesh(adapter), [0], eos_id=EOS, keep_length=True))
+    batch = next(
+        adapter.make_train_iterator(wrong, mesh(adapter), [0], eos_id=EOS, layout=Layout(keep_length=True))
+    )
     assert batch["inputs"].shape == (8, LENGTH)
     with pytest.raises(ValueError, match="does not divide by 3 hosts"):
         adapter.make_train_iterator(wrong, mesh(adapter), [0, 1, 2], eos_id=EOS)

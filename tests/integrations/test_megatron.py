@@ -21,7 +21,7 @@ from megatron.training.training import build_train_valid_test_data_iterators
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardkit.loaders import StreamingLoader
-from shardkit.loaders.config import RunOptions
+from shardkit.loaders.config import Layout, Run, RunOptions
 from shardkit.loaders.integrations.megatron import MegatronDataIterator, MegatronDataset, external_iterators
 from shardkit.loaders.integrations.megatron_bridge import SeekToConsumedSamples, ShardkitProvider
 
@@ -124,7 +124,7 @@ def test_micro_batches_are_what_gpt_datasets_give(data: Path, documents: bool) -
         )
     )
     with StreamingLoader(
-        data, batch_size=3, labels="shifted", position_ids=documents, doc_lens=documents
+        data, batch_size=3, labels="shifted", layout=Layout(position_ids=documents, doc_lens=documents)
     ) as loader:
         batch = next(iter(loader))
     counts = batch["labels"] != -100
@@ -148,14 +148,17 @@ def test_micro_batches_are_what_gpt_datasets_give(data: Path, documents: bool) -
 def test_rows_of_another_length_are_refused(data: Path) -> None:
     with pytest.raises(ValueError, match="rows of 65 tokens, but sequences of 65 need 66"):
         MegatronDataset(data, 10, seq_length=65)
-    assert next(iter(MegatronDataset(data, 10, seq_length=65, keep_length=True)))["loss_mask"][-1] == 0
+    assert (
+        next(iter(MegatronDataset(data, 10, seq_length=65, layout=Layout(keep_length=True))))["loss_mask"][-1]
+        == 0
+    )
 
 
 @contextmanager
 def bridge(data: Path, rank: int, ranks: int) -> Iterator[tuple[ShardkitProvider, RerunDataIterator, Any]]:
     """A provider, its training iterator, and the process groups of a rank, with no real communication."""
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    options: RunOptions = {"stop_together": False}
+    options: RunOptions = {"run": Run(stop_together=False)}
     provider = ShardkitProvider(
         train=str(data),
         seq_length=SEQ_LENGTH,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import Layout, grouped
 from shardkit.loaders.integrations.nanogpt import (
     DistributedDataGenerator,
     NanoGPTData,
@@ -45,7 +46,7 @@ def expected_targets(inputs: Tensor) -> Tensor:
 
 
 def nanogpt(data: Path | str, **options: Any) -> NanoGPTData:
-    return NanoGPTData(data, data, batch_size=4, block_size=64, **options)
+    return NanoGPTData(data, data, batch_size=4, block_size=64, **grouped(options))
 
 
 def test_nanogpt_gets_inputs_and_the_tokens_after_them(data: Path) -> None:
@@ -161,7 +162,7 @@ def test_a_generator_that_is_dropped_stops_no_other_rank(
 
 
 def modded(data: Path, tokens: int, longest: int, steps: int = 1, **options: Any) -> DistributedDataGenerator:
-    return DistributedDataGenerator(data, tokens, longest, steps, device="cpu", **options)
+    return DistributedDataGenerator(data, tokens, longest, steps, device="cpu", **grouped(options))
 
 
 def test_modded_nanogpt_gets_flat_rows_with_the_bounds_of_documents(data: Path) -> None:
@@ -174,7 +175,7 @@ def test_modded_nanogpt_gets_flat_rows_with_the_bounds_of_documents(data: Path) 
     ]
     rows = ROWS[rows_of(inputs.reshape(4, 64))]
     assert targets.tolist() == rows[:, 1:].reshape(-1).tolist(), "nothing is ignored"
-    with StreamingLoader(data, batch_size=4, labels="shifted", cu_seqlens=64) as plain:
+    with StreamingLoader(data, batch_size=4, labels="shifted", layout=Layout(cu_seqlens=64)) as plain:
         assert bounds.tolist() == next(iter(plain))["cu_seqlens"].tolist()
     loader.close()
 
@@ -182,7 +183,7 @@ def test_modded_nanogpt_gets_flat_rows_with_the_bounds_of_documents(data: Path) 
 def test_sequences_are_cut_at_the_longest_length(data: Path) -> None:
     loader = modded(data, 64 * 4, 10, max_num_docs=128)
     _, _, bounds = next(loader)
-    with StreamingLoader(data, batch_size=4, labels="shifted", cu_seqlens=True) as plain:
+    with StreamingLoader(data, batch_size=4, labels="shifted", layout=Layout(cu_seqlens=True)) as plain:
         documents = next(iter(plain))["cu_seqlens"].tolist()
     expected = [place for low, high in pairwise(documents) for place in range(low, high, 10)]
     assert bounds.tolist() == expected + [256] * (128 - len(expected))

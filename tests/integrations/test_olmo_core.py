@@ -13,6 +13,7 @@ from olmo_core.train import Duration, Trainer, TrainerConfig
 from olmo_core.train.train_module import TrainModule
 
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import Layout
 from shardkit.loaders.integrations.olmo_core_loader import ShardkitDataLoader
 
 LENGTH = 65
@@ -111,7 +112,7 @@ def test_batches_have_shifted_labels_and_documents(data: Path) -> None:
     loader = opened(data, doc_lens=True)
     [(_, batch)] = trained(loader, Duration.steps(1)).seen
     assert batch.keys() == {"input_ids", "labels", "index", "doc_lens", "max_doc_lens"}
-    with StreamingLoader(data, batch_size=12, labels=True, document_ids=True) as plain:
+    with StreamingLoader(data, batch_size=12, labels=True, layout=Layout(document_ids=True)) as plain:
         expected = next(iter(plain))
     torch.testing.assert_close(batch["input_ids"], expected["tokens"])
     torch.testing.assert_close(batch["labels"][:, :-1], expected["labels"][:, 1:])

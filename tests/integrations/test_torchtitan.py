@@ -14,6 +14,7 @@ from torchtitan.config import TrainingConfig
 from torchtitan.trainer import Trainer
 
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import Layout
 from shardkit.loaders.integrations.torchtitan_loader import ShardkitDataLoader
 
 SEQ_LEN = 64
@@ -75,7 +76,9 @@ def test_batches_are_a_loaders_shifted_rows_with_positions_in_documents(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = trained(data, tmp_path, steps=2, monkeypatch=monkeypatch)
-    with StreamingLoader(data, batch_size=3, rank=0, world_size=1, labels=True, position_ids=True) as loader:
+    with StreamingLoader(
+        data, batch_size=3, rank=0, world_size=1, labels=True, layout=Layout(position_ids=True)
+    ) as loader:
         for (inputs, labels), batch in zip(trainer.seen, loader, strict=False):
             assert inputs.keys() == {"input", "positions"}
             torch.testing.assert_close(inputs["input"], batch["tokens"][:, :-1])
@@ -117,7 +120,7 @@ def test_each_validation_has_the_same_samples_and_all_of_them_once(
         for rank in range(2)
     ]
     with StreamingLoader(
-        data, batch_size=10, rank=0, world_size=1, labels="shifted", position_ids=True
+        data, batch_size=10, rank=0, world_size=1, labels="shifted", layout=Layout(position_ids=True)
     ) as loader:
         every = sorted(row for batch in loader for row in batch["labels"].tolist())
     for validations in zip(*(run.validated for run in runs), strict=True):

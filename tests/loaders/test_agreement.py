@@ -17,7 +17,7 @@ import pytest
 from shardkit.errors import RanksDisagreeError
 from shardkit.loaders import StreamingLoader, agreement
 from shardkit.loaders.agreement import RankAgreement
-from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.config import LoaderConfig, grouped
 from shardkit.loaders.peers import StopTogether
 from shardkit.loaders.placement import Place
 from shardkit.loaders.producer import LoaderTimeoutError
@@ -114,11 +114,11 @@ def test_ranks_that_cannot_come_are_compared_and_not_waited_for(
     options: dict[str, Any] = {"batch_size": 2, "stop_together": False}
     for rank in range(3):
         process_groups(rank, 4)
-        with StreamingLoader(data, **options) as loader:
+        with StreamingLoader(data, **grouped(options)) as loader:
             assert len(next(iter(loader))["tokens"]) == 2
     process_groups(3, 4)
     with (
-        StreamingLoader(data, seed=20, **options) as loader,
+        StreamingLoader(data, seed=20, **grouped(options)) as loader,
         pytest.raises(RanksDisagreeError, match="seed: 17 on rank 0, 20 on rank 3"),
     ):
         iter(loader)

@@ -23,6 +23,7 @@ from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError, StateError
 from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader, balanced_streams, weighted_streams
+from shardkit.loaders.config import grouped
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import MAX_WEIGHT, Mixture, Schedule
 from shardkit.order.order import Order, OrderSpec
@@ -69,7 +70,7 @@ def delivered(loader: StreamingLoader, steps: int) -> tuple[npt.NDArray[Any], np
 def test_classes_come_equally_often_in_every_block_and_epoch(folder: Path) -> None:
     streams = balanced_streams(folder, "label")
     assert [stream.name for stream in streams] == ["3", "7", "9", "12"]
-    with StreamingLoader(streams, batch_size=4, epoch_samples=88, **ALONE) as loader:
+    with StreamingLoader(streams, batch_size=4, **grouped({"epoch_samples": 88, **ALONE})) as loader:
         for _ in range(2):
             count = 0
             for batch in loader:
@@ -83,14 +84,16 @@ def test_classes_come_equally_often_in_every_block_and_epoch(folder: Path) -> No
 
 def test_weights_are_shares_of_classes_and_those_not_named_get_none(folder: Path) -> None:
     streams = balanced_streams(folder, "label", weights={7: 0.5, 12: 0.1, 3: 0.2})
-    with StreamingLoader(streams, batch_size=8, **ALONE) as loader:
+    with StreamingLoader(streams, batch_size=8, **grouped(ALONE)) as loader:
         stream, _ = delivered(loader, 20)
     assert {tuple(np.bincount(block, minlength=4)) for block in stream.reshape(-1, 8)} == {(2, 5, 0, 1)}
 
 
 def test_a_class_comes_whole_before_one_of_its_samples_comes_again(folder: Path) -> None:
     labels = labels_of()
-    with StreamingLoader(balanced_streams(folder, "label"), batch_size=6, lanes=1, **ALONE) as loader:
+    with StreamingLoader(
+        balanced_streams(folder, "label"), batch_size=6, **grouped({"lanes": 1, **ALONE})
+    ) as loader:
         stream, sample = delivered(loader, 100)
     for number, (label, size) in enumerate(SIZES.items()):
         own = np.sort(np.flatnonzero(labels == label))
@@ -103,7 +106,7 @@ def test_a_class_comes_whole_before_one_of_its_samples_comes_again(folder: Path)
 
 def test_resuming_is_exact_at_every_step_across_epochs(folder: Path) -> None:
     streams = balanced_streams(folder, "label", weights={3: 2, 7: 1, 9: 1, 12: 1})
-    make = partial(StreamingLoader, streams, batch_size=13, prefetch_batches=0, **ALONE)
+    make = partial(StreamingLoader, streams, batch_size=13, **grouped({"prefetch_batches": 0, **ALONE}))
     assert_exact_resume(make, steps=9, tail_steps=3)
 
 
@@ -114,7 +117,7 @@ def test_a_global_batch_has_the_same_samples_on_any_number_of_ranks(folder: Path
         of_rank = []
         for rank in range(ranks):
             place = ALONE | {"rank": rank, "world_size": ranks, "lanes": 2}
-            with StreamingLoader(streams, batch_size=12 // ranks, **place) as loader:
+            with StreamingLoader(streams, batch_size=12 // ranks, **grouped(place)) as loader:
                 of_rank.append(delivered(loader, 10)[1].reshape(10, -1))
         found[ranks] = np.sort(np.concatenate(of_rank, axis=1), axis=1).tolist()
     assert found[1] == found[2] == found[4]
@@ -125,7 +128,7 @@ def test_weighted_samples_come_as_often_as_the_sampler_of_torch_is_expected_to_d
 ) -> None:
     weights = np.random.default_rng(1).choice([0.0, 0.25, 1.0, 3.0], SAMPLES)
     draws = 6 * SAMPLES
-    with StreamingLoader(weighted_streams(folder, weights), batch_size=SAMPLES, **ALONE) as loader:
+    with StreamingLoader(weighted_streams(folder, weights), batch_size=SAMPLES, **grouped(ALONE)) as loader:
         _, sample = delivered(loader, 6)
     came = np.bincount(sample, minlength=SAMPLES)
     expected = draws * weights / weights.sum()
@@ -188,7 +191,7 @@ def test_strings_bytes_and_columns_beside_others_of_any_size_are_classes(tmp_pat
     streams = balanced_streams(dataset, "animal")
     assert [stream.name for stream in streams] == ["''", "ape", "yak"]
     assert [kept_rows(stream, 12).tolist() for stream in streams] == [[*range(k, 12, 3)] for k in (1, 2, 0)]
-    with StreamingLoader(streams, batch_size=3, **ALONE) as loader:
+    with StreamingLoader(streams, batch_size=3, **grouped(ALONE)) as loader:
         for batch in islice(loader, 3):
             assert [["", "ape", "yak"][number] for number in batch["stream_id"]] == batch["animal"]
     raw = balanced_streams(dataset, "raw", weights={b"\xff": 1})
@@ -216,7 +219,7 @@ def test_members_of_foreign_tars_are_classes(tmp_path: Path, column: str) -> Non
                     member.size = len(payload)
                     tar.addfile(member, io.BytesIO(payload))
     streams = balanced_streams(tmp_path, column)
-    with StreamingLoader(streams, batch_size=3, columns=["cls"], **ALONE) as loader:
+    with StreamingLoader(streams, batch_size=3, columns=["cls"], **grouped(ALONE)) as loader:
         for batch in islice(batches(loader), 6):
             assert sorted(batch["stream_id"].tolist()) == [0, 1, 2]
             assert torch.as_tensor(batch["cls"]).tolist() == batch["stream_id"].tolist()
@@ -243,13 +246,13 @@ def test_more_values_than_streams_may_be_and_wrong_weights_are_refused(folder: P
 
 
 def test_the_state_names_each_class_and_refuses_other_classes(folder: Path) -> None:
-    with StreamingLoader(balanced_streams(folder, "label"), batch_size=4, **ALONE) as loader:
+    with StreamingLoader(balanced_streams(folder, "label"), batch_size=4, **grouped(ALONE)) as loader:
         next(iter(loader))
         state = loader.state_dict()
         assert loader.stream_samples() == dict.fromkeys(["3", "7", "9", "12"], 1)
     other = weighted_streams(folder, np.where(labels_of() == 3, 1.0, 2.0))
     with (
-        StreamingLoader(other, batch_size=4, **ALONE) as loader,
+        StreamingLoader(other, batch_size=4, **grouped(ALONE)) as loader,
         pytest.raises(StateError, match="dataset of stream 1"),
     ):
         loader.load_state_dict(state)
@@ -265,10 +268,10 @@ def test_a_bucket_serves_all_classes_by_one_plan_that_fetches_each_shard_once(fo
     streams = balanced_streams(remote.dataset, "label")
     shards = len(remote.dataset.manifest.shards)
     assert shards > 5
-    with StreamingLoader(streams, batch_size=4, **ALONE) as loader:
+    with StreamingLoader(streams, batch_size=4, **grouped(ALONE)) as loader:
         came = delivered(loader, 60)
     assert remote.shards.counters()["fetched_shards"] == shards
-    with StreamingLoader(balanced_streams(folder, "label"), batch_size=4, **ALONE) as local:
+    with StreamingLoader(balanced_streams(folder, "label"), batch_size=4, **grouped(ALONE)) as local:
         assert np.array_equal(came, delivered(local, 60))
 
 
@@ -286,16 +289,16 @@ def test_a_cache_smaller_than_the_dataset_gives_the_same_batches(
     # A stream that is not of the shared dataset has a plan of its own beside it.
     more = [Stream(source, weight=2, name="whole")] if kind == "fixed" else []
     streams = balanced_streams(remote.dataset, "label") + more
-    with StreamingLoader(streams, batch_size=5, **ALONE) as loader:
+    with StreamingLoader(streams, batch_size=5, **grouped(ALONE)) as loader:
         came = delivered(loader, 40)
     streams = balanced_streams(source, "label") + more
-    with StreamingLoader(streams, batch_size=5, **ALONE) as loader:
+    with StreamingLoader(streams, batch_size=5, **grouped(ALONE)) as loader:
         assert np.array_equal(came, delivered(loader, 40))
 
 
 def test_a_path_that_is_given_twice_is_opened_once(folder: Path) -> None:
     streams = [Stream(folder, name="a", exclude=[(0, 50)]), Stream(str(folder), name="b", exclude=[(50, 86)])]
-    with StreamingLoader(streams, batch_size=4, **ALONE) as loader:
+    with StreamingLoader(streams, batch_size=4, **grouped(ALONE)) as loader:
         assert loader.datasets[0] is loader.datasets[1]
         stream, sample = delivered(loader, 30)
     assert ((sample < 50) == (stream == 1)).all()

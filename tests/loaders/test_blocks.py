@@ -27,6 +27,7 @@ from shardkit.errors import StreamExhaustedError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.batch import Fields
 from shardkit.loaders.blocks import BlockMemory, Outbox, deal
+from shardkit.loaders.config import grouped
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.producer import Group
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, unchanged
@@ -71,7 +72,7 @@ def dataloader(
     kinds: dict[str, Any], workers: int, *, rank: int = 0, world_size: int = 1, **more: Any
 ) -> StreamingDataLoader:
     dataset = StreamingDataset(
-        batch_size=GLOBAL_BATCH // world_size, rank=rank, world_size=world_size, **kinds
+        batch_size=GLOBAL_BATCH // world_size, rank=rank, world_size=world_size, **grouped(kinds)
     )
     context = "fork" if workers else None
     return StreamingDataLoader(dataset, num_workers=workers, multiprocessing_context=context, **more)
@@ -80,7 +81,9 @@ def dataloader(
 @cache
 def reference(folder: Path, name: str, steps: int = 70) -> list[tuple[Batch, State]]:
     """What a StreamingLoader gives."""
-    with StreamingLoader(batch_size=GLOBAL_BATCH, rank=0, world_size=1, **arguments(folder, name)) as loader:
+    with StreamingLoader(
+        batch_size=GLOBAL_BATCH, rank=0, world_size=1, **grouped(arguments(folder, name))
+    ) as loader:
         return run(loader, steps)
 
 
@@ -153,7 +156,9 @@ def test_many_more_of_these(folder: Path, name: str, plan: list[Leg]) -> None:
 @pytest.mark.extended
 def test_spawned_workers_share_the_memory_too(folder: Path) -> None:
     """One worker, for each takes seconds to import torch."""
-    dataset = StreamingDataset(batch_size=GLOBAL_BATCH, rank=0, world_size=1, **arguments(folder, "carry"))
+    dataset = StreamingDataset(
+        batch_size=GLOBAL_BATCH, rank=0, world_size=1, **grouped(arguments(folder, "carry"))
+    )
     loader = StreamingDataLoader(dataset, num_workers=1, multiprocessing_context="spawn")
     for number, batch in enumerate(islice(batches(loader), 40)):
         assert_equal(batch, reference(folder, "carry")[number][0], f"batch {number}")
@@ -254,7 +259,7 @@ def test_what_ends_a_stream_comes_where_its_batch_was_due(folder: Path, workers:
     streams = [Stream(folder / "rows", weight=2, repeat=1), Stream(folder / "other", repeat=3)]
     kinds: dict[str, Any] = {"dataset": streams, "endless": True, "return_ids": True}
     expected: list[Batch] = []
-    with StreamingLoader(batch_size=GLOBAL_BATCH, rank=0, world_size=1, **kinds) as plain:
+    with StreamingLoader(batch_size=GLOBAL_BATCH, rank=0, world_size=1, **grouped(kinds)) as plain:
         with pytest.raises(StreamExhaustedError):
             expected.extend(plain)
         state = plain.state_dict()

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import Order, grouped
 from shardkit.loaders.cuda import Copied, CudaCopies, CudaPrefetcher, HostCopies
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 from support.loader_data import make_dataset
@@ -35,7 +36,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(path: Path, **more: Any) -> StreamingLoader:
-    return StreamingLoader(path, batch_size=4, rank=0, world_size=1, return_ids=True, window=9, **more)
+    return StreamingLoader(
+        path, batch_size=4, rank=0, world_size=1, return_ids=True, **grouped({"window": 9, **more})
+    )
 
 
 def on_cpu(batch: Batch) -> Batch:
@@ -83,7 +86,9 @@ def test_a_run_resumed_at_any_step_goes_on_exactly(path: Path, device: str) -> N
 @devices
 def test_it_goes_over_a_dataloader_with_workers(path: Path, device: str) -> None:
     expected = reference(path, 16)
-    dataset = StreamingDataset(path, batch_size=4, rank=0, world_size=1, return_ids=True, window=9)
+    dataset = StreamingDataset(
+        path, batch_size=4, rank=0, world_size=1, return_ids=True, order=Order(window=9)
+    )
     loader = StreamingDataLoader(
         dataset, num_workers=1, multiprocessing_context="fork", pin_memory=device == "cuda"
     )
@@ -288,7 +293,7 @@ def test_an_interrupt_loses_no_sample_of_a_real_loader(path: Path, workers: int 
         loader: Any = make(path)
     else:
         loader = StreamingDataLoader(
-            StreamingDataset(path, batch_size=4, rank=0, world_size=1, return_ids=True, window=9)
+            StreamingDataset(path, batch_size=4, rank=0, world_size=1, return_ids=True, order=Order(window=9))
         )
     ahead = CudaPrefetcher(loader, "cpu")
     got: list[list[int]] = []
@@ -355,7 +360,7 @@ def test_weights_and_position_change_under_a_prefetcher_as_without_it(path: Path
 
     def mixed() -> StreamingLoader:
         options: dict[str, Any] = {"batch_size": 4, "rank": 0, "world_size": 1, "return_ids": True}
-        return StreamingLoader(streams, endless=True, **options)
+        return StreamingLoader(streams, endless=True, **grouped(options))
 
     with mixed() as plain, mixed() as other:
         expected = run_changed(plain, plain)

@@ -18,7 +18,7 @@ from shardkit.card import DatasetCard
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.datasets.locate import Found, LocalFiles
 from shardkit.loaders import StreamingLoader
-from shardkit.loaders.config import LoaderConfig, Stream
+from shardkit.loaders.config import LoaderConfig, Order, Stream
 from shardkit.loaders.defaults import find_eos_id, warn_of_small_cache
 from shardkit.loaders.streams import Streams, open_streams
 from shardkit.order.order import OrderSpec
@@ -115,7 +115,9 @@ def test_a_shared_cache_is_measured_by_the_lanes_of_all_ranks_on_the_machine(
 ) -> None:
     for name, value in {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    with StreamingLoader(url, batch_size=4, cache_dir=tmp_path, cache_bytes=1, lanes=16) as loader:
+    with StreamingLoader(
+        url, batch_size=4, cache_dir=tmp_path, cache_bytes=1, order=Order(lanes=16)
+    ) as loader:
         with pytest.warns(RuntimeWarning, match="what 8 lanes have in use"):
             iter(loader)
         assert loader.machine_ranks == (0, 1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import pickle
 import re
 import tarfile
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 from shardkit.errors import ShardError
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import GROUPS, Layout, Run, flattened, grouped
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 from support.loader_data import make_dataset
 
@@ -34,12 +37,12 @@ MOST_CHARACTERS = 300
         ("local", "`cache_dir`"),
         ("shuffle_seed", "`seed`"),
         ("shuffle_algo", "`shuffle`"),
-        *((name, "`window`") for name in ("shuffle_block_size", "item_shuffle_window")),
-        ("num_canonical_nodes", "`lanes`"),
+        *((name, "`order=Order(window=…)`") for name in ("shuffle_block_size", "item_shuffle_window")),
+        ("num_canonical_nodes", "`order=Order(lanes=…)`"),
         ("predownload", "nothing"),
         *((name, "`cache_bytes`") for name in ("cache_limit", "max_cache_size", "cache_size")),
         ("batching_method", "batches mix the streams"),
-        ("epoch_size", "`epoch_samples`"),
+        ("epoch_size", "`order=Order(epoch_samples=…)`"),
         ("input_dir", "shardkit convert"),
         ("subsample", "`exclude`"),
         *((name, "rank and world size") for name in ("nodesplitter", "workersplitter")),
@@ -47,7 +50,7 @@ MOST_CHARACTERS = 300
         ("handler", "exclude=[row]"),
         ("num_replicas", "`world_size`"),
         ("zzz", "LoaderConfig"),
-        ("lane", "did you mean lanes?"),
+        ("lane", "did you mean order=Order(lanes=…)?"),
     ],
 )
 def test_a_name_of_another_loader_is_answered_in_one_line(tmp_path: Path, name: str, says: str) -> None:
@@ -61,6 +64,30 @@ def test_a_name_of_another_loader_is_answered_in_one_line(tmp_path: Path, name: 
         assert says in message
         assert len(message) < MOST_CHARACTERS
         assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", [field.name for kind in GROUPS.values() for field in fields(kind)])  # type: ignore[arg-type]
+def test_an_option_of_a_group_is_answered_with_its_group(tmp_path: Path, name: str) -> None:
+    make: Any = StreamingLoader
+    with pytest.raises(TypeError, match=rf"^{name} is given in a group .*=(Layout|Order|Run)\({name}=…\)$"):
+        make(tmp_path, batch_size=2, **{name: 1})
+
+
+def test_a_group_is_checked_when_it_is_made_and_keeps_what_was_given() -> None:
+    layout: Any = Layout
+    with pytest.raises(TypeError, match="cu_seqlen'; did you mean cu_seqlens"):
+        layout(cu_seqlen=True)
+    with pytest.raises(TypeError, match="layout is layout=Layout"):
+        flattened({"layout": True})
+    with pytest.raises(TypeError, match=r"pass order=Order\(lanes=…\)"):
+        flattened({"lanes": 4})  # by way of what wraps a loader
+    given = {"labels": True, "layout": Layout(flat=False, cu_seqlens=9), "run": {"prefetch_batches": 3}}
+    flat = {"labels": True, "flat": False, "cu_seqlens": 9, "prefetch_batches": 3}
+    assert flattened(given) == flat
+    assert grouped(flat) == given | {"run": Run(prefetch_batches=3)}
+    assert flattened(grouped(flat)) == flat
+    copied = pickle.loads(pickle.dumps(given["layout"]))
+    assert repr(copied) == repr(given["layout"]) == "Layout(cu_seqlens=9, flat=False)"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +105,7 @@ def test_a_value_of_another_loader_is_answered_too(
 ) -> None:
     data = make_dataset(tmp_path / "data", "mds")
     with pytest.raises(ValueError, match=re.escape(says)):
-        StreamingLoader(data, **{"batch_size": 2, **options})
+        StreamingLoader(data, **grouped({"batch_size": 2, **options}))
 
 
 @pytest.mark.parametrize(("name", "says"), [("shuffle", "`shuffle`"), ("drop_last", "`tail`")])
@@ -111,9 +138,9 @@ def test_a_broken_sample_is_named_with_the_option_that_leaves_it_out(tmp_path: P
     streams = [Stream(make_tars(tmp_path / "other"), exclude=[13], name="other")] if mixed else []
     options: dict[str, Any] = {"batch_size": 2, "shuffle": "none", "columns": ["json"]}
     with (
-        StreamingLoader([*streams, Stream(data)], **options) as loader,
+        StreamingLoader([*streams, Stream(data)], **grouped(options)) as loader,
         pytest.raises(ShardError, match=r"1\.tar: .*; Stream\(path, exclude=\[13\]\) leaves this row out"),
     ):
         list(loader)
-    with StreamingLoader([*streams, Stream(data, exclude=[13])], **options) as loader:
+    with StreamingLoader([*streams, Stream(data, exclude=[13])], **grouped(options)) as loader:
         assert sum(len(batch["json"]) for batch in loader) >= (38 if mixed else 19)

@@ -15,6 +15,7 @@ from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats import tar
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.storage import open_store
 from support.foreign_tars import sample, tars
 from support.remote_harness import QUICK, fresh_url
@@ -34,7 +35,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def loader_of(path: Any, **arguments: Any) -> StreamingLoader:
-    return StreamingLoader(path, **(dict(QUICK) | {"batch_size": 3, "columns": COLUMNS} | arguments))
+    return StreamingLoader(path, **grouped(dict(QUICK) | {"batch_size": 3, "columns": COLUMNS} | arguments))
 
 
 @pytest.mark.parametrize("name", ["{}", "{}/part-{{000..004}}.tar"])

@@ -25,7 +25,7 @@ from shardkit.formats.usage_log import scan
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.batch import BatchMaker, TokenColumn, repetitive_rows
 from shardkit.loaders.block_mask import block_mask_of
-from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.config import Layout, LoaderConfig, grouped
 from shardkit.loaders.cuda import CudaPrefetcher
 from shardkit.loaders.pytorch import MapDataset, StreamingDataLoader, StreamingDataset
 from shardkit.order.token_mask import TokenMask
@@ -203,9 +203,11 @@ def test_shifted_labels_are_what_a_loop_cuts_of_rows_of_one_token_more(
 ) -> None:
     folder = make_dataset(tmp_path, "mds", samples=SAMPLES)
     options: dict[str, Any] = {"batch_size": 4, "rank": 0, "world_size": 1}
-    with StreamingLoader(folder, **options) as whole:
+    with StreamingLoader(folder, **grouped(options)) as whole:
         rows = [batch["tokens"] for batch in whole]
-    with StreamingLoader(folder, labels="shifted", flat=flat, eos_id=eos_id, **options) as loader:
+    with StreamingLoader(
+        folder, labels="shifted", eos_id=eos_id, **grouped({"flat": flat, **options})
+    ) as loader:
         for row, batch in zip(rows, loader, strict=True):
             inputs, targets = row[:, :-1], row[:, 1:].clone()
             if eos_id is not None:
@@ -228,10 +230,10 @@ def test_padded_bounds_have_one_shape_in_every_batch_and_a_clear_end(tmp_path: P
         "world_size": 1,
         "eos_id": EOS,
     }
-    with StreamingLoader(tmp_path, cu_seqlens=True, **options) as loader:
+    with StreamingLoader(tmp_path, **grouped({"cu_seqlens": True, **options})) as loader:
         free = [(batch["cu_seqlens"].tolist(), batch["max_seqlen"]) for batch in loader]
     assert len({len(bounds) for bounds, _ in free}) > 1
-    with StreamingLoader(tmp_path, cu_seqlens=24, **options) as loader:
+    with StreamingLoader(tmp_path, **grouped({"cu_seqlens": 24, **options})) as loader:
         for (bounds, _), batch in zip(free, loader, strict=True):
             assert batch["tokens"].shape == (4, 7)
             assert batch["cu_seqlens"].shape == (24,)
@@ -240,7 +242,7 @@ def test_padded_bounds_have_one_shape_in_every_batch_and_a_clear_end(tmp_path: P
             assert batch["max_seqlen"] == 7
     most = max(len(bounds) for bounds, _ in free) - 1
     with (
-        StreamingLoader(tmp_path, cu_seqlens=most, **options) as loader,
+        StreamingLoader(tmp_path, **grouped({"cu_seqlens": most, **options})) as loader,
         pytest.raises(
             ValueError, match=f"cu_seqlens={most} has room for {most - 1} documents, and a batch has {most} "
         ),
@@ -266,7 +268,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_changes_neither_order_nor_state_and_resumes_in_the_middle(data: Path, layout: str) -> None:
     def make(**options: Any) -> StreamingLoader:
-        return StreamingLoader(data, batch_size=4, return_ids=True, rank=0, world_size=1, **options)
+        return StreamingLoader(data, batch_size=4, return_ids=True, rank=0, world_size=1, **grouped(options))
 
     with make() as plain_rows, make(**LAYOUTS[layout]) as loader:
         name = LAYOUTS[layout].get("rename", {}).get("sample_id", "sample_id")
@@ -304,16 +306,18 @@ def test_names_that_are_unknown_or_come_twice_are_refused_when_a_loader_is_made(
 ) -> None:
     for make in (StreamingLoader, StreamingDataset):
         with pytest.raises(ValueError, match=message):
-            make(data, batch_size=4, rank=0, world_size=1, rename=rename, **options)
+            make(data, batch_size=4, rank=0, world_size=1, layout=Layout(rename=rename), **options)
     with pytest.raises(ValueError, match=message):
-        MapDataset(data, rename=rename, **options)
+        MapDataset(data, **grouped({"rename": rename, **options}))
 
 
 def test_names_may_be_swapped(data: Path) -> None:
     options: dict[str, Any] = {"batch_size": 4, "rank": 0, "world_size": 1, "labels": "shifted"}
-    with StreamingLoader(data, **options) as loader:
+    with StreamingLoader(data, **grouped(options)) as loader:
         batches = list(loader)
-    with StreamingLoader(data, rename={"tokens": "labels", "labels": "tokens"}, **options) as loader:
+    with StreamingLoader(
+        data, **grouped({"rename": {"tokens": "labels", "labels": "tokens"}, **options})
+    ) as loader:
         for batch, swapped in zip(batches, loader, strict=True):
             assert torch.equal(batch["tokens"], swapped["labels"])
             assert torch.equal(batch["labels"], swapped["tokens"])
@@ -324,15 +328,18 @@ def test_all_loaders_give_one_layout(data: Path) -> None:
         "batch_size": 4, "rank": 0, "world_size": 1, "labels": "shifted", "position_ids": True,
         "rename": {"tokens": "input_ids", "labels": "targets"}, "shuffle": "none",
     }  # fmt: skip
-    with StreamingLoader(data, **options) as loader:
+    with StreamingLoader(data, **grouped(options)) as loader:
         expected = list(loader)
     for workers in (0, 1):
         assert_equal(
-            list(StreamingDataLoader(StreamingDataset(data, **options), num_workers=workers)), expected
+            list(StreamingDataLoader(StreamingDataset(data, **grouped(options)), num_workers=workers)),
+            expected,
         )
-    assert_equal(list(CudaPrefetcher(StreamingLoader(data, **options), "cpu")), expected)
+    assert_equal(list(CudaPrefetcher(StreamingLoader(data, **grouped(options)), "cpu")), expected)
     samples = MapDataset(
-        data, labels="shifted", position_ids=True, rename={"tokens": "input_ids", "labels": "targets"}
+        data,
+        labels="shifted",
+        layout=Layout(position_ids=True, rename={"tokens": "input_ids", "labels": "targets"}),
     )
     for name in ("input_ids", "targets", "position_ids"):
         assert torch.equal(torch.stack([samples[i][name] for i in range(4)]), expected[0][name])
@@ -343,7 +350,7 @@ def test_the_usage_log_of_workers_has_the_samples_under_any_name(data: Path, tmp
 
     def logged(folder: str, **options: Any) -> list[int]:
         dataset = StreamingDataset(
-            streams, batch_size=4, rank=0, world_size=1, usage_log=tmp_path / folder, **options
+            streams, batch_size=4, rank=0, world_size=1, usage_log=tmp_path / folder, **grouped(options)
         )
         loader = StreamingDataLoader(dataset, num_workers=1)
         assert all(("index" in batch) == ("rename" in options) for batch in loader)
@@ -370,7 +377,7 @@ class Missing(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Missing())
 import json
 import re
-from shardkit.loaders import StreamingLoader
+from shardkit.loaders import Layout, StreamingLoader
 """
 
 
@@ -381,7 +388,8 @@ def without_torch(code: str, *arguments: object) -> subprocess.CompletedProcess[
 
 def test_numpy_batches_come_without_torch_and_are_the_same(data: Path) -> None:
     code = """
-loader = StreamingLoader(sys.argv[1], batch_size=4, tensors="numpy", labels="shifted", position_ids=True)
+layout = Layout(tensors="numpy", position_ids=True)
+loader = StreamingLoader(sys.argv[1], batch_size=4, labels="shifted", layout=layout)
 batches = [{name: value.tolist() for name, value in batch.items()} for batch in loader]
 assert type(batch := next(iter(loader))["tokens"]).__module__ == "numpy", type(batch)
 assert "torch" not in sys.modules
@@ -389,7 +397,7 @@ print(json.dumps(batches))
 """
     done = without_torch(code, data)
     assert done.returncode == 0, done.stderr
-    with StreamingLoader(data, batch_size=4, labels="shifted", position_ids=True) as loader:
+    with StreamingLoader(data, batch_size=4, labels="shifted", layout=Layout(position_ids=True)) as loader:
         expected = [{name: value.tolist() for name, value in batch.items()} for batch in loader]
     assert json.loads(done.stdout) == expected
 
@@ -409,24 +417,28 @@ def test_data_whose_documents_begin_with_an_id_is_cut_before_it(tmp_path: Path) 
     rows = np.array([[9, 2, 3, 9, 4, 5], [6, 9, 7, 9, 9, 8]], np.uint16)
     mds.write_index(tmp_path, [mds.write_rows_shard(tmp_path, "shard.00000.mds", rows)])
     options: dict[str, Any] = {"batch_size": 2, "shuffle": "none", "rank": 0, "world_size": 1}
-    with StreamingLoader(tmp_path, bos_id=9, labels="shifted", document_ids=True, **options) as loader:
+    with StreamingLoader(
+        tmp_path, bos_id=9, labels="shifted", **grouped({"document_ids": True, **options})
+    ) as loader:
         (batch,) = loader
     assert batch["document_ids"].tolist() == [[0, 0, 0, 1, 1], [0, 1, 1, 2, 3]]
     assert batch["labels"].tolist() == [[2, 3, -100, 4, 5], [-100, 7, -100, -100, 8]]
     with pytest.raises(ValueError, match="eos_id or by bos_id: give one"):
         LoaderConfig(eos_id=0, bos_id=9)
     with pytest.raises(ValueError, match="bos_id=… where an id"):
-        StreamingLoader(tmp_path, labels=True, **options)
+        StreamingLoader(tmp_path, labels=True, **grouped(options))
 
 
 def test_padding_with_an_id_of_its_own_is_no_target_and_no_document_text(tmp_path: Path) -> None:
     rows = np.array([[5, 6, 0, 4, 9, 9], [9, 9, 5, 0, 0, 9]], np.uint16)
     mds.write_index(tmp_path, [mds.write_rows_shard(tmp_path, "shard.00000.mds", rows)])
     options: dict[str, Any] = {"batch_size": 2, "shuffle": "none", "rank": 0, "world_size": 1, "pad_id": 9}
-    with StreamingLoader(tmp_path, labels=True, **options) as loader:  # needs no id of ends
+    with StreamingLoader(tmp_path, labels=True, **grouped(options)) as loader:  # needs no id of ends
         (batch,) = loader
     assert batch["labels"].tolist() == [[5, 6, 0, 4, -100, -100], [-100, -100, 5, 0, 0, -100]]
-    with StreamingLoader(tmp_path, labels="shifted", eos_id=0, document_ids=True, **options) as loader:
+    with StreamingLoader(
+        tmp_path, labels="shifted", eos_id=0, **grouped({"document_ids": True, **options})
+    ) as loader:
         (batch,) = loader
     assert batch["document_ids"].tolist() == [[0, 0, 0, 1, 2], [0, 0, 1, 1, 2]]
     assert batch["labels"].tolist() == [[6, 0, -100, -100, -100], [-100, -100, 0, -100, -100]]
@@ -434,7 +446,7 @@ def test_padding_with_an_id_of_its_own_is_no_target_and_no_document_text(tmp_pat
         LoaderConfig(eos_id=9, pad_id=9)
     write_card(tmp_path)
     with pytest.raises(ValueError, match="pad_id is the id that ends documents"):
-        StreamingLoader(tmp_path, labels=True, **(options | {"pad_id": EOS}))
+        StreamingLoader(tmp_path, labels=True, **grouped(options | {"pad_id": EOS}))
 
 
 @settings(deadline=None)
@@ -474,10 +486,12 @@ def test_rows_that_repeat_themselves_have_no_labels(tmp_path: Path) -> None:
     rows[2, 20:] = EOS
     mds.write_index(tmp_path, [mds.write_rows_shard(tmp_path, "shard.00000.mds", rows)])
     options: dict[str, Any] = {"batch_size": 3, "shuffle": "none", "rank": 0, "world_size": 1, "eos_id": EOS}
-    with StreamingLoader(tmp_path, labels=True, **options) as loader:
+    with StreamingLoader(tmp_path, labels=True, **grouped(options)) as loader:
         (plain,) = loader
     for most, is_masked in ((26, True), (27, False)):
-        with StreamingLoader(tmp_path, labels=True, max_repetitions=most, **options) as loader:
+        with StreamingLoader(
+            tmp_path, labels=True, **grouped({"max_repetitions": most, **options})
+        ) as loader:
             (batch,) = loader
         expected = plain["labels"].clone()
         expected[1] = -100 if is_masked else expected[1]
@@ -574,7 +588,7 @@ def test_compiled_attention_under_a_block_mask_stays_inside_of_documents(tmp_pat
     rows[rows < 2] = EOS
     mds.write_index(tmp_path, [mds.write_rows_shard(tmp_path, "shard.00000.mds", rows)])
     options: dict[str, Any] = {"block_mask": True, "document_ids": True, "eos_id": EOS}
-    with StreamingLoader(tmp_path, batch_size=2, rank=0, world_size=1, **options) as loader:
+    with StreamingLoader(tmp_path, batch_size=2, rank=0, world_size=1, **grouped(options)) as loader:
         (batch,) = loader
     documents = batch["document_ids"]
     allowed = (documents[:, :, None] == documents[:, None]) & torch.ones(300, 300).tril().bool()
@@ -587,7 +601,7 @@ def test_compiled_attention_under_a_block_mask_stays_inside_of_documents(tmp_pat
 def test_a_batch_without_the_tables_says_which_option_makes_them(data: Path) -> None:
     with StreamingLoader(data, batch_size=4, rank=0, world_size=1) as loader:
         batch = next(iter(loader))
-    with pytest.raises(KeyError, match="give the loader block_mask=True"):
+    with pytest.raises(KeyError, match=r"give the loader layout=Layout\(block_mask=True\)"):
         block_mask_of(batch)
 
 
@@ -599,11 +613,11 @@ def test_tokens_that_state_their_length_one_by_one_get_labels_by_the_command_tha
             writer.write({"tokens": row.astype(np.int32)})
     options: dict[str, Any] = {"batch_size": 4, "shuffle": "none", "rank": 0, "world_size": 1}
     with pytest.raises(ValueError, match="labels need a column") as refused:
-        StreamingLoader(tmp_path / "source", labels="shifted", **options)
+        StreamingLoader(tmp_path / "source", labels="shifted", **grouped(options))
     (command,) = re.findall(r"`shardkit (.*?)`", str(refused.value))
     places = {"SRC": str(tmp_path / "source"), "DST": str(tmp_path / "rows"), "L": "8"}
     assert main([places.get(word, word) for word in command.split()]) == 0
-    with StreamingLoader(tmp_path / "rows", labels="shifted", **options) as loader:
+    with StreamingLoader(tmp_path / "rows", labels="shifted", **grouped(options)) as loader:
         assert np.array_equal(next(iter(loader))["labels"], token_rows(4)[:, 1:])
 
 
@@ -618,7 +632,12 @@ def test_the_layouts_that_the_page_draws_are_those_of_the_loader(tmp_path: Path)
 
     def lines(**options: Any) -> Iterator[str]:
         loader = StreamingLoader(
-            tmp_path, batch_size=2, shuffle="none", rank=0, world_size=1, mask_document_starts=None, **options
+            tmp_path,
+            batch_size=2,
+            shuffle="none",
+            rank=0,
+            world_size=1,
+            **grouped({"mask_document_starts": None, **options}),
         )
         with loader:
             (batch,) = loader

@@ -16,6 +16,7 @@ from shardkit.cli.main import main
 from shardkit.errors import StateError
 from shardkit.formats import mds
 from shardkit.loaders import LengthLoader, Stream
+from shardkit.loaders.config import grouped
 from shardkit.storage.memory import MemoryStore
 from support.remote_harness import fresh_url, put_folder
 from support.resume import assert_equal, assert_exact_resume, run, run_ranks
@@ -44,7 +45,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def make(folders: list[Path], **options: Any) -> LengthLoader:
-    return LengthLoader(folders, **(OPTIONS | {"window": 9} | options))
+    return LengthLoader(folders, **grouped(OPTIONS | {"window": 9} | options))
 
 
 def test_an_epoch_has_every_row_of_every_length_once_and_each_step_one_length(folders: list[Path]) -> None:
@@ -150,7 +151,10 @@ def test_remote_streams_share_one_cache_and_give_what_local_ones_give(
         store = MemoryStore(fresh_url())
         put_folder(folder, store)
         urls.append(Stream(store.url, name=folder.name))
-    with LengthLoader(urls, **OPTIONS, window=9, cache_dir=tmp_path) as remote, make(folders) as local:
+    with (
+        LengthLoader(urls, cache_dir=tmp_path, **grouped({"window": 9, **OPTIONS})) as remote,
+        make(folders) as local,
+    ):
         for (got, _), (expected, _) in zip(run(remote, 40), run(local, 40), strict=True):
             assert_equal(got, expected, "remote")
         assert len({id(loader.dataset.shards.fetcher) for loader in remote._loaders}) == 1  # type: ignore[union-attr]

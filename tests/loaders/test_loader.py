@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from shardkit.errors import ShardError
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.loaders.config import BUSY_SECONDS, LoaderConfig, LoaderOptions
+from shardkit.loaders.config import BUSY_SECONDS, GROUPS, LoaderConfig, LoaderOptions, Order, grouped
 from support.loader_data import EOS, LENGTH, make_dataset, saved_bytes, token_rows, write_card
 
 SAMPLES = 53
@@ -40,7 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loader_of(data: Path, **arguments: Any) -> StreamingLoader:
     # One batch a group, as batches of real size have it: the thread then has a part in these small runs.
     options = {"batch_size": 4, "rank": 0, "world_size": 1, "prefetch_bytes": 1}
-    return StreamingLoader(data, **(options | arguments))
+    return StreamingLoader(data, **grouped(options | arguments))
 
 
 def ids_of(loader: StreamingLoader) -> list[int]:
@@ -323,7 +323,7 @@ def test_a_stream_in_a_list_is_the_dataset(data: Path) -> None:
     with pytest.raises(ValueError, match="only stream has weight 0"):
         StreamingLoader([Stream(data, weight=0)], batch_size=4)
     with pytest.raises(ValueError, match="belongs to mixtures"):
-        StreamingLoader(streams, batch_size=4, schedule=[(0, [1])])
+        StreamingLoader(streams, batch_size=4, order=Order(schedule=[(0, [1])]))
 
 
 def test_cache_arguments_are_accepted_and_leave_a_local_dataset_alone(data: Path, tmp_path: Path) -> None:
@@ -461,4 +461,7 @@ def test_planning_and_counting_need_no_torch() -> None:
 
 def test_keyword_options_and_config_are_the_same_names_and_types() -> None:
     options = {name: kind.__forward_arg__ for name, kind in LoaderOptions.__annotations__.items()}
-    assert options == {field.name: field.type for field in fields(LoaderConfig)}
+    groups = {name: kind.__name__ for name, kind in GROUPS.items()}
+    in_groups = {field.name for kind in GROUPS.values() for field in fields(kind)}  # type: ignore[arg-type]
+    alone = {field.name: field.type for field in fields(LoaderConfig) if field.name not in in_groups}
+    assert options == alone | groups

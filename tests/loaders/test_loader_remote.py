@@ -20,6 +20,7 @@ from shardkit.cache.memory import CacheMemory
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import Layout, grouped
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.s3 import S3Store
@@ -76,7 +77,7 @@ def cache_arguments(cache: str, folder: Path, dataset: Path) -> dict[str, Any]:
 
 
 def make(where: Path | str, **arguments: Any) -> StreamingLoader:
-    return StreamingLoader(where, **({"batch_size": 4} | dict(QUICK) | arguments))
+    return StreamingLoader(where, **grouped({"batch_size": 4} | dict(QUICK) | arguments))
 
 
 def assert_same_run(local: StreamingLoader, remote: StreamingLoader, steps: int) -> None:
@@ -445,7 +446,7 @@ def test_many_streams_share_one_set_of_threads_and_one_plan_for_their_cache(tmp_
         cache_dir=tmp_path / "cache",
         rank=0,
         world_size=1,
-        tensors="numpy",
+        layout=Layout(tensors="numpy"),
         return_ids=True,
     ) as loader:
         found = [

@@ -166,12 +166,13 @@ def test_a_batch_that_does_not_come_says_where_the_run_is_and_what_has_come(
 
 RANKS = """
 import os, signal, sys, torch
-from shardkit.loaders import StreamingLoader
+from shardkit.loaders import Run, StreamingLoader
 
 def run(rank):
     signal.alarm(40)  # whatever happens, nobody is left behind
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    with StreamingLoader(sys.argv[1 + rank], batch_size=2, shuffle="none", stop_grace_seconds=0.3) as loader:
+    run = Run(stop_grace_seconds=0.3)
+    with StreamingLoader(sys.argv[1 + rank], batch_size=2, shuffle="none", run=run) as loader:
         try:
             for batch in loader:
                 torch.distributed.all_reduce(torch.ones(1))

@@ -10,6 +10,7 @@ import pytest
 from shardkit.cache import CacheOptions
 from shardkit.errors import PathError
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import Layout, grouped
 from shardkit.loaders.pytorch import StreamingDataset
 from shardkit.storage.memory import MemoryStore
 from support.loader_data import make_dataset
@@ -36,7 +37,7 @@ def test_a_tilde_and_a_file_url_lead_to_the_folder_that_is_meant(
     url: str, tmp_path: Path, option: str, written: str
 ) -> None:
     place = written.format(home=tmp_path / "home")
-    with StreamingLoader(url, batch_size=8, tensors="numpy", **{option: place}) as loader:  # type: ignore[arg-type]
+    with StreamingLoader(url, batch_size=8, **grouped({"tensors": "numpy", option: place})) as loader:
         assert len(list(loader)) == 7
     assert [entry.name for entry in (tmp_path / "home").iterdir()] == ["it"]
     assert not list((tmp_path / "here").iterdir())
@@ -57,7 +58,7 @@ def test_what_is_no_path_here_is_refused_before_anything_is_made(
 def test_a_dataset_is_opened_below_the_home_folder(url: str, tmp_path: Path) -> None:
     make_dataset(tmp_path / "home" / "set", "mds")
     for place in ("~/set", Path("~/set"), "~/set/index.json", f"file://{tmp_path}/home/set"):
-        with StreamingLoader(place, batch_size=8, tensors="numpy") as loader:
+        with StreamingLoader(place, batch_size=8, layout=Layout(tensors="numpy")) as loader:
             assert len(list(loader)) == 7
     with pytest.raises(PathError, match="begins with a variable"):
         StreamingLoader("$HOME/set", batch_size=8)

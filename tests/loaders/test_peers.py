@@ -22,7 +22,7 @@ import pytest
 
 from shardkit.errors import PeerError
 from shardkit.loaders import StreamingLoader, watch
-from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.config import LoaderConfig, Run, grouped
 from shardkit.loaders.peers import MESSAGE_CHARACTERS, PeerWatch, StopTogether
 from support.loader_data import make_dataset
 
@@ -483,7 +483,7 @@ class BrokenColumnError(Exception):
 
 def evaluate(path: Path, **options: Any) -> None:
     """An evaluation whose loop fails; with one data-parallel rank, as under tensor parallelism only."""
-    with StreamingLoader(path, batch_size=2, rank=0, world_size=1, **options) as loader:
+    with StreamingLoader(path, batch_size=2, rank=0, world_size=1, **grouped(options)) as loader:
         next(iter(loader))
         raise BrokenColumnError("boom")
 
@@ -505,7 +505,7 @@ def test_a_loader_that_opted_out_neither_tells_errors_nor_hears_them(
     tmp_path: Path, peer: StopTogether[Loader]
 ) -> None:
     path = make_dataset(tmp_path / "mds", "mds")
-    apart = StreamingLoader(path, batch_size=2, stop_together=False, rank=0, world_size=1)
+    apart = StreamingLoader(path, batch_size=2, run=Run(stop_together=False), rank=0, world_size=1)
     with StreamingLoader(path, batch_size=2, rank=0, world_size=1) as training:
         with pytest.raises(BrokenColumnError):
             evaluate(path, stop_together=False)

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardkit.datasets.dataset import open_dataset
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.loaders.placement import (
     Place,
     announce,
@@ -191,7 +192,9 @@ def test_a_loader_takes_each_of_them_and_numpys_numbers(
     ]
     batches = []
     for place in given:
-        with StreamingLoader(path, return_ids=True, stop_together=False, **sizes, **place) as loader:
+        with StreamingLoader(
+            path, return_ids=True, **grouped({"stop_together": False, **sizes, **place})
+        ) as loader:
             assert (loader.rank, loader.world_size, loader.batch_size) == (2, 4, 2)
             batches.append(next(iter(loader))["sample_id"].tolist())
     assert batches[0] == batches[1] == batches[2]
@@ -449,10 +452,10 @@ def test_dataloader_workers_are_given_what_their_parent_has_learned(
     url = fresh_url()
     put_folder(make_remote_kind(tmp_path / "mds", "mds"), MemoryStore(url))
     options: dict[str, Any] = {"batch_size": 2, "cache_dir": tmp_path / "cache", "stop_together": False}
-    early = StreamingDataset(url, **options)
+    early = StreamingDataset(url, **grouped(options))
     process_groups(2, 4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dataset = StreamingDataset(url, mesh=mesh, **options)
+    dataset = StreamingDataset(url, mesh=mesh, **grouped(options))
     store, place = group_store(), dataset.loader._place
     assert store is not None
     for process in (0, 1, 3):

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError, StateError
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.loaders.config import BUSY_SECONDS
+from shardkit.loaders.config import BUSY_SECONDS, grouped
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, unchanged
 from shardkit.order.run_settings import Tail
 from shardkit.tools.audit.logs import audit_logs
@@ -58,7 +58,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
 
 def make(data: Dataset | list[Stream], **arguments: Any) -> StreamingLoader:
     return StreamingLoader(
-        data, **({"rank": 0, "world_size": 1, "return_ids": True, "window": 9} | arguments)
+        data, **grouped({"rank": 0, "world_size": 1, "return_ids": True, "window": 9} | arguments)
     )
 
 
@@ -102,7 +102,9 @@ class Training(StreamingLoader):
 @pytest.mark.parametrize("kind", ["mds", "columns"])
 def test_a_run_whose_batches_a_thread_makes_resumes_exactly(small: dict[str, Dataset], kind: str) -> None:
     place: dict[str, Any] = {"rank": 0, "world_size": 1}
-    make_one = partial(Training, small[kind], batch_size=4, return_ids=True, prefetch_bytes=1, **place)
+    make_one = partial(
+        Training, small[kind], batch_size=4, return_ids=True, **grouped({"prefetch_bytes": 1, **place})
+    )
     assert_exact_resume(make_one, steps=16)
 
 
@@ -229,7 +231,7 @@ def test_restart_begins_every_for_of_a_dataloader_at_the_first_sample(
     with make(small["mds"], batch_size=4) as loader:
         reference = run(loader, len(loader))
     for persistent in {False, workers > 0}:
-        dataset = StreamingDataset(small["mds"], restart=True, **options)
+        dataset = StreamingDataset(small["mds"], restart=True, **grouped(options))
         loaders: list[Any] = [
             StreamingDataLoader(dataset, num_workers=workers, persistent_workers=persistent),
             DataLoader(
@@ -538,7 +540,7 @@ def run_of(arguments: dict[str, Any], world_size: int, state: State | None, step
 
     def make(rank: int, world_size: int) -> StreamingLoader:
         size = GLOBAL_BATCH // world_size
-        return StreamingLoader(batch_size=size, rank=rank, world_size=world_size, **arguments)
+        return StreamingLoader(batch_size=size, rank=rank, world_size=world_size, **grouped(arguments))
 
     found = run_ranks(make, world_size, steps, state, samples=places)
     return [(sorted(samples), after) for samples, after in found]
@@ -623,7 +625,7 @@ def test_workers_of_a_dataloader_make_the_same_batches_and_states_from_anywhere(
 ) -> None:
     arguments = arguments_of(datasets, kind)
     for done in (0, 1, 2, CHANGE // GLOBAL_BATCH + 1, STEPS - 2):
-        dataset = StreamingDataset(batch_size=GLOBAL_BATCH, rank=0, world_size=1, **arguments)
+        dataset = StreamingDataset(batch_size=GLOBAL_BATCH, rank=0, world_size=1, **grouped(arguments))
         loader = StreamingDataLoader(dataset, num_workers=workers)
         if done:
             loader.load_state_dict(reference[done - 1][1])

@@ -12,6 +12,7 @@ import torch
 from shardkit.errors import ShardError
 from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.loaders.gather import FixedRows
 from shardkit.loaders.sources import DecodedSamples
 from support.loader_data import columns_sample, make_dataset, token_rows
@@ -24,7 +25,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loader_of(data: Path, **arguments: Any) -> StreamingLoader:
     return StreamingLoader(
-        data, **({"batch_size": 3, "rank": 0, "world_size": 1, "return_ids": True} | arguments)
+        data, **grouped({"batch_size": 3, "rank": 0, "world_size": 1, "return_ids": True} | arguments)
     )
 
 

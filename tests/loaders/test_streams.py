@@ -20,7 +20,7 @@ from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError, StateError, StreamExhaustedError
 from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.config import LoaderConfig, Run, grouped
 from shardkit.loaders.streams import Opened, open_streams
 from shardkit.order.exclusions import Exclusions
 from shardkit.storage.memory import MemoryStore
@@ -52,7 +52,7 @@ def streams(data: dict[str, Dataset], **options: dict[str, Any]) -> list[Stream]
 
 def make(given: Any, **arguments: Any) -> StreamingLoader:
     defaults = {"batch_size": 4, "rank": 0, "world_size": 1, "return_ids": True, "window": 9}
-    return StreamingLoader(given, **(defaults | arguments))
+    return StreamingLoader(given, **grouped(defaults | arguments))
 
 
 def drawn(loader: StreamingLoader, steps: int) -> list[tuple[int, int]]:
@@ -123,7 +123,7 @@ def test_sizes_may_be_numpys(folders: dict[str, Path]) -> None:
     def state(number: Callable[[int], Any]) -> dict[str, object]:
         streams = [Stream(folders[name], weight=number(WEIGHTS[name]), choose=number(40)) for name in SIZES]
         options = {name: number(4) for name in ("lanes", "window", "epoch_samples", "prefetch_batches")}
-        with StreamingLoader(streams, batch_size=4, **options) as loader:
+        with StreamingLoader(streams, batch_size=4, **grouped(options)) as loader:
             return loader.state_dict()
 
     assert json.loads(json.dumps(state(np.int64))) == json.loads(json.dumps(state(int)))
@@ -136,13 +136,13 @@ def test_local_shards_are_verified_on_request(tmp_path: Path) -> None:
             tmp_path / name, columns={"tokens": "ndarray:uint16:8"}, hashes=hashes, shard_bytes=400
         ) as writer:
             writer.write_rows(rows)
-    with StreamingLoader(tmp_path / "proven", batch_size=8, verify=True) as loader:
+    with StreamingLoader(tmp_path / "proven", batch_size=8, run=Run(verify=True)) as loader:
         assert len(list(loader)) == 4
     damaged = sorted((tmp_path / "proven").glob("*.mds"))[1]
     with damaged.open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"?")
-    loader = StreamingLoader(tmp_path / "proven", batch_size=8, verify=True)
+    loader = StreamingLoader(tmp_path / "proven", batch_size=8, run=Run(verify=True))
     with loader, pytest.raises(ShardError, match=rf"{damaged.name}: xxh64"):
         list(loader)
     for dataset, problem in (
@@ -150,7 +150,7 @@ def test_local_shards_are_verified_on_request(tmp_path: Path) -> None:
         (open_dataset(tmp_path / "proven"), "was opened without it: open it with verify=True"),
     ):
         with pytest.raises(ValueError, match=problem):
-            StreamingLoader(dataset, batch_size=8, verify=True)
+            StreamingLoader(dataset, batch_size=8, run=Run(verify=True))
 
 
 @pytest.mark.parametrize("samples", [53, 106])  # the same again, without hashes to prove it; other shards

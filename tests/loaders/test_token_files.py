@@ -13,6 +13,7 @@ import pytest
 
 from shardkit.cli.main import main
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.storage.memory import MemoryStore
 from support.remote_harness import QUICK, fresh_url, put_folder
 from support.resume import assert_equal, assert_exact_resume, run
@@ -55,7 +56,7 @@ def server() -> Iterator[S3Server]:
 
 def test_an_epoch_delivers_each_row_of_the_files_once(folder: Path, tokens: Any) -> None:
     expected = tokens[: ROWS * 8].reshape(-1, 8)
-    with StreamingLoader(folder, **OPTIONS, tail="pad", tensors="numpy") as loader:
+    with StreamingLoader(folder, tail="pad", **grouped({"tensors": "numpy", **OPTIONS})) as loader:
         seen = []
         for batch in loader:
             real = batch["sample_id"] >= 0
@@ -69,7 +70,10 @@ def test_remote_files_give_what_local_ones_give(cache: str, folder: Path, url: s
     arguments: dict[str, Any] = {} if cache == "memory" else {"cache_dir": tmp_path}
     if cache == "tiny":
         arguments["cache_bytes"] = 600  # of 874 in all, 400 the largest
-    with StreamingLoader(folder, **OPTIONS) as local, StreamingLoader(url, **OPTIONS, **arguments) as remote:
+    with (
+        StreamingLoader(folder, **grouped(OPTIONS)) as local,
+        StreamingLoader(url, **grouped({**OPTIONS, **arguments})) as remote,
+    ):
         assert remote.dataset.fingerprint == local.dataset.fingerprint
         steps = run(local, 30)
         for got, expected in zip(run(remote, 30), steps, strict=True):
@@ -78,14 +82,14 @@ def test_remote_files_give_what_local_ones_give(cache: str, folder: Path, url: s
 
 
 def test_a_run_over_files_resumes_exactly_local_and_remote(folder: Path, url: str) -> None:
-    assert_exact_resume(lambda: StreamingLoader(folder, **OPTIONS), steps=16, tail_steps=4)
-    assert_exact_resume(lambda: StreamingLoader(url, **OPTIONS), steps=4, tail_steps=3)
+    assert_exact_resume(lambda: StreamingLoader(folder, **grouped(OPTIONS)), steps=16, tail_steps=4)
+    assert_exact_resume(lambda: StreamingLoader(url, **grouped(OPTIONS)), steps=4, tail_steps=3)
 
 
 def test_a_run_over_files_continues_on_another_number_of_ranks(folder: Path) -> None:
     def make(rank: int, ranks: int) -> StreamingLoader:
         placed = {"rank": rank, "world_size": ranks, "batch_size": 4 // ranks, "tensors": "numpy"}
-        return StreamingLoader(folder, **(OPTIONS | placed))
+        return StreamingLoader(folder, **grouped(OPTIONS | placed))
 
     with make(0, 1) as loader:
         reference = run(loader, 12)
@@ -119,8 +123,8 @@ def test_files_on_s3_are_read_by_ranges_and_cached(server: S3Server, folder: Pat
         options = OPTIONS | {"cache_dir": tmp_path / "cache"}
         for again in (False, True):
             with (
-                StreamingLoader(folder, **OPTIONS) as local,
-                StreamingLoader(f"s3://{bucket}/tokens", **options) as remote,
+                StreamingLoader(folder, **grouped(OPTIONS)) as local,
+                StreamingLoader(f"s3://{bucket}/tokens", **grouped(options)) as remote,
             ):
                 opened = len(ranges)
                 for got, expected in zip(run(remote, 14), run(local, 14), strict=True):
@@ -140,7 +144,7 @@ def test_a_mixture_has_streams_of_files_and_of_other_datasets(folder: Path, url:
     rows = np.arange(240, dtype=np.uint16).reshape(-1, 8)
     mds.write_index(tmp_path, [mds.write_rows_shard(tmp_path, "shard.00000.mds", rows)])
     streams = [Stream(folder, weight=1), Stream(url, weight=2, name="b"), Stream(tmp_path, weight=1)]
-    with StreamingLoader(streams, **OPTIONS) as loader:
+    with StreamingLoader(streams, **grouped(OPTIONS)) as loader:
         batches = run(loader, 8)
     assert sum(np.asarray(batch["stream_id"]).size for batch, _ in batches) == 32
     with pytest.raises(ValueError, match="token_dtype and per_file are for flat files"):
@@ -150,13 +154,13 @@ def test_a_mixture_has_streams_of_files_and_of_other_datasets(folder: Path, url:
 def test_documents_in_files_are_found_by_the_id_that_ends_them(tmp_path: Path) -> None:
     np.array([5, 6, 0, 7, 0, 8, 9, 4] * 4, "<u2").tofile(tmp_path / "a.bin")
     options: dict[str, Any] = OPTIONS | {"eos_id": 0, "position_ids": True, "batch_size": 1}
-    with StreamingLoader(tmp_path / "a.bin", **options) as loader:
+    with StreamingLoader(tmp_path / "a.bin", **grouped(options)) as loader:
         batch = next(iter(loader))
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
     with pytest.raises(ValueError, match="give eos_id=…"):
-        StreamingLoader(tmp_path / "a.bin", **(options | {"eos_id": None}))
+        StreamingLoader(tmp_path / "a.bin", **grouped(options | {"eos_id": None}))
 
 
 def test_an_audit_proves_that_each_row_of_the_files_comes_once(folder: Path) -> None:
-    options = ["--sequence-length", "8", "--token-dtype", "uint16", "--resume-at", "3"]
+    options = ["--loader", "sequence_length=8", "--loader", "token_dtype=uint16", "--resume-at", "3"]
     assert main(["audit", str(folder), *options]) == 0

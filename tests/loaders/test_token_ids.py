@@ -13,6 +13,7 @@ import pytest
 
 from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import Layout, grouped
 from shardkit.loaders.pytorch import MapDataset, StreamingDataset
 from support.loader_data import write_card
 
@@ -69,7 +70,7 @@ def test_a_card_whose_eos_id_cannot_occur_is_refused_where_it_is_needed(tmp_path
     data = make_mds(tmp_path / "data")
     write_card(data, eos_id=128_001)
     with pytest.raises(ValueError, match="the card's eos_id=128001 cannot occur"):
-        StreamingLoader(data, batch_size=2, position_ids=True)
+        StreamingLoader(data, batch_size=2, layout=Layout(position_ids=True))
     with StreamingLoader(data, batch_size=2) as loader:
         assert len(loader) == 32
 
@@ -92,7 +93,7 @@ def test_an_id_that_no_sampled_row_has_is_a_warning(
     data = make_mds(tmp_path / "data")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        StreamingLoader(data, batch_size=2, **options).close()
+        StreamingLoader(data, batch_size=2, **grouped(options)).close()
     assert ["were looked at" in f"{each.message}" for each in caught] == [True] * warns
 
 
@@ -159,7 +160,7 @@ def test_an_id_that_wraps_around_is_an_error_of_the_batch(
     rows = np.full((8, LENGTH), 3, stored)
     rows[5, 7] = largest
     mds.write_index(data, [mds.write_rows_shard(data, "shard.00000.mds", rows)])
-    loader = StreamingLoader(data, batch_size=8, dtype=dtype, shuffle="none", **options)
+    loader = StreamingLoader(data, batch_size=8, dtype=dtype, shuffle="none", **grouped(options))
     if fits:
         assert next(iter(loader))["tokens"][5, 7] == largest
     else:

@@ -15,6 +15,7 @@ from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats.usage_log import MAGIC, scan
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 from shardkit.storage import open_store
 from support.audit_runs import log_report
@@ -35,7 +36,7 @@ def loader_of(path: Path, logs: Path, **options: Any) -> StreamingLoader:
         "usage_log": logs,
         "return_ids": True,
     } | options
-    return StreamingLoader(str(path), **arguments)
+    return StreamingLoader(str(path), **grouped(arguments))
 
 
 def only_file(logs: Path) -> Path:
@@ -186,7 +187,7 @@ def test_what_a_loop_receives_of_workers_is_logged(path: Path, tmp_path: Path, m
     data: Any = [Stream(path, 2), Stream(other, 1)] if mixed else str(path)
     options: dict[str, Any] = {"batch_size": 4, "tail": "pad", "usage_log": tmp_path / "logs"}
     for rank in range(2):
-        dataset = StreamingDataset(data, rank=rank, world_size=2, return_ids=False, **options)
+        dataset = StreamingDataset(data, rank=rank, world_size=2, return_ids=False, **grouped(options))
         loader = StreamingDataLoader(dataset, num_workers=2)
         for number, batch in enumerate(loader):
             assert not {"sample_id", "stream_id"} & set(batch)
@@ -200,7 +201,7 @@ def test_what_a_loop_receives_of_workers_is_logged(path: Path, tmp_path: Path, m
     assert report.walks[0].samples == 2 * (84 if mixed else 53)
     assert report.runs[0]["steps"] == 4
     plain = DataLoader(
-        StreamingDataset(data, rank=0, world_size=1, **options), batch_size=None, num_workers=1
+        StreamingDataset(data, rank=0, world_size=1, **grouped(options)), batch_size=None, num_workers=1
     )
     with pytest.raises(ValueError, match="use StreamingDataLoader"):
         next(iter(plain))

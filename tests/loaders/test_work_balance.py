@@ -17,6 +17,7 @@ from reference.work_balance import level_one
 from shardkit.datasets.dataset import open_dataset
 from shardkit.datasets.row_costs import table_of
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.loaders.lengths import LengthLoader
 from shardkit.loaders.pytorch import StreamingDataset
 from shardkit.order.balance import CostModel, WorkBalance, level
@@ -131,7 +132,7 @@ def test_work_is_more_level_than_in_the_orders_own_parts_and_the_figures_say_so(
     plain_over, placed_over = (each.max(axis=1).sum() / each.mean(axis=1).sum() for each in (plain, placed))
     assert placed_over < 1.04 < plain_over
     with StreamingLoader(
-        path, batch_size=8, rank=2, world_size=4, balance="attention", endless=True, **OPTIONS
+        path, batch_size=8, rank=2, world_size=4, endless=True, **grouped({"balance": "attention", **OPTIONS})
     ) as one:
         assert one.stats().balance is None
         for _, _ in zip(range(40), one, strict=False):
@@ -141,7 +142,7 @@ def test_work_is_more_level_than_in_the_orders_own_parts_and_the_figures_say_so(
     assert figures.max_over_mean == pytest.approx(placed_over)
     assert figures.unbalanced == pytest.approx(plain_over)
     assert figures.step_max_over_mean is None
-    with StreamingLoader(path, batch_size=8, rank=0, world_size=4, **OPTIONS) as other:
+    with StreamingLoader(path, batch_size=8, rank=0, world_size=4, **grouped(OPTIONS)) as other:
         next(iter(other))
         assert other.stats().balance is None
 
@@ -178,10 +179,9 @@ def test_a_run_goes_on_exactly_when_ranks_change(path: Path, options: dict[str, 
 @pytest.mark.parametrize("options", [{}, {"global_batch": 32}])
 def test_every_state_goes_on_with_the_same_batches(path: Path, options: dict[str, Any]) -> None:
     def make() -> StreamingLoader:
-        return StreamingLoader(
-            path, batch_size=4, rank=1, world_size=4, balance="attention", endless=True, return_ids=True,
-            **OPTIONS, **options,
-        )  # fmt: skip
+        balanced: dict[str, Any] = {"balance": "attention", **OPTIONS, **options}
+        place: dict[str, Any] = {"batch_size": 4, "rank": 1, "world_size": 4}
+        return StreamingLoader(path, endless=True, return_ids=True, **place, **grouped(balanced))
 
     assert_exact_resume(make, steps=24, tail_steps=6)
 
@@ -207,7 +207,9 @@ def steps_of_ranks(path: Path, world_size: int, batch_size: int, count: int, **o
     found = []
     for rank in range(world_size):
         place: dict[str, Any] = {"rank": rank, "world_size": world_size, "batch_size": batch_size}
-        with StreamingLoader(path, endless=True, return_ids=True, **place, **OPTIONS, **options) as loader:
+        with StreamingLoader(
+            path, endless=True, return_ids=True, **grouped({**place, **OPTIONS, **options})
+        ) as loader:
             steps = loader.steps()
             found.append([[batch["sample_id"].tolist() for batch in next(steps)] for _ in range(count)])
     return np.array(found).transpose(1, 2, 0, 3)
@@ -223,7 +225,9 @@ def test_a_step_is_level_over_its_batches_even_where_a_batch_cannot_be(path: Pat
     plain_over, placed_over = (each.max(axis=1).sum() / each.mean(axis=1).sum() for each in sums)
     assert placed_over < 1.1 < 1.25 < plain_over
     options: dict[str, Any] = OPTIONS | {"balance": "attention", "global_batch": 32}
-    with StreamingLoader(path, batch_size=1, rank=3, world_size=4, endless=True, **options) as loader:
+    with StreamingLoader(
+        path, batch_size=1, rank=3, world_size=4, endless=True, **grouped(options)
+    ) as loader:
         for _, _ in zip(range(12), loader.steps(), strict=False):
             pass
         figures = loader.stats().balance
@@ -242,7 +246,12 @@ def test_ranks_agree_after_the_size_of_steps_has_changed_however_far_they_had_pl
         }
         found = []
         with StreamingLoader(
-            path, batch_size=1, rank=rank, world_size=4, endless=True, global_batch=16, **options
+            path,
+            batch_size=1,
+            rank=rank,
+            world_size=4,
+            endless=True,
+            **grouped({"global_batch": 16, **options}),
         ) as loader:
             steps = loader.steps()
             for number in range(12):
@@ -255,7 +264,7 @@ def test_ranks_agree_after_the_size_of_steps_has_changed_however_far_they_had_pl
     assert by_rank == [run(rank, 0) for rank in range(4)]
     samples = [one for steps in by_rank for step in steps for one in step]
     with StreamingLoader(
-        path, batch_size=len(samples), rank=0, world_size=1, return_ids=True, **OPTIONS
+        path, batch_size=len(samples), rank=0, world_size=1, return_ids=True, **grouped(OPTIONS)
     ) as one:
         assert sorted(samples) == sorted(next(iter(one))["sample_id"].tolist())
 
@@ -265,10 +274,12 @@ def test_ranks_agree_after_the_size_of_steps_has_changed_however_far_they_had_pl
 def test_workers_of_a_dataloader_make_the_batches_of_one_process(path: Path, options: dict[str, Any]) -> None:
     options = OPTIONS | {"balance": "attention", "return_ids": True} | options
     place: dict[str, Any] = {"batch_size": 4, "rank": 1, "world_size": 3}
-    with StreamingLoader(path, **place, **options) as loader:
+    with StreamingLoader(path, **grouped({**place, **options})) as loader:
         expected = [batch["sample_id"].tolist() for batch in loader]
     for workers in (2, 3):
-        loaded = DataLoader(StreamingDataset(path, **place, **options), batch_size=None, num_workers=workers)
+        loaded = DataLoader(
+            StreamingDataset(path, **grouped({**place, **options})), batch_size=None, num_workers=workers
+        )
         assert [batch["sample_id"].tolist() for batch in loaded] == expected
 
 
@@ -279,7 +290,9 @@ def test_rows_of_several_lengths_are_balanced_in_each_of_them(path: Path, tmp_pa
         of_ranks = []
         for rank in range(2):
             place: dict[str, Any] = {"rank": rank, "world_size": 2, "tokens_per_batch": 512}
-            with LengthLoader([path, short], balance=balance, return_ids=True, **place) as loader:
+            with LengthLoader(
+                [path, short], return_ids=True, **grouped({"balance": balance, **place})
+            ) as loader:
                 of_ranks.append([batch["sample_id"].tolist() for batch in loader])
         found[balance] = [sorted(one + other) for one, other in zip(*of_ranks, strict=True)]
     assert found[None] == found["attention"]
@@ -312,7 +325,7 @@ TWO: dict[str, Any] = {"rank": 0, "world_size": 2, "balance": "attention"}
 def test_what_cannot_be_balanced_is_refused(path: Path, options: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"batch_size": 1, **TWO, **options}
     with pytest.raises(ValueError, match=message):
-        next(iter(StreamingLoader(path, **arguments)))
+        next(iter(StreamingLoader(path, **grouped(arguments))))
 
 
 @pytest.mark.parametrize(
@@ -335,8 +348,8 @@ def test_a_dataset_without_the_id_that_ends_documents_is_refused(path: Path, tmp
     (bare / "dataset.json").unlink()
     place: dict[str, Any] = {"batch_size": 2, "rank": 0, "world_size": 2}
     with pytest.raises(ValueError, match="balance need the id that ends documents"):
-        StreamingLoader(bare, balance="attention", **place)
-    with StreamingLoader(bare, balance="attention", eos_id=0, **place) as loader:
+        StreamingLoader(bare, **grouped({"balance": "attention", **place}))
+    with StreamingLoader(bare, eos_id=0, **grouped({"balance": "attention", **place})) as loader:
         assert len(next(iter(loader))["tokens"]) == 2
 
 
@@ -346,7 +359,7 @@ def test_the_only_rank_has_nothing_to_balance(path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("shardkit.loaders.defaults.open_row_costs", refuse)
     with StreamingLoader(
-        open_dataset(path), batch_size=2, rank=0, world_size=1, balance="attention"
+        open_dataset(path), batch_size=2, rank=0, world_size=1, **grouped({"balance": "attention"})
     ) as loader:
         next(iter(loader))
         assert loader.stats().balance is None

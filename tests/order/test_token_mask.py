@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from shardkit.cli.main import main
 from shardkit.datasets.dataset import open_dataset
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import Order, grouped
 from shardkit.order.token_mask import TokenMask
 from shardkit.writers import build
 from support.small_build import make_corpus
@@ -65,7 +66,7 @@ def out(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Path:
 
 
 def labels_by_row(dataset: Any, **options: Any) -> dict[int, list[int]]:
-    with StreamingLoader(dataset, batch_size=3, return_ids=True, tail="pad", **options) as loader:
+    with StreamingLoader(dataset, batch_size=3, return_ids=True, tail="pad", **grouped(options)) as loader:
         found: dict[int, list[int]] = {}
         for batch in loader:
             for row, labels in zip(batch["sample_id"].tolist(), batch["labels"].tolist(), strict=True):
@@ -101,7 +102,9 @@ def test_a_traced_documents_labels_are_ignored_and_all_others_are_as_without_the
 
 def test_a_mixture_masks_the_rows_of_each_stream(out: Path) -> None:
     streams = [Stream(out, name="a", mask=[(1, 0, 64)]), Stream(out, name="b", mask=[(5, 10, 20)])]
-    with StreamingLoader(streams, batch_size=4, labels=True, return_ids=True, epoch_samples=400) as loader:
+    with StreamingLoader(
+        streams, batch_size=4, labels=True, return_ids=True, order=Order(epoch_samples=400)
+    ) as loader:
         checked = set()
         for batch in loader:
             for stream, row, tokens, labels in zip(
@@ -146,7 +149,7 @@ def test_a_mask_that_cannot_be_is_refused(
     out: Path, mask: list[tuple[int, int, int]], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        StreamingLoader([Stream(out, mask=mask)], batch_size=2, **options)
+        StreamingLoader([Stream(out, mask=mask)], batch_size=2, **grouped(options))
 
 
 def test_a_mask_of_another_dataset_is_refused(out: Path, tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ def test_a_remote_dataset_answers_as_the_local_one(made: Any, capsys: pytest.Cap
     for words in (
         ["--row", 3, "--row", 40, "--row", 1],
         ["--url", "https://site1.example.org/*"],
-        ["--step", 3, "--batch-size", 4, "--lanes", 2, "--window", 6],
+        ["--step", 3, "--batch-size", 4, "--loader", "lanes=2", "--loader", "window=6"],
         ["--step", 2, "--batch-size", 2],
     ):
         local = json.dumps(answer(capsys, folder / "out", *words, *tokenizer))

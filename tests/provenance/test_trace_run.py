@@ -20,6 +20,7 @@ from shardkit.datasets.dataset import open_dataset
 from shardkit.datasets.provenance.run import Run, read_state
 from shardkit.errors import StateError
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.order.exclusions import Exclusions
 from support.loader_data import make_dataset
 
@@ -50,7 +51,7 @@ def deliveries(data: Any, steps: int, world_size: int, **options: Any) -> dict[P
     seen = {}
     for rank in range(world_size):
         with StreamingLoader(
-            data, rank=rank, world_size=world_size, return_ids=True, endless=True, **options
+            data, rank=rank, world_size=world_size, return_ids=True, endless=True, **grouped(options)
         ) as loader:
             for step, batch in enumerate(islice(loader, steps), 1):
                 rows = batch["sample_id"].tolist()
@@ -79,21 +80,20 @@ def assert_agrees(run: Run, seen: dict[Place, tuple[int, int]], steps: int, epoc
 @pytest.mark.parametrize(
     ("tail", "world_size", "options"),
     [
-        ("carry", 3, []),
-        ("drop", 2, ["--shuffle", "global"]),
-        ("pad", 3, ["--lanes", "4", "--window", "5"]),
-        ("carry", 1, ["--shuffle", "none", "--seed", "3"]),
+        ("carry", 3, {}),
+        ("drop", 2, {"shuffle": "global"}),
+        ("pad", 3, {"lanes": 4, "window": 5}),
+        ("carry", 1, {"shuffle": "none", "seed": 3}),
     ],
 )
 def test_a_run_by_its_options_is_that_of_a_loader_with_them(
-    folders: dict[str, Path], tail: Any, world_size: int, options: list[str]
+    folders: dict[str, Path], tail: Any, world_size: int, options: dict[str, Any]
 ) -> None:
-    words = dict(zip(options[::2], options[1::2], strict=True))
-    arguments: dict[str, Any] = {"batch_size": 4, "tail": tail}
-    arguments |= {k[2:]: v if k == "--shuffle" else int(v) for k, v in words.items()}
     steps = 3 * SAMPLES // (4 * world_size)
-    seen = deliveries(str(folders["web"]), steps, world_size, **arguments)
-    sizes = ["--batch-size", 4, "--world-size", world_size, "--tail", tail, *options]
+    seen = deliveries(str(folders["web"]), steps, world_size, batch_size=4, tail=tail, **options)
+    sizes = ["--batch-size", 4, "--world-size", world_size, "--tail", tail]
+    for name, value in options.items():
+        sizes += ["--loader", f"{name}={value}"] if name in ("lanes", "window") else [f"--{name}", value]
     with traced(folders["web"], *sizes) as run:
         assert_agrees(run, seen, steps, epochs=4)
         dropped = [s for row in range(SAMPLES) for s in run.sightings(row, epochs=1) if s.is_dropped]
@@ -126,7 +126,7 @@ def test_a_mixture_is_traced_from_its_state_whose_weights_changed(
     schedule = [(0, {"web": 3, "code": 1}), (40, {"web": 1, "code": 2})]
     options: dict[str, Any] = {"batch_size": 4, "schedule": schedule, "window": 7}
     seen = deliveries(data, 18, 2, **options)
-    with StreamingLoader(data, rank=0, world_size=2, endless=True, **options) as loader:
+    with StreamingLoader(data, rank=0, world_size=2, endless=True, **grouped(options)) as loader:
         batches = iter(loader)
         for _ in range(11):
             next(batches)

@@ -25,6 +25,7 @@ from shardkit.cli.main import main
 from shardkit.datasets.verify import verify
 from shardkit.errors import BuildError, RecipeError, ShardError
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.manifest import FileInfo, Manifest
 from shardkit.publish import RefusedError, TransferProgress, download, upload
 from shardkit.publish import transports as module
@@ -239,7 +240,7 @@ def test_a_dataset_on_the_hub_is_informed_about_verified_fetched_and_streamed_fr
 
     def loader(steps: int | None = None, **changes: Any) -> StreamingLoader:
         settings = {"batch_size": 4, "seed": 3, "cache_dir": tmp_path / "cache", "rank": 0, "world_size": 1}
-        return StreamingLoader(url, **(settings | changes))  # type: ignore[arg-type]
+        return StreamingLoader(url, **grouped(settings | changes))
 
     with loader() as local, StreamingLoader(made, batch_size=4, seed=3, rank=0, world_size=1) as plain:
         for _, got, want in zip(range(15), local, plain, strict=False):
@@ -293,7 +294,7 @@ def test_tars_of_others_are_read_where_they_lie(
     hub.on_request = move
     rows = []
     settings = {"batch_size": 4, "seed": 3, "rank": 0, "world_size": 1, "shuffle": "none", "tail": "drop"}
-    with StreamingLoader(f"hf://datasets/{other}{names}", **settings) as loader:  # type: ignore[arg-type]
+    with StreamingLoader(f"hf://datasets/{other}{names}", **grouped(settings)) as loader:
         for _, batch in zip(range(6), loader, strict=False):
             rows.append(np.asarray(batch["tokens"]))
     assert moved

@@ -79,7 +79,7 @@ def test_the_command_sends_fetches_and_tells(
     server: S3Server, bucket: str, made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     url = f"s3://{bucket}/some/prefix"
-    storage = ["--endpoint-url", server.endpoint_url, "--region", "us-east-1", "--path-style"]
+    storage = ["--endpoint-url", server.endpoint_url, "--storage", "region=us-east-1"]
     assert main(["upload", str(made), url, "--dry-run", *storage]) == 0
     out, err = capfd.readouterr()
     assert "would be sent: shard.00004.mds" in out

@@ -16,7 +16,7 @@ from shardkit.cache.folder import SUBFOLDER
 from shardkit.errors import ShardkitError
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.batch import Batch
-from shardkit.loaders.config import Stream
+from shardkit.loaders.config import Stream, grouped
 from shardkit.order.run_settings import Tail
 from shardkit.storage import StorageOptions
 from simulation.datasets import DATASETS, LANES, LENGTH, SEED, Expectation, Step, dataset_rows
@@ -235,19 +235,23 @@ class Incarnation:
             tail=plan.tail,
             dtype=None,
             return_ids=True,
-            tensors="numpy",
             eos_id=EOS,
             endless=plan.endless,
-            balance="attention" if plan.is_balanced else None,
-            lanes=LANES,
-            window=plan.window,
-            epoch_samples=plan.epoch_samples,
             cache_dir=plan.cache_dir,
             cache_bytes=plan.cache_bytes,
-            connections=plan.connections,
-            timeout_seconds=plan.timeout_seconds,
-            prefetch_batches=plan.prefetch_batches,
-            **options,
+            **grouped(
+                {
+                    "tensors": "numpy",
+                    "balance": "attention" if plan.is_balanced else None,
+                    "lanes": LANES,
+                    "window": plan.window,
+                    "epoch_samples": plan.epoch_samples,
+                    "connections": plan.connections,
+                    "timeout_seconds": plan.timeout_seconds,
+                    "prefetch_batches": plan.prefetch_batches,
+                    **options,
+                }
+            ),
         )
 
     def _train(self, rank: int, loader: StreamingLoader) -> None:

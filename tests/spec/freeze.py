@@ -39,6 +39,7 @@ import shardkit
 from shardkit.formats import mds, tar
 from shardkit.formats.mds import index as mds_index
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.writers import build, build_dedup_index
 from shardkit.writers.dedup.index import open_index
 
@@ -220,11 +221,10 @@ def loader_of(
         )
         for one in case["streams"]
     ]
-    options = case["options"]
+    options = grouped({"tensors": "numpy", "prefetch_batches": 0, **case["options"], **more})
     return StreamingLoader(
-        streams, batch_size=batch_size, rank=rank, world_size=ranks, return_ids=True, tensors="numpy",
-        endless=True, prefetch_batches=0, **options, **more,
-    )  # fmt: skip
+        streams, batch_size=batch_size, rank=rank, world_size=ranks, return_ids=True, endless=True, **options
+    )
 
 
 def deliver(

@@ -19,6 +19,7 @@ from shardkit.datasets.row_costs import table_bytes, table_of
 from shardkit.formats import mds, tar
 from shardkit.formats.mds import index as mds_index
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import Layout, grouped
 from shardkit.order.balance import level
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.order import Order, OrderSpec
@@ -147,7 +148,7 @@ def test_every_row_of_a_dataset_agrees(kind: str, tmp_path: Path) -> None:
     plain = reader.Dataset(folder)
     assert [reader.tokens(plain[row], "uint16") for row in range(53)] == token_rows(53).tolist()
     with StreamingLoader(
-        folder, batch_size=5, tensors="numpy", return_ids=True, rank=0, world_size=1
+        folder, batch_size=5, layout=Layout(tensors="numpy"), return_ids=True, rank=0, world_size=1
     ) as loader:
         assert loader.dataset.fingerprint == plain.fingerprint
         for batch in loader:
@@ -222,10 +223,8 @@ def batches_of(
     rows: list[list[Any]] = []
     for rank in range(ranks):
         place: dict[str, Any] = {"rank": rank, "world_size": ranks, "batch_size": batch_size}
-        with StreamingLoader(
-            streams, endless=True, return_ids=True, tensors="numpy", usage_log=logs, prefetch_batches=0,
-            **place, **options,
-        ) as loader:  # fmt: skip
+        arguments = grouped({"tensors": "numpy", "prefetch_batches": 0, **place, **options})
+        with StreamingLoader(streams, endless=True, return_ids=True, usage_log=logs, **arguments) as loader:
             if state is not None:
                 loader.load_state_dict(state)
             firsts = [0, *accumulate(len(dataset) for dataset in loader.datasets)]
@@ -321,7 +320,7 @@ def check_run(drawn: dict[str, Any]) -> None:
         ]
         datasets = [reader.Dataset(folder) for folder in folders]
         excluded = [[(row, row + 1) for row in gone] for gone in drawn["excluded"]]
-        with StreamingLoader(streams, batch_size=1, rank=0, world_size=1, **options) as loader:
+        with StreamingLoader(streams, batch_size=1, rank=0, world_size=1, **grouped(options)) as loader:
             state = json.loads(json.dumps(loader.state_dict())) | {"order_version": drawn["version"]}
         for number, (ranks, batch_size, steps) in enumerate((drawn["first"], drawn["second"])):
             logs = Path(temporary) / f"logs-{number}"
@@ -355,7 +354,7 @@ def test_any_batch_of_any_epoch_is_found_directly(tail: Any, tmp_path: Path) -> 
     folder = make_dataset(tmp_path / "data", "mds")
     place: dict[str, Any] = {"rank": 1, "world_size": 2, "batch_size": 4}
     with StreamingLoader(
-        folder, tail=tail, lanes=4, window=8, return_ids=True, tensors="numpy", **place
+        folder, tail=tail, return_ids=True, **grouped({"lanes": 4, "window": 8, "tensors": "numpy", **place})
     ) as loader:
         run = reader.Run(loader.state_dict(), [reader.Dataset(folder)], [()])
         for epoch in range(3):
@@ -413,7 +412,9 @@ def test_balanced_runs_agree(shape: tuple[int, int], step_rows: int | None, tmp_
     squares = [arithmetic.squares(reader.tokens(plain[row], "uint16"), 0) for row in range(200)]
     options: dict[str, Any] = {"lanes": 4, "window": 40, "balance": "attention", "global_batch": step_rows}
     placed = ids_of_ranks(folder, ranks, batch_size, steps, **options)
-    with StreamingLoader(folder, batch_size=1, rank=0, world_size=1, lanes=4, window=40) as loader:
+    with StreamingLoader(
+        folder, batch_size=1, rank=0, world_size=1, **grouped({"lanes": 4, "window": 40})
+    ) as loader:
         run = reader.Run(loader.state_dict(), [plain], [()])
     assert (
         placed_by_reader(run, squares, ranks, batch_size, steps, step_rows)

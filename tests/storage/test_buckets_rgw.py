@@ -13,6 +13,7 @@ import pytest
 import shardkit as sk
 from servers.bucket import RgwBucket, s3_client
 from servers.ceph import KMS_KEY
+from shardkit.loaders.config import Layout
 from shardkit.storage import ObjectExistsError, ObjectNotFoundError, StorageOptions, StoreError
 from shardkit.storage.s3 import NONCE, S3Store
 from shardkit.storage.s3_upload import PART_BYTES
@@ -65,7 +66,9 @@ def allow(client: Any, bucket: RgwBucket, *statements: dict[str, Any]) -> None:
 
 def first_rows(url: str, endpoint_url: str, **options: Any) -> list[int]:
     storage = StorageOptions(endpoint_url=endpoint_url, **options)
-    with sk.StreamingLoader(url, batch_size=53, tensors="numpy", storage=storage, seed=1) as loader:
+    with sk.StreamingLoader(
+        url, batch_size=53, layout=Layout(tensors="numpy"), storage=storage, seed=1
+    ) as loader:
         return sorted(int(row[0]) for row in next(iter(loader))["tokens"])
 
 
@@ -100,7 +103,7 @@ def test_a_bucket_that_demands_encryption_takes_writes_that_ask_for_it(
     conditions: list[dict[str, Any]] = [{"Null": {header: "true"}}, {"StringNotEquals": {header: "aws:kms"}}]
     allow(client, rgw_bucket, *[write | {"Condition": each} for each in conditions])
     for options in ({}, {"encryption": "AES256"}):
-        with pytest.raises(StoreError, match=r"AccessDenied.*--encryption aws:kms"):
+        with pytest.raises(StoreError, match=r"AccessDenied.*--storage encryption=aws:kms"):
             store_of(rgw_bucket, **options).put("a", b"1")
     store = store_of(rgw_bucket, **KMS)
     store.put("a", b"0123456789")

@@ -18,7 +18,7 @@ import pytest
 from servers.fault_proxy import FaultProxy, Rule
 from shardkit.cli.common import add_storage_arguments, storage_options
 from shardkit.loaders import StreamingLoader
-from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.config import LoaderConfig, grouped
 from shardkit.loaders.streams import open_streams
 from shardkit.storage import (
     ObjectNotFoundError,
@@ -129,7 +129,7 @@ def ride_out(server: S3Server, proxy: FaultProxy, folder: Path, seconds: float) 
     direct = connect(url)
     put_folder(folder / "made", direct)
     direct.close()
-    with StreamingLoader(url, batch_size=10, storage=options_for(proxy), **QUICK) as loader:
+    with StreamingLoader(url, batch_size=10, storage=options_for(proxy), **grouped(QUICK)) as loader:
         restarted = cut(proxy, seconds)
         began = time.monotonic()
         ids = [sample for batch in loader for sample in batch["sample_id"].tolist()]
@@ -207,7 +207,7 @@ def test_a_store_that_is_away_when_a_run_starts_is_waited_for_and_named_at_once(
     else:
         cut(proxy, AWAY_SECONDS)
     with caplog.at_level(logging.WARNING, "shardkit.storage"):
-        loader = StreamingLoader(url, batch_size=4, storage=options_for(proxy), **QUICK)
+        loader = StreamingLoader(url, batch_size=4, storage=options_for(proxy), **grouped(QUICK))
         assert len(next(iter(loader))["sample_id"]) == 4
     loader.close()
     assert time.monotonic() - began > AWAY_SECONDS

@@ -430,7 +430,7 @@ def test_objects_that_are_xml_are_objects(store: S3Store, server: S3Server) -> N
         ({"Location": "http://login.example/in?token=secret"}, "redirects to http://login.example/in: check"),
         ({"x-amz-bucket-region": "http://odd place"}, "redirects to an address that it does not name"),
         ({}, "redirects to an address that it does not name"),
-        ({"x-amz-bucket-region": "eu-west-9"}, "is in region eu-west-9: set --region"),
+        ({"x-amz-bucket-region": "eu-west-9"}, "is in region eu-west-9: set --storage region=eu-west-9"),
     ],
 )
 def test_a_redirect_is_reported_as_what_it_is_after_few_requests(

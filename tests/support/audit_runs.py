@@ -14,7 +14,7 @@ import numpy.typing as npt
 from shardkit.datasets.dataset import Dataset
 from shardkit.datasets.locate import Found, LocalFiles
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.config import LoaderConfig, grouped
 from shardkit.loaders.streams import open_streams
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
 from shardkit.order.batches import SampleOrder
@@ -124,8 +124,7 @@ def logged_run(
             world_size=world_size,
             usage_log=logs,
             endless=True,
-            prefetch_batches=0,
-            **options,
+            **grouped({"prefetch_batches": 0, **options}),
         )
         if state is not None:
             loader.load_state_dict(state)

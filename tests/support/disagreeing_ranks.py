@@ -19,7 +19,7 @@ import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardkit.loaders import StreamingLoader
-from shardkit.loaders.config import Stream
+from shardkit.loaders.config import Stream, grouped
 from shardkit.loaders.lengths import LengthLoader
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 from support.loader_data import make_dataset, make_rows, write_card
@@ -49,7 +49,7 @@ def plain(**different: Any) -> Take:
     """A StreamingLoader, of which rank 1 has other options."""
 
     def take(data: Path, rank: int) -> int:
-        with StreamingLoader(data, **options_of(rank, different)) as loader:
+        with StreamingLoader(data, **grouped(options_of(rank, different))) as loader:
             return sum(1 for _ in loader)
 
     return take
@@ -64,25 +64,25 @@ def mixture(weight: float, **different: Any) -> Take:
             specs[0] = Stream(data, name="a", exclude=[3])
         if different.get("choose") and rank:
             specs[1] = Stream(data.with_name("other"), name="b", choose=100)
-        with StreamingLoader(specs, **DEFAULTS) as loader:
+        with StreamingLoader(specs, **grouped(DEFAULTS)) as loader:
             return sum(1 for _ in loader)
 
     return take
 
 
 def other_data(data: Path, rank: int) -> int:
-    with StreamingLoader(data.with_name("other") if rank else data, **DEFAULTS) as loader:
+    with StreamingLoader(data.with_name("other") if rank else data, **grouped(DEFAULTS)) as loader:
         return sum(1 for _ in loader)
 
 
 def other_folder(data: Path, rank: int) -> int:
     """The same dataset, which each machine has in a folder of its own."""
-    with StreamingLoader(data.with_name(f"copy-{rank}"), **DEFAULTS) as loader:
+    with StreamingLoader(data.with_name(f"copy-{rank}"), **grouped(DEFAULTS)) as loader:
         return sum(1 for _ in loader)
 
 
 def sought(data: Path, rank: int) -> int:
-    with StreamingLoader(data, **DEFAULTS) as loader:
+    with StreamingLoader(data, **grouped(DEFAULTS)) as loader:
         if rank:
             loader.seek(8)
         return sum(1 for _ in loader)
@@ -90,7 +90,7 @@ def sought(data: Path, rank: int) -> int:
 
 def state_of_one(data: Path, rank: int) -> int:
     """One rank alone loads a state between two epochs."""
-    with StreamingLoader(data, **DEFAULTS) as loader:
+    with StreamingLoader(data, **grouped(DEFAULTS)) as loader:
         state = loader.state_dict()
         batches = sum(1 for _ in loader)
         if rank:
@@ -100,7 +100,7 @@ def state_of_one(data: Path, rank: int) -> int:
 
 def left_early(data: Path, rank: int) -> int:
     """One rank alone has left an epoch before its end."""
-    with StreamingLoader(data, **DEFAULTS) as loader:
+    with StreamingLoader(data, **grouped(DEFAULTS)) as loader:
         for number, _ in enumerate(loader):
             if rank and number == 3:
                 break
@@ -109,7 +109,7 @@ def left_early(data: Path, rank: int) -> int:
 
 def with_workers(different: dict[str, Any], workers: int = 1) -> Take:
     def take(data: Path, rank: int) -> int:
-        dataset = StreamingDataset(data, **options_of(rank, different))
+        dataset = StreamingDataset(data, **grouped(options_of(rank, different)))
         loader = StreamingDataLoader(dataset, num_workers=workers)
         try:
             return sum(1 for _ in loader)
@@ -120,7 +120,7 @@ def with_workers(different: dict[str, Any], workers: int = 1) -> Take:
 
 
 def workers_sought(data: Path, rank: int) -> int:
-    loader = StreamingDataLoader(StreamingDataset(data, **DEFAULTS), num_workers=1)
+    loader = StreamingDataLoader(StreamingDataset(data, **grouped(DEFAULTS)), num_workers=1)
     if rank:
         loader.seek(8)
     return sum(1 for _ in loader)
@@ -130,7 +130,7 @@ def numbers(ranks: Callable[[int], tuple[int, int]], **different: Any) -> Take:
     def take(data: Path, process: int) -> int:
         rank, world_size = ranks(process)
         options = options_of(process, different)
-        with StreamingLoader(data, rank=rank, world_size=world_size, **options) as loader:
+        with StreamingLoader(data, rank=rank, world_size=world_size, **grouped(options)) as loader:
             return sum(1 for _ in loader)
 
     return take
@@ -142,7 +142,7 @@ def mesh(different_process: int, part: str | None = None, **different: Any) -> T
     def take(data: Path, process: int) -> int:
         whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         options = DEFAULTS | (different if process == different_process else {})
-        with StreamingLoader(data, mesh=whole[part] if part else whole, **options) as loader:
+        with StreamingLoader(data, mesh=whole[part] if part else whole, **grouped(options)) as loader:
             return sum(1 for _ in loader)
 
     return take
@@ -151,7 +151,9 @@ def mesh(different_process: int, part: str | None = None, **different: Any) -> T
 def groups(data: Path, process: int) -> int:
     """Two models, each with its own seed, train in one world."""
     parts = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
-    with StreamingLoader(data, group=parts[process // 2], **DEFAULTS | {"seed": process // 2}) as loader:
+    with StreamingLoader(
+        data, group=parts[process // 2], **grouped(DEFAULTS | {"seed": process // 2})
+    ) as loader:
         return sum(1 for _ in loader)
 
 
@@ -160,7 +162,7 @@ def only_first_replica(data: Path, process: int) -> int:
     rank, replica = divmod(process, 2)
     if replica:
         return 0
-    with StreamingLoader(data, rank=rank, world_size=2, **DEFAULTS) as loader:
+    with StreamingLoader(data, rank=rank, world_size=2, **grouped(DEFAULTS)) as loader:
         return sum(1 for _ in loader)
 
 
@@ -169,9 +171,11 @@ def other_loaders_of_replicas(data: Path, process: int) -> int:
     stage, rank = divmod(process, 2)
     place: dict[str, Any] = {"rank": rank, "world_size": 2}
     if stage:
-        with StreamingLoader(data.with_name("other"), restart=True, **place, **DEFAULTS) as evaluation:
+        with StreamingLoader(
+            data.with_name("other"), restart=True, **grouped({**place, **DEFAULTS})
+        ) as evaluation:
             list(evaluation)
-    with StreamingLoader(data, labels=bool(stage), **place, **DEFAULTS) as loader:
+    with StreamingLoader(data, labels=bool(stage), **grouped({**place, **DEFAULTS})) as loader:
         return sum(1 for _ in loader)
 
 
@@ -179,8 +183,8 @@ def epochs(data: Path, rank: int) -> int:
     """Training and evaluation in turn, and an iteration that all ranks leave early; nothing is wrong."""
     other = data.with_name("other")
     with (
-        StreamingLoader(data, **DEFAULTS) as training,
-        StreamingLoader(other, restart=True, tail="pad", **DEFAULTS) as evaluation,
+        StreamingLoader(data, **grouped(DEFAULTS)) as training,
+        StreamingLoader(other, restart=True, tail="pad", **grouped(DEFAULTS)) as evaluation,
     ):
         batches = 0
         for _ in range(2):
@@ -198,12 +202,12 @@ def own_options(data: Path, rank: int) -> int:
         "timeout_seconds": 30.0 + rank,
         "return_ids": rank == 0,
     }
-    with StreamingLoader(data, **DEFAULTS | options) as loader:
+    with StreamingLoader(data, **grouped(DEFAULTS | options)) as loader:
         return sum(1 for _ in loader)
 
 
 def stays_away(data: Path, rank: int) -> int:
-    with StreamingLoader(data, **DEFAULTS | {"timeout_seconds": 1.0}) as loader:
+    with StreamingLoader(data, **grouped(DEFAULTS | {"timeout_seconds": 1.0})) as loader:
         if rank:
             torch.distributed.barrier()
             return 0
@@ -215,7 +219,7 @@ def stays_away(data: Path, rank: int) -> int:
 
 def fails_before(data: Path, rank: int) -> int:
     """A rank's loop ends with an error before its first batch."""
-    with StreamingLoader(data, **DEFAULTS) as loader:
+    with StreamingLoader(data, **grouped(DEFAULTS)) as loader:
         if rank:
             raise KeyError("no such checkpoint")
         return sum(1 for _ in loader)
@@ -224,7 +228,7 @@ def fails_before(data: Path, rank: int) -> int:
 def lengths(**different: Any) -> Take:
     def take(data: Path, rank: int) -> int:
         options: dict[str, Any] = {"tokens_per_batch": 32, "seed": 17} | (different if rank else {})
-        with LengthLoader([data, data.with_name("long")], **options) as loader:
+        with LengthLoader([data, data.with_name("long")], **grouped(options)) as loader:
             return sum(1 for _ in loader)
 
     return take

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from shardkit.cache.folder import SUBFOLDER, CacheFolder
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.storage.s3 import S3Store
 from shardkit.storage.store import StorageOptions
 from support.loader_data import parts
@@ -269,11 +270,8 @@ def make_loader(where: str, job: int, rank: int, **arguments: Any) -> StreamingL
         seed=SEEDS[job],
         rank=rank,
         world_size=RANKS,
-        lanes=4,
-        window=24,
         return_ids=True,
-        timeout_seconds=TIMEOUT_SECONDS,
-        **arguments,
+        **grouped({"lanes": 4, "window": 24, "timeout_seconds": TIMEOUT_SECONDS, **arguments}),
     )
 
 

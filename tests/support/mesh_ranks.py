@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardkit.errors import PeerError
 from shardkit.loaders import StreamingLoader, watch
+from shardkit.loaders.config import grouped
 from shardkit.storage.memory import MemoryStore
 from support.remote_harness import fresh_url, make_remote_kind, put_folder
 from support.stop_ranks import free_port
@@ -76,12 +77,11 @@ def read(topology: Topology, rank: int, url: str, folder: Path) -> dict[str, Any
     with StreamingLoader(
         url,
         batch_size=BATCH_SIZE,
-        lanes=LANES,
         endless=True,
         return_ids=True,
         cache_dir=folder / f"machine-{machine}",
         usage_log=folder / "logs",
-        **arguments,
+        **grouped({"lanes": LANES, **arguments}),
     ) as loader:
         loader._place = replace(loader._place, machine=f"{folder.name}-{machine}")
         batches = iter(loader)

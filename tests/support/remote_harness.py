@@ -31,6 +31,7 @@ from shardkit.datasets.locate import find_remote
 from shardkit.formats import mds, tar
 from shardkit.formats.blocks import write_blocks
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.manifest import LOSS_MASK, ShardInfo
 from shardkit.order.order import Order, OrderSpec
 from shardkit.storage.resilient import ResilientStore
@@ -166,7 +167,7 @@ class Remote:
         return cls(store, shards, Dataset(None, found.manifest, card=found.card, shards=shards))
 
     def loader(self, **arguments: Any) -> StreamingLoader:
-        return StreamingLoader(self.dataset, **({"batch_size": 4} | dict(QUICK) | arguments))
+        return StreamingLoader(self.dataset, **grouped({"batch_size": 4} | dict(QUICK) | arguments))
 
 
 def tree_digest(folder: Path) -> dict[str, tuple[int, int, str]]:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import grouped
 
 Batch = dict[str, Any]
 State = dict[str, Any]
@@ -141,7 +142,7 @@ def assert_exact_resume_in_new_process(
     arguments: dict[str, Any], folder: Path, *, steps: int, at: list[int]
 ) -> None:
     """Like `assert_exact_resume`, each resumed run in a process of its own; `arguments`: the loader's."""
-    with StreamingLoader(**arguments) as loader:
+    with StreamingLoader(**grouped(arguments)) as loader:
         reference = run(loader, steps)
     for step in at:
         rest = [batch for batch, _ in reference[step + 1 :]]
@@ -155,7 +156,7 @@ def assert_exact_resume_in_new_process(
 
 def main(request: Path) -> None:
     arguments, state, steps = pickle.loads(request.read_bytes())
-    with StreamingLoader(**arguments) as loader:
+    with StreamingLoader(**grouped(arguments)) as loader:
         loader.load_state_dict(state)
         found = [batch for batch, _ in run(loader, steps)]
     request.with_suffix(".result").write_bytes(pickle.dumps(found))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardkit.loaders.config import Run
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, unchanged
 
 TIMEOUT_SECONDS = {"fork": 1.5, "spawn": 8.0, "forkserver": 8.0}  # a new interpreter imports torch
@@ -31,7 +32,9 @@ def collate(case: str, batch: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     data, case, method = sys.argv[1:]
-    dataset = StreamingDataset(data, batch_size=4, timeout_seconds=TIMEOUT_SECONDS[method], endless=True)
+    dataset = StreamingDataset(
+        data, batch_size=4, run=Run(timeout_seconds=TIMEOUT_SECONDS[method]), endless=True
+    )
     function: Any = partial(collate, case) if case in ("hang", "unsendable", "full") else unchanged
     loader = StreamingDataLoader(
         dataset,

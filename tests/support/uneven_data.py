@@ -12,6 +12,7 @@ import numpy.typing as npt
 from shardkit.formats import mds, tar
 from shardkit.formats.blocks import write_blocks
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import grouped
 from support.loader_data import EOS, parts, write_card
 
 LENGTH = 64
@@ -86,7 +87,9 @@ def ids_of_ranks(
     found = []
     for rank in range(world_size) if ranks is None else ranks:
         place: dict[str, Any] = {"rank": rank, "world_size": world_size, "batch_size": batch_size}
-        with StreamingLoader(dataset, endless=True, return_ids=True, **place, **options) as loader:
+        with StreamingLoader(
+            dataset, endless=True, return_ids=True, **grouped({**place, **options})
+        ) as loader:
             if state is not None:
                 loader.load_state_dict(state)
             firsts = [loader._opened.streams.first_sample(n) for n in range(len(loader.datasets))]

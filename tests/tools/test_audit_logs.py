@@ -17,6 +17,7 @@ from shardkit.cli.main import main
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError, StateError
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import grouped
 from shardkit.order.exclusions import Exclusions
 from shardkit.tools.audit.findings import AuditReport
 from support.audit_runs import RemappedOrder, State, kinds, log_report, logged_run
@@ -252,7 +253,7 @@ def test_ranks_stopped_a_step_apart_at_the_end_are_no_fault_unless_they_closed(
         logs = tmp_path / str(close)
         for rank, steps in ((0, 7), (1, 8)):
             loader = StreamingLoader(
-                str(path), batch_size=6, rank=rank, world_size=2, usage_log=logs, **OPTIONS
+                str(path), batch_size=6, rank=rank, world_size=2, usage_log=logs, **grouped(OPTIONS)
             )
             for number, _ in enumerate(loader, 1):
                 if number == steps:
@@ -270,7 +271,9 @@ def test_runs_that_crash_at_once_are_told_apart_by_time(
 ) -> None:
     now = [10**18]
     monkeypatch.setattr("shardkit.loaders.usage_log.time.time_ns", lambda: now[0])
-    loader = StreamingLoader(str(path), batch_size=4, rank=0, world_size=3, usage_log=tmp_path, **OPTIONS)
+    loader = StreamingLoader(
+        str(path), batch_size=4, rank=0, world_size=3, usage_log=tmp_path, **grouped(OPTIONS)
+    )
     next(iter(loader))  # the other two died before their first step
     now[0] += 60 * 10**9
     run(path, tmp_path, 3, steps=12)
@@ -292,7 +295,12 @@ def replicated_run(
         monkeypatch.setenv("RANK", str(process))
         rank = process // 3
         loader = StreamingLoader(
-            str(path), batch_size=6, rank=rank, world_size=2, usage_log=logs, prefetch_batches=0, **OPTIONS
+            str(path),
+            batch_size=6,
+            rank=rank,
+            world_size=2,
+            usage_log=logs,
+            **grouped({"prefetch_batches": 0, **OPTIONS}),
         )
         if process == spoiled:
             spoil(lambda positions: positions + 6)(loader)

@@ -13,7 +13,8 @@ from shardkit.cli.main import main
 from shardkit.datasets.dataset import open_dataset, trace
 from shardkit.datasets.provenance.run import Run
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.loaders.config import CostModel
+from shardkit.loaders.config import grouped
+from shardkit.order.balance import CostModel
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.state import LoaderState
 from support.audit_runs import kinds, log_report, logged_run, plan_report
@@ -71,7 +72,7 @@ def test_ranks_that_are_not_all_balanced_are_caught(path: Path, tmp_path: Path) 
         balance = "attention" if rank % 2 else None
         place: dict[str, Any] = {"batch_size": 6, "rank": rank, "world_size": 4}
         with StreamingLoader(
-            path, usage_log=tmp_path, endless=True, **place, **(OPTIONS | {"balance": balance})
+            path, usage_log=tmp_path, endless=True, **grouped({**place, **OPTIONS | {"balance": balance}})
         ) as loader:
             for _, _ in zip(range(12), loader, strict=False):
                 pass
@@ -151,19 +152,20 @@ def test_the_commands_take_the_balance_of_the_loader(
     file.write_text(json.dumps(states[-1]))
     words = ["trace", str(path), "--step", "3", "--state", str(file), "--json", "--limit", "0"]
     sizes = ["--batch-size", "8", "--world-size", "4"]
-    assert main([*words, *sizes, "--balance", "5:2"]) == 0
+    assert main([*words, *sizes, "--loader", "balance=5:2"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {(row["rank"], row["index"]): row["row"] for row in rows} == {
         (rank, i): row for rank, batch in enumerate(seen[2].tolist()) for i, row in enumerate(batch)
     }
-    assert main(["audit", str(path), "--world-sizes", "4,3", "--balance", "attention", "--eos", "0"]) == 0
+    keys = ["--loader", "balance=attention", "--loader", "eos_id=0"]
+    assert main(["audit", str(path), "--world-sizes", "4,3", *keys]) == 0
     assert "OK: every sample exactly once" in capsys.readouterr().out
-    for wrong in (["--balance", "mlp"], ["--balance", "1:x"]):
+    for wrong in (["--loader", "balance=mlp"], ["--loader", "balance=1:x"]):
         with pytest.raises(SystemExit):
             main(["audit", str(path), *wrong])
         assert "LINEAR:QUADRATIC" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(SystemExit):
-        main(["trace", str(path), "--row", "3", "--seed", "1", "--balance", "attention"])
+        main(["trace", str(path), "--row", "3", "--seed", "1", "--loader", "balance=attention"])
     assert "give --batch-size" in " ".join(capsys.readouterr().err.split())
 
 

@@ -23,6 +23,7 @@ from shardkit.errors import ShardError
 from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.agreement import RankAgreement
+from shardkit.loaders.config import Layout, grouped
 from shardkit.order.balance import DocumentIds
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import lanes_of_ranks, shard_uses
@@ -64,7 +65,9 @@ def test_a_row_costs_the_squares_of_the_documents_that_a_batch_has(rows: list[li
         write_card(Path(folder))
         found = counted(Path(folder))
         assert found == work_of(np.array(rows)).tolist()
-        with StreamingLoader(folder, batch_size=len(rows), shuffle="none", seq_lengths=True) as loader:
+        with StreamingLoader(
+            folder, batch_size=len(rows), shuffle="none", layout=Layout(seq_lengths=True)
+        ) as loader:
             lengths = next(iter(loader))["seq_lengths"]
     assert found == [sum(n * n for n in row) for row in lengths]
 
@@ -109,7 +112,7 @@ def test_a_table_that_is_damaged_anywhere_is_refused(tmp_path: Path, place: int)
 def test_a_large_dataset_is_not_counted_at_a_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardkit.datasets.row_costs.COUNTED_BYTES", 1000)
     with pytest.raises(ShardError, match=re.escape(f"make_row_costs({str(path)!r}, eos_id=0)")):
-        StreamingLoader(path, batch_size=2, rank=0, world_size=2, **OPTIONS)
+        StreamingLoader(path, batch_size=2, rank=0, world_size=2, **grouped(OPTIONS))
 
 
 def test_copies_of_an_open_dataset_do_not_count_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +131,7 @@ def url(path: Path) -> str:
 
 def test_a_remote_dataset_without_a_table_is_refused_with_the_command_that_makes_it(url: str) -> None:
     with pytest.raises(ShardError, match=re.escape(f"make_row_costs({url!r}, eos_id=0)")):
-        StreamingLoader(url, batch_size=2, rank=0, world_size=2, **OPTIONS)
+        StreamingLoader(url, batch_size=2, rank=0, world_size=2, **grouped(OPTIONS))
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -157,8 +160,8 @@ def test_rows_of_other_machines_lanes_are_fetched_one_by_one_where_that_is_possi
     options |= {"balance": "attention", "prefetch_batches": 0}
     ids = []
     with (
-        StreamingLoader(url, cache_dir=tmp_path / "cache", **options) as loader,
-        StreamingLoader(folder, **options) as local,
+        StreamingLoader(url, cache_dir=tmp_path / "cache", **grouped(options)) as loader,
+        StreamingLoader(folder, **grouped(options)) as local,
     ):
         for _, got, expected in zip(range(30), loader, local, strict=False):
             assert got["tokens"].equal(expected["tokens"])
@@ -210,7 +213,7 @@ def test_ranks_with_other_tables_or_other_balance_are_told(path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RankAgreement, "check", lambda _, settings, **_options: seen.append(settings))
             options: dict[str, Any] = OPTIONS | {"balance": balance}
-            with StreamingLoader(path, batch_size=2, rank=0, world_size=2, **options) as loader:
+            with StreamingLoader(path, batch_size=2, rank=0, world_size=2, **grouped(options)) as loader:
                 next(iter(loader))
     with open_dataset(path) as dataset:
         digest = count_row_costs(dataset, IDS, progress=False).digest

@@ -143,23 +143,24 @@ class CutOptions:
     """
 
     sequence_length: int | None = None
-    """Concatenate all documents and cut rows of this many tokens."""
+    """Concatenate all documents and cut rows of this many tokens; default: copy rows, all of one length."""
     keep_lengths: bool = False
     """Write each document as a row of its own length."""
     eos: int | None = None
-    """Append this id to each document that does not end with it, and pad the last row with it."""
+    """Append this id to documents that do not end with it, and pad the last row; default: neither."""
     pad: int | None = None
-    """Fill the last row with this id."""
+    """Pad the last row with this id; default: that of `eos`."""
     drop_tail: bool = False
-    """Drop the last tokens if they do not fill a row."""
+    """Drop the last tokens if they do not fill a row; default: pad, which needs `eos` or `pad`."""
     drop_empty: bool = False
-    """Drop documents without tokens, with `keep_lengths`."""
+    """Drop documents without tokens, with `keep_lengths`; default: fail."""
     per_file: bool = False
-    """Start a new row at each file of the source, and treat the end of each as the tail."""
-    dtype: str | None = None
-    """Type of the rows; default: the smallest that fits."""
-    source_dtype: str | None = None
-    """Type in a bare .bin (default uint16) and in columns of bytes, which do not state it."""
+    """Start a new row at each file or chunk of the source, and treat the end of each as the tail; with
+    `drop_tail` these are the rows of litdata's TokensLoader(L)."""
+    dtype: Literal["uint16", "uint32"] | None = None
+    """Type of the rows; each id is checked; default: uint16 if all are known to fit, else uint32."""
+    source_dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
+    """Type of the tokens in a bare .bin, where the default is uint16, or in an MDS column of bytes."""
 
     def __post_init__(self) -> None:
         length = self.sequence_length
@@ -204,9 +205,11 @@ class OutputOptions:
     """The files to write; ValueError for options that the format does not support."""
 
     format: Literal["mds", "wds"] = "mds"
-    shard_bytes: int | str = 1 << 26
+    """Format of the shards."""
+    shard_bytes: int | str = "64MiB"
     """Maximum size of a raw shard."""
     compression: str | None = None
+    """Compression of MDS shards, such as zstd:7."""
     hashes: tuple[str, ...] = ("xxh64",)
 
     def __post_init__(self) -> None:

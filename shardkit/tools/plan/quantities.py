@@ -122,15 +122,15 @@ class Prices:
     """In dollars."""
 
     core_hour: Fraction = Fraction("0.05")
-    """A core (half of a two-vCPU machine of about $0.10 an hour) for an hour."""
+    """A core for an hour, half of a two-vCPU machine; AWS list, on demand."""
     get_1000: Fraction = Fraction("0.0004")
-    """1,000 reads from the store."""
+    """1,000 reads; AWS list, S3 Standard."""
     put_1000: Fraction = Fraction("0.005")
-    """1,000 writes, the parts of large objects included."""
+    """1,000 writes, the parts of large objects included; AWS list, S3 Standard."""
     gb_month: Fraction = Fraction("0.023")
-    """A GB (10**9 bytes) stored for 30 days."""
+    """A GB (10**9 bytes) stored for 30 days; AWS list, S3 Standard."""
     egress_gb: Fraction = Fraction(0)
-    """A GB from the store to the machines: nothing inside a region."""
+    """A GB read; free inside a region, to another AWS region 0.02, to the Internet 0.09."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -20,6 +20,7 @@ from shardkit.cache.shards import CachedShards
 from shardkit.datasets.dataset import Dataset
 from shardkit.datasets.locate import find_remote
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import Order
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy
@@ -130,8 +131,7 @@ def _real(
     loader = StreamingLoader(
         Dataset(None, found.manifest, shards=shards),
         batch_size=case.batch_size,
-        lanes=case.lanes,
-        window=case.window,
+        order=Order(lanes=case.lanes, window=case.window),
         rank=0,
         world_size=1,
         endless=True,
