@@ -18,7 +18,7 @@ demo: $(VENV)/.installed-all
 
 test: $(VENV)/.installed-dev
 	bash tests/servers/install_rgw.sh || true  # a real S3 server, if this user may install it; else moto alone
-	$(VENV)/bin/python -m pytest -n 3 --dist worksteal  # three on two cores: many tests wait for something
+	$(VENV)/bin/python -m pytest -n 3  # three on two cores: many tests wait for something
 
 $(VENV)/.installed-torch:
 	$(PYTHON) -m venv $(VENV)

@@ -25,12 +25,12 @@ from shardkit.errors import BuildError
 from shardkit.hashing import digest_of, hash_bytes
 from shardkit.manifest import BLOCKS_NAME, FileInfo, Format, Manifest, ShardInfo
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit
+from shardkit.writers.execution.commit import Commit
 from shardkit.writers.funnel import Funnel
 from shardkit.writers.publish import REPORT_NAME, global_shards
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.report import render_report
-from shardkit.writers.stages.split import PartsFound
+from shardkit.writers.stages.flow import PartsFound
 
 __all__ = ["BuiltDataset", "assemble", "content_of", "describe_file", "make_card", "recipe_content"]
 

@@ -27,6 +27,7 @@ from shardkit.writers.kernels.text_arrays import copy_texts, text_bytes, text_of
 __all__ = [
     "BATCH_DOCUMENTS",
     "BATCH_TEXT_BYTES",
+    "DOCUMENTS_FILE",
     "DOCUMENT_OPTIONS",
     "DOCUMENT_SCHEMA",
     "MARKED_SCHEMA",
@@ -37,6 +38,8 @@ __all__ = [
     "text_digests",
     "unpack_strings",
 ]
+
+DOCUMENTS_FILE = "documents.arrow"  # of the task that wrote the documents of a split
 
 BATCH_DOCUMENTS = 4096
 BATCH_TEXT_BYTES = 16 << 20  # a batch closes after the document that crosses this

@@ -36,7 +36,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -45,12 +45,15 @@ from shardkit.errors import BuildError, warn_user
 from shardkit.progress import make_listener
 from shardkit.units import format_bytes
 from shardkit.writers.annotations import ANNOTATIONS_FILE
-from shardkit.writers.dedup.config import NearDedupConfig
+from shardkit.writers.dedup.candidates import CANDIDATES
 from shardkit.writers.dedup.duplicates import TWINS
+from shardkit.writers.dedup.resolve import NEAR
+from shardkit.writers.dedup.shingle_store import SHINGLES
+from shardkit.writers.dedup.signatures import SIGN
+from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import default_workers
-from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.stage import Task
 from shardkit.writers.execution.work import Work
-from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.executors import Execution, open_runner
 from shardkit.writers.inputs.decompress import ContainerError, decompressed, with_head
 from shardkit.writers.inputs.files import open_input
@@ -59,16 +62,14 @@ from shardkit.writers.inputs.readers import within_memory
 from shardkit.writers.inputs.scan import Split, parts_of, scan_inputs
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import InputConfig, Recipe
-from shardkit.writers.requests import Corpus, Shape, compared_lines, stage_requests
-from shardkit.writers.stages.graph import (
-    PARTITION_TEXT_BYTES,
-    BuildInputs,
-    Outputs,
-    run_stages,
-    splits_of_tasks,
-)
+from shardkit.writers.stages import near
+from shardkit.writers.stages.flow import Documents, Outputs
+from shardkit.writers.stages.graph import run_build, stage_needs
+from shardkit.writers.stages.inputs import BuildInputs, splits_of_tasks
+from shardkit.writers.stages.needs import Corpus, Shape, compared_lines
 from shardkit.writers.stages.provenance import PROVENANCE_NAME
-from shardkit.writers.stages.tokenize import Tokenized, TokenizerFile
+from shardkit.writers.stages.rows import PARTITION_TEXT_BYTES
+from shardkit.writers.stages.tokenize import TOKENIZE
 
 __all__ = [
     "CERTAIN",
@@ -240,10 +241,6 @@ FILE_BYTES = 4096  # what a file takes beyond its bytes at most; of small ones t
 
 _COMPRESSED = 0.5  # of text, each document by itself
 
-_NEAR = ("signatures", "equal", "bands", "candidates", "shingles", "verify", "near")  # and near_…
-
-_BY_TOKENS = ("pack", "provenance")
-
 
 @dataclass(frozen=True)
 class StageBytes:
@@ -269,18 +266,19 @@ class _Scales:
     """By how much the whole is more than the sample: for tasks of a split by its source, else by stage."""
 
     by_task: Mapping[str, float]
+    by_tokens: Collection[str]
+    """The stages whose tasks grow with tokens."""
     documents: float
     tokens: float
 
     def of(self, commit: Commit) -> float:
         if commit.name in self.by_task:
             return self.by_task[commit.name]
-        return self.tokens if commit.stage in _BY_TOKENS else self.documents
+        return self.tokens if commit.stage in self.by_tokens else self.documents
 
 
 def rehearse(
     inputs: BuildInputs,
-    tokenizer: TokenizerFile | None,
     workers: int | None = None,
     *,
     sample_bytes: int = SAMPLE_BYTES,
@@ -296,19 +294,18 @@ def rehearse(
         share = _share(inputs.splits, stored)
         derived = _without_indexes(sample_recipe(recipe, sources, Path(folder), share))
         splits = splits_of_tasks(recipe, scan_inputs(derived))
-        work = LocalWork(Path(folder) / "work")
-        small = BuildInputs(derived, splits, (), inputs.filter_files, masking=inputs.masking)
+        work = Work.at(Path(folder) / "work")
+        small = replace(inputs, recipe=derived, splits=splits, indexes=(), scores=())
         with make_listener(False) as listener, warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the build says it, too
             with open_runner(derived, work, Execution(workers=workers), listener) as runner:
-                datasets = run_stages(small, tokenizer, runner.run)
-        made = next((one for one in datasets if one.tokenized), datasets[0])
+                documents = run_build(small, runner.run)
         whole: Counter[int] = Counter()
         for split in inputs.splits:
             whole[split.source] += split.bytes
         by_source = [whole[source] / max(1, taken) for source, taken in stored.items()]
-        scales = _scales([by_source[split.source] for split in splits], made)
-        return _whole(inputs, [commit for _, commit in work.commits()], scales, made)
+        scales = _scales([by_source[split.source] for split in splits], documents)
+        return _whole(inputs, [commit for _, commit in work.commits()], scales, documents)
 
 
 def sample_recipe(recipe: Recipe, inputs: Sequence[InputConfig], folder: Path, share: float) -> Recipe:
@@ -367,43 +364,54 @@ def _without_indexes(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"dedup": recipe.dedup.model_copy(update={"near": near})})
 
 
-def _scales(by_split: Sequence[float], made: Outputs) -> _Scales:
+def _first(documents: Documents) -> Outputs:
+    """The first dataset of tokens, or of text if there is none."""
+    return next((one for one in documents.outputs if one.tokenized), documents.outputs[0])
+
+
+def _scales(by_split: Sequence[float], made: Documents) -> _Scales:
     def ratio(amounts: Sequence[int]) -> float:
         scaled = sum(amount * scale for amount, scale in zip(amounts, by_split, strict=True))
         return scaled / max(1, sum(amounts))
 
-    cleaned = made.survivors.cleaned
-    documents = ratio([counts.ledger.kept.documents for counts in made.survivors.counts])
-    tokens = ratio([Tokenized.of(commit).tokens for commit in made.tokenized])
-    names = [commit.name for commit in cleaned]
-    return _Scales(dict(zip(names, by_split, strict=True)), documents, tokens)
+    documents = ratio([counts.ledger.kept.documents for counts in made.counts])
+    tokenized = _first(made).tokenized
+    tokens = ratio([TOKENIZE.result(commit).tokens for commit in tokenized]) if tokenized else 0.0
+    by_tokens = {commit.stage for one in made.outputs for commit in (*one.packed, *one.provenance)}
+    names = [commit.name for commit in made.cleaned]
+    return _Scales(dict(zip(names, by_split, strict=True)), by_tokens, documents, tokens)
 
 
-def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made: Outputs) -> StageBytes:
+def _published(made: Documents) -> dict[str, set[str]]:
+    """The names of the outputs that become files of a dataset, by the key of the task."""
+    found = {commit.key: {ANNOTATIONS_FILE} for commit in made.cleaned if made.recipe.annotate}
+    for one in made.outputs:
+        found |= {commit.key: commit.outputs.keys() - {PROVENANCE_NAME} for commit in one.packed}
+        found |= {commit.key: set(commit.outputs) for commit in one.provenance}
+        found |= {commit.key: commit.outputs.keys() - {TWINS.file} for commit in one.texts}
+    return found
+
+
+def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made: Documents) -> StageBytes:
     stages: dict[str, float] = {}
     output = text = 0.0
     tasks: Counter[str] = Counter()
     files = 0
+    published, cleaned = _published(made), {commit.key for commit in made.cleaned}
     for commit in commits:
         scale = scales.of(commit)
         stages[commit.stage] = stages.get(commit.stage, 0.0) + scale * commit.bytes
         if commit.name in scales.by_task:
             tasks[commit.stage] += 1
             files = max(files, len(commit.outputs) + 1)
-        published = {
-            "pack": commit.outputs.keys() - {PROVENANCE_NAME},
-            "text": commit.outputs.keys() - {TWINS.file},
-            "clean": {ANNOTATIONS_FILE},
-        }
-        names = published.get(commit.stage, commit.outputs.keys() if commit.stage == "provenance" else set())
+        names = published.get(commit.key, set())
         output += scale * sum(commit.outputs[name].bytes for name in names if name in commit.outputs)
-        text += scale * commit.ledger().kept.bytes if commit.stage == "clean" else 0
-    documents = scales.documents * made.survivors.kept.documents
-    near = inputs.recipe.dedup.near
-    if near is not None:
+        text += scale * commit.ledger().kept.bytes if commit.key in cleaned else 0
+    documents = scales.documents * made.kept.documents
+    if inputs.recipe.dedup.near is not None:
         indexed = sum(part.documents for index in inputs.indexes for part in index.parts)
-        _add_near(stages, near, documents, text, indexed)
-    for merged in stage_requests(_corpus(inputs, scales, made, documents, text)):
+        _add_near(stages, documents, text, indexed)
+    for merged in stage_needs(_corpus(inputs, scales, made, documents, text)):
         if "-merge-" in merged.stage:
             stages[merged.stage] = merged.written_bytes
     for stage in tasks:
@@ -415,22 +423,23 @@ def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made
     for stage, size in sizes.items():
         if stage in tasks:
             largest = max(largest, size * split)
-        elif stage in _BY_TOKENS:
+        elif stage in scales.by_tokens:
             largest = max(largest, size / partitions)
-        elif stage != "near":  # partitions that are sized to the memory of a task
+        elif stage != NEAR.name:  # partitions that are sized to the memory of a task
             largest = max(largest, min(size, inputs.recipe.memory))
     return StageBytes(sizes, int(MARGIN * output), int(largest), int(documents), int(text))
 
 
-def _corpus(inputs: BuildInputs, scales: _Scales, made: Outputs, documents: float, text: float) -> Corpus:
-    tokens = scales.tokens * sum(Tokenized.of(commit).tokens for commit in made.tokenized)
+def _corpus(inputs: BuildInputs, scales: _Scales, made: Documents, documents: float, text: float) -> Corpus:
+    first = _first(made)
+    tokens = scales.tokens * sum(TOKENIZE.result(commit).tokens for commit in first.tokenized)
     lines = inputs.recipe.dedup.lines
     return Corpus(
         splits=len(inputs.splits),
         documents=max(1, int(documents)),
         text_bytes=max(1, int(text)),
         tokens=max(1, int(tokens)),
-        token_bytes=(4 if made.tokenizer is None else np.dtype(made.tokenizer["dtype"]).itemsize)
+        token_bytes=(4 if first.tokenizer is None else np.dtype(first.tokenizer["dtype"]).itemsize)
         + inputs.recipe.is_masked,
         memory=inputs.recipe.memory,
         shard_bytes=inputs.recipe.output.shard_bytes,
@@ -442,15 +451,14 @@ def _corpus(inputs: BuildInputs, scales: _Scales, made: Outputs, documents: floa
     )
 
 
-def _add_near(
-    stages: dict[str, float], config: NearDedupConfig, documents: float, text: float, indexed: int
-) -> None:
+def _add_near(stages: dict[str, float], documents: float, text: float, indexed: int) -> None:
     """What near-duplicates take at least, and what documents of an index add."""
-    stages["shingles"] = max(stages.get("shingles", 0.0), PAIRED * text * _COMPRESSED)
-    stages["candidates"] = max(stages.get("candidates", 0.0), PAIRED * documents * PAIR_BYTES)
-    for stage in {*_NEAR, *(stage for stage in stages if stage.startswith("near_"))}:
-        more = indexed if stage != "signatures" else 0
-        stages[stage] = stages.get(stage, 0.0) * (1 + more / max(1.0, documents))
+    least = {SHINGLES.name: PAIRED * text * _COMPRESSED}
+    least[CANDIDATES.name] = PAIRED * documents * PAIR_BYTES
+    for stage in near.STAGES:
+        more = indexed if stage is not SIGN else 0
+        size = max(stages.get(stage.name, 0.0), least.get(stage.name, 0.0))
+        stages[stage.name] = size * (1 + more / max(1.0, documents))
 
 
 CERTAIN = 200  # 10 for the expansion of compressed text, 12 for all that stages write of short documents
@@ -507,7 +515,6 @@ def most_bytes(splits: Sequence[Split]) -> int:
 
 def check_disk(
     inputs: BuildInputs,
-    tokenizer: TokenizerFile | None,
     work: Work,
     output: Path | None,
     execution: Execution,
@@ -532,11 +539,11 @@ def check_disk(
             if most_bytes(inputs.splits) <= free:
                 return []
             listener(StageProgress(_STAGE, 0, 1, 0, 0, 0, 0.0))
-            estimate = rehearse(inputs, tokenizer, min(workers, default_workers(inputs.recipe.memory)))
+            estimate = rehearse(inputs, min(workers, default_workers(inputs.recipe.memory)))
         except BuildError as error:
             warn_user(f"whether the build fits on its disks is not known: {error}")
             return []
-        finished = finished_stages(inputs, tokenizer, work) if isinstance(work, LocalWork) else {}
+        finished = {} if work.local is None else finished_stages(inputs, work)
         listener(StageProgress(_STAGE, 1, 1, 0, 0, 0, time.perf_counter() - start))
     needs = disk_needs(estimate, finished, work, output, workers)
     for need in needs:
@@ -557,7 +564,7 @@ def disk_needs(
     """What each file system must yet take, one entry for each."""
     wanted: list[tuple[Path, str, int]] = []
     linked = False
-    if isinstance(work, LocalWork):
+    if work.local is not None:
         left = sum(
             0 if (held := finished.get(stage, Finished())).complete else max(0, size - held.bytes)
             for stage, size in estimate.stages.items()
@@ -579,7 +586,7 @@ class _UnfinishedError(Exception):
     """What later stages hold is not known before this one is done."""
 
 
-def finished_stages(inputs: BuildInputs, tokenizer: TokenizerFile | None, work: Work) -> dict[str, Finished]:
+def finished_stages(inputs: BuildInputs, work: Work) -> dict[str, Finished]:
     """What finished tasks of this build hold already, by stage, up to the first stage that is not done."""
     held: dict[str, Finished] = {}
 
@@ -594,7 +601,7 @@ def finished_stages(inputs: BuildInputs, tokenizer: TokenizerFile | None, work: 
         return found
 
     with suppress(_UnfinishedError, BuildError):  # an error of a finished stage is for the build to report
-        run_stages(inputs, tokenizer, look)
+        run_build(inputs, look)
     return held
 
 

@@ -37,7 +37,8 @@ from shardkit.errors import BuildError
 from shardkit.hashing import digest_of
 from shardkit.storage.threads import Workers
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, RunTasks, Task
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import RunTasks, Stage
 from shardkit.writers.kernels.sorting import argsort_keys
 from shardkit.writers.kernels.text_arrays import copy_texts
 from shardkit.writers.runs import (
@@ -174,10 +175,11 @@ class Slice:
         return cls(table, runs, 0, _KEYS, limits)
 
     @cached_property
-    def digest(self) -> str:
+    def content(self) -> str:
         """Names the rows: what the reader's task names as its input."""
         files = [[[segment.content, segment.origin] for segment in run] for run in self.runs]
-        return digest_of([self.table.layout, self.table.origin, str(self.start), str(self.stop), files])
+        layout = [self.table.layout, self.table.origin, self.limits.block_bytes]
+        return digest_of([*layout, str(self.start), str(self.stop), files])
 
     def within(self, start: int, stop: int) -> Slice:
         """The rows with keys in [start, stop), a part of the range."""
@@ -255,7 +257,7 @@ class Exchanged:
 
 def exchange(
     run: RunTasks,
-    stage: str,
+    reader: Stage[..., Any],
     table: Table,
     maps: Sequence[Commit | Segment],
     *,
@@ -266,7 +268,7 @@ def exchange(
     """Merge the runs of `maps` until each of `readers` tasks meets few and large ones.
 
     The readers get equal or similar shares of the keys [0, end). Rows of larger keys are an error where they
-    are read. Merge tasks are stages `<stage>-merge-1`, …. A map that is a
+    are read. Merge tasks are stages `<reader>-<table>-merge-1`, …. A map that is a
     `Segment` is a run that no task of this build wrote.
     """
     runs: list[tuple[Segment, ...]] = []
@@ -278,19 +280,21 @@ def exchange(
     level = 0
     while limits.merges(len(runs), sum(s.bytes for segments in runs for s in segments), readers):
         level += 1
-        runs = _merge_level(run, f"{stage}-merge-{level}", Exchanged(table, runs, limits), end)
+        stage = Stage(f"{reader.name}-{table.name}-merge-{level}", reader.title, _merge)
+        runs = _merge_level(run, stage, Exchanged(table, runs, limits), end)
     return Exchanged(table, runs, limits)
 
 
 def _written_by(commit: Commit, table: Table) -> Segment:
     output = commit.outputs[table.file]
-    return Segment(commit.files / table.file, output.bytes, output.xxh3_128, 0, _KEYS)
+    return Segment(commit.file(table.file), output.bytes, output.xxh3_128, 0, _KEYS)
 
 
-def _merge_level(run: RunTasks, stage: str, exchanged: Exchanged, end: int) -> list[tuple[Segment, ...]]:
+def _merge_level(
+    run: RunTasks, stage: Stage[[Slice], None], exchanged: Exchanged, end: int
+) -> list[tuple[Segment, ...]]:
     """Merge each group of runs into one, by as many tasks as keep each near `task_bytes`."""
     table, limits = exchanged.table, exchanged._limits
-    config = {"table": table.file, "layout": table.layout, "block_bytes": limits.block_bytes}
     tasks, groups = [], []
     for number, first in enumerate(range(0, len(exchanged.runs), limits.fan_in)):
         group = Exchanged(table, exchanged.runs[first : first + limits.fan_in], limits)
@@ -299,8 +303,7 @@ def _merge_level(run: RunTasks, stage: str, exchanged: Exchanged, end: int) -> l
         groups.append(edges)
         for part in range(ranges):
             piece = group.slice(edges[part], edges[part + 1])
-            name, inputs = f"{number:05d}.{part:05d}", {"runs": piece.digest}
-            tasks.append(Task(stage, name, config, _merge, (piece,), piece.bytes, inputs))
+            tasks.append(stage.task(f"{number:05d}.{part:05d}", piece.bytes, piece))
     [commits] = run(tasks)
     found, left = [], iter(commits)
     for edges in groups:
@@ -308,20 +311,19 @@ def _merge_level(run: RunTasks, stage: str, exchanged: Exchanged, end: int) -> l
         for start, stop in pairwise(edges):
             commit = next(left)
             output = commit.outputs[table.file]
-            file = commit.files / table.file
+            file = commit.file(table.file)
             segments.append(Segment(file, output.bytes, output.xxh3_128, start, stop))
         found.append(tuple(segments))
     return found
 
 
-def _merge(folder: Path, piece: Slice) -> dict[str, int]:
+def _merge(folder: Path, piece: Slice) -> None:
     """Write the rows of a range as one run."""
     limits = piece.limits
     memory_bytes = limits.local_memory_bytes if piece.is_local else limits.merge_memory_bytes
     with BlockWriter(folder / piece.table.file, piece.table, piece.bytes, limits) as file:
         for rows, payload in piece.stream(memory_bytes):
             file.write(rows, payload)
-    return {"rows": file.rows}
 
 
 class _Cursor:

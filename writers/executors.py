@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, Protocol, get_args
+from typing import Annotated, Literal, Protocol, get_args
 
 from shardkit.errors import BuildError
 from shardkit.progress import Listener
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
-from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.digests import DecidesNoByte
+from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import TASK_SECONDS, Engine, LocalEngine, default_workers
 from shardkit.writers.execution.engine_ray import RayEngine, Stragglers
 from shardkit.writers.execution.lease import LEASE_SECONDS
@@ -26,15 +27,13 @@ from shardkit.writers.execution.processes import RESUME
 from shardkit.writers.execution.ray_cluster import import_ray
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.scratch import default_scratch
-from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.execution.work import Work
-from shardkit.writers.execution.work_local import LocalWork
-from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import Recipe
-from shardkit.writers.stages.tokenize import TokenizerFile
+from shardkit.writers.stages.inputs import BuildInputs
 
-__all__ = ["EngineName", "Execution", "open_runner", "place_files", "place_of", "work_of"]
+__all__ = ["EngineName", "Execution", "open_runner", "place_files", "work_of"]
 
 EngineName = Literal["local", "ray"]
 
@@ -90,13 +89,8 @@ def work_of(recipe: Recipe, default: Path, storage: StorageOptions | None, execu
     if recipe.work is not None and is_remote(recipe.work):
         url = recipe.work.rstrip("/")
         scratch = default_scratch(url) if recipe.scratch is None else recipe.resolve(recipe.scratch)
-        return StoreWork(url, scratch.absolute(), storage)
-    return LocalWork(default if recipe.work is None else recipe.resolve(recipe.work))
-
-
-def place_of(work: Work) -> Path | str:
-    """The folder or URL of a work folder."""
-    return work.folder if isinstance(work, LocalWork) else work.place
+        return Work(url, scratch.absolute(), storage)
+    return Work.at(default if recipe.work is None else recipe.resolve(recipe.work))
 
 
 @contextmanager
@@ -139,36 +133,28 @@ class _Place(Protocol):
     def run_here(self, task: Task) -> Commit: ...
 
 
-def place_files(
-    recipe: Recipe,
-    journal: _Place,
-    filter_files: Mapping[str, str],
-    tokenizer: TokenizerFile | None = None,
-) -> tuple[Artifact | None, TokenizerFile | None]:
-    """(the folder in which tasks find files of filters, the tokenizer where tasks find it).
+def place_files(inputs: BuildInputs, journal: _Place) -> BuildInputs:
+    """Return the inputs with files of filters and the tokenizer where tasks find them.
 
-    The folder is None where tasks find them by their paths in the recipe. Files of filters with absolute
-    paths must exist on each machine, and all of them must if one lies outside of the recipe's folder.
+    That is by their paths in the recipe if the work folder is on this machine, else copies of them. Files of
+    filters with absolute paths must exist on each machine, and all of them must if one lies outside of the
+    recipe's folder.
     """
-    if not isinstance(journal.work, StoreWork):
-        return None, tokenizer
-    inside = {name: digest for name, digest in filter_files.items() if _is_inside(name)}
-    names = {name: recipe.resolve(name) for name in inside}
-    inputs: dict[str, Any] = {"filter_files": inside}
-    config = {}
+    if journal.work.local is not None:
+        return inputs
+    tokenizer = inputs.tokenizer
+    inside = {name: digest for name, digest in inputs.filter_files.items() if _is_inside(name)}
+    places, files = {name: inputs.recipe.resolve(name) for name in inside}, dict(inside)
     if tokenizer is not None:
-        file = tokenizer.file.path
-        names[f"{_TOKENIZER}/{file.name}"] = file
-        inputs["tokenizer"], config["tokenizer"] = (
-            tokenizer.digest,
-            file.name,
-        )  # its digest is not of its name
-    task = Task("files", "files", config, _copy, (names,), inputs=inputs)
-    commit = journal.run_here(task)
-    outside = [name for name in filter_files.keys() - inside.keys() if not PurePosixPath(name).is_absolute()]
+        name = f"{_TOKENIZER}/{tokenizer.file.path.name}"
+        places[name], files[name] = tokenizer.file.path, tokenizer.digest
+    commit = journal.run_here(FILES.task("files", 0, files, places))
+    others = inputs.filter_files.keys() - inside.keys()
+    outside = [name for name in others if not PurePosixPath(name).is_absolute()]
     if tokenizer is not None:
-        tokenizer = replace(tokenizer, file=commit.files / _TOKENIZER / tokenizer.file.path.name)
-    return None if outside else commit.files, tokenizer
+        file = commit.files / _TOKENIZER / tokenizer.file.path.name
+        tokenizer = replace(tokenizer, file=replace(file, content=tokenizer.digest))
+    return replace(inputs, filter_folder=None if outside else commit.files, tokenizer=tokenizer)
 
 
 def _is_inside(name: str) -> bool:
@@ -176,8 +162,15 @@ def _is_inside(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts and path.parts[0] != _TOKENIZER
 
 
-def _copy(folder: Path, names: Mapping[str, Path]) -> dict[str, Any]:
-    for name, path in names.items():
+def copy_files(
+    folder: Path,
+    files: Mapping[str, str],
+    places: Annotated[Mapping[str, Path], DecidesNoByte("`files` has the digest of each")],
+) -> None:
+    """Copy files, by the names that they get in `folder`."""
+    for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, folder / name)
-    return {}
+        shutil.copyfile(places[name], folder / name)
+
+
+FILES = Stage("files", "read and filter", copy_files)

@@ -23,19 +23,12 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from shardkit.card import Count, CounterFacts, EditFacts, ExcerptFacts, FilterFacts, Histogram, RuleFacts
 from shardkit.errors import ConservationError
 from shardkit.writers.filters.chain import EXCERPTS, SAMPLE, Excerpt, FilterChain, Filtered
 from shardkit.writers.ledger import Ledger
 
-__all__ = ["FilterCounts", "Funnel", "Trained", "add_packed", "filters_card"]
-
-
-def add_packed(partitions: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """The sums of `Packed.counts` of all partitions, of which there is at least one."""
-    return {name: sum(part[name] for part in partitions) for name in partitions[0]}
+__all__ = ["FilterCounts", "Funnel", "Trained", "filters_card"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,19 +180,6 @@ class FilterCounts:
             self.by_language.setdefault(label, Counter()).update(reasons)
         for reason, shown in other.excerpts.items():
             self.excerpts[reason] = sorted([*self.excerpts.get(reason, ()), *shown])[:EXCERPTS]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for a commit."""
-        plain: dict[str, Any] = _COUNTS.dump_python(self, mode="json")
-        return plain
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> FilterCounts:
-        """The inverse of `to_dict`."""
-        return _COUNTS.validate_python(data)
-
-
-_COUNTS = TypeAdapter(FilterCounts)
 
 
 def filters_card(splits: Iterable[FilterCounts]) -> FilterFacts | None:

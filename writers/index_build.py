@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from dataclasses import replace as replace_field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,25 +57,26 @@ from shardkit.writers.dedup.index import (
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE
 from shardkit.writers.dedup.removals import SplitRemovals, SplitTable
 from shardkit.writers.dedup.shingle_store import ShingleReader, ShingleWriter
-from shardkit.writers.dedup.signatures import part_settings
 from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter
+from shardkit.writers.digests import DecidesNoByte, MemoryBytes, RecipeKey
+from shardkit.writers.documents import DOCUMENTS_FILE as TEXTS_FILE
 from shardkit.writers.estimate import existing_folder
 from shardkit.writers.exchange import RunWriter, Slice
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, PlainCounts, Task, code_version
-from shardkit.writers.execution.work import hash_output
-from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, place_of, work_of
+from shardkit.writers.execution.commit import Commit, hash_output
+from shardkit.writers.execution.stage import Stage, Task
+from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, work_of
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.scan import describe_inputs
 from shardkit.writers.kernels.shingles import shingle_batch
 from shardkit.writers.kernels.text_arrays import text_pieces
-from shardkit.writers.kernels.words import normalization_version
 from shardkit.writers.pipeline import refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import Recipe
-from shardkit.writers.stages.clean import DOCUMENTS_FILE as TEXTS_FILE
-from shardkit.writers.stages.duplicate_losses import NEAR
-from shardkit.writers.stages.graph import BuildInputs, Survivors, find_survivors, task_memory
+from shardkit.writers.stages.flow import Build, Documents, task_memory
+from shardkit.writers.stages.graph import find_survivors
+from shardkit.writers.stages.inputs import BuildInputs
+from shardkit.writers.stages.near import NEAR_DUPLICATE
 
 __all__ = [
     "DedupIndexResult",
@@ -136,24 +137,24 @@ def build_dedup_index(
     execution = Execution(workers=workers, engine=engine, ray_address=ray_address)
     work = work_of(recipe, recipe.resolve(_default_work(target)), storage, execution)
     splits = scan.scan_inputs(recipe, storage)
-    refuse_own_files(splits, place_of(work), target if isinstance(target, Path) else target.url)
+    refuse_own_files(splits, work.place, target if isinstance(target, Path) else target.url)
     inputs = BuildInputs.of(recipe, splits, storage)
     with make_listener(progress) as listener, open_runner(recipe, work, execution, listener) as runner:
-        folder, _ = place_files(recipe, runner.journal, inputs.filter_files)
-        survivors = find_survivors(replace_field(inputs, filter_folder=folder), runner.run)
-        assert survivors.near is not None
+        inputs = place_files(inputs, runner.journal)
+        documents = find_survivors(Build(inputs, runner.run))
         stored = target if isinstance(target, StoreTarget) else None
-        tasks = index_tasks(survivors, config, sketch, task_memory(recipe), stored)
+        tasks = index_tasks(documents, config, sketch, stored)
         [made] = runner.run(list(tasks.values()))
-        scan.check_unchanged(inputs.splits, survivors.input_hashes)
+        scan.check_unchanged(inputs.splits, documents.input_hashes)
         facts = {
             "recipe_digest": digest_of(recipe_content(recipe)),
-            "inputs": describe_inputs(recipe, inputs.splits, survivors.input_hashes),
+            "inputs": describe_inputs(recipe, inputs.splits, documents.input_hashes),
             "against": [other.digest for other in inputs.indexes],
         }
         if recipe.check_disk and isinstance(target, Path):
             _check_disk(made, target)
-        opened = _publish(dict(zip(tasks, made, strict=True)), target, facts, sketch=sketch, replace=replace)
+        named, settings = dict(zip(tasks, made, strict=True)), index_settings(config)
+        opened = _publish(named, target, facts, settings, sketch=sketch, replace=replace)
         if recipe.work is None:
             runner.journal.remove()
     return DedupIndexResult(
@@ -162,7 +163,7 @@ def build_dedup_index(
         opened.bytes,
         opened.stored_bytes,
         opened.digest,
-        _removed(survivors),
+        _removed(documents),
         dict(runner.seconds),
         time.perf_counter() - start,
     )
@@ -203,13 +204,13 @@ def _publish(
     made: Mapping[str, Commit],
     target: Path | StoreTarget,
     facts: Mapping[str, Any],
+    settings: Mapping[str, Any],
     *,
     sketch: int,
     replace: bool,
 ) -> DedupIndex:
     """Make `target` the index of what the tasks made, by the name of each part in a store."""
-    parts = {name: IndexPart.of(commit) for name, commit in made.items()}
-    settings = next(iter(parts.values())).settings
+    parts = {name: INDEX.result(commit) for name, commit in made.items()}
     if isinstance(target, StoreTarget):
         return publish_to_store(parts, target, facts, settings, sketch=sketch, replace=replace)
     files = [commit.files / name for commit in made.values() for name in commit.outputs]
@@ -220,62 +221,33 @@ def _publish(
 
 
 def index_tasks(
-    survivors: Survivors,
+    documents: Documents,
     config: NearDedupConfig,
     sketch: int,
-    memory_bytes: int,
     target: StoreTarget | None = None,
 ) -> dict[str, Task]:
     """One task a split, by the name of its part if that is put into the store `target`."""
     tasks: dict[str, Task] = {}
-    near = survivors.near
+    near, memory_bytes = documents.near, task_memory(documents.recipe)
     assert near is not None, "check_indexable"
-    for split, part, removed in zip(survivors.documents, near.parts, near.removed, strict=True):
-        inputs = {
-            "documents": split.outputs[TEXTS_FILE].xxh3_128,
-            "part": part.content,
-            "removed": removed.digest,
-        }
-        settings = {
-            "dedup.near": part_settings(config),
-            "normalization": normalization_version(),
-            "sketch": sketch,
-        }
-        if target is not None:
-            settings["target"] = target.url
-        name = f"part-{digest_of([split.name, settings, inputs, code_version()])}"
-        args = (split.files / TEXTS_FILE, part.files, removed, config, sketch, memory_bytes, name, target)
-        weight = split.outputs[TEXTS_FILE].bytes
-        tasks[name] = Task("index", split.name, settings, _index, args, weight, inputs)
+    for split, part, removed in zip(documents.files, near.parts, near.removed, strict=True):
+        weight, texts = split.outputs[TEXTS_FILE].bytes, split.file(TEXTS_FILE)
+        args = texts, part.files, removed, config.minhash, sketch, memory_bytes, target
+        named = partial(INDEX.task, split.name, weight, *args)
+        name = f"part-{named('').digest}"  # the name is not in the digest
+        tasks[name] = named(name)
     return tasks
 
 
-def _index(
-    folder: Path,
-    documents: Artifact,
-    part: Artifact,
-    removed: SplitTable,
-    config: NearDedupConfig,
-    sketch: int,
-    memory_bytes: int,
-    name: str,
-    target: StoreTarget | None,
-) -> IndexPart:
-    rows = SplitRemovals({NEAR: removed}).load().rows[NEAR]
-    made = index_part(documents, part, rows, config, sketch, folder, memory_bytes=memory_bytes)
-    if target is not None:
-        target.put(name, folder, _PART_FILES)
-    return made
-
-
-def _removed(survivors: Survivors) -> dict[str, int]:
+def _removed(documents: Documents) -> dict[str, int]:
+    """The number of removed documents by reason."""
     removed: dict[str, int] = {}
-    for counts in survivors.counts:
+    for counts in documents.counts:
         for reason, count in counts.ledger.dropped.items():
             removed[reason] = removed.get(reason, 0) + count.documents
-    for stage in survivors.card.stages if survivors.card else ():
-        removed[stage.stage] = stage.documents
-    return removed
+    return removed | {
+        reason: sum(one.documents for one in losses) for reason, losses in documents.lost.items()
+    }
 
 
 _KEYS_MEMORY_BYTES = 32 << 20  # at most, in which keys are read, and as much in which they are written
@@ -286,11 +258,10 @@ _NGRAM_BYTES = 24  # that n-grams take at most for a byte of text, while their s
 
 
 @dataclass(frozen=True, slots=True)
-class IndexPart(PlainCounts):
+class IndexPart:
     """What a part holds: `documents`, the `bytes` of their texts, and `files` by name.
 
-    `removed` documents were left out; `sketches` sets of n-grams are not whole. `settings` are
-    `index_settings`, the same in all parts of an index.
+    `removed` documents were left out; `sketches` sets of n-grams are not whole.
     """
 
     documents: int
@@ -298,14 +269,35 @@ class IndexPart(PlainCounts):
     removed: int
     sketches: int
     files: Mapping[str, Mapping[str, Any]]
-    settings: Mapping[str, Any]
+
+
+def index_split(
+    folder: Path,
+    documents: Artifact,
+    part: Artifact,
+    removed: SplitTable,
+    minhash: Annotated[MinHashConfig, RecipeKey("dedup.near.minhash")],
+    sketch: int,
+    memory_bytes: MemoryBytes,
+    target: StoreTarget | None,
+    name: Annotated[str, DecidesNoByte("follows from all else")],
+) -> IndexPart:
+    """Write the part of an index that a split gives into `folder`, or as the part `name` into a store."""
+    rows = SplitRemovals({NEAR_DUPLICATE: removed}).load().rows[NEAR_DUPLICATE]
+    made = index_part(documents, part, rows, minhash, sketch, folder, memory_bytes=memory_bytes)
+    if target is not None:
+        target.put(name, folder, _PART_FILES)
+    return made
+
+
+INDEX = Stage("index", "write", index_split)
 
 
 def index_part(
     documents: Artifact,
     part: Artifact,
     removed: npt.NDArray[np.int64],
-    config: NearDedupConfig,
+    minhash: MinHashConfig,
     sketch: int,
     folder: Path,
     *,
@@ -317,32 +309,30 @@ def index_part(
     the Arrow file to leave out, in any order; other rows than the part's do no harm. Of each set of n-grams
     the `sketch` smallest hashes are kept, all if 0.
     """
-    assert config.scope == "global", "check_indexable"
     removed = np.sort(removed)
-    count, text_bytes = _filter_tables(part, removed, config, folder, memory_bytes)
+    count, text_bytes = _filter_tables(part, removed, minhash.permutations, folder, memory_bytes)
     piece_bytes = max(1, min(_PIECE_BYTES, memory_bytes // 2 // _NGRAM_BYTES))
     texts = _texts(documents, part, removed, piece_bytes)
-    sketches = _write_sketches(texts, config.minhash, sketch, folder)
-    outputs = {name: hash_output(folder / name, with_blocks=True) for name in INDEX_PART_FILES}
+    sketches = _write_sketches(texts, minhash, sketch, folder)
+    outputs = {name: hash_output(folder / name) for name in INDEX_PART_FILES}
     blocks = {name: {"xxh3_128": one.xxh3_128, "blocks": one.blocks} for name, one in outputs.items()}
     (folder / BLOCKS_FILE).write_text(json.dumps(blocks, indent=1, sort_keys=True) + "\n")
     outputs[BLOCKS_FILE] = hash_output(folder / BLOCKS_FILE)
     files = {name: {"bytes": output.bytes, "xxh3_128": output.xxh3_128} for name, output in outputs.items()}
     left_out = len(Rows(part / DOCUMENTS_FILE, DOCUMENT)) - count
-    return IndexPart(count, text_bytes, left_out, sketches, files, index_settings(config))
+    return IndexPart(count, text_bytes, left_out, sketches, files)
 
 
 def _filter_tables(
-    part: Artifact, removed: npt.NDArray[np.int64], config: NearDedupConfig, folder: Path, memory_bytes: int
+    part: Artifact, removed: npt.NDArray[np.int64], width: int, folder: Path, memory_bytes: int
 ) -> tuple[int, int]:
     """Write all files of a part but the sets; (documents, bytes of their texts)."""
-    row_bytes = 3 * (DOCUMENT.itemsize + 4 * config.minhash.permutations)
+    row_bytes = 3 * (DOCUMENT.itemsize + 4 * width)
     most = max(1, min(CHUNK_ROWS, memory_bytes // 2 // row_bytes))
     table, values = Rows(part / DOCUMENTS_FILE, DOCUMENT), RowFile(part / SIGNATURES_FILE)
     text_bytes, gone = 0, [np.zeros(0, np.int64)]
     with ExitStack() as stack:
         to_table = stack.enter_context(RowsWriter(folder / DOCUMENTS_FILE, DOCUMENT))
-        width = config.minhash.permutations
         to_values = stack.enter_context(RowsWriter(folder / SIGNATURES_FILE, "<u4", width=width))
         for start in range(0, len(table), most):
             described = table.read(start, min(start + most, len(table)))
@@ -369,14 +359,14 @@ def _filter_keys(keys: Artifact, gone: npt.NDArray[np.int64], path: Path, memory
 
 
 def _write_sketches(
-    texts: Iterable[pa.LargeStringArray], config: MinHashConfig, sketch: int, folder: Path
+    texts: Iterable[pa.LargeStringArray], minhash: MinHashConfig, sketch: int, folder: Path
 ) -> int:
     """Write the sets of n-grams; returns how many are not whole."""
     number = sketches = 0
     with ShingleWriter(folder, smallest=sketch or None) as sets:
         for some in texts:
             numbers = np.arange(number, number + len(some), dtype=np.uint64)
-            sets.write(numbers, *shingle_batch(some, config))
+            sets.write(numbers, *shingle_batch(some, minhash))
             number += len(some)
     if sketch:
         for rows in ShingleReader([Artifact(folder)]).tables():
@@ -426,7 +416,7 @@ class StoreTarget:
     """Where tasks put the parts of an index that is built into a store: a URL."""
 
     url: str
-    storage: StorageOptions | None = None
+    storage: Annotated[StorageOptions | None, DecidesNoByte("says how the store is reached")] = None
 
     def put(self, name: str, folder: Path, files: Iterable[str]) -> None:
         """Send files of a folder as the part `name`, and remove them from the folder."""

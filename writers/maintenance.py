@@ -12,23 +12,23 @@ of other recipes, of other versions of shardkit, or of input files that are gone
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import shardkit
 from shardkit.storage.store import StorageOptions
+from shardkit.writers.execution.code_version import code_version
+from shardkit.writers.execution.commit import Commit, Record
 from shardkit.writers.execution.runner import Journal
-from shardkit.writers.execution.task import Commit, Record, Task, code_version
+from shardkit.writers.execution.stage import Task, base_name
 from shardkit.writers.execution.work import Work, with_fallbacks
-from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.executors import Execution, place_files, work_of
 from shardkit.writers.inputs import scan
 from shardkit.writers.pipeline import default_work, with_overrides
 from shardkit.writers.recipe import Recipe
-from shardkit.writers.stages.clean import SIDE_FILES
-from shardkit.writers.stages.graph import BuildInputs, run_stages
-from shardkit.writers.stages.tokenize import TokenizerFile
+from shardkit.writers.stages.graph import run_build, stages_of
+from shardkit.writers.stages.inputs import BuildInputs
 
 __all__ = [
     "CleanReport",
@@ -130,19 +130,21 @@ def _why(task: Task, versions: Sequence[Record]) -> list[str]:
 
 
 def differences(task: Task, record: Record) -> list[str]:
-    """What of the task's config, inputs and code is another than the record's: a line each."""
+    """What of the task's arguments and code is another than the record's: a line each."""
     found = [
-        f"{key}: {_short(old)} -> {_short(new)}" for key, old, new in _changed(record.config, task.config)
+        f"{key.removesuffix(_CONTENT)}: read from other bytes"
+        if key.endswith(_CONTENT)
+        else f"{key}: {_short(old)} -> {_short(new)}"
+        for key, old, new in _changed(record.args, task.deciding())
     ]
-    for key in sorted({*record.inputs, *task.inputs}):
-        if record.inputs.get(key) != task.inputs.get(key):
-            found.append(f"{key}: read from other bytes")
     if record.code != code_version():
         found.append(f"code: not made by this version of shardkit ({shardkit.__version__}) and its libraries")
     return found or [LOST]
 
 
 _ABSENT = object()
+
+_CONTENT = ".content"  # which `plain` gives what counts by its content
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -235,67 +237,21 @@ def explain_build(
 
 def explain_work(recipe: Recipe, work: Work, storage: StorageOptions | None) -> Explanation:
     """The same for a work folder."""
-    tokenizer = TokenizerFile.of(recipe)
     kept = scan.KeptCuts(work.read_note(scan.CUTS_NOTE))
     inputs = BuildInputs.of(recipe, scan.scan_inputs(recipe, storage, kept=kept), storage)
     work.prepare()
     planner, later = Planner(work), list[str]()
     try:
-        folder, tokenizer = place_files(recipe, planner, inputs.filter_files, tokenizer)
-        run_stages(replace(inputs, filter_folder=folder), tokenizer, planner.run)
+        run_build(place_files(inputs, planner), planner.run)
     except UnknownError:
         walked = {stage.stage for stage in planner.stages}
-        later = [stage for stage in stage_names(recipe) if stage not in walked]
+        later = [stage.name for stage in stages_of(recipe) if stage.name not in walked]
     stale = [
         StaleTask(key, commit)
         for key, commit in work.commits()
-        if key not in planner.keys and _read_by(commit.stage) not in later  # of those, use is not known
+        if key not in planner.keys and base_name(commit.stage) not in later  # of those, use is not known
     ]
     return Explanation(work.place, tuple(planner.stages), tuple(later), tuple(stale))
-
-
-# Which stage reads what is merged in stages `<exchange>-merge-1`, …, if its name is not that of the exchange.
-_READERS = {
-    "scores": "score_tables",
-    "lost": "bands",
-    "bands": "candidates",
-    "pairs": "shingles",
-    "partners": "shingles",
-    "own": "verify",
-    "guests": "verify",
-    "tokens": "pack",
-}
-
-
-def _read_by(stage: str) -> str:
-    """The stage of `stage_names` that needs it: itself, or the one that reads what it merges."""
-    exchange, merge, _ = stage.partition("-merge-")
-    if exchange == SIDE_FILES:
-        return "duplicates"  # they are joined after it
-    if not merge:
-        return stage
-    return "near" if exchange.startswith("near-") else _READERS.get(exchange, exchange)
-
-
-def stage_names(recipe: Recipe) -> list[str]:
-    """The stages of a recipe in order, without merges, of which there are as many as the data needs."""
-    dedup = recipe.dedup
-    texts = [one.output.is_text for one in recipe.datasets()]
-    has_scores = any(name == "scores" for name, _ in recipe.filter_chain())
-    names = ["scores", "score_tables"] if has_scores else []
-    names += ["clean"] if all(texts) else ["tokenizer", "clean"]
-    names += ["url", "url_removed"] if dedup.url is not None else []
-    names += ["url_left"] if dedup.url is not None and dedup.exact is not None else []
-    names += ["exact", "exact_removed"] if dedup.exact is not None else []
-    names += ["line_keys", "line_losers", "lines_removed", "lines"] if dedup.lines is not None else []
-    if dedup.near is not None:
-        names += ["signatures", "parts", "equal", "bands", "candidates"]
-        names += ["shingles", "verify", "near", "near_equal", "near_lost", "near_kept", "near_removed"]
-    names += ["buckets"] if recipe.buckets is not None and recipe.buckets.is_fitted else []
-    if recipe.split is not None:
-        names += ["split_propose", "split_tables", "split_probe", "split_choose", "split_rows", "split"]
-    names += [] if all(texts) else ["parity", "tokenize", "pack", "provenance"]
-    return [*names, *(["text"] if any(texts) else []), "duplicates"]
 
 
 @dataclass(frozen=True)
@@ -343,7 +299,7 @@ def clean_work(
     """
     recipe = with_overrides(recipe, overrides)
     work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, Execution())
-    if isinstance(work, LocalWork) and not work.folder.exists():
+    if work.is_empty():
         return CleanReport(work.place, (), 0, 0, dry_run)
     with Journal(work, without_lease=force) as journal:
         found = {key: StaleTask(key, commit) for key, commit in journal.work.commits()}

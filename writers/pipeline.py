@@ -1,8 +1,7 @@
 """`build`: a recipe to a published dataset.
 
     recipe -> destination, work folder, engine -> splits -> already published? -> enough disk space?
-    -> the stages (stages/graph.py): clean, exact, lines, near, tokenize, pack,
-       provenance, side files
+    -> the steps (stages/graph.py), from reading raw files to shards and what was removed
     -> check that the counts add up -> publish: shards, provenance, report, card, and the index last
 
 The same inputs and recipe give the same bytes with any engine, and a build that was killed continues where it
@@ -29,20 +28,19 @@ from shardkit.files import not_for_everyone
 from shardkit.formats.provenance import provenance_name
 from shardkit.formats.removed import DROPPED_FOLDER, DUPLICATES_FOLDER, part_name
 from shardkit.hashing import digest_of
-from shardkit.manifest import Manifest
+from shardkit.manifest import Manifest, ShardInfo
 from shardkit.progress import Listener, make_listener
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
 from shardkit.writers.annotations import ANNOTATIONS_FILE
 from shardkit.writers.card import BuiltDataset, assemble, make_card, recipe_content
 from shardkit.writers.estimate import check_disk
+from shardkit.writers.execution.commit import Commit, facts_of
 from shardkit.writers.execution.engine import TASK_SECONDS
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.task import Commit, facts_of
 from shardkit.writers.execution.work import Work
-from shardkit.writers.execution.work_local import LocalWork
-from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, place_of, work_of
-from shardkit.writers.funnel import Funnel, Trained, add_packed, filters_card
+from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, work_of
+from shardkit.writers.funnel import Funnel, Trained, filters_card
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.files import identities
 from shardkit.writers.inputs.scan import Split, check_unchanged, describe_inputs, hash_splits
@@ -51,6 +49,7 @@ from shardkit.writers.languages import add_languages
 from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger
 from shardkit.writers.progress import StageProgress, WholeBuild
 from shardkit.writers.publish import (
+    UPLOAD,
     RemoteOutput,
     find_published,
     finish_published,
@@ -61,9 +60,13 @@ from shardkit.writers.recipe_yaml import apply_override
 from shardkit.writers.removed import DROPPED_FILE
 from shardkit.writers.result import BuildResult, Ran, StageClock
 from shardkit.writers.settings import ANNOTATIONS_FOLDER, TRAIN
-from shardkit.writers.stages.graph import BuildInputs, Outputs, Survivors, run_stages
-from shardkit.writers.stages.text import Written
-from shardkit.writers.stages.tokenize import Tokenized, TokenizerFile
+from shardkit.writers.stages.flow import Documents, Outputs
+from shardkit.writers.stages.graph import run_build, stages_of
+from shardkit.writers.stages.inputs import BuildInputs
+from shardkit.writers.stages.losses import dedup_facts
+from shardkit.writers.stages.pack import PACK, sums_of
+from shardkit.writers.stages.text import TEXT
+from shardkit.writers.stages.tokenize import TOKENIZE
 
 __all__ = [
     "build",
@@ -112,19 +115,19 @@ def build(
     )
     work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, execution)
     splits, cuts = _scan(recipe, work, targets, storage)
-    tokenizer, inputs = TokenizerFile.of(recipe), BuildInputs.of(recipe, splits, storage)
+    inputs = BuildInputs.of(recipe, splits, storage)
     places = zip(recipe.datasets(), targets, strict=True)
-    cards = [_published_card(place, one, inputs, tokenizer, replace, execution) for one, place in places]
+    cards = [_published_card(place, one, inputs, replace, execution) for one, place in places]
     found, ran = [card for card in cards if card is not None], None
     if len(found) < len(targets):
-        check_disk(inputs, tokenizer, work, _first_folder(targets), execution, progress)
+        check_disk(inputs, work, _first_folder(targets), execution, progress)
         scanned = time.perf_counter() - start
         clock = StageClock(_listener(progress, recipe, work), start)
         execution = execution.for_text(text_bytes(splits), recipe.memory)
         with clock as listener, open_runner(recipe, work, execution, listener) as runner:
             runner.seconds["scan"] = scanned
             _keep_cuts(cuts, runner.journal.work)
-            built = _run_stages(inputs, tokenizer, runner)
+            built = _run_steps(inputs, runner)
             _publish_all(built, targets, runner, listener, replace=replace)
             ran = Ran(runner.seconds, runner.tasks, runner.tasks_reused, clock.times(runner.seconds))
             if recipe.work is None:
@@ -149,12 +152,12 @@ def build_unpublished(
     Parts of a split may be empty. Raises what `build` would raise.
     """
     assert recipe.work is not None
-    work, splits = LocalWork(recipe.resolve(recipe.work)), scan.scan_inputs(recipe, storage)
-    tokenizer, inputs = TokenizerFile.of(recipe), BuildInputs.of(recipe, splits, storage)
+    work, splits = Work.at(recipe.resolve(recipe.work)), scan.scan_inputs(recipe, storage)
+    inputs = BuildInputs.of(recipe, splits, storage)
     clock = StageClock(_listener(progress, recipe, work), time.perf_counter())
     execution = Execution(workers=workers).for_text(text_bytes(splits), recipe.memory)
     with clock as listener, open_runner(recipe, work, execution, listener) as runner:
-        return _run_stages(inputs, tokenizer, runner)
+        return _run_steps(inputs, runner)
 
 
 def _listener(
@@ -163,15 +166,18 @@ def _listener(
     """What hears of stages: a function of the caller as they are, displays beside the build as a whole."""
     if progress is not True:
         return make_listener(progress)
-    place = place_of(work)
-    return WholeBuild(make_listener(True), recipe, place if isinstance(place, Path) else None)
+    stages = [*stages_of(recipe), UPLOAD]
+    return WholeBuild(make_listener(True), stages, work.local)
 
 
-def _run_stages(inputs: BuildInputs, tokenizer: TokenizerFile | None, runner: Runner) -> list[BuiltDataset]:
-    """Run all stages, with the files of filters and the tokenizer where their tasks find them."""
-    folder, tokenizer = place_files(inputs.recipe, runner.journal, inputs.filter_files, tokenizer)
-    made = run_stages(dataclass_replace(inputs, filter_folder=folder), tokenizer, runner.run)
-    return [_describe(inputs, one, _count(inputs, one)) for one in made]
+def _run_steps(inputs: BuildInputs, runner: Runner) -> list[BuiltDataset]:
+    """Run all steps, with the files of filters and the tokenizer where their tasks find them."""
+    inputs = place_files(inputs, runner.journal)
+    documents = run_build(inputs, runner.run)
+    check_unchanged(inputs.splits, documents.input_hashes)
+    for scores in inputs.scores:
+        check_unchanged(scores.splits, scores.hashes)
+    return [_describe(inputs, documents, one) for one in documents.outputs]
 
 
 def _first_folder(targets: Sequence[Path | RemoteOutput]) -> Path | None:
@@ -247,7 +253,7 @@ def _scan(
     cuts = scan.KeptCuts(work.read_note(scan.CUTS_NOTE))
     splits = scan.scan_inputs(recipe, storage, kept=cuts)
     places = [target if isinstance(target, Path) else str(target) for target in targets]
-    refuse_own_files(splits, place_of(work), *places)
+    refuse_own_files(splits, work.place, *places)
     return splits, cuts
 
 
@@ -257,11 +263,8 @@ def _keep_cuts(cuts: scan.KeptCuts, work: Work) -> None:
 
 
 def refuse_own_files(splits: Sequence[Split], *places: Path | str) -> None:
-    """RecipeError if an input lies where the build writes: the next build would read the output of this one.
-
-    `places` are folders, and URLs as str.
-    """
-    roots = [str(place.resolve() if isinstance(place, Path) else place).rstrip("/") for place in places]
+    """RecipeError if an input lies where the build writes: the next one would read the output of this one."""
+    roots = [str(place if is_remote(place) else Path(place).resolve()).rstrip("/") for place in places]
     for split, identity in zip(splits, identities(split.input for split in splits), strict=True):
         for root in roots:
             if identity.startswith(root + "/"):
@@ -275,7 +278,6 @@ def _published_card(
     output: Path | RemoteOutput,
     recipe: Recipe,
     inputs: BuildInputs,
-    tokenizer: TokenizerFile | None,
     replace: bool,
     execution: Execution,
 ) -> DatasetCard | None:
@@ -292,7 +294,7 @@ def _published_card(
         card, failed_splits = found.contents.card, recipe.max_failed_splits
         if execution.retry_failed:
             failed_splits = 0
-        problem = _difference(card, recipe, inputs, tokenizer) or _failed(card, failed_splits) or damage
+        problem = _difference(card, recipe, inputs) or _failed(card, failed_splits) or damage
     if problem is not None or found.contents is None:
         raise BuildError(
             f"{output}: already holds a dataset, {problem}; choose another output, or use --replace "
@@ -302,11 +304,9 @@ def _published_card(
     return found.contents.card
 
 
-def _difference(
-    card: DatasetCard | None, recipe: Recipe, inputs: BuildInputs, tokenizer: TokenizerFile | None
-) -> str | None:
+def _difference(card: DatasetCard | None, recipe: Recipe, inputs: BuildInputs) -> str | None:
     """Why the card is not that of the dataset of `recipe` that this build makes, or None."""
-    splits = inputs.splits
+    splits, tokenizer = inputs.splits, inputs.tokenizer
     if card is None or not card.has("recipe_digest"):
         return "which no recipe made"
     try:
@@ -343,74 +343,82 @@ def _remove_left(recipe: Recipe, work: Work) -> None:
             journal.remove()
 
 
-def _count(inputs: BuildInputs, outputs: Outputs) -> Funnel:
-    """The counts of all stages for one dataset; ConservationError unless they add up."""
-    survivors, recipe = outputs.survivors, outputs.recipe
-    of_splits = {"cleaning": [counts.ledger for counts in survivors.counts]}
-    if survivors.lines_cut:
-        of_splits["cutting lines"] = list(survivors.lines_cut)
-    sources = range(len(recipe.inputs))
-    tokens = [0 for _ in sources]
-    languages: list[list[Any]] = [[] for _ in sources]
-    histograms: dict[str, Histogram] = {}
-    trained: Trained | None = None
-    if recipe.output.is_text:
-        written = [Written.of(commit) for commit in outputs.texts]
-        of_splits["writing"] = [ledger for one in written for ledger in one.ledgers]
-        packed = {"documents": sum(shard.samples for one in written for shard in one.shards)}
-    else:
-        of_splits["tokenizing"] = []
-        histograms = {"lengths": Histogram(), "row_padding": Histogram(), "row_pieces": Histogram()}
-        for split, commit in zip(inputs.splits, outputs.tokenized, strict=True):
-            tokenized = Tokenized.of(commit)
-            of_splits["tokenizing"].append(tokenized.ledger)
-            tokens[split.source] += tokenized.tokens
-            histograms["lengths"].add(tokenized.lengths)
-            languages[split.source].append(tokenized.languages)
-        counts = [part.counts() for part in outputs.parts]
-        packed = add_packed(counts)
-        if recipe.is_masked or recipe.has_masked_rows:
-            tokenized_trained = sum(Tokenized.of(commit).trained for commit in outputs.tokenized)
-            trained = Trained(
-                tokenized_trained if recipe.is_masked else sum(tokens) - packed.get("joined", 0),
-                sum(part.trained for part in outputs.parts),
-                sum(part.cropped_trained for part in outputs.parts),
-                packed.get("repeated", 0),
-            )
-        for part in outputs.parts:
-            histograms["row_padding"].add(part.row_padding)
-            histograms["row_pieces"].add(part.row_pieces)
-    ledgers = {stage: [Ledger() for _ in sources] for stage in of_splits}
-    for stage, parts in of_splits.items():
-        for split, ledger in zip(inputs.splits, parts, strict=True):
-            ledgers[stage][split.source].merge(ledger)
-    labelled = histograms and all(counts is not None for of_source in languages for counts in of_source)
+_Shards = list[tuple[Commit, Sequence[ShardInfo]]]
+
+
+def _count_text(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
+    """The counts of all steps for a dataset of text, and its shards."""
+    written = [TEXT.result(commit) for commit in made.texts]
+    shards = [one.shards for one in written]
     funnel = Funnel(
-        ledgers,
+        _ledgers(documents, "writing", [ledger for one in written for ledger in one.ledgers]),
+        [0 for _ in documents.recipe.inputs],
+        documents.pending,
+        None,
+        {"documents": sum(shard.samples for one in shards for shard in one)},
+    )
+    return funnel, list(zip(made.texts, shards, strict=True))
+
+
+def _count_rows(documents: Documents, made: Outputs) -> tuple[Funnel, _Shards]:
+    """The counts of all steps for a dataset of tokens, and its shards."""
+    recipe = made.recipe
+    tokenized = [TOKENIZE.result(commit) for commit in made.tokenized]
+    parts = [PACK.result(commit) for commit in made.packed]
+    packed = sums_of(parts)
+    tokens = [0 for _ in recipe.inputs]
+    languages: list[list[Any]] = [[] for _ in recipe.inputs]
+    lengths, row_padding, row_pieces = Histogram(), Histogram(), Histogram()
+    for split, one in zip(documents.splits, tokenized, strict=True):
+        tokens[split.source] += one.tokens
+        languages[split.source].append(one.languages)
+        lengths.add(one.lengths)
+    for part in parts:
+        row_padding.add(part.row_padding)
+        row_pieces.add(part.row_pieces)
+    trained = None
+    if recipe.is_masked or recipe.has_masked_rows:
+        trained = Trained(
+            sum(one.trained for one in tokenized)
+            if recipe.is_masked
+            else sum(tokens) - packed.get("joined", 0),
+            sum(part.trained for part in parts),
+            sum(part.cropped_trained for part in parts),
+            packed.get("repeated", 0),
+        )
+    labelled = all(counts is not None for of_source in languages for counts in of_source)
+    funnel = Funnel(
+        _ledgers(documents, "tokenizing", [one.ledger for one in tokenized]),
         tokens,
-        survivors.removed,
-        None if recipe.output.format not in ("mds", "wds") else recipe.pack.sequence_length,
+        documents.pending,
+        recipe.pack.sequence_length if recipe.output.format in ("mds", "wds") else None,
         packed,
-        histograms,
-        [add_languages(parts) for parts in languages] if labelled else None,
+        {"lengths": lengths, "row_padding": row_padding, "row_pieces": row_pieces},
+        [add_languages(of_source) for of_source in languages] if labelled else None,
         trained,
     )
-    funnel.check()
-    return funnel
+    return funnel, [(commit, part.shards) for commit, part in zip(made.packed, parts, strict=True)]
 
 
-def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> BuiltDataset:
+def _ledgers(documents: Documents, last: str, written: Sequence[Ledger]) -> dict[str, list[Ledger]]:
+    """The ledgers of each source by the step that booked them; `last` has that of each split."""
+    of_splits = {"cleaning": [counts.ledger for counts in documents.counts]}
+    of_splits |= {"cutting lines": list(documents.cut)} if documents.cut else {}
+    of_splits[last] = list(written)
+    found = {name: [Ledger() for _ in documents.recipe.inputs] for name in of_splits}
+    for name, ledgers in of_splits.items():
+        for split, ledger in zip(documents.splits, ledgers, strict=True):
+            found[name][split.source].merge(ledger)
+    return found
+
+
+def _describe(inputs: BuildInputs, documents: Documents, made: Outputs) -> BuiltDataset:
     """What is published of one dataset; BuildError if there is no sample."""
-    recipe, survivors = outputs.recipe, outputs.survivors
-    check_unchanged(inputs.splits, survivors.input_hashes)
-    for scores in inputs.scores:
-        check_unchanged(scores.splits, scores.hashes)
-    if recipe.output.is_text:
-        made = [(commit, Written.of(commit).shards) for commit in outputs.texts]
-    else:
-        made = [(commit, part.shards) for commit, part in zip(outputs.packed, outputs.parts, strict=True)]
-    tables = _tables(recipe, outputs, survivors)
-    tables |= {name: commit for commit in outputs.side_files for name in commit.outputs}
+    recipe = made.recipe
+    funnel, shards = _count_text(documents, made) if recipe.output.is_text else _count_rows(documents, made)
+    funnel.check()
+    tables = _tables(recipe, documents, made)
+    tables |= {name: commit for commit in made.side_files for name in commit.outputs}
 
     def describe(manifest: Manifest) -> DatasetCard:
         may_be_empty = recipe.part not in (None, TRAIN) and any(one.is_sample for one in recipe.inputs)
@@ -420,17 +428,17 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> BuiltDat
             recipe,
             manifest,
             funnel,
-            tokenizer=outputs.tokenizer,
-            inputs=describe_inputs(recipe, inputs.splits, survivors.input_hashes),
-            partitions=len(outputs.packed),
-            split=outputs.found,
-            dedup=survivors.card,
-            filters=filters_card(counts.filters for counts in survivors.counts),
+            tokenizer=made.tokenizer,
+            inputs=describe_inputs(recipe, inputs.splits, documents.input_hashes),
+            partitions=len(made.packed),
+            split=documents.parts,
+            dedup=dedup_facts(documents),
+            filters=filters_card(counts.filters for counts in documents.counts),
             filter_files=inputs.read_files,
-            buckets=None if survivors.buckets is None else survivors.buckets.facts,
+            buckets=None if documents.labels is None else documents.labels.facts,
         )
 
-    return assemble(recipe, made, tables, describe)
+    return assemble(recipe, shards, tables, describe)
 
 
 def _nothing_to_write(recipe: Recipe) -> str:
@@ -452,18 +460,17 @@ def publish_dataset(
     """Put a dataset to its place; BuildError if another driver has taken the work folder over meanwhile."""
     runner.journal.check_lease()
     files = (dataset.manifest, dataset.links, dataset.texts)
-    run = runner.run if runner.work_is_remote else None
-    publish(target, *files, replace=replace, run=run, listener=listener)
+    publish(target, *files, replace=replace, run=runner.run, listener=listener)
 
 
-def _tables(recipe: Recipe, outputs: Outputs, survivors: Survivors) -> dict[str, Commit]:
+def _tables(recipe: Recipe, documents: Documents, made: Outputs) -> dict[str, Commit]:
     """The Parquet files beside the shards, by name in the dataset: commits with that one output each."""
-    tables = {provenance_name(n): commit for n, commit in enumerate(outputs.provenance)}
-    if not outputs.has_removed:
+    tables = {provenance_name(n): commit for n, commit in enumerate(made.provenance)}
+    if not made.has_removed:
         return tables
-    tables |= {part_name(DUPLICATES_FOLDER, n): commit for n, commit in enumerate(outputs.duplicates)}
-    of_splits = {ANNOTATIONS_FOLDER: (ANNOTATIONS_FILE, survivors.cleaned)} if recipe.annotate else {}
-    pairs = zip(survivors.cleaned, survivors.counts, strict=True)
+    tables |= {part_name(DUPLICATES_FOLDER, n): commit for n, commit in enumerate(made.duplicates)}
+    of_splits = {ANNOTATIONS_FOLDER: (ANNOTATIONS_FILE, documents.cleaned)} if recipe.annotate else {}
+    pairs = zip(documents.cleaned, documents.counts, strict=True)
     of_splits[DROPPED_FOLDER] = DROPPED_FILE, [commit for commit, counts in pairs if counts.filters.dropped]
     for folder, (name, commits) in of_splits.items():
         for n, commit in enumerate(commits):

@@ -1,15 +1,14 @@
 """Progress of a build: a `StageProgress` after every task, and twice a second while a task reads documents.
 
 A caller's function hears just that. A terminal, a log and a notebook show the build as a whole, too
-(`WholeBuild`): how much is done, when it will end, what it takes of the machine. Stages have the names of
-the modules that run them; people read the names of steps, of which a stage is a part.
+(`WholeBuild`): how much is done, when it will end, what it takes of the machine. People read the titles of
+stages (execution/stage.py), which are those of the steps that they are parts of.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import sys
 import time
@@ -17,16 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 from shardkit.progress import Listener, Report
 from shardkit.units import format_bytes
 from shardkit.writers.ledger import Count, Ledger
 
-if TYPE_CHECKING:
-    from shardkit.writers.recipe import Recipe
-
-__all__ = ["PULSE", "News", "Pulse", "StageProgress", "WholeBuild", "say", "step_of"]
+__all__ = ["PULSE", "News", "Pulse", "StageProgress", "WholeBuild", "say"]
 
 COMPILING = "compiling kernels …"
 
@@ -34,30 +30,8 @@ _PULSE_SECONDS = 0.5
 _USAGE_SECONDS = 2.0
 _SHORT_SECONDS = 1.0  # a log has no line of stages that took less
 _TELLING_SHARE = 0.05
+_MAIN_SHARE = 0.8
 _BAR = 1000  # steps of a bar
-
-# Steps, and CPU seconds of their stages for 0.7 GB of JSON lines, 1.2 million documents, Gopher's filters.
-# Stages that are not here take hardly any.
-_STEPS: Mapping[str, Mapping[str, float]] = {
-    "read and filter": {
-        "record_counts": 0, "scores": 0, "scores-merge": 0, "score_tables": 0, "tokenizer": 0, "clean": 150,
-    },
-    "equal URLs": {"url-merge": 1, "url": 1, "url_removed": 0.2},
-    "exact duplicates": {"url_left": 1, "exact-merge": 1, "exact": 1, "exact_removed": 0.2},
-    "repeated lines": {"line_keys": 8, "line_keys-merge": 3, "line_losers": 1, "lines": 15},
-    "near-duplicates": {
-        "signatures": 14, "parts": 0.1, "equal": 0.4, "bands": 5, "bands-merge": 5,
-        "candidates": 3, "pairs-merge": 1, "partners-merge": 1, "shingles": 7, "own-merge": 0.4,
-        "guests-merge": 0.4, "verify": 5, "near-round": 1, "near_equal": 0.2, "near_lost": 0.6,
-        "near_kept": 0.6,
-    },
-    "split": {"split_propose": 8, "split_probe": 20},
-    "tokenize": {"tokenize": 25, "parity": 3},
-    "shuffle and pack": {"tokens-merge": 4, "pack": 10, "provenance": 1},
-    "text": {"text": 20},
-    "write": {"duplicates": 1, "side_files": 0.2, "upload": 2, "publish": 1},
-}  # fmt: skip
-_STEP_OF = {stage: step for step, stages in _STEPS.items() for stage in stages}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +63,14 @@ class _PulseOfProcess:
 PULSE = _PulseOfProcess()
 
 
-def step_of(stage: str) -> str | None:
-    """The step that a stage is a part of; None for what is part of several, or of none."""
-    return _STEP_OF.get(_base(stage))
-
-
-def _base(stage: str) -> str:
-    """The name of a stage without the number of a merge or a round."""
-    return re.sub(r"-\d+$", "", stage)
-
-
 @dataclass(frozen=True, slots=True)
 class StageProgress:
     """How far a stage is. Documents and bytes of text are those read in this run, not in reused tasks.
 
     `seconds_left` is None while nothing tells; `compiling` are tasks for which kernels are being compiled,
     `compile_seconds` the longest that any one waited for that. `tasks_running` is how much of
-    the tasks that run is done, as a number of tasks; 0 while nothing tells.
+    the tasks that run is done, as a number of tasks; 0 while nothing tells. `step` is the step of the build
+    that the stage is a part of.
     """
 
     stage: str
@@ -120,6 +85,7 @@ class StageProgress:
     compiling: int = 0
     compile_seconds: float = 0.0
     tasks_running: float = 0.0
+    step: str = ""
 
     @property
     def name(self) -> str:
@@ -175,29 +141,32 @@ class StageProgress:
         return ", ".join(parts)
 
 
+class Costed(Protocol):
+    """A stage, as far as progress knows it: its name, the title of its step, its share of a build."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def cost(self) -> float: ...
+
+
 class WholeBuild:
     """Shows `listener` the build as a whole with each report of a stage, and the report by its step.
 
-    What is left is estimated from the shares that steps usually have, once this run has done a twentieth of
-    the build. `folder` is on the disk whose room is shown.
+    `stages` are those of the build in order, without merges. What is left is estimated from the shares that
+    they usually have, once this run has done a twentieth of the build. `folder` is on the disk whose room is
+    shown.
     """
 
-    def __init__(self, listener: Listener[Report], recipe: Recipe, folder: Path | None) -> None:
+    def __init__(self, listener: Listener[Report], stages: Sequence[Costed], folder: Path | None) -> None:
         self._listener = listener
-        texts = [one.output.is_text for one in recipe.datasets()]
-        has_tokens = not all(texts)
-        asked = {
-            "equal URLs": recipe.dedup.url,
-            "exact duplicates": recipe.dedup.exact,
-            "repeated lines": recipe.dedup.lines,
-            "near-duplicates": recipe.dedup.near,
-            "split": recipe.split,
-            "tokenize": True if has_tokens else None,
-            "shuffle and pack": True if has_tokens else None,
-            "text": True if any(texts) else None,
-        }
-        self._steps = [step for step in _STEPS if asked.get(step, True) is not None]
-        self._weight = sum(sum(_STEPS[step].values()) for step in self._steps)
+        self._costs: dict[str, dict[str, float]] = {}
+        for stage in stages:
+            self._costs.setdefault(stage.title, {})[stage.name] = stage.cost
+        self._steps = list(self._costs)
+        self._weight = sum(sum(costs.values()) for costs in self._costs.values())
         self._done: dict[str, float] = {}  # share of each stage
         self._reused: dict[str, float] = {}
         self._start = time.monotonic()
@@ -213,25 +182,21 @@ class WholeBuild:
         self._listener.__exit__(kind, error, trace)
 
     def __call__(self, progress: StageProgress, /) -> None:
-        stage = _base(progress.stage)
-        step = _STEP_OF.get(stage) or self._last_step()
-        if step not in self._steps:
+        step = progress.step
+        if step not in self._costs:
             return
-        share = _STEPS[step]
-        if stage in share:
-            self._done[stage] = progress.share_done
-            self._reused[stage] = progress.tasks_reused / progress.tasks
+        costs = self._costs[step]
+        if progress.stage in costs:
+            self._done[progress.stage] = progress.share_done
+            self._reused[progress.stage] = progress.tasks_reused / progress.tasks
         self._listener(self._whole(step, progress))
-        of_step = self._weighted(self._done, [step]) / sum(share.values())
-        self._listener(StepProgress(step, of_step, progress))
-
-    def _last_step(self) -> str:
-        """The step of the stage that began last: merges of other names belong to it."""
-        return _STEP_OF[next(reversed(self._done), "clean")]
+        of_step = self._weighted(self._done, [step]) / (sum(costs.values()) or 1.0)
+        is_main = costs.get(progress.stage, 0.0) > _MAIN_SHARE * sum(costs.values())
+        self._listener(StepProgress(step, of_step, progress, is_main))
 
     def _whole(self, step: str, progress: StageProgress) -> BuildProgress:
         begun = self._steps.index(step)
-        done = sum(sum(_STEPS[each].values()) for each in self._steps[:begun])
+        done = sum(sum(self._costs[each].values()) for each in self._steps[:begun])
         done += self._weighted(self._done, self._steps[begun:])
         made = done - self._weighted(self._reused, self._steps)
         left = None
@@ -240,16 +205,19 @@ class WholeBuild:
         return BuildProgress(done / self._weight, left, self._machine.usage(), step, progress)
 
     def _weighted(self, shares: Mapping[str, float], steps: Sequence[str]) -> float:
-        return sum(weight * shares.get(name, 0.0) for step in steps for name, weight in _STEPS[step].items())
+        return sum(
+            weight * shares.get(name, 0.0) for step in steps for name, weight in self._costs[step].items()
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class StepProgress:
-    """How far a step is, with the report of one of its stages."""
+    """How far a step is, with the report of one of its stages; `is_main`: that is most of the step."""
 
     name: str
     share: float
     stage: StageProgress
+    is_main: bool = False
 
     @property
     def done(self) -> int:
@@ -267,7 +235,7 @@ class StepProgress:
 
     def text(self) -> str:
         """The report of the stage, which is named where the step has several."""
-        stage = "" if self.stage.stage in ("clean", "tokenize") else f"{self.stage.stage} "
+        stage = "" if self.is_main else f"{self.stage.stage} "
         return f"{stage}{self.stage.text()}"
 
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import Annotated
 
 from shardkit.card import CARD_NAME, FILES_NAME
 from shardkit.errors import BuildError, ShardError, ShardkitError
@@ -61,8 +62,9 @@ from shardkit.storage.store import (
     Store,
     commits_of,
 )
+from shardkit.writers.digests import DecidesNoByte
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import PlainCounts, RunTasks, Task
+from shardkit.writers.execution.stage import RunTasks, Stage
 from shardkit.writers.progress import StageProgress
 
 __all__ = [
@@ -88,7 +90,7 @@ class RemoteOutput:
     """A destination in a store."""
 
     url: str
-    storage: StorageOptions | None = None
+    storage: Annotated[StorageOptions | None, DecidesNoByte("how the URL is reached")] = None
 
     def __str__(self) -> str:
         return self.url
@@ -178,7 +180,7 @@ def _numbered(shard: ShardInfo, number: int, prefixes: int | None) -> ShardInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Uploaded(PlainCounts):
+class Uploaded:
     """Result of a task of stage `upload`: {name: (bytes, version)} of its objects in the output."""
 
     objects: dict[str, tuple[int, str]]
@@ -204,13 +206,10 @@ class TaskSender(Sender):
         tasks = []
         for number, group in enumerate(_groups([file for file in files if file.basename in self._links])):
             sent = [(file, self._links[file.basename]) for file in group]
-            config = {"output": str(self._output), "run": this_time}
-            inputs = {file.basename: file.bytes for file in group}
             size = sum(file.bytes for file in group)
-            args = (self._output, sent)
-            tasks.append(Task("upload", f"{number:06d}", config, upload_files, args, size, inputs))
+            tasks.append(UPLOAD.task(f"{number:06d}", size, self._output, sent, this_time))
         [commits] = self._run(tasks)
-        objects = (item for commit in commits for item in Uploaded.of(commit).objects.items())
+        objects = (item for commit in commits for item in UPLOAD.result(commit).objects.items())
         yield {name: ObjectInfo(name, size, version) for name, (size, version) in objects}
 
 
@@ -226,7 +225,12 @@ def _groups(files: Iterable[FileInfo]) -> Iterator[list[FileInfo]]:
         yield group
 
 
-def upload_files(folder: Path, output: RemoteOutput, files: Sequence[tuple[FileInfo, Artifact]]) -> Uploaded:
+def upload_files(
+    folder: Path,
+    output: RemoteOutput,
+    files: Annotated[Sequence[tuple[FileInfo, Artifact]], DecidesNoByte("each `attempt` is a new task")],
+    attempt: str,
+) -> Uploaded:
     """Put files to `output` that are not there, or not right. Nothing is written into `folder`."""
     objects: dict[str, tuple[int, str]] = {}
     with transfer_store(output.url, output.storage) as store:
@@ -243,6 +247,9 @@ def upload_files(folder: Path, output: RemoteOutput, files: Sequence[tuple[FileI
     return Uploaded(dict(sorted(objects.items())))
 
 
+UPLOAD = Stage("upload", "write", upload_files, cost=2)
+
+
 def publish(
     output: Path | RemoteOutput,
     manifest: Manifest,
@@ -255,7 +262,7 @@ def publish(
 ) -> None:
     """Put `links` (name in the dataset -> file of the work folder) and `texts` to `output`, the index last.
 
-    With `run`, tasks send the files of the work folder to a store.
+    With `run`, tasks send the files of a work folder in a store to a store.
     BuildError if another dataset is there and `replace` is not set, if another process writes into the
     folder, or if the place does not take the files.
     """
@@ -278,7 +285,8 @@ def publish(
         else:
             with transfer_store(output.url, output.storage) as store:
                 sender = sender_to(store, files)
-                if run is not None and commits_of(store) is None:  # a commit is made by one process
+                one_process = commits_of(store) is not None  # makes a commit
+                if run is not None and not one_process and all(file.remote for file in links.values()):
                     sender = TaskSender(store, output, links, files, run)
                 Publication(store, contents, sender, settings, _heard_by(listener)).run()
                 write_repository_card(store, contents)
@@ -292,7 +300,9 @@ def _heard_by(listener: Listener[StageProgress] | None) -> TransferListener:
     def hear(progress: TransferProgress) -> None:
         files = progress.files_done, progress.files
         if listener is not None:
-            listener(StageProgress("publish", *files, 0, 0, progress.bytes_moved, progress.seconds))
+            listener(
+                StageProgress("publish", *files, 0, 0, progress.bytes_moved, progress.seconds, step="write")
+            )
 
     return hear
 

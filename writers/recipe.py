@@ -28,6 +28,7 @@ from shardkit.formats.tokenizer_file import EncodingName
 from shardkit.hashing import HASH_NAMES
 from shardkit.units import parse_bytes
 from shardkit.writers.dedup.config import DedupConfig, FieldScope
+from shardkit.writers.digests import DecidesNoByte
 from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.config import FilterEntry, entry_named, with_known_languages
@@ -232,7 +233,7 @@ class SplitConfig(StrictModel):
 class OutputConfig(StrictModel):
     """Where the dataset goes and in which form."""
 
-    path: Place = Field(
+    path: Annotated[Place, DecidesNoByte("tasks write into folders of their own")] = Field(
         description="Folder of the finished dataset, relative to the recipe's folder, or s3://bucket/prefix."
     )
     format: Literal["mds", "wds", "parquet", "jsonl", "tokens"] = Field(
@@ -240,14 +241,16 @@ class OutputConfig(StrictModel):
         description="mds: MosaicML Streaming; wds: WebDataset tar; parquet or jsonl: the documents' text; "
         "tokens: whole documents as MDS, for `shardkit pack`.",
     )
-    where: dict[FieldName, Listed[str] | Bounds] | None = Field(
+    where: Annotated[
+        dict[FieldName, Listed[str] | Bounds] | None, DecidesNoByte("tasks that select get a `Selection`")
+    ] = Field(
         default=None,
         description="Only documents with one of these values: of `source`, of `language` (which needs that "
         "filter), of a field in `metadata`, of the label of `buckets`, or of `copies`: how many documents it "
         "stands for. Of numbers also bounds; null: all.",
         examples=[{"language": ["de", "fr"]}, {"source": "web", "bucket": "high"}, {"copies": {"min": 2}}],
     )
-    pack: PackConfig | None = Field(
+    pack: Annotated[PackConfig | None, DecidesNoByte("tasks that pack get it")] = Field(
         default=None,
         description="How documents become sequences in this output; null: as the recipe's `pack` says.",
     )
@@ -264,13 +267,15 @@ class OutputConfig(StrictModel):
         max_length=8,
         description="Hashes of every shard that the index records.",
     )
-    prefixes: Annotated[int, Field(ge=2, le=4096)] | None = Field(
+    prefixes: Annotated[
+        Annotated[int, Field(ge=2, le=4096)] | None, DecidesNoByte("publishing names the shards")
+    ] = Field(
         default=None,
         description="Deal shards to so many folders, for stores that limit the requests to each prefix.",
     )
 
     @property
-    def of_shards(self) -> dict[str, Any]:
+    def of_shards(self) -> dict[str, Any]:  # TEMPORARY
         """What decides the bytes of shards, as plain data."""
         return self.model_dump(mode="json", exclude={"path", "prefixes", "pack", "where"})
 

@@ -23,7 +23,7 @@ from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.units import format_bytes
 from shardkit.writers.ledger import Ledger
-from shardkit.writers.progress import StageProgress, step_of
+from shardkit.writers.progress import StageProgress
 from shardkit.writers.publish import REPORT_NAME
 
 __all__ = ["BuildResult", "StageClock", "StageTime"]
@@ -37,6 +37,7 @@ class StageTime:
     """One stage of this run. It began `start` seconds after the build did; stages may run side by side.
 
     `documents` and `bytes` of text are those that this run read in it; 0 for stages that do not count them.
+    `step` is the step of the build that the stage is a part of.
     """
 
     stage: str
@@ -46,6 +47,7 @@ class StageTime:
     tasks_reused: int = 0
     documents: int = 0
     bytes: int = 0
+    step: str = ""
 
     @property
     def bytes_per_second(self) -> float:
@@ -98,6 +100,7 @@ class StageClock:
                 last.tasks_reused,
                 last.documents,
                 last.bytes,
+                last.step,
             )
             for stage, last in self._last.items()
         ]
@@ -259,7 +262,7 @@ class BuildResult(Described):
         reused = f", {self.tasks_reused:,} of {self.tasks:,} tasks reused" if self.tasks_reused else ""
         spans: dict[str, tuple[float, float]] = {}
         for stage in self.stages:
-            if step := step_of(stage.stage):
+            if step := stage.step:
                 start, end = spans.get(step, (stage.start, 0.0))
                 spans[step] = min(start, stage.start), max(end, stage.start + stage.seconds)
         longest = sorted(((end - start, step) for step, (start, end) in spans.items()), reverse=True)

@@ -15,12 +15,13 @@ from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from shardkit.writers.digests import DecidesNoByte, MemoryBytes
 from shardkit.writers.execution.artifacts import Artifact
 
 __all__ = [
@@ -82,6 +83,11 @@ class Table:
             assert name in (self.dtype.names or ()), (self.file, name)
             assert self.dtype[name] == np.dtype(kind), (self.file, name, self.dtype[name])
 
+    @property
+    def name(self) -> str:
+        """The name of its runs without their ending."""
+        return self.file.removesuffix(".run")
+
     @cached_property
     def void(self) -> np.dtype[np.void]:
         """Rows as plain bytes, which NumPy moves several times as fast as fields."""
@@ -93,21 +99,26 @@ class Table:
         return f"{self.dtype.descr} payload={self.payload}"
 
 
+_NoByte = Annotated[int, DecidesNoByte("decides which tasks there are, or what is read at a time")]
+
+
 @dataclass(frozen=True)
 class Limits:
     """Sizes that decide what is merged, and in which pieces files are read and written."""
 
-    fan_in: int = 64  # runs that one task reads
-    task_bytes: int = 1 << 30  # that a merge task writes, about
-    partition_bytes: int = 100 << 20  # of one task that reads keys, about: several workers have tasks
-    least_segments: int = 64  # runs x readers that are never merged
-    segment_bytes: int = 4 << 20  # what a request costs: so much could be read and written again instead
+    fan_in: _NoByte = 64  # runs that one task reads
+    task_bytes: _NoByte = 1 << 30  # that a merge task writes, about
+    partition_bytes: _NoByte = 100 << 20  # of one task that reads keys, about: several workers have tasks
+    least_segments: _NoByte = 64  # runs x readers that are never merged
+    segment_bytes: _NoByte = 4 << 20  # what a request costs: so much could be read and written again instead
     block_bytes: int = 256 << 10  # unit of reading and checking, in small files
-    read_bytes: int = 16 << 20  # of one request, if memory allows
-    reads_in_flight: int = 32
-    merge_memory_bytes: int = 192 << 20  # of a merge task that reads from a store
-    local_memory_bytes: int = 64 << 20  # of one that reads files of this machine: small reads cost little
-    read_memory_bytes: int = 64 << 20  # of `Slice.read`, beside what it returns
+    read_bytes: _NoByte = 16 << 20  # of one request, if memory allows
+    reads_in_flight: _NoByte = 32
+    merge_memory_bytes: MemoryBytes = 192 << 20  # of a merge task that reads from a store
+    local_memory_bytes: MemoryBytes = (
+        64 << 20
+    )  # of one that reads files of this machine: small reads cost little
+    read_memory_bytes: MemoryBytes = 64 << 20  # of `Slice.read`, beside what it returns
 
     def within(self, memory_bytes: int) -> Limits:
         """With large memory, larger requests; the bytes of runs do not depend on it."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,19 +42,20 @@ from shardkit.storage.resilient import connect
 from shardkit.storage.store import StorageOptions, Store, read_object
 from shardkit.storage.url import is_remote, local_path
 from shardkit.writers.card import BuiltDataset, assemble, content_of, recipe_content
-from shardkit.writers.execution.task import Commit, Output, RunTasks, Task, facts_of, partition_name
+from shardkit.writers.digests import RecipeKey
+from shardkit.writers.execution.commit import Commit, Output, facts_of
+from shardkit.writers.execution.stage import RunTasks, Stage, Task, partition_name
 from shardkit.writers.executors import EngineName, Execution, open_runner, work_of
-from shardkit.writers.funnel import add_packed
 from shardkit.writers.ledger import Count
 from shardkit.writers.pipeline import publish_dataset
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.publish import REPORT_NAME, RemoteOutput
-from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe, recipe_from_mapping
+from shardkit.writers.recipe import Recipe, recipe_from_mapping
 from shardkit.writers.recipe_yaml import apply_override
 from shardkit.writers.result import BuildResult, Ran, StageClock
 from shardkit.writers.stages import provenance
-from shardkit.writers.stages.graph import count_partitions
-from shardkit.writers.stages.pack import Packed, Partition, pack_documents, tar_key_digits
+from shardkit.writers.stages.pack import Packed, PackSettings, Partition, pack_documents, sums_of
+from shardkit.writers.stages.rows import count_partitions
 from shardkit.writers.stages.tokenize import SPILL_SCHEMA, partition_of, partition_start
 
 __all__ = ["pack_store"]
@@ -66,11 +67,11 @@ _OF_DOCUMENT = ("document_id", "copies", "source", "file", "record", "id", "url"
 
 @dataclass(frozen=True)
 class StoreFiles:
-    """Where a token store is, as an argument of tasks; `digest` names its content."""
+    """Where a token store is, as an argument of tasks; `content` names what is in it."""
 
     location: str
     storage: StorageOptions | None
-    digest: str
+    content: str
 
     def connect(self) -> Store:
         """The store that its files are read from."""
@@ -179,7 +180,7 @@ def _build(recipe: Recipe, card: DatasetCard, files: StoreFiles, run: RunTasks) 
     kept = card.funnel.kept
     partitions = count_partitions(recipe, Count(kept.documents, kept.bytes))
     [packed] = run(_pack_tasks(recipe, card, files, partitions))
-    parts = [Packed.of(commit) for commit in packed]
+    parts = [PACK_STORED.result(commit) for commit in packed]
     [numbered] = run(provenance.tasks(packed, [len(part.shards) for part in parts]))
     tables = {provenance_name(n): commit for n, commit in enumerate(numbered)}
     tables |= _copied(card, files, run)
@@ -190,27 +191,16 @@ def _build(recipe: Recipe, card: DatasetCard, files: StoreFiles, run: RunTasks) 
 def _pack_tasks(recipe: Recipe, card: DatasetCard, files: StoreFiles, partitions: int) -> list[Task]:
     tokenizer = card.data["tokenizer"]
     eos_id, bos_id, dtype = tokenizer["eos_id"], tokenizer.get("bos_id"), tokenizer["dtype"]
-    config = {
-        "pack": recipe.pack.model_dump(mode="json"),
-        "output": recipe.output.of_shards,
-        "seed": recipe.seed,
-        "partitions": partitions,
-        "masked": recipe.is_masked,
-    }
-    digits = tar_key_digits(partitions)
+    settings = PackSettings.of(recipe, partitions, eos_id=eos_id, dtype=dtype, bos_id=bos_id)
     stored = card.packing["partitions"]
     made = []
     for number in range(partitions):
         bounds = [partition_start(number + more, partitions) for more in (0, 1)]
         last = partition_of(np.array([bounds[1] - 1], np.uint64), stored)
         first = partition_of(np.array([bounds[0]], np.uint64), stored)
-        tables = range(int(first[0]), int(last[0]) + 1)
-        settings = (recipe.pack, recipe.output, recipe.seed, eos_id, dtype)
-        args = (files, tables, bounds, number, *settings, digits, recipe.is_masked, bos_id)
-        name, inputs = partition_name(number, partitions), {"store": files.digest}
-        weight = card.funnel.kept.bytes // partitions
-        task = config | {"partition": number}
-        made.append(Task("pack", name, task, pack_stored, args, weight, inputs))
+        tables = [*range(int(first[0]), int(last[0]) + 1)]
+        name, weight = partition_name(number, partitions), card.funnel.kept.bytes // partitions
+        made.append(PACK_STORED.task(name, weight, files, tables, bounds, number, settings))
     return made
 
 
@@ -220,26 +210,23 @@ def pack_stored(
     tables: Sequence[int],
     bounds: Sequence[int],
     partition: int,
-    pack: PackConfig,
-    output: OutputConfig,
-    seed: int,
-    eos_id: int,
-    dtype: str,
-    key_digits: int,
-    masked: bool,
-    bos_id: int | None,
+    settings: Annotated[PackSettings, RecipeKey()],
 ) -> Packed:
     """Pack the documents of a store whose hashes lie in [first, stop), `bounds`; they are in its `tables`."""
     store = files.open()
-    parts = [_documents(store, number, bounds, seed) for number in tables]
+    parts = [_documents(store, number, bounds, settings.seed) for number in tables]
     documents = pa.concat_tables(parts).combine_chunks()
-    types = {"tokens": np.dtype(dtype)} | ({LOSS_MASK: np.dtype(np.uint8)} if masked else {})
+    types = {"tokens": np.dtype(settings.dtype)}
+    types |= {LOSS_MASK: np.dtype(np.uint8)} if settings.masked else {}
     columns, starts = _columns(store, documents, types)
     table = documents.select(SPILL_SCHEMA.names).cast(SPILL_SCHEMA)
     lengths = table.column("tokens").to_numpy()
-    masks = (columns[LOSS_MASK], starts) if masked else (None, None)
+    masks = (columns[LOSS_MASK], starts) if settings.masked else (None, None)
     part = Partition(columns["tokens"], starts, lengths, table, *masks)
-    return pack_documents(folder, part, partition, pack, output, seed, eos_id, key_digits, bos_id)
+    return pack_documents(folder, part, partition, settings)
+
+
+PACK_STORED = Stage("pack", "shuffle and pack", pack_stored)
 
 
 def _documents(store: _TokenStore, number: int, bounds: Sequence[int], seed: int) -> pa.Table:
@@ -294,8 +281,7 @@ def _copied(card: DatasetCard, files: StoreFiles, run: RunTasks) -> dict[str, Co
     tasks = []
     for at in range(0, len(names), _FILES_OF_TASK):
         group = names[at : at + _FILES_OF_TASK]
-        inputs = {"store": files.digest, "names": group}
-        tasks.append(Task("side_files", f"{at:07d}", {}, copy_files, (files, group), inputs=inputs))
+        tasks.append(COPIED.task(f"{at:07d}", 0, files, group))
     [commits] = run(tasks)
     found = {}
     for commit in commits:
@@ -304,20 +290,21 @@ def _copied(card: DatasetCard, files: StoreFiles, run: RunTasks) -> dict[str, Co
     return found
 
 
-def copy_files(folder: Path, files: StoreFiles, names: Sequence[str]) -> dict[str, int]:
+def copy_files(folder: Path, files: StoreFiles, names: Sequence[str]) -> None:
     """Copy files of the store into `folder`."""
     store = files.open()
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(read_object(store.store, name).tobytes())
-    return {}
+
+
+COPIED = Stage("side_files", "write", copy_files)
 
 
 def _card(card: DatasetCard, recipe: Recipe, manifest: Manifest, parts: Sequence[Packed]) -> DatasetCard:
     """The card that a build from the raw inputs would make: what is of documents is as in the store."""
     content = recipe_content(recipe)
-    counts = [part.counts() for part in parts]
-    packed = add_packed(counts)
+    packed = sums_of(parts)
     tokens = packed["tokens"] + packed.get("cropped", 0)
     if (packed["documents"], tokens) != (card.funnel.kept.documents, card.tokens):
         raise BuildError(

@@ -43,7 +43,6 @@ from shardkit.errors import BuildError, RecipeError, warn_user
 from shardkit.files import FileVersion, file_version, load_json
 from shardkit.formats.tokenizer_file import Encoding, Engine, own_engine, special_tokens, tokenizer_config
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.inputs.chat import TRAINED, parts_of
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
 from shardkit.writers.kernels.simd import load_8_bytes
@@ -408,7 +407,7 @@ def _load_encoder(
 
 
 @dataclass(frozen=True, slots=True)
-class Parity(PlainCounts):
+class Parity:
     """Which engine the whole build uses, and why: what was compared, and the first difference if any."""
 
     engine: Engine

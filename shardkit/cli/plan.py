@@ -490,7 +490,7 @@ def _build_tables(
 
 
 def _store_table(plan: BuildPlan) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-    from shardkit.writers.requests import together
+    from shardkit.writers.stages.needs import together
 
     most = sorted(plan.stages, key=lambda stage: -stage.gets)[:_SHOWN_STAGES]
     rows = [

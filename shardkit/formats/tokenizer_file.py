@@ -16,13 +16,14 @@ import base64
 import binascii
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from shardkit.errors import RecipeError
 from shardkit.files import load_json
 from shardkit.formats.sentencepiece_file import huggingface_config, sentencepiece_config
+from shardkit.hashing import digest_of
 
 __all__ = [
     "ENCODINGS",
@@ -157,6 +158,11 @@ class Encoding:
     special: tuple[tuple[str, int], ...] = ()
     plain: str | None = None
     after_ranks: bool = False
+
+    @property
+    def content(self) -> str:
+        """Digest of all of it."""
+        return digest_of(asdict(self))
 
     @classmethod
     def of(cls, given: str | Mapping[str, Any] | None) -> Encoding | None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 from shardkit.errors import ShardError
-from shardkit.files import LACKING, fsync_path, make_folder, rename_new
+from shardkit.files import LACKING, fsync_path, make_folder, publish_bytes, rename_new
 from shardkit.manifest import checked_basename
 from shardkit.storage.store import (
     BaseBody,
@@ -98,22 +100,48 @@ class LocalStore(BaseStore):
                 raise StoreError(str(file), f"cannot write: {error.strerror or error}") from error
         return info
 
+    def put_folder(self, prefix: str, folder: Path, last: str, data: bytes) -> None:
+        """Publish the folder itself, by one rename; it must be on the same file system."""
+        target = self._file(prefix)
+        try:
+            for root, folders, names in os.walk(folder):
+                for name in (*names, *folders):
+                    fsync_path(Path(root, name))
+            publish_bytes(folder / last, data)
+            make_folder(target.parent)
+            while not _moved(folder, target):
+                if (target / last).exists():
+                    raise ObjectExistsError(str(target), "already exists")
+                _take_away(target, last, folder.parent)
+            fsync_path(target.parent)
+        except OSError as error:
+            raise StoreError(str(target), f"cannot write: {error.strerror or error}") from error
+
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        if prefix.startswith("/") or ".." in prefix.split("/"):
-            return  # no key starts like this
-        top = self._folder / prefix.rpartition("/")[0]
-        found = []
-        for folder, _, names in os.walk(top):
-            for name in names:
-                file = Path(folder, name)
-                key = file.relative_to(self._folder).as_posix()
-                if name.startswith(_TEMPORARY) or not key.startswith(prefix):
-                    continue
-                try:
-                    found.append(_info(key, file, file.stat()))
-                except (OSError, StoreError):
-                    continue  # removed meanwhile, or not a file
-        yield from sorted(found, key=lambda info: info.key)
+        folder, slash, name = prefix.rpartition("/")
+        if name != ".." and not (slash and {"", ".", ".."} & {*folder.split("/")}):  # no key is like this
+            yield from self._walk(folder + slash, prefix)
+
+    def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
+        """Files below `folder`, which ends with a slash, as their keys begin with `prefix`."""
+        try:
+            with os.scandir(self._folder / folder) as entries:
+                found = {
+                    folder + entry.name + ("/" if entry.is_dir(follow_symlinks=False) else ""): entry
+                    for entry in entries
+                    if not entry.name.startswith(_TEMPORARY)
+                }
+        except OSError:
+            return  # there is no such folder, or not any more
+        for key in sorted(found):  # as whole keys sort, since the slash of folders is there
+            if not key.startswith(prefix):
+                continue
+            if key.endswith("/"):
+                yield from self._walk(key, prefix)
+                continue
+            with contextlib.suppress(OSError):  # removed meanwhile
+                if stat.S_ISREG((status := found[key].stat()).st_mode):
+                    yield ObjectInfo(key, status.st_size, _version(status))
 
     def delete(self, key: str) -> None:
         file = self._file(key)
@@ -158,13 +186,45 @@ class LocalBody(BaseBody):
 def _info(key: str, file: Path, status: os.stat_result) -> ObjectInfo:
     if not stat.S_ISREG(status.st_mode):
         raise ObjectNotFoundError(str(file), "not a regular file")
-    return ObjectInfo(key, status.st_size, f"{status.st_mtime_ns}-{status.st_ino}-{status.st_size}")
+    return ObjectInfo(key, status.st_size, _version(status))
+
+
+def _version(status: os.stat_result) -> str:
+    return f"{status.st_mtime_ns}-{status.st_ino}-{status.st_size}"
 
 
 def _translated(file: Path, error: OSError) -> StoreError:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return ObjectNotFoundError(str(file), "there is no such file")
     return StoreError(str(file), f"{error.strerror or error}")
+
+
+def _moved(folder: Path, target: Path) -> bool:
+    """Rename a folder; False if there is one of the new name that has files."""
+    try:
+        folder.rename(target)
+    except OSError as error:
+        if error.errno in (*LACKING, errno.EXDEV):
+            problem = (
+                f"{error.strerror}: this file system cannot rename folders: use a folder on a local disk"
+            )
+            raise OSError(error.errno, problem, str(target)) from error
+        # NFS may repeat a rename that had succeeded: then the folder is gone.
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) and (folder.exists() or not target.exists()):
+            raise
+        return False
+    return True
+
+
+def _take_away(target: Path, last: str, beside: Path) -> None:
+    """Remove a folder without `last`; one that has it, because another process has just put it, stays."""
+    aside = Path(tempfile.mkdtemp(prefix="removed.", dir=beside))
+    with contextlib.suppress(FileNotFoundError):
+        target.rename(aside)
+    if (aside / last).exists():
+        with contextlib.suppress(OSError):
+            aside.rename(target)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _link(temporary: Path, file: Path) -> None:

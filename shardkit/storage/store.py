@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -58,6 +59,7 @@ Checksums = Literal["when_supported", "when_required"]
 Encryption = Literal["AES256", "aws:kms", "aws:kms:dsse"]
 METADATA_NAME = "shardkit-xxh3-128"  # of every object that is published: the hash of its bytes
 _READ_BYTES = 1 << 20
+_THREADS = 8  # of `put_folder`
 _MOST_CHARACTERS = 2000  # of a server's words in an error
 
 
@@ -231,6 +233,13 @@ class Store(Protocol):
         from `head` if the store can keep it.
         """
 
+    def put_folder(self, prefix: str, folder: Path, last: str, data: bytes) -> None:
+        """Write all files of a local folder to `prefix/…`, and then `data` to `prefix/last` with `if_absent`.
+
+        So who finds `prefix/last` finds all of them. ObjectExistsError if it exists. A store on the same disk
+        may take the folder away.
+        """
+
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield the objects whose key starts with `prefix`, sorted by key (code points), without metadata."""
 
@@ -283,7 +292,7 @@ class BaseBody(Closing):
 
 
 class BaseStore:
-    """What stores share: a `get` is an `open` that is read."""
+    """What stores share: a `get` is an `open` that is read, a `put_folder` a `put` of each file."""
 
     @property
     def url(self) -> str:
@@ -297,6 +306,23 @@ class BaseStore:
     def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
         with self.open(key, start, stop, version=version) as body:
             return body.read()
+
+    def put(
+        self,
+        key: str,
+        data: bytes | Path,
+        *,
+        if_absent: bool = False,
+        metadata: Mapping[str, str] | None = None,
+    ) -> ObjectInfo:
+        raise NotImplementedError
+
+    def put_folder(self, prefix: str, folder: Path, last: str, data: bytes) -> None:
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        keys = [f"{prefix}/{path.relative_to(folder).as_posix()}" for path in files]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(self.put, keys, files))
+        self.put(f"{prefix}/{last}", data, if_absent=True)
 
     def close(self) -> None:
         """Nothing is held, unless a store says otherwise."""

@@ -15,7 +15,7 @@ from support.loader_data import KINDS, make_dataset
 # What Python on macOS lacks, and what procfs would say. Set after the imports of other packages.
 MACOS = """
 import mmap, os, pathlib, pkgutil, sys
-import numpy, torch, torch.utils.data, yaml, zstandard
+import numpy, pydantic.main, torch, torch.utils.data, yaml, zstandard
 for name in ("posix_fallocate", "posix_fadvise", "sched_getaffinity", "sched_setaffinity", "fdatasync",
              "memfd_create", "eventfd", "copy_file_range", "pipe2", "O_DIRECT", "O_TMPFILE", "O_PATH"):
     if hasattr(os, name):

@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_driver.py [--tasks 10000 100000 1000000] [--workers 16000] [--json]
                                             [--slow 0.005] [--hanging 0.001]
 
-Real: tasks with their digests, `Runner`, its queue, `Journal` with the lease and the segments, `StoreWork`
+Real: tasks with their digests, `Runner`, its queue, `Journal` with the lease and the segments, `Work`
 with its retries, the loop of the Ray engine with its second tries of stragglers, tasks and commits that are
 pickled on their way. Each size is a process of its own: it runs one stage of that many tasks, with `--slow`
 or `--hanging` also without second tries, then starts again and finds all of them finished.
@@ -41,14 +41,14 @@ from shardkit.files import Closing
 from shardkit.progress import make_listener
 from shardkit.storage.local import LocalBody, LocalStore
 from shardkit.storage.store import BaseStore, ObjectInfo, Store
+from shardkit.writers.execution.commit import Commit, Output, facts_of
 from shardkit.writers.execution.engine import TASK_SECONDS, OnNews
 from shardkit.writers.execution.engine_ray import EngineRun, Stragglers
 from shardkit.writers.execution.ray_node import NodeAnswer, NodeCheck
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.task import Commit, Output, Task, facts_of
+from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work
-from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.progress import StageProgress
 
 MEAN_SECONDS = 60.0
@@ -84,11 +84,15 @@ class Figures:
     more_attempts: int
 
 
+def clean(folder: Path, config: dict[str, Any], content: str) -> None:
+    """Stand for a task that no worker runs."""
+
+
+CLEAN = Stage("clean", "read and filter", clean)
+
+
 def make_tasks(count: int) -> list[Task]:
-    return [
-        Task("clean", f"part-{n:07d}.jsonl", CONFIG, dict, (n,), 1 << 26, {"input": f"{n:032x}"})
-        for n in range(count)
-    ]
+    return [CLEAN.task(f"part-{n:07d}.jsonl", 1 << 26, CONFIG, f"{n:032x}") for n in range(count)]
 
 
 def commit_of(task: Task) -> Commit:
@@ -352,7 +356,7 @@ def drive(count: int, workers: int, chances: Chances, *, speculate: bool, scratc
     start = time.process_time()
     tasks = make_tasks(count)
     store = SimulatedStore(scratch / "store")
-    work = StoreWork("memory://bench-driver", scratch / "scratch", around=_Instead(store))
+    work = Work("memory://bench-driver", scratch / "scratch", around=_Instead(store))
     ray = VirtualRay(workers, chances)
     ray.expect(tasks)
     commits = run_once(tasks, work, VirtualEngine(ray, Stragglers() if speculate else None))
@@ -395,7 +399,7 @@ def _ignore(progress: StageProgress) -> None:
     """A listener that costs nothing."""
 
 
-def run_once(tasks: Sequence[Task], work: StoreWork, engine: VirtualEngine) -> list[Commit]:
+def run_once(tasks: Sequence[Task], work: Work, engine: VirtualEngine) -> list[Commit]:
     with make_listener(_ignore) as listener, Journal(work) as journal:
         [commits] = Runner(journal, engine, listener).run(tasks)
         return commits

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from figures import Heads, benchmark_parser, give
 from shardkit.writers import build
-from shardkit.writers.execution.work_local import LocalWork
+from shardkit.writers.execution.work import Work
 from shardkit.writers.progress import StageProgress
 from support.disk_meter import peak_bytes
 from support.rss_meter import RssMeter, process_tree
@@ -109,7 +109,7 @@ def run_build(recipe: Path, workers: int) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     disk: dict[str, int] = {}
-    for _, commit in LocalWork(out / "work").commits():
+    for _, commit in Work.at(out / "work").commits():
         disk[commit.stage] = disk.get(commit.stage, 0) + commit.bytes
     return {
         "text_bytes": result.funnel.read.bytes,

@@ -45,17 +45,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from figures import Heads, benchmark_parser, give
 from shardkit.progress import make_listener
 from shardkit.storage.store import Body, Store
-from shardkit.writers.dedup.lines import LineKeys
+from shardkit.writers.dedup.lines import MAKE_LINE_KEYS
+from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.stage import Task
 from shardkit.writers.execution.work import Work, run_task
-from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.inputs import scan
 from shardkit.writers.recipe import Recipe, load_recipe
 from shardkit.writers.runs import DEFAULT_LIMITS, Footer, Limits, Segment, Table, read_footer
-from shardkit.writers.stages.graph import BuildInputs, run_stages
-from shardkit.writers.stages.tokenize import TokenizerFile
+from shardkit.writers.stages import graph
+from shardkit.writers.stages.inputs import BuildInputs
+from shardkit.writers.stages.pack import PACK
 from support.stores import WrappedStore
 from texts import EOS, documents, put_tokenizer, write_corpus
 
@@ -84,12 +85,11 @@ MEMORY_BYTES = 2_000_000_000
 SHARD_BYTES = 64 << 20
 # Constants in bytes or rows that are divided by the scale, by module.
 SCALED = {
-    "shardkit.writers.execution.task": ("BLOCK_BYTES",),
-    "shardkit.writers.execution.work": ("BLOCK_BYTES",),
-    "shardkit.writers.execution.work_store": ("BLOCK_BYTES", "CACHE_BYTES"),
+    "shardkit.writers.execution.commit": ("BLOCK_BYTES",),
+    "shardkit.writers.execution.checked_ranges": ("BLOCK_BYTES", "CACHE_BYTES"),
     "shardkit.storage.object_file": ("_FIRST_BYTES", "_MOST_BYTES", "_BUFFER_BYTES"),
     "shardkit.writers.inputs.records": ("BATCH_TEXT_BYTES",),
-    "shardkit.writers.stages.graph": ("PARTITION_TEXT_BYTES",),
+    "shardkit.writers.stages.rows": ("PARTITION_TEXT_BYTES",),
     "shardkit.writers.stages.clean": ("_KEYS_MEMORY_BYTES",),
     "shardkit.writers.dedup.candidates": ("RUN_PAIRS", "_CHUNK"),
     "shardkit.writers.dedup.removals": ("_MEMORY_BYTES", "_CHUNK_ROWS"),
@@ -169,7 +169,7 @@ def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:
         stack.enter_context(patch("shardkit.writers.exchange.read_footer", read_scaled_footer))
         around = lambda store: CountingStore(store, stages, current)  # noqa: E731
         scratch = recipe_path.parent / "scratch"
-        work = StoreWork(f"memory://requests-{os.getpid()}/work", scratch, around=around)
+        work = Work(f"memory://requests-{os.getpid()}/work", scratch, around=around)
         splits = scan.scan_inputs(recipe, None)
 
         def counted(task: Task, digest: str, work: Work) -> Commit:
@@ -193,20 +193,20 @@ def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:
             inputs = replace(
                 BuildInputs.of(recipe, splits), limits=DEFAULT_LIMITS.within(MEMORY_BYTES).divided(scale)
             )
-            [outputs] = run_stages(inputs, TokenizerFile.of(recipe), runner.run)
+            made = graph.run_build(inputs, runner.run)
+            [outputs], kept = made.outputs, made.kept
             whole = time.process_time() - began
             stages["driver"].cpu_seconds = whole - sum(usage.cpu_seconds for usage in stages.values())
             lines = 0
             for _, commit in journal.work.commits():
                 stages[commit.stage].bytes_written += commit.bytes
-                lines += LineKeys.of(commit).keys if commit.stage == "line_keys" else 0
-        kept = outputs.survivors.kept
+                lines += MAKE_LINE_KEYS.result(commit).keys if commit.stage == "line_keys" else 0
         return {
             "splits": len(splits),
             "text_bytes": kept.bytes,
             "documents": kept.documents,
             "partitions": len(outputs.packed),
-            "tokens": sum(part.tokens for part in outputs.parts),
+            "tokens": sum(PACK.result(commit).tokens for commit in outputs.packed),
             "lines": lines,
             "stages": {name: usage.to_dict() for name, usage in stages.items()},
         }

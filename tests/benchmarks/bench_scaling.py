@@ -24,15 +24,16 @@ from typing import Any
 
 from figures import Heads, benchmark_parser, give, in_turns
 from shardkit.progress import make_listener
-from shardkit.writers.dedup.near import NearStages
-from shardkit.writers.dedup.population import SplitDocuments
 from shardkit.writers.dedup.removals import SplitRemovals
+from shardkit.writers.dedup.signatures import SIGN
 from shardkit.writers.execution.engine import Engine, InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
+from shardkit.writers.execution.work import Work
 from shardkit.writers.inputs import scan
 from shardkit.writers.recipe import Recipe, load_recipe
 from shardkit.writers.stages import clean, tokenize
-from shardkit.writers.stages.graph import task_memory
+from shardkit.writers.stages.flow import Build, Documents
+from shardkit.writers.stages.inputs import BuildInputs
 from texts import EOS, documents, put_tokenizer, write_corpus
 
 RECIPE = f"""\
@@ -55,33 +56,19 @@ HEADS: Heads = {
 
 def run_stages(recipe: Recipe, engine: Engine, folder: Path) -> dict[str, float]:
     """Seconds of each stage in a new work folder."""
-    splits = scan.scan_inputs(recipe)
-    near = recipe.dedup.near
+    near, inputs = recipe.dedup.near, BuildInputs.of(recipe, scan.scan_inputs(recipe))
     assert near is not None
-    with Journal(folder) as journal, make_listener(False) as listener:
+    assert inputs.tokenizer is not None
+    with Journal(Work.at(folder)) as journal, make_listener(False) as listener:
         runner = Runner(journal, engine, listener)
-        [cleaned] = runner.run(clean.tasks(recipe, splits, {}))
-        found = [(commit, commit.outputs[clean.DOCUMENTS_FILE]) for commit in cleaned]
-        described = [
-            SplitDocuments(commit.name, commit.files / clean.DOCUMENTS_FILE, output.xxh3_128, output.bytes)
-            for commit, output in found
-        ]
-        removals = [SplitRemovals()] * len(splits)
-        signing = NearStages(near, described, removals, task_memory(recipe), recipe.seed)
-        runner.run(signing.signature_tasks())
-        tokenizer = tokenize.TokenizerFile.of(recipe)
-        assert tokenizer is not None
-        tokenizing = tokenize.tasks(
-            recipe,
-            splits,
-            cleaned,
-            removals,
-            cleaned=cleaned,
-            tokenizer=tokenizer,
-            engine="gigatoken",
-            unlike=(),
-        )
-        runner.run(tokenizing)
+        build = Build(inputs, runner.run)
+        documents = clean.read_and_filter(Documents(recipe, inputs.splits), build)
+        signing = []
+        for split in documents.described():
+            args = split.documents, SplitRemovals(), near.minhash, near.scope, None, build.memory_bytes
+            signing.append(SIGN.task(split.name, split.bytes, *args))
+        runner.run(signing)
+        runner.run(tokenize.tasks(recipe, documents, inputs.tokenizer, "gigatoken", ()))
         seconds = {stage: runner.seconds[stage] for stage in STAGES}
         journal.remove()
     return seconds

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.documents import DOCUMENT_SCHEMA
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.recipe import Recipe, recipe_from_mapping
-from shardkit.writers.stages.clean import clean_split, join_side_files
+from shardkit.writers.stages.clean import CleanSettings, clean_split, join_side_files
 from support.task_folders import TaskFolders, commit_folder, read_run
 
 
@@ -47,7 +48,7 @@ def clean(folder: Path, data: bytes, **changes: Any) -> tuple[pa.Table, np.ndarr
     (split,) = scan_inputs(built)
     out = folder / "task"
     out.mkdir()
-    ledger = clean_split(out, split, built).ledger
+    ledger = clean_split(out, split, CleanSettings.of(built, 0), {}, Artifact(folder)).ledger
     table = pa.ipc.open_file(str(out / "documents.arrow")).read_all()
     return table, read_keys(out), ledger
 
@@ -95,7 +96,7 @@ def test_a_damaged_member_leaves_no_trace_in_what_a_split_writes(tmp_path: Path)
     built = recipe(tmp_path, b"", filters=[], annotate=True, inputs=[{"path": "a.jsonl.gz"}])
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text[0]) + damaged)
     (split,) = scan_inputs(built)
-    ledger = clean_split(folder, split, built).ledger
+    ledger = clean_split(folder, split, CleanSettings.of(built, 0), {}, Artifact(tmp_path)).ledger
     assert (ledger.kept.documents, ledger.read.documents) == (5, 14)
     assert pa.ipc.open_file(str(folder / "documents.arrow")).read_all()["record"].to_pylist() == list(
         range(5)

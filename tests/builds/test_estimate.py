@@ -41,13 +41,11 @@ from shardkit.writers.estimate import (
     put_pieces,
     rehearse,
 )
-from shardkit.writers.execution.work_local import LocalWork
-from shardkit.writers.execution.work_store import StoreWork
+from shardkit.writers.execution.work import Work
 from shardkit.writers.executors import Execution, work_of
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe import Recipe, load_recipe
-from shardkit.writers.stages.graph import BuildInputs
-from shardkit.writers.stages.tokenize import TokenizerFile
+from shardkit.writers.stages.inputs import BuildInputs
 from support.bombs import zstd_of
 from support.disk_meter import files_of, peak_bytes
 from support.read_inputs import recipe as recipe_of
@@ -69,9 +67,9 @@ work: work
 """
 
 
-def look(recipe: Recipe) -> tuple[BuildInputs, TokenizerFile | None]:
+def look(recipe: Recipe) -> BuildInputs:
     """What a build reads before its first task."""
-    return BuildInputs.of(recipe, scan_inputs(recipe)), TokenizerFile.of(recipe)
+    return BuildInputs.of(recipe, scan_inputs(recipe))
 
 
 class Usage(NamedTuple):
@@ -98,7 +96,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("devices")
 def test_an_output_beside_its_work_folder_takes_nothing_and_elsewhere_a_copy() -> None:
-    work = LocalWork(Path("/slow/work"))
+    work = Work.at(Path("/slow/work"))
     [need] = disk_needs(ESTIMATE, {}, work, Path("/slow/out"), 2)
     assert (need.bytes, dict(need.parts)) == (150, {"work folder": 150})
     first, second = disk_needs(ESTIMATE, {}, work, Path("/fast/out"), 2)
@@ -111,16 +109,16 @@ def test_an_output_beside_its_work_folder_takes_nothing_and_elsewhere_a_copy() -
 @pytest.mark.usefixtures("devices")
 def test_what_finished_tasks_hold_is_taken_off_stage_by_stage() -> None:
     held = {"clean": Finished(130), "exact": Finished(9, True), "pack": Finished(20)}
-    [need] = disk_needs(ESTIMATE, held, LocalWork(Path("/slow/work")), None, 2)
+    [need] = disk_needs(ESTIMATE, held, Work.at(Path("/slow/work")), None, 2)
     assert need.bytes == 30
     held["pack"] = Finished(20, complete=True)  # it took less than was reckoned
-    [need] = disk_needs(ESTIMATE, held, LocalWork(Path("/slow/work")), None, 2)
+    [need] = disk_needs(ESTIMATE, held, Work.at(Path("/slow/work")), None, 2)
     assert need.bytes == 0
 
 
 @pytest.mark.usefixtures("devices")
 def test_a_work_folder_in_a_store_needs_scratch_for_running_tasks_and_room_for_the_output() -> None:
-    work = StoreWork("memory://disk-budget/work", Path("/slow/scratch"))
+    work = Work("memory://disk-budget/work", Path("/slow/scratch"))
     [need] = disk_needs(ESTIMATE, {}, work, Path("/slow/out"), 3)
     assert set(need.parts) == {"scratch", "output"}
     assert need.parts["scratch"] >= 3 * 7
@@ -151,30 +149,30 @@ def test_the_same_build_goes_on_where_what_is_left_fits(
     first = build(recipe, workers=1, overrides=["work=work"], progress=False)
     shutil.rmtree(first.output)
     shutil.rmtree(tmp_path / "work" / "provenance")
-    read, work = look(load_recipe(recipe, ["work=work"])), LocalWork(tmp_path / "work")
-    held = finished_stages(*read, work)
+    read, work = look(load_recipe(recipe, ["work=work"])), Work.at(tmp_path / "work")
+    held = finished_stages(read, work)
     assert {stage for stage in held if held[stage].complete} >= {"clean", "exact", "tokenize", "pack"}
     packed = sum(commit.bytes for _, commit in work.commits("pack"))
     assert packed <= held["pack"].bytes <= packed + (1 << 16)
     assert held["provenance"] == Finished(0, complete=False)
-    whole = rehearse(*read, 1)
+    whole = rehearse(read, 1)
     set_free(whole.work)  # too little to be certain
-    [left] = check_disk(*read, work, tmp_path / "out", Execution(workers=1))
+    [left] = check_disk(read, work, tmp_path / "out", Execution(workers=1))
     assert left.bytes < whole.work / 2
     set_free(left.bytes * 21 // 20)
-    assert check_disk(*read, work, tmp_path / "out", Execution(workers=1))
+    assert check_disk(read, work, tmp_path / "out", Execution(workers=1))
     with pytest.raises(BuildError, match="would need"):
-        check_disk(*read, LocalWork(tmp_path / "elsewhere"), None, Execution(workers=1))
+        check_disk(read, Work.at(tmp_path / "elsewhere"), None, Execution(workers=1))
 
 
 def test_an_input_that_fits_many_times_over_is_not_measured(
     tmp_path: Path, set_free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = look(load_recipe(make_corpus(tmp_path, 40)))
-    stored = sum(split.bytes for split in read[0].splits)
+    stored = sum(split.bytes for split in read.splits)
     monkeypatch.setattr(estimate, "rehearse", lambda *_: pytest.fail("measured"))
     set_free(CERTAIN * stored)
-    assert check_disk(*read, LocalWork(tmp_path / "work"), tmp_path / "out", Execution()) == []
+    assert check_disk(read, Work.at(tmp_path / "work"), tmp_path / "out", Execution()) == []
 
 
 @pytest.mark.parametrize("words", [pytest.param(1, marks=pytest.mark.extended), 400])
@@ -192,7 +190,7 @@ def test_what_a_build_of_json_lines_writes_is_bounded_without_a_rehearsal(
     settings = ["filters=[]", "dedup={exact: {}, lines: {}, near: {}}"]
     settings += ["dedup.max_removed_fraction=1", 'inputs=[{path: "plain-*.jsonl"}]']
     made = look(load_recipe(recipe, settings))
-    most, stored = most_bytes(made[0].splits), sum(split.bytes for split in made[0].splits)
+    most, stored = most_bytes(made.splits), sum(split.bytes for split in made.splits)
     set_free(2 * most)
     monkeypatch.setattr(estimate, "rehearse", lambda *_: pytest.fail("measured"))
     build(recipe, overrides=[*settings, "work=work"], output=tmp_path / "out", progress=False)
@@ -207,7 +205,7 @@ def test_a_sample_that_tells_nothing_stops_no_build(tmp_path: Path, set_free: Ca
     set_free(20_000)
     read = look(load_recipe(recipe, ["filters=[{length: {min_words: 1000}}]"]))
     with pytest.warns(RuntimeWarning, match="is not known: no document is left") as caught:
-        assert check_disk(*read, LocalWork(tmp_path / "work"), None, Execution(workers=1)) == []
+        assert check_disk(read, Work.at(tmp_path / "work"), None, Execution(workers=1)) == []
     assert caught[0].filename == __file__
 
 
@@ -262,8 +260,8 @@ def test_an_estimate_is_between_what_a_build_takes_and_half_as_much_again(
 ) -> None:
     places = [f"work={tmp_path / 'work'}", f"output.path={tmp_path / 'out'}"]
     recipe = load_recipe(texts_folder / "recipe.yaml", [*RECIPES[name], *places])
-    stored = sum(split.bytes for split in look(recipe)[0].splits)
-    found = rehearse(*look(recipe), 1, sample_bytes=stored // 4)
+    stored = sum(split.bytes for split in look(recipe).splits)
+    found = rehearse(look(recipe), 1, sample_bytes=stored // 4)
     with peak_bytes(tmp_path) as peak:
         build(recipe, workers=1, progress=False)
     assert peak[0] <= found.work <= 1.5 * peak[0], (found, peak)
@@ -283,10 +281,10 @@ def test_an_estimate_has_what_exchanges_merge_though_a_sample_is_of_few_files(
     places = [f"work={tmp_path / 'work'}", f"output.path={tmp_path / 'out'}"]
     apart = "max_failed_splits=1"  # a task for each file
     recipe = load_recipe(texts_folder / "recipe.yaml", [inputs, "dedup.exact={}", apart, *places])
-    found = rehearse(*look(recipe), 1, sample_bytes=1 << 16)
+    found = rehearse(look(recipe), 1, sample_bytes=1 << 16)
     build(recipe, workers=1, progress=False)
-    work = LocalWork(tmp_path / "work")
-    for stage in ("exact-merge-1", "tokens-merge-1"):
+    work = Work.at(tmp_path / "work")
+    for stage in ("exact-keys-merge-1", "pack-tokens-merge-1"):
         made = sum(commit.bytes for _, commit in work.commits(stage))
         assert made <= found.stages[stage] <= 1.5 * made, stage
 
@@ -299,9 +297,9 @@ def test_scratch_of_a_work_folder_in_a_store_is_enough_for_a_worker(
     overrides = [*RECIPES["everything"], *places, f"output.path={tmp_path / 'out'}"]
     recipe = load_recipe(texts_folder / "recipe.yaml", overrides)
     read = look(recipe)
-    stored = sum(split.bytes for split in read[0].splits)
+    stored = sum(split.bytes for split in read.splits)
     work = work_of(recipe, tmp_path / "work", None, Execution())
-    [need] = disk_needs(rehearse(*read, 1, sample_bytes=stored // 4), {}, work, tmp_path / "out", 1)
+    [need] = disk_needs(rehearse(read, 1, sample_bytes=stored // 4), {}, work, tmp_path / "out", 1)
     with peak_bytes(tmp_path / "scratch", tmp_path / "out") as peak:
         build(recipe, workers=1, progress=False)
     assert peak[0] <= need.bytes, (need, peak)

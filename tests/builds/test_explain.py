@@ -12,9 +12,11 @@ import pytest
 from shardkit.errors import BuildError
 from shardkit.writers import build
 from shardkit.writers.execution.runner import Journal
-from shardkit.writers.maintenance import LOST, NEW, Explanation, clean_work, explain_build, stage_names
+from shardkit.writers.execution.work import Work
+from shardkit.writers.maintenance import LOST, NEW, Explanation, clean_work, explain_build
 from shardkit.writers.recipe import load_recipe
-from shardkit.writers.stages import graph
+from shardkit.writers.stages import inputs as build_inputs
+from shardkit.writers.stages.graph import stages_of
 from support.small_build import make_corpus, text_of, tree
 
 WORK = ["work=work"]
@@ -67,7 +69,16 @@ def to_run(explanation: Explanation) -> dict[str, tuple[int, list[str]]]:
 def test_before_the_first_build_everything_is_new(tmp_path: Path) -> None:
     found = explain(make_corpus(tmp_path / "corpus", documents=120))
     assert to_run(found) == {"tokenizer": (1, [NEW]), "clean": (4, [NEW])}
-    stages = ["exact", "exact_removed", "parity", "tokenize", "pack", "provenance", "duplicates"]
+    stages = [
+        "exact",
+        "exact_removed",
+        "parity",
+        "tokenize",
+        "pack",
+        "provenance",
+        "duplicates",
+        "side_files",
+    ]
     assert list(found.later) == stages
     assert not found.stale
 
@@ -83,7 +94,8 @@ def test_after_a_build_nothing_has_to_run_and_every_stage_was_looked_up(
     assert to_run(found) == {}
     assert not found.later
     assert not found.stale
-    named = stage_names(load_recipe(recipe, [*WORK, *changes]))
+    named = [stage.name for stage in stages_of(load_recipe(recipe, [*WORK, *changes]))]
+    named.remove("side_files")  # this build has none
     assert sorted(plan.stage for plan in found.stages) == sorted(named)
 
 
@@ -93,10 +105,10 @@ def test_after_a_build_nothing_has_to_run_and_every_stage_was_looked_up(
     [
         ("pack.sequence_length=32", "pack", 1, "pack.sequence_length: 64 -> 32"),
         ("output.shard_bytes=4KiB", "pack", 1, "output.shard_bytes: 8192 -> 4096"),
-        ("seed=18", "tokenize", 4, "seed: 17 -> 18"),
+        ("seed=18", "clean", 4, "seed: 17 -> 18"),  # it selects what filters count and show
         ("max_bad_fraction=0.5", "clean", 4, "max_bad_fraction: 0.0 -> 0.5"),
         ("filters=[{length: {min_words: 4}}]", "clean", 4, "filters[0].length.min_words: 3 -> 4"),
-        ("dedup={}", "tokenize", None, "removed: read from other bytes"),
+        ("dedup={}", "tokenize", None, "removed.exact_duplicate: read from other bytes"),
     ],
 )
 def test_a_changed_key_is_named_at_the_first_stage_that_depends_on_it_and_no_earlier_one(
@@ -115,20 +127,25 @@ def test_a_changed_key_is_named_at_the_first_stage_that_depends_on_it_and_no_ear
 def test_what_was_merged_is_kept_as_long_as_its_readers_are_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph, "group_small_files", list)  # a run for each file
+    monkeypatch.setattr(build_inputs, "group_small_files", list)  # a run for each file
     recipe = make_corpus(tmp_path / "corpus", 40)
     for number in range(70):  # more runs than a task reads at once
         (recipe.parent / f"plain-x{number}.jsonl").write_text(
             json.dumps({"text": text_of(1000 + number * 10), "number": 1})
         )
-    make(recipe, output="out")
-    merges = {plan.stage for plan in explain(recipe).stages if "-merge-" in plan.stage}
-    assert merges == {"exact-merge-1", "tokens-merge-1"}
-    assert not explain(recipe).stale
+    make(recipe, "filters=[]", output="out")
+    merges = {plan.stage for plan in explain(recipe, "filters=[]").stages if "-merge-" in plan.stage}
+    assert merges == {"exact-keys-merge-1", "pack-tokens-merge-1"}
+    assert not explain(recipe, "filters=[]").stale
     stale = {task.commit.stage for task in explain(recipe, "filters=[{length: {min_words: 4}}]").stale}
     assert stale == {"clean"}
-    stale = {task.commit.stage for task in explain(recipe, "seed=18").stale}
+    stale = {task.commit.stage for task in explain(recipe, "filters=[]", "seed=18").stale}
     assert stale == {"tokenize"}
+
+
+def test_a_seed_changes_what_filters_show_of_a_build_that_is_continued(recipe: Path) -> None:
+    fresh = make(recipe, "seed=18", "work=other", output="fresh")
+    assert make(recipe, "seed=18", output="again") == fresh
 
 
 def test_an_added_file_is_the_only_one_that_is_cleaned(recipe: Path) -> None:
@@ -156,7 +173,7 @@ def test_a_lost_output_is_named(recipe: Path) -> None:
 
 
 def test_other_code_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("execution.task", "maintenance"):
+    for module in ("execution.stage", "maintenance"):
         monkeypatch.setattr(f"shardkit.writers.{module}.code_version", lambda: "newer")
     for count, reasons in to_run(explain(recipe)).values():
         assert count
@@ -181,7 +198,7 @@ def test_cleaning_keeps_what_the_recipe_uses_and_an_earlier_recipe_builds_again(
 
 def test_cleaning_waits_for_nobody_and_harms_no_build(recipe: Path) -> None:
     with (
-        Journal(recipe.parent / "work"),
+        Journal(Work.at(recipe.parent / "work")),
         pytest.raises(BuildError, match="another build uses this work folder"),
     ):
         clean_work(recipe, overrides=WORK)

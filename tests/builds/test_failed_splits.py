@@ -246,4 +246,4 @@ def test_errors_of_the_machine_are_not_failures_of_a_split(
     monkeypatch.setattr(readers, "read_split", read)
     with pytest.raises(BuildError, match="No space left on device"):
         make(recipe, "max_failed_splits=100")
-    assert not (tmp_path / "corpus" / "work" / clean.FAILED_SPLITS).exists()
+    assert not (tmp_path / "corpus" / "work" / clean.FAILED_SPLITS.name).exists()

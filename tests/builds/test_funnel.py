@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from pydantic import TypeAdapter
 
 from shardkit.card import Count, DatasetCard, EditFacts, FilterFacts, Histogram
 from shardkit.errors import ConservationError
@@ -24,6 +25,7 @@ from shardkit.writers.ledger import Ledger
 from shardkit.writers.recipe import recipe_from_mapping
 from shardkit.writers.report.page import render_filters
 
+_COUNTS = TypeAdapter(FilterCounts)
 RECIPE = {
     "inputs": [{"path": "a.jsonl", "source": "<b>&amp;"}, {"path": "b.jsonl"}],
     "tokenizer": {"path": "t.json", "eos": "<|end|>"},
@@ -170,7 +172,7 @@ def count(*splits: range, batch: int = 1000) -> FilterFacts:
         counts = FilterCounts.of_chain(chain)
         for start in range(split.start, split.stop, batch):
             counts.add(chain.apply(documents(range(start, min(start + batch, split.stop)))))
-        commits.append(FilterCounts.from_dict(json.loads(json.dumps(counts.to_dict()))))
+        commits.append(_COUNTS.validate_json(_COUNTS.dump_json(counts)))
     card = filters_card(commits)
     assert card is not None
     return card

@@ -24,7 +24,7 @@ from shardkit.writers import build
 from shardkit.writers.groups import Groups, join_groups
 from shardkit.writers.input_config import FimConfig, GroupConfig
 from shardkit.writers.stages.packing import fill_rows, pack_best_fit, pack_concat
-from shardkit.writers.stages.tokenize import _encoding
+from shardkit.writers.stages.tokenize import TokenSettings, _encoding
 from shardkit.writers.tokenizer import Encoder
 from support.small_build import EOS, train_bpe
 
@@ -205,7 +205,7 @@ def test_every_token_is_booked_and_traced_whatever_the_rows_and_partitions(
     counts: set[tuple[int, int]] = set()
     for partitions, strategy in cases:
         cut_into = partial(lambda count, recipe, kept: count, partitions)
-        monkeypatch.setattr("shardkit.writers.stages.graph.count_partitions", cut_into)
+        monkeypatch.setattr("shardkit.writers.stages.rows.count_partitions", cut_into)
         pack = {
             "sequence_length": 96,
             "strategy": strategy,
@@ -343,13 +343,13 @@ def test_a_title_and_its_text_have_the_ids_of_the_text_that_they_are_together(
         }
     )
     group = GroupConfig.model_validate(STARCODER)
-    encode = _encoding(encoder, 0, None, group)
+    encode = _encoding(encoder, TokenSettings(0, None, group))
     head = [tokenizer.token_to_id(NAME), *tokenizer.encode("r").ids, tokenizer.token_to_id(FILE)]
     ids, lengths = encode(documents)
     for title, text, found in zip(titles, texts, np.split(ids, np.cumsum(lengths)[:-1]), strict=True):
         expected = [*head, *tokenizer.encode(f"{title}\n{text}").ids] if text else []
         assert found.tolist() == expected, (title, text)
-    fim = _encoding(encoder, 0, FimConfig(rate=1.0, spm_rate=0.5), group)
+    fim = _encoding(encoder, TokenSettings(0, FimConfig(rate=1.0, spm_rate=0.5), group))
     ids, lengths = fim(documents)
     marks = {tokenizer.token_to_id(token) for token in FIM}
     for title, text, found in zip(titles, texts, np.split(ids, np.cumsum(lengths)[:-1]), strict=True):

@@ -16,16 +16,19 @@ import zstandard
 
 from shardkit.progress import make_listener
 from shardkit.writers import build
+from shardkit.writers.dedup.index import index_settings
+from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.stage import Task
 from shardkit.writers.execution.work import Work, run_task
-from shardkit.writers.index_build import IndexPart, index_tasks, publish_index
+from shardkit.writers.index_build import INDEX, index_tasks, publish_index
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe import load_recipe
 from shardkit.writers.runs import DEFAULT_LIMITS
-from shardkit.writers.stages.graph import BuildInputs, find_survivors, run_stages, task_memory
-from shardkit.writers.stages.tokenize import TokenizerFile
+from shardkit.writers.stages.flow import Build
+from shardkit.writers.stages.graph import find_survivors, run_build
+from shardkit.writers.stages.inputs import BuildInputs
 from support.rss_meter import RssMeter
 from support.small_build import make_corpus
 
@@ -35,7 +38,7 @@ from soak_dedup import write_documents
 
 MEMORY = 1 << 28
 LIBRARIES = 390_000_000  # RSS of a worker that has loaded all kernels, with what zstd keeps; half is shared
-TASK = MEMORY // 5  # of duplicate removal: writers/stages/duplicate_losses.py
+TASK = MEMORY // 5  # of duplicate removal: writers/stages/flow.py
 LARGE = {"tokenize", "parity", "pack", "provenance", "duplicates"}  # the last, as others leave its workers
 DOCUMENTS = 120_000
 RECIPE = """\
@@ -132,20 +135,21 @@ def peaks_of(folder: Path, splits: int, *, is_traced: bool = True) -> dict[str, 
             tracemalloc.stop()
 
     with (
-        Journal(folder / "work") as journal,
+        Journal(Work.at(folder / "work")) as journal,
         InlineEngine(counted) as engine,
         make_listener(False) as listener,
     ):
         runner = Runner(journal, engine, listener)
         inputs = replace(BuildInputs.of(recipe, scan_inputs(recipe)), limits=limits)
-        tasks = index_tasks(find_survivors(inputs, runner.run), recipe.dedup.near, 64, task_memory(recipe))
+        documents = find_survivors(Build(inputs, runner.run))
+        tasks = index_tasks(documents, recipe.dedup.near, 64)
         [made] = runner.run(list(tasks.values()))
-        parts = [(commit.folder, IndexPart.of(commit)) for commit in made]
-        index = publish_index(parts, folder / "index", {}, parts[0][1].settings, sketch=64)
+        parts, settings = [(one.folder, INDEX.result(one)) for one in made], index_settings(recipe.dedup.near)
+        index = publish_index(parts, folder / "index", {}, settings, sketch=64)
         for number, path in enumerate(sorted(folder.glob("part-*.jsonl"))):  # a word of 9, or of 90
             path.write_text(path.read_text().replace(*[(" w1", " x1"), (" w11", " x11")][number % 2]))
         inputs = replace(BuildInputs.of(recipe, scan_inputs(recipe)), limits=limits, indexes=[index])
-        run_stages(inputs, TokenizerFile.of(recipe), runner.run)
+        run_build(inputs, runner.run)
     return dict(peaks)
 
 
@@ -156,7 +160,7 @@ def test_tasks_of_no_stage_hold_more_of_sixteen_times_the_documents(tmp_path: Pa
     some, more = peaks_of(tmp_path / "some", 5), peaks_of(tmp_path / "more", 80)
     assert {"candidates", "shingles", "verify", "near", "near_lost"} <= some.keys()
     assert {"line_keys", "lines", "index"} <= some.keys()
-    assert {"equal-merge-2", "guests-merge-2", "tokens-merge-2"} <= more.keys()
+    assert {"equal-keys-merge-2", "verify-guests-merge-2", "pack-tokens-merge-2"} <= more.keys()
     merges = {stage for stage in more if "-merge-" in stage}
     whole = {"tokenize", "pack", "provenance", *merges}  # may hold all of the memory, the others a fifth
     bounds = {stage: FIXED + (SMALL_MEMORY if stage in whole else SMALL_MEMORY // 5) for stage in more}

@@ -18,15 +18,22 @@ import pytest
 
 from shardkit.errors import BuildError
 from shardkit.formats import mds, tar
-from shardkit.writers.dedup.removals import Removed
+from shardkit.writers.dedup.removals import SplitRemovals
 from shardkit.writers.documents import document_ids
 from shardkit.writers.exchange import Exchanged, Limits, Segment, Slice
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.recipe import OutputConfig, PackConfig, load_recipe
 from shardkit.writers.runs import DEFAULT_LIMITS
-from shardkit.writers.stages.pack import TAR_KEY_STEP, Packed, pack_partition, tasks
+from shardkit.writers.stages.inputs import TokenizerFile
+from shardkit.writers.stages.pack import TAR_KEY_STEP, Packed, PackSettings, pack_partition, sums_of, tasks
 from shardkit.writers.stages.provenance import PROVENANCE_NAME
-from shardkit.writers.stages.tokenize import TOKENS, partition_start, tokenize_split
+from shardkit.writers.stages.tokenize import (
+    TOKENS,
+    TokenizerFacts,
+    TokenSettings,
+    partition_start,
+    tokenize_split,
+)
 from shardkit.writers.tokenizer import Encoder
 from support.default_cases import cases
 from support.documents import write_documents
@@ -71,14 +78,9 @@ def spill(folder: Path, split: Split, encoder: Encoder, memory_bytes: int = 1 <<
     folder.mkdir(parents=True)
     records = range(split.start, split.start + len(split.texts))
     write_documents(folder / "in.arrow", split.texts, batch_rows=50, file=split.file, records=records)
-    tokenize_split(
-        Artifact(folder / "in.arrow"),
-        Removed(),
-        encoder,
-        seed=SEED,
-        folder=folder,
-        memory_bytes=memory_bytes,
-    )
+    tokenizer = TokenizerFile(Artifact(encoder.path), encoder.eos, engine=encoder.engine)
+    documents, settings = Artifact(folder / "in.arrow"), TokenSettings(SEED)
+    tokenize_split(folder, documents, SplitRemovals(), tokenizer, settings, memory_bytes)
     return folder
 
 
@@ -104,6 +106,7 @@ def pack_all(
     """Pack every partition into its own folder."""
     results = []
     settings = OutputConfig(path="out", **({"shard_bytes": 4096} | output))
+    pack = PackConfig(sequence_length=LENGTH, strategy=strategy)
     for partition in range(partitions):
         (folder / str(partition)).mkdir(parents=True)
         results.append(
@@ -111,11 +114,7 @@ def pack_all(
                 folder / str(partition),
                 documents(spills, partition, partitions),
                 partition,
-                pack=PackConfig(sequence_length=LENGTH, strategy=strategy),
-                output=settings,
-                seed=SEED,
-                eos_id=encoder.eos_id,
-                dtype=encoder.dtype,
+                PackSettings(pack, settings, SEED, encoder.eos_id, encoder.dtype.name),
             )
         )
     return results
@@ -234,7 +233,7 @@ def test_rows_are_spread_evenly_over_shards_of_the_wanted_size(encoder: Encoder,
         sizes = [info.samples for info in result.shards]
         assert len(sizes) > 3
         assert max(sizes) - min(sizes) <= 1
-        assert sum(sizes) == result.rows == result.counts()["rows"]
+        assert sum(sizes) == result.rows == sums_of([result])["rows"]
         for info in result.shards:
             assert info.raw.bytes == (tmp_path / form / "0" / info.raw.basename).stat().st_size
             assert info.raw.bytes <= 16_384 + (2048 if form == "mds" else 10_240)  # header, or end of tar
@@ -247,16 +246,9 @@ def test_a_row_larger_than_a_shard_gets_a_shard_of_its_own(encoder: Encoder, tmp
     folder = spill(
         tmp_path / "s", Split("a.jsonl", 0, ["hello " * 300] * 2), widened(encoder, tmp_path / "t")
     )
-    result = pack_partition(
-        folder,
-        documents([folder], 0, 1),
-        0,
-        pack=PackConfig(sequence_length=512, strategy="concat"),
-        output=OutputConfig(path="out", shard_bytes=1024),
-        seed=SEED,
-        eos_id=70_000,
-        dtype=np.uint32,
-    )
+    pack = PackConfig(sequence_length=512, strategy="concat")
+    settings = PackSettings(pack, OutputConfig(path="out", shard_bytes=1024), SEED, 70_000, "uint32")
+    result = pack_partition(folder, documents([folder], 0, 1), 0, settings)
     assert [info.samples for info in result.shards] == [1] * result.rows
     assert result.rows >= 2
 
@@ -292,9 +284,10 @@ def test_the_last_partition_of_many_has_room_for_its_keys(
 ) -> None:
     recipe = load_recipe(make_corpus(tmp_path, documents=1), overrides=["output.format=wds"])
     tokens = Exchanged(TOKENS, [], DEFAULT_LIMITS)
-    last = tasks(recipe, tokens, partitions, eos_id=encoder.eos_id, dtype="uint16")[-1]
+    facts = TokenizerFacts(encoder.eos_id, None, 1 << 16, "uint16", "tokenizers")
+    last = tasks(recipe, facts, tokens, partitions)[-1]
     assert last.name == f"{partitions - 1:05d}-of-{partitions:05d}"
-    assert digits in last.args
+    assert digits == last.args["settings"].key_digits
     assert (partitions - 1) * TAR_KEY_STEP + 10**8 <= 10**digits
 
 
@@ -340,19 +333,11 @@ def test_memory_is_the_partitions_tokens_once_and_one_shard(encoder: Encoder, tm
     limits = replace(DEFAULT_LIMITS, read_memory_bytes=3 << 20)
     assert size > 20_000_000
     (tmp_path / "out").mkdir()
-    pack = PackConfig(sequence_length=2048)
+    pack, output = PackConfig(sequence_length=2048), OutputConfig(path="out", shard_bytes=1 << 20)
+    settings = PackSettings(pack, output, SEED, encoder.eos_id, encoder.dtype.name)
     tracemalloc.start()
     try:
-        pack_partition(
-            tmp_path / "out",
-            documents([folder], 0, 1, limits),
-            0,
-            pack=pack,
-            output=OutputConfig(path="out", shard_bytes="1MiB"),  # type: ignore[arg-type]
-            seed=SEED,
-            eos_id=encoder.eos_id,
-            dtype=encoder.dtype,
-        )
+        pack_partition(tmp_path / "out", documents([folder], 0, 1, limits), 0, settings)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -26,22 +26,32 @@ from shardkit.formats.provenance import HashRange
 from shardkit.manifest import BLOCKS_NAME, LOSS_MASK
 from shardkit.writers.exchange import Exchanged, RunWriter, Segment, Slice
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, facts_of
+from shardkit.writers.execution.commit import Commit, facts_of
 from shardkit.writers.groups import Groups, Joined
 from shardkit.writers.input_config import GroupConfig
 from shardkit.writers.recipe import OutputConfig, PackConfig, recipe_from_mapping
 from shardkit.writers.runs import DEFAULT_LIMITS
 from shardkit.writers.stages.pack import (
+    PACK,
     TAR_KEY_STEP,
     Packed,
+    PackSettings,
     Partition,
     pack_documents,
     pack_partition,
+    sums_of,
     tar_key_digits,
     tasks,
 )
 from shardkit.writers.stages.provenance import PROVENANCE_NAME
-from shardkit.writers.stages.tokenize import MAX_PARTITIONS, TOKENS, document_rows, documents_of, partition_of
+from shardkit.writers.stages.tokenize import (
+    MAX_PARTITIONS,
+    TOKENS,
+    TokenizerFacts,
+    document_rows,
+    documents_of,
+    partition_of,
+)
 from support.documents import document_batch
 
 LENGTH = 16
@@ -129,11 +139,10 @@ def packed_into(
     """What a task of the stage makes of them in `folder`."""
     piece = slice_of(folder.with_suffix(".run"), documents, wide=wide, masked=masked)
     folder.mkdir()
-    settings = OutputConfig(path="out", **({"shard_bytes": 1024} | output))
-    dtype = np.uint32 if wide else np.uint16
-    return pack_partition(
-        folder, piece, partition, pack, settings, SEED, EOS, dtype, masked=masked, bos_id=BOS, groups=groups
-    )
+    form = OutputConfig(path="out", **({"shard_bytes": 1024} | output))
+    dtype = "uint32" if wide else "uint16"
+    settings = PackSettings(pack, form, SEED, EOS, dtype, masked=masked, bos_id=BOS)
+    return pack_partition(folder, piece, partition, settings, groups)
 
 
 @dataclass
@@ -326,11 +335,11 @@ def test_rows_masks_counts_and_provenance_agree_with_the_documents(
     else:
         assert {info.compression for info in packed.shards} == {"zstd"}
         assert not blocks.exists()
-    commit = Commit("pack", "", tmp_path, "", facts_of(packed.to_dict(), {}))
-    assert Packed.of(commit) == packed
-    named = {name: value for name, value in packed.to_dict()["packed"].items() if name != "shards"}
+    commit = Commit("pack", "", tmp_path, "", facts_of(PACK.recorded(packed), {}))
+    assert PACK.result(commit) == packed
+    named = sums_of([packed])
+    assert named.pop("shards") == len(names)
     assert named == {name: getattr(packed, name) for name in named}
-    assert packed.counts()["shards"] == len(names)
     assert ("cropped" in named, "repeated_bos" in named) == (pack.crops, pack.row_bos)
 
 
@@ -515,7 +524,9 @@ def test_what_does_not_add_up_is_refused(tmp_path: Path) -> None:
         message = f"partition 7 has 36 tokens, {booked} were packed or cropped; this is a bug"
         pack = PackConfig(sequence_length=256)
         with pytest.raises(ConservationError, match=message):
-            pack_documents(tmp_path, wrong, 7, pack, OutputConfig(path="out"), SEED, EOS)
+            pack_documents(
+                tmp_path, wrong, 7, PackSettings(pack, OutputConfig(path="out"), SEED, EOS, "uint16")
+            )
 
 
 @pytest.mark.parametrize(("partitions", "digits"), [(10_000, 12), (10_001, 14), (MAX_PARTITIONS, 14)])
@@ -538,7 +549,8 @@ def test_shuffles_differ_between_partitions_and_seeds_and_not_between_orders_of_
         folder.mkdir()
         piece = slice_of(tmp_path / f"{number}.run", documents, seed=order)
         output = OutputConfig(path="out", shard_bytes=1 << 20)
-        packed = pack_partition(folder, piece, partition, pack, output, seed, EOS, np.uint16)
+        settings = PackSettings(pack, output, seed, EOS, "uint16")
+        packed = pack_partition(folder, piece, partition, settings)
         found = Found.of(folder, packed, has_masks=False)
         if order:
             assert digests(folder) == digests(tmp_path / "0")
@@ -575,14 +587,15 @@ def test_tasks_pack_each_document_in_the_partition_of_its_hash(
         documents = grouped(documents, separator=separator)
     run = slice_of(tmp_path / "tokens.run", documents, masked=masked).runs[0][0]
     whole = Exchanged(TOKENS, [(Segment(run.file, run.bytes, "tokens", 0, 1 << 64),)], DEFAULT_LIMITS)
-    made = tasks(recipe, whole, 3, eos_id=EOS, dtype="uint16", bos_id=bos, separator_id=separator)
+    facts = TokenizerFacts(EOS, bos, 1 << 16, "uint16", "tokenizers", separator_id=separator)
+    made = tasks(recipe, facts, whole, 3)
     assert [str(task) for task in made] == [f"pack/{k:05d}-of-00003" for k in range(3)]
-    assert len({task.digest for task in made}) == len({task.inputs["tokens"] for task in made}) == 3
+    assert len({task.digest for task in made}) == len({task.args["documents"].content for task in made}) == 3
     placed = partition_of(np.array([one.key for one in documents], np.uint64), 3).tolist()
     for number, task in enumerate(made):
         folder = tmp_path / task.name
         folder.mkdir()
-        packed = task.function(folder, *task.args)
+        packed = task.run(folder)
         assert isinstance(packed, Packed)
         found = Found.of(folder, packed, has_masks=masked)
         mine = [one for one, place in zip(documents, placed, strict=True) if place == number]

@@ -22,7 +22,7 @@ from shardkit.publish import download, upload
 from shardkit.writers import BuildResult, build, load_recipe
 from shardkit.writers.ledger import Count
 from shardkit.writers.progress import StageProgress
-from shardkit.writers.stages import graph
+from shardkit.writers.stages import rows
 from support.peers import read_with_streaming
 from support.small_build import EOS, make_corpus, text_of, tree
 from support.stores import fresh_memory
@@ -76,7 +76,7 @@ def test_every_document_is_in_the_rows_as_its_tokens_once(corpus: Path, made: Bu
 def test_uncompressed_shards_have_checksums_of_their_blocks_whatever_partition_made_them(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, compression: str
 ) -> None:
-    monkeypatch.setattr(graph, "PARTITION_TEXT_BYTES", 12_000)
+    monkeypatch.setattr(rows, "PARTITION_TEXT_BYTES", 12_000)
     settings = [f"output.format={kind}", f"output.compression={compression}", "output.shard_bytes=20000"]
     build(
         corpus,

@@ -27,7 +27,7 @@ from shardkit.writers.inputs.scan import Split, parts_of, scan_inputs
 from shardkit.writers.inputs.small_files import group_small_files
 from shardkit.writers.maintenance import explain_build
 from shardkit.writers.recipe import load_recipe
-from shardkit.writers.stages import graph
+from shardkit.writers.stages import inputs as build_inputs
 from support import small_build
 from support.small_build import EOS, text_of, tree
 
@@ -59,7 +59,7 @@ def small_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Group the small corpus as a large one is."""
-    monkeypatch.setattr(graph, "group_small_files", partial(group_small_files, group_bytes=1 << 17))
+    monkeypatch.setattr(build_inputs, "group_small_files", partial(group_small_files, group_bytes=1 << 17))
 
 
 def make_corpus(folder: Path, tokenizer: str) -> Path:
@@ -148,9 +148,9 @@ def test_a_file_that_comes_goes_or_grows_changes_the_groups_beside_it_only() -> 
 def test_a_build_has_the_same_documents_and_shards_with_and_without_groups(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph, "group_small_files", list)
+    monkeypatch.setattr(build_inputs, "group_small_files", list)
     apart = make(corpus, "work=null", output="apart")
-    monkeypatch.setattr(graph, "group_small_files", partial(group_small_files, group_bytes=1 << 17))
+    monkeypatch.setattr(build_inputs, "group_small_files", partial(group_small_files, group_bytes=1 << 17))
     joined = make(corpus, "work=null", output="joined")
     assert 2 <= joined.tasks < apart.tasks - 100
     one, two = tree(apart.output), tree(joined.output)
@@ -232,7 +232,7 @@ def test_damaged_files_of_a_group_are_booked_as_if_each_was_alone(
 ) -> None:
     made = []
     for name, group in (("apart", list), ("joined", partial(group_small_files, group_bytes=1 << 17))):
-        monkeypatch.setattr(graph, "group_small_files", group)
+        monkeypatch.setattr(build_inputs, "group_small_files", group)
         made.append(make(damaged, "work=null", "max_bad_fraction=1", output=name))
     apart, joined = (tree(result.output) for result in made)
     assert apart["quarantine.jsonl"] == joined["quarantine.jsonl"]
@@ -257,7 +257,7 @@ def test_the_bad_fraction_is_that_of_a_file_also_in_a_group(damaged: Path) -> No
 @pytest.mark.usefixtures("groups")
 def test_where_splits_may_fail_each_file_is_its_own(corpus: Path) -> None:
     recipe = load_recipe(corpus, ["max_failed_splits=1"])
-    inputs = graph.BuildInputs.of(recipe, scan_inputs(recipe))
+    inputs = build_inputs.BuildInputs.of(recipe, scan_inputs(recipe))
     assert len(inputs.splits) == FILES
     assert not any(split.rest for split in inputs.splits)
 
@@ -267,8 +267,8 @@ import sys
 from functools import partial
 from shardkit.writers import build
 from shardkit.writers.inputs.small_files import group_small_files
-from shardkit.writers.stages import graph
-graph.group_small_files = partial(group_small_files, group_bytes=1 << 17)
+from shardkit.writers.stages import inputs as build_inputs
+build_inputs.group_small_files = partial(group_small_files, group_bytes=1 << 17)
 build(sys.argv[1], overrides=["work=work"], workers=2, progress=False)
 """
 

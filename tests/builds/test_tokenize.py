@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,18 +19,18 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.hashing import keyed_hashes
 from shardkit.writers.dedup.duplicates import TWINS
 from shardkit.writers.dedup.removals import Removed
-from shardkit.writers.documents import document_ids
+from shardkit.writers.documents import DOCUMENTS_FILE, document_ids
 from shardkit.writers.exchange import Exchanged, Segment
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, Output, facts_of
+from shardkit.writers.execution.commit import Commit, Output, facts_of
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.runs import DEFAULT_LIMITS
 from shardkit.writers.stages import tokenize as module
-from shardkit.writers.stages.clean import DOCUMENTS_FILE
+from shardkit.writers.stages.inputs import TokenizerFile
 from shardkit.writers.stages.tokenize import (
     TOKENS,
     Tokenized,
-    TokenizerFile,
+    TokenSettings,
     choose_partitions,
     documents_of,
     parity_task,
@@ -57,7 +58,9 @@ def spilled(
     texts: Sequence[str],
     encoder: Encoder,
     removed: Removed | None = None,
-    **settings: Any,
+    *,
+    seed: int = 1,
+    memory_bytes: int = 1 << 20,
 ) -> tuple[Tokenized, Path]:
     """Tokenize a split of these texts; returns the counts and the folder of the spill."""
     ids = [f"id-{i}" if i % 2 else None for i in range(len(texts))]
@@ -65,12 +68,10 @@ def spilled(
     documents = write_documents(folder / "in.arrow", texts, batch_rows=11, id=ids, metadata=metadata)
     spill = folder / f"spill-{len(list(folder.iterdir()))}"
     spill.mkdir()
-    options = {"seed": 1, "memory_bytes": 1 << 20} | settings
-    removed = removed or Removed()
-    return (
-        tokenize_split(Artifact(documents), removed, encoder, folder=spill, **options),
-        spill,
-    )
+    tokenizer = TokenizerFile(Artifact(encoder.path), EOS, engine=encoder.engine)
+    given: Any = SimpleNamespace(load=lambda: removed or Removed())
+    result = tokenize_split(spill, Artifact(documents), given, tokenizer, TokenSettings(seed), memory_bytes)
+    return result, spill
 
 
 def contents(folder: Path, dtype: Any) -> dict[bytes, tuple[int, list[int], dict[str, Any]]]:
@@ -108,7 +109,7 @@ def test_every_document_is_written_once_under_its_hash(
         total += len(tokens)
     assert not found
     assert result.tokens == total
-    assert result.to_dict()["ledger"]["kept"]["documents"] == len(TEXTS)
+    assert result.ledger.kept.documents == len(TEXTS)
 
 
 def test_losers_and_empty_documents_are_booked_and_left_out(encoder: Encoder, tmp_path: Path) -> None:
@@ -202,10 +203,10 @@ def test_a_partition_is_as_small_as_little_memory_needs() -> None:
 def test_the_parity_task_reads_a_bounded_number_of_splits(tmp_path: Path) -> None:
     facts = facts_of({"ledger": Ledger().to_dict()}, {DOCUMENTS_FILE: Output(1, "0" * 32)})
     splits = [Commit("clean", str(n), tmp_path / str(n), "", facts) for n in range(1000)]
-    tokenizer = TokenizerFile(Artifact(tmp_path / "tokenizer.json"), "0" * 32, EOS)
-    files = parity_task(splits, tokenizer, ()).args[0]
+    tokenizer = TokenizerFile(Artifact(tmp_path / "tokenizer.json", content="0" * 32), EOS)
+    files = parity_task(splits, tokenizer, ()).args["documents"]
     numbers = [int(file.path.parent.name) for file in files]
     assert len(numbers) == 256
     assert sorted(set(numbers)) == numbers
     assert (numbers[0], numbers[-1]) == (0, 996)
-    assert len(parity_task(splits[:3], tokenizer, ()).args[0]) == 3
+    assert len(parity_task(splits[:3], tokenizer, ()).args["documents"]) == 3

@@ -15,6 +15,7 @@ from shardkit.progress import Report, make_listener
 from shardkit.writers import build
 from shardkit.writers.progress import BuildProgress, StageProgress, StepProgress, WholeBuild
 from shardkit.writers.recipe import Recipe, load_recipe
+from shardkit.writers.stages.graph import stages_of
 from support.small_build import make_corpus
 
 RECIPE = Recipe.model_validate(
@@ -101,7 +102,7 @@ def test_a_terminal_gets_a_bar_a_stage(
 
 def as_a_whole(reports: Iterable[StageProgress], recipe: Recipe, folder: Path) -> list[Report]:
     shown: list[Report] = []
-    with WholeBuild(make_listener(shown.append), recipe, folder) as whole:
+    with WholeBuild(make_listener(shown.append), stages_of(recipe), folder) as whole:
         for each in reports:
             whole(each)
     return shown
@@ -133,13 +134,13 @@ def test_time_left_is_told_once_a_twentieth_was_done_in_this_run(
     whole: list[Report] = []
     meter = WholeBuild(
         make_listener(whole.append),
-        RECIPE,
+        stages_of(RECIPE),
         tmp_path,
     )
     told = []
     for done in range(5):
         # Half of the tasks were reused: they took no time, and say nothing of the time that is left.
-        meter(StageProgress("clean", 50 + 10 * done, 100, 50, 0, 0, 1.0))
+        meter(StageProgress("clean", 50 + 10 * done, 100, 50, 0, 0, 1.0, step="read and filter"))
         progress = whole[-2]
         assert isinstance(progress, BuildProgress)
         told.append(progress.seconds_left)

@@ -109,7 +109,8 @@ class Trigger:
         self.point, self._builder = point, builder
         self._below = point.folder.rstrip("/") + "/"
         self._unfinished = re.compile(rf"/unfinished/([^/]+/)?{re.escape(point.stage)}\.[^/]+$")
-        self._request = b"/index.json" if point.moment == "index" else f"/commits/{point.stage}/".encode()
+        record = rf"/{re.escape(point.stage)}/[^/]+/commit\.json"
+        self._request = re.compile(rb"/index\.json" if point.moment == "index" else record.encode())
         self._busy = threading.local()
         self._lock = threading.Lock()
         self._committing: int | None = None  # the thread that has begun to commit
@@ -160,7 +161,7 @@ class Trigger:
     def _is_awaited_request(self, data: object) -> bool:
         if not isinstance(data, bytes | bytearray) or not data.startswith(b"PUT "):
             return False
-        if self._request not in bytes(data[:2000]).split(b"\r\n", 1)[0]:
+        if self._request.search(bytes(data[:2000]).split(b"\r\n", 1)[0]) is None:
             return False
         return self.point.moment == "index" or self._commits(_ANY)  # requests have threads of their own
 

@@ -22,7 +22,8 @@ from shardkit.storage.memory import MemoryStore
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import Store
 from shardkit.writers import BuildResult, build
-from shardkit.writers.execution import scratch, work_store
+from shardkit.writers.execution import scratch
+from shardkit.writers.execution import work as work_module
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.processes import run_guarded
 from support.stores import (
@@ -174,8 +175,8 @@ class StoreCrashes:
     @staticmethod
     def _forget() -> None:
         """What the end of a process does."""
-        work_store._connect.cache_clear()
-        work_store._outputs.cache_clear()
+        work_module._connect.cache_clear()
+        work_module._outputs.cache_clear()
         for descriptor in scratch._locks.values():
             os.close(descriptor)
         scratch._locks.clear()

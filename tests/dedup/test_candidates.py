@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from reference.near import reference_candidates
 from shardkit.writers.dedup import candidates
 from shardkit.writers.dedup.bands import BANDS
 from shardkit.writers.dedup.candidates import (
+    CANDIDATES,
     PAIRS_BY_FIRST,
     PAIRS_BY_SECOND,
     PairWriter,
@@ -41,7 +43,7 @@ def read_pairs(folder: Path) -> list[tuple[int, int]]:
 def exchanged(folder: Path, parts: Sequence[Part]) -> Exchanged:
     """The band keys of all parts."""
     commits = [commit_folder(part.folder.path, "bands", str(number)) for number, part in enumerate(parts)]
-    return exchange(TaskFolders(folder), "bands", BANDS, commits, readers=1)
+    return exchange(TaskFolders(folder), CANDIDATES, BANDS, commits, readers=1)
 
 
 def find(
@@ -117,7 +119,7 @@ def test_a_document_with_one_key_in_two_bands_is_no_pair_of_itself(tmp_path: Pat
     with RunWriter(tmp_path / BANDS.file, BANDS, memory_bytes=1 << 20) as run:
         run.write(np.array(entries, BANDS.dtype))
     (tmp_path / "pairs").mkdir()
-    population = Population((Part(Artifact(tmp_path), 3),))
+    population = Population.of([Part(Artifact(tmp_path), 3)])
     every = slice_of(tmp_path / BANDS.file, BANDS)
     find_candidates(every, population, tmp_path / "pairs", similarity=0.8)
     assert read_pairs(tmp_path / "pairs") == [(0, 1)]
@@ -131,9 +133,10 @@ def test_counts_say_what_was_read_and_made(tmp_path: Path) -> None:
     every = exchanged(tmp_path, population.parts).slice(0, 1 << 64)
     for limit in (6, 5):
         (tmp_path / str(limit)).mkdir()
-        counts[limit] = find_candidates(
+        found = find_candidates(
             every, population, tmp_path / str(limit), similarity=0.8, limits=HubLimits(limit)
-        ).to_dict()
+        )
+        counts[limit] = asdict(found)
     assert counts[6] == {
         "entries": 24, "buckets": 4, "hubs": 0, "largest_bucket": 6, "bounded": 0, "pairs": 15,
     }  # fmt: skip

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference.near import reference_compare
-from shardkit.writers.dedup.compare import compare_pairs
+from shardkit.writers.dedup.compare import PairRule, compare_pairs
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.shingle_store import SET, Sets
 
@@ -37,8 +37,8 @@ def sketch(hashes: set[int], smallest: int) -> Document:
 def check(a: list[Document], b: list[Document], config: NearDedupConfig) -> list[bool]:
     """Compare a[i] with b[i], both ways round, with the reference; returns which verified."""
     rows = np.arange(len(a), dtype=np.int64)
-    found = compare_pairs(sets_of(a), sets_of(b[::-1]), rows, rows[::-1].copy(), config)
-    turned = compare_pairs(sets_of(b), sets_of(a), rows, rows, config)
+    found = compare_pairs(sets_of(a), sets_of(b[::-1]), rows, rows[::-1].copy(), PairRule.of(config))
+    turned = compare_pairs(sets_of(b), sets_of(a), rows, rows, PairRule.of(config))
     for at, pair in enumerate(zip(a, b, strict=True)):
         expected = reference_compare(*pair, config)
         assert found.verified[at] == turned.verified[at] == (expected is not None), pair
@@ -135,7 +135,7 @@ def test_a_sketch_estimates_the_similarity_without_bias(m: int, n: int, shared: 
     a = [whole(set(row[:m].tolist())) for row in values]
     b = [sketch(set(row[m - shared :].tolist()), 64) for row in values]
     rows = np.arange(count, dtype=np.int64)
-    found = compare_pairs(sets_of(a), sets_of(b), rows, rows, config)
+    found = compare_pairs(sets_of(a), sets_of(b), rows, rows, PairRule.of(config))
     bound = 4 * 0.5 / (64 * count) ** 0.5
     assert abs(found.jaccard.astype(np.float64).mean() - shared / union) < bound
     assert abs(found.containment.astype(np.float64).mean() - shared / m) < bound

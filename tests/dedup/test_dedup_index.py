@@ -24,7 +24,7 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.hashing import hash_file
 from shardkit.writers import index_build
 from shardkit.writers.dedup.candidates import PAIRS_BY_FIRST, PAIRS_BY_SECOND, PairWriter
-from shardkit.writers.dedup.compare import compare_pairs
+from shardkit.writers.dedup.compare import PairRule, compare_pairs
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.index import (
@@ -50,6 +50,7 @@ from shardkit.writers.dedup.shingle_store import (
     OWN,
     SET,
     SETS_FILE,
+    SHINGLES,
     SHINGLES_FILE,
     Sets,
     ShingleReader,
@@ -101,7 +102,7 @@ def signed(
     part.mkdir()
     rows, copies = (np.array(list(column), np.int64) for column in (copied.keys(), copied.values()))
     removed = Removed({"exact_duplicate": np.array([1, 2])}, rows, copies)
-    sign_documents(Artifact(documents), removed, config, part)
+    sign_documents(Artifact(documents), removed, config.minhash, config.scope, part)
     return documents, part
 
 
@@ -125,7 +126,9 @@ def made_index(
         task = work / str(number) / "task"
         task.mkdir()
         removed = NEAR if number == 0 else NONE
-        parts.append((task, index_part(Artifact(documents), Artifact(part), removed, config, sketch, task)))
+        parts.append(
+            (task, index_part(Artifact(documents), Artifact(part), removed, config.minhash, sketch, task))
+        )
     return publish_index(
         parts, folder / "index", MADE_FROM, index_settings(config), sketch=sketch, replace=replace
     )
@@ -173,14 +176,16 @@ def test_an_index_part_is_the_part_of_the_documents_that_stayed(
     made = tmp_path / "made"
     made.mkdir()
     files = Artifact(documents), Artifact(part)
-    counts = index_part(*files, NEAR, CONFIG, sketch, made, memory_bytes=memory_bytes)
+    counts = index_part(*files, NEAR, CONFIG.minhash, sketch, made, memory_bytes=memory_bytes)
     assert (counts.documents, counts.removed) == (len(STAYED), len(NEAR))
     assert counts.bytes == sum(len(TEXTS[record]) for record in STAYED)
     alone = tmp_path / "alone"
     alone.mkdir()
     path = write_records(tmp_path / "stayed.arrow", {record: TEXTS[record] for record in STAYED})
     places, copies = zip(*((STAYED.index(row), count) for row, count in COPIED.items()), strict=True)
-    sign_documents(Artifact(path), Removed({}, np.array(places), np.array(copies)), CONFIG, alone)
+    sign_documents(
+        Artifact(path), Removed({}, np.array(places), np.array(copies)), CONFIG.minhash, "global", alone
+    )
     made_files = tree(made)
     sets = contents(ShingleReader([Artifact(made)]).read(np.arange(len(STAYED), dtype=np.uint64)))
     assert set(made_files) == set(counts.files)
@@ -196,10 +201,10 @@ def test_an_index_opens_as_parts_and_tells_what_it_is(original: DedupIndex) -> N
     again = open_index(folder_of(original))
     assert again.documents == len(STAYED) + 7
     assert again.parts == [
-        Part(Artifact(folder_of(original) / "part-00000"), len(STAYED), "index", again.parts[0].digest),
-        Part(Artifact(folder_of(original) / "part-00001"), 7, "index", again.parts[1].digest),
+        Part(Artifact(folder_of(original) / "part-00000"), len(STAYED), "index"),
+        Part(Artifact(folder_of(original) / "part-00001"), 7, "index"),
     ]
-    assert again.parts[0].digest != again.parts[1].digest
+    assert again.parts[0].folder.content != again.parts[1].folder.content
     facts = again.to_dict()
     assert (facts["sketch"], facts["parts"], facts["made_from"]) == (64, 2, MADE_FROM)
     tables = [path for path in folder_of(original).rglob("part-*/*") if path.is_file()]
@@ -218,7 +223,7 @@ def test_a_split_that_lost_all_its_documents_is_an_empty_part(tmp_path: Path) ->
     documents, part = signed(tmp_path / "all", {0: "a b c d e f", 1: "", 2: ""}, copied={})
     task = tmp_path / "task"
     task.mkdir()
-    counts = index_part(Artifact(documents), Artifact(part), np.array([0]), CONFIG, 64, task)
+    counts = index_part(Artifact(documents), Artifact(part), np.array([0]), CONFIG.minhash, 64, task)
     index = publish_index([(task, counts)], tmp_path / "index", {}, index_settings(CONFIG), sketch=64)
     assert index.documents == index.parts[0].documents == 0
     assert list(ShingleReader([index.parts[0].folder]).tables()) == []
@@ -386,10 +391,10 @@ def test_sketches_take_part_as_they_are_stored_under_numbers_of_the_population(
         pairs.add(entries[:, 0], entries[:, 1])
     commit, end = commit_folder(tmp_path / "pairs", "candidates", "0"), first + part.documents
     firsts, seconds = (
-        exchange(TaskFolders(tmp_path), "pairs", table, [commit], readers=1).slice(first, end)
+        exchange(TaskFolders(tmp_path), SHINGLES, table, [commit], readers=1).slice(first, end)
         for table in (PAIRS_BY_FIRST, PAIRS_BY_SECOND)
     )
-    write_sets(tmp_path, part, part.folder, firsts, seconds, CONFIG.minhash, 0, memory_bytes)
+    write_sets(tmp_path, part, None, firsts, seconds, 0, memory_bytes)
     found, payload = slice_of(tmp_path / GUESTS.file, GUESTS).read()
     assert found["key"].tolist() == rows
     assert found["number"].tolist() == [first + row for row in rows]
@@ -416,7 +421,7 @@ def test_the_error_of_sketches_is_the_stated_one(tmp_path: Path) -> None:
     direct_sets(tmp_path / "likes", kept, None)
     whole = ShingleReader([Artifact(tmp_path / "likes")]).read(rows.astype(np.uint64))
     any_similarity = CONFIG.model_copy(update={"similarity": 1e-9})
-    estimated = compare_pairs(sketches, whole, rows, rows, any_similarity).jaccard
+    estimated = compare_pairs(sketches, whole, rows, rows, PairRule.of(any_similarity)).jaccard
     true = 885 / (2 * 996 - 885)  # 0.7995
     bound = (true * (1 - true) / 200) ** 0.5
     assert abs(float(estimated.mean()) - true) < 4 * bound / 148**0.5
@@ -432,7 +437,10 @@ def test_a_dump_loses_to_an_index_what_it_would_lose_to_the_corpus_itself(tmp_pa
     for number, part in enumerate(sorted((tmp_path / "old-work" / "signatures").iterdir())):
         (task := tmp_path / f"task{number}").mkdir()
         parts.append(
-            (task, index_part(Artifact(paths[0]), Artifact(part), alone.losers["row"], CONFIG, 0, task))
+            (
+                task,
+                index_part(Artifact(paths[0]), Artifact(part), alone.losers["row"], CONFIG.minhash, 0, task),
+            )
         )
     index = publish_index(parts, tmp_path / "index", {}, index_settings(CONFIG), sketch=0)
     found = find_near_duplicates(paths[1:], CONFIG, folder=tmp_path / "new-work", indexes=[index])

@@ -27,11 +27,11 @@ from shardkit.writers.dedup.population import SplitDocuments
 from shardkit.writers.dedup.removals import OUTCOME, SplitRemovals
 from shardkit.writers.exchange import Limits, RunWriter
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit
+from shardkit.writers.execution.commit import Commit
 from shardkit.writers.kernels import line_units as lines_units
 from shardkit.writers.kernels.line_units import cut_spans, cut_units, find_spans, find_units, span_windows
 from shardkit.writers.stages.clean import exact_keys
-from shardkit.writers.stages.exact import remove_exact
+from shardkit.writers.stages.exact import EQUAL_TEXTS, remove_equal
 from support.documents import write_documents
 from support.task_folders import TaskFolders, commit_folder
 
@@ -88,15 +88,13 @@ def dedup(
                 first += batch.num_rows
         cleaned.append(commit_folder(source, "clean", source.name))
         size = sum(len(text) for *_, text in documents)
-        described.append(
-            SplitDocuments(source.name, cleaned[-1].files / "documents.arrow", str(number), size)
-        )
+        described.append(SplitDocuments(source.name, cleaned[-1].file("documents.arrow"), size))
     run = TaskFolders(folder)
     removals = [SplitRemovals() for _ in splits]
     if exact:
         count = sum(map(len, splits))
         halves = replace(SMALL, partition_bytes=(count // 2 + 1) * KEYS.dtype.itemsize)
-        _, tables = remove_exact(run, cleaned, count, 1 << 20, limits=halves)
+        _, tables = remove_equal(run, EQUAL_TEXTS, KEYS, cleaned, count, "first", 1 << 20, halves)
         removals = [SplitRemovals({"exact_duplicate": table}) for table in tables]
     lines = sum(text.count("\n") + 1 for split in splits for *_, text in split)
     rows = max(1, -(-lines // partitions))
@@ -201,7 +199,7 @@ def test_kernels_find_and_cut_what_the_references_do(
         data.draw(st.lists(st.booleans(), min_size=len(expected), max_size=len(expected))), bool
     )
     document, unit = units.document[chosen], units.unit[chosen]
-    left, blank = cut_units(array, document, unit, config)
+    left, blank = cut_units(array, document, unit, config.unit)
     for number, text in enumerate(texts):
         numbers = unit[document == number].tolist()
         assert left[number].as_py() == (reference_cut(text, numbers, config) if numbers else text)

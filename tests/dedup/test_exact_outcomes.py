@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.writers.dedup.config import UrlDedupConfig
-from shardkit.writers.dedup.exact import KEYS, Order, find_copies, rank_copies
+from shardkit.writers.dedup.exact import KEYS, WEIGHTED_KEYS, Order, find_copies, rank_copies
 from shardkit.writers.dedup.removals import SplitRemovals, SplitTable
 from shardkit.writers.dedup.urls import URL_KEYS
 from shardkit.writers.exchange import Limits, RunWriter, exchange
-from shardkit.writers.execution.task import Commit
-from shardkit.writers.stages.exact import ExactDuplicates, remove_exact, remove_urls
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.stages.exact import EQUAL_TEXTS, EQUAL_URLS, ExactDuplicates, keys_left, remove_equal
 from support.task_folders import TaskFolders, commit_folder
 
 Row = tuple[bytes, bytes, int, int]  # key, id, bytes, source
@@ -64,7 +63,7 @@ def remove(
 ) -> tuple[list[ExactDuplicates], list[SplitTable]]:
     rows = max(1, -(-documents // partitions))
     limits = replace(SMALL, partition_bytes=rows * KEYS.dtype.itemsize)
-    return remove_exact(run, cleaned, documents, memory_bytes, limits=limits)
+    return remove_equal(run, EQUAL_TEXTS, KEYS, cleaned, documents, "first", memory_bytes, limits)
 
 
 def brute_force(
@@ -152,7 +151,9 @@ def test_each_loser_comes_with_who_stays_for_any_memory(
     cut = [rows[at::splits] for at in range(splits)]
     folder = tmp_path_factory.mktemp("copies")
     runs = [clean(folder / f"{at}", own) for at, own in enumerate(cut)]
-    whole = exchange(TaskFolders(folder), "keys", KEYS, runs, readers=1, limits=SMALL).slice(0, 1 << 64)
+    whole = exchange(TaskFolders(folder), EQUAL_TEXTS.find, KEYS, runs, readers=1, limits=SMALL).slice(
+        0, 1 << 64
+    )
     winners: dict[Place, Place] = {}
     represented: dict[Place, int] = {}
     for found in find_copies(whole, memory_bytes, order=order, above=above):
@@ -194,21 +195,23 @@ def test_urls_are_compared_first_and_those_who_stay_stand_for_what_lost_to_them(
     folder = tmp_path_factory.mktemp("urls")
     cleaned = [clean(folder / f"clean-{at}", own, cut_urls[at]) for at, own in enumerate(cut)]
     run, limits = TaskFolders(folder), replace(SMALL, partition_bytes=count // partitions * 56 + 1)
-    config = UrlDedupConfig(keep=keep)
     known = sum(url is not None for url in urls)
-    by_url, tables = remove_urls(run, cleaned, known, config, memory_bytes, limits=limits)
-    by_text, texts_tables = remove_exact(run, cleaned, count, memory_bytes, urls=tables, limits=limits)
+    by_url, tables = remove_equal(run, EQUAL_URLS, URL_KEYS, cleaned, known, keep, memory_bytes, limits)
+    left = keys_left(run, cleaned, tables, memory_bytes, limits)
+    by_text, texts_tables = remove_equal(
+        run, EQUAL_TEXTS, WEIGHTED_KEYS, left, count, "first", memory_bytes, limits
+    )
     # A document without URL, or that lost before, has a key of its own.
     of_urls = [
         [(url or bytes([split, at]), *row[1:]) for at, (row, url) in enumerate(zip(own, its, strict=True))]
         for split, (own, its) in enumerate(zip(cut, cut_urls, strict=True))
     ]
     lost = brute_force(of_urls, order="longest" if keep == "longest" else "first")
-    left = [
+    stayed = [
         [(bytes([split, at]) if (split, at) in lost else row[0], *row[1:]) for at, row in enumerate(own)]
         for split, own in enumerate(cut)
     ]
-    lost_texts = brute_force(left)
+    lost_texts = brute_force(stayed)
     assert not lost.keys() & lost_texts.keys()
     stands = Counter((split, at) for split, own in enumerate(cut) for at in range(len(own)))
     for loser, winner in [*lost.items(), *lost_texts.items()]:
@@ -239,10 +242,10 @@ def test_a_file_more_changes_the_removals_of_those_splits_only_that_lose_other_d
     _, before = remove(run, cleaned, 37)
     added = clean(tmp_path / "clean-new", [(rng.randbytes(16), rng.randbytes(16), 5, 0)])
     _, after = remove(run, [cleaned[0], added, *cleaned[1:]], 38)
-    assert [table.digest for table in before] == [after[at].digest for at in (0, 2, 3, 4)]
+    assert [table.content for table in before] == [after[at].content for at in (0, 2, 3, 4)]
     added = clean(tmp_path / "clean-better", [(shared, b"\0" * 16, 5, 0)])
     _, after = remove(run, [cleaned[0], added, *cleaned[1:]], 38)
-    same = [table.digest == after[at].digest for table, at in zip(before, (0, 2, 3, 4), strict=True)]
+    same = [table.content == after[at].content for table, at in zip(before, (0, 2, 3, 4), strict=True)]
     assert same == [True, False, True, True]
 
 

@@ -54,8 +54,8 @@ def make_parts(folder: Path, count: int = 2, first: int = 0) -> list[tuple[Path,
         texts = texts_of(first + 10 * number, 10)
         records = range(first + 10 * number, first + 10 * number + 10)
         documents = Artifact(write_documents(folder / f"{number}.arrow", texts, records=records))
-        sign_documents(documents, Removed(), CONFIG, signed)
-        counts = index_part(documents, Artifact(signed), np.zeros(0, np.int64), CONFIG, 64, made)
+        sign_documents(documents, Removed(), CONFIG.minhash, "global", signed)
+        counts = index_part(documents, Artifact(signed), np.zeros(0, np.int64), CONFIG.minhash, 64, made)
         parts.append((made, counts))
     return parts
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from shardkit.writers.dedup.compare import compare_pairs
+from shardkit.writers.dedup.compare import PairRule, compare_pairs
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.near import find_near_duplicates
 from shardkit.writers.dedup.population import DOCUMENTS_FILE
@@ -59,8 +59,10 @@ def test_pairs_have_exactly_the_similarity_that_was_found_elsewhere(
     a, b = np.array(list(pairs), np.int64).T
     exact = np.array(list(pairs.values()))
     any_similarity = NearDedupConfig(similarity=0.01, small_similarity=0.01)
-    assert np.abs(compare_pairs(sets, sets, a, b, any_similarity).jaccard - exact).max() < 1e-6
-    alike = compare_pairs(sets, sets, a, b, NearDedupConfig(small_shingles=0, small_repetition=1e9))
+    assert np.abs(compare_pairs(sets, sets, a, b, PairRule.of(any_similarity)).jaccard - exact).max() < 1e-6
+    alike = compare_pairs(
+        sets, sets, a, b, PairRule.of(NearDedupConfig(small_shingles=0, small_repetition=1e9))
+    )
     assert np.array_equal(alike.verified, exact >= 0.8)
 
 

@@ -16,12 +16,13 @@ from reference.near import ReferenceResult, Text, reference_near
 from shardkit.hashing import hash_file
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.index import DedupIndex, index_settings
-from shardkit.writers.dedup.near import NearStages, find_near_duplicates, remove_near
+from shardkit.writers.dedup.near import find_near_duplicates, remove_near
 from shardkit.writers.dedup.population import DOCUMENTS_FILE, SplitDocuments
 from shardkit.writers.dedup.removals import Removed, SplitRemovals
 from shardkit.writers.dedup.signatures import sign_documents
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import Task
 from shardkit.writers.index_build import index_part, publish_index
 from support.documents import write_documents
 from support.task_folders import TaskFolders
@@ -102,10 +103,10 @@ def make_index(folder: Path, texts: list[Text], config: NearDedupConfig, sketch:
     write_texts(folder / "texts.arrow", texts, random.Random(0))
     for name in ("part", "indexed"):
         (folder / name).mkdir()
-    sign_documents(Artifact(folder / "texts.arrow"), Removed(), config, folder / "part")
-    nothing = np.zeros(0, np.int64)
     texts_file, part = Artifact(folder / "texts.arrow"), Artifact(folder / "part")
-    counts = index_part(texts_file, part, nothing, config, sketch, folder / "indexed")
+    sign_documents(texts_file, Removed(), config.minhash, config.scope, part.path)
+    nothing = np.zeros(0, np.int64)
+    counts = index_part(texts_file, part, nothing, config.minhash, sketch, folder / "indexed")
     return publish_index(
         [(folder / "indexed", counts)], folder / "index", {}, index_settings(config), sketch=sketch
     )
@@ -149,12 +150,39 @@ def test_arguments_of_tasks_do_not_grow_with_the_number_of_splits(tmp_path: Path
         file = tmp_path / f"{number}.arrow"
         write_texts(file, texts[number : number + 1], random.Random(0))
         digest = hash_file(file, ["xxh3_128"])["xxh3_128"]
-        splits.append(SplitDocuments(f"{number:05d}", Artifact(file), digest, file.stat().st_size))
-    stages = NearStages(CONFIG, splits, [SplitRemovals()] * 70, 1 << 20, 1)
-    remove_near(Watched(tmp_path / "work"), stages)
+        documents = Artifact(file, content=digest)
+        splits.append(SplitDocuments(f"{number:05d}", documents, file.stat().st_size))
+    remove_near(Watched(tmp_path / "work"), splits, [SplitRemovals()] * 70, CONFIG, 1 << 20)
     assert largest.pop("parts") > 70 * 10  # one task
     assert {"equal", "candidates", "shingles", "near_lost"} <= largest.keys()
     assert max(largest.values()) < 64 * 256, largest  # of 64 runs the names: above that they are merged
+
+
+@pytest.mark.parametrize(
+    ("change", "stage"),
+    [
+        ({"scope": "source"}, "signatures"),
+        ({"minhash": MinHashConfig(permutations=32, seed=2)}, "signatures"),
+        ({"bands": 4, "rows": 8}, "bands"),
+        ({"similarity": 0.9}, "candidates"),
+        ({"containment": 0.9}, "verify"),
+        ({"small_shingles": 3}, "verify"),
+    ],
+)
+def test_a_setting_redoes_the_stages_that_read_it_and_what_follows(
+    tmp_path: Path, change: dict[str, Any], stage: str
+) -> None:
+    file = tmp_path / "texts.arrow"
+    write_texts(file, make_texts(random.Random(1), 40), random.Random(0))
+    documents = Artifact(file, content=hash_file(file, ["xxh3_128"])["xxh3_128"])
+    splits, run = [SplitDocuments("texts", documents, file.stat().st_size)], TaskFolders(tmp_path / "work")
+    remove_near(run, splits, [SplitRemovals()], CONFIG, 1 << 20)
+    before = len(run.ran)
+    remove_near(run, splits, [SplitRemovals()], CONFIG.model_copy(update=change), 1 << 20)
+    assert run.ran[before].partition("/")[0] == stage
+    count = len(run.ran)
+    remove_near(run, splits, [SplitRemovals()], CONFIG, 1 << 20)
+    assert len(run.ran) == count
 
 
 @pytest.mark.parametrize("sketch", [0, 30])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +24,18 @@ from shardkit.writers.dedup.removals import (
     by_split,
     document_keys,
     outcomes,
+    write_tables,
 )
 from shardkit.writers.dedup.tables import Rows
+from shardkit.writers.digests import plain
 from shardkit.writers.exchange import Limits, RunWriter, Table
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import Stage
 from support.task_folders import TaskFolders, commit_folder
 
 Decision = tuple[int, int, int, int]  # split, row, bytes, copies; no copies: removed
+REMOVED = Stage("removed", "removed", write_tables)
 SMALL = Limits(fan_in=3, least_segments=4, block_bytes=50, read_bytes=120)
 
 
@@ -48,7 +53,7 @@ def decide(folder: Path, decisions: list[Decision]) -> Commit:
 
 def divide(folder: Path, decisions: list[list[Decision]], splits: int) -> list[SplitTable]:
     commits = [decide(folder / f"decide-{at}", some) for at, some in enumerate(decisions)]
-    return by_split(TaskFolders(folder), "removed", OUTCOMES, commits, splits, limits=SMALL)
+    return by_split(TaskFolders(folder), REMOVED, OUTCOMES, commits, splits, limits=SMALL)
 
 
 def write_table(path: Path, rows: list[tuple[int, int]]) -> SplitTable:
@@ -82,7 +87,7 @@ def test_each_split_receives_its_rows_whoever_decided_them(
         ]
         lost = [size for _, copies, size in own if not copies]
         assert table.lost == Count(len(lost), sum(lost))
-        assert (table.digest == "") == (not own)
+        assert (table.content == NOTHING.content) == (not own)
 
 
 def test_a_digest_is_of_the_rows_and_not_of_the_number_of_the_split_or_of_the_task(tmp_path: Path) -> None:
@@ -90,19 +95,19 @@ def test_a_digest_is_of_the_rows_and_not_of_the_number_of_the_split_or_of_the_ta
     there: list[Decision] = [(70, row, size, copies) for _, row, size, copies in own]
     before = divide(tmp_path / "before", [own, [(1, 3, 10, 0)]], 2)
     after = divide(tmp_path / "after", [[*there[1:], (1, 1, 1, 0)], there[:1]], 71)
-    assert before[0].digest == after[70].digest
-    assert len({before[0].digest, before[1].digest, after[1].digest, after[2].digest}) == 4
+    assert before[0].content == after[70].content
+    assert len({one.content for one in (*before, *after[1:3])}) == 4
 
 
 def test_only_groups_whose_rows_changed_are_divided_again(tmp_path: Path) -> None:
     run = TaskFolders(tmp_path)
     first = decide(tmp_path / "decide-0", [(0, 1, 1, 0), (63, 1, 1, 0)])
     more = decide(tmp_path / "decide-1", [(64, 1, 1, 0)])
-    by_split(run, "removed", OUTCOMES, [first], 65, limits=SMALL)
+    by_split(run, REMOVED, OUTCOMES, [first], 65, limits=SMALL)
     assert run.ran == ["removed/00000", "removed/00001"]
-    by_split(run, "removed", OUTCOMES, [first], 65, limits=SMALL)
+    by_split(run, REMOVED, OUTCOMES, [first], 65, limits=SMALL)
     assert len(run.ran) == 2
-    by_split(run, "removed", OUTCOMES, [first, more], 65, limits=SMALL)
+    by_split(run, REMOVED, OUTCOMES, [first, more], 65, limits=SMALL)
     assert len(run.ran) == 4
 
 
@@ -118,7 +123,7 @@ def test_rows_of_one_document_are_in_one_order_whoever_wrote_them(tmp_path: Path
             writer.write(rows)
         commits.append(commit_folder(folder, "decide", str(at)))
     for order in (commits, commits[::-1]):
-        [none, found] = by_split(TaskFolders(tmp_path / order[0].name), "lines", table, order, 2)
+        [none, found] = by_split(TaskFolders(tmp_path / order[0].name), REMOVED, table, order, 2)
         assert none == NOTHING
         assert found.read(np.dtype([("row", "<u4"), ("unit", "<u4")])).tolist() == [(4, 2), (4, 5), (4, 7)]
 
@@ -134,7 +139,8 @@ def test_the_latest_stage_counts_the_copies(tmp_path: Path) -> None:
     nothing = SplitRemovals({"exact": NOTHING, "near": NOTHING})
     loaded = nothing.load()
     assert (len(loaded.copied), [len(rows) for rows in loaded.rows.values()]) == (0, [0, 0])
-    assert len({removals.digest, SplitRemovals({"exact": exact}).digest, nothing.digest}) == 3
+    counted = [plain(one) for one in (removals, SplitRemovals({"exact": exact}), nothing)]
+    assert all(one != other for one, other in combinations(counted, 2))
 
 
 def test_damaged_rows_are_refused(tmp_path: Path) -> None:

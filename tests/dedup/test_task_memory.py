@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from shardkit.writers.dedup.bands import BANDS
-from shardkit.writers.dedup.config import LinesDedupConfig, MinHashConfig, NearDedupConfig
+from shardkit.writers.dedup.config import LinesDedupConfig, MinHashConfig
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.hubs import HubLimits, HubSearch
 from shardkit.writers.dedup.lines import LINE_KEYS, find_line_losers, write_line_keys
@@ -22,7 +22,9 @@ from shardkit.writers.dedup.near import find_equal
 from shardkit.writers.dedup.population import (
     DOCUMENT,
     DOCUMENTS_FILE,
+    PARTS_FILE,
     SIGNATURES_FILE,
+    STARTS_FILE,
     Kind,
     Part,
     Population,
@@ -42,7 +44,7 @@ from support.documents import write_documents
 MEMORY = 4 << 20
 LIMITS = Limits().divided(16)
 LINES, SPANS = LinesDedupConfig(min_characters=20), LinesDedupConfig(unit="span", words=8)
-NEAR = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
+MINHASH = MinHashConfig(permutations=32)
 Work = Callable[[Path], object]
 KINDS: tuple[Kind, ...] = ("input", "index")
 
@@ -70,21 +72,20 @@ def bands(folder: Path, documents: int) -> Work:
         values.write(np.random.default_rng(1).integers(0, 1 << 32, (documents, 32), dtype=np.uint32))
     lost = run_of(folder / LOST.file, LOST, np.arange(0, documents, 3, dtype=np.uint64).view(LOST.dtype))
     part = Part(Artifact(folder), documents)
-    return lambda made: write_bands(made, part, 0, lost.within(0, 1 << 32), NEAR, MEMORY)
+    return lambda made: write_bands(made, part, 0, lost.within(0, 1 << 32), 8, 4, "global", MEMORY)
 
 
 def signatures(folder: Path, documents: int) -> Work:
     texts = [f"word{at} a b c d e" for at in range(documents)]
     path = write_documents(folder / "documents.arrow", texts, batch_rows=256)
     removed = Removed({"exact_duplicate": np.arange(0, documents, 50)})
-    return lambda made: sign_documents(Artifact(path), removed, NEAR, made, memory_bytes=MEMORY)
+    return lambda made: sign_documents(Artifact(path), removed, MINHASH, "global", made, memory_bytes=MEMORY)
 
 
 def equal(folder: Path, documents: int, copies: int) -> Work:
     keys = keys_of(folder / KEYS.file, documents, copies)
-    write_parts(folder, [("part", documents, "")])
-    population = PopulationFile(Artifact(folder), Artifact(folder), Artifact(folder))
-    return lambda made: find_equal(made, keys, population, 1, MEMORY)
+    write_parts(folder, [("part", documents)], [])
+    return lambda made: find_equal(made, keys, Artifact(folder / STARTS_FILE), 1, MEMORY)
 
 
 def exact(folder: Path, documents: int, copies: int) -> Work:
@@ -149,7 +150,7 @@ def hub_peak(folder: Path, parts: int, documents: int) -> int:
             table.write(rows)
             values.write(rng.integers(0, 1 << 32, (len(rows), 32), dtype=np.uint32))
         found.append(Part(part, len(rows)))
-    population, numbers = Population(tuple(found)), np.arange(documents, dtype=np.uint64)
+    population, numbers = Population.of(found), np.arange(documents, dtype=np.uint64)
     tracemalloc.start()
     try:
         hubs = HubSearch(population, 0.8, limits=HubLimits(64), memory_bytes=MEMORY)
@@ -168,11 +169,12 @@ def test_a_hub_holds_no_more_if_its_documents_are_in_many_parts(tmp_path: Path) 
 
 def test_a_process_holds_a_few_bytes_of_each_part_of_a_population(tmp_path: Path) -> None:
     splits, rng = 20_000, np.random.default_rng(1)
-    listed = [(f"part-é-{n:07d}", int(rng.integers(0, 9)), f"texts/{n}.arrow") for n in range(splits)]
-    write_parts(tmp_path, listed)
-    inputs, texts = Artifact(tmp_path / "signatures"), Artifact(tmp_path / "clean")
+    listed = [(f"part-é-{n:07d}", int(rng.integers(0, 9))) for n in range(splits)]
+    write_parts(tmp_path, listed, [5, 7])
+    inputs = Artifact(tmp_path / "signatures")
     others = (Part(Artifact(tmp_path / "one"), 5, "index"), Part(Artifact(tmp_path / "two"), 7, "index"))
-    file = PopulationFile(Artifact(tmp_path), inputs, texts, others)
+    names, starts = Artifact(tmp_path / PARTS_FILE), Artifact(tmp_path / STARTS_FILE)
+    file = PopulationFile(names, starts, inputs, others, "content")
     assert len(pickle.dumps(file)) < 2000
     tracemalloc.start()
     try:
@@ -183,14 +185,12 @@ def test_a_process_holds_a_few_bytes_of_each_part_of_a_population(tmp_path: Path
     finally:
         tracemalloc.stop()
     assert held < 50 * splits
-    whole = Population((*(Part(inputs / name, count) for name, count, _ in listed), *others))
+    whole = Population.of([*(Part(inputs / name, count) for name, count in listed), *others])
     assert ends == (int(whole.starts[-1]), whole.indexed)
     assert np.array_equal(loaded.starts, whole.starts)
     assert [loaded.count(kind) for kind in KINDS] == [whole.count(kind) for kind in KINDS]
-    assert [loaded.parts_of(kind) for kind in KINDS] == [whole.parts_of(kind) for kind in KINDS]
     chosen = [0, 7_777, splits - 1, splits, splits + 1]
     assert [loaded.parts[number] for number in chosen] == [whole.parts[number] for number in chosen]
-    assert file.documents(np.array([3, 3, 19_999])) == {n: texts / f"texts/{n}.arrow" for n in (3, 19_999)}
 
 
 def test_a_merge_of_files_of_this_machine_holds_no_more_where_the_recipe_allows_more(tmp_path: Path) -> None:

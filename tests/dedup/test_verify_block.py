@@ -10,11 +10,12 @@ import pytest
 from reference.near import reference_compare
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.candidates import PAIRS_BY_FIRST, PAIRS_BY_SECOND
+from shardkit.writers.dedup.compare import PairRule
 from shardkit.writers.dedup.config import NearDedupConfig
-from shardkit.writers.dedup.shingle_store import GUESTS, OWN
-from shardkit.writers.dedup.verify import EDGES, WAITING, block_bits, verify_block
+from shardkit.writers.dedup.shingle_store import GUESTS, OWN, SHINGLES
+from shardkit.writers.dedup.verify import EDGES, VERIFY, WAITING, block_bits, verify_block
 from shardkit.writers.exchange import exchange
-from shardkit.writers.execution.task import Commit
+from shardkit.writers.execution.commit import Commit
 from support.near_population import (
     Document,
     Pair,
@@ -53,12 +54,12 @@ def verified(
     bits = block_bits(count, count * 240, memory_bytes)
     blocks = range(0, count, 1 << bits)
     firsts, seconds = (
-        exchange(run, table.file, table, candidates, readers=99, end=count)
+        exchange(run, SHINGLES, table, candidates, readers=99, end=count)
         for table in (PAIRS_BY_FIRST, PAIRS_BY_SECOND)
     )
     sets = write_set_runs(folder / "sets", world, firsts, seconds, block_bits=bits, memory_bytes=memory_bytes)
     own, guests = (
-        exchange(run, table.file, table, sets, readers=len(blocks), end=count) for table in (OWN, GUESTS)
+        exchange(run, VERIFY, table, sets, readers=len(blocks), end=count) for table in (OWN, GUESTS)
     )
     found: set[Edge] = set()
     compared = 0
@@ -66,10 +67,10 @@ def verified(
         out = folder / f"verify{start}"
         out.mkdir(parents=True)
         a, b, c = (table.slice(start, start + (1 << bits)) for table in (firsts, own, guests))
-        counts = verify_block(out, a, b, c, config, memory_bytes)
+        counts = verify_block(out, a, b, c, PairRule.of(config), memory_bytes)
         edges = read_run(out / EDGES.file, EDGES)
         assert set(read_run(out / WAITING.file, WAITING)["key"]) == set(edges["lo"])
-        assert counts.verified == len(edges) == sum(counts.by_similarity)
+        assert counts.verified == len(edges)
         compared += counts.pairs
         assert edges["priority"].tolist() == priorities_of(world, edges["key"]).tolist()
         for edge in edges:
@@ -109,16 +110,16 @@ def test_blocks_larger_than_memory_are_verified_in_turns(tmp_path: Path) -> None
     config = NearDedupConfig()
     run = TaskFolders(tmp_path)
     firsts, seconds = (
-        exchange(run, "pairs", table, candidates, readers=1) for table in (PAIRS_BY_FIRST, PAIRS_BY_SECOND)
+        exchange(run, SHINGLES, table, candidates, readers=1) for table in (PAIRS_BY_FIRST, PAIRS_BY_SECOND)
     )
     sets = write_set_runs(tmp_path / "sets", world, firsts, seconds, block_bits=9, memory_bytes=1 << 20)
-    own, guests = (exchange(run, "sets", table, sets, readers=1) for table in (OWN, GUESTS))
+    own, guests = (exchange(run, VERIFY, table, sets, readers=1) for table in (OWN, GUESTS))
     found = []
     for memory_bytes in (1 << 24, 16_000):
         out = tmp_path / str(memory_bytes)
         out.mkdir()
         a, b, c = (table.slice(0, 1 << 9) for table in (firsts, own, guests))
-        counts = verify_block(out, a, b, c, config, memory_bytes)
+        counts = verify_block(out, a, b, c, PairRule.of(config), memory_bytes)
         assert counts.pairs == len(pairs)
         edges = read_run(out / EDGES.file, EDGES)
         found.append(sorted(zip(edges["key"].tolist(), edges["lo"].tolist(), strict=True)))
@@ -134,10 +135,10 @@ def test_a_pair_without_a_set_is_an_error(tmp_path: Path) -> None:
         write_pairs(tmp_path / str(at), pairs, rng, tasks=1) for at, pairs in enumerate([{(0, 1)}, {(0, 2)}])
     ]
     (firsts, seconds), (others, _) = (
-        [exchange(run, "pairs", table, some, readers=1) for table in (PAIRS_BY_FIRST, PAIRS_BY_SECOND)]
+        [exchange(run, SHINGLES, table, some, readers=1) for table in (PAIRS_BY_FIRST, PAIRS_BY_SECOND)]
         for some in both
     )
     sets = write_set_runs(tmp_path / "sets", world, firsts, seconds, block_bits=5, memory_bytes=1 << 20)
-    own, guests = (exchange(run, "sets", table, sets, readers=1).slice(0, 32) for table in (OWN, GUESTS))
+    own, guests = (exchange(run, VERIFY, table, sets, readers=1).slice(0, 32) for table in (OWN, GUESTS))
     with pytest.raises(BuildError, match="without a set"):
-        verify_block(tmp_path, others.slice(0, 32), own, guests, NearDedupConfig(), 1 << 20)
+        verify_block(tmp_path, others.slice(0, 32), own, guests, PairRule.of(NearDedupConfig()), 1 << 20)

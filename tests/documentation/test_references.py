@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +79,25 @@ def test_the_killed_run_in_the_figure_has_the_losses_of_the_uninterrupted_one() 
     for part in facts["killed"]:
         first = part["first"] - 1
         assert part["losses"] == facts["uninterrupted"][first : first + len(part["losses"])]
+
+
+def defined(path: Path) -> set[str]:
+    """Names that a module defines at its top, and those of its methods."""
+    tree = ast.parse(path.read_text())
+    kinds = ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef
+    names = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+    targets = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    for node in targets:
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            names |= {one.id for one in ast.walk(target) if isinstance(one, ast.Name)}
+    return names
+
+
+def test_the_map_of_the_code_names_files_and_functions_that_exist() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    places = re.findall(r"`((?:shardkit|writers|loaders|tests|docs)/[\w/.]*)(?:: (\w+))?`", text)
+    assert len(places) > 40
+    for file, name in places:
+        path = ROOT / file
+        assert path.exists(), file
+        assert not name or name in defined(path), f"{file}: {name}"

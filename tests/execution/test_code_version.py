@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.writers.execution import task as module
-from shardkit.writers.execution.task import (
+from shardkit.writers.execution import code_version as module
+from shardkit.writers.execution.code_version import (
     DECIDES_NO_BYTE,
     LIBRARIES,
     OUTSIDE_TASKS,
@@ -40,14 +40,17 @@ def sources() -> Sources:
 
 def task_functions(sources: Sources) -> list[Definition]:
     found = []
-    for name, call in [*sources.calls_of("Task"), *sources.calls_of("Fallback")]:
-        if name == "shardkit.writers.execution.task":
-            continue  # makes the task of a fallback, whose function is named where the fallback is made
-        by_name = {keyword.arg: keyword.value for keyword in call.keywords}
-        function = call.args[3] if len(call.args) > 3 else by_name["function"]
-        assert isinstance(function, ast.Name), f"{name}:{call.lineno}: name the task's function in the call"
-        if function.id != "dict":  # Ray's marker of a node: a task that never runs
-            found += sources.find(name, function.id)
+    for name, call in sources.calls_of("Stage"):
+        if not name.startswith("shardkit.writers.") or name.startswith("shardkit.writers.execution."):
+            continue  # those of execution are steps of a stage, and a mark
+        assert len(call.args) == 3, f"{name}:{call.lineno}: give the stage its name, title and function"
+        function = call.args[2]
+        assert isinstance(function, ast.Name), f"{name}:{call.lineno}: name the function in the call"
+        found += sources.find(name, function.id)
+    for name, call in sources.calls_of("old_task"):  # TEMPORARY
+        function = call.args[3]
+        assert isinstance(function, ast.Name)
+        found += sources.find(name, function.id)
     return found
 
 

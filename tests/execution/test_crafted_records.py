@@ -10,18 +10,17 @@ import pytest
 import xxhash
 
 from shardkit.errors import BuildError
-from shardkit.writers.execution.task import (
+from shardkit.writers.execution.commit import (
     BLOCK_BYTES,
     Commit,
     Output,
-    PlainCounts,
     Record,
-    Task,
     block_hashes,
     facts_of,
     parse_record,
     record_of,
 )
+from shardkit.writers.execution.stage import Stage
 from support.json_trees import variants
 
 SEAL_BYTES = len(b',\n "seal": "' + b"0" * 32 + b'"\n}\n')
@@ -30,8 +29,9 @@ SEAL_BYTES = len(b',\n "seal": "' + b"0" * 32 + b'"\n}\n')
 def example() -> bytes:
     size = 3 * BLOCK_BYTES - 1
     outputs = {"tokens.run": Output(7, "0" * 32), "sub/keys": Output(size, "a" * 32, "A" * 32)}
-    counts = {"ledger": {"read": {"documents": 1, "bytes": 2}}, "lines": 3}
-    return record_of(Task("pack", "a", {"seed": 1}, dict, inputs={"b": ["c"]}), "0" * 32, counts, outputs)
+    facts = facts_of({"ledger": {"read": {"documents": 1, "bytes": 2}}, "lines": 3}, outputs)
+    commit = Commit("pack", "a", Path(), "0" * 32, facts)
+    return record_of(commit, {"seed": 1, "b": ["c"]}, outputs)
 
 
 def sealed(record: object) -> bytes:
@@ -42,7 +42,7 @@ def sealed(record: object) -> bytes:
 
 def use(record: Record) -> None:
     commit = record.commit
-    assert isinstance(commit.counts, dict)
+    json.dumps(commit.result)
     assert len(commit.content) == 32
     assert commit.bytes >= 0
     assert commit.key.startswith(f"{commit.stage}/{commit.name}.")
@@ -78,11 +78,18 @@ def test_crafted_records_are_no_commits_or_usable_ones(tmp_path: Path) -> None:
 
 
 @dataclass
-class Counts(PlainCounts):
+class Lines:
     lines: int
 
 
-def test_counts_of_another_stage_are_an_error_that_names_the_folder(tmp_path: Path) -> None:
-    commit = Commit("lines", "a", tmp_path / "lines" / "a", "0" * 32, facts_of({"rows": 1}, {}))
-    with pytest.raises(BuildError, match=r"lines/a: its record has other counts.*remove .*lines/a"):
-        Counts.of(commit)
+def count(folder: Path) -> Lines:
+    return Lines(1)
+
+
+@pytest.mark.parametrize("facts", [{"result": {"rows": 1}}, {"result": {"lines": "many"}}, {}])
+def test_the_result_of_another_stage_is_an_error_that_names_the_folder(
+    tmp_path: Path, facts: dict[str, object]
+) -> None:
+    commit = Commit("lines", "a", tmp_path / "lines" / "a", "0" * 32, facts_of(facts, {}))
+    with pytest.raises(BuildError, match=r"(?s)lines/a: its record has another result.*remove .*lines/a"):
+        Stage("lines", "lines", count).result(commit)

@@ -16,6 +16,7 @@ from crash.faults import damage
 from crash.grid import Entry, grid, sample
 from crash.reader import look
 from crash.stores import FAULTS, StoreCell, StoreCrashes
+from shardkit.writers.execution.work import COMMIT_NAME
 from support.s3_moto import s3_server
 
 SEED = 8
@@ -69,7 +70,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> StoreCrashes:
 
 
 def test_a_commit_whose_answer_is_lost_is_done_once(stores: StoreCrashes) -> None:
-    cell = StoreCell(fault="lost_ack", place="work", number=3, operation="put", key="^commits/")
+    cell = StoreCell(fault="lost_ack", place="work", number=3, operation="put", key=COMMIT_NAME)
     outcome = stores.run(cell)
     assert (outcome.struck, outcome.error, outcome.problems) == (True, "", [])
 
@@ -77,7 +78,7 @@ def test_a_commit_whose_answer_is_lost_is_done_once(stores: StoreCrashes) -> Non
 def test_a_shard_that_cannot_be_read_when_it_is_published_is_named_by_its_url(stores: StoreCrashes) -> None:
     outcome = stores.run(StoreCell(fault="deny", place="work", number=1, operation="open", key=r"\.mds$"))
     assert outcome.problems == []
-    named = r"memory://\S+/work/data/pack/\S+\.mds: cannot be read: AccessDenied"
+    named = r"memory://\S+/work/pack/\S+\.mds: cannot be read: AccessDenied"
     assert re.search(named, outcome.error), outcome.error
 
 

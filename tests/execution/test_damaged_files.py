@@ -4,49 +4,50 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shardkit.progress import make_listener
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.task import Commit, Task
-from shardkit.writers.execution.work_local import LocalWork
+from shardkit.writers.execution.stage import Stage
+from shardkit.writers.execution.work import Work
 
 
-def write(folder: Path, text: str) -> dict[str, Any]:
+def write(folder: Path, text: str) -> None:
     (folder / "text").write_text(text)
     (folder / "other").write_text(text.upper())
-    return {}
 
 
-def copy(folder: Path, source: Artifact) -> dict[str, Any]:
+def copy(folder: Path, source: Artifact, suffix: str) -> None:
     (folder / "text").write_bytes(b"copy of " + source.read_bytes())
-    return {}
+
+
+FIRST, SECOND = Stage("first", "first", write), Stage("second", "second", copy)
 
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were compared."""
     names: list[str] = []
-    real = LocalWork.damaged_output
+    real = Work.damaged_output
 
-    def damaged_output(work: LocalWork, commit: Commit) -> str | None:
+    def damaged_output(work: Work, commit: Commit) -> str | None:
         names.extend(f"{commit.stage}/{name}" for name in commit.outputs)
         return real(work, commit)
 
-    monkeypatch.setattr(LocalWork, "damaged_output", damaged_output)
+    monkeypatch.setattr(Work, "damaged_output", damaged_output)
     return names
 
 
 def run(work: Path, suffix: str) -> bytes:
     """A build of two stages; the second one's result."""
-    with Journal(work) as journal, InlineEngine() as engine:
+    with Journal(Work.at(work)) as journal, InlineEngine() as engine:
         runner = Runner(journal, engine, make_listener(False))
-        [[first]] = runner.run([Task("first", "a", {}, write, ("hello",))])
-        [[second]] = runner.run([Task("second", "a", {"suffix": suffix}, copy, (first.files / "text",))])
+        [[first]] = runner.run([FIRST.task("a", 0, "hello")])
+        [[second]] = runner.run([SECOND.task("a", 0, first.file("text"), suffix)])
         return (second.files / "text").read_bytes()
 
 

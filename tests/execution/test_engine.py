@@ -57,7 +57,7 @@ def tasks(tmp_path: Path) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def work(tmp_path: Path) -> Iterator[Work]:
-    with Journal(tmp_path / "work") as journal:
+    with Journal(Work.at(tmp_path / "work")) as journal:
         yield journal.work
 
 
@@ -69,10 +69,10 @@ def test_results_come_in_task_order_whatever_the_schedule(tasks: ModuleType, wor
         again = run_all(engine, planned[:1], work)
     assert [(c.folder / "square.txt").read_text() for c in commits] == [str(n * n) for n in range(9)]
     assert sorted(heard) == sorted(planned_task.name for planned_task in planned)
-    pids = {c.counts["pid"] for c in commits}
+    pids = {c.result["pid"] for c in commits}
     assert 1 <= len(pids) <= 3
     assert os.getpid() not in pids
-    assert again[0].counts["pid"] in pids  # workers are kept
+    assert again[0].result["pid"] in pids  # workers are kept
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
@@ -89,7 +89,7 @@ def test_workers_use_one_thread_and_leave_stdout_alone(
 ) -> None:
     with LocalEngine(1) as engine:
         [commit] = run_all(engine, [make_task(tasks, "environment")], work)
-    assert commit.counts == {
+    assert commit.result == {
         "OMP_NUM_THREADS": "1",
         "RAYON_NUM_THREADS": "1",
         "NUMBA_NUM_THREADS": "1",
@@ -104,10 +104,11 @@ def test_a_script_without_a_main_guard_builds_once(tmp_path: Path, tasks: Module
         "from pathlib import Path; import engine_tasks\n"
         "from shardkit.writers.execution.engine import LocalEngine\n"
         "from shardkit.writers.execution.runner import Journal\n"
-        "from shardkit.writers.execution.task import Task\n"
+        "from shardkit.writers.execution.stage import Stage\n"
         "from shardkit.writers.execution.task_queue import TaskQueue\n"
-        "with Journal(Path('work')) as journal, LocalEngine(2) as engine:\n"
-        "    tasks = [Task('s', str(n), {}, engine_tasks.environment) for n in range(2)]\n"
+        "from shardkit.writers.execution.work import Work\n"
+        "with Journal(Work.at(Path('work'))) as journal, LocalEngine(2) as engine:\n"
+        "    tasks = [Stage('s', 's', engine_tasks.environment).task(str(n), 0) for n in range(2)]\n"
         "    heard = []\n"
         "    engine.run(TaskQueue(tasks, heard.append), journal.work)\n"
         "    print(len(heard))\n"
@@ -152,7 +153,7 @@ def test_a_task_that_hangs_is_killed_and_runs_again(tasks: ModuleType, work: Wor
     planned = [make_task(tasks, "hang", tmp_path, 1), make_task(tasks, "square", 3)]
     with LocalEngine(1, task_seconds=1.0) as engine, pytest.warns(RuntimeWarning, match="it runs again"):
         commits = run_all(engine, planned, work)
-    assert (commits[0].counts["tries"], len(list(tmp_path.glob("try-*")))) == (1, 2)
+    assert (commits[0].result["tries"], len(list(tmp_path.glob("try-*")))) == (1, 2)
     assert (commits[1].folder / "square.txt").read_text() == "9"
 
 
@@ -174,7 +175,7 @@ def test_a_task_in_time_is_left_alone_and_so_is_an_idle_worker(tasks: ModuleType
         [first] = run_all(engine, [make_task(tasks, "square", 1)], work)
         time.sleep(1.5)
         [second] = run_all(engine, [make_task(tasks, "square", 2, number=1)], work)
-    assert first.counts["pid"] == second.counts["pid"]
+    assert first.result["pid"] == second.result["pid"]
 
 
 def test_a_worker_that_exits_is_named_with_its_status(tasks: ModuleType, work: Work) -> None:
@@ -189,7 +190,7 @@ FORKS = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked o
 def test_workers_are_forks_of_one_process_that_has_their_modules(tasks: ModuleType, work: Work) -> None:
     planned = [make_task(tasks, "look", "colorsys", number=n) for n in range(6)]
     with LocalEngine(2, modules=["colorsys"]) as engine:
-        counts = [commit.counts for commit in run_all(engine, planned, work)]
+        counts = [commit.result for commit in run_all(engine, planned, work)]
         [parent] = {count["parent"] for count in counts}
         assert psutil.Process(parent).ppid() == os.getpid()
     assert all(count["imported"] for count in counts)
@@ -202,8 +203,8 @@ def test_a_module_that_starts_a_thread_is_not_forked(tasks: ModuleType, work: Wo
     )
     with LocalEngine(2, modules=["threaded"]) as engine:
         commits = run_all(engine, [make_task(tasks, "look", "threaded", number=n) for n in range(4)], work)
-    assert {commit.counts["parent"] for commit in commits} == {os.getpid()}
-    assert not any(commit.counts["imported"] for commit in commits)
+    assert {commit.result["parent"] for commit in commits} == {os.getpid()}
+    assert not any(commit.result["imported"] for commit in commits)
 
 
 @FORKS
@@ -231,10 +232,12 @@ SLEEPER = (
     "from pathlib import Path; import engine_tasks\n"
     "from shardkit.writers.execution.engine import LocalEngine\n"
     "from shardkit.writers.execution.runner import Journal\n"
-    "from shardkit.writers.execution.task import Task\n"
+    "from shardkit.writers.execution.stage import Stage\n"
     "from shardkit.writers.execution.task_queue import TaskQueue\n"
-    "with Journal(Path('work')) as journal, LocalEngine(2) as engine:\n"
-    "    tasks = [Task('s', str(n), {}, engine_tasks.nap, (Path.cwd(), 600)) for n in range(2)]\n"
+    "from shardkit.writers.execution.work import Work\n"
+    "with Journal(Work.at(Path('work'))) as journal, LocalEngine(2) as engine:\n"
+    "    nap = Stage('s', 's', engine_tasks.nap)\n"
+    "    tasks = [nap.task(str(n), 0, str(Path.cwd()), 600) for n in range(2)]\n"
     "    engine.run(TaskQueue(tasks, lambda commit: None), journal.work)\n"
 )
 

@@ -13,24 +13,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 from servers.bucket import RgwBucket
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.storage.store import StorageOptions
+from shardkit.writers.digests import DecidesNoByte
 from shardkit.writers.execution import engine_ray
+from shardkit.writers.execution.code_version import code_version
+from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import death_of
 from shardkit.writers.execution.engine_ray import RayEngine, Stragglers
 from shardkit.writers.execution.ray_cluster import Head, slots_of, start_ray
 from shardkit.writers.execution.ray_node import check_of, run_on_node
 from shardkit.writers.execution.runner import Journal
-from shardkit.writers.execution.task import Commit, Fallback, Task, code_version
+from shardkit.writers.execution.stage import Fallback, Stage, Task
 from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work
 from shardkit.writers.pipeline import build
@@ -63,10 +66,6 @@ def hang_until(folder, place, count):
     (place / f"hang-{time.monotonic_ns()}").touch()
     if len(list(place.glob("hang-*"))) <= count:
         ctypes.PyDLL(None).sleep(600)
-    return {}
-
-def stand_in(folder, place, count, error):
-    (folder / "error.txt").write_text(error)
     return {}
 
 def straggle(folder, place):
@@ -108,7 +107,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def work(tmp_path: Path) -> Iterator[Work]:
-    with Journal(tmp_path / "work") as journal:
+    with Journal(Work.at(tmp_path / "work")) as journal:
         yield journal.work
 
 
@@ -235,7 +234,7 @@ def test_results_come_in_task_order_from_all_nodes(
         commits = run_all(ray, [make_task(tasks, "square", n, number=n) for n in range(9)], work)
         [commit] = run_all(ray, [make_task(tasks, "environment")], work)
     assert [(c.folder / "square.txt").read_text() for c in commits] == [str(n * n) for n in range(9)]
-    assert set(commit.counts.values()) == {"1", "false"}  # one thread each
+    assert set(commit.result.values()) == {"1", "false"}  # one thread each
     assert capfd.readouterr() == ("", "")
 
 
@@ -288,6 +287,15 @@ def test_a_killed_worker_costs_only_its_task_which_runs_again_and_is_told(
     assert capfd.readouterr().out == ""
 
 
+def call_instead(
+    folder: Path,
+    failed: str,
+    args: Annotated[Mapping[str, object], DecidesNoByte("`failed` is the digest of what they decide")],
+    error: Annotated[str, DecidesNoByte("a later build finds the task without it")],
+) -> None:
+    (folder / "error.txt").write_text(error)
+
+
 @extended
 @pytest.mark.filterwarnings("ignore:task stage/die_until")
 def test_a_task_that_kills_every_worker_ends_the_run(
@@ -310,7 +318,7 @@ def test_a_task_that_kills_every_worker_gives_way_to_its_fallback(
 ) -> None:
     quick_retries(monkeypatch)
     monkeypatch.setattr(engine_ray, "RETRIES", 1)
-    fallback = Fallback("failed", 1, "max_failed", tasks.stand_in)
+    fallback = Fallback(Stage("failed", "failed", call_instead), 1, "max_failed")
     poison = replace(make_task(tasks, "die_until", place, 100), fallback=fallback)
     commits: list[Commit] = []
     with engine() as ray:
@@ -338,7 +346,7 @@ def test_a_straggler_runs_a_second_time_on_an_idle_worker_and_the_first_attempt_
             commits = run_all(ray, planned, work)
         assert time.monotonic() - begin < 60
         attempts = {int(path.name.removeprefix("attempt-")) for path in place.iterdir()}
-        [killed] = attempts - {commits[0].counts["pid"]}
+        [killed] = attempts - {commits[0].result["pid"]}
         assert len(commits) == 6
         assert ends(killed)
 
@@ -380,7 +388,7 @@ def test_tasks_in_flight_are_bounded(
     with engine(workers) as ray:
         ray.run(queue, work)
     assert queue.most == most  # all, so that a cluster that grows sees them, or what was said
-    assert max(len(commit.counts["seen"]) for commit in commits) <= min(most, 4)
+    assert max(len(commit.result["seen"]) for commit in commits) <= min(most, 4)
 
 
 @extended
@@ -389,7 +397,7 @@ def test_tasks_ask_for_the_memory_of_the_recipe(
 ) -> None:
     with engine(memory_bytes=NODE_MEMORY * 3 // 4) as ray:  # so one fits on a node, with its two CPUs
         commits = run_all(ray, [make_task(tasks, "overlap", place, number=n) for n in range(10)], work)
-    for counts in (commit.counts for commit in commits):
+    for counts in (commit.result for commit in commits):
         assert len([name for name in counts["seen"] if name.startswith(counts["node"])]) == 1
 
 
@@ -486,11 +494,14 @@ import sys
 from pathlib import Path; import ray_tasks
 from shardkit.writers.execution.engine_ray import RayEngine
 from shardkit.writers.execution.runner import Journal
-from shardkit.writers.execution.task import Task
+from shardkit.writers.execution.stage import Stage
 from shardkit.writers.execution.task_queue import TaskQueue
+from shardkit.writers.execution.work import Work
 address, place = sys.argv[1] or None, Path(sys.argv[2])
-with Journal(Path("work").absolute()) as journal, RayEngine(2, address=address, memory_bytes=10**9) as engine:
-    tasks = [Task("s", str(n), {}, ray_tasks.nap, (place, 600)) for n in range(2)]
+work = Work.at(Path("work").absolute())
+with Journal(work) as journal, RayEngine(2, address=address, memory_bytes=10**9) as engine:
+    nap = Stage("s", "s", ray_tasks.nap)
+    tasks = [nap.task(str(n), 0, str(place), 600) for n in range(2)]
     engine.run(TaskQueue(tasks, lambda commit: None), journal.work)
 """
 

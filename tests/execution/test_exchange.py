@@ -21,13 +21,19 @@ from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Body, Store
 from shardkit.writers.exchange import Exchanged, Limits, RunWriter, Segment, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, Output, Task, facts_of
-from shardkit.writers.execution.work import hash_output, run_task
-from shardkit.writers.execution.work_store import StoreWork
+from shardkit.writers.execution.commit import Commit, Output, facts_of, hash_output
+from shardkit.writers.execution.stage import Stage, Task
+from shardkit.writers.execution.work import COMMIT_NAME, Work, run_task
 from shardkit.writers.runs import DEFAULT_LIMITS, BlockWriter
 from support.remote_harness import fresh_url
 from support.stores import FaultRule, FaultyStore, WrappedStore
 
+
+def read_rows(folder: Path) -> None:
+    """Stand for what reads what is exchanged."""
+
+
+ROWS, FEW, MANY = (Stage(name, name, read_rows) for name in ("rows", "few", "many"))
 PLAIN = Table("rows.run", np.dtype([("key", "<u8"), ("value", "<u4"), ("map", "<i4")]), origin="map")
 FULL = Table("texts.run", np.dtype([("key", "<u8"), ("size", "<i8"), ("value", "<u4")]), payload=True)
 SMALL = Limits(
@@ -56,8 +62,7 @@ class Folders:
         self.tasks += 1
         folder = self.folder / task.key
         folder.mkdir(parents=True, exist_ok=True)
-        counts = task.function(folder, *task.args)
-        assert not isinstance(counts, Commit)
+        task.run(folder)
         return commit_of(folder, task.stage, task.name)
 
 
@@ -138,7 +143,7 @@ def test_a_reader_sees_the_rows_of_its_range_by_key_then_map_then_order_of_writi
     folder = tmp_path_factory.mktemp("exchange")
     commits, expected = write_maps(folder, table, maps)
     run = Folders(folder)
-    exchanged = exchange(run, "rows", table, commits, readers=readers, end=end, limits=SMALL)
+    exchanged = exchange(run, ROWS, table, commits, readers=readers, end=end, limits=SMALL)
     assert len(exchanged.runs) <= SMALL.fan_in
     found: list[tuple[object, ...]] = []
     for reader in range(readers):
@@ -157,11 +162,14 @@ def test_small_exchanges_do_not_merge_and_large_ones_merge_until_readers_meet_fe
     limits = replace(SMALL, least_segments=1000)
     commits, _ = write_maps(tmp_path, PLAIN, [[[n]] for n in range(10)])
     run = Folders(tmp_path)
-    assert len(exchange(run, "few", PLAIN, commits[:3], readers=9, limits=limits).runs) == 3
+    assert len(exchange(run, FEW, PLAIN, commits[:3], readers=9, limits=limits).runs) == 3
     assert run.tasks == 0
-    merged = exchange(run, "many", PLAIN, commits, readers=9, end=10, limits=limits)
+    merged = exchange(run, MANY, PLAIN, commits, readers=9, end=10, limits=limits)
     assert len(merged.runs) == 2  # 10 runs, then 4, then 2: not above the fan-in
-    assert sorted(path.name for path in (tmp_path).glob("many-*")) == ["many-merge-1", "many-merge-2"]
+    assert sorted(path.name for path in (tmp_path).glob("many-*")) == [
+        "many-rows-merge-1",
+        "many-rows-merge-2",
+    ]
     one = merged.slice(4, 5)
     assert [len(run) for run in one.runs] == [1, 1]  # a reader opens no files of other ranges
     assert one.read()[0]["map"].tolist() == [4]
@@ -174,7 +182,7 @@ def test_requests_of_readers_grow_with_bytes_not_with_maps_times_readers(tmp_pat
         lists = [[rng.integers(0, 1 << 63, 10).tolist()] for _ in range(maps)]
         commits, _ = write_maps(tmp_path / str(maps), PLAIN, lists)
         run = Folders(tmp_path / str(maps))
-        exchanged = exchange(run, "rows", PLAIN, commits, readers=maps, limits=SMALL)
+        exchanged = exchange(run, ROWS, PLAIN, commits, readers=maps, limits=SMALL)
         step = (1 << 64) // maps
         files.append(sum(len(r) for n in range(maps) for r in exchanged.slice(n * step, (n + 1) * step).runs))
     assert files[1] < 16 * files[0]  # all pairs: 64 times as many
@@ -186,27 +194,29 @@ def test_merge_tasks_are_named_by_content_and_an_added_map_repeats_only_its_grou
     for count in (9, 9, 10):
 
         def run(*groups: Sequence[Task]) -> list[list[Commit]]:
-            tasks[-1].extend(task.key for group in groups for task in group if task.stage == "rows-merge-1")
+            tasks[-1].extend(
+                task.key for group in groups for task in group if task.stage == "rows-rows-merge-1"
+            )
             return Folders(tmp_path)(*groups)
 
         tasks.append([])
-        exchange(run, "rows", PLAIN, commits[:count], readers=2, end=1000, limits=SMALL)
+        exchange(run, ROWS, PLAIN, commits[:count], readers=2, end=1000, limits=SMALL)
     assert tasks[0] == tasks[1] == tasks[2][: len(tasks[0])]
     assert len(tasks[2]) > len(tasks[0])
 
 
-def test_digest_of_a_slice_follows_its_content_not_its_place(tmp_path: Path) -> None:
+def test_the_content_of_a_slice_follows_its_content_not_its_place(tmp_path: Path) -> None:
     digests = []
     for name, key in (("a", 1), ("b", 1), ("c", 2)):
         commits, _ = write_maps(tmp_path / name, PLAIN, [[[key, 900]]])
-        digests.append(exchange(Folders(tmp_path), "rows", PLAIN, commits, readers=1).slice(0, 1000).digest)
+        digests.append(exchange(Folders(tmp_path), ROWS, PLAIN, commits, readers=1).slice(0, 1000).content)
     assert digests[0] == digests[1] != digests[2]
 
 
 def test_a_key_is_divided_between_batches_only_if_it_alone_is_large(tmp_path: Path) -> None:
     maps = [[[5] * 30 + [6] * 4, [7] * 2000] for _ in range(3)]
     commits, expected = write_maps(tmp_path, PLAIN, maps)
-    part = exchange(Folders(tmp_path), "rows", PLAIN, commits, readers=1, limits=SMALL).slice(0, 1 << 64)
+    part = exchange(Folders(tmp_path), ROWS, PLAIN, commits, readers=1, limits=SMALL).slice(0, 1 << 64)
     batches = [rows for rows, _ in part.stream(8000)]
     assert [row for rows in batches for row in seen(PLAIN, rows, np.empty(0, np.uint8))] == expected
     for key in (5, 6):
@@ -221,7 +231,7 @@ def test_damaged_files_are_refused(tmp_path: Path, table: Table, damage: str) ->
     commits, _ = write_maps(tmp_path, table, [[list(range(100))]])
     file = commits[0].folder / table.file
     data = file.read_bytes()
-    exchanged = exchange(Folders(tmp_path), "rows", table, commits, readers=1, limits=SMALL)
+    exchanged = exchange(Folders(tmp_path), ROWS, table, commits, readers=1, limits=SMALL)
     for at in range(0, len(data), 17):
         if damage == "other table":
             other = replace(table, dtype=np.dtype([*table.dtype.descr, ("more", "<u4")]))
@@ -253,7 +263,7 @@ def written_bytes() -> int:
 
 def test_keys_that_no_reader_could_ask_for_are_an_error(tmp_path: Path) -> None:
     commits, _ = write_maps(tmp_path, PLAIN, [[[3, 10]]])
-    exchanged = exchange(Folders(tmp_path), "rows", PLAIN, commits, readers=1, end=10)
+    exchanged = exchange(Folders(tmp_path), ROWS, PLAIN, commits, readers=1, end=10)
     with pytest.raises(AssertionError, match=r"rows\.run: key 10 is beyond the range"):
         exchanged.slice(0, 5).read()
 
@@ -321,20 +331,23 @@ def write_numbers(folder: Path, first: int, count: int) -> dict[str, int]:
     return {"rows": count}
 
 
+MAPS = Stage("maps", "maps", write_numbers)
+
+
 class Counted(WrappedStore):
-    """Notes the bytes of every range that is asked for below data/."""
+    """Notes the bytes of every range of a run that is asked for."""
 
     ranges: ClassVar[list[int]] = []
 
     def open(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> Body:
-        if key.startswith("data/"):
+        if key.endswith(PLAIN.file):
             self.ranges.append((stop or 0) - start)
         return self.below.open(key, start, stop, version=version)
 
 
-def store_work(tmp_path: Path, url: str, around: Callable[[Store], Store]) -> StoreWork:
-    work = StoreWork(url, tmp_path / f"scratch-{len(list(tmp_path.iterdir()))}", around=around)
-    work = work.claimed("session")
+def store_work(tmp_path: Path, url: str, around: Callable[[Store], Store]) -> Work:
+    work = Work(url, tmp_path / f"scratch-{len(list(tmp_path.iterdir()))}", around=around)
+    work = work.claimed()
     work.prepare()
     return work
 
@@ -343,9 +356,9 @@ def test_a_slice_in_a_store_takes_one_request_a_small_file_and_two_of_a_large_on
     url, count = f"{fresh_url()}/work", 500_000
     work = store_work(tmp_path, url, Counted)
     sizes = (1000, 2000, count)
-    tasks = [Task("maps", str(n), {}, write_numbers, (n, rows)) for n, rows in enumerate(sizes)]
+    tasks = [MAPS.task(str(n), 0, n, rows) for n, rows in enumerate(sizes)]
     commits = [run_task(task, task.digest, work) for task in tasks]
-    exchanged = exchange(Folders(tmp_path), "rows", PLAIN, commits, readers=1)
+    exchanged = exchange(Folders(tmp_path), ROWS, PLAIN, commits, readers=1)
     Counted.ranges.clear()
     assert len(exchanged.slice(0, 1 << 64).read()[0]) == sum(sizes)
     whole = sum(commit.outputs[PLAIN.file].bytes for commit in commits)
@@ -364,20 +377,20 @@ def test_a_byte_flipped_on_the_way_is_read_again_and_one_flipped_in_the_store_re
     tmp_path: Path, rows: int
 ) -> None:
     url = f"{fresh_url()}/work"
-    flips = FaultRule(fault="corrupt", operation="read", key="data/", count=2, after_bytes=9)
+    flips = FaultRule(fault="corrupt", operation="read", key=PLAIN.file, count=2, after_bytes=9)
     work = store_work(tmp_path, url, partial(FaultyStore, rules=(flips,)))
-    task = Task("maps", "0", {}, write_numbers, (0, rows))
+    task = MAPS.task("0", 0, 0, rows)
     commit = run_task(task, task.digest, work)
-    part = exchange(Folders(tmp_path), "rows", PLAIN, [commit], readers=1).slice(0, 1 << 64)
+    part = exchange(Folders(tmp_path), ROWS, PLAIN, [commit], readers=1).slice(0, 1 << 64)
     assert part.read()[0]["key"].tolist() == [*range(rows)]
     store = MemoryStore(url)
-    assert [info.key for info in store.list("commits/")]
-    data = bytearray(store.get(f"data/{task.key}/{PLAIN.file}"))
+    assert any(info.key.endswith(COMMIT_NAME) for info in store.list())
+    data = bytearray(store.get(f"{task.key}/{PLAIN.file}"))
     data[len(data) // 2] ^= 1
-    store.put(f"data/{task.key}/{PLAIN.file}", bytes(data))
+    store.put(f"{task.key}/{PLAIN.file}", bytes(data))
     with pytest.raises(OSError, match="the next run repeats its task"):
         part.read()
-    assert not [info.key for info in store.list("commits/")]
+    assert not any(info.key.endswith(COMMIT_NAME) for info in store.list())
 
 
 def test_divided_limits_treat_small_data_as_limits_treat_large(tmp_path: Path) -> None:

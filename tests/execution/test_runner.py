@@ -14,31 +14,34 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 from shardkit.errors import BuildError, ConservationError
 from shardkit.progress import make_listener
+from shardkit.writers.digests import DecidesNoByte
+from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.task import Commit, Task
-from shardkit.writers.execution.work import run_task
-from shardkit.writers.execution.work_local import COMMIT_NAME
+from shardkit.writers.execution.stage import Stage, Task
+from shardkit.writers.execution.work import COMMIT_NAME, Work, run_task
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.progress import StageProgress
 
 ONE_DOCUMENT = {"documents": 1, "bytes": 5}
 
 
-def write_two(folder: Path, text: str) -> dict[str, Any]:
+def write_two(
+    folder: Path, text: Annotated[str, DecidesNoByte("a test says so")], key: int
+) -> dict[str, int]:
     (folder / "sub").mkdir()
     (folder / "a.txt").write_text(text)
     (folder / "sub" / "b.txt").write_text(text * 2)
     return {"letters": 3 * len(text)}
 
 
-def fail_half_way(folder: Path) -> dict[str, Any]:
+def fail_half_way(folder: Path) -> None:
     (folder / "a.txt").write_text("half")
     raise BuildError("no")
 
@@ -48,12 +51,16 @@ def lose_a_document(folder: Path) -> dict[str, Any]:
     return {"ledger": {"read": ONE_DOCUMENT, "kept": kept, "dropped": {}, "quarantined": {}}}
 
 
-TASK = Task("stage", "task", {"key": 1}, write_two, ("text",))
+def make_task(key: int = 1, text: str = "text", weight: int = 0) -> Task:
+    return Stage("stage", "stage", write_two).task("task", weight, text, key)
+
+
+TASK = make_task()
 
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:
-    with Journal(tmp_path / "work") as journal:
+    with Journal(Work.at(tmp_path / "work")) as journal:
         yield journal
 
 
@@ -76,27 +83,26 @@ def test_a_finished_task_is_found_with_its_counts_and_outputs(journal: Journal) 
     found = find(journal, TASK)
     assert found is not None
     assert found == replace(made, reused=True)
-    assert found.counts == {"letters": 12}
+    assert found.result == {"letters": 12}
     assert {name: output.bytes for name, output in found.outputs.items()} == {"a.txt": 4, "sub/b.txt": 8}
     assert (found.folder / "sub" / "b.txt").read_text() == "texttext"
     assert journal.work.damaged_output(found) is None
 
 
-@pytest.mark.parametrize("changed", [{"key": 2}, {}, {"key": 1, "more": None}])
-def test_another_spec_is_another_task(journal: Journal, changed: dict[str, Any]) -> None:
+def test_other_arguments_are_another_task(journal: Journal) -> None:
     finish(journal)
-    assert find(journal, replace(TASK, config=changed)) is None
+    assert find(journal, make_task(key=2)) is None
 
 
 def test_other_code_is_another_task(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     finish(journal)
-    monkeypatch.setattr("shardkit.writers.execution.task.code_version", lambda: "newer")
+    monkeypatch.setattr("shardkit.writers.execution.stage.code_version", lambda: "newer")
     assert find(journal, replace(TASK)) is None  # a fresh task, as digests are remembered
 
 
-def test_args_and_weight_do_not_decide(journal: Journal) -> None:
+def test_weight_and_arguments_that_are_marked_do_not_decide(journal: Journal) -> None:
     finish(journal)
-    assert find(journal, replace(TASK, args=("elsewhere",), weight=9)) is not None
+    assert find(journal, make_task(text="elsewhere", weight=9)) is not None
 
 
 @pytest.mark.parametrize("name", ["a.txt", "sub/b.txt", COMMIT_NAME])
@@ -119,7 +125,7 @@ def test_changed_bytes_of_the_same_size_are_noticed_when_asked_for(journal: Jour
 
 
 def test_a_task_that_fails_leaves_nothing(journal: Journal) -> None:
-    task = replace(TASK, function=fail_half_way, args=())
+    task = Stage("stage", "stage", fail_half_way).task("task", 0)
     with pytest.raises(BuildError, match="no"):
         run_task(task, task.digest, journal.work)
     assert [path for path in journal.work.folder.rglob("*.txt") if path.parent != journal.work.folder] == []
@@ -127,7 +133,7 @@ def test_a_task_that_fails_leaves_nothing(journal: Journal) -> None:
 
 
 def test_a_task_whose_documents_do_not_add_up_is_not_committed(journal: Journal) -> None:
-    task = replace(TASK, function=lose_a_document, args=())
+    task = Stage("stage", "stage", lose_a_document).task("task", 0)
     with pytest.raises(ConservationError, match=r"stage/task: read 1 documents .* accounted for 0"):
         run_task(task, task.digest, journal.work)
     assert find(journal, task) is None
@@ -135,15 +141,12 @@ def test_a_task_whose_documents_do_not_add_up_is_not_committed(journal: Journal)
 
 def test_versions_of_a_task_lie_side_by_side(journal: Journal) -> None:
     finish(journal)
-    newer = replace(TASK, config={"key": 2}, args=("x",))
+    newer = make_task(key=2, text="x")
     finish(journal, newer)
     assert (folder_of(journal) / "a.txt").read_text() == "text"
     assert (folder_of(journal, newer) / "a.txt").read_text() == "x"
     assert [find(journal, task) is None for task in (TASK, newer)] == [False, False]
-    assert [record.config for record in journal.work.records("stage")] in (
-        [{"key": 1}, {"key": 2}],
-        [{"key": 2}, {"key": 1}],
-    )
+    assert sorted(record.args["key"] for record in journal.work.records("stage")) == [1, 2]
 
 
 def test_a_task_done_by_two_is_the_first_ones(journal: Journal) -> None:
@@ -160,46 +163,47 @@ def test_two_runs_of_a_task_that_differ_are_an_error(journal: Journal) -> None:
     with pytest.raises(
         BuildError, match=r"stage/task: two runs of it gave different bytes \(a.txt, sub/b.txt\)"
     ):
-        finish(journal, replace(TASK, args=("other",)))
+        finish(journal, make_task(text="other"))
     assert (folder_of(journal) / "a.txt").read_text() == "text"
 
 
 def test_what_a_killed_build_left_is_cleared(tmp_path: Path) -> None:
-    with Journal(tmp_path / "work") as journal:
+    with Journal(Work.at(tmp_path / "work")) as journal:
         (journal.work.folder / "unfinished" / "stage.task.123").mkdir()
         finish(journal)
-    with Journal(tmp_path / "work") as journal:
+    with Journal(Work.at(tmp_path / "work")) as journal:
         assert list((journal.work.folder / "unfinished").iterdir()) == []
         assert find(journal, TASK) is not None
 
 
 def test_two_builds_cannot_share_a_work_folder(tmp_path: Path) -> None:
-    with Journal(tmp_path / "work"), pytest.raises(BuildError, match="another build uses"):
-        Journal(tmp_path / "work").__enter__()
-    with Journal(tmp_path / "work"):
+    with Journal(Work.at(tmp_path / "work")), pytest.raises(BuildError, match="another build uses"):
+        Journal(Work.at(tmp_path / "work")).__enter__()
+    with Journal(Work.at(tmp_path / "work")):
         pass  # free again
 
 
 def test_the_lock_of_a_killed_build_is_free(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from shardkit.writers.execution.runner import Journal\n"
-        "Journal(Path(sys.argv[1])).__enter__(); os.kill(os.getpid(), 9)"
+        "from shardkit.writers.execution.work import Work\n"
+        "Journal(Work.at(Path(sys.argv[1]))).__enter__(); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "work")], timeout=60)
     assert done.returncode == -9
-    with Journal(tmp_path / "work") as journal:
+    with Journal(Work.at(tmp_path / "work")) as journal:
         finish(journal)
 
 
 def test_a_folder_with_other_files_is_refused_and_untouched(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(BuildError, match=r"contains files that no build wrote \(thesis\.txt\)"):
-        Journal(tmp_path).__enter__()
+        Journal(Work.at(tmp_path)).__enter__()
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_removing_the_work_folder_removes_all_of_it(tmp_path: Path) -> None:
-    with Journal(tmp_path / "work") as journal:
+    with Journal(Work.at(tmp_path / "work")) as journal:
         finish(journal)
         journal.remove()
     assert not (tmp_path / "work").exists()
@@ -207,8 +211,8 @@ def test_removing_the_work_folder_removes_all_of_it(tmp_path: Path) -> None:
 
 def test_a_work_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(BuildError, match=r"file/work: cannot be used as work folder"):
-        Journal(tmp_path / "file" / "work").__enter__()
+    with pytest.raises(BuildError, match=r"file/work: .*file is not a folder.*`work` names another place"):
+        Journal(Work.at(tmp_path / "file" / "work")).__enter__()
     assert os.listdir(tmp_path) == ["file"]  # noqa: PTH208
 
 
@@ -241,12 +245,12 @@ def test_compiling_kernels_is_heard_while_it_happens(tmp_path: Path, kernels: Mo
     heard: list[StageProgress] = []
     with (
         make_listener(heard.append) as listener,
-        Journal(tmp_path / "work") as journal,
+        Journal(Work.at(tmp_path / "work")) as journal,
         LocalEngine(1) as engine,
     ):
         runner = Runner(journal, engine, listener)
-        runner.run([Task("stage", "one", {}, kernels.compile)])
-        runner.run([Task("again", "one", {}, kernels.compile)])
+        runner.run([Stage("stage", "stage", kernels.compile).task("one", 0)])
+        runner.run([Stage("again", "again", kernels.compile).task("one", 0)])
     told = [(report.stage, report.tasks_done, report.compiling) for report in heard]
     # Once, though one kernel is compiled for the other; the second task finds them in the worker's memory.
     assert told == [
@@ -280,12 +284,12 @@ def test_time_left_follows_the_weights_of_tasks_and_reused_ones_take_none(
 
     def plan(count: int) -> list[Task]:
         return [
-            Task("stage", str(n), {}, keep_a_third, (300 * n,), weight=100 * n - 1)
+            Stage("stage", "stage", keep_a_third).task(str(n), 100 * n - 1, 300 * n)
             for n in range(1, count + 1)
         ]
 
     heard: list[StageProgress] = []
-    with make_listener(heard.append) as listener, Journal(tmp_path / "work") as journal:
+    with make_listener(heard.append) as listener, Journal(Work.at(tmp_path / "work")) as journal:
         Runner(journal, InlineEngine(), listener).run(plan(1))
         heard.clear()
         monkeypatch.setattr(time, "perf_counter", clock)

@@ -12,28 +12,28 @@ import pytest
 from shardkit.progress import make_listener
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import ObjectChangedError, Store
+from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.task import Commit, Task
-from shardkit.writers.execution.work import run_task
-from shardkit.writers.execution.work_store import StoreWork
+from shardkit.writers.execution.stage import Stage, Task
+from shardkit.writers.execution.work import COMMIT_NAME, Work, run_task
 from support.remote_harness import fresh_url
 from support.stores import WrappedStore
 
 T = TypeVar("T")
 
 
-def note(folder: Path, number: int) -> dict[str, int]:
+def note(folder: Path, number: int, setting: str) -> dict[str, int]:
     (folder / "file").write_text(str(number))
     return {"number": number}
 
 
 def make_tasks(count: int) -> list[Task]:
-    return [Task("stage", f"t{n:05d}", {"setting": "x" * 500}, note, (n,)) for n in range(count)]
+    return [Stage("stage", "stage", note).task(f"t{n:05d}", 0, n, "x" * 500) for n in range(count)]
 
 
 class CountingStore(WrappedStore):
-    """Counts requests by operation and the first part of the key; a listing is one for each 1,000 keys."""
+    """Counts requests by operation and the first part of the key, or "records"; 1,000 keys a listing."""
 
     def __init__(self, below: Store, requests: Counter[tuple[str, str]]) -> None:
         super().__init__(below)
@@ -41,10 +41,11 @@ class CountingStore(WrappedStore):
 
     def request(self, operation: str, key: str, action: Callable[[], T]) -> T:
         kind = "read" if operation in ("get", "open") else operation
-        self._requests[kind, key.partition("/")[0]] += 1
+        what = "records" if key.endswith(COMMIT_NAME) else key.partition("/")[0]
+        self._requests[kind, what] += 1
         result = action()
         if isinstance(result, list):
-            self._requests[kind, key.partition("/")[0]] += len(result) // 1000
+            self._requests[kind, what] += len(result) // 1000
         return result
 
 
@@ -53,16 +54,14 @@ def url() -> str:
     return f"{fresh_url()}/work"
 
 
-def work_of(
-    url: str, scratch_folder: Path, requests: Counter[tuple[str, str]], records: int = 30
-) -> StoreWork:
+def work_of(url: str, scratch_folder: Path, requests: Counter[tuple[str, str]], records: int = 30) -> Work:
     def around(store: Store) -> Store:
         return CountingStore(store, requests)
 
-    return StoreWork(url, scratch_folder, around=around, segment_records=records)
+    return Work(url, scratch_folder, around=around, segment_records=records)
 
 
-def run(work: StoreWork, tasks: Sequence[Task], end: int | None = None) -> list[Commit]:
+def run(work: Work, tasks: Sequence[Task], end: int | None = None) -> list[Commit]:
     """Run a stage; with `end`, the driver is killed after so many tasks."""
 
     class Killed(BaseException):
@@ -93,17 +92,17 @@ def test_a_driver_that_starts_again_reads_segments_and_only_what_came_after_them
     assert requests["put", "segments"] == 3
     requests.clear()
     commits = run(work_of(url, tmp_path / "b", requests), tasks)
-    assert [commit.counts["number"] for commit in commits] == list(range(135))
+    assert [commit.result["number"] for commit in commits] == list(range(135))
     assert sum(commit.reused for commit in commits) == 105
     assert requests["read", "segments"] == 3
-    assert requests["read", "commits"] == 15 + 30, "15 that no segment has; a look of each worker for its own"
+    assert requests["read", "records"] == 15 + 30, "15 that no segment has; a look of each worker for its own"
     requests.clear()
     again = run(work_of(url, tmp_path / "c", requests), tasks)
     assert again == [
         Commit(c.stage, c.name, d.folder, c.digest, c.facts, reused=True)
         for c, d in zip(commits, again, strict=True)
     ]
-    assert requests["read", "commits"] == 0
+    assert requests["read", "records"] == 0
     assert requests["read", "segments"] == 5
     assert sum(requests.values()) <= 20, "the requests of a build that has nothing to do grew with its tasks"
 
@@ -114,9 +113,9 @@ def test_an_output_or_a_record_that_is_gone_is_noticed_though_a_segment_has_it(
     tasks, requests = make_tasks(75), Counter[tuple[str, str]]()
     run(work_of(url, tmp_path / "a", requests), tasks)
     store = MemoryStore(url)
-    store.delete(f"data/{tasks[3].key}/file")
-    store.put(f"data/{tasks[4].key}/file", b"longer than it was")
-    store.delete(f"commits/{tasks[5].key}.json")
+    store.delete(f"{tasks[3].key}/file")
+    store.put(f"{tasks[4].key}/file", b"longer than it was")
+    store.delete(f"{tasks[5].key}/{COMMIT_NAME}")
     commits = run(work_of(url, tmp_path / "b", requests), tasks)
     assert [n for n, commit in enumerate(commits) if not commit.reused] == [3, 4, 5]
     assert all(commit.reused for commit in run(work_of(url, tmp_path / "c", requests), tasks))
@@ -138,7 +137,7 @@ def test_segments_may_be_lost_or_damaged(url: str, tmp_path: Path, harm: str) ->
     found = run(work_of(url, tmp_path / "b", requests), tasks)
     assert [commit.facts for commit in found] == [commit.facts for commit in made]
     assert all(commit.reused for commit in found)
-    assert requests["read", "commits"] == 75
+    assert requests["read", "records"] == 75
 
 
 class RewrittenSegments(WrappedStore):
@@ -153,7 +152,7 @@ class RewrittenSegments(WrappedStore):
 def test_a_segment_that_is_put_again_while_it_is_read_does_not_end_a_build(url: str, tmp_path: Path) -> None:
     tasks = make_tasks(75)
     made = run(work_of(url, tmp_path / "a", Counter()), tasks)
-    work = StoreWork(url, tmp_path / "b", around=RewrittenSegments, segment_records=30)
+    work = Work(url, tmp_path / "b", around=RewrittenSegments, segment_records=30)
     found = run(work, tasks)
     assert [commit.facts for commit in found] == [commit.facts for commit in made]
     assert all(commit.reused for commit in found)

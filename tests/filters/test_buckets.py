@@ -21,7 +21,7 @@ from shardkit.errors import RecipeError
 from shardkit.writers import build
 from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.fasttext import ClassifierConfig
-from shardkit.writers.stages.buckets import Buckets
+from shardkit.writers.stages.labels import Buckets
 from support.filter_runs import text_batch
 from support.small_build import train_bpe
 from support.small_models import model_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from shardkit.errors import RecipeError
 from shardkit.writers.card import recipe_content
@@ -23,6 +23,7 @@ from shardkit.writers.report.page import render_filters
 from support.filter_runs import documents
 from support.small_models import model_bytes
 
+_COUNTS = TypeAdapter(FilterCounts)
 LABELS = ("eng_Latn", "deu_Latn", "zho_Hans", "fra_Latn")
 WORDS = ("the", "of", "größe", "a", "中", "x1", "end.", "#", "...", "1 2 3 4", "verylongwordsthatare", "\n")
 FINEWEB2 = {
@@ -134,7 +135,7 @@ def test_counts_by_language_add_up_and_are_shown(folder: Path) -> None:
         counts.add(result)
         total[""] += result.kept.num_rows
         total.update({reason: count.documents for reason, count in result.dropped.items()})
-    facts = filters_card([FilterCounts.from_dict(json.loads(json.dumps(counts.to_dict())))])
+    facts = filters_card([_COUNTS.validate_json(_COUNTS.dump_json(counts))])
     assert facts is not None
     of_languages: Counter[str] = Counter()
     for found in facts.languages.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from shardkit.progress import make_listener
 from shardkit.writers import build
 from shardkit.writers.dedup.tables import RowsWriter
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.work_local import LocalWork
+from shardkit.writers.execution.work import Work
 from shardkit.writers.executors import Execution, open_runner
+from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe import recipe_from_mapping
 from shardkit.writers.runs import DEFAULT_LIMITS
 from shardkit.writers.score_tables import BLOCK_ROWS, INDEX_FILE, SCORES_FILE, ScoreTable, score_dtype
-from shardkit.writers.stages.scores import find_score_files, sort_scores
+from shardkit.writers.stages.flow import Build, Documents
+from shardkit.writers.stages.inputs import BuildInputs
+from shardkit.writers.stages.scores import sort_scores
 from support.s3_moto import s3_server
 from support.small_build import tree
 
@@ -248,9 +252,10 @@ def test_tables_of_many_parts_give_what_a_dictionary_gives(tmp_path: Path, inlin
     limits = DEFAULT_LIMITS.divided(1000)
     with (
         make_listener(False) as listener,
-        open_runner(recipe, LocalWork(tmp_path / "work"), Execution(workers=1), listener) as runner,
+        open_runner(recipe, Work.at(tmp_path / "work"), Execution(workers=1), listener) as runner,
     ):
-        [made] = sort_scores(find_score_files(recipe, None), runner.run, 1 << 20, limits)
+        inputs = replace(BuildInputs.of(recipe, scan_inputs(recipe)), limits=limits)
+        [made] = sort_scores(Documents(recipe, inputs.splits), Build(inputs, runner.run)).scores
     assert len(made.parts) > 3
     asked = [*names.tolist(), "none", None]
     found = made.open()(asked)[:, 0]

@@ -12,7 +12,7 @@ from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.pii import PiiEditor
 from shardkit.writers.filters.user import PythonConfig
 from shardkit.writers.recipe import recipe_from_mapping
-from shardkit.writers.stages.clean import filter_files
+from shardkit.writers.stages.inputs import filter_files
 from support.filter_runs import documents
 
 SOURCE = """

@@ -40,7 +40,7 @@ from shardkit.storage.local import LocalStore
 from shardkit.storage.memory import MemoryStore
 from shardkit.tools.fates import find_dropped, find_fates
 from shardkit.writers import build
-from shardkit.writers.execution.task import Output, Task, parse_record, record_of
+from shardkit.writers.execution.commit import Commit, Output, facts_of, parse_record, record_of
 from shardkit.writers.filters.perplexity import PerplexityConfig
 from shardkit.writers.recipe import load_recipe
 from support.audit_runs import log_report, logged_run
@@ -260,7 +260,9 @@ def _exclusions() -> Target:
 
 
 def _commit() -> Target:
-    record = record_of(Task("pack", "a", {}, dict), "0", {}, {"tokens.run": Output(7, "0" * 32)})
+    outputs = {"tokens.run": Output(7, "0" * 32)}
+    commit = Commit("pack", "a", Path(), "0", facts_of(None, outputs))
+    record = record_of(commit, {}, outputs)
 
     def read(folder: Path) -> None:
         if parse_record((folder / "commit.json").read_bytes(), folder) is None:

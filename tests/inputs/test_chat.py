@@ -303,7 +303,7 @@ def test_variables_of_the_template_come_from_the_recipe_and_from_each_record(
 
 def test_variables_are_part_of_what_names_the_work_that_may_be_kept() -> None:
     given: list[dict[str, Any]] = [{}, {"a": 1}, {"a": "1"}, {"a": True}, {"a": None}, {"b": 1}, {"a": [1]}]
-    assert len({ChatFormat(CHATML, (EOS,), {}, EOS, None, one).digest for one in given}) == len(given)
+    assert len({ChatFormat(CHATML, (EOS,), {}, EOS, None, one).content for one in given}) == len(given)
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_variables_come_from_the_recipe_and_before_them_from_the_record() -> Non
     flags = [flags & 1 for _, flags in parts(rendered)]
     assert flags == [0, 1, 0], "what a record spells stays text, unlike what the recipe says"
     other = ChatFormat(chat.template, chat.specials, {}, "<|none|>", variables={"a": 2, "b": "<|x|>"})
-    assert chat.digest != other.digest
+    assert chat.content != other.content
 
 
 def parts(rendered: Any) -> list[tuple[str, int]]:

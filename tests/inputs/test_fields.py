@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ import pytest
 from shardkit.errors import RecipeError
 from shardkit.writers import build
 from shardkit.writers.estimate import Piece, put_pieces
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.inputs.fields import check_named_fields
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe import Recipe
-from shardkit.writers.stages.clean import clean_split
+from shardkit.writers.stages.clean import CleanSettings, clean_split
 from support import read_inputs
 from support.small_build import make_corpus
 
@@ -36,11 +37,13 @@ def recipe(folder: Path, path: str, **fields: Any) -> Recipe:
 
 def check(built: Recipe, folder: Path, split_bytes: int = 1 << 26) -> None:
     """Clean every split as a build does and compare what they saw."""
-    splits, found = scan_inputs(built, split_bytes=split_bytes), []
+    splits = scan_inputs(built, split_bytes=split_bytes)
+    found: list[Mapping[str, Any]] = []
     for number, split in enumerate(splits):
         task = folder / f"task-{split_bytes}-{number}"
         task.mkdir()
-        found += json.loads(json.dumps(clean_split(task, split, built).fields))
+        settings = CleanSettings.of(built, split.source)
+        found += clean_split(task, split, settings, {}, Artifact(folder)).fields
     check_named_fields(splits, found)
 
 
@@ -102,7 +105,7 @@ def test_of_a_table_the_first_record_tells(tmp_path: Path, name: str) -> None:
     (split,) = scan_inputs(built)
     (tmp_path / "task").mkdir()
     with pytest.raises(RecipeError, match=rf"inputs\[0\].url: no record of {name} has a field 'lnk'.*text"):
-        clean_split(tmp_path / "task", split, built)
+        clean_split(tmp_path / "task", split, CleanSettings.of(built, 0), {}, Artifact(tmp_path))
 
 
 def test_a_sample_of_the_input_may_lack_a_rare_field(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_samples_go_on_where_the_batch_size_changes(data: Path) -> None:
 
 
 def test_batches_have_shifted_labels_and_documents(data: Path) -> None:
-    loader = opened(data, doc_lens=True)
+    loader = opened(data, layout=Layout(doc_lens=True))
     [(_, batch)] = trained(loader, Duration.steps(1)).seen
     assert batch.keys() == {"input_ids", "labels", "index", "doc_lens", "max_doc_lens"}
     with StreamingLoader(data, batch_size=12, labels=True, layout=Layout(document_ids=True)) as plain:
@@ -131,7 +131,7 @@ def test_lengths_that_do_not_fit_are_refused(data: Path) -> None:
     with pytest.raises(ValueError, match="must be a multiple of sequence_length=65 times 2"):
         opened(data, batch=3, ranks=2)
     loader = ShardkitDataLoader(
-        data, sequence_length=64, global_batch_size=640, work_dir=data.parent, keep_length=False
+        data, sequence_length=64, global_batch_size=640, work_dir=data.parent, layout=Layout(keep_length=False)
     )
     assert next(iter(loader.loader))["labels"].shape == (10, 64)
     loader.close()

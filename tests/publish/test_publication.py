@@ -33,8 +33,9 @@ from shardkit.storage.store import Store, StoreError
 from shardkit.tools.convert import OutputOptions, convert
 from shardkit.writers import publish as writers_publish
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.commit import Commit, Output, facts_of
 from shardkit.writers.execution.runner import Journal
-from shardkit.writers.execution.task import Commit, Output, facts_of
+from shardkit.writers.execution.work import Work
 from shardkit.writers.publish import RemoteOutput, find_published, finish_published, global_shards
 from support.small_build import tree
 from support.small_dataset import Built
@@ -394,7 +395,7 @@ def test_a_full_disk_is_said_and_made_good(
 
 def test_damage_is_looked_for_in_the_files_of_reused_tasks(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("changed since")
-    with Journal(tmp_path / "work") as journal:
+    with Journal(Work.at(tmp_path / "work")) as journal:
         made = Commit("pack", "a", tmp_path, "digest", facts_of({}, {"file": Output(13, "0" * 32)}))
         assert journal.remove_damaged(made) == "file"
     assert not tmp_path.exists()

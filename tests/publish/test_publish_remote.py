@@ -6,11 +6,11 @@ import json
 import shutil
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import pytest
 
@@ -26,7 +26,9 @@ from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, Store
 from shardkit.writers import BuildResult, build
 from shardkit.writers import publish as module
 from shardkit.writers.execution.artifacts import Artifact, RemoteFiles
-from shardkit.writers.publish import REPORT_NAME, RemoteOutput, Uploaded, publish, upload_files
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import Task
+from shardkit.writers.publish import REPORT_NAME, RemoteOutput, publish
 from support.killing_server import run_and_kill
 from support.s3_moto import s3_server
 from support.small_build import make_corpus
@@ -345,21 +347,22 @@ def test_the_driver_asks_a_store_for_as_little_whatever_the_number_of_shards(
     def transfer_store(*_: object) -> Iterator[Store]:
         yield Counting(memory)
 
-    def sent_by_task(*args: Any) -> Uploaded:
+    folders = TaskFolders(tmp_path)
+
+    def run(*groups: Sequence[Task]) -> list[list[Commit]]:
         roles.append("task")
         try:
-            return upload_files(*args)
+            return folders(*groups)
         finally:
             roles.pop()
 
     monkeypatch.setattr(module, "transfer_store", transfer_store)
-    monkeypatch.setattr(module, "upload_files", sent_by_task)
     work = _WorkInStore(tmp_path / "made", roles)
     links = {
         name: Artifact(tmp_path / "gone" / file.path.name, cast(RemoteFiles, work))
         for name, file in built.links.items()
     }
-    output, run = RemoteOutput(memory.url), TaskFolders(tmp_path)
+    output = RemoteOutput(memory.url)
     publish(output, built.manifest, links, built.texts, replace=False, run=run)
     assert len(objects(memory)) == shards + 3
     driver, tasks = asked["driver"], asked["task"]

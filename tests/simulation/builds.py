@@ -32,13 +32,15 @@ from shardkit.manifest import Manifest, ShardInfo
 from shardkit.progress import make_listener
 from shardkit.publish.contents import INDEX_NAMES
 from shardkit.storage.resilient import connect
-from shardkit.writers.execution import scratch, work_store
+from shardkit.writers.execution import checked_ranges, scratch
+from shardkit.writers.execution import work as work_module
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.code_version import code_version
+from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.task import Commit, Task, code_version
-from shardkit.writers.execution.work_local import COMMIT_NAME, LocalWork
-from shardkit.writers.execution.work_store import StoreWork
+from shardkit.writers.execution.stage import Stage, Task
+from shardkit.writers.execution.work import COMMIT_NAME, Work
 from shardkit.writers.publish import RemoteOutput, global_shards, publish
 from simulation.machine import Disk, Machine, machine
 from simulation.scheduler import Event, Process, Scheduler
@@ -67,21 +69,22 @@ STEPS = (1, 10, 100, 1000)  # of a machine, until something befalls it
 ROWS = 6
 
 
-def draw_numbers(folder: Path, number: int) -> dict[str, Any]:
+def draw_numbers(folder: Path, number: int) -> None:
     """A task of the first stage."""
     _work()
     np.random.default_rng(number).integers(0, 9999, (ROWS, 4)).astype(np.uint16).tofile(
         folder / "numbers.bin"
     )
-    return {}
 
 
-def pack_numbers(folder: Path, part: int, sources: list[Artifact]) -> dict[str, Any]:
+def pack_numbers(folder: Path, part: int, sources: list[Artifact]) -> None:
     """A task of the second stage: a shard of what others have drawn."""
     rows = [np.frombuffer(source.read_bytes(), np.uint16).reshape(ROWS, 4) for source in sources]
     _work()
     mds.write_rows_shard(folder, _shard_name(part), np.concatenate(rows), hashes=["xxh64"])
-    return {}
+
+
+DRAW, PACK = Stage("draw", "draw", draw_numbers), Stage("pack", "pack", pack_numbers)
 
 
 def _work() -> None:
@@ -267,12 +270,12 @@ class BuildWorld:
 
     def _run(self, index: int) -> None:
         folder = self.folder / f"machine{index if self.drivers < 3 else index // 2}"
-        work: LocalWork | StoreWork = StoreWork(WORK, folder, segment_records=self.segment_records)
+        work = Work(WORK, folder, segment_records=self.segment_records)
         if self.is_local:
-            work = LocalWork(self.folder / "work")
+            work = Work.at(self.folder / "work")
         with Journal(work) as journal:
             runner = Runner(journal, InlineEngine(), make_listener(False))
-            [drawn] = runner.run([Task("draw", str(n), {}, draw_numbers, (n,)) for n in range(NUMBERS)])
+            [drawn] = runner.run([DRAW.task(str(n), 0, n) for n in range(NUMBERS)])
             [packed] = runner.run([self._pack_task(part, drawn) for part in range(SHARDS)])
             manifest, links, texts = _contents(list(self.shards), [commit.files for commit in packed])
             journal.check_lease()
@@ -298,14 +301,13 @@ class BuildWorld:
         return self.folder / "output" if self.is_local else RemoteOutput(OUTPUT)
 
     def _pack_task(self, part: int, drawn: list[Commit]) -> Task:
-        sources = [drawn[number].files / "numbers.bin" for number in _sources(part)]
-        inputs = {str(n): drawn[n].outputs["numbers.bin"].xxh3_128 for n in _sources(part)}
-        return Task("pack", str(part), {}, pack_numbers, (part, sources), part, inputs)
+        sources = [drawn[number].file("numbers.bin") for number in _sources(part)]
+        return PACK.task(str(part), part, part, sources)
 
     def _check_write(self, name: str) -> None:
         """What must hold whenever the bucket has changed."""
         objects = self.bucket.objects
-        if name.startswith("work/commits/") and name in objects:
+        if name.startswith("work/") and name.endswith(f"/{COMMIT_NAME}") and name in objects:
             record = objects[name][1]
             if self._commits.setdefault(name, record) != record:
                 raise BrokenPromiseError(f"{name} has changed")
@@ -325,9 +327,9 @@ class BuildWorld:
         self._check_output()
 
     def _check_commit(self, name: str, record: bytes) -> None:
-        key = name.removeprefix("work/commits/").removesuffix(".json")
+        folder = name.removesuffix(COMMIT_NAME)
         for file, output in json.loads(record)["outputs"].items():
-            found = self.bucket.objects.get(f"work/data/{key}/{file}")
+            found = self.bucket.objects.get(f"{folder}{file}")
             if found is None or xxhash.xxh3_128_hexdigest(found[1]) != output["xxh3_128"]:
                 raise BrokenPromiseError(f"{name} is there, and {file} is not, or is another")
 
@@ -383,10 +385,10 @@ def simulate_build(
     `rivals`: another dataset may replace this one in the bucket, too, whose files nothing locks. That finds
     what docs/limits.md says: a file that is being put while its dataset is replaced.
     """
-    work_store._outputs.cache_clear()
+    work_module._outputs.cache_clear()
 
     def connected(url: str, storage: Any, around: Any) -> Any:
-        """`work_store._connect`, with a store for each process."""
+        """`work_module._connect`, with a store for each process."""
         if (url, storage) not in stores:
             stores[url, storage] = connect(url, storage)
         return stores[url, storage]
@@ -394,8 +396,8 @@ def simulate_build(
     stores = ProcessDict()
     seen = (
         (scratch, "_locks", ProcessDict()),
-        (work_store, "_connect", connected),
-        (work_store, "_cache", PerProcess(work_store._cache, work_store._Cache)),
+        (work_module, "_connect", connected),
+        (checked_ranges, "_cache", PerProcess(checked_ranges._cache, checked_ranges._Cache)),
     )
     with folder_in_memory() as folder:
         return run_world(BuildWorld(seed, folder, rivals=rivals), *seen, watch=watch, lines=lines)

@@ -20,8 +20,9 @@ from shardkit.storage import retry
 from shardkit.storage.clock import wait_until
 from shardkit.storage.resilient import ResilientBody
 from shardkit.storage.retry import Call
-from shardkit.writers.execution.task import Commit, Task
-from shardkit.writers.execution.work_store import StoreWork
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import Task
+from shardkit.writers.execution.work import COMMIT_NAME, Work
 
 __all__ = ["PLANTED", "PLANTED_IN_BUILDS", "planted"]
 
@@ -97,15 +98,15 @@ def _forget_the_deadline() -> list[Patch]:
 
 
 def _record_before_outputs() -> list[Patch]:
-    commit = StoreWork.commit
+    commit = Work.commit
 
-    def record_first(self: StoreWork, task: Task, temporary: Path, made: Commit, record: bytes) -> Commit:
-        self.store.put(f"commits/{task.key}.json", record)
+    def record_first(self: Work, task: Task, temporary: Path, made: Commit, record: bytes) -> Commit:
+        self.store.put(f"{task.key}/{COMMIT_NAME}", record)
         for name in made.outputs:
-            self.store.put(f"data/{task.key}/{name}", temporary / name)
+            self.store.put(f"{task.key}/{name}", temporary / name)
         return commit(self, task, temporary, made, record)
 
-    return [(StoreWork, "commit", record_first)]
+    return [(Work, "commit", record_first)]
 
 
 def _index_before_files() -> list[Patch]:

@@ -499,7 +499,7 @@ def task_record(data: bytes) -> Json:
     if found is None or hash_of("xxh3_128", found[1] + b"\n}") != found[2].decode():
         raise ValueError("the seal does not hold")
     record = json.loads(data)
-    parts = [record[name] for name in ("stage", "name", "config", "inputs", "code")]
+    parts = [record[name] for name in ("stage", "name", "args", "code")]
     if digest(parts) != record["digest"]:
         raise ValueError("the digest is not the task's")
     return record

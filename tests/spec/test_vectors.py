@@ -28,7 +28,9 @@ from shardkit.order.permutation import Permutation, mix64
 from shardkit.order.state import LoaderState
 from shardkit.order.streams import stream_seed
 from shardkit.writers.documents import document_ids
-from shardkit.writers.execution import task as tasks
+from shardkit.writers.execution import commit as commits
+from shardkit.writers.execution import stage as stages
+from shardkit.writers.execution.artifacts import Artifact
 from spec import arithmetic, reader
 from support.pages import ROOT
 
@@ -200,14 +202,22 @@ def check_usage_log(vectors: Any) -> None:
 
 
 def check_task_record(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "code_version", lambda: case["code"])
-    task = tasks.Task(case["stage"], case["name"], case["config"], lambda folder: {}, inputs=case["inputs"])
+    for module in (commits, stages):
+        monkeypatch.setattr(module, "code_version", lambda: case["code"])
+
+    def work(folder: Path, keys: Artifact, order: str) -> None: ...
+
+    keys, order = case["args"]["keys"]["content"], case["args"]["order"]
+    task = stages.Stage(case["stage"], "", work).task(case["name"], 0, Artifact(Path(), content=keys), order)
+    assert task.deciding() == case["args"]
     assert (task.digest, task.key) == (case["digest"], case["key"])
-    outputs = {name: tasks.Output(**output) for name, output in case["outputs"].items()}
-    record = tasks.record_of(task, task.digest, case["counts"], outputs)
+    outputs = {name: commits.Output(**output) for name, output in case["outputs"].items()}
+    facts = commits.facts_of(case["result"], outputs)
+    commit = commits.Commit(task.stage, task.name, Path(), task.digest, facts)
+    record = commits.record_of(commit, task.deciding(), outputs)
     assert f'"seal": "{case["seal"]}"'.encode() in record
     assert reader.task_record(record)["outputs"] == case["outputs"]
-    parsed = tasks.parse_record(record, Path("work"))
+    parsed = commits.parse_record(record, Path("work"))
     assert parsed is not None
     contents = {name: output["xxh3_128"] for name, output in case["outputs"].items()}
     assert parsed.commit.content == arithmetic.digest(contents) == case["content"]

@@ -33,7 +33,7 @@ from shardkit.storage import (
 )
 from shardkit.storage.fsspec_store import FsspecStore
 from shardkit.storage.hub import HubStore
-from shardkit.storage.local import LocalStore
+from shardkit.storage.local import LocalStore, _take_away
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.s3 import S3Store
@@ -440,6 +440,44 @@ def test_a_large_object_put_if_absent_wins_once(store: Store) -> None:
     assert store.get("large") == winners[0]
 
 
+def fill(folder: Path, content: bytes) -> Path:
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a").write_bytes(content)
+    (folder / "sub" / "b").write_bytes(content * 2)
+    return folder
+
+
+def test_a_folder_is_put_once_with_all_its_files(store: Store, tmp_path: Path) -> None:
+    store.put_folder("tasks/x.1", fill(tmp_path / "one", b"1"), "record", b"all")
+    assert [(info.key, info.bytes) for info in store.list()] == [
+        ("tasks/x.1/a", 1), ("tasks/x.1/record", 3), ("tasks/x.1/sub/b", 2),
+    ]  # fmt: skip
+    assert (store.get("tasks/x.1/sub/b"), store.get("tasks/x.1/record")) == (b"11", b"all")
+    with pytest.raises(ObjectExistsError):
+        store.put_folder("tasks/x.1", fill(tmp_path / "two", b"1"), "record", b"all")
+    store.delete("tasks/x.1/record")
+    store.delete("tasks/x.1/a")
+    store.put_folder("tasks/x.1", fill(tmp_path / "three", b"3"), "record", b"again")
+    assert [store.get(f"tasks/x.1/{key}") for key in ("a", "record", "sub/b")] == [b"3", b"again", b"33"]
+
+
+def test_of_eight_that_put_a_folder_one_wins(make_store: Maker, tmp_path: Path) -> None:
+    folders, barrier = [fill(tmp_path / str(number), b"1") for number in range(8)], threading.Barrier(8)
+
+    def race(number: int) -> bool:
+        store, folder = make_store(), folders[number]
+        barrier.wait(30)
+        try:
+            store.put_folder("tasks/x", folder, "record", str(number).encode())
+        except ObjectExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        winners = [str(number).encode() for number, won in enumerate(pool.map(race, range(8))) if won]
+    assert winners == [make_store().get("tasks/x/record")]
+
+
 def test_listing_is_sorted_and_complete(store: Store) -> None:
     assert list(store.list()) == []
     assert list(store.list("no/such/")) == []
@@ -562,6 +600,28 @@ def test_errors_survive_pickling(store: Store) -> None:
         store.get("not-there")
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (type(copy), str(copy)) == (type(caught.value), str(caught.value))
+
+
+def test_a_local_folder_that_is_whole_again_stays(tmp_path: Path) -> None:
+    """Another process had found it without its record, before it was put again."""
+    target = tmp_path / "store" / "x"
+    LocalStore(target.parent).put_folder("x", fill(tmp_path / "one", b"1"), "record", b"all")
+    _take_away(target, "record", tmp_path)
+    assert sorted(path.name for path in target.iterdir()) == ["a", "record", "sub"]
+    (target / "record").unlink()
+    _take_away(target, "record", tmp_path)
+    assert not target.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_local_listing_begins_before_it_has_seen_all(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for key in ("a.b", "a/1", "a/2", "ab"):
+        store.put(key, b"1")
+    listing = store.list()
+    assert next(listing).key == "a.b"
+    store.put("a/3", b"1")
+    assert [info.key for info in listing] == ["a/1", "a/2", "a/3", "ab"]
 
 
 @pytest.mark.parametrize("key", ["c:/a", "a\nb", "a\tb"])

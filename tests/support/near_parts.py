@@ -95,7 +95,7 @@ def write_parts(folder: Path, documents: Sequence[Made], cuts: int) -> tuple[Pop
             write_part(place, some, len(documents[0].signature), len(ordered))
             parts.append(Part(Artifact(place), len(some), kind))
             ordered += some
-    return Population(tuple(parts)), ordered
+    return Population.of(parts), ordered
 
 
 def write_part(folder: Path, documents: Sequence[Made], permutations: int, first: int) -> None:

@@ -23,7 +23,7 @@ from shardkit.writers.dedup.shingle_store import SetRuns, ShingleReader, Shingle
 from shardkit.writers.dedup.tables import Rows, RowsWriter
 from shardkit.writers.exchange import Exchanged
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit
+from shardkit.writers.execution.commit import Commit
 from support.task_folders import commit_folder
 
 KINDS: tuple[Kind, ...] = ("input", "index")
@@ -100,10 +100,10 @@ def write_world(
                 for number, document in enumerate(own, len(numbered)):
                     hashes = np.array(document.shingles, np.uint64)
                     writer.write(np.array([number], np.uint64), hashes, np.array([0, len(hashes)]))
-            parts.append(Part(Artifact(place), len(own), kind))
+            parts.append(Part(Artifact(place, content=str(place)), len(own), kind))
             numbered += own
             shingles.append(place)
-    return World(Population(tuple(parts)), numbered, shingles)
+    return World(Population.of(parts), numbered, shingles)
 
 
 def _write_documents(folder: Path, documents: Sequence[Document], rng: random.Random) -> None:

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import xxhash
 
@@ -31,6 +31,7 @@ from shardkit.storage.memory import MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import (
+    BaseStore,
     Body,
     ObjectInfo,
     ObjectNotFoundError,
@@ -122,6 +123,9 @@ class WrappedStore:
         return self.request(
             "put", key, lambda: self.below.put(key, data, if_absent=if_absent, metadata=metadata)
         )
+
+    def put_folder(self, prefix: str, folder: Path, last: str, data: bytes) -> None:
+        BaseStore.put_folder(cast(BaseStore, self), prefix, folder, last, data)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         yield from self.request("list", prefix, lambda: [*self.below.list(prefix)])

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.writers.exchange import Limits, Slice, Table
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, Task, facts_of
-from shardkit.writers.execution.work import hash_output
+from shardkit.writers.execution.commit import Commit, facts_of, hash_output
+from shardkit.writers.execution.stage import Task
 from shardkit.writers.runs import DEFAULT_LIMITS
 
 __all__ = ["TaskFolders", "commit_folder", "read_run", "slice_of"]
@@ -34,16 +33,15 @@ class TaskFolders:
             self.ran.append(str(task))
             folder = self._folder / task.key
             folder.mkdir(parents=True)
-            counts = task.function(folder, *task.args)
-            plain = counts if isinstance(counts, dict) else counts.to_dict()  # type: ignore[union-attr]
-            self._finished[task.key] = commit_folder(folder, task.stage, task.name, plain)
+            result = task.of.recorded(task.run(folder))
+            self._finished[task.key] = commit_folder(folder, task.stage, task.name, result)
         return self._finished[task.key]
 
 
-def commit_folder(folder: Path, stage: str, name: str, counts: dict[str, Any] | None = None) -> Commit:
-    """The commit of a task that wrote the files of a folder; counts pass through JSON, as in a record."""
+def commit_folder(folder: Path, stage: str, name: str, result: object = None) -> Commit:
+    """The commit of a task that wrote the files of a folder; the result passes through JSON."""
     outputs = {path.name: hash_output(path) for path in sorted(folder.iterdir())}
-    return Commit(stage, name, folder, "", facts_of(counts or {}, outputs))
+    return Commit(stage, name, folder, "", facts_of(result, outputs))
 
 
 def read_run(path: Path, table: Table) -> npt.NDArray[np.void]:

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Annotated, Any
 
 import psutil
 import pytest
 
 from shardkit.errors import BuildError, RecipeError, ShardError
+from shardkit.writers.digests import DecidesNoByte
+from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import Engine, WorkerTracebackError
-from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work
 
@@ -30,6 +33,7 @@ __all__ = [
     "imported_tasks",
     "make_task",
     "run_all",
+    "task_of",
 ]
 
 _SECONDS = 120.0  # far above what anything takes that is waited for
@@ -37,6 +41,7 @@ _SECONDS = 120.0  # far above what anything takes that is waited for
 # Workers import tasks by name, so tests write these into a module of their own, with more of theirs.
 TASKS = """
 import os, time
+from pathlib import Path
 from shardkit.errors import RecipeError, ShardError
 
 def square(folder, number):
@@ -54,6 +59,7 @@ class Stubborn(RecipeError):
 def unpicklable(folder): raise Stubborn(1, 2)
 
 def nap(folder, place, seconds):
+    place = Path(place)
     (place / f"napping-{os.getpid()}").touch()
     time.sleep(seconds)
     return {}
@@ -84,8 +90,25 @@ def imported_tasks(file: Path, more: str) -> Iterator[ModuleType]:
 
 
 def make_task(tasks: ModuleType, name: str, *args: object, number: int = 0, weight: int = 0) -> Task:
-    config = {"args": [str(arg) for arg in args]}
-    return Task("stage", f"{name}-{number}", config, getattr(tasks, name), args, weight)
+    texts = [str(arg) for arg in args]
+    return task_of("stage", f"{name}-{number}", call, getattr(tasks, name), args, texts, weight=weight)
+
+
+def call(
+    folder: Path,
+    function: Annotated[Callable[..., Any], DecidesNoByte("the task is named after it")],
+    args: Annotated[Sequence[object], DecidesNoByte("`texts` says what they are")],
+    texts: Sequence[str],
+) -> Any:
+    """The work of tasks that get paths and other things that no digest can be taken of."""
+    return function(folder, *args)
+
+
+def task_of(
+    stage: str, name: str, function: Callable[..., object], *args: object, weight: int = 0, **more: object
+) -> Task:
+    """A task of a stage that only this test has."""
+    return Stage(stage, stage, function).task(name, weight, *args, **more)
 
 
 def check_failure(caught: pytest.ExceptionInfo[Exception], name: str, kind: type[Exception]) -> None:

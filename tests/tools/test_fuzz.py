@@ -22,7 +22,7 @@ import pytest
 from fuzz.engine import fuzz, mutate, written
 from fuzz.guided import explore, explore_apart
 from fuzz.targets import APART, NAMES, target
-from shardkit.writers.execution.task import parse_record
+from shardkit.writers.execution.commit import parse_record
 
 DEFAULT_INPUTS = 1_000
 EXTENDED_INPUTS = int(os.environ.get("SHARDKIT_FUZZ_INPUTS", "20000"))

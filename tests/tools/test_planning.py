@@ -42,8 +42,13 @@ from shardkit.tools.plan.train import TrainNeeds, plan_train
 from shardkit.writers import publish
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.exchange import exchange
-from shardkit.writers.execution.task import Commit, Output, Task, facts_of
-from shardkit.writers.requests import Corpus, Model, stage_requests, together
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.commit import Commit, Output, facts_of
+from shardkit.writers.execution.stage import Task
+from shardkit.writers.stages.exact import EQUAL_TEXTS
+from shardkit.writers.stages.graph import stage_needs
+from shardkit.writers.stages.needs import Corpus, Needs, together
+from shardkit.writers.stages.provenance import PROVENANCE
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
@@ -347,11 +352,14 @@ def test_the_plan_merges_what_the_exchange_merges(runs: int, megabytes: int, rea
         merged[group[0].stage] = len(group)
         return [[commit(task, sum(sizes) // len(group)) for task in group]]
 
-    maps = [commit(Task("map", str(number), {}, dict), size) for number, size in enumerate(sizes)]
-    exchange(run, "keys", KEYS, maps, readers=readers, limits=corpus.limits)
-    model = Model(corpus)
-    model.exchange("keys", KEYS.dtype, runs, sum(sizes) / KEYS.dtype.itemsize, readers)
-    assert {stage.stage: stage.tasks for stage in model.stages} == merged
+    maps = [
+        commit(PROVENANCE.task(str(n), 0, Artifact(Path(), content="table"), n), size)
+        for n, size in enumerate(sizes)
+    ]
+    exchange(run, EQUAL_TEXTS.find, KEYS, maps, readers=readers, limits=corpus.limits)
+    needs = Needs(corpus)
+    needs.exchange(EQUAL_TEXTS.find, KEYS, runs, sum(sizes) / KEYS.dtype.itemsize, readers)
+    assert {stage.stage: stage.tasks for stage in needs.stages} == merged
 
 
 @pytest.mark.extended
@@ -369,7 +377,7 @@ def test_a_plan_counts_what_a_build_asks_of_a_store(tmp_path: Path, splits: int,
         scale=options.scale,
         lines=built["lines"],
     )
-    stages = {stage.stage: stage for stage in stage_requests(corpus)}
+    stages = {stage.stage: stage for stage in stage_needs(corpus)}
     for stage in ("line_keys", "line_losers", "lines"):
         assert (stage in stages) == (stage in built["stages"]) == more
         if more:

@@ -21,19 +21,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Annotated, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.writers.dedup.hubs import HubLimits, HubSearch
-from shardkit.writers.dedup.population import PAIR, Population
+from shardkit.writers.dedup.population import PAIR, Population, PopulationFile
+from shardkit.writers.digests import MemoryBytes, RecipeKey
 from shardkit.writers.exchange import RunWriter, Slice, Table
-from shardkit.writers.execution.task import PlainCounts
+from shardkit.writers.execution.stage import Stage
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt64s, int64, kernel
 from shardkit.writers.kernels.sorting import sort_keys
 
 __all__ = [
+    "CANDIDATES",
     "PAIRS_BY_FIRST",
     "PAIRS_BY_SECOND",
     "PairWriter",
@@ -53,7 +55,7 @@ Numbers = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
-class CandidateCounts(PlainCounts):
+class CandidateCounts:
     """`entries` of documents not removed; `buckets` that made pairs; how many of them were `hubs`, and the
     `largest_bucket`; `pairs` without repetition within a run; `bounded` as in
     `HubSearch`."""
@@ -64,6 +66,21 @@ class CandidateCounts(PlainCounts):
     largest_bucket: int
     bounded: int
     pairs: int
+
+
+def find_candidates_of(
+    folder: Path,
+    entries: Slice,
+    population: PopulationFile,
+    similarity: Annotated[float, RecipeKey("dedup.near.similarity")],
+    memory_bytes: MemoryBytes,
+) -> CandidateCounts:
+    """Write the pairs of a range of band keys of a stored population."""
+    loaded = population.load()
+    return find_candidates(entries, loaded, folder, similarity=similarity, memory_bytes=memory_bytes)
+
+
+CANDIDATES = Stage("candidates", "near-duplicates", find_candidates_of, cost=8)
 
 
 def find_candidates(

@@ -19,19 +19,47 @@ sqrt(s (1 - s) / k): 0.025 at 0.8 for k = 256.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.shingle_store import Sets
+from shardkit.writers.digests import RecipeKey
 from shardkit.writers.kernels.numba_support import Bools, Float32s, Int64s, UInt64s, int64, kernel
 
-__all__ = ["Compared", "compare_pairs"]
+__all__ = ["Compared", "PairRule", "compare_pairs"]
 
 _NEVER = 2.0  # a share that no pair reaches
 _SEARCH_RATIO = 16  # sets of such different sizes are searched, not merged
 _STEPS = 64  # of a merge between two looks whether it can still suffice
+
+
+@dataclass(frozen=True, slots=True)
+class PairRule:
+    """When a pair of documents verifies: what `dedup.near` says of n-grams and similarities."""
+
+    unit: Annotated[str, RecipeKey("minhash.unit")]
+    ngram: Annotated[int, RecipeKey("minhash.ngram")]
+    similarity: float
+    containment: float | None
+    small_shingles: int
+    small_repetition: float
+    small_similarity: float
+
+    @classmethod
+    def of(cls, config: NearDedupConfig) -> Self:
+        """Take the rule from a recipe."""
+        return cls(
+            config.minhash.unit,
+            config.minhash.ngram,
+            config.similarity,
+            config.containment,
+            config.small_shingles,
+            config.small_repetition,
+            config.small_similarity,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +72,22 @@ class Compared:
 
 
 def compare_pairs(
-    a: Sets, b: Sets, a_rows: npt.NDArray[np.int64], b_rows: npt.NDArray[np.int64], config: NearDedupConfig
+    a: Sets, b: Sets, a_rows: npt.NDArray[np.int64], b_rows: npt.NDArray[np.int64], rule: PairRule
 ) -> Compared:
     """Compare row a_rows[i] of `a` with row b_rows[i] of `b`, for every i; at most one is a sketch."""
     count = len(a_rows)
     result = Compared(np.zeros(count, np.bool_), np.zeros(count, np.float32), np.zeros(count, np.float32))
-    rule = (
-        config.similarity,
-        config.small_similarity,
-        _NEVER if config.containment is None else config.containment,
-        config.small_shingles,
-        config.small_repetition,
+    numbers = (
+        rule.similarity,
+        rule.small_similarity,
+        _NEVER if rule.containment is None else rule.containment,
+        rule.small_shingles,
+        rule.small_repetition,
     )
     # Whole columns: rows of SET as such would be copied field by field in the kernel.
     sizes = [(sets.rows["distinct"].astype(np.int64), sets.rows["total"].astype(np.int64)) for sets in (a, b)]
     first, second = (a.hashes, a.offsets, *sizes[0]), (b.hashes, b.offsets, *sizes[1])
-    _compare(first, second, a_rows, b_rows, rule, result.verified, result.jaccard, result.containment)
+    _compare(first, second, a_rows, b_rows, numbers, result.verified, result.jaccard, result.containment)
     return result
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "LinesDedupConfig",
     "MinHashConfig",
     "NearDedupConfig",
+    "Scope",
     "UrlDedupConfig",
 ]
 
@@ -98,6 +99,9 @@ class FieldScope(StrictModel):
     field: FieldName = Field(description="A field that inputs keep in `metadata`, or a path field.")
 
 
+Scope = Literal["global", "source", "language"] | FieldScope
+
+
 class NearDedupConfig(StrictModel):
     """A document goes if and only if one that stays, of higher priority, verifies as similar to it."""
 
@@ -113,7 +117,7 @@ class NearDedupConfig(StrictModel):
         default=14, ge=1, description="Bands of the signature; null (with rows): best for the similarity."
     )
     rows: int | None = Field(default=8, ge=1, description="Values in a band; bands x rows <= permutations.")
-    scope: Literal["global", "source", "language"] | FieldScope = Field(
+    scope: Scope = Field(
         default="global",
         description="global: among all inputs; source: within each input alone; language: within each "
         "language that the `language` filter found; {field: NAME}: among documents of the same value.",

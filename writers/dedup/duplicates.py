@@ -10,7 +10,6 @@ what stays comes first. Memory does not grow with a split, nor with a group of d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,13 +20,15 @@ import pyarrow as pa
 
 from shardkit.formats.removed import DUPLICATES_SCHEMA
 from shardkit.writers.dedup.exact import partition_bounds
+from shardkit.writers.digests import MemoryBytes
 from shardkit.writers.documents import content_ranks, pack_strings, text_digests, unpack_strings
 from shardkit.writers.exchange import Limits, RunWriter, Slice, Table, exchange
-from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, partition_name
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import RunTasks, Stage, partition_name
 from shardkit.writers.removed import OF_DOCUMENT, Lowest, RemovedFile, beginnings, described, without_text
 from shardkit.writers.runs import DEFAULT_LIMITS, payload_ends
 
-__all__ = ["DUPLICATES_FILE", "TWINS", "Duplicates", "TwinsFile", "join_duplicates", "write_duplicates"]
+__all__ = ["DUPLICATES_FILE", "TWINS", "TwinsFile", "join_duplicates", "write_duplicates"]
 
 DUPLICATES_FILE = "duplicates.parquet"
 
@@ -165,13 +166,6 @@ def _scores(keys: _U64) -> _U64:
     return scores
 
 
-@dataclass(frozen=True, slots=True)
-class Duplicates(PlainCounts):
-    """Removed documents in a file."""
-
-    documents: int
-
-
 def join_duplicates(
     run: RunTasks,
     written: Sequence[Commit],
@@ -182,20 +176,18 @@ def join_duplicates(
 ) -> list[Commit]:
     """The files of `duplicates/`, in order; `written` are all tasks with TWINS, of so many documents."""
     files = max(1, -(-documents // DUPLICATES_OF_FILE))
-    exchanged = exchange(run, "duplicates", TWINS, written, readers=files, limits=limits)
+    exchanged = exchange(run, DUPLICATES, TWINS, written, readers=files, limits=limits)
     tasks = []
     for number in range(files):
         start, stop = (bound & ~1 for bound in partition_bounds(number, files))
         piece = exchanged.slice(start, stop)
-        name, inputs = partition_name(number, files), {"twins": piece.digest}
-        args = (piece, memory_bytes)
-        tasks.append(Task("duplicates", name, {}, write_duplicates, args, piece.bytes, inputs))
+        tasks.append(DUPLICATES.task(partition_name(number, files), piece.bytes, piece, memory_bytes))
     [commits] = run(tasks)
-    return [commit for commit in commits if Duplicates.of(commit).documents]
+    return [commit for commit in commits if DUPLICATES.result(commit)]
 
 
-def write_duplicates(folder: Path, twins: Slice, memory_bytes: int) -> Duplicates:
-    """Write the removed documents of one range of keys beside those that stay."""
+def write_duplicates(folder: Path, twins: Slice, memory_bytes: MemoryBytes) -> int:
+    """Write the removed documents of one range of keys beside those that stay; return how many."""
     documents = 0
     kept = _unpacked(np.empty(0, TWINS.dtype), np.empty(0, np.uint8))
     with RemovedFile(folder / DUPLICATES_FILE, DUPLICATES_SCHEMA) as file:
@@ -203,7 +195,10 @@ def write_duplicates(folder: Path, twins: Slice, memory_bytes: int) -> Duplicate
             found, kept = _beside(pa.concat_tables([kept, _unpacked(rows, payload)]))
             documents += found.num_rows
             file.write(found)
-    return Duplicates(documents)
+    return documents
+
+
+DUPLICATES = Stage("duplicates", "write", write_duplicates, cost=1)
 
 
 def _unpacked(rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8]) -> pa.Table:

@@ -30,7 +30,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -57,12 +57,14 @@ from shardkit.writers.dedup.population import (
     Part,
 )
 from shardkit.writers.dedup.shingle_store import SET, SETS_FILE, SHINGLES_FILE
-from shardkit.writers.dedup.signatures import band_keys, bands_and_rows, part_settings, sign_batch
+from shardkit.writers.dedup.signatures import band_keys, bands_and_rows, sign_batch
 from shardkit.writers.dedup.tables import CHUNK_ROWS, HEADER_BYTES, RowFile, Rows
+from shardkit.writers.digests import MemoryBytes
 from shardkit.writers.exchange import RunWriter, Segment
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import BLOCK_BYTES, Commit, Output, RunTasks, Task, block_hashes
-from shardkit.writers.execution.work_store import CheckedRanges
+from shardkit.writers.execution.checked_ranges import CheckedRanges
+from shardkit.writers.execution.commit import BLOCK_BYTES, Commit, Output, block_hashes
+from shardkit.writers.execution.stage import RunTasks, Stage
 from shardkit.writers.kernels.shingles import shingle_batch
 from shardkit.writers.kernels.words import normalization_version
 from shardkit.writers.settings import StrictModel
@@ -166,14 +168,15 @@ class DedupIndex:
     @cached_property
     def parts(self) -> list[Part]:
         """Its parts in order."""
-        return [Part(self._folder(part), part.documents, "index", part.digest) for part in self.record.parts]
+        return [Part(self._folder(part), part.documents, "index") for part in self.record.parts]
 
     def _folder(self, part: _Part) -> Artifact:
         if isinstance(self.location, Path):
-            return Artifact(self.location / part.folder, remedy=_REMEDY)
+            return Artifact(self.location / part.folder, content=part.digest, remedy=_REMEDY)
         sizes = tuple(sorted((name, file.bytes) for name, file in part.files.items()))
         url = f"{self.location}/{part.folder}"
-        return Artifact(Path(url), _StoredPart(url, sizes, part.files[BLOCKS_FILE].xxh3_128, self.storage))
+        stored = _StoredPart(url, sizes, part.files[BLOCKS_FILE].xxh3_128, self.storage)
+        return Artifact(Path(url), stored, part.digest)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -252,20 +255,23 @@ def key_runs(run: RunTasks, indexes: Sequence[DedupIndex], memory_bytes: int) ->
     """The run of KEYS of each part of all indexes: maps of an exchange."""
     found: list[Commit | Segment] = []
     for index in indexes:
+        parts = list(zip(index.parts, index.record.parts, strict=True))
         if index.record.format == 1:
             tasks = []
-            for number, part in enumerate(index.parts, len(found)):
-                args, inputs = (part.folder / _KEYS_OF_FORMAT_1, memory_bytes), {"part": part.digest}
-                tasks.append(Task("index_keys", f"{number:05d}", {}, _make_key_run, args, 0, inputs))
+            for number, (part, listed) in enumerate(parts, len(found)):
+                content = listed.files[_KEYS_OF_FORMAT_1].xxh3_128
+                keys = replace(part.folder / _KEYS_OF_FORMAT_1, content=content)
+                tasks.append(INDEX_KEYS.task(f"{number:05d}", 0, keys, memory_bytes))
             found += run(tasks)[0]
         else:
-            for part, listed in zip(index.parts, index.record.parts, strict=True):
+            for part, listed in parts:
                 file = listed.files[KEYS.file]
                 found.append(Segment(part.folder / KEYS.file, file.bytes, file.xxh3_128, 0, 1 << 64))
     return found
 
 
-def _make_key_run(folder: Path, keys: Artifact, memory_bytes: int) -> dict[str, int]:
+def _make_key_run(folder: Path, keys: Artifact, memory_bytes: MemoryBytes) -> None:
+    """Write the word keys of a part of format 1 as a run."""
     table = Rows(keys, _KEY_OF_FORMAT_1)
     with RunWriter(folder / KEYS.file, KEYS, memory_bytes=memory_bytes // 2) as writer:
         for start in range(0, len(table), CHUNK_ROWS):
@@ -277,7 +283,9 @@ def _make_key_run(folder: Path, keys: Artifact, memory_bytes: int) -> dict[str, 
             for name in ("bytes", "source"):
                 rows[name] = stored[name]
             writer.write(rows)
-    return {"documents": len(table)}
+
+
+INDEX_KEYS = Stage("index_keys", "near-duplicates", _make_key_run)
 
 
 def check_indexable(config: NearDedupConfig | None, sketch: int) -> NearDedupConfig:
@@ -296,12 +304,17 @@ def check_indexable(config: NearDedupConfig | None, sketch: int) -> NearDedupCon
 
 def index_settings(config: NearDedupConfig) -> dict[str, Any]:
     """All that must be the same for documents to be compared; a probe stands for the code's hashes."""
-    probe = pa.array([_PROBE], pa.large_string())
+    probe, (bands, rows) = pa.array([_PROBE], pa.large_string()), bands_and_rows(config)
     signed = sign_batch(probe, config.minhash)
     shingles = shingle_batch(probe, config.minhash).hashes
     made: list[npt.NDArray[Any]] = [signed.values, signed.keys, shingles]
-    made.append(band_keys(signed.values, *bands_and_rows(config)))
-    return part_settings(config) | {
+    made.append(band_keys(signed.values, bands, rows))
+    return {
+        # Older indexes name their scheme, so that those of another one are refused.
+        "minhash": config.minhash.model_dump(mode="json") | {"scheme": "shardkit"},
+        "bands": bands,
+        "rows": rows,
+        "by_source": config.scope == "source",
         "normalization": normalization_version(),
         "probe": digest_of([array.tolist() for array in made]),
     }

@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,8 +51,10 @@ from shardkit.writers.dedup.removals import (
     by_split,
     document_keys,
     latest_outcomes,
+    write_tables,
 )
 from shardkit.writers.dedup.tables import Rows, RowsWriter
+from shardkit.writers.digests import MemoryBytes, RecipeKey
 from shardkit.writers.documents import (
     DOCUMENT_OPTIONS,
     DOCUMENT_SCHEMA,
@@ -61,7 +63,8 @@ from shardkit.writers.documents import (
 )
 from shardkit.writers.exchange import Limits, RunWriter, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, partition_name
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import RunTasks, Stage, partition_name
 from shardkit.writers.kernels.line_units import Units, cut_spans, cut_units, find_spans, find_units
 from shardkit.writers.kernels.text_arrays import text_offsets, text_pieces
 from shardkit.writers.ledger import Count, Ledger
@@ -112,7 +115,7 @@ _KEYS_MEMORY_BYTES = 64 << 20  # at most, to sort keys in; a third is a run
 
 
 @dataclass(frozen=True, slots=True)
-class LineKeys(PlainCounts):
+class LineKeys:
     """Lines of a split: `compared` ones are long enough, and have the `keys` that were written."""
 
     lines: int
@@ -123,9 +126,9 @@ class LineKeys(PlainCounts):
 def write_line_keys(
     folder: Path,
     documents: Artifact,
-    config: LinesDedupConfig,
+    config: Annotated[LinesDedupConfig, RecipeKey("dedup.lines")],
     removals: SplitRemovals,
-    memory_bytes: int,
+    memory_bytes: MemoryBytes,
 ) -> LineKeys:
     """Step 1, a task a split: the keys of all lines of the documents that earlier `removals` left."""
     decided = removals.stream()
@@ -157,6 +160,9 @@ def write_line_keys(
     return LineKeys(lines, compared, writer.keys)
 
 
+MAKE_LINE_KEYS = Stage("line_keys", "repeated lines", write_line_keys, cost=8)
+
+
 def _units(texts: pa.LargeStringArray, wanted: npt.NDArray[np.bool_], config: LinesDedupConfig) -> Units:
     if config.unit == "span":
         return find_spans(texts, wanted, config.words)
@@ -169,17 +175,13 @@ def _lost_rows(outcomes: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
     return lost
 
 
-@dataclass(frozen=True, slots=True)
-class LineLosers(PlainCounts):
-    """The `keys` of a partition that were read, and how many lines of documents are cut: `losers`."""
-
-    keys: int
-    losers: int
-
-
-def find_line_losers(folder: Path, keys: Slice, keep: int, memory_bytes: int) -> LineLosers:
+def find_line_losers(
+    folder: Path,
+    keys: Slice,
+    keep: Annotated[int, RecipeKey("dedup.lines.keep")],
+    memory_bytes: MemoryBytes,
+) -> None:
     """Step 2, a task a partition: which documents lose which lines."""
-    read = losers = 0
     carried = np.empty(0, LINE_KEYS.dtype)
     file, limits = folder / LINE_LOSERS.file, keys.limits
     with RunWriter(file, LINE_LOSERS, memory_bytes=memory_bytes // 4, limits=limits) as writer:
@@ -192,8 +194,10 @@ def find_line_losers(folder: Path, keys: Slice, keep: int, memory_bytes: int) ->
             found["key"], found["unit"] = document_keys(lost["split"], lost["row"]), lost["unit"]
             writer.write(found)
             carried = rows[~is_lost & (rows["key"] == rows["key"][-1])]  # the next batch may have more of it
-            read, losers = read + len(batch), losers + len(found)
-    return LineLosers(read, losers)
+
+
+FIND_LINE_LOSERS = Stage("line_losers", "repeated lines", find_line_losers, cost=4)
+LINES_REMOVED = Stage("lines_removed", "repeated lines", write_tables)
 
 
 class _KeyWriter:
@@ -268,40 +272,31 @@ _DOCUMENTS_FILE = "documents.arrow"
 
 @dataclass(frozen=True, slots=True)
 class CutLines:
-    """What became of a split: `documents_cut` lost `lines_cut` lines between them."""
+    """What became of the documents of a split."""
 
     ledger: Ledger
-    lines_cut: int
-    documents_cut: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for a commit."""
-        return {
-            "ledger": self.ledger.to_dict(),
-            "lines_cut": self.lines_cut,
-            "documents_cut": self.documents_cut,
-        }
 
 
 def cut_lines(
     folder: Path,
     documents: Artifact,
-    config: LinesDedupConfig,
-    keys_folder: Artifact,
+    unit: Annotated[str, RecipeKey("dedup.lines.unit")],
+    words: Annotated[int, RecipeKey("dedup.lines.words")],
+    own_losers: Artifact,
     line_losers: SplitTable,
     removals: SplitRemovals,
-    memory_bytes: int,
+    memory_bytes: MemoryBytes,
     limits: Limits,
 ) -> CutLines:
     """Step 3, a task a split: write the four files.
 
-    `keys_folder` is the split's own of step 1, `line_losers` its rows (CUT_LINE) of step 2.
+    `own_losers` and `line_losers` are the split's rows (CUT_LINE) of steps 1 and 2.
     """
-    own = Rows(keys_folder / _OWN_LOSERS_FILE, CUT_LINE, header=False)
+    own = Rows(own_losers, CUT_LINE, header=False)
     cuts = SplitRows(CUT_LINE, [(own, 0, len(own)), *line_losers.pieces(CUT_LINE)], then=["unit"])
     decided = removals.stream()
     ledger = Ledger()
-    lines = changed = start = 0
+    start = 0
     with (
         _Writer(folder) as writer,
         TwinsFile(folder, memory_bytes=memory_bytes // 4, limits=limits) as twins,
@@ -317,14 +312,15 @@ def cut_lines(
             winners = latest_outcomes(rows[rows["copies"] > 0] for rows in found.values())
             twins.keep(whole, winners["row"].astype(np.int64) - start)
             kept = _without_lost(whole, start, found, twins, ledger)
-            batch, left = _cut_batch(whole, cut_rows, mine["unit"], kept, config, ledger)
+            batch, left = _cut_batch(whole, cut_rows, mine["unit"], kept, unit, words, ledger)
             twins.remove(whole, "duplicate_lines", np.flatnonzero(kept & ~left))
             writer.write(batch, np.flatnonzero(left) + start, winners)
-            lines += len(mine)
-            changed += len(np.unique(cut_rows))
             start = end
     ledger.check(str(folder))
-    return CutLines(ledger, lines, changed)
+    return CutLines(ledger)
+
+
+CUT_LINES = Stage("lines", "repeated lines", cut_lines, cost=15)
 
 
 def _without_lost(
@@ -352,7 +348,8 @@ def _cut_batch(
     rows: npt.NDArray[np.int64],
     units: npt.NDArray[np.uint32],
     kept: npt.NDArray[np.bool_],
-    config: LinesDedupConfig,
+    unit: str,
+    words: int,
     ledger: Ledger,
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.bool_]]:
     """(What is left of a batch, which documents those are) without units[i] of document rows[i]; booked."""
@@ -360,10 +357,10 @@ def _cut_batch(
     ledger.read += Count(batch.num_rows, int(sizes.sum()))
     if len(rows):
         texts = batch.column("text")
-        if config.unit == "span":
-            texts, blank = cut_spans(texts, rows, units, config.words)
+        if unit == "span":
+            texts, blank = cut_spans(texts, rows, units, words)
         else:
-            texts, blank = cut_units(texts, rows, units, config)
+            texts, blank = cut_units(texts, rows, units, unit)
         assert kept[rows].all(), "no line of a removed document was compared"
         kept = kept & ~blank
         left = np.where(kept, np.diff(text_offsets(texts)), 0)
@@ -415,61 +412,35 @@ def remove_lines(
     limits: Limits = DEFAULT_LIMITS,
 ) -> list[Commit]:
     """Run all steps: a commit for each split. `removals` are what each split lost before."""
-    [keys] = run(_key_tasks(splits, removals, config, memory_bytes))
-    partitions = limits.partitions(sum(LineKeys.of(commit).keys for commit in keys), LINE_KEYS.dtype)
-    exchanged = exchange(run, "line_keys", LINE_KEYS, keys, readers=partitions, limits=limits)
+    tasks = []
+    for split, removed in zip(splits, removals, strict=True):
+        tasks.append(
+            MAKE_LINE_KEYS.task(split.name, split.bytes, split.documents, config, removed, memory_bytes)
+        )
+    [keys] = run(tasks)
+
+    partitions = limits.partitions(
+        sum(MAKE_LINE_KEYS.result(commit).keys for commit in keys), LINE_KEYS.dtype
+    )
+    exchanged = exchange(run, FIND_LINE_LOSERS, LINE_KEYS, keys, readers=partitions, limits=limits)
     tasks = []
     for number in range(partitions):
         piece = exchanged.slice(*partition_bounds(number, partitions))
-        name, settings = partition_name(number, partitions), {"dedup.lines.keep": config.keep}
-        args, inputs = (piece, config.keep, memory_bytes), {"keys": piece.digest}
-        tasks.append(Task("line_losers", name, settings, find_line_losers, args, piece.bytes, inputs))
+        name = partition_name(number, partitions)
+        tasks.append(FIND_LINE_LOSERS.task(name, piece.bytes, piece, config.keep, memory_bytes))
     [decided] = run(tasks)
-    losers = by_split(run, "lines_removed", LINE_LOSERS, decided, len(splits), limits=limits)
-    [cut] = run(_cut_tasks(splits, keys, losers, removals, config, memory_bytes, limits))
+    losers = by_split(run, LINES_REMOVED, LINE_LOSERS, decided, len(splits), limits=limits)
+
+    tasks = []
+    for split, own, lost, removed in zip(splits, keys, losers, removals, strict=True):
+        documents, own_losers = split.documents, own.file(_OWN_LOSERS_FILE)
+        args = documents, config.unit, config.words, own_losers, lost, removed, memory_bytes, limits
+        tasks.append(CUT_LINES.task(split.name, split.bytes, *args))
+    [cut] = run(tasks)
     return cut
 
 
 def remaining(cut: Commit) -> SplitTable:
     """The outcomes of a split whose lines were cut: who represents duplicates that are gone."""
     output = cut.outputs[_OUTCOMES_FILE]
-    count = output.bytes // OUTCOME.itemsize
-    return SplitTable(cut.files / _OUTCOMES_FILE, 0, count, output.xxh3_128 if count else "")
-
-
-def _key_tasks(
-    splits: Sequence[SplitDocuments],
-    removals: Sequence[SplitRemovals],
-    config: LinesDedupConfig,
-    memory_bytes: int,
-) -> list[Task]:
-    settings = {"dedup.lines": config.model_dump(mode="json")}
-    tasks = []
-    for split, own in zip(splits, removals, strict=True):
-        args = (split.documents, config, own, memory_bytes)
-        inputs = {"documents": split.digest, "removed": own.digest}
-        tasks.append(Task("line_keys", split.name, settings, write_line_keys, args, split.bytes, inputs))
-    return tasks
-
-
-def _cut_tasks(
-    splits: Sequence[SplitDocuments],
-    keys: Sequence[Commit],
-    losers: Sequence[SplitTable],
-    removals: Sequence[SplitRemovals],
-    config: LinesDedupConfig,
-    memory_bytes: int,
-    limits: Limits,
-) -> list[Task]:
-    settings = {"dedup.lines": config.model_dump(mode="json")}
-    tasks = []
-    for split, own, lost, removed in zip(splits, keys, losers, removals, strict=True):
-        inputs = {
-            "documents": split.digest,
-            "own": own.outputs[_OWN_LOSERS_FILE].xxh3_128,
-            "losers": lost.digest,
-            "removed": removed.digest,
-        }
-        args = (split.documents, config, own.files, lost, removed, memory_bytes, limits)
-        tasks.append(Task("lines", split.name, settings, cut_lines, args, split.bytes, inputs))
-    return tasks
+    return SplitTable(cut.file(_OUTCOMES_FILE), 0, output.bytes // OUTCOME.itemsize, output.xxh3_128)

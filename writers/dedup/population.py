@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Literal, Self, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.writers.dedup.tables import Rows
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.stage import Stage
 
 __all__ = [
     "DOCUMENT",
@@ -31,8 +31,10 @@ __all__ = [
     "GROUPS_FILE",
     "LANGUAGE_CODE",
     "PAIR",
+    "PARTS",
     "PARTS_FILE",
     "SIGNATURES_FILE",
+    "STARTS_FILE",
     "Kind",
     "LanguageLabels",
     "Part",
@@ -81,11 +83,10 @@ class LanguageLabels:
 
 @dataclass(frozen=True, slots=True)
 class SplitDocuments:
-    """The documents of one split: the name of its tasks, the Arrow file, and the digest of what is read."""
+    """The documents of one split: the name of its tasks, the Arrow file, and its size."""
 
     name: str
     documents: Artifact
-    digest: str
     bytes: int
     languages: LanguageLabels | None = None  # where documents are compared by language
 
@@ -95,90 +96,81 @@ Kind = Literal["input", "index"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One folder of documents. `digest` names its files: what a task that reads them depends on."""
+    """One folder of documents."""
 
     folder: Artifact
     documents: int
     kind: Kind = "input"
-    digest: str = ""
 
 
 @dataclass(frozen=True)
 class Population:
-    """All parts in order: inputs (one a split, in the order of splits), then indexes."""
+    """All parts in order: first `inputs`, one a split, in the order of splits; then those of indexes.
+
+    `starts`, int64[parts + 1], are the number of each part's first document; the last is the number of
+    documents.
+    """
 
     parts: Sequence[Part]
+    starts: npt.NDArray[np.int64]
+    inputs: int
 
-    @cached_property
-    def starts(self) -> npt.NDArray[np.int64]:
-        """int64[parts + 1]: the number of each part's first document; the last is the number of documents."""
-        stored = self.parts.documents if isinstance(self.parts, _StoredParts) else None
-        documents = [part.documents for part in self.parts] if stored is None else stored
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(documents, dtype=np.int64)])
-
-    @cached_property
-    def _inputs(self) -> int:
-        """The number of parts that are of inputs."""
-        others = self.parts.others if isinstance(self.parts, _StoredParts) else self.parts
-        kinds: list[Kind] = [part.kind for part in others]
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Self:
+        """Number the documents of these parts."""
+        kinds: list[Kind] = [part.kind for part in parts]
         assert kinds == sorted(kinds, key=("input", "index").index), kinds
-        return len(self.parts) - kinds.count("index")
-
-    def numbers(self, kind: Kind) -> range:
-        """The numbers of the documents of a kind."""
-        parts = self.parts_of(kind)
-        return range(int(self.starts[parts.start]), int(self.starts[parts.stop]))
-
-    def count(self, kind: Kind) -> int:
-        """Documents of a kind."""
-        return len(self.numbers(kind))
-
-    def parts_of(self, kind: Kind) -> range:
-        """The parts of a kind."""
-        return range(self._inputs) if kind == "input" else range(self._inputs, len(self.parts))
+        documents = [0, *(part.documents for part in parts)]
+        return cls(parts, np.cumsum(documents, dtype=np.int64), kinds.count("input"))
 
     @property
     def indexed(self) -> range:
         """The numbers of the documents of indexes."""
-        return self.numbers("index")
+        return range(int(self.starts[self.inputs]), int(self.starts[-1]))
+
+    def count(self, kind: Kind) -> int:
+        """Count the documents of a kind."""
+        return self.indexed.start if kind == "input" else len(self.indexed)
 
     def locate(self, numbers: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(part, row in the part) of each number."""
+        """Return (part, row in the part) of each number."""
         numbers = numbers.astype(np.int64)
         parts = np.searchsorted(self.starts, numbers, side="right") - 1
         return parts, numbers - self.starts[parts]
 
 
 PARTS_FILE = "parts.npy"
+STARTS_FILE = "starts.npy"
 
 
-def write_parts(folder: Path, parts: Sequence[tuple[str, int, str]]) -> dict[str, int]:
-    """Write (name of the folder, documents, name of the texts) of the splits' parts, for `PopulationFile`."""
-    folders = [folder.encode() for folder, _, _ in parts]
-    texts = [text.encode() for _, _, text in parts]
-    widths = [max([1, *map(len, names)]) for names in (folders, texts)]
-    table = np.empty(
-        len(parts), [("folder", f"S{widths[0]}"), ("texts", f"S{widths[1]}"), ("documents", "<i8")]
-    )
-    table["folder"], table["texts"] = folders, texts
-    table["documents"] = [documents for _, documents, _ in parts]
-    np.save(folder / PARTS_FILE, table)
-    return {}
+def write_parts(folder: Path, parts: Sequence[tuple[str, int]], indexed: Sequence[int]) -> None:
+    """Write the names of the folders of the splits' parts, and where the numbers of all parts start.
+
+    `parts` has (name, documents) of each, `indexed` the documents of each part of an index.
+    """
+    names = [name.encode() for name, _ in parts]
+    np.save(folder / PARTS_FILE, np.array(names, f"S{max([1, *map(len, names)])}"))
+    starts = np.cumsum([0, *(documents for _, documents in parts), *indexed], dtype=np.int64)
+    np.save(folder / STARTS_FILE, starts)
+
+
+PARTS = Stage("parts", "near-duplicates", write_parts, cost=0.1)
 
 
 class _StoredParts(Sequence[Part]):
-    """Parts of splits in a mapped table, of which the processes of a machine hold one copy, and others."""
+    """Parts of splits in mapped tables, of which the processes of a machine hold one copy, and others."""
 
-    def __init__(self, table: npt.NDArray[np.void], folder: Artifact, others: tuple[Part, ...]) -> None:
-        self._table, self._folder, self.others = table, folder, others
-
-    @property
-    def documents(self) -> npt.NDArray[np.int64]:
-        """int64[parts]."""
-        return np.concatenate([self._table["documents"], np.array([p.documents for p in self.others], "<i8")])
+    def __init__(
+        self,
+        names: npt.NDArray[np.bytes_],
+        starts: npt.NDArray[np.int64],
+        folder: Artifact,
+        others: Sequence[Part],
+    ) -> None:
+        self._names, self._starts, self._folder, self._others = names, starts, folder, others
 
     def __len__(self) -> int:
-        return len(self._table) + len(self.others)
+        return len(self._names) + len(self._others)
 
     @overload
     def __getitem__(self, number: int) -> Part: ...
@@ -187,41 +179,35 @@ class _StoredParts(Sequence[Part]):
     def __getitem__(self, number: int | slice) -> Part | Sequence[Part]:
         if isinstance(number, slice):
             return [self[n] for n in range(*number.indices(len(self)))]
-        if number >= len(self._table):
-            return self.others[number - len(self._table)]
-        row = self._table[number]
-        return Part(self._folder / row["folder"].decode(), int(row["documents"]))
+        if number >= len(self._names):
+            return self._others[number - len(self._names)]
+        documents = int(self._starts[number + 1] - self._starts[number])
+        return Part(self._folder / self._names[number].decode(), documents)
 
 
 @dataclass(frozen=True, slots=True)
 class PopulationFile:
     """A population as an argument of tasks, of a size that does not grow with the number of splits.
 
-    `parts` is what `write_parts` wrote; `inputs` is the folder of those folders, `texts` that of the splits'
-    documents; `others` are the parts that follow the splits'.
+    `names` and `starts` are what `write_parts` wrote; `folder` is the folder of the splits' parts, `others`
+    are the parts that follow these. `content` names all of their files.
     """
 
-    parts: Artifact
-    inputs: Artifact
-    texts: Artifact
-    others: tuple[Part, ...] = ()
+    names: Artifact
+    starts: Artifact
+    folder: Artifact
+    others: tuple[Part, ...]
+    content: str
 
     def load(self) -> Population:
-        """The population; a process keeps the one that it read last."""
+        """Map the population; a process keeps the one that it read last."""
         global _loaded
-        key = str(self.parts), self.others
+        key = str(self.names), self.others
         if _loaded is None or _loaded[0] != key:
-            _loaded = key, Population(_StoredParts(self._table(), self.inputs, self.others))
+            names, starts = (np.load(file.local(), mmap_mode="r") for file in (self.names, self.starts))
+            parts = _StoredParts(names, starts, self.folder, self.others)
+            _loaded = key, Population(parts, starts, len(names))
         return _loaded[1]
-
-    def documents(self, splits: npt.NDArray[np.integer[Any]]) -> dict[int, Artifact]:
-        """The Arrow files of these splits."""
-        table = self._table()
-        return {split: self.texts / table["texts"][split].decode() for split in np.unique(splits).tolist()}
-
-    def _table(self) -> npt.NDArray[np.void]:
-        table: npt.NDArray[np.void] = np.load((self.parts / PARTS_FILE).local(), mmap_mode="r")
-        return table
 
 
 _loaded: tuple[tuple[str, tuple[Part, ...]], Population] | None = None

@@ -21,18 +21,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from shardkit.card import Count
-from shardkit.hashing import digest_of
 from shardkit.writers.dedup.tables import Rows
+from shardkit.writers.digests import RecipeKey
 from shardkit.writers.exchange import Limits, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import RunTasks, Stage
 from shardkit.writers.runs import DEFAULT_LIMITS
 from shardkit.writers.settings import TRAIN
 
@@ -48,11 +49,13 @@ __all__ = [
     "SplitRemovals",
     "SplitRows",
     "SplitTable",
+    "SplitTables",
     "by_split",
     "count_groups",
     "document_keys",
     "latest_outcomes",
     "outcomes",
+    "write_tables",
 ]
 
 OUTCOMES = Table(
@@ -130,7 +133,7 @@ class SplitTable:
     file: Artifact
     first: int
     count: int
-    digest: str
+    content: str
     lost: Count = field(default_factory=Count)
 
     def pieces(self, dtype: np.dtype[Any]) -> list[Piece]:
@@ -148,14 +151,14 @@ class SplitTable:
         return rows
 
     def _is_right(self, data: npt.NDArray[np.uint8]) -> bool:
-        return xxhash.xxh3_128_hexdigest(data.data) == self.digest
+        return xxhash.xxh3_128_hexdigest(data.data) == self.content
 
 
-NOTHING = SplitTable(Artifact(Path()), 0, 0, "")
+NOTHING = SplitTable(Artifact(Path()), 0, 0, xxhash.xxh3_128_hexdigest(b""))
 
 
 @dataclass(frozen=True, slots=True)
-class _Group(PlainCounts):
+class SplitTables:
     """Rows, digest, and lost documents and bytes of each split of a group that has rows, by its number."""
 
     splits: Mapping[str, tuple[int, str, int, int]]
@@ -163,7 +166,7 @@ class _Group(PlainCounts):
 
 def by_split(
     run: RunTasks,
-    stage: str,
+    stage: Stage[[Slice], SplitTables],
     table: Table,
     decided: Sequence[Commit],
     splits: int,
@@ -181,13 +184,12 @@ def by_split(
     tasks = []
     for group in range(groups):
         piece = exchanged.slice(group << shift, group + 1 << shift)
-        inputs = {"rows": piece.digest}
-        tasks.append(Task(stage, f"{group:05d}", {}, _write_group, (piece,), piece.bytes, inputs))
+        tasks.append(stage.task(f"{group:05d}", piece.bytes, piece))
     [commits] = run(tasks)
     found = []
     for group, commit in enumerate(commits):
         file, first = commit.files / _ROWS_FILE, 0
-        counted = _Group.of(commit).splits
+        counted = stage.result(commit).splits
         for split in range(group * SPLITS_PER_GROUP, min((group + 1) * SPLITS_PER_GROUP, splits)):
             if (counts := counted.get(str(split))) is None:
                 found.append(NOTHING)
@@ -198,7 +200,7 @@ def by_split(
     return found
 
 
-def _write_group(folder: Path, piece: Slice) -> _Group:
+def write_tables(folder: Path, piece: Slice) -> SplitTables:
     fields = [(name, piece.table.dtype[name]) for name in piece.table.dtype.names or ()]
     others = [(name, dtype) for name, dtype in fields if name not in ("key", "bytes")]
     splits: dict[str, tuple[int, str, int, int]] = {}
@@ -222,7 +224,7 @@ def _write_group(folder: Path, piece: Slice) -> _Group:
                 lost = _lost(rows[begin:end])
                 documents, size = documents + lost.documents, size + lost.bytes
                 splits[split] = (count + end - begin, hasher.hexdigest(), documents, size)
-    return _Group(splits)
+    return SplitTables(splits)
 
 
 def _lost(rows: npt.NDArray[np.void]) -> Count:
@@ -305,16 +307,8 @@ class SplitRemovals:
     parts go, too.
     """
 
-    tables: Mapping[str, SplitTable] = field(default_factory=dict)
+    tables: Annotated[Mapping[str, SplitTable], RecipeKey()] = field(default_factory=dict)
     part: Part | None = None
-
-    @property
-    def digest(self) -> str:
-        """Names the rows: what a task that loads them names as its input."""
-        tables = {reason: table.digest for reason, table in self.tables.items()}
-        if self.part is None:
-            return digest_of(tables)
-        return digest_of([tables, self.part.name, self.part.names, self.part.table.digest])
 
     def also(self, reason: str, table: SplitTable) -> SplitRemovals:
         """With what a later stage decided."""

@@ -26,7 +26,7 @@ byte a number of its range, or the removed documents of its range or part, and s
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -38,9 +38,11 @@ from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part
 from shardkit.writers.dedup.removals import GROUP_SIZES, OUTCOMES, count_groups, document_keys, outcomes
 from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows
 from shardkit.writers.dedup.verify import EDGES, WAITING
-from shardkit.writers.exchange import Exchanged, RunWriter, Slice, Table, exchange
+from shardkit.writers.digests import MemoryBytes
+from shardkit.writers.exchange import RunWriter, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import RunTasks, Stage
 from shardkit.writers.kernels.numba_support import Bools, Int64s, kernel
 from shardkit.writers.runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits
 
@@ -58,7 +60,6 @@ __all__ = [
     "decide_all",
     "decide_round",
     "decided_edges",
-    "equal_tasks",
     "follow_equal",
     "resolve",
     "write_kept",
@@ -115,32 +116,23 @@ def decided_edges(
         if held * _DECIDING <= memory_bytes:
             break
         number += 1
-        ranges = _ranges(held, documents, memory_bytes)
-        tables = [
-            move(f"near-{name}-{number}", table, commits, readers=len(ranges))
-            for name, table, commits in (
-                ("edges", EDGES, edges),
-                ("waiting", WAITING, edges),
-                ("beaten", BEATEN, last),
-            )
+        stage, ranges = NEAR_ROUND.step(str(number)), _ranges(held, documents, memory_bytes)
+        moved = [
+            move(stage, table, commits, readers=len(ranges))
+            for table, commits in ((EDGES, edges), (WAITING, edges), (BEATEN, last))
         ]
         tasks = []
         for start, stop in ranges:
-            slices = [table.slice(start, stop) for table in tables]
-            inputs = {piece.table.file: piece.digest for piece in slices}
-            args = (*slices, memory_bytes)
-            weight = sum(piece.bytes for piece in slices)
-            stage, name = f"near-round-{number}", f"{start:012d}"
-            tasks.append(Task(stage, name, {}, decide_round, args, weight, inputs))
+            own, waiting, beaten = pieces = [rows.slice(start, stop) for rows in moved]
+            weight = sum(piece.bytes for piece in pieces)
+            tasks.append(stage.task(f"{start:012d}", weight, own, waiting, beaten, memory_bytes))
         [edges] = run(tasks)
         last = edges
         found += edges
-    whole = [
-        move(f"near-{table.file}", table, commits, readers=1).slice(0, documents)
-        for table, commits in ((EDGES, edges), (BEATEN, last))
-    ]
-    inputs = {piece.table.file: piece.digest for piece in whole}
-    [finished] = run([Task("near", "near", {}, decide_all, (*whole, memory_bytes), 0, inputs)])
+    left = move(NEAR, EDGES, edges, readers=1).slice(0, documents)
+    beaten = move(NEAR, BEATEN, last, readers=1).slice(0, documents)
+    made = NEAR.task("near", 0, left, beaten, memory_bytes)
+    [finished] = run([made])
     return [*found, *finished]
 
 
@@ -157,12 +149,9 @@ def _ranges(rows_bytes: int, documents: int, memory_bytes: int) -> list[tuple[in
 
 
 def decide_round(
-    folder: Path, edges: Slice, waiting: Slice, beaten: Slice, memory_bytes: int
-) -> dict[str, int]:
-    """Write the edges of documents that wait, and what the decided ones mean for others, of one range.
-
-    Nothing is counted, nor by the other tasks that decide.
-    """
+    folder: Path, edges: Slice, waiting: Slice, beaten: Slice, memory_bytes: MemoryBytes
+) -> None:
+    """Write the edges of documents that wait, and what the decided ones mean for others, of one range."""
     some = memory_bytes // 8
     states = np.zeros(edges.stop - edges.start, np.uint8)
     for told, mark in ((waiting, _WAITS), (beaten, _BEATEN)):
@@ -179,7 +168,9 @@ def decide_round(
             left.write(open_)
             waits.write(np.unique(open_["lo"]).view(WAITING.dtype))
             decided.write(_beaten(rows[state == 0]))
-    return {}
+
+
+NEAR_ROUND = Stage("near-round", "near-duplicates", decide_round)
 
 
 def _beaten(edges: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
@@ -189,7 +180,7 @@ def _beaten(edges: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     return rows
 
 
-def decide_all(folder: Path, edges: Slice, beaten: Slice, memory_bytes: int) -> dict[str, int]:
+def decide_all(folder: Path, edges: Slice, beaten: Slice, memory_bytes: MemoryBytes) -> None:
     """Decide about all documents that are left."""
     rows, _ = edges.read()
     numbers = np.union1d(rows["key"], rows["lo"])
@@ -204,7 +195,9 @@ def decide_all(folder: Path, edges: Slice, beaten: Slice, memory_bytes: int) -> 
     with RunWriter(folder / BEATEN.file, BEATEN, memory_bytes=memory_bytes // 8) as writer:
         for start in range(0, len(stays), CHUNK_ROWS):
             writer.write(_beaten(stays[start : start + CHUNK_ROWS]))
-    return {}
+
+
+NEAR = Stage("near", "near-duplicates", decide_all, cost=1)
 
 
 @kernel
@@ -251,20 +244,7 @@ def _first(rows: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     return first
 
 
-def equal_tasks(
-    equals: Exchanged, beaten: Exchanged, ranges: Sequence[tuple[int, int]], memory_bytes: int
-) -> list[Task]:
-    """One task a range of numbers: BEATEN rows of documents whose words another one has."""
-    tasks = []
-    for start, stop in ranges:
-        slices = equals.slice(start, stop), beaten.slice(start, stop)
-        inputs = {piece.table.file: piece.digest for piece in slices}
-        args = (*slices, memory_bytes)
-        tasks.append(Task("near_equal", f"{start:012d}", {}, follow_equal, args, 0, inputs))
-    return tasks
-
-
-def follow_equal(folder: Path, equals: Slice, beaten: Slice, memory_bytes: int) -> dict[str, int]:
+def follow_equal(folder: Path, equals: Slice, beaten: Slice, memory_bytes: MemoryBytes) -> None:
     """Book every document that equals another on whom that one is booked on, or on it."""
     booked = np.append(_booked(beaten, memory_bytes // 8), np.zeros(1, BEATEN.dtype))
     booked["key"][-1] = 0xFFFFFFFFFFFFFFFF
@@ -278,24 +258,28 @@ def follow_equal(folder: Path, equals: Slice, beaten: Slice, memory_bytes: int) 
             turned["priority"][:, 1:] = np.where(is_kept[:, None], rows["rank"], found["priority"][:, 1:])
             turned["jaccard"] = np.where(is_kept, 1.0, found["jaccard"])
             writer.write(turned)
-    return {}
 
 
-@dataclass
-class Lost(PlainCounts):
+NEAR_EQUAL = Stage("near_equal", "near-duplicates", follow_equal, cost=0.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
     """Removed documents of a part: how many, their bytes and exact copies, also by source.
 
     `kept_by_index` of them are booked on a document of an index. Sources are strings as in JSON.
     """
 
-    losers: int = 0
-    bytes: int = 0
-    copies: int = 0
-    kept_by_index: int = 0
-    sources: dict[str, tuple[int, int]] = field(default_factory=dict)
+    losers: int
+    bytes: int
+    copies: int
+    kept_by_index: int
+    sources: Mapping[str, tuple[int, int]]
 
 
-def write_lost(folder: Path, part: Part, number: int, beaten: Slice, indexed: int, memory_bytes: int) -> Lost:
+def write_lost(
+    folder: Path, part: Part, number: int, beaten: Slice, indexed: int, memory_bytes: MemoryBytes
+) -> Lost:
     """Write the losers of a part; `indexed` is the number of the first document of an index."""
     booked = _booked(beaten, memory_bytes // 8)
     documents = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read() if len(booked) else np.empty(0, DOCUMENT)
@@ -318,11 +302,16 @@ def write_lost(folder: Path, part: Part, number: int, beaten: Slice, indexed: in
             gains = np.empty(len(rows), GAINED.dtype)
             gains["key"], gains["copies"] = rows["kept"], rows["copies"]
             gained.write(gains)
-    lost = Lost(len(rows), int(rows["bytes"].sum()), int(rows["copies"].sum(dtype=np.int64)))
-    lost.kept_by_index = int((rows["kept"] >= indexed).sum())
-    for source, own in _by_source(documents):
-        lost.sources[source] = (len(own), int(own["bytes"].sum()))
-    return lost
+    return Lost(
+        losers=len(rows),
+        bytes=int(rows["bytes"].sum()),
+        copies=int(rows["copies"].sum(dtype=np.int64)),
+        kept_by_index=int((rows["kept"] >= indexed).sum()),
+        sources={source: (len(own), int(own["bytes"].sum())) for source, own in _by_source(documents)},
+    )
+
+
+NEAR_LOST = Stage("near_lost", "near-duplicates", write_lost, cost=0.6)
 
 
 def _by_source(documents: npt.NDArray[np.void]) -> Iterator[tuple[str, npt.NDArray[np.void]]]:
@@ -330,42 +319,44 @@ def _by_source(documents: npt.NDArray[np.void]) -> Iterator[tuple[str, npt.NDArr
         yield str(source), documents[documents["source"] == source]
 
 
-@dataclass
-class Kept(PlainCounts):
+@dataclass(frozen=True, slots=True)
+class Kept:
     """Kept documents of a part. `groups` counts those of inputs in the classes of GROUP_SIZES.
 
     `largest_group` is the most documents that one represents; `sources` are documents compared.
     """
 
-    largest_group: int = 0
-    groups: list[int] = field(default_factory=lambda: [0] * (len(GROUP_SIZES) + 1))
-    sources: dict[str, int] = field(default_factory=dict)
+    largest_group: int
+    groups: Sequence[int]
+    sources: Mapping[str, int]
 
 
 def write_kept(
-    folder: Path, part: Part, number: int, losers: Artifact, gained: Slice, memory_bytes: int
+    folder: Path, part: Part, number: int, losers: Artifact, gained: Slice, memory_bytes: MemoryBytes
 ) -> Kept:
     """Write the winners of a part, whose losers are in a file."""
     documents = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read()
-    own = documents["copies"].astype(np.int64) if part.kind == "input" else np.ones(len(documents), np.int64)
+    is_input = part.kind == "input"
+    own = documents["copies"].astype(np.int64) if is_input else np.ones(len(documents), np.int64)
     for rows, _ in gained.stream(memory_bytes // 8):
         np.add.at(own, (rows["key"] - np.uint64(gained.start)).astype(np.int64), rows["copies"])
     kept = ~np.isin(documents["row"], Rows(losers, NEAR_LOSER).read()["row"], assume_unique=True)
-    found = Kept(int(own[kept].max(initial=0)))
-    several = np.flatnonzero(kept & (own > 1))
-    if part.kind == "input":
-        found.groups = count_groups(own[kept])
-        found.sources = {source: len(rows) for source, rows in _by_source(documents)}
-    else:
-        several = several[:0]
-    assert found.largest_group <= np.iinfo(np.int32).max
+    largest = int(own[kept].max(initial=0))
+    several = np.flatnonzero(kept & (own > 1) & is_input)
+    assert largest <= np.iinfo(np.int32).max
     winners = np.empty(len(several), WINNER_DTYPE)
     winners["split"], winners["row"], winners["copies"] = number, documents["row"][several], own[several]
     np.save(folder / WINNERS_FILE, winners, allow_pickle=False)
     with RunWriter(folder / OUTCOMES.file, OUTCOMES, memory_bytes=memory_bytes // 8) as decided:
         keys = document_keys(winners["split"], winners["row"])
         decided.write(outcomes(keys, copies=winners["copies"]))
-    return found
+    if not is_input:
+        return Kept(largest, [0] * (len(GROUP_SIZES) + 1), {})
+    sources = {source: len(rows) for source, rows in _by_source(documents)}
+    return Kept(largest, count_groups(own[kept]), sources)
+
+
+NEAR_KEPT = Stage("near_kept", "near-duplicates", write_kept, cost=0.6)
 
 
 @dataclass(frozen=True)
@@ -393,8 +384,10 @@ class Resolved:
         cls, parts: Sequence[Part], lost: Sequence[Commit], kept: Sequence[Commit], *, edges: int, equal: int
     ) -> Resolved:
         """From the tasks of all parts."""
-        removed = [Lost.of(commit) for commit, part in zip(lost, parts, strict=True) if part.kind == "input"]
-        stay = [Kept.of(commit) for commit in kept]
+        removed = [
+            NEAR_LOST.result(commit) for commit, part in zip(lost, parts, strict=True) if part.kind == "input"
+        ]
+        stay = [NEAR_KEPT.result(commit) for commit in kept]
         sources: dict[str, dict[str, int]] = {}
         for one in stay:
             for source, documents in one.sources.items():
@@ -435,37 +428,25 @@ def resolve(
     decided = decided_edges(run, verified, end, memory_bytes, limits)
     move = partial(exchange, run, end=end, limits=limits)
     ranges = _ranges(_bytes(equal, EQUALS), end, memory_bytes)
-    same = move("near-equal", EQUALS, equal, readers=len(ranges))
-    beaten = move("near-decided", BEATEN, decided, readers=len(ranges))
-    [followed] = run(equal_tasks(same, beaten, ranges, memory_bytes))
-    beaten = move("near-lost", BEATEN, [*decided, *followed], readers=len(parts))
+    same = move(NEAR_EQUAL, EQUALS, equal, readers=len(ranges))
+    beaten = move(NEAR_EQUAL, BEATEN, decided, readers=len(ranges))
+    tasks = []
+    for start, stop in ranges:
+        pieces = same.slice(start, stop), beaten.slice(start, stop)
+        tasks.append(NEAR_EQUAL.task(f"{start:012d}", 0, *pieces, memory_bytes))
+    [followed] = run(tasks)
+    beaten = move(NEAR_LOST, BEATEN, [*decided, *followed], readers=len(parts))
     tasks = []
     for number, part in enumerate(parts):
         own = beaten.slice(starts[number], starts[number + 1])
-        inputs = {"part": part.digest, "beaten": own.digest}
-        args = (part, number, own, indexed, memory_bytes)
-        config = {"part": number, "indexed": indexed}
-        tasks.append(Task("near_lost", f"{number:06d}", config, write_lost, args, part.documents, inputs))
+        args = part, number, own, indexed, memory_bytes
+        tasks.append(NEAR_LOST.task(f"{number:06d}", part.documents, *args))
     [lost] = run(tasks)
-    gained = move("near-gained", GAINED, lost, readers=len(parts))
-    last = []
+    gained = move(NEAR_KEPT, GAINED, lost, readers=len(parts))
+    tasks = []
     for number, part in enumerate(parts):
-        gains = gained.slice(starts[number], starts[number + 1])
-        losers = lost[number].files / LOSERS_FILE
-        inputs = {
-            "part": part.digest,
-            "gained": gains.digest,
-            "lost": lost[number].outputs[LOSERS_FILE].xxh3_128,
-        }
-        task = Task(
-            "near_kept",
-            f"{number:06d}",
-            {"part": number},
-            write_kept,
-            (part, number, losers, gains, memory_bytes),
-            part.documents,
-            inputs,
-        )
-        last.append(task)
-    [kept] = run(last)
+        own = gained.slice(starts[number], starts[number + 1])
+        losers = lost[number].file(LOSERS_FILE)
+        tasks.append(NEAR_KEPT.task(f"{number:06d}", part.documents, part, number, losers, own, memory_bytes))
+    [kept] = run(tasks)
     return Resolved.of(parts, lost, kept, edges=edges, equal=equals), lost, kept

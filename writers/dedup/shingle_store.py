@@ -40,14 +40,14 @@ import pyarrow as pa
 import zstandard
 
 from shardkit.errors import BuildError
-from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part, priority
 from shardkit.writers.dedup.tables import Rows, RowsWriter
+from shardkit.writers.digests import MemoryBytes
 from shardkit.writers.exchange import RunWriter, Slice, Table
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import PlainCounts
+from shardkit.writers.execution.stage import Stage
 from shardkit.writers.kernels.numba_support import Int64s, UInt64s, kernel
-from shardkit.writers.kernels.shingles import shingle_batch
+from shardkit.writers.kernels.shingles import NgramUnits, shingle_batch
 from shardkit.writers.kernels.sorting import distinct_hashes, sort_pairs
 from shardkit.writers.kernels.text_arrays import copy_texts, text_bytes, text_offsets
 from shardkit.writers.runs import Batch, payload_ends
@@ -57,11 +57,11 @@ __all__ = [
     "OWN",
     "SET",
     "SETS_FILE",
+    "SHINGLES",
     "SHINGLES_FILE",
     "SetRuns",
     "Sets",
     "ShingleReader",
-    "ShingleSets",
     "ShingleWriter",
     "distinct_sets",
     "read_sets",
@@ -406,31 +406,26 @@ def _lowest(seconds: UInt64s, firsts: UInt64s, block_bits: int) -> npt.NDArray[n
     return wanted
 
 
-@dataclass(frozen=True, slots=True)
-class ShingleSets(PlainCounts):
-    """Documents whose texts or sets of n-grams were written."""
-
-    documents: int
-
-
 def write_sets(
     folder: Path,
     part: Part,
-    documents: Artifact,
+    documents: Artifact | None,
     firsts: Slice,
     seconds: Slice,
-    minhash: MinHashConfig,
     block_bits: int,
-    memory_bytes: int,
-) -> ShingleSets:
-    """Write the runs of one part, whose numbers are the ranges of both slices; `documents` has its texts."""
+    memory_bytes: MemoryBytes,
+) -> None:
+    """Write the runs of one part, whose numbers are the ranges of both slices.
+
+    `documents` has the texts of a split; None for a part of an index.
+    """
     first = np.uint64(firsts.start)
     with SetRuns(folder, firsts, seconds, block_bits=block_bits, memory_bytes=memory_bytes) as runs:
         if not len(runs.numbers):
-            return ShingleSets(0)
+            return
         in_part = (runs.numbers - first).astype(np.int64)
         described = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read()[in_part]
-        if part.kind == "index":
+        if documents is None:
             found = _stored_sets(part, in_part)
         else:
             found = _texts(documents, described["row"])
@@ -442,7 +437,9 @@ def write_sets(
             runs.write(rows, payload)
             at += len(rows)
         assert at == len(in_part), f"{documents}: {len(in_part) - at:,} documents are missing"
-    return ShingleSets(len(runs.numbers))
+
+
+SHINGLES = Stage("shingles", "near-duplicates", write_sets, cost=9)
 
 
 def _texts(documents: Artifact, in_file: Int64s) -> Iterator[Batch]:
@@ -490,7 +487,7 @@ def stored_rows(sets: Sets) -> Batch:
     return rows, sets.hashes.astype("<u8", copy=False).view(np.uint8)
 
 
-def read_sets(source: Slice, config: MinHashConfig, memory_bytes: int) -> Iterator[Sets]:
+def read_sets(source: Slice, ngrams: NgramUnits, memory_bytes: int) -> Iterator[Sets]:
     """The sets of the documents of a run, within about `memory_bytes`, or of one document.
 
     Those of documents of indexes do not keep their places among the others.
@@ -502,12 +499,12 @@ def read_sets(source: Slice, config: MinHashConfig, memory_bytes: int) -> Iterat
         while begin < len(rows):
             before = int(texts[begin - 1]) if begin else 0
             stop = max(begin + 1, int(np.searchsorted(texts, before + text_bytes, "right")))
-            yield from _decoded(rows[begin:stop], payload[ends[begin] : ends[stop]], config)
+            yield from _decoded(rows[begin:stop], payload[ends[begin] : ends[stop]], ngrams)
             begin = stop
 
 
 def _decoded(
-    rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8], config: MinHashConfig
+    rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8], ngrams: NgramUnits
 ) -> Iterator[Sets]:
     is_text = rows["text"] >= 0
     if not is_text.any():
@@ -517,7 +514,7 @@ def _decoded(
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(texts["text"])])
     data = payload if (rows["size"] == rows["text"]).all() else _decompressed(rows, payload)
     array = pa.LargeStringArray.from_buffers(len(texts), pa.py_buffer(edges), pa.py_buffer(data))
-    sets = distinct_sets(np.ascontiguousarray(texts["number"]), *shingle_batch(array, config))
+    sets = distinct_sets(np.ascontiguousarray(texts["number"]), *shingle_batch(array, ngrams))
     texts["total"], texts["distinct"] = sets.rows["total"], sets.rows["distinct"]
     yield Sets(texts, sets.hashes, sets.offsets)
     if not is_text.all():

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,15 +34,23 @@ import pyarrow as pa
 import xxhash
 
 from shardkit.writers.dedup.bands import BANDS, optimal_parameters
-from shardkit.writers.dedup.config import FieldScope, MinHashConfig, NearDedupConfig
+from shardkit.writers.dedup.config import FieldScope, MinHashConfig, NearDedupConfig, Scope
 from shardkit.writers.dedup.exact import KEYS
-from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, GROUPS_FILE, SIGNATURES_FILE, Part
-from shardkit.writers.dedup.removals import Removed
+from shardkit.writers.dedup.population import (
+    DOCUMENT,
+    DOCUMENTS_FILE,
+    GROUPS_FILE,
+    SIGNATURES_FILE,
+    LanguageLabels,
+    Part,
+)
+from shardkit.writers.dedup.removals import Removed, SplitRemovals
 from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter
+from shardkit.writers.digests import MemoryBytes, RecipeKey
 from shardkit.writers.documents import content_ranks, text_digests
 from shardkit.writers.exchange import RunWriter, Slice, StepReader, Table
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import PlainCounts
+from shardkit.writers.execution.stage import Stage
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt32s, UInt64s, int64, kernel
 from shardkit.writers.kernels.shingles import UNITS, make_shingle_scratch, next_shingles
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
@@ -50,11 +58,12 @@ from shardkit.writers.kernels.words import UNSPACED_CLASS, CharacterTables, char
 
 __all__ = [
     "LOST",
-    "BandEntries",
+    "MAKE_BANDS",
+    "SIGN",
     "Signatures",
+    "SignedPart",
     "band_keys",
     "bands_and_rows",
-    "part_settings",
     "permutations",
     "sign_batch",
     "sign_documents",
@@ -221,22 +230,9 @@ def bands_and_rows(config: NearDedupConfig) -> tuple[int, int]:
     return optimal_parameters(config.similarity, config.minhash.permutations)
 
 
-def part_settings(config: NearDedupConfig) -> dict[str, Any]:
-    """All of the settings that decide a part's files: parts compare only where these are the same."""
-    bands, rows = bands_and_rows(config)
-    scope = {"scope": config.model_dump(mode="json")["scope"]} if _has_groups(config) else {}
-    return scope | {
-        # Older indexes name their scheme, so that those of another one are refused.
-        "minhash": config.minhash.model_dump(mode="json") | {"scheme": "shardkit"},
-        "bands": bands,
-        "rows": rows,
-        "by_source": config.scope == "source",
-    }
-
-
-def _has_groups(config: NearDedupConfig) -> bool:
+def _has_groups(scope: Scope) -> bool:
     """Whether documents are compared within groups that are not their sources."""
-    return config.scope not in ("global", "source")
+    return scope not in ("global", "source")
 
 
 def value_groups(values: Sequence[object]) -> npt.NDArray[np.uint64]:
@@ -249,27 +245,27 @@ def _batch_groups(
     batch: pa.RecordBatch,
     rows: npt.NDArray[np.int64],
     start: int,
-    config: NearDedupConfig,
+    scope: Scope,
     known: npt.NDArray[np.uint64] | None,
 ) -> npt.NDArray[np.uint64] | None:
     """The groups of `rows` of a batch, whose first row is `start`; `known` are those of the whole file."""
     if known is not None:
         own: npt.NDArray[np.uint64] = known[start + rows]
         return own
-    if isinstance(config.scope, FieldScope):
-        name = config.scope.field
+    if isinstance(scope, FieldScope):
+        name = scope.field
         metadata = batch.column("metadata").take(pa.array(rows)).to_pylist()
         return value_groups([None if row is None else orjson.loads(row).get(name) for row in metadata])
-    if config.scope == "language":
+    if scope == "language":
         raise ValueError("scope: language: files of documents have no languages; use {field: NAME}")
-    if config.scope == "source":
+    if scope == "source":
         sources: npt.NDArray[np.uint64] = batch.column("source").to_numpy()[rows].astype(np.uint64)
         return sources
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class SignedPart(PlainCounts):
+class SignedPart:
     """`documents` of a part have signatures; `wordless` ones have no words and take no part.
 
     Of `unspaced` ones words are whole sentences: most of their beginning is of a script without spaces, and
@@ -281,10 +277,29 @@ class SignedPart(PlainCounts):
     unspaced: int = 0
 
 
+def sign_split(
+    folder: Path,
+    documents: Artifact,
+    removed: SplitRemovals,
+    minhash: Annotated[MinHashConfig, RecipeKey("dedup.near.minhash")],
+    scope: Annotated[Scope, RecipeKey("dedup.near.scope")],
+    languages: LanguageLabels | None,
+    memory_bytes: MemoryBytes,
+) -> SignedPart:
+    """Write the part of a split's documents into `folder`; `languages` are theirs where the scope is one."""
+    gone = removed.load()
+    groups = None if languages is None else value_groups(languages.labels)[languages.read()]
+    return sign_documents(documents, gone, minhash, scope, folder, memory_bytes=memory_bytes, groups=groups)
+
+
+SIGN = Stage("signatures", "near-duplicates", sign_split, cost=14)
+
+
 def sign_documents(
     documents: Artifact,
     removed: Removed,
-    config: NearDedupConfig,
+    minhash: MinHashConfig,
+    scope: Scope,
     folder: Path,
     *,
     memory_bytes: int = 64 << 20,
@@ -300,19 +315,19 @@ def sign_documents(
     with ExitStack() as stack:
         source = stack.enter_context(documents.open_arrow())
         table = stack.enter_context(RowsWriter(folder / DOCUMENTS_FILE, DOCUMENT))
-        width = config.minhash.permutations
+        width = minhash.permutations
         values = stack.enter_context(RowsWriter(folder / SIGNATURES_FILE, "<u4", width=width))
         keys = stack.enter_context(RunWriter(folder / KEYS.file, KEYS, memory_bytes=memory_bytes // 2))
-        stored = RowsWriter(folder / GROUPS_FILE, "<u8") if _has_groups(config) else nullcontext()
+        stored = RowsWriter(folder / GROUPS_FILE, "<u8") if _has_groups(scope) else nullcontext()
         written = stack.enter_context(stored)
-        fields = [0, 1, 4, 7] if isinstance(config.scope, FieldScope) else [0, 1, 4]
+        fields = [0, 1, 4, 7] if isinstance(scope, FieldScope) else [0, 1, 4]
         reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
             kept = _kept_rows(losers, start, batch.num_rows)
-            signed, described, without_spaces = _sign_batch(batch, kept, config)
+            signed, described, without_spaces = _sign_batch(batch, kept, minhash)
             unspaced += without_spaces
-            own = _batch_groups(batch, described["row"], start, config, groups)
+            own = _batch_groups(batch, described["row"], start, scope, groups)
             copies, here = np.ones(batch.num_rows, np.int64), removed.within(start, batch.num_rows)
             copies[here.copied] = here.copies
             described["copies"] = copies[described["row"]]
@@ -327,25 +342,22 @@ def sign_documents(
     return SignedPart(table.rows, wordless, unspaced)
 
 
-@dataclass(frozen=True, slots=True)
-class BandEntries(PlainCounts):
-    """Rows of BANDS."""
-
-    entries: int
-
-
 def write_bands(
-    folder: Path, part: Part, first: int, lost: Slice, config: NearDedupConfig, memory_bytes: int
-) -> BandEntries:
+    folder: Path,
+    part: Part,
+    first: int,
+    lost: Slice,
+    bands: Annotated[int, RecipeKey("dedup.near.bands")],
+    rows: Annotated[int, RecipeKey("dedup.near.rows")],
+    scope: Annotated[Scope, RecipeKey("dedup.near.scope")],
+    memory_bytes: MemoryBytes,
+) -> None:
     """Write the band keys of a part, whose first document is number `first`, but for its rows of LOST."""
-    bands, band_rows = bands_and_rows(config)
-    described, signatures = (
-        Rows(part.folder / DOCUMENTS_FILE, DOCUMENT),
-        RowFile(part.folder / SIGNATURES_FILE),
-    )
-    gone, written = StepReader(lost, memory_bytes // 8), 0
+    described = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT)
+    signatures = RowFile(part.folder / SIGNATURES_FILE)
+    gone = StepReader(lost, memory_bytes // 8)
     # A chunk is held as signatures, keys, and entries twice: a quarter of the memory.
-    row_bytes = 8 * config.minhash.permutations + 64 * bands
+    row_bytes = 8 * signatures.row_shape[0] + 64 * bands
     most = max(1, min(CHUNK_ROWS, memory_bytes // 4 // row_bytes))
     with RunWriter(folder / BANDS.file, BANDS, memory_bytes=memory_bytes // 2) as run:
         for start in range(0, part.documents, most):
@@ -353,16 +365,17 @@ def write_bands(
             losers = (gone.before(lost.start + stop)["key"] - np.uint64(lost.start)).astype(np.int64)
             kept = start + _kept_rows(losers, start, stop - start)
             groups = None
-            if config.scope == "source":
+            if scope == "source":
                 groups = described.read(start, stop)["source"][kept - start]
-            elif config.scope != "global":
+            elif scope != "global":
                 groups = Rows(part.folder / GROUPS_FILE, "<u8").read(start, stop)[kept - start]
-            keys = band_keys(signatures.read(kept), bands, band_rows, groups)
+            keys = band_keys(signatures.read(kept), bands, rows, groups)
             entries = np.empty(keys.size, BANDS.dtype)
             entries["key"], entries["number"] = keys.reshape(-1), np.repeat(first + kept, bands)
             run.write(entries)
-            written += len(entries)
-    return BandEntries(written)
+
+
+MAKE_BANDS = Stage("bands", "near-duplicates", write_bands, cost=5)
 
 
 def _kept_rows(losers: npt.NDArray[np.int64], start: int, count: int) -> npt.NDArray[np.int64]:
@@ -371,7 +384,7 @@ def _kept_rows(losers: npt.NDArray[np.int64], start: int, count: int) -> npt.NDA
 
 
 def _sign_batch(
-    batch: pa.RecordBatch, kept: npt.NDArray[np.int64], config: NearDedupConfig
+    batch: pa.RecordBatch, kept: npt.NDArray[np.int64], minhash: MinHashConfig
 ) -> tuple[Signatures, npt.NDArray[np.void], int]:
     """Signatures and DOCUMENT rows (`row` within the batch) of those of `kept` that have words.
 
@@ -379,8 +392,8 @@ def _sign_batch(
     """
     if len(kept) < batch.num_rows:
         batch = batch.take(pa.array(kept))
-    signed = sign_batch(batch.column("text"), config.minhash)
-    unspaced = _count_unspaced(batch.column("text"), signed.shingles) if config.minhash.unit == "words" else 0
+    signed = sign_batch(batch.column("text"), minhash)
+    unspaced = _count_unspaced(batch.column("text"), signed.shingles) if minhash.unit == "words" else 0
     some = np.flatnonzero(signed.shingles)
     described = np.empty(len(kept), DOCUMENT)
     described["id"] = content_ranks(text_digests(batch.column("text")), batch.column("document_id"))

@@ -15,23 +15,24 @@ width is a power of two, so that it stays the same while a corpus grows a little
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import BuildError
-from shardkit.writers.dedup.compare import compare_pairs
-from shardkit.writers.dedup.config import NearDedupConfig
+from shardkit.writers.dedup.compare import PairRule, compare_pairs
 from shardkit.writers.dedup.shingle_store import Sets, read_sets
+from shardkit.writers.digests import MemoryBytes, RecipeKey
 from shardkit.writers.exchange import Batch, RunWriter, Slice, Table
-from shardkit.writers.execution.task import PlainCounts
+from shardkit.writers.execution.stage import Stage
 from shardkit.writers.kernels.sorting import sort_pairs
 from shardkit.writers.runs import joined
 
-__all__ = ["EDGES", "WAITING", "VerifiedBlock", "block_bits", "verify_block"]
+__all__ = ["EDGES", "VERIFY", "WAITING", "VerifiedBlock", "block_bits", "verify_block"]
 
 _MOST_BLOCK_BITS = 24
 
@@ -58,12 +59,11 @@ WAITING = Table("waiting.run", np.dtype([("key", "<u8")]))
 
 
 @dataclass(frozen=True, slots=True)
-class VerifiedBlock(PlainCounts):
-    """`verified` of the `pairs` that were compared are edges, `by_similarity` by tenths of Jaccard."""
+class VerifiedBlock:
+    """`verified` of the `pairs` that were compared are edges."""
 
     pairs: int
     verified: int
-    by_similarity: Sequence[int]
 
 
 def verify_block(
@@ -71,33 +71,31 @@ def verify_block(
     pairs: Slice,
     own: Slice,
     guests: Slice,
-    config: NearDedupConfig,
-    memory_bytes: int,
+    rule: Annotated[PairRule, RecipeKey("dedup.near")],
+    memory_bytes: MemoryBytes,
 ) -> VerifiedBlock:
     """Write the edges among the pairs of a block; the three slices have its range of numbers."""
-    compared, start = 0, pairs.start
-    tenths = np.zeros(10, np.int64)
+    compared, verified, start = 0, 0, pairs.start
     with (
         RunWriter(folder / EDGES.file, EDGES, memory_bytes=memory_bytes // 8) as edges,
         RunWriter(folder / WAITING.file, WAITING, memory_bytes=memory_bytes // 16) as waiting,
     ):
-        for sets in _gathered_sets(read_sets(own, config.minhash, memory_bytes // 6), memory_bytes // 8):
+        for sets in _gathered_sets(read_sets(own, rule, memory_bytes // 6), memory_bytes // 8):
             stop = int(sets.numbers[-1]) + 1
             for some in _unique_pairs(replace(pairs, start=start, stop=stop), memory_bytes // 16):
                 compared += len(some)
                 theirs = replace(guests, stop=int(some["key"].max(initial=start)) + 1)
-                for found in _edges(some, sets, theirs, config, memory_bytes // 6):
+                for found in _edges(some, sets, theirs, rule, memory_bytes // 6):
                     edges.write(found)
                     waiting.write(np.unique(found["lo"]).view(WAITING.dtype))
-                    tenths += np.bincount(_tenths(found["jaccard"]), minlength=10)
+                    verified += len(found)
             start = stop
     if any(len(rows) for rows, _ in replace(pairs, start=start).stream(memory_bytes // 16)):
         raise _without_set(own)
-    return VerifiedBlock(compared, int(tenths.sum()), tenths.tolist())
+    return VerifiedBlock(compared, verified)
 
 
-def _tenths(jaccard: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    return np.minimum((jaccard.astype(np.float64) * 10 + 1e-6).astype(np.int64), 9)
+VERIFY = Stage("verify", "near-duplicates", verify_block, cost=5.8)
 
 
 def _gathered_sets(found: Iterator[Sets], most_bytes: int) -> Iterator[Sets]:
@@ -150,7 +148,7 @@ def _unique_pairs(pairs: Slice, memory_bytes: int) -> Iterator[npt.NDArray[np.vo
 
 
 def _edges(
-    pairs: npt.NDArray[np.void], own: Sets, guests: Slice, config: NearDedupConfig, memory_bytes: int
+    pairs: npt.NDArray[np.void], own: Sets, guests: Slice, rule: PairRule, memory_bytes: int
 ) -> Iterator[npt.NDArray[np.void]]:
     """The pairs that verify; their second documents pass by."""
     seconds, firsts = np.ascontiguousarray(pairs["other"]), np.ascontiguousarray(pairs["key"])
@@ -159,7 +157,7 @@ def _edges(
     if (numbers[np.minimum(places, len(numbers) - 1)] != firsts).any():
         raise _without_set(guests)
     compared = 0
-    for others in read_sets(guests, config.minhash, memory_bytes):
+    for others in read_sets(guests, rule, memory_bytes):
         rows = others.rows
         begins, ends = (np.searchsorted(seconds, rows["number"], side) for side in ("left", "right"))
         counts = ends - begins
@@ -168,7 +166,7 @@ def _edges(
         if not len(met):
             continue
         first, second = places[met], np.repeat(np.arange(len(rows)), counts)
-        result = compare_pairs(own, others, first, second, config)
+        result = compare_pairs(own, others, first, second, rule)
         kept = np.flatnonzero(result.verified)
         winners, losers = own.rows[first[kept]], rows[second[kept]]
         edges = np.empty(len(kept), EDGES.dtype)

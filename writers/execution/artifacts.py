@@ -43,16 +43,18 @@ class RemoteFiles(Protocol):
 class Artifact:
     """A file of a finished task, or its folder of files: `folder / name` is one of them.
 
-    With `remote`, the file is read from there unless it was fetched to `path` before. `remedy` is what errors
-    advise where the file is damaged.
+    With `remote`, the file is read from there unless it was fetched to `path` before. `content` names the
+    bytes where they are known: a task whose argument it is depends on them. `remedy` is what errors advise
+    where the file is damaged.
     """
 
     path: Path
     remote: RemoteFiles | None = None
+    content: str = field(default="", compare=False)
     remedy: str = field(default="remove the work folder and build again", compare=False)
 
     def __truediv__(self, name: str) -> Artifact:
-        return Artifact(self.path / name, self.remote, self.remedy)
+        return Artifact(self.path / name, self.remote, remedy=self.remedy)
 
     def __str__(self) -> str:
         return str(self.path)

@@ -45,7 +45,7 @@ from shardkit.writers.execution.ray_cluster import (
     start_ray,
 )
 from shardkit.writers.execution.ray_node import NodeAnswer, NodeCheck, check_of, run_on_node
-from shardkit.writers.execution.task import Task
+from shardkit.writers.execution.stage import Task
 from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work
 

@@ -9,7 +9,8 @@ different machines are never compared. To take it over is to create the next epo
 process do. A driver that was suspended meanwhile finds a higher epoch and ends. None of this decides a byte:
 tasks are pure, and a task that two processes run is committed once.
 
-A local work folder has a lock instead (work_local.py).
+A work folder on a file system has a lock instead (`locked_folder`): the system takes it from a process that
+ends, at once, so that the next build has nothing to wait for.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from shardkit.errors import BuildError, warn_user
 from shardkit.files import Closing
+from shardkit.locks import held_file
 from shardkit.storage.store import ObjectExistsError, ObjectInfo, Store, StoreError
 
-__all__ = ["BEATS", "LEASE_SECONDS", "DriverLease", "process_name"]
+__all__ = ["BEATS", "LEASE_SECONDS", "LOCK_NAME", "DriverLease", "locked_folder", "process_name"]
 
 LEASE_SECONDS = 60.0
 """Silence after which a driver counts as dead."""
 BEATS = 6  # in that time: one that comes late, or fails, loses no lease
+LOCK_NAME = "lock"
 _PREFIX = "lease/"
 
 
@@ -173,3 +178,23 @@ class DriverLease(Closing):
 def process_name() -> str:
     """A name for this process that no other has: host, number and a random part."""
     return f"{socket.gethostname()[:40]}-{os.getpid()}-{os.urandom(4).hex()}"
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of a work folder on a file system; BuildError if another build does."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = held_file(folder / LOCK_NAME, shared=False)
+    except OSError as error:
+        problem = f"cannot be used as work folder: {error.strerror}; `work` names another"
+        raise BuildError(f"{folder}: {problem}") from error
+    if descriptor is None:
+        raise BuildError(f"{folder}: another build uses this work folder; wait for it, or set `work`")
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+        if not (folder / LOCK_NAME).exists():  # NFS and FUSE keep a folder while a file in it is open
+            with contextlib.suppress(OSError):
+                folder.rmdir()

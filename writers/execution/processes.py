@@ -32,7 +32,8 @@ from typing import Any, Protocol
 
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.files import Closing
-from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import Task
 from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cache, start_numba
 from shardkit.writers.progress import PULSE

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardkit.errors import BuildError
+from shardkit.writers.execution.code_version import code_version
 from shardkit.writers.execution.engine import TASK_SECONDS
 from shardkit.writers.execution.processes import answer, give_back_memory, time_limit
-from shardkit.writers.execution.task import Task, code_version
 from shardkit.writers.execution.work import Work
-from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cache
 from shardkit.writers.remembered import worker_variable
 
@@ -62,8 +61,8 @@ class NodeCheck:
 def check_of(work: Work, task_seconds: float = TASK_SECONDS) -> Iterator[NodeCheck]:
     """The driver's, while it runs tasks, of which each may take `task_seconds`."""
     marker = None
-    if isinstance(work, LocalWork):
-        marker = work.temporary(Task("ray", "nodes", {}, dict))  # goes with what was not finished
+    if work.local is not None:
+        marker = work.temporary("ray.nodes")  # goes with what was not finished
     path = tuple(str(Path(folder).absolute()) for folder in sys.path)  # "" is the current folder
     try:
         marked = None if marker is None else str(marker)

@@ -1,6 +1,6 @@
 """Runs the tasks of a build: reuses finished ones, has the engine run the others, and measures times.
 
-    with Journal(LocalWork(folder)) as journal, LocalEngine(4) as engine:
+    with Journal(Work.at(folder)) as journal, LocalEngine(4) as engine:
         [cleaned] = Runner(journal, engine, listener).run(tasks)
 
 `Journal` is the work folder while a build uses it. A finished task is skipped only if the digest of
@@ -12,8 +12,7 @@ tasks, and unfinished ones leave no trace. One build at a time uses a work folde
 Silent disk corruption must not change a dataset. So when `Runner` finds a finished task of an earlier run in
 a local folder, it compares the task's files with the hashes in its commit before anything reads them: once in
 a build, at the speed of the disk. A task with a damaged file runs again; tasks are pure functions, so its
-outputs, and all that follows from them, are the same. In a store, each read is checked instead
-(work_store.py).
+outputs, and all that follows from them, are the same. In a store, each read is checked instead (work.py).
 """
 
 from __future__ import annotations
@@ -23,22 +22,19 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from shardkit.errors import warn_user
 from shardkit.progress import Listener
 from shardkit.storage.store import StoreError
+from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import Engine
-from shardkit.writers.execution.lease import BEATS, LEASE_SECONDS, DriverLease, process_name
-from shardkit.writers.execution.segments import Segments
-from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.lease import LEASE_SECONDS, DriverLease
+from shardkit.writers.execution.stage import Task
 from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work, run_task, with_fallbacks
-from shardkit.writers.execution.work_local import LocalWork, locked_folder
-from shardkit.writers.execution.work_store import StoreWork
-from shardkit.writers.ledger import Count, Ledger
+from shardkit.writers.ledger import Count
 from shardkit.writers.progress import News, Pulse, StageProgress
 
 __all__ = ["Journal", "Runner"]
@@ -53,41 +49,23 @@ class Journal:
 
     def __init__(
         self,
-        work: Work | Path,
+        work: Work,
         *,
         lease_seconds: float = LEASE_SECONDS,
         without_lease: bool = False,
     ) -> None:
-        if isinstance(work, Path):
-            work = LocalWork(work)
-        assert isinstance(work, LocalWork | StoreWork)
-        self.work: LocalWork | StoreWork = work
+        self.work = work
         self._lease_seconds, self._without_lease = lease_seconds, without_lease
         self._lease: DriverLease | None = None
-        self._segments: Segments | None = None
+        self._segments = work.segments()
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            if isinstance(self.work, StoreWork):
-                name = process_name()  # also keeps temporary files of processes of one machine apart
-                self.work = self.work.claimed(name)
-                self._segments = self.work.segments()
-            else:
-                stack.enter_context(locked_folder(self.work))
-            self.work.prepare()
-            if isinstance(self.work, StoreWork) and not self._without_lease:
-                beat_seconds = self._lease_seconds / BEATS
-                self._lease = stack.enter_context(
-                    DriverLease(
-                        self.work.lease_store,
-                        name=name,
-                        lease_seconds=self._lease_seconds,
-                        beat_seconds=beat_seconds,
-                    )
-                )
-                self._lease.acquire()
-            self._stack = stack.pop_all()
+        self.work = self.work.claimed()
+        self.work.prepare()
+        self._segments = self.work.segments()
+        locked = self.work.locked(self._lease_seconds, force=self._without_lease)
+        self._lease = self._stack.enter_context(locked)
         return self
 
     def __exit__(
@@ -97,23 +75,19 @@ class Journal:
 
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
         """Commits of finished tasks; None for tasks that have to run."""
-        if isinstance(self.work, StoreWork):
-            return self.work.find(tasks, self._segments)
-        return self.work.find(tasks)
+        return self.work.find(tasks, self._segments)
 
     def record(self, commit: Commit) -> None:
         """Note a finished task; in a store, write full segments of them. BuildError if the lease was lost."""
         if self._lease is not None:
             self._lease.check()
-        if self._segments is not None:
-            self._segments.add(commit)
-            self._segments.write()
+        self._segments.add(commit)
+        self._segments.write()
 
     def end_stages(self, stages: Iterable[str]) -> None:
         """All tasks of these stages are finished."""
-        if self._segments is not None:
-            self._segments.write(rest=True)
-            self._segments.end(stages)
+        self._segments.write(rest=True)
+        self._segments.end(stages)
 
     def run_here(self, task: Task) -> Commit:
         """The commit of a task; runs it in this process if it is not finished."""
@@ -162,7 +136,7 @@ class Runner:
         self.tasks = self.tasks_reused = 0
         self._meters: dict[str, _Meter] = {}
         self._start = 0.0
-        self._checks_files = isinstance(journal.work, LocalWork)
+        self._checks_files = journal.work.local is not None
 
     def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
         """Commits of each group, in task order. Groups run concurrently; each is a whole stage."""
@@ -172,7 +146,7 @@ class Runner:
         # Of each stage by name: the task, until its commit is there. One dict, as tasks may be a million.
         commits: dict[str, dict[str, Task | Commit]] = {stage: {} for stage in self._meters}
         missing: list[Task] = []
-        stage_of = {task.fallback.stage: task.stage for task in tasks if task.fallback is not None}
+        stage_of = {task.fallback.stage.name: task.stage for task in tasks if task.fallback is not None}
         for task, commit in zip(tasks, self._intact(self._find(tasks)), strict=True):
             commits[task.stage][task.name] = task if commit is None else commit
             if commit is None:
@@ -233,11 +207,6 @@ class Runner:
         """Number of tasks that are finished, those of the stages that run included."""
         return self.tasks + sum(meter.reused + meter.made for meter in self._meters.values())
 
-    @property
-    def work_is_remote(self) -> bool:
-        """Whether the work folder is in a store, where tasks on any machine reach it."""
-        return isinstance(self.journal.work, StoreWork)
-
     def _hear(self, task: Task, news: News) -> None:
         self._meters[task.stage].hear(task, news)
         self._report(task.stage)
@@ -255,7 +224,7 @@ class _Meter:
     """Progress counts of one stage."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        self._tasks = len(tasks)
+        self._tasks, self._step = len(tasks), tasks[0].of.title
         self._left = sum(map(_weight, tasks))
         self._work = 0
         self.reused = self.made = 0
@@ -274,8 +243,8 @@ class _Meter:
         self._work += _weight(task)
         self._compiling.discard(commit.name)
         self._pulses.pop(commit.name, None)
-        if "ledger" in (counts := commit.counts):
-            ledger = Ledger.from_dict(counts["ledger"])
+        if commit.has_ledger:
+            ledger = commit.ledger()
             self._read += ledger.read
             self._kept += ledger.kept
 
@@ -309,4 +278,5 @@ class _Meter:
             compiling=len(self._compiling),
             compile_seconds=max(self._compiled.values(), default=0.0),
             tasks_running=running,
+            step=self._step,
         )

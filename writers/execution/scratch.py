@@ -21,7 +21,9 @@ from shardkit.errors import BuildError
 from shardkit.files import who_else_writes
 from shardkit.locks import held_file
 
-__all__ = ["default_scratch", "folder_of", "prepare", "unfinished"]
+__all__ = ["UNFINISHED", "default_scratch", "folder_of", "prepare"]
+
+UNFINISHED = "unfinished"
 
 _NAME = "work-"
 _LOCK = "lock"
@@ -39,11 +41,6 @@ def default_scratch(url: str) -> Path:
 def folder_of(scratch: Path, id: str) -> Path:
     """The folder of the work folder with this id."""
     return scratch / f"{_NAME}{id}"
-
-
-def unfinished(folder: Path) -> Path:
-    """Where unfinished files go, in a folder for each session."""
-    return folder / "unfinished"
 
 
 def prepare(folder: Path) -> None:
@@ -68,7 +65,7 @@ def _hold(folder: Path) -> int | None:
     try:
         alone = held_file(folder / _LOCK, shared=False)
         if alone is not None:
-            shutil.rmtree(unfinished(folder), ignore_errors=True)
+            shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
             _remove_others(folder)
             os.close(alone)
         return held_file(folder / _LOCK, shared=True, wait_seconds=_CLEARING_SECONDS)

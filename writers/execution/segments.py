@@ -5,10 +5,10 @@
 A driver writes them as it goes. The next one reads a million finished tasks with some thousand requests
 instead of a million.
 
-A segment is a copy that may be lost. What is finished are the tasks whose own records lie under commits/:
-they are the atomic step, they have the hashes of blocks, and they stay. So a driver believes of a segment
-only what a listing of the records confirms, and reads the record of a task that no segment has. A segment is
-named by the hash of its content; one that does not match is ignored.
+A segment is a copy that may be lost. A task is finished if its own record is there: that is the atomic step,
+has the hashes of blocks, and stays. So a driver believes of a segment only what a listing of the records
+confirms, and reads the record of a task that no segment has. A segment is named by the hash of its content;
+one that does not match is ignored.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import xxhash
 from shardkit.errors import BuildError
 from shardkit.storage.store import ObjectChangedError, ObjectNotFoundError, Store, StoreError
 from shardkit.writers.execution.artifacts import RemoteFiles
-from shardkit.writers.execution.task import Commit, task_key
+from shardkit.writers.execution.commit import Commit, task_key
 
-__all__ = ["PREFIX", "SEGMENT_RECORDS", "Segments"]
+__all__ = ["SEGMENT_RECORDS", "Segments"]
 
-PREFIX = "segments/"
+_PREFIX = "segments/"
 SEGMENT_RECORDS = 1000
 _THREADS = 8
 _LINES = 3  # of a commit
@@ -37,11 +37,11 @@ _LINES = 3  # of a commit
 class Segments:
     """The segments of a work folder in `store`, as one process reads and writes them, stage by stage.
 
-    Files of commits are in `remote`, or, fetched, in `folder`.
+    Files of commits are in `remote`, or, fetched, in `folder`. With `records` 0, none is written.
     """
 
     def __init__(
-        self, store: Store, folder: Path, remote: RemoteFiles, *, records: int = SEGMENT_RECORDS
+        self, store: Store, folder: Path, remote: RemoteFiles | None, *, records: int = SEGMENT_RECORDS
     ) -> None:
         self._store, self._folder, self._remote, self._records = store, folder, remote, records
         self._covered: dict[str, set[str]] = {}  # stage -> digests of tasks in segments that were read
@@ -51,7 +51,7 @@ class Segments:
         """Commits of the stage's segments. BuildError."""
         covered = self._covered.setdefault(stage, set())
         with self._explained(), ThreadPoolExecutor(_THREADS) as pool:
-            keys = [info.key for info in self._store.list(f"{PREFIX}{stage}/")]
+            keys = [info.key for info in self._store.list(f"{_PREFIX}{stage}/")]
             for at in range(0, len(keys), _THREADS):  # so that few are held at a time
                 for data in pool.map(self._fetch, keys[at : at + _THREADS]):
                     for commit in self._commits(stage, data):
@@ -60,7 +60,7 @@ class Segments:
 
     def add(self, commit: Commit) -> None:
         """Have a commit written into a segment, unless one that was read has it; each is given once."""
-        if commit.digest not in self._covered.get(commit.stage, ()):
+        if self._records and commit.digest not in self._covered.get(commit.stage, ()):
             self._waiting.setdefault(commit.stage, []).append(commit)
 
     def write(self, *, rest: bool = False) -> None:
@@ -68,7 +68,7 @@ class Segments:
         for stage, commits in self._waiting.items():
             while len(commits) >= self._records or (rest and commits):
                 data = b"".join(map(_lines, commits[: self._records]))
-                key = f"{PREFIX}{stage}/{xxhash.xxh3_128_hexdigest(data)}"
+                key = f"{_PREFIX}{stage}/{xxhash.xxh3_128_hexdigest(data)}"
                 with self._explained():
                     self._store.put(key, data)
                 del commits[: self._records]

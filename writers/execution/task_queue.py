@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shardkit.errors import BuildError, warn_user
-from shardkit.writers.execution.task import Commit, Task, TaskFailedError
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import Task, TaskFailedError
 
 __all__ = ["TaskQueue"]
 

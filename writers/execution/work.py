@@ -1,106 +1,478 @@
-"""The contract of a work folder, local or in a store, and the one way in which a task runs.
+"""A work folder: files of finished tasks in a store, which is a folder or a bucket, and how a task runs.
 
-A task writes into a temporary folder of this machine; its outputs are hashed and synced; `commit` publishes
-them in one atomic step. A process that finds the task committed by another one takes those outputs: tasks are
-pure functions, so the bytes must be the same, and it is an error if they are not.
+    shardkit-work.txt                       marker with the folder's random id
+    <stage>/<task>.<digest>/<file>          outputs of a task
+    <stage>/<task>.<digest>/commit.json     its record, which is there only if all outputs are
+    segments/<stage>/<hash>                 in a bucket: copies of about 1,000 records each (segments.py)
+    notes/                                  about the whole build: where its input files are cut
+    lock, or lease/                         held by the one driver of the folder (lease.py)
+    unfinished/                             in a folder: temporary folders of running tasks
+
+A task writes into a temporary folder of this machine; its outputs are hashed; `Store.put_folder` publishes
+them in one atomic step, a rename of the folder or a PUT of the record with If-None-Match. A process that
+finds the task committed by another one takes those outputs: tasks are pure functions, so the bytes must be
+the same, and it is an error if they are not. The name of a task's folder contains its digest, so tasks of
+another recipe stay, and going back to that recipe finds them; `shardkit clean` removes tasks that no recipe
+uses.
+
+On a disk, files are read where they lie, and a build compares them with their hashes once before it uses them
+(runner.py). Of a bucket every machine has a scratch folder (`scratch.py`) for the files of running tasks, for
+records, and for small files that are fetched whole; it may be deleted whenever no build runs there. All else
+is read by ranges, each block compared with its hash (`CheckedRanges`). Runs of the exchange hold hashes
+themselves, and are read by exact ranges (`Work.read_range`). If an output is damaged, the record of its task
+is removed, so that the next run makes it again.
 """
 
 from __future__ import annotations
 
-import base64
+import errno
+import io
+import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, Protocol
-
-import xxhash
+from typing import Any, TypeVar
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError, ShardkitError
-from shardkit.files import fsync_path
-from shardkit.storage.store import StoreError
-from shardkit.writers.execution.artifacts import RemoteFiles
-from shardkit.writers.execution.task import (
-    BLOCK_BYTES,
+from shardkit.files import fsync_path, is_remote
+from shardkit.storage.local import LocalStore
+from shardkit.storage.object_file import open_object
+from shardkit.storage.resilient import ResilientStore, connect
+from shardkit.storage.store import (
+    ObjectExistsError,
+    ObjectInfo,
+    ObjectNotFoundError,
+    StorageOptions,
+    Store,
+    StoreError,
+)
+from shardkit.storage.url import open_store
+from shardkit.writers.execution import scratch
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.checked_ranges import CheckedRanges, DamagedFileError, get_checked
+from shardkit.writers.execution.commit import (
     Commit,
     Output,
     Record,
-    Task,
-    TaskFailedError,
+    check_same,
     facts_of,
+    hash_file,
+    hash_output,
+    parse_record,
     record_of,
 )
-from shardkit.writers.ledger import Ledger
+from shardkit.writers.execution.lease import BEATS, LOCK_NAME, DriverLease, locked_folder, process_name
+from shardkit.writers.execution.segments import SEGMENT_RECORDS, Segments
+from shardkit.writers.execution.stage import Task, TaskFailedError
 
-__all__ = ["Work", "check_same", "run_task", "with_fallbacks"]
+__all__ = ["COMMIT_NAME", "Work", "run_task", "with_fallbacks"]
+
+COMMIT_NAME = "commit.json"
+_MARKER = "shardkit-work.txt"
+_MARKER_TEXT = b"Intermediate files of `shardkit build`. Delete this folder when no build needs it.\n"
+_ID_BYTES = 8
+_TASK = re.compile(r"[^/]+/[^/]+\.[0-9a-f]{16}/")  # how keys of its files begin
+_OTHERS = ("segments/", "notes/", "lease/", f"{scratch.UNFINISHED}/")
+_THREADS = 16  # records are small: latency only
+_COPY_BYTES = 4 << 20
+_KEPT_RECORDS = 4096  # of recently read tasks: some kilobytes each
+T = TypeVar("T")
+_RESUME = "finished tasks are kept; the same command continues"
 
 
-class Work(Protocol):
-    """A work folder. Plain data: sent to workers, also on other machines."""
+@dataclass(frozen=True)
+class Work:
+    """A work folder at a path or URL. Plain data: sent to workers, also on other machines.
+
+    The files of a task are, or are fetched to, `folder / task.key` on every machine: `folder` is the place
+    itself if that is a path, otherwise a scratch folder. `around` wraps the store (tests). Builds use the
+    result of `claimed`; without it nothing is removed, and nothing cached on this machine.
+    """
+
+    place: str
+    folder: Path
+    storage: StorageOptions | None = None
+    around: Callable[[Store], Store] | None = None
+    id: str = ""
+    segment_records: int = SEGMENT_RECORDS
+
+    @classmethod
+    def at(cls, folder: Path) -> Work:
+        """Return the work folder at a path; records that are read from a disk need no segments."""
+        return cls(str(folder), folder, segment_records=0)
 
     @property
-    def place(self) -> str:
-        """Path or URL, for messages."""
+    def local(self) -> Path | None:
+        """The folder that holds all files of tasks, if it is on a file system."""
+        return None if is_remote(self.place) else self.folder
 
     @property
-    def folder(self) -> Path:
-        """The folder of a commit is `folder / task.key` on every machine."""
+    def remote(self) -> Work | None:
+        """What artifacts are fetched from; None if they are read where they lie."""
+        return self if self.local is None else None
 
     @property
-    def hashes_blocks(self) -> bool:
-        """Whether commits need `Output.blocks`."""
-
-    @property
-    def remote(self) -> RemoteFiles | None:
-        """What commits' artifacts are read from; None if they are files of this machine."""
+    def store(self) -> Store:
+        """The store; one of another machine with retries, one object for the whole process."""
+        if self.local is not None:
+            return LocalStore(self.local)
+        return _connect(self.place, self.storage, self.around)
 
     def prepare(self) -> None:
         """Make the folder usable in this process; BuildError if that fails. Cheap to call again."""
+        if self.local is None:
+            scratch.prepare(self.folder)
 
-    def temporary(self, task: Task) -> Path:
-        """A new empty folder of this machine."""
+    def is_empty(self) -> bool:
+        """Return whether there is nothing at the place."""
+        with self._explained():
+            return self._marker() is None and self._first_key() is None
+
+    def claimed(self) -> Work:
+        """Return the same with the folder's id, created if necessary; BuildError if it is no work folder.
+
+        Scratch folders are named after the id, so that what a machine has cached of a removed folder is never
+        used for a new one at the same place.
+        """
+        with self._explained(advice=f"{_RESUME}, or `work` names another place"):
+            text, key = self._marker(), None
+            if text is None and (key := self._first_key()) is None:
+                new = _MARKER_TEXT + b"id: " + os.urandom(_ID_BYTES).hex().encode() + b"\n"
+                with suppress(ObjectExistsError):
+                    self.store.put(_MARKER, new, if_absent=True)
+                    text = new
+            if text is None:  # which another driver may have put meanwhile
+                text = self._marker()
+            if text is None:
+                problem = f"contains files that no build wrote ({key}); set another `work` folder"
+                raise BuildError(f"{self.place}: {problem if key else 'was removed meanwhile'}")
+        found = text.removeprefix(_MARKER_TEXT).removeprefix(b"id: ").strip().decode(errors="replace")
+        id = found or "none"  # of a folder on a disk that an earlier version made
+        if not text.startswith(_MARKER_TEXT) or not id.isalnum():
+            raise BuildError(f"{self.place}/{_MARKER}: cannot be read; remove the work folder")
+        return replace(self, folder=self.local or scratch.folder_of(self.folder, id), id=id)
+
+    @contextmanager
+    def locked(self, lease_seconds: float, *, force: bool = False) -> Iterator[DriverLease | None]:
+        """Keep other drivers out, by the lease if one is yielded; BuildError if one is at work.
+
+        With `force`, a lease is not asked for.
+        """
+        if self.local is not None:
+            with locked_folder(self.local):
+                self.claimed()  # again: the driver before may have removed all before it gave the lock back
+                shutil.rmtree(self._unfinished, ignore_errors=True)  # of killed builds
+                self._unfinished.mkdir(exist_ok=True)
+                yield None
+        elif force:
+            yield None
+        else:
+            store = self.store
+            urgent = store.urgent if isinstance(store, ResilientStore) else store  # waits for nothing else
+            beat_seconds = lease_seconds / BEATS
+            with DriverLease(
+                urgent, name=process_name(), lease_seconds=lease_seconds, beat_seconds=beat_seconds
+            ) as lease:
+                lease.acquire()
+                yield lease
+
+    def temporary(self, name: str) -> Path:
+        """Make an empty folder of this machine, which can be committed."""
+        self._unfinished.mkdir(exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{name}.", dir=self._unfinished))
+
+    @property
+    def _unfinished(self) -> Path:
+        return self.folder / scratch.UNFINISHED
 
     def commit(self, task: Task, temporary: Path, commit: Commit, record: bytes) -> Commit:
-        """Publish the outputs atomically. Returns the commit that counts: ours, or an earlier one."""
+        """Publish the outputs atomically; return the commit that counts: ours, or an earlier one."""
+        with self._explained(f"task {task}: "):
+            theirs = self._stored(task.key)
+            while theirs is None:
+                try:
+                    self.store.put_folder(task.key, temporary, COMMIT_NAME, record)
+                    self._keep(task.key, record)
+                    return commit
+                except ObjectExistsError:
+                    theirs = self._stored(task.key)
+                    if theirs is None:  # gone again, or unreadable: of another version, or truncated
+                        self.store.delete(f"{task.key}/{COMMIT_NAME}")
+        check_same(commit, theirs)
+        return theirs
 
-    def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
-        """Commits of tasks whose outputs all exist at their sizes; None for tasks that have to run."""
+    def find(self, tasks: Sequence[Task], segments: Segments | None = None) -> list[Commit | None]:
+        """Return commits of tasks whose outputs all exist at their sizes; None for tasks that have to run.
+
+        Commits come from `segments` as far as these have them.
+        """
+        keys = [task.key for task in tasks]
+        wanted, found = frozenset(keys), dict[str, Commit]()
+        is_one = len(keys) == 1  # two small requests
+        with self._explained():
+            for part in keys if is_one else sorted({task.stage for task in tasks}):
+                listed = self._listed(f"{part}/")
+                read = [] if is_one else (segments or self.segments()).read(part)
+                for key, commit, sizes in self._commits(listed, read, wanted):
+                    if all(sizes.get(name) == output.bytes for name, output in commit.outputs.items()):
+                        found[key] = commit
+                    else:
+                        self._disown(key)
+        commits = map(found.get, keys)
+        return [
+            commit if commit is not None and commit.digest == task.digest else None
+            for commit, task in zip(commits, tasks, strict=True)
+        ]
 
     def commits(self, stage: str | None = None) -> Iterator[tuple[str, Commit]]:
-        """(task key, commit) of all finished tasks, of one stage or of all stages."""
+        """Yield (task key, commit) of all finished tasks, of one stage or of all stages."""
+        with self._explained():
+            listed = self._listed("" if stage is None else f"{stage}/")
+            for name, of_stage in groupby(listed, lambda task: task[0].partition("/")[0]):
+                read = self._commits(of_stage, self.segments().read(name))
+                yield from sorted((key, commit) for key, commit, _ in read)
 
     def records(self, stage: str) -> Iterator[Record]:
-        """The whole records of a stage's finished tasks: a request each in a store."""
+        """Yield the whole records of a stage's finished tasks: a request each in a store."""
+        with self._explained():
+            keys = [key for key, _ in self._listed(f"{stage}/")]
+            yield from filter(None, self._each(self.read_record, keys))
+
+    def segments(self) -> Segments:
+        """Return the segments of this work folder, for one reader or writer."""
+        return Segments(self.store, self.folder, self.remote, records=self.segment_records)
+
+    def _marker(self) -> bytes | None:
+        with suppress(ObjectNotFoundError):
+            return self.store.get(_MARKER)
+        return None
+
+    def _first_key(self) -> str | None:
+        """A key at this place, apart from the lock and hidden files."""
+        keys = (info.key for info in self.store.list())
+        return next((key for key in keys if key != LOCK_NAME and not key.startswith(".")), None)
+
+    def _listed(self, prefix: str) -> Iterator[tuple[str, dict[str, int]]]:
+        """(key, {output: its size}) of tasks that have a record; keys begin with the prefix."""
+        infos = (info for info in self.store.list(prefix) if not info.key.startswith(_OTHERS))
+        for key, files in groupby(infos, lambda info: "/".join(info.key.split("/", 2)[:2])):
+            sizes = {info.key[len(key) + 1 :]: info.bytes for info in files}
+            if sizes.pop(COMMIT_NAME, None) is not None:
+                yield key, sizes
+
+    def _commits(
+        self,
+        listed: Iterator[tuple[str, dict[str, int]]],
+        segments: Iterable[Commit],
+        wanted: Container[str] | None = None,
+    ) -> Iterator[tuple[str, Commit, dict[str, int]]]:
+        """(key, commit, {output: its size}) of `_listed` tasks that are wanted (None: all).
+
+        Commits are those of `segments`, which are not read if none is listed, or from the records.
+        """
+        if (first := next(listed, None)) is None:
+            return
+        known = {commit.key: commit for commit in segments if wanted is None or commit.key in wanted}
+        unread: dict[str, dict[str, int]] = {}
+        for key, sizes in chain([first], listed):
+            if (commit := known.pop(key, None)) is not None:
+                yield key, commit, sizes
+            elif wanted is None or key in wanted:
+                unread[key] = sizes
+        for key, commit in zip(unread, self._each(self._stored, unread), strict=True):
+            if commit is not None:
+                yield key, commit, unread[key]
 
     def forget(self, commit: Commit) -> None:
         """Remove a finished task, its record first."""
+        with self._explained():
+            self.store.delete(f"{commit.key}/{COMMIT_NAME}")
+            self._delete(info.key for info in self.store.list(f"{commit.key}/"))
+        shutil.rmtree(commit.folder, ignore_errors=True)
 
     def damaged_output(self, commit: Commit) -> str | None:
-        """Name of the first output whose bytes differ from the commit. Reads all outputs."""
+        """Return the name of the first output whose bytes differ from the commit. Reads all outputs."""
+        with self._explained():
+            for name, output in commit.outputs.items():
+                try:
+                    with (Artifact(commit.folder, self.remote) / name).open() as file:
+                        is_right = hash_file(file) == output
+                except OSError as error:
+                    if not isinstance(error.__cause__, DamagedFileError):
+                        raise
+                    is_right = False
+                if not is_right:
+                    return name
+        return None
 
     def read_note(self, name: str) -> bytes | None:
-        """A small file about the whole build, or None; it may be read before `prepare`."""
+        """Return a small file about the whole build, or None; it may be read before `prepare`."""
+        with self._explained():
+            try:
+                return self.store.get(f"notes/{name}")
+            except ObjectNotFoundError:
+                return None
 
     def write_note(self, name: str, data: bytes) -> None:
         """Write or replace it, whole or not at all."""
-
-    def free_bytes(self) -> int | None:
-        """Free space in bytes; None where there is no bound."""
+        with self._explained():
+            self.store.put(f"notes/{name}", data)
 
     def remove(self) -> None:
-        """Remove the whole work folder."""
+        """Remove the whole work folder, records first; the marker last, so that it remains known as ours."""
+        with self._explained():
+            keys = [info.key for info in self.store.list()]
+            ours = [key for key in keys if _TASK.match(key) or key.startswith(_OTHERS)]
+            self._delete(key for key in ours if key.endswith(f"/{COMMIT_NAME}"))
+            self._delete(ours)
+            self.store.delete(_MARKER)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def open(self, path: Path) -> io.BufferedReader:
+        """Open a file of a finished task, read by checked ranges. OSError, also if there is none."""
+        key, name, output = self._output(path)
+        ranges = CheckedRanges(self.store, output, partial(self._disown, key))
+        return open_object(ranges, ObjectInfo(f"{key}/{name}", output.bytes, ""), first_bytes=1)
+
+    def read_range(self, path: Path, start: int, stop: int, is_right: Callable[[bytes], bool]) -> bytes:
+        """Return bytes [start, stop) of a task's file, in one request, checked by the caller's hash."""
+        key, name = self._task_file(path)
+        damaged = partial(self._disown, key)
+        try:
+            return get_checked(self.store, f"{key}/{name}", (start, stop), is_right, damaged)
+        except StoreError as error:
+            raise OSError(errno.EIO, error.problem, error.where) from error
+
+    def fetch(self, path: Path) -> None:
+        """Fetch a file of the store to `path` in the scratch folder."""
+        temporary = self.borrow(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fsync_path(temporary)
+        temporary.rename(path)
+
+    def borrow(self, path: Path) -> Path:
+        """Fetch a file to a temporary path, which the caller removes."""
+        self._unfinished.mkdir(exist_ok=True)
+        number, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=self._unfinished)
+        try:
+            with self.open(path) as source, os.fdopen(number, "wb") as target:
+                shutil.copyfileobj(source, target, _COPY_BYTES)
+        except BaseException:
+            Path(name).unlink()
+            raise
+        return Path(name)
+
+    def content_of(self, path: Path) -> str:
+        """Return the xxh3-128 of a file in its commit."""
+        return self._output(path)[2].xxh3_128
+
+    def _output(self, path: Path) -> tuple[str, str, Output]:
+        """(task key, file name, committed output) of a file in the folder of a task."""
+        key, name = self._task_file(path)
+        output = _outputs(self, key).get(name)
+        if output is None:
+            raise FileNotFoundError(f"{self.place}/{key}/{name}: no task wrote such a file")
+        return key, name, output
+
+    def _task_file(self, path: Path) -> tuple[str, str]:
+        """(task key, file name) of a file in the folder of a task."""
+        parts = path.relative_to(self.folder).parts
+        return "/".join(parts[:2]), "/".join(parts[2:])
+
+    def read_record(self, key: str) -> Record | None:
+        """Return the record of a task, from this machine's disk if it was read before."""
+        folder = self.folder / key
+        with suppress(OSError):
+            if record := parse_record((folder / COMMIT_NAME).read_bytes(), folder, self.remote):
+                return record
+        with suppress(ObjectNotFoundError):
+            data = self.store.get(f"{key}/{COMMIT_NAME}")
+            if record := parse_record(data, folder, self.remote):
+                self._keep(key, data)
+                return record
+        return None
+
+    def _stored(self, key: str) -> Commit | None:
+        """The commit in a task's record, as it is in the store now."""
+        try:
+            data = self.store.get(f"{key}/{COMMIT_NAME}")
+        except ObjectNotFoundError:
+            return None
+        record = parse_record(data, self.folder / key, self.remote)
+        return None if record is None else record.commit
+
+    def _keep(self, key: str, record: bytes) -> None:
+        """Cache a record in the scratch folder. Not synced: a truncated one is fetched again."""
+        if self.local is not None or not self.id:
+            return
+        file = self.folder / key / COMMIT_NAME
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f".{COMMIT_NAME}.{os.getpid()}-{os.urandom(4).hex()}")
+        temporary.write_bytes(record)
+        temporary.rename(file)
+
+    def _disown(self, key: str) -> None:
+        """Remove the record of a task whose outputs differ from it; the next run overwrites them."""
+        if self.id:  # otherwise read only
+            self.store.delete(f"{key}/{COMMIT_NAME}")
+            (self.folder / key / COMMIT_NAME).unlink(missing_ok=True)
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        for _ in self._each(self.store.delete, list(keys)):
+            pass
+
+    def _each(self, request: Callable[[str], T], keys: Iterable[str]) -> Iterator[T]:
+        """Results of a request for each key, many at a time where one takes long."""
+        if self.local is not None:
+            yield from map(request, keys)
+            return
+        with ThreadPoolExecutor(_THREADS) as pool:
+            yield from pool.map(request, keys)
+
+    @contextmanager
+    def _explained(self, what: str = "", *, advice: str = _RESUME) -> Iterator[None]:
+        """Turn errors of the store into a BuildError that says what to do."""
+        try:
+            yield
+        except (StoreError, OSError) as error:
+            raise BuildError(f"{what}work folder {self.place}: {error}; {advice}") from error
+
+
+@lru_cache(maxsize=_KEPT_RECORDS)
+def _outputs(work: Work, key: str) -> Mapping[str, Output]:
+    """Outputs of a finished task. FileNotFoundError, which is not cached, if it is not finished."""
+    record = work.read_record(key)
+    if record is None:
+        raise FileNotFoundError(f"{work.place}/{key}/{COMMIT_NAME}: is gone; was the work folder removed?")
+    return record.outputs
+
+
+@lru_cache(maxsize=16)
+def _connect(url: str, storage: StorageOptions | None, around: Callable[[Store], Store] | None) -> Store:
+    if around is None:
+        return connect(url, storage)
+    return ResilientStore(around(open_store(url, storage)))
 
 
 def run_task(task: Task, digest: str, work: Work) -> Commit:
     """Run a task and commit it. Called in worker processes, which hold no lock."""
     work.prepare()
-    temporary = work.temporary(task)
+    temporary = work.temporary(f"{task.stage}.{task.name}")
     try:
-        counted = _call(task, temporary)
-        counts = counted if isinstance(counted, Mapping) else counted.to_dict()
-        if "ledger" in counts:
-            Ledger.from_dict(counts["ledger"]).check(str(task))
-        outputs = _sealed(temporary, with_blocks=work.hashes_blocks)
-        return _commit(task, digest, work, temporary, counts, outputs)
+        result = task.of.recorded(_call(task, temporary))
+        outputs = _outputs_in(temporary)
+        facts = facts_of(result, outputs)
+        commit = Commit(task.stage, task.name, work.folder / task.key, digest, facts, remote=work.remote)
+        if commit.has_ledger:
+            commit.ledger().check(str(task))
+        return work.commit(task, temporary, commit, record_of(commit, task.deciding(), outputs))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -108,9 +480,9 @@ def run_task(task: Task, digest: str, work: Work) -> Commit:
 def _call(task: Task, folder: Path) -> Any:
     """What the task's function returns. With a fallback, TaskFailedError for errors of this task alone."""
     if task.fallback is None:
-        return task.function(folder, *task.args)
+        return task.run(folder)
     try:
-        return task.function(folder, *task.args)
+        return task.run(folder)
     except (OSError, StoreError, RecipeError, MissingExtraError):
         raise  # of the machine, the store or the recipe: other tasks fail in the same way
     except Exception as error:
@@ -126,12 +498,12 @@ def with_fallbacks(work: Work, tasks: Sequence[Task], found: Sequence[Commit | N
         for number, (task, commit) in enumerate(zip(tasks, found, strict=True))
         if commit is None and task.fallback is not None
     }
-    stages = sorted({fallback.stage for fallback in waiting.values()})
+    stages = sorted({fallback.stage.name for fallback in waiting.values()})
     failed = {(stage, commit.name) for stage in stages for _, commit in work.commits(stage)}
     stand_ins = {
         number: fallback.task(tasks[number])
         for number, fallback in waiting.items()
-        if (fallback.stage, tasks[number].name) in failed
+        if (fallback.stage.name, tasks[number].name) in failed
     }
     if stand_ins:
         for number, commit in zip(stand_ins, work.find(list(stand_ins.values())), strict=True):
@@ -139,58 +511,10 @@ def with_fallbacks(work: Work, tasks: Sequence[Task], found: Sequence[Commit | N
     return commits
 
 
-def _commit(
-    task: Task,
-    digest: str,
-    work: Work,
-    temporary: Path,
-    counts: Mapping[str, Any],
-    outputs: Mapping[str, Output],
-) -> Commit:
-    facts = facts_of(counts, outputs)
-    commit = Commit(task.stage, task.name, work.folder / task.key, digest, facts, remote=work.remote)
-    return work.commit(task, temporary, commit, record_of(task, digest, counts, outputs))
-
-
-def check_same(ours: Commit, theirs: Commit) -> None:
-    """BuildError if two runs of one task gave different bytes."""
-    one, two = ours.outputs, theirs.outputs
-    if one == two:
-        return
-    names = sorted(name for name in one.keys() | two.keys() if one.get(name) != two.get(name))
-    raise BuildError(
-        f"task {ours.stage}/{ours.name}: two runs of it gave different bytes ({', '.join(names)}); are "
-        f"shardkit, its libraries and the input files the same on all machines?"
-    )
-
-
-def _sealed(folder: Path, *, with_blocks: bool) -> dict[str, Output]:
-    """Sync all files below `folder`; their sizes and hashes by name."""
+def _outputs_in(folder: Path) -> dict[str, Output]:
+    """Sizes and hashes of all files below `folder` by name."""
     outputs = {}
     for path in sorted(folder.rglob("*")):
-        fsync_path(path)
         if path.is_file():
-            outputs[path.relative_to(folder).as_posix()] = hash_output(path, with_blocks=with_blocks)
+            outputs[path.relative_to(folder).as_posix()] = hash_output(path)
     return outputs
-
-
-def hash_output(path: Path, *, with_blocks: bool = False) -> Output:
-    """Size and hashes of a file; a file of one block has no block hashes."""
-    whole, blocks, size = xxhash.xxh3_128(), bytearray(), 0
-    with path.open("rb", buffering=0) as file:
-        while data := _read_block(file):
-            whole.update(data)
-            size += len(data)
-            if with_blocks:
-                blocks += xxhash.xxh3_64_digest(data)
-    text = base64.b64encode(blocks).decode() if size > BLOCK_BYTES else ""
-    return Output(size, whole.hexdigest(), text)
-
-
-def _read_block(file: Any) -> bytes:
-    pieces = []
-    left = BLOCK_BYTES
-    while left and (piece := file.read(left)):
-        pieces.append(piece)
-        left -= len(piece)
-    return b"".join(pieces)

@@ -82,6 +82,11 @@ class FilterSettings(StrictModel):
         """Paths, relative to the recipe's folder, of the lists and models that the filter uses."""
         return ()
 
+    @property
+    def may_edit(self) -> bool:
+        """Whether the filter may change texts."""
+        return isinstance(self, Editor)
+
     def entry(self, name: str) -> dict[str, Any]:
         """The entry of a recipe's `filters` that stands for these settings, as plain data."""
         return {name: self.model_dump(mode="json")}

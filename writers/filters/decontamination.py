@@ -128,6 +128,11 @@ class DecontaminationConfig(FilterSettings):
             raise ValueError(f"two evaluations have the same name among {', '.join(names)}; set name")
         return self
 
+    @property
+    def may_edit(self) -> bool:
+        """See FilterSettings.may_edit."""
+        return self.cut is not None
+
     def build(self, folder: Path) -> DecontaminationFilter | DecontaminationEditor | QuestionFilter:
         """See FilterSettings.build."""
         if self.questions is not None:

@@ -44,7 +44,7 @@ class RepeatedLinesEditor(FilterSettings):
 
         units = find_units(batch.texts, batch.wanted, self)
         again = _repeated(units)
-        texts, _ = cut_units(batch.texts, units.document[again], units.unit[again], self)
+        texts, _ = cut_units(batch.texts, units.document[again], units.unit[again], self.unit)
         cut = batch.sizes - np.diff(text_offsets(texts))
         lines = np.bincount(units.document[again], minlength=len(batch))
         rule = above("repeated", ratio(cut, batch.sizes), self.max_cut_fraction)

@@ -78,6 +78,11 @@ class PythonConfig(FilterSettings):
             raise ValueError(f"a reason is listed twice: {', '.join(self.reasons)}")
         return self
 
+    @property
+    def may_edit(self) -> bool:
+        """See FilterSettings.may_edit."""
+        return True
+
     def build(self, folder: Path) -> PythonFilter:
         """See FilterSettings.build."""
         return PythonFilter(self, folder)

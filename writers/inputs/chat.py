@@ -90,8 +90,8 @@ class ChatFormat:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def digest(self) -> str:
-        """Names all that decides what a conversation becomes."""
+    def content(self) -> str:
+        """Digest of all that decides what a conversation becomes."""
         facts = [self.template, self.specials, dict(self.tokens), self.eos, self.bos, dict(self.variables)]
         return digest_of(facts)
 
@@ -398,15 +398,14 @@ class Masking:
 
     chat: ChatFormat | None = None
 
-    @property
-    def digest(self) -> str:
-        """Names all that decides texts and marks."""
-        return "" if self.chat is None else self.chat.digest
-
     @classmethod
     def of(cls, recipe: Recipe) -> Masking | None:
         """That of a recipe; None if its rows have no loss mask. RecipeError without a chat template."""
         return cls(ChatFormat.of(recipe)) if recipe.is_masked else None
+
+    def of_input(self, config: InputConfig) -> Masking:
+        """Return what the documents of an input need: the template only if it has conversations."""
+        return self if config.messages is not None else Masking()
 
     def render(self, config: InputConfig, fields: Mapping[str, Any]) -> Rendered:
         """The document in a record's fields; ChatError."""

@@ -35,6 +35,7 @@ from urllib.parse import unquote, urlsplit
 
 from shardkit.errors import RecipeError
 from shardkit.files import file_version
+from shardkit.hashing import digest_of
 from shardkit.storage.hub import HubPlace
 from shardkit.storage.object_file import open_object
 from shardkit.storage.resilient import ResilientStore, connect
@@ -76,10 +77,15 @@ class InputFile:
     """A file as it was found. Plain data: may be pickled, compared and hashed."""
 
     name: str  # what its documents' ids are made from
-    path: str  # where it is: a path of this machine, or a URL
+    path: str  # or a URL
     bytes: int
     version: str  # another one when the content is another one: `local_version`, or the ETag of an object
-    storage: StorageOptions | None = None  # how a URL is reached
+    storage: StorageOptions | None = None
+
+    @property
+    def content(self) -> str:
+        """Digest of its name and version, wherever it is."""
+        return digest_of([self.name, self.bytes, self.version])
 
     @property
     def is_remote(self) -> bool:

@@ -20,17 +20,19 @@ Of a local file the version is its mtime, ctime and inode, because a size and an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
 import xxhash
 
 from shardkit.errors import BuildError, RecipeError, warn_user
 from shardkit.hashing import digest_of
 from shardkit.storage.store import StorageOptions
+from shardkit.writers.digests import DecidesNoByte, RecipeKey
 from shardkit.writers.encodings import GUESS, encoding_of
 from shardkit.writers.inputs.cuts import UNCOUNTED, Cut, KeptCuts, read_cuts, unreadable_cut
 from shardkit.writers.inputs.decompress import COMPRESSIONS
@@ -98,6 +100,9 @@ TEXTUAL = frozenset({"jsonl", "json", "csv", "text", "html"})
 _OTHER_COMPRESSIONS = frozenset({".br", ".zip", ".7z", ".tar", ".tgz", ".sz", ".snappy"})
 
 
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """A run of records of one file, and with `rest` also all records of further small files.
@@ -105,9 +110,9 @@ class Split:
     [start, end) counts bytes of a plain file, row groups of a Parquet file; a compressed file is whole.
     """
 
-    index: int  # number among all splits
+    index: Annotated[int, DecidesNoByte("number among all splits")]
     source: int  # number of the recipe's input
-    input: InputFile
+    input: Annotated[InputFile, RecipeKey("file")]
     format: str  # of InputConfig.format
     compression: str | None  # a value of COMPRESSIONS, or None
     start: int
@@ -126,6 +131,12 @@ class Split:
     def file(self) -> str:
         """The file's name in ids and reports."""
         return self.input.name
+
+    @property
+    def task_name(self) -> str:
+        """The name of all tasks of the split: readable, and unique and constant for (file, start)."""
+        readable = _UNSAFE.sub("_", Path(self.file).name)[:40].strip(".") or "file"
+        return f"{readable}-{digest_of([self.file, self.start])[:16]}"
 
     @property
     def path(self) -> str:

@@ -95,13 +95,13 @@ def find_units(texts: pa.LargeStringArray, wanted: Bools, config: UnitSettings) 
 
 
 def cut_units(
-    texts: pa.LargeStringArray, document: Int64s, unit: UInt32s, config: UnitSettings
+    texts: pa.LargeStringArray, document: Int64s, unit: UInt32s, kind: str
 ) -> tuple[pa.LargeStringArray, Bools]:
     """(The texts without units unit[i] of texts[document[i]]; which of them have white space alone left).
 
     `document` and `unit` are sorted by (document, unit). A text without cuts is never called blank.
     """
-    return _without(texts, (document, unit), _cut, (character_flags(), config.unit == "paragraph"))
+    return _without(texts, (document, unit), _cut, (character_flags(), kind == "paragraph"))
 
 
 def _without(

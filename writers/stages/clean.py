@@ -22,44 +22,47 @@ What is published as one file, the quarantine above all, is joined by tasks of s
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
-from shardkit.errors import BuildError, RecipeError
-from shardkit.hashing import digest_of, hash_file
+from shardkit.errors import BuildError
 from shardkit.writers.annotations import ANNOTATIONS_FILE, AnnotationFile
-from shardkit.writers.dedup.config import DedupConfig
 from shardkit.writers.dedup.exact import KEYS
+from shardkit.writers.dedup.removals import SplitRemovals
 from shardkit.writers.dedup.signatures import word_keys
 from shardkit.writers.dedup.urls import URL_KEYS, Tracking, url_keys
+from shardkit.writers.digests import DecidesNoByte, MemoryBytes, RecipeKey
 from shardkit.writers.documents import (
     DOCUMENT_OPTIONS,
     DOCUMENT_SCHEMA,
+    DOCUMENTS_FILE,
     MARKED_SCHEMA,
     content_ranks,
     text_digests,
 )
 from shardkit.writers.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, Fallback, RunTasks, Task
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import Fallback, RunTasks, Stage
+from shardkit.writers.filters.base import FilterSettings
+from shardkit.writers.filters.buckets import BucketsConfig
 from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.funnel import FilterCounts
 from shardkit.writers.inputs.chat import Masking
-from shardkit.writers.inputs.fields import NamedFields
+from shardkit.writers.inputs.fields import NamedFields, check_named_fields, warn_of_notes
 from shardkit.writers.inputs.files import version_now
 from shardkit.writers.inputs.readers import SuspectDataError, SuspectFilesError, read_parts
-from shardkit.writers.inputs.scan import Split, hash_split
+from shardkit.writers.inputs.scan import Split, hash_split, parts_of
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.kernels.words import normalization_version
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageFile
@@ -69,119 +72,151 @@ from shardkit.writers.ledger import (
     Count,
     Ledger,
     Quarantine,
+    check_bad_fraction,
+    first_of,
 )
 from shardkit.writers.progress import PULSE
-from shardkit.writers.recipe import Recipe
+from shardkit.writers.recipe import InputConfig, Recipe
 from shardkit.writers.removed import DROPPED_FILE, DroppedFile
 from shardkit.writers.score_tables import ScoreTable
-from shardkit.writers.stages.buckets import BUCKETS_FILE, BucketFile
+from shardkit.writers.stages.flow import Build, Cleaned, Documents, Step
+from shardkit.writers.stages.labels import BUCKETS_FILE, BucketFile, Buckets
+from shardkit.writers.stages.needs import DOCUMENTS, Needs
+from shardkit.writers.stages.record_counts import count_records
 
 __all__ = [
-    "DOCUMENTS_FILE",
+    "CLEAN",
     "FAILED_SPLITS",
     "JOINED_AT_ONCE",
     "QUARANTINE_FILE",
     "SIDE_FILES",
-    "Cleaned",
+    "STEP",
+    "CleanSettings",
     "clean_split",
     "exact_keys",
-    "filter_files",
     "join_side_files",
-    "split_name",
-    "tasks",
 ]
 
-DOCUMENTS_FILE = "documents.arrow"
 QUARANTINE_FILE = "quarantine.jsonl"
-
-FAILED_SPLITS = "failed_splits"
-SIDE_FILES = "side_files"
 
 JOINED_AT_ONCE = 64
 
 _KEYS_MEMORY_BYTES = 48 << 20  # to sort keys in; a third is a run
 
-_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
-
 
 @dataclass(frozen=True, slots=True)
-class Cleaned:
-    """Result of a split: its checked ledger, counts of each filter, and the meaning of language codes.
+class CleanSettings:
+    """What cleaning reads of a recipe for the splits of one input.
 
-    `fields` are named fields that no record had (`NamedFields.to_dict`), and `inputs` are `hash_split`, both
-    of each part of the split. `urls` are kept documents with a URL, in builds that compare these.
+    `exact_text` is "raw", or the version of the normalization that keys are made with. `url_parameters` is
+    None in builds that compare no URLs. `seed` selects the documents that filters count and show, None
+    without filters.
     """
 
-    ledger: Ledger
-    filters: FilterCounts
-    fields: Sequence[Mapping[str, Any]]
-    inputs: Sequence[str]
-    languages: Sequence[str] | None = None
-    urls: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for a commit."""
-        plain = {"ledger": self.ledger.to_dict(), "filters": self.filters.to_dict(), "urls": self.urls}
-        return plain | {"languages": self.languages, "fields": self.fields, "inputs": self.inputs}
+    input: Annotated[InputConfig, RecipeKey("inputs")]
+    filters: tuple[tuple[str, FilterSettings], ...]
+    annotate: bool
+    exact_text: Annotated[str, RecipeKey("dedup.exact.text")]
+    url_parameters: Annotated[Sequence[str] | None, RecipeKey("dedup.url.drop_parameters")]
+    max_bad_fraction: float
+    max_record_bytes: int
+    seed: int | None
+    memory_bytes: MemoryBytes
 
     @classmethod
-    def of(cls, commit: Commit) -> Cleaned:
-        """What a task of this stage committed."""
-        counts = commit.counts
-        filters = FilterCounts.from_dict(counts["filters"])
-        facts = counts["fields"], counts["inputs"], counts["languages"], counts["urls"]
-        return cls(commit.ledger(), filters, *facts)
+    def of(cls, recipe: Recipe, source: int) -> CleanSettings:
+        """Return those of an input, without what says where its files are, which splits know."""
+        exact, url, filters = recipe.dedup.exact, recipe.dedup.url, recipe.filter_chain()
+        elsewhere = {"path": "", "exclude": (), "base": None, "source": None, "format": None}
+        return cls(
+            recipe.inputs[source].model_copy(update=elsewhere),
+            filters,
+            recipe.annotate,
+            normalization_version() if exact is not None and exact.text == "normalized" else "raw",
+            None if url is None else url.drop_parameters,
+            recipe.max_bad_fraction,
+            recipe.max_record_bytes,
+            recipe.seed if filters else None,
+            recipe.memory,
+        )
 
 
-def tasks(
-    recipe: Recipe,
-    splits: Sequence[Split],
-    files: Mapping[str, str],
-    folder: Artifact | None = None,
-    masking: Masking | None = None,
-    scores: Sequence[ScoreTable] = (),
-) -> list[Task]:
-    """One task a split; `files` are `filter_files`, and lie in `folder` if not where the recipe says.
+def read_and_filter(documents: Documents, build: Build) -> Documents:
+    """Read the records of all splits and judge them; other tasks of the build run beside.
 
-    `scores` are the tables of the `scores` filters, in order.
+    RecipeError if no record of a file has a field that the recipe names. BuildError if too much is
+    unreadable, or if nothing is left.
     """
-    exact = recipe.dedup.exact
-    keys = normalization_version() if exact is not None and exact.text == "normalized" else "raw"
-    shared = {
-        "filters": [[name, config.model_dump(mode="json")] for name, config in recipe.filter_chain()],
-        "annotate": recipe.annotate,
-        "dedup.exact.text": keys,
-        "max_bad_fraction": recipe.max_bad_fraction,
-        "max_record_bytes": recipe.max_record_bytes,
-    }
-    if recipe.dedup.url is not None:
-        shared["dedup.url.drop_parameters"] = list(recipe.dedup.url.drop_parameters)
-    if scores:
-        shared["scores"] = [table.content for table in scores]
+    recipe, inputs = documents.recipe, build.inputs
+    splits = count_records(documents.splits, build.run)
     limit = recipe.max_failed_splits
-    fallback = Fallback(FAILED_SPLITS, limit, "max_failed_splits", clean_split) if limit else None
+    fallback = Fallback(FAILED_SPLITS, limit, "max_failed_splits") if limit else None
+    folder = Artifact(recipe.folder) if inputs.filter_folder is None else inputs.filter_folder
+    settings = [CleanSettings.of(recipe, source) for source in range(len(recipe.inputs))]
     made = []
     for split in splits:
-        places = [_place(part) for part in split.parts]
-        fields = recipe.inputs[split.source].model_dump(
-            mode="json", exclude={"path", "exclude", "base", "source", "format"}
+        own = settings[split.source]
+        render = None if inputs.masking is None else inputs.masking.of_input(own.input)
+        args = split, own, inputs.filter_files, folder, render, documents.scores
+        made.append(replace(CLEAN.task(split.task_name, split.bytes, *args), fallback=fallback))
+    beside, cleaned = build.run(build.beside, made)
+    counts = [CLEAN.result(commit) for commit in cleaned]
+    _check(recipe, splits, cleaned, counts)
+    return replace(
+        documents,
+        splits=splits,
+        beside=beside,
+        cleaned=cleaned,
+        counts=counts,
+        files=cleaned,
+        removals=[SplitRemovals() for _ in splits],
+        labels=_given_labels(recipe),
+    )
+
+
+def _given_labels(recipe: Recipe) -> Buckets | None:
+    """How scores become labels, where the recipe has the edges of a `buckets` filter."""
+    config = recipe.buckets
+    if config is None or config.is_fitted:
+        return None
+    return Buckets(config, [score.thresholds for score in config.scores])
+
+
+def _check(
+    recipe: Recipe, splits: Sequence[Split], cleaned: Sequence[Commit], counts: Sequence[Cleaned]
+) -> None:
+    """Check the counts of all splits together."""
+    total = Ledger()
+    for one in counts:
+        total.merge(one.ledger)
+    facts = [fields for one in counts for fields in one.fields]
+    check_named_fields(parts_of(splits), facts)
+    warn_of_notes(parts_of(splits), facts)
+    check_bad_fraction("all inputs", total, recipe.max_bad_fraction)
+    failed = total.quarantined.get(FAILED_SPLIT, Count()).documents
+    if failed > recipe.max_failed_splits:  # found finished, or made by several processes
+        pairs = zip(splits, counts, strict=True)
+        names = sorted(split.file for split, one in pairs if FAILED_SPLIT in one.ledger.quarantined)
+        raise BuildError(
+            f"{failed:,} splits failed, more than max_failed_splits {recipe.max_failed_splits:,} allows "
+            f"({', '.join(names)}); raise it, or run again with --retry-failed"
         )
-        config = shared | {"split": places if split.rest else places[0], "inputs": fields}
-        if masking is not None:
-            config["masking"] = masking.digest if recipe.inputs[split.source].is_masked else ""
-        args = (split, recipe, folder, masking, tuple(scores))
-        versions = [[part.input.bytes, part.input.version] for part in split.parts]
-        inputs = {"file": versions if split.rest else versions[0], "filter_files": dict(files)}
-        name = split_name(split)
-        made.append(Task("clean", name, config, clean_split, args, split.bytes, inputs, fallback))
-    return made
+    if not total.kept.documents:
+        raise BuildError(_nothing_left(total, cleaned))
 
 
-def _place(split: Split) -> dict[str, Any]:
-    """What of the split of a file decides what is read, beside the file's contents."""
-    names = "source", "format", "compression", "start", "end", "first_record", "bytes"
-    place = {"file": split.file} | {name: getattr(split, name) for name in names}
-    return place if split.limit is None else place | {"limit": split.limit}
+def _nothing_left(total: Ledger, cleaned: Sequence[Commit]) -> str:
+    message = f"no document is left of {total.read.documents:,} that were read"
+    message += "; loosen or remove a filter" if total.dropped else ""
+    for fate, reasons in (("dropped", total.dropped), ("quarantined", total.quarantined)):
+        by_loss = sorted(reasons.items(), key=lambda item: (-item[1].documents, item[0]))
+        lost = [f"{count.documents:,} by {reason}" for reason, count in by_loss]
+        message += f"; {fate}: {', '.join(lost)}" if lost else ""
+    quarantines = (
+        commit.files / QUARANTINE_FILE for commit in cleaned if commit.outputs[QUARANTINE_FILE].bytes
+    )
+    first = next((first_of(file.read_bytes()) for file in quarantines), None)
+    return f"{message} (first: {first})" if first else message
 
 
 def join_side_files(run: RunTasks, cleaned: Sequence[Commit]) -> list[Commit]:
@@ -194,11 +229,13 @@ def join_side_files(run: RunTasks, cleaned: Sequence[Commit]) -> list[Commit]:
     open_names = [name for name in names if made[name] or name != QUARANTINE_FILE]
     level = 0
     while open_names:
-        stage = f"{SIDE_FILES}-merge-{level}" if level else SIDE_FILES
+        stage = SIDE_FILES.step(f"merge-{level}") if level else SIDE_FILES
         tasks, of_names = [], []
         for name in open_names:
-            for at in range(0, max(1, len(made[name])), JOINED_AT_ONCE):
-                tasks.append(_join_task(stage, name, at // JOINED_AT_ONCE, made[name][at:][:JOINED_AT_ONCE]))
+            for number, at in enumerate(range(0, max(1, len(made[name])), JOINED_AT_ONCE)):
+                files = [commit.file(name) for commit in made[name][at : at + JOINED_AT_ONCE]]
+                size = sum(commit.outputs[name].bytes for commit in made[name][at : at + JOINED_AT_ONCE])
+                tasks.append(stage.task(f"{Path(name).stem}-{number:05d}", size, name, files))
                 of_names.append(name)
         [commits] = run(tasks)
         for name in open_names:
@@ -208,95 +245,93 @@ def join_side_files(run: RunTasks, cleaned: Sequence[Commit]) -> list[Commit]:
     return [commit for name in names for commit in made[name]]
 
 
-def _join_task(stage: str, name: str, number: int, commits: Sequence[Commit]) -> Task:
-    outputs = [commit.outputs[name] for commit in commits]
-    args = name, [commit.files / name for commit in commits]
-    inputs = {"files": [output.xxh3_128 for output in outputs]}
-    size = sum(output.bytes for output in outputs)
-    return Task(stage, f"{Path(name).stem}-{number:05d}", {"name": name}, _join, args, size, inputs)
-
-
-def _join(folder: Path, name: str, files: Sequence[Artifact]) -> dict[str, int]:
+def join_files(folder: Path, name: str, files: Sequence[Artifact]) -> None:
+    """Write files one after the other as `name`."""
     with (folder / name).open("wb") as joined:
         for file in files:
             with file.open() as part:
                 shutil.copyfileobj(part, joined, 1 << 20)
-    return {}
 
 
-def split_name(split: Split) -> str:
-    """The name of all tasks of a split: readable, and unique and constant for (file, start)."""
-    readable = _UNSAFE.sub("_", Path(split.file).name)[:40].strip(".") or "file"
-    return f"{readable}-{digest_of([split.file, split.start])[:16]}"
-
-
-def filter_files(recipe: Recipe) -> dict[str, str]:
-    """xxh3-128 of files that filters read, by path in the recipe; RecipeError if one cannot be read."""
-    digests = {}
-    for name, config in recipe.filter_chain():
-        for path in config.files():
-            try:
-                digests[path] = hash_file(recipe.resolve(path), ["xxh3_128"])["xxh3_128"]
-            except OSError as error:
-                raise RecipeError(f"filters: {name}: {path}: {error.strerror or error}") from None
-    return digests
+SIDE_FILES = Stage("side_files", "write", join_files, cost=0.2)
 
 
 def clean_split(
     folder: Path,
-    split: Split,
-    recipe: Recipe,
-    filter_folder: Artifact | None = None,
+    split: Annotated[Split, RecipeKey()],
+    settings: Annotated[CleanSettings, RecipeKey()],
+    filter_files: Mapping[str, str],
+    filter_folder: Annotated[Artifact, DecidesNoByte("where the files of filters are")],
     masking: Masking | None = None,
     scores: Sequence[ScoreTable] = (),
     failure: str | None = None,
 ) -> Cleaned:
     """Write the files of a split into `folder`, which exists and is empty.
 
+    `filter_files` are what its function of that name returns; relative paths are in `filter_folder`.
     With a `failure`, no record is read, and the split is booked as failed for that reason. BuildError when
-    more of the split is unreadable than the recipe's max_bad_fraction allows.
+    more of the split is unreadable than `max_bad_fraction` allows.
     """
-    if filter_folder is not None:
-        for _, config in recipe.filter_chain():
-            for name in config.files():
-                if not Path(name).is_absolute():
-                    (filter_folder / name).local()
-        recipe = recipe.in_folder(filter_folder.path)
+    for name in filter_files:
+        if not Path(name).is_absolute():
+            (filter_folder / name).local()
+    chain = FilterChain(
+        settings.filters,
+        filter_folder.path,
+        annotate=settings.annotate,
+        seed=settings.seed or 0,
+        lookups=[table.open() for table in scores],
+    )
     try:
-        return _clean(split, recipe, folder, masking, scores, failure=failure)
+        return _clean(folder, split, settings, chain, masking, failure=failure)
     except SuspectFilesError as found:  # at the end of the untrusted data, so start again without it
-        return _clean(split, recipe, folder, masking, scores, found.suspects)
+        return _clean(folder, split, settings, chain, masking, found.suspects)
+
+
+CLEAN = Stage("clean", "read and filter", clean_split, cost=150)
+
+
+def clean_failed(
+    folder: Path,
+    failed: str,
+    args: Annotated[Mapping[str, Any], DecidesNoByte("`failed` is the digest of what they decide")],
+    error: Annotated[str, DecidesNoByte("a later build finds the split without it")],
+) -> Cleaned:
+    """Book a split whose task failed; see `Fallback`."""
+    return clean_split(folder, **{**args, "failure": error})
+
+
+FAILED_SPLITS = Stage("failed_splits", "read and filter", clean_failed)
 
 
 def _clean(
-    split: Split,
-    recipe: Recipe,
     folder: Path,
+    split: Split,
+    settings: CleanSettings,
+    chain: FilterChain,
     masking: Masking | None,
-    scores: Sequence[ScoreTable],
     suspects: Mapping[str, SuspectDataError] | None = None,
     *,
     failure: str | None = None,
 ) -> Cleaned:
-    ledger, fields = Ledger(), [NamedFields(recipe.inputs[split.source]) for _ in split.parts]
-    chain = _filter_chain(recipe, scores)
+    ledger, fields = Ledger(), [NamedFields(settings.input) for _ in split.parts]
     counts = FilterCounts.of_chain(chain)
-    allowed = recipe.max_bad_fraction if failure is None else 1.0
+    allowed = settings.max_bad_fraction if failure is None else 1.0
     schema = DOCUMENT_SCHEMA if masking is None else MARKED_SCHEMA
     versions = [version_now(part.input) for part in split.parts]
     with (
         Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=allowed) as quarantine,
-        _KeyFiles(folder, recipe.dedup) as keys,
-        DroppedFile(folder / DROPPED_FILE) if recipe.filters else nullcontext() as dropped,
-        AnnotationFile(folder / ANNOTATIONS_FILE) if recipe.annotate else nullcontext() as annotations,
+        _KeyFiles(folder, settings) as keys,
+        DroppedFile(folder / DROPPED_FILE) if settings.filters else nullcontext() as dropped,
+        AnnotationFile(folder / ANNOTATIONS_FILE) if settings.annotate else nullcontext() as annotations,
         LanguageFile(folder / LANGUAGES_FILE) if chain.has_languages else nullcontext() as languages,
-        _bucket_file(folder, recipe) as buckets,
+        _bucket_file(folder, settings) as buckets,
         ExitStack() as stack,
         pa.OSFile(str(folder / DOCUMENTS_FILE), "wb") as file,
         pa.ipc.new_file(file, schema, options=DOCUMENT_OPTIONS) as documents,
     ):
         sides = {name: stack.enter_context((folder / name).open("wb")) for name in chain.side_files}
-        for batch in _read(split, recipe, ledger, quarantine, fields, suspects, masking, failure):
+        for batch in _read(split, settings, ledger, quarantine, fields, suspects, masking, failure):
             filtered = chain.apply(batch)
             kept = filtered.kept
             _book(filtered, ledger)
@@ -331,16 +366,16 @@ def _clean(
 class _KeyFiles:
     """Writes the keys of documents, and those of their URLs if these are compared; `urls` have one."""
 
-    def __init__(self, folder: Path, config: DedupConfig) -> None:
+    def __init__(self, folder: Path, settings: CleanSettings) -> None:
         self.urls = self._rows = 0
-        self._normalized = config.exact is not None and config.exact.text == "normalized"
+        self._normalized = settings.exact_text != "raw"
         self._stack, memory_bytes = ExitStack(), _KEYS_MEMORY_BYTES
         self._texts = self._stack.enter_context(
             RunWriter(folder / KEYS.file, KEYS, memory_bytes=memory_bytes)
         )
         self._urls: RunWriter | None = None
-        if config.url is not None:
-            self._tracking = Tracking.of(config.url.drop_parameters)
+        if settings.url_parameters is not None:
+            self._tracking = Tracking.of(settings.url_parameters)
             urls = RunWriter(folder / URL_KEYS.file, URL_KEYS, memory_bytes=memory_bytes)
             self._urls = self._stack.enter_context(urls)
 
@@ -363,26 +398,17 @@ class _KeyFiles:
         self._stack.__exit__(kind, error, trace)
 
 
-def _filter_chain(recipe: Recipe, scores: Sequence[ScoreTable]) -> FilterChain:
-    return FilterChain(
-        recipe.filter_chain(),
-        recipe.folder,
-        annotate=recipe.annotate,
-        seed=recipe.seed,
-        lookups=[table.open() for table in scores],
-    )
-
-
-def _bucket_file(folder: Path, recipe: Recipe) -> AbstractContextManager[BucketFile | None]:
-    config = recipe.buckets
-    if config is None:
-        return nullcontext()
-    return BucketFile(folder / BUCKETS_FILE, len(config.scores), recipe.seed)
+def _bucket_file(folder: Path, settings: CleanSettings) -> AbstractContextManager[BucketFile | None]:
+    for _, config in settings.filters:
+        if isinstance(config, BucketsConfig):
+            assert settings.seed is not None
+            return BucketFile(folder / BUCKETS_FILE, len(config.scores), settings.seed)
+    return nullcontext()
 
 
 def _read(
     split: Split,
-    recipe: Recipe,
+    settings: CleanSettings,
     ledger: Ledger,
     quarantine: Quarantine,
     fields: Sequence[NamedFields],
@@ -394,15 +420,15 @@ def _read(
     if failure is None:
         yield from read_parts(
             split,
-            recipe.inputs[split.source],
+            settings.input,
             ledger,
             quarantine,
-            max_record_bytes=recipe.max_record_bytes,
-            max_bad_fraction=recipe.max_bad_fraction,
+            max_record_bytes=settings.max_record_bytes,
+            max_bad_fraction=settings.max_bad_fraction,
             fields=fields,
             suspects=suspects or {},
             masking=masking,
-            memory_bytes=recipe.memory,
+            memory_bytes=settings.memory_bytes,
         )
         return
     assert not split.rest, "files are not grouped where splits may fail"
@@ -446,3 +472,15 @@ def exact_keys(
     keys["source"] = batch.column("source").to_numpy()
     keys["bytes"] = np.diff(text_offsets(texts))
     return keys
+
+
+def needs(n: Needs) -> None:
+    """State what cleaning writes; raw files are read from where they are."""
+    c = n.corpus
+    keys_bytes = (1 + c.has_url) * c.documents * KEYS.dtype.itemsize
+    files = 3 + c.has_url + c.shape.has_buckets
+    written = c.text_bytes * DOCUMENTS + keys_bytes
+    n.add(CLEAN, c.splits, n.looked_up * c.splits, 0, files=files, written=written)
+
+
+STEP = Step(lambda recipe: (CLEAN,), read_and_filter, needs)

@@ -11,33 +11,55 @@ of the documents that are left, with the number of documents that each stands fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from shardkit.writers.dedup.config import UrlDedupConfig
+from shardkit.errors import RecipeError
 from shardkit.writers.dedup.exact import KEYS, WEIGHTED_KEYS, Order, find_copies, partition_bounds
 from shardkit.writers.dedup.removals import (
     GROUP_SIZES,
     OUTCOME,
     OUTCOMES,
     SplitTable,
+    SplitTables,
     by_split,
     count_groups,
     document_keys,
     outcomes,
+    write_tables,
 )
 from shardkit.writers.dedup.urls import URL_KEYS
-from shardkit.writers.exchange import Limits, RunWriter, Slice, Table, exchange
-from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, partition_name
-from shardkit.writers.runs import DEFAULT_LIMITS
+from shardkit.writers.digests import MemoryBytes
+from shardkit.writers.exchange import RunWriter, Slice, Table, exchange
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import RunTasks, Stage, partition_name
+from shardkit.writers.recipe import Recipe
+from shardkit.writers.runs import Limits
+from shardkit.writers.stages.flow import Build, Documents, Step
+from shardkit.writers.stages.needs import Needs
 
-__all__ = ["ExactDuplicates", "find_exact", "remove_exact", "remove_urls"]
+__all__ = [
+    "EQUAL_TEXTS",
+    "EQUAL_URLS",
+    "TEXTS_STEP",
+    "URLS_STEP",
+    "ExactDuplicates",
+    "find_exact",
+    "keys_left",
+    "remove_equal",
+    "write_left",
+]
+
+
+URL_DUPLICATE, EXACT_DUPLICATE = "url_duplicate", "exact_duplicate"  # as ledgers name them
 
 
 @dataclass(frozen=True, slots=True)
-class ExactDuplicates(PlainCounts):
+class ExactDuplicates:
     """What one partition removes. `groups` counts the documents that represent 2, 3, … documents, in the
     classes of `count_groups`; less those that represented several in the stage before, and do so no longer.
     """
@@ -48,77 +70,92 @@ class ExactDuplicates(PlainCounts):
     largest_group: int
 
 
-_Removed = tuple[list[ExactDuplicates], list[SplitTable]]
-
-
-def remove_urls(
-    run: RunTasks,
-    cleaned: Sequence[Commit],
-    documents: int,
-    config: UrlDedupConfig,
-    memory_bytes: int,
-    *,
-    limits: Limits = DEFAULT_LIMITS,
-) -> _Removed:
-    """Run stage `url`: what each partition removed, and the outcomes of each split.
-
-    `documents` is the number of rows of URL_KEYS that the tasks `cleaned` wrote, one task a split.
-    """
+def drop_equal_urls(documents: Documents, build: Build) -> Documents:
+    """Remove all but one of the documents with the same URL; RecipeError if none has a URL."""
+    config = documents.recipe.dedup.url
+    assert config is not None
+    urls = sum(one.urls for one in documents.counts)
+    if not urls:
+        raise RecipeError(
+            "dedup.url: no document has a URL; name the field that has it by inputs[].url, or leave out "
+            "dedup.url"
+        )
     order: Order = "longest" if config.keep == "longest" else "first"
-    return _remove(run, "url", URL_KEYS, cleaned, documents, order, memory_bytes, limits)
+    removed = remove_equal(
+        build.run, EQUAL_URLS, URL_KEYS, documents.cleaned, urls, order, build.memory_bytes, build.limits
+    )
+    return _without(URL_DUPLICATE, removed, documents)
 
 
-def remove_exact(
-    run: RunTasks,
-    cleaned: Sequence[Commit],
-    documents: int,
-    memory_bytes: int,
-    *,
-    urls: Sequence[SplitTable] | None = None,
-    limits: Limits = DEFAULT_LIMITS,
-) -> _Removed:
-    """Run stage `exact`: what each partition removed, and the outcomes of each split.
+def drop_equal_texts(documents: Documents, build: Build) -> Documents:
+    """Remove all but one of the documents with the same text.
 
-    `documents` is the number of rows of KEYS that the tasks `cleaned` wrote, one task a split; `urls` are the
-    outcomes of stage `url`.
+    Of documents with equal URLs, the one that stayed is compared, and stands for those that lost to it.
     """
-    if urls is None:
-        return _remove(run, "exact", KEYS, cleaned, documents, "first", memory_bytes, limits)
+    run, memory_bytes, limits = build.run, build.memory_bytes, build.limits
+    table, written = KEYS, documents.cleaned
+    if URL_DUPLICATE in documents.lost:
+        urls = [removed.tables[URL_DUPLICATE] for removed in documents.removals]
+        table, written = WEIGHTED_KEYS, keys_left(run, written, urls, memory_bytes, limits)
+    removed = remove_equal(
+        run, EQUAL_TEXTS, table, written, documents.kept.documents, "first", memory_bytes, limits
+    )
+    return _without(EXACT_DUPLICATE, removed, documents)
+
+
+def keys_left(
+    run: RunTasks, cleaned: Sequence[Commit], urls: Sequence[SplitTable], memory_bytes: int, limits: Limits
+) -> list[Commit]:
+    """Write WEIGHTED_KEYS of the documents of each split that are left; `urls` are the outcomes of URLs."""
     tasks = []
-    for commit, table in zip(cleaned, urls, strict=True):
-        keys = exchange(run, "url_left", KEYS, [commit], readers=1, limits=limits).slice(0, 1 << 64)
-        inputs = {"keys": keys.digest, "removed": table.digest}
-        args = (keys, table, memory_bytes)
-        tasks.append(Task("url_left", commit.name, {}, write_left, args, keys.bytes, inputs))
+    for commit, removed in zip(cleaned, urls, strict=True):
+        piece = exchange(run, URL_LEFT, KEYS, [commit], readers=1, limits=limits).slice(0, 1 << 64)
+        tasks.append(URL_LEFT.task(commit.name, piece.bytes, piece, removed, memory_bytes))
     [left] = run(tasks)
-    return _remove(run, "exact", WEIGHTED_KEYS, left, documents, "first", memory_bytes, limits)
+    return left
 
 
-def _remove(
+def remove_equal(
     run: RunTasks,
-    stage: str,
+    stages: EqualStages,
     table: Table,
     written: Sequence[Commit],
-    documents: int,
+    rows: int,
     order: Order,
     memory_bytes: int,
     limits: Limits,
-) -> _Removed:
-    partitions = limits.partitions(documents, table.dtype)
-    keys = exchange(run, stage, table, written, readers=partitions, limits=limits)
-    settings = {} if order == "first" else {"order": order}
-    tasks = []
+) -> tuple[list[ExactDuplicates], list[SplitTable]]:
+    """Run two stages: what each partition of keys removed, and the outcomes of each split.
+
+    `written` are the tasks, one a split, that wrote runs of `table` of so many `rows`.
+    """
+    partitions, tasks = limits.partitions(rows, table.dtype), []
+    keys = exchange(run, stages.find, table, written, readers=partitions, limits=limits)
     for number in range(partitions):
         piece = keys.slice(*partition_bounds(number, partitions))
-        name, inputs = partition_name(number, partitions), {"keys": piece.digest}
-        args = (piece, memory_bytes, order)
-        tasks.append(Task(stage, name, settings, find_exact, args, piece.bytes, inputs))
+        name = partition_name(number, partitions)
+        tasks.append(stages.find.task(name, piece.bytes, piece, memory_bytes, order))
     [commits] = run(tasks)
-    removed = by_split(run, f"{stage}_removed", OUTCOMES, commits, len(written), limits=limits)
-    return [ExactDuplicates.of(commit) for commit in commits], removed
+    tables = by_split(run, stages.sort, OUTCOMES, commits, len(written), limits=limits)
+    return [stages.find.result(commit) for commit in commits], tables
 
 
-def find_exact(folder: Path, keys: Slice, memory_bytes: int, order: Order = "first") -> ExactDuplicates:
+def _without(
+    reason: str, removed: tuple[list[ExactDuplicates], list[SplitTable]], documents: Documents
+) -> Documents:
+    found, tables = removed
+    counted = [documents.groups, *(one.groups for one in found)]
+    return replace(
+        documents.without(reason, tables),
+        equal=(*documents.equal, reason),
+        groups=[sum(classes) for classes in zip_longest(*counted, fillvalue=0)],
+        largest_group=max(documents.largest_group, *(one.largest_group for one in found)),
+    )
+
+
+def find_exact(
+    folder: Path, keys: Slice, memory_bytes: MemoryBytes, order: Order = "first"
+) -> ExactDuplicates:
     """Write the outcomes of one partition into `folder`. The similarity of equal URLs is unknown."""
     losers = size = 0
     largest, groups = 1, np.zeros(len(GROUP_SIZES) + 1, np.int64)
@@ -141,13 +178,13 @@ def find_exact(folder: Path, keys: Slice, memory_bytes: int, order: Order = "fir
 
 
 @dataclass(frozen=True, slots=True)
-class Left(PlainCounts):
+class Left:
     """Documents of a split that did not lose to an equal URL."""
 
     documents: int
 
 
-def write_left(folder: Path, keys: Slice, urls: SplitTable, memory_bytes: int) -> Left:
+def write_left(folder: Path, keys: Slice, urls: SplitTable, memory_bytes: MemoryBytes) -> Left:
     """Write the WEIGHTED_KEYS of one split into `folder`: its KEYS without what `urls` removed."""
     decided = urls.read(OUTCOME)
     decided = decided[np.argsort(decided["row"])]
@@ -167,3 +204,60 @@ def write_left(folder: Path, keys: Slice, urls: SplitTable, memory_bytes: int) -
             writer.write(weighted)
             documents += len(weighted)
     return Left(documents)
+
+
+@dataclass(frozen=True)
+class EqualStages:
+    """Find documents of equal keys, and bring the outcomes to their splits."""
+
+    find: Stage[[Slice, int, Order], ExactDuplicates]
+    sort: Stage[[Slice], SplitTables]
+
+
+_URLS, _TEXTS = "equal URLs", "exact duplicates"
+EQUAL_URLS = EqualStages(
+    Stage("url", _URLS, find_exact, cost=2), Stage("url_removed", _URLS, write_tables, cost=0.2)
+)
+URL_LEFT = Stage("url_left", _TEXTS, write_left, cost=1)
+EQUAL_TEXTS = EqualStages(
+    Stage("exact", _TEXTS, find_exact, cost=2), Stage("exact_removed", _TEXTS, write_tables, cost=0.2)
+)
+
+
+def url_needs(n: Needs) -> None:
+    """State what comparing URLs takes."""
+    if n.corpus.has_url:
+        _add(n, EQUAL_URLS, URL_KEYS)
+
+
+def text_needs(n: Needs) -> None:
+    """State what comparing texts takes, and what is left of equal URLs."""
+    c = n.corpus
+    if not c.has_exact:
+        return
+    if c.has_url:
+        read, written = (c.documents * table.dtype.itemsize for table in (KEYS, WEIGHTED_KEYS))
+        n.add(URL_LEFT, c.splits, 2 * c.splits, read, files=1, written=written)
+    _add(n, EQUAL_TEXTS, WEIGHTED_KEYS if c.has_url else KEYS)
+
+
+def _add(n: Needs, stages: EqualStages, table: Table) -> None:
+    c = n.corpus
+    readers = c.limits.partitions(c.documents, KEYS.dtype)
+    keys = n.exchange(stages.find, table, c.splits, c.documents, readers)
+    n.add(stages.find, readers, *n.slices(keys, readers), files=1)
+    n.by_split(stages.sort, OUTCOMES, readers, c.documents * 0.01)
+
+
+def _stages_of_urls(recipe: Recipe) -> Sequence[Stage[..., Any]]:
+    return () if recipe.dedup.url is None else (EQUAL_URLS.find, EQUAL_URLS.sort)
+
+
+def _stages_of_texts(recipe: Recipe) -> Sequence[Stage[..., Any]]:
+    if recipe.dedup.exact is None:
+        return ()
+    return (*((URL_LEFT,) if recipe.dedup.url is not None else ()), EQUAL_TEXTS.find, EQUAL_TEXTS.sort)
+
+
+URLS_STEP = Step(_stages_of_urls, drop_equal_urls, url_needs)
+TEXTS_STEP = Step(_stages_of_texts, drop_equal_texts, text_needs)

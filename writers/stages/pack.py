@@ -12,10 +12,10 @@ renames them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,9 @@ from shardkit.formats.blocks import write_blocks
 from shardkit.formats.tar.writer import KEY_DIGITS
 from shardkit.manifest import LOSS_MASK, ShardInfo
 from shardkit.order.permutation import Permutation
+from shardkit.writers.digests import RecipeKey
 from shardkit.writers.exchange import Exchanged, Slice
-from shardkit.writers.execution.task import Commit, Task, partition_name
+from shardkit.writers.execution.stage import Stage, Task, partition_name
 from shardkit.writers.groups import Groups, Joined, join_groups
 from shardkit.writers.kernels.repetitions import mask_repetitions
 from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe
@@ -42,15 +43,18 @@ from shardkit.writers.stages.packing import (
     pack_concat,
 )
 from shardkit.writers.stages.provenance import PROVENANCE_NAME, write_provenance
-from shardkit.writers.stages.tokenize import documents_of, partition_start
+from shardkit.writers.stages.tokenize import TokenizerFacts, documents_of, partition_start
 from shardkit.writers.tokenizer import Tokens
 
 __all__ = [
+    "PACK",
+    "PackSettings",
     "Packed",
     "Partition",
     "pack_documents",
     "pack_partition",
     "store_documents",
+    "sums_of",
     "tar_key_digits",
     "tasks",
 ]
@@ -60,7 +64,6 @@ _WIDE_KEY_DIGITS = 14  # of datasets of more partitions than 12 digits have room
 _TOKENS = "tokens"
 _SUMS = ("documents", "rows", "tokens", "padding", "cut_documents", "needless_cuts", "pieces")
 _OF_POLICIES = ("cropped", "cropped_documents", "repeated_bos", "repeated", "repeated_documents", "joined")
-_MASKED = ("trained", "cropped_trained")
 _Ints = npt.NDArray[np.int64]
 
 
@@ -97,66 +100,52 @@ class Packed:
     joined: int | None = None
     cropped_trained: int = 0
 
-    def counts(self) -> dict[str, int]:
-        """Sums for the dataset card."""
-        of_policies = {name: getattr(self, name) for name in _OF_POLICIES if getattr(self, name) is not None}
-        return {"shards": len(self.shards)} | {name: getattr(self, name) for name in _SUMS} | of_policies
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for a commit."""
-        histograms = {"row_padding": self.row_padding.to_dict(), "row_pieces": self.row_pieces.to_dict()}
-        shards = [asdict(shard) for shard in self.shards]
-        packed = self.counts() | {name: getattr(self, name) for name in _MASKED}
-        return {"packed": packed, "histograms": histograms, "shards": shards}
+def sums_of(parts: Sequence[Packed]) -> dict[str, int]:
+    """Sums over all partitions, of which there is at least one, for the dataset card."""
+    names = (*_SUMS, *(name for name in _OF_POLICIES if getattr(parts[0], name) is not None))
+    shards = sum(len(part.shards) for part in parts)
+    return {"shards": shards} | {name: sum(getattr(part, name) for part in parts) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class PackSettings:
+    """How the documents of a dataset become its shards.
+
+    `key_digits` are those of the keys of tars. If `masked`, documents have loss masks, and rows too.
+    """
+
+    pack: PackConfig
+    output: OutputConfig
+    seed: int
+    eos_id: int
+    dtype: str
+    key_digits: int = KEY_DIGITS
+    masked: bool = False
+    bos_id: int | None = None
 
     @classmethod
-    def of(cls, commit: Commit) -> Packed:
-        """What a task of this stage committed; shards have the names that they have in its folder."""
-        sums, histograms = commit.counts["packed"], commit.counts["histograms"]
-        return cls(
-            [ShardInfo.from_dict(entry) for entry in commit.counts["shards"]],
-            **{name: sums[name] for name in _SUMS},
-            row_padding=Histogram.from_dict(histograms["row_padding"]),
-            row_pieces=Histogram.from_dict(histograms["row_pieces"]),
-            **{name: sums.get(name) for name in _OF_POLICIES},
-            **{name: sums[name] for name in _MASKED},
-        )
+    def of(
+        cls, recipe: Recipe, partitions: int, *, eos_id: int, dtype: str, bos_id: int | None = None
+    ) -> PackSettings:
+        """Return those of the recipe of one dataset."""
+        digits = tar_key_digits(partitions)
+        settings = recipe.pack, recipe.output, recipe.seed
+        return cls(*settings, eos_id, dtype, digits, recipe.is_masked, bos_id)
 
 
-def tasks(
-    recipe: Recipe,
-    tokens: Exchanged,
-    partitions: int,
-    *,
-    eos_id: int,
-    dtype: str,
-    bos_id: int | None = None,
-    separator_id: int | None = None,
-) -> list[Task]:
+def tasks(recipe: Recipe, facts: TokenizerFacts, tokens: Exchanged, partitions: int) -> list[Task]:
     """One task a partition of the exchanged runs of stage `tokenize`."""
-    shared = {
-        "pack": recipe.pack.model_dump(mode="json"),
-        "output": recipe.output.of_shards,
-        "seed": recipe.seed,
-        "eos_id": eos_id,
-        "bos_id": bos_id,
-        "dtype": dtype,
-        "partitions": partitions,
-        "masked": recipe.is_masked,
-    }
+    settings = PackSettings.of(
+        recipe, partitions, eos_id=facts.eos_id, dtype=facts.dtype, bos_id=facts.bos_id
+    )
     groups = None
     if recipe.group is not None:
-        groups = Groups(recipe.group, separator_id, bos_id is not None)
-        shared["groups"] = recipe.group.model_dump(mode="json") | {"separator_id": separator_id}
-    key_digits = tar_key_digits(partitions)
+        groups = Groups(recipe.group, facts.separator_id, facts.bos_id is not None)
     made = []
     for number in range(partitions):
         mine = tokens.slice(partition_start(number, partitions), partition_start(number + 1, partitions))
-        settings = (recipe.pack, recipe.output, recipe.seed, eos_id, dtype, key_digits, recipe.is_masked)
-        args = (mine, number, *settings, bos_id, groups)
-        name, config = partition_name(number, partitions), shared | {"partition": number}
-        inputs = {"tokens": mine.digest}
-        made.append(Task("pack", name, config, pack_partition, args, inputs=inputs))
+        made.append(PACK.task(partition_name(number, partitions), 0, mine, number, settings, groups))
     return made
 
 
@@ -169,28 +158,21 @@ def pack_partition(
     folder: Path,
     documents: Slice,
     partition: int,
-    pack: PackConfig,
-    output: OutputConfig,
-    seed: int,
-    eos_id: int,
-    dtype: npt.DTypeLike,
-    key_digits: int = KEY_DIGITS,
-    masked: bool = False,
-    bos_id: int | None = None,
+    settings: Annotated[PackSettings, RecipeKey()],
     groups: Groups | None = None,
 ) -> Packed:
-    """Pack the documents of `partition`; write its shards and provenance into `folder`.
-
-    With `masked`, rows have a loss mask beside their tokens.
-    """
-    part = _read_partition(documents, np.dtype(dtype), masked=masked)
-    if output.format == "tokens":
-        return store_documents(folder, part, partition, output, seed)
+    """Pack the documents of `partition`; write its shards and provenance into `folder`."""
+    part = _read_partition(documents, np.dtype(settings.dtype), masked=settings.masked)
+    if settings.output.format == "tokens":
+        return store_documents(folder, part, partition, settings.output, settings.seed)
     if groups is not None:
         joined = join_groups(part.table, part.tokens, part.starts, part.lengths, groups)
         table = part.table.take(pa.array(joined.order))
         part = replace(part, starts=joined.starts, lengths=joined.lengths, table=table, joined=joined)
-    return pack_documents(folder, part, partition, pack, output, seed, eos_id, key_digits, bos_id)
+    return pack_documents(folder, part, partition, settings)
+
+
+PACK = Stage("pack", "shuffle and pack", pack_partition, cost=14)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,21 +192,12 @@ class Partition:
     joined: Joined | None = None
 
 
-def pack_documents(
-    folder: Path,
-    part: Partition,
-    partition: int,
-    pack: PackConfig,
-    output: OutputConfig,
-    seed: int,
-    eos_id: int,
-    key_digits: int = KEY_DIGITS,
-    bos_id: int | None = None,
-) -> Packed:
+def pack_documents(folder: Path, part: Partition, partition: int, settings: PackSettings) -> Packed:
     """Pack documents into rows, shuffle these, and write shards, checksums of blocks and provenance.
 
     `bos_id` begins rows within documents if `pack.row_bos` is set.
     """
+    pack, output, seed = settings.pack, settings.output, settings.seed
     repeated = None
     if pack.max_repetitions is not None:
         part, repeated = _without_repetitions(part, pack.max_repetitions)
@@ -250,10 +223,11 @@ def pack_documents(
     )
     for number in range(len(starts) - 1):
         first, stop = int(starts[number]), int(starts[number + 1])
-        columns = _columns_of_rows(part, placement, range(first, stop), eos_id, bos_id)
+        columns = _columns_of_rows(part, placement, range(first, stop), settings.eos_id, settings.bos_id)
         if (masks := columns.get(LOSS_MASK)) is not None:
             result.trained += int(masks.sum())
-        name, keys = f"part-{partition:05d}.{number:05d}", (partition * TAR_KEY_STEP + first, key_digits)
+        name = f"part-{partition:05d}.{number:05d}"
+        keys = partition * TAR_KEY_STEP + first, settings.key_digits
         result.shards.append(_write_shard(folder, name, columns, output, keys))
     if output.compression is None:
         write_blocks(folder, result.shards)

@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 from shardkit.errors import BuildError
 from shardkit.formats.provenance import PROVENANCE_SCHEMA, ROW_GROUP_PIECES, HashRange
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.stages.packing import Placement
 
 __all__ = ["PROVENANCE_NAME", "renumber", "tasks", "write_provenance"]
@@ -68,18 +69,13 @@ def tasks(packed: Sequence[Commit], shards: Sequence[int]) -> list[Task]:
     first_shard = 0
     for commit, count in zip(packed, shards, strict=True):
         table = commit.outputs[PROVENANCE_NAME]
-        args = (commit.files / PROVENANCE_NAME, first_shard)
-        config, inputs = {"first_shard": first_shard}, {"table": table.xxh3_128}
-        made.append(Task("provenance", commit.name, config, renumber, args, table.bytes, inputs))
+        made.append(PROVENANCE.task(commit.name, table.bytes, commit.file(PROVENANCE_NAME), first_shard))
         first_shard += count
     return made
 
 
-def renumber(folder: Path, table: Artifact, first_shard: int) -> dict[str, int]:
-    """Copy a table into `folder` with `first_shard` added to its shard numbers; row groups stay as they are.
-
-    Nothing is counted.
-    """
+def renumber(folder: Path, table: Artifact, first_shard: int) -> None:
+    """Copy a table into `folder`, row group by row group, with `first_shard` added to shard numbers."""
     with table.open_arrow() as source, pq.ParquetFile(source) as file:
         schema = file.schema_arrow
         with _writer(folder / PROVENANCE_NAME, schema) as writer:
@@ -88,7 +84,9 @@ def renumber(folder: Path, table: Artifact, first_shard: int) -> dict[str, int]:
                 shards = pc.cast(pc.add(rows.column("shard"), first_shard), pa.int32())
                 rows = rows.set_column(0, schema.field("shard"), shards)
                 writer.write_table(rows, row_group_size=ROW_GROUP_PIECES)
-    return {}
+
+
+PROVENANCE = Stage("provenance", "shuffle and pack", renumber, cost=1)
 
 
 def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:

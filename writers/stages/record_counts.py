@@ -12,16 +12,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shardkit.writers.execution.task import RunTasks, Task
+from shardkit.writers.execution.stage import RunTasks, Stage
 from shardkit.writers.inputs.cuts import UNCOUNTED
 from shardkit.writers.inputs.decompress import plain_range
-from shardkit.writers.inputs.files import open_input
+from shardkit.writers.inputs.files import InputFile, open_input
 from shardkit.writers.inputs.scan import Split
-from shardkit.writers.stages.clean import split_name
 
 __all__ = ["count_records"]
-
-STAGE = "record_counts"
 
 
 def count_records(splits: Sequence[Split], run: RunTasks) -> Sequence[Split]:
@@ -31,19 +28,13 @@ def count_records(splits: Sequence[Split], run: RunTasks) -> Sequence[Split]:
         return splits
     counted = [split for split in splits if split.input in uncounted]
     tasks = [
-        Task(
-            STAGE,
-            split_name(split),
-            {"file": split.file, "range": [split.start, split.end]},
-            _count,
-            (split,),
-            split.bytes,
-            {"file": [split.input.bytes, split.input.version]},
-        )
+        RECORD_COUNTS.task(split.task_name, split.bytes, split.input, split.start, split.end)
         for split in counted
     ]
     [commits] = run(tasks)
-    lines = {split.index: int(commit.counts["lines"]) for split, commit in zip(counted, commits, strict=True)}
+    lines = {
+        split.index: RECORD_COUNTS.result(commit) for split, commit in zip(counted, commits, strict=True)
+    }
     made, before = [], 0
     for split in splits:
         if split.index not in lines:
@@ -55,6 +46,10 @@ def count_records(splits: Sequence[Split], run: RunTasks) -> Sequence[Split]:
     return made
 
 
-def _count(folder: Path, split: Split) -> dict[str, int]:
-    with open_input(split.input) as file:
-        return {"lines": sum(piece.count(b"\n") for piece in plain_range(file, split.start, split.end))}
+def count_lines(folder: Path, file: InputFile, start: int, end: int) -> int:
+    """Return the number of lines that end in bytes [start, end) of a plain file."""
+    with open_input(file) as opened:
+        return sum(piece.count(b"\n") for piece in plain_range(opened, start, end))
+
+
+RECORD_COUNTS = Stage("record_counts", "read and filter", count_lines)

@@ -11,10 +11,9 @@ their ids and the columns that the filter names: integers, floats, booleans and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,19 +22,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from shardkit.errors import BuildError, RecipeError
+from shardkit.errors import BuildError
 from shardkit.hashing import digest_of
-from shardkit.storage.store import StorageOptions
 from shardkit.writers.dedup.exact import partition_bounds
 from shardkit.writers.dedup.tables import RowsWriter
+from shardkit.writers.digests import MemoryBytes, RecipeKey
 from shardkit.writers.exchange import RunWriter, Slice, Table, exchange
-from shardkit.writers.execution.task import RunTasks, Task, partition_name
+from shardkit.writers.execution.stage import Stage, partition_name
 from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.inputs.decompress import ContainerError, decompressed, plain_range
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.first_bytes import compression_of
-from shardkit.writers.inputs.scan import Split, hash_splits, scan_inputs
-from shardkit.writers.recipe import InputConfig, Recipe
+from shardkit.writers.inputs.scan import Split
+from shardkit.writers.recipe import Recipe
 from shardkit.writers.runs import Limits
 from shardkit.writers.score_tables import (
     BLOCK_ROWS,
@@ -45,87 +44,50 @@ from shardkit.writers.score_tables import (
     id_keys,
     score_dtype,
 )
-from shardkit.writers.stages.clean import split_name
+from shardkit.writers.stages.flow import Build, Documents, Step
+from shardkit.writers.stages.needs import Needs
 
-__all__ = ["ScoreFiles", "find_score_files", "sort_scores"]
+__all__ = ["STEP", "sort_scores"]
 
 _RUN_FILE = "scores.run"
 _BATCH_ROWS = 1 << 16
 
 
-@dataclass(frozen=True)
-class ScoreFiles:
-    """The files of one `scores` filter, cut into parts."""
-
-    config: ScoresConfig
-    splits: Sequence[Split]
-
-    @cached_property
-    def hashes(self) -> list[str]:
-        """`hash_split` of all parts, as they were when this was first asked for."""
-        return hash_splits(self.splits)
-
-    def digests(self) -> dict[str, str]:
-        """xxh3-128 of each file by its path; of one in a store, of its size and version."""
-        found: dict[str, list[str]] = {}
-        for split, digest in zip(self.splits, self.hashes, strict=True):
-            found.setdefault(split.file, []).append(digest)
-        return {f"scores/{name}": digest_of(digests) for name, digests in found.items()}
-
-
-def find_score_files(recipe: Recipe, storage: StorageOptions | None) -> list[ScoreFiles]:
-    """Those of each `scores` filter, in the order of the recipe; RecipeError if one cannot be read."""
-    found = []
-    for _, config in recipe.filter_chain():
-        if isinstance(config, ScoresConfig):
-            inputs = tuple(InputConfig(path=path) for path in config.path)
-            of_files = recipe.model_copy(update={"inputs": inputs, "limit": None})
-            splits = scan_inputs(of_files, storage, key="filters: scores.path[{}]")
-            for split in splits:
-                if split.format not in ("parquet", "jsonl"):
-                    raise RecipeError(
-                        f"filters: scores.path: {split.path}: scores are read from Parquet and JSON lines"
-                    )
-            found.append(ScoreFiles(config, splits))
-    return found
-
-
-def sort_scores(
-    files: Sequence[ScoreFiles], run: RunTasks, memory_bytes: int, limits: Limits
-) -> list[ScoreTable]:
-    """Run the stages: the table of each filter."""
-    tables = []
-    for number, one in enumerate(files):
+def sort_scores(documents: Documents, build: Build) -> Documents:
+    """Sort the files of each `scores` filter into a table that tasks look up."""
+    tables, limits = [], build.limits
+    for number, one in enumerate(build.inputs.scores):
         config, names = one.config, list(one.config.columns)
-        table = Table(_RUN_FILE, score_dtype(len(names)))
-        tasks = []
+        table, tasks = Table(_RUN_FILE, score_dtype(len(names))), []
         for split in one.splits:
-            settings = {"key": config.key, "columns": names, "range": [split.start, split.end]}
-            inputs: dict[str, Any] = {"file": [split.input.bytes, split.input.version]}
-            args = split, config.key, names, memory_bytes, limits
-            name = f"{number}-{split_name(split)}"
-            tasks.append(Task("scores", name, settings, _write_run, args, split.bytes, inputs))
-        [commits] = run(tasks)
-        rows = sum(commit.counts["rows"] for commit in commits)
+            args = split, config.key, names, build.memory_bytes, limits
+            tasks.append(SCORES.task(f"{number}-{split.task_name}", split.bytes, *args))
+        [commits] = build.run(tasks)
+        rows = sum(SCORES.result(commit) for commit in commits)
         partitions = limits.partitions(rows, table.dtype)
-        exchanged = exchange(run, "scores", table, commits, readers=partitions, limits=limits)
+        moved = exchange(build.run, SCORE_TABLES, table, commits, readers=partitions, limits=limits)
         bounds = [partition_bounds(part, partitions) for part in range(partitions)]
         tasks = []
         for part, (start, stop) in enumerate(bounds):
-            piece = exchanged.slice(start, stop)
-            name, inputs = f"{number}-{partition_name(part, partitions)}", {"rows": piece.digest}
-            tasks.append(Task("score_tables", name, {}, _write_part, (piece,), piece.bytes, inputs))
-        [parts] = run(tasks)
+            piece = moved.slice(start, stop)
+            name = f"{number}-{partition_name(part, partitions)}"
+            tasks.append(SCORE_TABLES.task(name, piece.bytes, piece))
+        [parts] = build.run(tasks)
         content = digest_of([commit.content for commit in parts])
         starts = tuple(start for start, _ in bounds)
         tables.append(ScoreTable(tuple(commit.files for commit in parts), starts, len(names), content))
-    return tables
+    return replace(documents, scores=tables)
 
 
-def _write_run(
-    folder: Path, split: Split, key: str, columns: Sequence[str], memory_bytes: int, limits: Limits
-) -> dict[str, int]:
-    """Write the rows of a part of a file, sorted."""
+def write_run(
+    folder: Path,
+    split: Annotated[Split, RecipeKey()],
+    key: str,
+    columns: Sequence[str],
+    memory_bytes: MemoryBytes,
+    limits: Limits,
+) -> int:
+    """Write the rows of a part of a file, sorted; return their number."""
     table, rows = Table(_RUN_FILE, score_dtype(len(columns))), 0
     read: Callable[..., Iterator[pa.Table]] = _read_parquet if split.format == "parquet" else _read_lines
     with RunWriter(folder / _RUN_FILE, table, memory_bytes=memory_bytes, limits=limits) as writer:
@@ -141,7 +103,10 @@ def _write_run(
             raise BuildError(f"{split.path}: cannot be read: {error.strerror or error}") from error
         except (ContainerError, pa.ArrowException) as error:
             raise BuildError(f"{split.path}: is damaged: {error}; write it again") from error
-    return {"rows": rows}
+    return rows
+
+
+SCORES = Stage("scores", "read and filter", write_run)
 
 
 def _read_parquet(split: Split, names: Sequence[str]) -> Iterator[pa.Table]:
@@ -230,7 +195,7 @@ def _numbers(column: pa.ChunkedArray, split: Split, name: str) -> npt.NDArray[np
     return numbers
 
 
-def _write_part(folder: Path, piece: Slice) -> dict[str, int]:
+def write_part(folder: Path, piece: Slice) -> None:
     """Write one part of a table; BuildError for an id with two rows of other scores."""
     memory_bytes = piece.limits.read_memory_bytes
     with (
@@ -252,4 +217,26 @@ def _write_part(folder: Path, piece: Slice) -> dict[str, int]:
             first = -writer.rows % BLOCK_ROWS
             index.write(np.ascontiguousarray(rows["key"][first::BLOCK_ROWS]))
             writer.write(rows)
-        return {"rows": writer.rows}
+
+
+SCORE_TABLES = Stage("score_tables", "read and filter", write_part)
+
+
+def needs(n: Needs) -> None:
+    """State what sorting a row for each document and filter takes, and looking it up."""
+    c, table = n.corpus, Table(_RUN_FILE, score_dtype(1))
+    readers = c.limits.partitions(c.documents, table.dtype)
+    size = c.documents * table.dtype.itemsize
+    for _ in range(c.shape.scores):
+        n.add(SCORES, c.splits, 0, files=1, written=size)
+        runs = n.exchange(SCORE_TABLES, table, c.splits, c.documents, readers)
+        n.add(SCORE_TABLES, readers, *n.slices(runs, readers), files=2, written=size)
+    n.looked_up = 2 * readers * c.shape.scores
+
+
+def _stages(recipe: Recipe) -> Sequence[Stage[..., Any]]:
+    has_scores = any(isinstance(config, ScoresConfig) for _, config in recipe.filter_chain())
+    return (SCORES, SCORE_TABLES) if has_scores else ()
+
+
+STEP = Step(_stages, sort_scores, needs)

@@ -30,12 +30,11 @@ NOT_SELECTED = "output/elsewhere"  # the reason of documents that an output's `w
 class Selection:
     """Which documents an output has: those with one of the values, or a number in the range, of each name.
 
-    `sources` are the labels of the recipe's inputs. `copies` is how many documents one stands for, unless
-    the inputs have a field of that name (`own_copies` is false then).
+    `copies` is how many documents one stands for, unless the inputs have a field of that name (`own_copies`
+    is false then).
     """
 
     where: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    sources: tuple[str, ...] = ()
     ranges: tuple[tuple[str, Bounds], ...] = ()
     own_copies: bool = True
 
@@ -47,27 +46,20 @@ class Selection:
         items = sorted(recipe.output.where.items())
         where = tuple((name, one) for name, one in items if not isinstance(one, Bounds))
         ranges = tuple((name, one) for name, one in items if isinstance(one, Bounds))
-        own_copies = not any("copies" in config.metadata for config in recipe.inputs)
-        return cls(where, recipe.sources, ranges, own_copies)
-
-    @property
-    def config(self) -> object:
-        """Plain data: what decides which documents these are."""
-        if not self.ranges and not any(name == "copies" for name, _ in self.where):
-            return self.where
-        ranges = [[name, bounds.min, bounds.max] for name, bounds in self.ranges]
-        return [self.where, ranges, self.own_copies]
+        named = "copies" in recipe.output.where
+        own_copies = not named or not any("copies" in config.metadata for config in recipe.inputs)
+        return cls(where, ranges, own_copies)
 
     def others(
-        self, documents: pa.RecordBatch, languages: Sequence[str | None] | None, removed: Removed
+        self, documents: pa.RecordBatch, source: str, languages: Sequence[str | None] | None, removed: Removed
     ) -> npt.NDArray[np.bool_]:
-        """bool[n]: the documents that are not in the output; `removed` has their copies."""
+        """bool[n]: the documents of one source that are not in the output; `removed` has their copies."""
         left = np.zeros(documents.num_rows, np.bool_)
         for name, values in self.where:
-            wanted, found = set(values), self._values(name, documents, languages, removed)
+            wanted, found = set(values), self._values(name, documents, source, languages, removed)
             left |= [(one if isinstance(one, str) else str(one)) not in wanted for one in found]
         for name, bounds in self.ranges:
-            found = self._values(name, documents, languages, removed)
+            found = self._values(name, documents, source, languages, removed)
             is_number = [isinstance(one, int | float) and not isinstance(one, bool) for one in found]
             numbers = np.array(
                 [one if good else np.nan for one, good in zip(found, is_number, strict=True)], np.float64
@@ -80,12 +72,13 @@ class Selection:
         self,
         name: str,
         documents: pa.RecordBatch,
+        source: str,
         languages: Sequence[str | None] | None,
         removed: Removed,
     ) -> Sequence[object]:
         """What each document has under a name."""
         if name == "source":
-            return [self.sources[number] for number in documents.column("source").to_pylist()]
+            return [source] * documents.num_rows
         if name == "language":
             assert languages is not None
             return languages

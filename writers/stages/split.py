@@ -23,12 +23,12 @@ other document and was not needed there: all parts are full where enough such do
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import pairwise
-from math import sqrt
+from math import ceil, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -37,20 +37,29 @@ import pyarrow as pa
 from shardkit.errors import RecipeError, warn_user
 from shardkit.hashing import keyed_hashes
 from shardkit.writers.dedup.config import MinHashConfig
-from shardkit.writers.dedup.removals import Part, SplitRemovals, SplitTable, by_split, document_keys
-from shardkit.writers.exchange import Exchanged, Limits, RunWriter, Slice, Table, exchange
+from shardkit.writers.dedup.removals import (
+    Part,
+    SplitRemovals,
+    SplitTable,
+    by_split,
+    document_keys,
+    write_tables,
+)
+from shardkit.writers.digests import MemoryBytes, RecipeKey
+from shardkit.writers.exchange import Limits, RunWriter, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, partition_name
-from shardkit.writers.inputs.scan import Split
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import Stage, Task, partition_name
 from shardkit.writers.kernels.hash_tables import fill_places, find_matches, table_slots
 from shardkit.writers.kernels.numba_support import Bools, Int32s, Int64s, UInt64s, kernel
 from shardkit.writers.kernels.shingles import shingle_batch
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.recipe import Recipe, SplitConfig
+from shardkit.writers.recipe import SplitConfig
 from shardkit.writers.settings import TRAIN
-from shardkit.writers.stages.clean import DOCUMENTS_FILE, split_name
+from shardkit.writers.stages.flow import Build, Documents, PartsFound, Step
+from shardkit.writers.stages.needs import DOCUMENTS, Needs
 
-__all__ = ["PARTS", "PROPOSED", "TABLE_BYTES", "PartsFound", "SplitStage"]
+__all__ = ["PARTS", "STAGES", "STEP"]
 
 PROPOSED = Table(
     "proposed.run",
@@ -87,126 +96,100 @@ Quota = int | list[int]
 """The most documents of all sources together, or of each source."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartsFound:
-    """The parts of the documents: what each split file loses, by part, and what was drawn.
-
-    `documents` are those of each part; `proposed` were proposed for it; `alike` of these are like another
-    document, and so stay in train.
-    """
-
-    removals: Mapping[str, Sequence[SplitRemovals]]
-    documents: Mapping[str, int]
-    proposed: Mapping[str, int]
-    alike: Mapping[str, int]
+def split_documents(documents: Documents, build: Build) -> Documents:
+    """Draw the parts; RecipeError if a source is not there, or if too many documents are asked for."""
+    config = documents.recipe.split
+    assert config is not None
+    return replace(documents, parts=_Drawing(documents, build, config).run())
 
 
 @dataclass(frozen=True)
-class SplitStage:
-    """What the tasks have in common.
+class _Drawing:
+    """What the stages have in common: parts are drawn from `documents`."""
 
-    `documents` have documents.arrow of each of `splits`; what `removals` leave is drawn from.
-    """
-
-    recipe: Recipe
+    documents: Documents
+    build: Build
     config: SplitConfig
-    splits: Sequence[Split]
-    documents: Sequence[Commit]
-    removals: Sequence[SplitRemovals]
-    memory_bytes: int
-    limits: Limits
 
-    def run(self, run: RunTasks) -> PartsFound:
-        """Draw the parts; RecipeError if a source is not there, or if too many documents are asked for."""
+    def run(self) -> PartsFound:
+        """Run all stages."""
         names, left = tuple(self.config.parts), self._remaining()
         wanted = self._wanted(left)
         rates = [1.0 for _ in names]
         for _ in range(_ROUNDS):
             bounds = _bounds(wanted, left, rates)
-            chosen = self._choose_from(bounds, run)
-            counted = [Chosen.of(commit) for commit in chosen]
+            chosen = self._choose_from(bounds)
+            counted = [SPLIT_CHOOSE.result(commit) for commit in chosen]
             found_rates = _rates(wanted, counted, rates)
             if found_rates == rates or _bounds(wanted, left, found_rates) == bounds:
                 break
             rates = found_rates
-        taken = self._deal(wanted, chosen, counted, run)
-        drawn = [sum(sum(commit.counts["taken"][code]) for commit in taken) for code in range(len(names))]
+        taken = self._deal(wanted, chosen, counted)
+        numbers = [SPLIT_ROWS.result(commit).taken for commit in taken]
+        drawn = [sum(sum(one[code]) for one in numbers) for code in range(len(names))]
         _warn_of_few(names, wanted, drawn)
-        found = by_split(run, "split", PARTS, taken, len(self.splits), limits=self.limits)
-        return PartsFound(
-            {part: self._of_part(part, names, found) for part in (TRAIN, *names)},
-            dict(zip(names, drawn, strict=True)),
-            {name: sum(sum(one.proposed[code]) for one in counted) for code, name in enumerate(names)},
-            {
-                name: sum(sum(one.proposed[code]) - sum(one.clean[code]) for one in counted)
-                for code, name in enumerate(names)
-            },
-        )
+        splits = len(self.documents.splits)
+        found = by_split(self.build.run, SPLIT, PARTS, taken, splits, limits=self.build.limits)
+        proposed = [sum(sum(one.proposed[code]) for one in counted) for code in range(len(names))]
+        clean = [sum(sum(one.clean[code]) for one in counted) for code in range(len(names))]
+        alike = [all_of - own for all_of, own in zip(proposed, clean, strict=True)]
+        removals = {part: self._of_part(part, names, found) for part in (TRAIN, *names)}
+        return PartsFound(removals, *(dict(zip(names, one, strict=True)) for one in (drawn, proposed, alike)))
 
     def _deal(
-        self, wanted: Sequence[Wanted], chosen: Sequence[Commit], counted: Sequence[Chosen], run: RunTasks
+        self, wanted: Sequence[Wanted], chosen: Sequence[Commit], counted: Sequence[Chosen]
     ) -> Sequence[Commit]:
         """Return the commits of the documents that are taken for parts of `wanted` documents."""
         quotas = _quotas(wanted, counted)
         nothing = [None] * len(quotas)
-        [taken] = run(self._take(chosen, quotas, nothing))
-        more, is_full = _spares(wanted, [commit.counts for commit in taken])
+        [taken] = self.build.run(self._take(chosen, quotas, nothing))
+        more, is_full = _spares(wanted, [SPLIT_ROWS.result(commit) for commit in taken])
         if not is_full:  # parts of any source may have what a part of named ones needs
             named = [[0 if isinstance(one, int) else one for one in quota] for quota in quotas]
-            [apart] = run(self._take(chosen, named, nothing))
-            others, fills = _spares(wanted, [commit.counts for commit in apart])
+            [apart] = self.build.run(self._take(chosen, named, nothing))
+            others, fills = _spares(wanted, [SPLIT_ROWS.result(commit) for commit in apart])
             quotas, more = (named, others) if fills else (quotas, more)
         elif not any(more):
             return taken
-        [taken] = run(self._take(chosen, quotas, more))
+        [taken] = self.build.run(self._take(chosen, quotas, more))
         return taken
 
-    def _choose_from(self, bounds: Bounds, run: RunTasks) -> Sequence[Commit]:
+    def _choose_from(self, bounds: Bounds) -> Sequence[Commit]:
         """Return the commits of those below `bounds` that are like no other document."""
         end = max(1, *(stops[-1] for stops in bounds))
-        [proposed] = run(self._propose(bounds))
-        texts = sum(commit.counts["bytes"] for commit in proposed)
-        groups = max(1, -(-texts * TABLE_BYTES // self.memory_bytes))
+        [proposed] = self.build.run(self._propose(bounds))
+        texts = sum(SPLIT_PROPOSE.result(commit).bytes for commit in proposed)
+        groups = max(1, -(-texts * TABLE_BYTES // self.build.memory_bytes))
         edges = [*pairwise(end * number // groups for number in range(groups + 1))]
-        shared = {"readers": groups, "end": end, "limits": self.limits}
-        [tables] = run(_tables(exchange(run, "split_propose", PROPOSED, proposed, **shared), edges))
-        [probed] = run(self._probe(tables))
-        alike = exchange(run, "split_probe", ALIKE, probed, **shared)
-        [chosen] = run(self._choose(alike, edges, tables))
+        move = partial(exchange, self.build.run, readers=groups, end=end, limits=self.build.limits)
+        moved = move(SPLIT_TABLES, PROPOSED, proposed)
+        pieces = [(partition_name(n, groups), moved.slice(*edge)) for n, edge in enumerate(edges)]
+        [tables] = self.build.run([SPLIT_TABLES.task(name, piece.bytes, piece) for name, piece in pieces])
+        [probed] = self.build.run(self._probe(tables))
+        alike = move(SPLIT_CHOOSE, ALIKE, probed)
+        sizes, tasks = (len(self.config.parts), len(self.documents.recipe.inputs)), []
+        for edge, table in zip(edges, tables, strict=True):
+            args = alike.slice(*edge), table.file(_CANDIDATES), *sizes
+            tasks.append(SPLIT_CHOOSE.task(table.name, 0, *args))
+        [chosen] = self.build.run(tasks)
         return chosen
 
     def _propose(self, bounds: Bounds) -> list[Task]:
         made = []
-        for split, read, file, removed in self._inputs():
-            stops = bounds[split.source]
-            config = self._shared | {"bounds": [str(stop) for stop in stops]}
-            args = (file, removed, stops, self.recipe.seed, self._minhash, self.memory_bytes, self.limits)
-            name = split_name(split)
-            made.append(Task("split_propose", name, config, propose, args, split.bytes, read))
+        for number, split in enumerate(self.documents.splits):
+            place = self.documents.file(number), self.documents.removals[number]
+            shared = self.documents.recipe.seed, self._ngrams, self.build.memory_bytes, self.build.limits
+            args = *place, bounds[split.source], *shared
+            made.append(SPLIT_PROPOSE.task(split.task_name, split.bytes, *args))
         return made
 
     def _probe(self, tables: Sequence[Commit]) -> list[Task]:
-        config = self._shared | {"similarity": self.config.similarity}
-        shared = self.recipe.seed, self._minhash, self.config.similarity, self.limits
+        settings = self.documents.recipe.seed, self._ngrams, self.config.similarity, self.build.limits
         made = []
         for number, table in enumerate(tables):
-            for split, read, file, removed in self._inputs():
-                name, needed = f"{split_name(split)}.{number:05d}", read | {"table": table.content}
-                args = (file, removed, table.files, *shared)
-                made.append(Task("split_probe", name, config, probe, args, split.bytes, needed))
-        return made
-
-    def _choose(
-        self, alike: Exchanged, edges: Sequence[tuple[int, int]], tables: Sequence[Commit]
-    ) -> list[Task]:
-        sizes = len(self.config.parts), len(self.recipe.inputs)
-        made = []
-        for (start, stop), table in zip(edges, tables, strict=True):
-            piece = alike.slice(start, stop)
-            inputs = {"alike": piece.digest, "table": table.content}
-            args = (piece, table.files, *sizes)
-            config = {"parts": sizes[0], "sources": sizes[1]}
-            made.append(Task("split_choose", table.name, config, choose, args, inputs=inputs))
+            for at, split in enumerate(self.documents.splits):
+                args = self.documents.file(at), self.documents.removals[at], table.files, *settings
+                made.append(SPLIT_PROBE.task(f"{split.task_name}.{number:05d}", split.bytes, *args))
         return made
 
     def _take(
@@ -215,37 +198,26 @@ class SplitStage:
         quotas: Sequence[Sequence[Quota]],
         spares: Sequence[Sequence[Quota] | None],
     ) -> list[Task]:
-        made = []
+        sources, made = len(self.documents.recipe.inputs), []
         for commit, quota, more in zip(chosen, quotas, spares, strict=True):
-            args = (commit.files / _CHOSEN, quota, more, len(self.recipe.inputs), self.limits)
-            config = {"quota": quota} if more is None else {"quota": quota, "spares": more}
-            inputs = {"chosen": commit.content}
-            made.append(Task("split_rows", commit.name, config, take, args, inputs=inputs))
+            args = commit.file(_CHOSEN), quota, more, sources, self.build.limits
+            made.append(SPLIT_ROWS.task(commit.name, 0, *args))
         return made
 
-    def _inputs(self) -> Iterator[tuple[Split, dict[str, Any], Artifact, SplitRemovals]]:
-        """Of each split: what its tasks read, their digests, the file of documents and what is removed."""
-        for split, commit, removed in zip(self.splits, self.documents, self.removals, strict=True):
-            digests = {"documents": commit.outputs[DOCUMENTS_FILE].xxh3_128, "removed": removed.digest}
-            yield split, digests, commit.files / DOCUMENTS_FILE, removed
-
     @property
-    def _minhash(self) -> MinHashConfig:
-        near = self.recipe.dedup.near
-        return MinHashConfig() if near is None else near.minhash
-
-    @property
-    def _shared(self) -> dict[str, Any]:
-        ngrams = {"unit": self._minhash.unit, "ngram": self._minhash.ngram}
-        return {"seed": self.recipe.seed, "ngrams": ngrams, "block_bytes": self.limits.block_bytes}
+    def _ngrams(self) -> MinHashConfig:
+        """The n-grams of near-duplicates; the other settings are the default ones, and do not count."""
+        near = self.documents.recipe.dedup.near
+        minhash = MinHashConfig() if near is None else near.minhash
+        return MinHashConfig(unit=minhash.unit, ngram=minhash.ngram)
 
     def _of_part(self, part: str, names: tuple[str, ...], found: Sequence[SplitTable]) -> list[SplitRemovals]:
-        pairs = zip(self.removals, found, strict=True)
+        pairs = zip(self.documents.removals, found, strict=True)
         return [removed.of_part(Part(part, names, table)) for removed, table in pairs]
 
     def _wanted(self, left: Sequence[int]) -> list[Wanted]:
         """Return how many documents each part gets, of those that are `left` of each source."""
-        labels = self.recipe.sources
+        labels = self.documents.recipe.sources
         wanted: list[Wanted] = []
         for name, share in self.config.parts.items():
             if not isinstance(share, Mapping):
@@ -260,8 +232,10 @@ class SplitStage:
 
     def _remaining(self) -> list[int]:
         """Documents of each source to draw from."""
-        left = [0 for _ in self.recipe.inputs]
-        for split, commit, removed in zip(self.splits, self.documents, self.removals, strict=True):
+        left = [0 for _ in self.documents.recipe.inputs]
+        for split, commit, removed in zip(
+            self.documents.splits, self.documents.files, self.documents.removals, strict=True
+        ):
             lost = sum(table.lost.documents for table in removed.tables.values())
             left[split.source] += commit.ledger().kept.documents - lost
         return left
@@ -297,15 +271,6 @@ def _rates(wanted: Sequence[Wanted], chosen: Sequence[Chosen], rates: Sequence[f
         seen = (clean[short] + 1) / (proposed[short] + 1)
         found.append(min(rate, float(0.9 * min(seen.min(), rate))) if short.any() else rate)
     return found
-
-
-def _tables(proposed: Exchanged, edges: Sequence[tuple[int, int]]) -> list[Task]:
-    made = []
-    for number, (start, stop) in enumerate(edges):
-        piece = proposed.slice(start, stop)
-        name, inputs = partition_name(number, len(edges)), {"proposed": piece.digest}
-        made.append(Task("split_tables", name, {}, make_table, (piece,), piece.bytes, inputs))
-    return made
 
 
 def _bounds(wanted: Sequence[Wanted], left: Sequence[int], rates: Sequence[float]) -> Bounds:
@@ -348,16 +313,14 @@ def _quotas(wanted: Sequence[Wanted], chosen: Sequence[Chosen]) -> list[list[Quo
     return quotas
 
 
-def _spares(
-    wanted: Sequence[Wanted], taken: Sequence[Mapping[str, Any]]
-) -> tuple[list[list[Quota] | None], bool]:
+def _spares(wanted: Sequence[Wanted], taken: Sequence[Taken]) -> tuple[list[list[Quota] | None], bool]:
     """Return what parts that are short get of what is left in each range, and whether that fills them all.
 
-    `taken` are the counts of `take`. Parts that name their sources are served first: others take any.
+    Parts that name their sources are served first: others take any.
     """
     is_full = True
-    left = [np.array(counts["spare"], np.int64) for counts in taken]
-    got = np.sum([counts["taken"] for counts in taken], axis=0)
+    left = [np.array(one.spare, np.int64) for one in taken]
+    got = np.sum([one.taken for one in taken], axis=0)
     found: list[list[Quota]] = [
         [0 if isinstance(one, int) else [0] * len(one) for one in wanted] for _ in left
     ]
@@ -386,7 +349,7 @@ def _spares(
 
 
 @dataclass(frozen=True, slots=True)
-class Proposed(PlainCounts):
+class Proposed:
     """Documents that are proposed, and the bytes of their text."""
 
     documents: int
@@ -415,8 +378,8 @@ def propose(
     removed: SplitRemovals,
     stops: Sequence[int],
     seed: int,
-    minhash: MinHashConfig,
-    memory_bytes: int,
+    ngrams: Annotated[MinHashConfig, RecipeKey("dedup.near.minhash")],
+    memory_bytes: MemoryBytes,
     limits: Limits,
 ) -> Proposed:
     """Write the documents of a split whose hashes lie below the last of `stops`, with their n-grams."""
@@ -435,7 +398,7 @@ def propose(
             rows["row"], rows["split"] = start + kept[drawn], -1
             taken = batch.take(pa.array(kept[drawn]))
             rows["source"] = taken.column("source").to_numpy()
-            found = shingle_batch(taken.column("text"), minhash)
+            found = shingle_batch(taken.column("text"), ngrams)
             sets = [np.unique(found.hashes[a:b]) for a, b in pairwise(found.offsets.tolist())]
             rows["size"] = [one.nbytes for one in sets]
             run.write(rows, np.concatenate([np.empty(0, np.uint64), *sets]).view(np.uint8))
@@ -444,7 +407,10 @@ def propose(
     return Proposed(count, size)
 
 
-def make_table(folder: Path, piece: Slice) -> dict[str, int]:
+SPLIT_PROPOSE = Stage("split_propose", "split", propose, cost=8)
+
+
+def make_table(folder: Path, piece: Slice) -> None:
     """Write the table of a range of proposed documents: which of them have an n-gram."""
     rows, payload = piece.read()
     hashes = payload.view("<u8")
@@ -460,7 +426,9 @@ def make_table(folder: Path, piece: Slice) -> dict[str, int]:
     files = {_CANDIDATES: described, _HASHES: unique, _STARTS: starts, _MEMBERS: members}
     for name, values in files.items():
         np.save(folder / name, values)
-    return {"documents": len(rows), "ngrams": len(unique)}
+
+
+SPLIT_TABLES = Stage("split_tables", "split", make_table)
 
 
 _CANDIDATE = np.dtype(
@@ -499,10 +467,10 @@ def probe(
     removed: SplitRemovals,
     table: Artifact,
     seed: int,
-    minhash: MinHashConfig,
-    similarity: float,
+    ngrams: Annotated[MinHashConfig, RecipeKey("dedup.near.minhash")],
+    similarity: Annotated[float, RecipeKey("split.similarity")],
     limits: Limits,
-) -> dict[str, int]:
+) -> None:
     """Write the keys of the proposed documents in `table` that are like another document of this split."""
     for name in (_CANDIDATES, _HASHES, _STARTS, _MEMBERS):
         (table / name).local()
@@ -510,7 +478,7 @@ def probe(
     alike = np.zeros(len(loaded.keys), np.bool_)
     for _, batch, kept in _left(documents, removed) if len(alike) else ():
         taken = batch.take(pa.array(kept)) if len(kept) < batch.num_rows else batch
-        found = shingle_batch(taken.column("text"), minhash)
+        found = shingle_batch(taken.column("text"), ngrams)
         matches = find_matches(found.hashes, loaded.bits, loaded.slots, loaded.places)
         if not len(matches):
             continue
@@ -524,7 +492,9 @@ def probe(
     rows["key"] = loaded.keys[alike]
     with RunWriter(folder / ALIKE.file, ALIKE, memory_bytes=_MEMORY, limits=limits) as run:
         run.write(rows)
-    return {"alike": len(rows)}
+
+
+SPLIT_PROBE = Stage("split_probe", "split", probe, cost=20)
 
 
 @kernel
@@ -572,16 +542,16 @@ def _mark_alike(
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen(PlainCounts):
+class Chosen:
     """Documents of a range of hashes that were proposed, and that are like no other, by part and source."""
 
     proposed: list[list[int]]
     clean: list[list[int]]
 
 
-def choose(folder: Path, alike: Slice, table: Artifact, parts: int, sources: int) -> Chosen:
+def choose(folder: Path, alike: Slice, candidates: Artifact, parts: int, sources: int) -> Chosen:
     """Write the proposed documents of a range that are like no other one, by hash."""
-    with (table / _CANDIDATES).open() as file:
+    with candidates.open() as file:
         described = np.load(file)
     keys, _ = alike.read()
     clean = described[~np.isin(described["key"], keys["key"])]
@@ -589,10 +559,21 @@ def choose(folder: Path, alike: Slice, table: Artifact, parts: int, sources: int
     return Chosen(*(_counted(rows, parts, sources) for rows in (described, clean)))
 
 
+SPLIT_CHOOSE = Stage("split_choose", "split", choose)
+
+
 def _counted(rows: npt.NDArray[np.void], parts: int, sources: int) -> list[list[int]]:
     cells = rows["part"].astype(np.int64) * sources + rows["source"]
     counts: list[list[int]] = np.bincount(cells, minlength=parts * sources).reshape(parts, sources).tolist()
     return counts
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Documents of a range of hashes that are taken, by part and source, and those left of each source."""
+
+    taken: list[list[int]]
+    spare: list[int]
 
 
 def take(
@@ -602,11 +583,10 @@ def take(
     spares: Sequence[Quota] | None,
     sources: int,
     limits: Limits,
-) -> dict[str, Any]:
+) -> Taken:
     """Write the documents that are taken, the lowest hashes first: `quota` of those proposed for each part.
 
-    `spares`: how many of what these leave each part gets as well. The counts are those taken of each part and
-    source, and those left of each source.
+    `spares`: how many of what these leave each part gets as well.
     """
     with chosen.open() as file:
         rows = np.load(file)
@@ -624,7 +604,11 @@ def take(
     with RunWriter(folder / PARTS.file, PARTS, memory_bytes=_MEMORY, limits=limits) as run:
         run.write(found)
     spare = np.bincount(rows["source"][~keep], minlength=sources).tolist()
-    return {"taken": _counted(taken, len(quota), sources), "spare": spare}
+    return Taken(_counted(taken, len(quota), sources), spare)
+
+
+SPLIT_ROWS = Stage("split_rows", "split", take)
+SPLIT = Stage("split", "split", write_tables)
 
 
 def _give(given: Int32s, part: int, room: Quota, source: Int32s, free: Bools) -> None:
@@ -634,3 +618,32 @@ def _give(given: Int32s, part: int, room: Quota, source: Int32s, free: Bools) ->
         return
     for number, most in enumerate(room):
         given[np.flatnonzero(free & (source == number))[:most]] = part
+
+
+_DRAWN = 0.01  # of the documents
+
+
+def needs(n: Needs) -> None:
+    """State the lookups of all documents in tables of the n-grams of those that are proposed."""
+    c = n.corpus
+    if not c.shape.parts:
+        return
+    proposed, text = c.documents * _DRAWN, c.text_bytes * DOCUMENTS
+    ngrams = 8 * c.text_bytes / 6 / max(1, c.documents)  # of a document: one begins with each word
+    row = PROPOSED.dtype.itemsize + ngrams
+    tables = max(1, ceil(c.text_bytes * _DRAWN * TABLE_BYTES / c.task_memory))
+    gets, read = n.scans(text, c.splits)
+    n.add(SPLIT_PROPOSE, c.splits, gets, read, files=1, written=proposed * row)
+    found = n.exchange(SPLIT_TABLES, PROPOSED, c.splits, proposed, tables, ngrams)
+    n.add(SPLIT_TABLES, tables, *n.slices(found, tables), files=4, written=2 * proposed * row)
+    looked = c.splits * tables
+    size = looked * 2 * proposed * row / tables
+    n.add(SPLIT_PROBE, looked, tables * gets + 4 * looked, tables * read + size, files=1)
+    alike = n.exchange(SPLIT_CHOOSE, ALIKE, looked, proposed, tables)
+    n.add(SPLIT_CHOOSE, tables, *n.slices(alike, tables), files=1)
+    n.add(SPLIT_ROWS, tables, 2 * tables, files=1)
+    n.by_split(SPLIT, PARTS, tables, proposed)
+
+
+STAGES = SPLIT_PROPOSE, SPLIT_TABLES, SPLIT_PROBE, SPLIT_CHOOSE, SPLIT_ROWS, SPLIT
+STEP = Step(lambda recipe: () if recipe.split is None else STAGES, split_documents, needs)

@@ -12,9 +12,10 @@ these files with `document_id: document_id` makes the same rows of tokens as a b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,24 +28,23 @@ from shardkit.hashing import hash_file
 from shardkit.manifest import Column, FileInfo, ShardInfo
 from shardkit.writers.annotations import ANNOTATIONS_FILE, annotation_values
 from shardkit.writers.dedup.duplicates import TwinsFile
-from shardkit.writers.dedup.lines import ROWS_FILE
-from shardkit.writers.dedup.population import LANGUAGE_CODE
+from shardkit.writers.dedup.population import LanguageLabels
 from shardkit.writers.dedup.removals import SplitRemovals
 from shardkit.writers.dedup.tables import Rows
+from shardkit.writers.digests import MemoryBytes, RecipeKey
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, Task
-from shardkit.writers.inputs.scan import Split
+from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.languages import LANGUAGES_FILE
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.progress import PULSE
 from shardkit.writers.recipe import OutputConfig, Recipe
-from shardkit.writers.runs import DEFAULT_LIMITS, Limits
-from shardkit.writers.stages.buckets import BucketLabels, Buckets, marked_batches
-from shardkit.writers.stages.clean import DOCUMENTS_FILE
+from shardkit.writers.runs import Limits
+from shardkit.writers.stages.flow import Build, Documents, Step
+from shardkit.writers.stages.labels import BucketLabels, marked_batches
+from shardkit.writers.stages.needs import DOCUMENTS, Needs
 from shardkit.writers.stages.selection import Selection, remaining
 
-__all__ = ["TEXT_SCHEMA", "Written", "tasks", "write_text"]
+__all__ = ["STEP", "TEXT", "SplitText", "Written", "write_text"]
 
 TEXT_SCHEMA = pa.schema(
     [
@@ -74,89 +74,69 @@ class Written:
     ledgers: list[Ledger]
     shards: list[ShardInfo]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for a commit."""
-        return {
-            "ledgers": [ledger.to_dict() for ledger in self.ledgers],
-            "shards": [asdict(shard) for shard in self.shards],
-        }
-
-    @classmethod
-    def of(cls, commit: Commit) -> Written:
-        """What a task of this stage committed."""
-        counts = commit.counts
-        return cls(
-            [Ledger.from_dict(ledger) for ledger in counts["ledgers"]],
-            [ShardInfo.from_dict(shard) for shard in counts["shards"]],
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class SplitText:
     """The documents of one split, and what belongs to them, as an argument of a task.
 
-    `rows` leads from documents that are left after line dedup to those before, which the other files are of.
+    `languages` are those of documents that are left after line dedup; `rows` leads from these to those
+    before, which `annotations` are of.
     """
 
     documents: Artifact
     removed: SplitRemovals
     source: str
-    labels: tuple[str, ...] | None
-    languages: Artifact
+    languages: LanguageLabels | None
     annotations: Artifact | None
     rows: Artifact | None
-    selection: Selection | None
     buckets: BucketLabels | None
 
 
-def tasks(
-    recipe: Recipe,
-    splits: Sequence[Split],
-    documents: Sequence[Commit],
-    removals: Sequence[SplitRemovals],
-    *,
-    cleaned: Sequence[Commit],
-    limits: Limits = DEFAULT_LIMITS,
-    buckets: Buckets | None = None,
-) -> list[Task]:
-    """A task for neighboring splits; `documents` are `cleaned`, or the commits that cut lines out."""
-    config = {"output": recipe.output.of_shards, "block_bytes": limits.block_bytes}
-    selection = Selection.of(recipe)
-    config |= {} if selection is None else {"where": selection.config}
-    config |= {} if buckets is None else {"buckets": buckets.facts}
+def write_texts(documents: Documents, build: Build) -> Documents:
+    """Write the documents of each dataset of text."""
+    outputs = []
+    for one in documents.outputs:
+        if one.recipe.output.is_text:
+            [texts] = build.run(_tasks(one.recipe, documents.of_part(one.recipe.part), build.limits))
+            one = replace(one, texts=texts)
+        outputs.append(one)
+    return replace(documents, outputs=outputs)
+
+
+def _tasks(recipe: Recipe, documents: Documents, limits: Limits) -> list[Task]:
+    """A task for neighboring splits."""
+    selection, memory_bytes = Selection.of(recipe), recipe.memory // 2
     made: list[Task] = []
     group: list[SplitText] = []
-    names: list[Any] = []
     size = 0
-    for number, split in enumerate(splits):
-        commit, first = documents[number], cleaned[number]
-        labels = first.counts["languages"]
+    for number, split in enumerate(documents.splits):
+        annotations = documents.cleaned[number].file(ANNOTATIONS_FILE) if recipe.annotate else None
         group.append(
             SplitText(
-                commit.files / DOCUMENTS_FILE,
-                removals[number],
+                documents.file(number),
+                documents.removals[number],
                 recipe.sources[split.source],
-                None if labels is None else tuple(labels),
-                first.files / LANGUAGES_FILE,
-                first.files / ANNOTATIONS_FILE if recipe.annotate else None,
-                None if commit is first else commit.files / ROWS_FILE,
-                selection,
-                None if buckets is None else BucketLabels.of(buckets, first, commit)[0],
+                documents.languages(number),
+                annotations,
+                None if annotations is None else documents.rows(number),
+                documents.bucket_labels(number),
             )
         )
-        kept = commit.ledger().kept.bytes
-        names.append([commit.content, first.content, removals[number].digest, group[-1].source])
-        size += kept
-        if size >= recipe.output.shard_bytes or number == len(splits) - 1:
-            args = tuple(group), recipe.output, recipe.memory // 2, limits
-            inputs = {"documents": names}
-            made.append(Task("text", f"{len(made):05d}", config, write_text, args, size, inputs))
-            group, names, size = [], [], 0
+        size += documents.files[number].ledger().kept.bytes
+        if size >= recipe.output.shard_bytes or number == len(documents.splits) - 1:
+            args = group, recipe.output, selection, memory_bytes, limits
+            made.append(TEXT.task(f"{len(made):05d}", size, *args))
+            group, size = [], 0
     return made
 
 
 def write_text(
-    folder: Path, splits: Sequence[SplitText], output: OutputConfig, memory_bytes: int, limits: Limits
+    folder: Path,
+    splits: Sequence[SplitText],
+    output: OutputConfig,
+    selection: Annotated[Selection | None, RecipeKey("where")],
+    memory_bytes: MemoryBytes,
+    limits: Limits,
 ) -> Written:
     """Write the documents of `splits` into `folder`, and what was removed from them for `duplicates/`."""
     written = Written([], [])
@@ -164,7 +144,7 @@ def write_text(
         file: _TextFile | None = None
         for split in splits:
             ledger = Ledger()
-            for table in _documents(split, ledger, twins):
+            for table in _documents(split, selection, ledger, twins):
                 sizes = np.diff(text_offsets(table.column("text").combine_chunks()))
                 start = 0
                 while start < table.num_rows:
@@ -184,7 +164,12 @@ def write_text(
     return written
 
 
-def _documents(split: SplitText, ledger: Ledger, twins: TwinsFile) -> Iterator[pa.Table]:
+TEXT = Stage("text", "text", write_text, cost=20)
+
+
+def _documents(
+    split: SplitText, selection: Selection | None, ledger: Ledger, twins: TwinsFile
+) -> Iterator[pa.Table]:
     """The documents that stay, in batches, as rows of TEXT_SCHEMA and further columns."""
     removed = split.removed.load()
     beside = _beside(split)
@@ -198,9 +183,9 @@ def _documents(split: SplitText, ledger: Ledger, twins: TwinsFile) -> Iterator[p
             part = removed.within(start, batch.num_rows)
             start += batch.num_rows
             others = None
-            if split.selection is not None:
+            if selection is not None:
                 languages = batch.column("+language").to_pylist() if "language" in beside else None
-                others = split.selection.others(batch, languages, part)
+                others = selection.others(batch, split.source, languages, part)
             kept, copies = remaining(batch, part, ledger, twins, others)
             kept, copies = _not_empty(kept, copies, ledger, twins)
             if kept.num_rows:
@@ -223,17 +208,15 @@ def _not_empty(
 def _beside(split: SplitText) -> dict[str, pa.Array]:
     """Further columns of all documents of the split: their languages, and values of filters."""
     columns: dict[str, pa.Array] = {}
-    if split.labels is not None:
-        codes = Rows(split.languages, LANGUAGE_CODE).read()
-        columns["language"] = pa.array(split.labels, pa.string()).take(pa.array(codes))
+    if split.languages is not None:
+        labels = pa.array(split.languages.labels, pa.string())
+        columns["language"] = labels.take(pa.array(split.languages.read()))
     if split.annotations is not None:
         with split.annotations.open_arrow() as source:
             values = annotation_values(source)
         if values.type.num_fields:  # Parquet has no structs without fields
-            columns["filters"] = values
-    if split.rows is not None and columns:
-        rows = pa.array(Rows(split.rows, np.int64).read())
-        columns = {name: column.take(rows) for name, column in columns.items()}
+            rows = None if split.rows is None else pa.array(Rows(split.rows, np.int64).read())
+            columns["filters"] = values if rows is None else values.take(rows)
     return columns
 
 
@@ -334,3 +317,26 @@ def _compress(path: Path, compression: str) -> tuple[str, Path]:
         target.write(compressor.flush())
     path.unlink()
     return algorithm, stored
+
+
+def needs(n: Needs) -> None:
+    """State what writing each dataset of text takes, by tasks of neighboring splits."""
+    c, text = n.corpus, n.corpus.text_bytes * DOCUMENTS
+    if not c.shape.texts:
+        return
+    shard_bytes = c.shard_bytes / c.scale
+    tasks = max(1, min(c.splits, ceil(c.text_bytes / shard_bytes)))
+    shards = max(tasks, ceil(c.text_bytes / shard_bytes))
+    gets, read = n.scans(text, c.splits)
+    outputs = ceil(c.shape.texts / (1 + c.shape.parts))
+    times = c.shape.texts
+    files = ceil(shards / tasks) + 1
+    n.add(TEXT, times * tasks, times * gets, times * read, files=files, written=outputs * text)
+    n.shards, n.output_bytes = n.shards + times * shards, n.output_bytes + outputs * text
+
+
+def _stages(recipe: Recipe) -> Sequence[Stage[..., Any]]:
+    return (TEXT,) if any(one.output.is_text for one in recipe.datasets()) else ()
+
+
+STEP = Step(_stages, write_texts, needs)

@@ -15,42 +15,45 @@ for them, go into a run of their own (dedup/duplicates.py).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import TypeAdapter
 
 from shardkit.card import Histogram
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
-from shardkit.formats.tokenizer_file import Encoding, Engine, find_tokenizer, own_engine
+from shardkit.formats.tokenizer_file import Engine
 from shardkit.hashing import digest_of
 from shardkit.writers.dedup.duplicates import TwinsFile
-from shardkit.writers.dedup.lines import ROWS_FILE
 from shardkit.writers.dedup.population import LanguageLabels
 from shardkit.writers.dedup.removals import Removed, SplitRemovals
-from shardkit.writers.documents import pack_strings, unpack_strings
+from shardkit.writers.digests import MemoryBytes, RecipeKey, plain
+from shardkit.writers.documents import DOCUMENTS_FILE, pack_strings, unpack_strings
 from shardkit.writers.exchange import RunWriter, Table
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, PlainCounts, Task, code_version
+from shardkit.writers.execution.code_version import code_version
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.fim import encode_fim
 from shardkit.writers.groups import encode_grouped, order_hashes
 from shardkit.writers.input_config import FimConfig, GroupConfig
-from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.languages import LANGUAGES_FILE, LanguageCounts
+from shardkit.writers.languages import LanguageCounts
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.progress import PULSE
-from shardkit.writers.recipe import Recipe, TiktokenConfig
+from shardkit.writers.recipe import Recipe
 from shardkit.writers.remembered import remembered
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
-from shardkit.writers.stages.buckets import BucketLabels, Buckets, marked_batches
-from shardkit.writers.stages.clean import DOCUMENTS_FILE, split_name
+from shardkit.writers.stages.flow import Documents
+from shardkit.writers.stages.inputs import TokenizerFile
+from shardkit.writers.stages.labels import BucketLabels, marked_batches
 from shardkit.writers.stages.selection import Selection, remaining
 from shardkit.writers.tokenizer import (
     Encoder,
@@ -71,18 +74,20 @@ _Encode = Callable[[pa.RecordBatch], tuple[Tokens, npt.NDArray[np.int64]]]
 _Kind = TypeVar("_Kind", bound=np.generic)
 
 __all__ = [
+    "PARITY",
     "SPILL_SCHEMA",
+    "TOKENIZE",
+    "TOKENIZER",
     "TOKENS",
+    "TokenSettings",
     "Tokenized",
     "TokenizerFacts",
-    "TokenizerFile",
     "choose_partitions",
     "document_rows",
     "documents_of",
     "parity_task",
     "partition_of",
     "partition_start",
-    "split_languages",
     "tasks",
     "tokenize_split",
     "tokenizer_task",
@@ -145,23 +150,6 @@ class Tokenized:
     languages: dict[str, dict[str, int]] | None = None
     trained: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for a commit."""
-        return {
-            "ledger": self.ledger.to_dict(),
-            "tokens": self.tokens,
-            "lengths": self.lengths.to_dict(),
-            "languages": self.languages,
-            "trained": self.trained,
-        }
-
-    @classmethod
-    def of(cls, commit: Commit) -> Tokenized:
-        """What a task of this stage committed."""
-        counts = commit.counts
-        lengths = Histogram.from_dict(counts["lengths"])
-        return cls(commit.ledger(), counts["tokens"], lengths, counts["languages"], counts["trained"])
-
 
 def partition_of(hashes: npt.NDArray[np.uint64], partitions: int) -> npt.NDArray[np.int64]:
     """int64[n]: the partition of each hash: its upper 32 bits scaled to [0, partitions)."""
@@ -195,52 +183,7 @@ def choose_partitions(
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizerFile:
-    """The tokenizer of a build: its file, the digest of its bytes, and the token that ends texts."""
-
-    file: Artifact
-    digest: str
-    eos: str
-    bos: str | None = None
-    encoding: Encoding | None = None
-    specials: tuple[tuple[str, str], ...] = ()
-    separator: str | None = None
-
-    @property
-    def marks(self) -> dict[str, str]:
-        """The tokens that documents end and begin with, by key of the recipe: what decides ids."""
-        encoding = {} if self.encoding is None else {"tokenizer.encoding": digest_of(asdict(self.encoding))}
-        bos = {} if self.bos is None else {"tokenizer.bos": self.bos}
-        return {"tokenizer.eos": self.eos} | bos | encoding
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> TokenizerFile | None:
-        """The recipe's tokenizer, on this machine; None if no dataset of the recipe has tokens."""
-        if recipe.tokenizer is None or all(one.output.is_text for one in recipe.datasets()):
-            return None
-        path = find_tokenizer(recipe.folder, recipe.tokenizer.path)
-        named = [
-            (number, config.fim) for number, config in enumerate(recipe.inputs) if config.fim is not None
-        ]
-        specials = [(f"inputs[{number}].fim", token) for number, one in named for token in one.tokens]
-        group = recipe.group
-        if group is not None:
-            specials += [("group", token) for token in (group.begin, group.separator) if token is not None]
-        if recipe.is_masked and own_engine(path) != "tokenizers":
-            raise RecipeError(
-                f"tokenizer.path: conversations and prompts need a tokenizer.json; {path} is none"
-            )
-        given = recipe.tokenizer
-        stated = given.encoding
-        known = Encoding.of(stated.model_dump() if isinstance(stated, TiktokenConfig) else stated)
-        encoding = known or Encoding.named_by(path)
-        separator = None if group is None else group.separator
-        digest = tokenizer_digest(path)
-        return cls(Artifact(path), digest, given.eos, given.bos, encoding, tuple(specials), separator)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerFacts(PlainCounts):
+class TokenizerFacts:
     """Result of task `tokenizer`: the engine to start with, and characters that it must not encode."""
 
     eos_id: int
@@ -251,54 +194,44 @@ class TokenizerFacts(PlainCounts):
     unlike: Ranges = ()
     separator_id: int | None = None
 
-    @classmethod
-    def of(cls, commit: Commit) -> Self:
-        """What the task committed."""
-        return cls.of_counts(commit.counts)
 
-    @classmethod
-    def of_counts(cls, counts: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`."""
-        unlike = tuple((first, last) for first, last in counts["unlike"])
-        return cls(**{**counts, "unlike": unlike})
+_FACTS = TypeAdapter(TokenizerFacts)
 
 
-def tokenizer_task(tokenizer: TokenizerFile) -> Task:
-    """The task that loads the tokenizer early, so that wrong files and eos tokens fail at once."""
-    inputs = {"tokenizer": tokenizer.digest}
-    specials, separator = tokenizer.specials, tokenizer.separator
-    args = (tokenizer.file, tokenizer.eos, tokenizer.bos, tokenizer.encoding, specials, separator)
-    config = tokenizer.marks | ({"specials": specials} if specials else {})
-    config |= {} if separator is None else {"separator": separator}
-    return Task("tokenizer", "tokenizer", config, check_tokenizer, args, _FIRST, inputs)
+def tokenizer_task(recipe: Recipe, tokenizer: TokenizerFile) -> Task:
+    """The task that loads the tokenizer early, so that wrong files and tokens fail at once."""
+    fims = [(f"inputs[{number}].fim", one.fim) for number, one in enumerate(recipe.inputs)]
+    specials = [(key, token) for key, fim in fims if fim is not None for token in fim.tokens]
+    group = recipe.group
+    if group is not None:
+        specials += [("group", token) for token in (group.begin, group.separator) if token is not None]
+    separator = None if group is None else group.separator
+    return TOKENIZER.task("tokenizer", _FIRST, tokenizer, tuple(specials), separator)
 
 
 def check_tokenizer(
     folder: Path,
-    file: Artifact,
-    eos: str,
-    bos: str | None = None,
-    encoding: Encoding | None = None,
+    tokenizer: Annotated[TokenizerFile, RecipeKey()],
     specials: Sequence[tuple[str, str]] = (),
     separator: str | None = None,
 ) -> TokenizerFacts:
-    """Load the tokenizer with its own engine, and with the fast one if it supports the file."""
-    path = file.local()
-    names = [tokenizer_digest(path), eos, bos, None if encoding is None else asdict(encoding)]
-    key = digest_of([*names, [list(one) for one in specials], separator, code_version()])
-    return TokenizerFacts.of_counts(
-        remembered(key, lambda: _examine(path, eos, bos, encoding, specials, separator).to_dict())
-    )
+    """Load the tokenizer with its own engine, and with the fast one if it supports the file.
+
+    `specials` are tokens that it must have as special ones, each with the key of the recipe that names it.
+    """
+    digest = tokenizer_digest(tokenizer.file.local())  # of the bytes now: what is kept must be of them
+    key = digest_of([digest, plain([tokenizer, specials, separator]), code_version()])
+    examined = partial(_examine, tokenizer, specials, separator)
+    return _FACTS.validate_python(remembered(key, lambda: dict(_FACTS.dump_python(examined(), mode="json"))))
+
+
+TOKENIZER = Stage("tokenizer", "read and filter", check_tokenizer)
 
 
 def _examine(
-    path: Path,
-    eos: str,
-    bos: str | None,
-    encoding: Encoding | None,
-    specials: Sequence[tuple[str, str]],
-    separator: str | None,
+    tokenizer: TokenizerFile, specials: Sequence[tuple[str, str]], separator: str | None
 ) -> TokenizerFacts:
+    path, eos, bos, encoding = tokenizer.file.path, tokenizer.eos, tokenizer.bos, tokenizer.encoding
     encoder = Encoder(path, eos, bos=bos, encoding=encoding, engine=None)
     ids = {token: encoder.special_id(token, key) for key, token in specials}
     separator_id = None if separator is None else ids[separator]
@@ -318,155 +251,101 @@ def parity_task(documents: Sequence[Commit], tokenizer: TokenizerFile, unlike: R
     size = sample_bytes(sum(commit.ledger().kept.bytes for commit in documents))
     count = min(len(documents), PARITY_SPLITS)
     documents = [documents[number * len(documents) // count] for number in range(count)]
-    paths = tuple(commit.files / DOCUMENTS_FILE for commit in documents)
-    contents = digest_of([commit.outputs[DOCUMENTS_FILE].xxh3_128 for commit in documents])
-    inputs = {"documents": contents, "tokenizer": tokenizer.digest}
-    config = tokenizer.marks | {"unlike": digest_of(unlike), "sample_bytes": size}
-    args = (paths, tokenizer.file, tokenizer.eos, tokenizer.bos, tokenizer.encoding, unlike, size)
-    return Task("parity", "parity", config, compare_engines, args, _FIRST, inputs)
+    files = [commit.file(DOCUMENTS_FILE) for commit in documents]
+    return PARITY.task("parity", _FIRST, files, replace(tokenizer, unlike=unlike), size)
 
 
 def compare_engines(
     folder: Path,
     documents: Sequence[Artifact],
-    tokenizer: Artifact,
-    eos: str,
-    bos: str | None,
-    encoding: Encoding | None,
-    unlike: Ranges,
+    tokenizer: Annotated[TokenizerFile, RecipeKey()],
     sample_bytes: int,
 ) -> Parity:
     """`check_parity` without its warning, which the build issues even if this task is skipped."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        place = tokenizer.local()
         return check_parity(
-            documents, place, eos, unlike, bos=bos, encoding=encoding, sample_bytes=sample_bytes
+            documents,
+            tokenizer.file.local(),
+            tokenizer.eos,
+            tokenizer.unlike,
+            bos=tokenizer.bos,
+            encoding=tokenizer.encoding,
+            sample_bytes=sample_bytes,
         )
+
+
+PARITY = Stage("parity", "tokenize", compare_engines, cost=3)
 
 
 def tasks(
     recipe: Recipe,
-    splits: Sequence[Split],
-    documents: Sequence[Commit],
-    removals: Sequence[SplitRemovals],
-    *,
-    cleaned: Sequence[Commit],
+    documents: Documents,
     tokenizer: TokenizerFile,
     engine: Engine,
     unlike: Ranges,
     limits: Limits = DEFAULT_LIMITS,
-    buckets: Buckets | None = None,
 ) -> list[Task]:
-    """One task a split: its remaining documents, tokenized.
-
-    `documents` are the commits with each split's documents.arrow: `cleaned`, or those that cut lines out.
-    """
-    config = {
-        **tokenizer.marks,
-        "engine": engine,
-        "unlike": digest_of(unlike),
-        "seed": recipe.seed,
-        "block_bytes": limits.block_bytes,
-    }
-    if recipe.group is not None:
-        config["group"] = recipe.group.model_dump(mode="json")
-    encoder = (tokenizer.file, tokenizer.eos, engine, unlike, tokenizer.bos, tokenizer.encoding)
-    selection = Selection.of(recipe)
-    made = []
-    for split, commit, removed, first in zip(splits, documents, removals, cleaned, strict=True):
-        languages, named = split_languages(first, commit)
-        inputs = {
-            "documents": commit.outputs[DOCUMENTS_FILE].xxh3_128,
-            "removed": removed.digest,
-            "tokenizer": tokenizer.digest,
-        }
-        args = (
-            *(commit.files / DOCUMENTS_FILE, removed),
-            *(encoder, recipe.seed, recipe.memory // 2, limits, languages),
+    """One task a split: its remaining documents, tokenized for the dataset of `recipe`."""
+    tokenizer = replace(tokenizer, engine=engine, unlike=unlike)
+    selection, made = Selection.of(recipe), []
+    for number, split in enumerate(documents.splits):
+        source = None if selection is None else recipe.sources[split.source]
+        settings = TokenSettings(
+            recipe.seed, recipe.inputs[split.source].fim, recipe.group, selection, source
         )
-        fim = recipe.inputs[split.source].fim
-        own = config if fim is None else config | {"fim": fim.model_dump(mode="json")}
-        if selection is not None:
-            own = own | {"where": selection.config, "source": recipe.sources[split.source]}
-        weight = commit.ledger().kept.bytes
-        labels = None
-        if buckets is not None:
-            labels, more = BucketLabels.of(buckets, first, commit)
-            named = named | more
-        all_args = (*args, fim, selection, labels, recipe.group)
-        made.append(Task("tokenize", split_name(split), own, _tokenize, all_args, weight, inputs | named))
+        made.append(
+            TOKENIZE.task(
+                split.task_name,
+                documents.files[number].ledger().kept.bytes,
+                documents.file(number),
+                documents.removals[number],
+                tokenizer,
+                settings,
+                recipe.memory // 2,
+                limits,
+                documents.languages(number),
+                documents.bucket_labels(number),
+            )
+        )
     return made
 
 
-def split_languages(cleaned: Commit, documents: Commit) -> tuple[LanguageLabels | None, dict[str, Any]]:
-    """The languages of a split's documents, and the inputs that a task depends on if it reads them."""
-    labels = cleaned.counts["languages"]
-    if labels is None:
-        return None, {}
-    commits, rows = {LANGUAGES_FILE: cleaned}, None
-    if documents is not cleaned:  # lines were cut, so some documents may be gone
-        commits[ROWS_FILE], rows = documents, documents.files / ROWS_FILE
-    named = {name: commit.outputs[name].xxh3_128 for name, commit in commits.items()}
-    found = LanguageLabels(cleaned.files / LANGUAGES_FILE, tuple(labels), rows)
-    return found, {"languages": labels, **named}
+@dataclass(frozen=True, slots=True)
+class TokenSettings:
+    """How the documents of a split become rows, beside the tokenizer.
 
+    `source` is the label of their input, for a `selection`.
+    """
 
-def _tokenize(
-    folder: Path,
-    documents: Artifact,
-    removed: SplitRemovals,
-    encoder: tuple[Artifact, str, Engine, Ranges, str | None, Encoding | None],
-    seed: int,
-    memory_bytes: int,
-    limits: Limits,
-    languages: LanguageLabels | None,
-    fim: FimConfig | None = None,
-    selection: Selection | None = None,
-    buckets: BucketLabels | None = None,
-    group: GroupConfig | None = None,
-) -> Tokenized:
-    """Load the encoder, which the process caches, and the removed rows; then `tokenize_split`."""
-    file, eos, engine, unlike, bos, encoding = encoder
-    return tokenize_split(
-        documents,
-        removed.load(),
-        load_encoder(file.local(), eos, engine, unlike, bos, encoding),
-        seed=seed,
-        folder=folder,
-        memory_bytes=memory_bytes,
-        limits=limits,
-        languages=languages,
-        fim=fim,
-        selection=selection,
-        buckets=buckets,
-        group=group,
-    )
+    seed: int
+    fim: FimConfig | None = None
+    group: GroupConfig | None = None
+    selection: Annotated[Selection | None, RecipeKey("output")] = None
+    source: str | None = None
 
 
 def tokenize_split(
-    documents: Artifact,
-    removed: Removed,
-    encoder: Encoder,
-    *,
-    seed: int,
     folder: Path,
-    memory_bytes: int,
+    documents: Artifact,
+    removed: SplitRemovals,
+    tokenizer: Annotated[TokenizerFile, RecipeKey()],
+    settings: Annotated[TokenSettings, RecipeKey()],
+    memory_bytes: MemoryBytes,
     limits: Limits = DEFAULT_LIMITS,
     languages: LanguageLabels | None = None,
-    fim: FimConfig | None = None,
-    selection: Selection | None = None,
     buckets: BucketLabels | None = None,
-    group: GroupConfig | None = None,
 ) -> Tokenized:
     """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) except removed ones; write them as a run.
 
     Documents without any token are booked as dropped under "empty".
     """
+    encoder, lost = tokenizer.encoder(), removed.load()
+    group, selection = settings.group, settings.selection
     ledger, lengths, spilled = Ledger(), Histogram(), 0
     marks = 1 if encoder.bos_id is None else 2  # tokens of a document beside those of its text
     trained = 0
-    encode = _encoding(encoder, seed, fim, group)
+    encode = _encoding(encoder, settings)
     counts = None if languages is None else LanguageCounts(languages)
     with (
         documents.open_arrow(mapped=True) as source,
@@ -478,16 +357,18 @@ def tokenize_split(
         for batch in marked_batches(reader, buckets):
             if counts is not None:
                 batch = counts.beside(batch, start)
-            part = removed.within(start, batch.num_rows)
+            part = lost.within(start, batch.num_rows)
             start += batch.num_rows
             others = None
             if selection is not None:
-                others = selection.others(batch, None if counts is None else counts.labels_of(batch), part)
+                assert settings.source is not None
+                labels = None if counts is None else counts.labels_of(batch)
+                others = selection.others(batch, settings.source, labels, part)
             kept, copies, ids, tokens, masks = _tokenize_batch(
                 batch, part, encoder, ledger, twins, encode, others
             )
             if kept.num_rows:
-                hashes = order_hashes(kept, group, seed)
+                hashes = order_hashes(kept, group, settings.seed)
                 ended = _with_marks(ids, tokens, encoder.bos_id, encoder.eos_id)
                 mask = None if masks is None else _mask_of_marks(masks, tokens, encoder)
                 trained += 0 if mask is None else int(mask.sum())
@@ -497,17 +378,21 @@ def tokenize_split(
             if counts is not None:
                 counts.count(kept, tokens + marks)
             PULSE.tell(ledger)
-        for lost in removed.rows.values():
-            if len(lost) and not 0 <= lost.min() <= lost.max() < start:
+        for rows in lost.rows.values():
+            if len(rows) and not 0 <= rows.min() <= rows.max() < start:
                 raise BuildError(
-                    f"{documents}: duplicate row {lost.max()} does not exist; the file has {start} rows"
+                    f"{documents}: duplicate row {rows.max()} does not exist; the file has {start} rows"
                 )
     ledger.check(str(folder))
     return Tokenized(ledger, spilled, lengths, None if counts is None else counts.to_dict(), trained)
 
 
-def _encoding(encoder: Encoder, seed: int, fim: FimConfig | None, group: GroupConfig | None) -> _Encode:
+TOKENIZE = Stage("tokenize", "tokenize", tokenize_split, cost=25)
+
+
+def _encoding(encoder: Encoder, settings: TokenSettings) -> _Encode:
     """How documents without marks are encoded."""
+    seed, fim, group = settings.seed, settings.fim, settings.group
 
     def plain(documents: pa.RecordBatch, heads: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
         texts = documents.column("text")

@@ -5,7 +5,7 @@
     cores      = raw text / (bytes that a core reads in a second * seconds), rounded up
     output     = tokens * token_bytes / (1 - padding)
     work       = kept text * work_bytes_per_text_byte     (documents, keys, signatures, tokens, on disk)
-    requests   = raw input in ranges + what the stages ask of a work folder in a store (requests.py)
+    requests   = raw input in ranges + what the stages ask of a work folder in a store (stages/needs.py)
     driver     = tasks * (seconds, bytes) that one costs it
 
 Bytes are of UTF-8 text unless they are called stored. Speed is raw text per second and core, averaged over
@@ -31,7 +31,8 @@ from shardkit.storage.object_file import _MOST_BYTES as RANGE_BYTES
 from shardkit.tools.plan.quantities import Prices
 from shardkit.writers.card import content_of
 from shardkit.writers.recipe import TEXT_FORMATS, recipe_from_mapping
-from shardkit.writers.requests import Corpus, Shape, StageRequests, compared_lines, stage_requests, together
+from shardkit.writers.stages.graph import stage_needs
+from shardkit.writers.stages.needs import Corpus, Shape, StageNeeds, compared_lines, together
 
 # Bytes: of the real queue and commits (tests/benchmarks/bench_driver.py). Seconds: of Ray, which hands over
 # some hundred tasks a second.
@@ -172,7 +173,7 @@ class BuildPlan:
     """Reads of the raw input, in ranges, and of the work folder."""
     puts: int
     """Writes to the work folder, and of the shards: one in parts also begins and ends an upload."""
-    stages: Sequence[StageRequests]
+    stages: Sequence[StageNeeds]
     """What each stage asks of a work folder in a store, and stage `upload` of the output."""
     tasks: int
     driver_seconds: Fraction
@@ -199,7 +200,7 @@ def plan_build(needs: BuildNeeds) -> BuildPlan:
     rows = needs.tokens * needs.token_bytes / (1 - needs.padding) if needs.shape.packed else Fraction(0)
     output_bytes = rows + kept_bytes * needs.text_output
     shards = ceil(output_bytes / needs.shard_bytes)
-    stages = stage_requests(_corpus(needs, kept_bytes, raw_bytes))
+    stages = stage_needs(_corpus(needs, kept_bytes, raw_bytes))
     asked = together(stages)
     gets = ceil(raw_stored_bytes / RANGE_BYTES) + asked.gets
     return BuildPlan(

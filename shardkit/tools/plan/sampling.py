@@ -25,7 +25,7 @@ from shardkit.writers.estimate import Piece, choose_pieces, put_pieces, sample_r
 from shardkit.writers.inputs.scan import Split, scan_inputs
 from shardkit.writers.pipeline import build_unpublished, with_overrides
 from shardkit.writers.recipe import Recipe
-from shardkit.writers.requests import Shape
+from shardkit.writers.stages.needs import Shape
 
 __all__ = ["Sample", "measure_sample"]
 

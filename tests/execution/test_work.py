@@ -12,30 +12,31 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 from shardkit.errors import BuildError
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store, StoreError
+from shardkit.writers.digests import DecidesNoByte
 from shardkit.writers.execution import scratch
 from shardkit.writers.execution.artifacts import Artifact, read_into
+from shardkit.writers.execution.checked_ranges import CACHE_BYTES
+from shardkit.writers.execution.commit import BLOCK_BYTES, Commit
 from shardkit.writers.execution.processes import answer
 from shardkit.writers.execution.runner import Journal
-from shardkit.writers.execution.task import BLOCK_BYTES, Commit, Task
-from shardkit.writers.execution.work import run_task
-from shardkit.writers.execution.work_local import LocalWork
-from shardkit.writers.execution.work_store import CACHE_BYTES, StoreWork
+from shardkit.writers.execution.stage import Stage, Task
+from shardkit.writers.execution.work import COMMIT_NAME, Work, run_task
 from support.remote_harness import fresh_url
 from support.stores import FaultRule, FaultyStore
 
 DATA = random.Random(3).randbytes(5 * BLOCK_BYTES + 17)
-Works = Callable[[], LocalWork | StoreWork]
+Works = Callable[[], Work]
 _numbers = itertools.count()
 
 
-def write(folder: Path, data: bytes) -> dict[str, Any]:
+def write(folder: Path, data: Annotated[bytes, DecidesNoByte("a test says so")], key: int) -> dict[str, int]:
     (folder / "sub").mkdir()
     (folder / "sub" / "small").write_bytes(data[:100])
     (folder / "large").write_bytes(data)
@@ -43,17 +44,18 @@ def write(folder: Path, data: bytes) -> dict[str, Any]:
     return {"bytes": len(data)}
 
 
-def make_task(data: bytes = DATA, **config: int) -> Task:
-    return Task("stage", "task", config, write, (data,))
+def make_task(data: bytes = DATA, key: int = 1) -> Task:
+    return Stage("stage", "stage", write).task("task", 0, data, key)
 
 
 TASK = make_task()
+RECORD = f"{TASK.key}/{COMMIT_NAME}"
 
 
-def store_work(tmp_path: Path, url: str, *rules: FaultRule) -> StoreWork:
+def store_work(tmp_path: Path, url: str, *rules: FaultRule) -> Work:
     """As another machine has it: with a scratch folder of its own."""
     around = partial(FaultyStore, rules=rules) if rules else None
-    work = StoreWork(url, tmp_path / f"scratch-{next(_numbers)}", around=around).claimed("session")
+    work = Work(url, tmp_path / f"scratch-{next(_numbers)}", around=around).claimed()
     work.prepare()
     return work
 
@@ -67,18 +69,18 @@ def url() -> str:
 def works(request: pytest.FixtureRequest, tmp_path: Path, url: str) -> Works:
     """Makes the same work folder as different machines see it."""
     (tmp_path / "work").mkdir()
-    return lambda: LocalWork(tmp_path / "work") if request.param == "local" else store_work(tmp_path, url)
+    return lambda: Work.at(tmp_path / "work") if request.param == "local" else store_work(tmp_path, url)
 
 
-def run(work: LocalWork | StoreWork, task: Task = TASK) -> Commit:
+def run(work: Work, task: Task = TASK) -> Commit:
     return run_task(task, task.digest, work)
 
 
-def output(work: LocalWork | StoreWork, name: str, task: Task = TASK) -> Artifact:
+def output(work: Work, name: str, task: Task = TASK) -> Artifact:
     return Artifact(work.folder / task.key, work.remote) / name
 
 
-def read(work: LocalWork | StoreWork, name: str, task: Task = TASK) -> bytes:
+def read(work: Work, name: str, task: Task = TASK) -> bytes:
     return output(work, name, task).read_bytes()
 
 
@@ -123,7 +125,7 @@ def test_what_is_borrowed_is_one_readers_own_and_goes_with_it(works: Works) -> N
         with file.borrowed() as two:
             assert one.read_bytes() == two.read_bytes() == DATA
         assert one.read_bytes() == DATA
-    assert one.exists() is isinstance(work, LocalWork)
+    assert one.exists() is (work.remote is None)
 
 
 def test_a_task_done_by_two_is_the_first_ones(works: Works) -> None:
@@ -143,10 +145,9 @@ def test_a_forgotten_task_is_gone_and_can_be_made_again(works: Works) -> None:
 
 
 def test_a_task_without_its_record_or_an_output_runs_again(tmp_path: Path, url: str) -> None:
-    for prefix in ("commits/", f"data/{TASK.key}/large"):
+    for name in (COMMIT_NAME, "large"):
         run(store_work(tmp_path, url))
-        [key] = objects(url, prefix)
-        MemoryStore(url).delete(key)
+        MemoryStore(url).delete(f"{TASK.key}/{name}")
         work = store_work(tmp_path, url)
         assert work.find([TASK]) == [None]
         run(work)
@@ -155,22 +156,11 @@ def test_a_task_without_its_record_or_an_output_runs_again(tmp_path: Path, url: 
 
 def test_a_record_that_cannot_be_read_is_written_again(tmp_path: Path, url: str) -> None:
     run(store_work(tmp_path, url))
-    [key] = objects(url, "commits/")
-    MemoryStore(url).put(key, b"{")
+    MemoryStore(url).put(RECORD, b"{")
     work = store_work(tmp_path, url)
     assert work.find([TASK]) == [None]
     run(work)
     assert store_work(tmp_path, url).find([TASK]) != [None]
-
-
-def test_a_task_folder_that_is_whole_again_stays(tmp_path: Path) -> None:
-    work = LocalWork(tmp_path)
-    commit = run(work)
-    work._take_away(commit.folder)  # another process had found a file of it missing, before it was made again
-    assert work.find([TASK]) == [replace(commit, reused=True)]
-    (commit.folder / "large").unlink()
-    work._take_away(commit.folder)
-    assert not commit.folder.exists()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -197,7 +187,7 @@ class Counted:
         return getattr(self._below, name)
 
     def open(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> Any:
-        if key.startswith("data/"):
+        if key.startswith("stage/") and not key.endswith(COMMIT_NAME):
             self.ranges.append((start, stop or 0))
         return self._below.open(key, start, stop, version=version)
 
@@ -209,7 +199,7 @@ def test_small_reads_fetch_single_blocks_once(tmp_path: Path, url: str) -> None:
         counted.append(Counted(store))
         return counted[-1]
 
-    work = StoreWork(url, tmp_path / "scratch", around=around).claimed("session")
+    work = Work(url, tmp_path / "scratch", around=around).claimed()
     work.prepare()
     file_of_task = run(work).files / "large"
     for _ in range(3):  # each time another open file
@@ -232,7 +222,7 @@ def test_a_byte_that_is_flipped_on_the_way_is_read_again(tmp_path: Path, url: st
     work = store_work(tmp_path, url, flipped, small)
     assert read(work, "large") == DATA
     assert read(work, "sub/small") == DATA[:100]
-    assert len(objects(url, "commits/")) == 1
+    assert RECORD in objects(url, "stage/")
 
 
 @pytest.mark.parametrize("name", ["large", "sub/small"])
@@ -241,7 +231,7 @@ def test_a_damaged_output_is_named_and_its_task_made_again(
     tmp_path: Path, url: str, name: str, harm: str
 ) -> None:
     run(store_work(tmp_path, url))
-    key, store = f"data/{TASK.key}/{name}", MemoryStore(url)
+    key, store = f"{TASK.key}/{name}", MemoryStore(url)
     if harm == "flip":
         damage(url, key, -1)
     elif harm == "cut":
@@ -251,7 +241,7 @@ def test_a_damaged_output_is_named_and_its_task_made_again(
     work = store_work(tmp_path, url)
     with pytest.raises(OSError, match="the next run repeats its task"):
         read(work, name)
-    assert objects(url, "commits/") == []
+    assert RECORD not in objects(url, "stage/")
     assert work.find([TASK]) == [None]
     run(work)
     assert read(store_work(tmp_path, url), "large") == DATA
@@ -260,28 +250,31 @@ def test_a_damaged_output_is_named_and_its_task_made_again(
 def test_damage_is_told_by_the_task_that_meets_it_and_a_failing_store_is_no_damage(
     tmp_path: Path, url: str
 ) -> None:
+    def reader_in(work: Work) -> Task:
+        file = replace(output(work, "large"), content="of a file")
+        return Stage("next", "next", read_file).task("reader", 0, file)
+
     commit = run(store_work(tmp_path, url))
-    deny = FaultRule(fault="deny", operation="read", key="data/")
+    deny = FaultRule(fault="deny", operation="read", key="/large")
     work = store_work(tmp_path, url, deny)
-    reader = Task("next", "reader", {}, read_file, (output(work, "large"),))
     with pytest.raises(BuildError, match="AccessDenied"):
         work.damaged_output(replace(commit, folder=work.folder / TASK.key))
+    reader = reader_in(work)
     _, error, _ = pickle.loads(answer(reader, reader.digest, work))
     assert "task next/reader" in str(error)
     assert "AccessDenied" in str(error)
-    assert len(objects(url, "commits/")) == 1, "a task was forgotten for a request that failed"
-    damage(url, f"data/{TASK.key}/large", 5)
+    assert RECORD in objects(url, "stage/"), "a task was forgotten for a request that failed"
+    damage(url, f"{TASK.key}/large", 5)
     work = store_work(tmp_path, url)
-    reader = replace(reader, args=(output(work, "large"),))
+    reader = reader_in(work)
     _, error, _ = pickle.loads(answer(reader, reader.digest, work))
     assert "task next/reader" in str(error)
     assert "bytes 0 to" in str(error)
-    assert f"{url}/data/{TASK.key}/large" in str(error)
+    assert f"{url}/{TASK.key}/large" in str(error)
 
 
-def read_file(folder: Path, file: Artifact) -> dict[str, Any]:
+def read_file(folder: Path, file: Artifact) -> None:
     file.read_bytes()
-    return {}
 
 
 @pytest.mark.parametrize("operation", ["put", "read", "list"])
@@ -294,7 +287,7 @@ def test_throttling_and_errors_that_pass_are_survived(tmp_path: Path, url: str, 
 
 
 def test_a_lost_acknowledgement_of_a_commit_is_a_commit(tmp_path: Path, url: str) -> None:
-    work = store_work(tmp_path, url, FaultRule(fault="lost_ack", operation="put", key="commits/", count=1))
+    work = store_work(tmp_path, url, FaultRule(fault="lost_ack", operation="put", key=COMMIT_NAME, count=1))
     assert not run(work).reused
     assert work.find([TASK]) != [None]
 
@@ -302,11 +295,11 @@ def test_a_lost_acknowledgement_of_a_commit_is_a_commit(tmp_path: Path, url: str
 def test_a_store_that_fails_for_good_ends_a_task_with_its_name_and_what_to_do(
     tmp_path: Path, url: str
 ) -> None:
-    work = store_work(tmp_path, url, FaultRule(fault="deny", operation="put", key="data/"))
+    work = store_work(tmp_path, url, FaultRule(fault="deny", operation="put", key="/large"))
     with pytest.raises(BuildError, match=r"task stage/task: .*AccessDenied.*the same command continues"):
         run(work)
-    assert objects(url, "commits/") == []
-    work = store_work(tmp_path, url, FaultRule(fault="deny", operation="list", key="commits/"))
+    assert RECORD not in objects(url, "stage/")
+    work = store_work(tmp_path, url, FaultRule(fault="deny", operation="list", key="stage/"))
     with pytest.raises(BuildError, match=r"work folder memory://.*AccessDenied"):
         work.find([TASK, make_task(key=2)])
 
@@ -314,9 +307,8 @@ def test_a_store_that_fails_for_good_ends_a_task_with_its_name_and_what_to_do(
 def test_what_a_machine_remembers_of_a_folder_that_was_removed_is_not_believed(
     tmp_path: Path, url: str
 ) -> None:
-    machine = StoreWork(url, tmp_path / "machine")
+    machine = Work(url, tmp_path / "machine")
     with Journal(machine) as journal:
-        assert isinstance(journal.work, StoreWork)
         first = run(journal.work)
         (first.files / "sub/small").local()
     for key in objects(url, ""):
@@ -332,24 +324,52 @@ def test_what_a_machine_remembers_of_a_folder_that_was_removed_is_not_believed(
 
 def test_a_place_with_other_objects_is_refused_and_untouched(tmp_path: Path, url: str) -> None:
     MemoryStore(url).put("thesis.txt", b"precious")
-    with pytest.raises(BuildError, match=r"contains objects that no build wrote \(thesis\.txt\)"):
+    with pytest.raises(BuildError, match=r"contains files that no build wrote \(thesis\.txt\)"):
         store_work(tmp_path, url)
     assert objects(url, "") == ["thesis.txt"]
 
 
 def test_removing_the_work_folder_removes_all_of_it(tmp_path: Path, url: str) -> None:
-    with Journal(StoreWork(url, tmp_path / "scratch")) as journal:
-        assert isinstance(journal.work, StoreWork)
+    with Journal(Work(url, tmp_path / "scratch")) as journal:
         run(journal.work)
         journal.remove()
     assert objects(url, "") == []
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
+def test_removing_the_work_folder_in_a_bucket_leaves_what_others_put_there_later(
+    tmp_path: Path, url: str
+) -> None:
+    with Journal(Work(url, tmp_path / "scratch")) as journal:
+        run(journal.work)
+        MemoryStore(url).put("dataset/part.00000.mds", b"precious")
+        journal.remove()
+    assert objects(url, "") == ["dataset/part.00000.mds"]
+
+
+def test_a_place_is_empty_until_it_is_claimed(works: Works, tmp_path: Path, url: str) -> None:
+    place = works().place
+    untouched = Work.at(Path(place)) if works().local else Work(f"{url}-2", tmp_path / "other")
+    assert untouched.is_empty()
+    assert not untouched.claimed().is_empty()
+    assert not untouched.is_empty()
+
+
+def test_a_marker_without_an_id_is_that_of_an_earlier_version(tmp_path: Path) -> None:
+    work = Work.at(tmp_path)
+    first = work.claimed()
+    marker = tmp_path / "shardkit-work.txt"
+    marker.write_bytes(marker.read_bytes().partition(b"id: ")[0])
+    assert work.claimed() == replace(first, id="none")
+    marker.write_bytes(b"another")
+    with pytest.raises(BuildError, match="cannot be read"):
+        work.claimed()
+
+
 def test_only_looking_remembers_and_removes_nothing(tmp_path: Path, url: str) -> None:
     run(store_work(tmp_path, url))
-    MemoryStore(url).delete(f"data/{TASK.key}/large")
-    looking = StoreWork(url, tmp_path / "looking")
+    MemoryStore(url).delete(f"{TASK.key}/large")
+    looking = Work(url, tmp_path / "looking")
     assert looking.find([TASK]) == [None]
     assert len(list(looking.commits())) == 1
     assert not looking.folder.exists()
@@ -366,7 +386,7 @@ def test_it_goes_to_workers_and_is_the_same_there(tmp_path: Path, url: str) -> N
 def test_scratch_folders_are_private_and_what_killed_tasks_left_goes(tmp_path: Path, url: str) -> None:
     work = store_work(tmp_path, url)
     assert stat.S_IMODE(work.folder.stat().st_mode) == 0o700
-    left = work.temporary(TASK) / "half"
+    left = work.temporary("stage.task") / "half"
     left.touch()
     work.prepare()
     assert left.exists(), "it is this process's own"
@@ -383,9 +403,9 @@ def test_a_scratch_folder_that_others_may_write_is_refused(
     folder.parent.mkdir()
     folder.parent.chmod(0o777)
     with pytest.raises(BuildError, match="everybody can write there; remove it"):
-        StoreWork(url, folder).claimed("session").prepare()
+        Work(url, folder).claimed().prepare()
     folder.parent.chmod(0o700)
-    StoreWork(url, folder).claimed("session").prepare()
+    Work(url, folder).claimed().prepare()
 
 
 def test_a_store_that_is_not_there_is_named(tmp_path: Path, url: str) -> None:
@@ -393,5 +413,5 @@ def test_a_store_that_is_not_there_is_named(tmp_path: Path, url: str) -> None:
         return FaultyStore(store, [FaultRule(fault="deny")])
 
     with pytest.raises(BuildError, match=r"work folder memory://.*AccessDenied") as caught:
-        StoreWork(url, tmp_path, around=around).claimed("session")
+        Work(url, tmp_path, around=around).claimed()
     assert isinstance(caught.value.__cause__, StoreError)

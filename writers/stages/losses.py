@@ -1,0 +1,74 @@
+"""What duplicate removal took from each source: the limit on it, and its entry in the dataset card."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import pairwise
+
+from shardkit.card import Count, DedupFacts, GroupFacts, SourceLoss, StageLoss
+from shardkit.errors import BuildError
+from shardkit.writers.dedup.removals import GROUP_SIZES
+from shardkit.writers.stages.flow import Documents
+
+__all__ = ["check_losses", "dedup_facts"]
+
+ALARM_DOCUMENTS = 1000  # smaller inputs may lose any share of their documents
+
+
+def check_losses(documents: Documents) -> None:
+    """BuildError if duplicate removal took more of a source than dedup.max_removed_fraction."""
+    compared, removed = _by_source(documents)
+    most = documents.recipe.dedup.max_removed_fraction
+    for number, label in enumerate(documents.recipe.sources):
+        of_source = {reason: counts[number].documents for reason, counts in removed.items()}
+        total, there = sum(of_source.values()), compared[number].documents
+        if there >= ALARM_DOCUMENTS and total > most * there:
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in of_source.items() if count)
+            raise BuildError(
+                f"input {label!r}: {total:,} of {there:,} documents ({total / there:.1%}) are "
+                f"duplicates ({reasons}), more than dedup.max_removed_fraction = {most:g}; check the "
+                f"input, or raise the limit if this is intended"
+            )
+
+
+def dedup_facts(documents: Documents) -> DedupFacts | None:
+    """Return the card's entry, which report/dedup.py shows; None without duplicate removal."""
+    if not documents.lost:
+        return None
+    compared, removed = _by_source(documents)
+    groups = list(documents.groups) or [0] * len(_CLASSES)
+    if documents.near is None:
+        equal = sum((loss for name in documents.equal for loss in documents.lost[name]), Count())
+        groups[0] = documents.kept.documents - equal.documents - sum(groups)
+    stages = {reason: sum(losses, Count()) for reason, losses in documents.lost.items()}
+    return DedupFacts(
+        near=documents.near_facts,
+        stages=[StageLoss(stage=reason, **asdict(total)) for reason, total in stages.items()],
+        sources=[
+            SourceLoss(
+                source=label,
+                removed={reason: counts[number] for reason, counts in removed.items()},
+                **asdict(compared[number]),
+            )
+            for number, label in enumerate(documents.recipe.sources)
+        ],
+        groups=[GroupFacts(name, count) for name, count in zip(_CLASSES, groups, strict=True)],
+        largest_group=documents.largest_group,
+    )
+
+
+def _by_source(documents: Documents) -> tuple[list[Count], dict[str, list[Count]]]:
+    """What was compared of each source, and what it lost by reason."""
+    return (
+        documents.by_source([one.ledger.kept for one in documents.counts]),
+        {reason: documents.by_source(losses) for reason, losses in documents.lost.items()},
+    )
+
+
+def _class_names() -> list[str]:
+    names = ["1", "2"]
+    names += [f"{low + 1:,}-{high:,}" for low, high in pairwise(GROUP_SIZES[1:])]
+    return [*names, f"over {GROUP_SIZES[-1]:,}"]
+
+
+_CLASSES = _class_names()

@@ -1,0 +1,128 @@
+"""Step: remove near-duplicates (dedup/near.py has the stages)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+
+from shardkit.card import NearFacts
+from shardkit.writers.dedup.bands import BANDS
+from shardkit.writers.dedup.bands import partitions_for as band_partitions
+from shardkit.writers.dedup.candidates import CANDIDATES, PAIRS_BY_FIRST, PAIRS_BY_SECOND
+from shardkit.writers.dedup.config import NearDedupConfig
+from shardkit.writers.dedup.exact import KEYS
+from shardkit.writers.dedup.index import DedupIndex
+from shardkit.writers.dedup.near import EQUAL_WORDS, NEAR_REMOVED, NearResult, remove_near
+from shardkit.writers.dedup.population import PARTS
+from shardkit.writers.dedup.removals import OUTCOMES
+from shardkit.writers.dedup.resolve import NEAR, NEAR_EQUAL, NEAR_KEPT, NEAR_LOST
+from shardkit.writers.dedup.shingle_store import GUESTS, OWN, SHINGLES
+from shardkit.writers.dedup.signatures import LOST, MAKE_BANDS, SIGN, bands_and_rows
+from shardkit.writers.dedup.verify import VERIFY, block_bits
+from shardkit.writers.stages.flow import Build, Documents, Step
+from shardkit.writers.stages.needs import DOCUMENTS, LOSERS, Needs
+
+__all__ = ["NEAR_DUPLICATE", "STAGES", "STEP"]
+
+NEAR_DUPLICATE = "near_duplicate"  # as ledgers name it
+
+
+def drop_near_duplicates(documents: Documents, build: Build) -> Documents:
+    """Remove documents that verify against one that stays, or against one of an index."""
+    config, indexes = documents.recipe.dedup.near, build.inputs.indexes
+    assert config is not None
+    found = remove_near(
+        build.run,
+        documents.described(languages=config.scope == "language"),
+        documents.removals,
+        config,
+        build.memory_bytes,
+        indexes=indexes,
+        limits=build.limits,
+    )
+    return replace(
+        documents.without(NEAR_DUPLICATE, found.removed),
+        near=found,
+        near_facts=_facts(config, found, indexes),
+        groups=found.decided.groups,
+        largest_group=found.decided.largest_group,
+    )
+
+
+def _facts(config: NearDedupConfig, found: NearResult, indexes: Sequence[DedupIndex]) -> NearFacts:
+    bands, rows = bands_and_rows(config)
+    return NearFacts(
+        similarity=config.similarity,
+        containment=config.containment,
+        unit=config.minhash.unit,
+        ngram=config.minhash.ngram,
+        permutations=config.minhash.permutations,
+        bands=bands,
+        rows=rows,
+        scope=config.scope_name,
+        against=list(config.against),
+        indexes=[index.digest for index in indexes],
+        counts=dict(found.counts),
+    )
+
+
+# Of a document: bytes of its signature and keys, and pairs that it is in. Of a byte of kept text: texts of
+# documents in pairs, once for each block.
+_SIGNATURE_BYTES = 520
+_PAIRS = 0.6
+_TEXTS = 0.26
+
+
+def needs(n: Needs) -> None:
+    """State what signing, comparing, verifying and deciding take."""
+    c = n.corpus
+    if not c.has_near:
+        return
+    text, signatures = c.text_bytes * DOCUMENTS, c.documents * _SIGNATURE_BYTES
+    readers = c.limits.partitions(c.documents, KEYS.dtype)
+    n.add(SIGN, c.splits, *n.scans(text, c.splits), files=3, written=signatures)
+    n.add(PARTS, 1, 0, files=1)
+    keys = n.exchange(EQUAL_WORDS, KEYS, c.splits, c.documents, readers)
+    n.add(EQUAL_WORDS, readers, *n.slices(keys, readers), files=2)
+    lost = n.exchange(MAKE_BANDS, LOST, readers, c.documents * LOSERS, c.splits)
+    gets, read = n.scans(signatures, c.splits)
+    more, also = n.slices(lost, c.splits)
+    entries = c.documents * c.bands
+    size = entries * BANDS.dtype.itemsize
+    n.add(MAKE_BANDS, c.splits, gets + more, read + also, files=1, written=size)
+    candidates = band_partitions(entries, c.task_memory)
+    bands = n.exchange(CANDIDATES, BANDS, c.splits, entries, candidates)
+    n.add(CANDIDATES, candidates, *n.slices(bands, candidates), files=2)
+    _add_verified(n, text, candidates)
+
+
+def _add_verified(n: Needs, text: float, candidates: int) -> None:
+    c = n.corpus
+    pairs = c.documents * _PAIRS
+    blocks = ceil(c.documents / (1 << block_bits(c.documents, int(text), c.task_memory)))
+    firsts = n.exchange(SHINGLES, PAIRS_BY_FIRST, candidates, pairs, max(c.splits, blocks))
+    seconds = n.exchange(SHINGLES, PAIRS_BY_SECOND, candidates, pairs, c.splits)
+    parts = [n.scans(text, c.splits), n.slices(firsts, c.splits), n.slices(seconds, c.splits)]
+    texts = c.text_bytes * _TEXTS
+    gets, read = (sum(amounts) for amounts in zip(*parts, strict=True))
+    n.add(SHINGLES, c.splits, gets, read, files=2, written=texts)
+    payload = texts / max(1.0, 2 * pairs)
+    row = OWN.dtype.itemsize + payload
+    own = n.exchange(VERIFY, OWN, c.splits, texts * 0.22 / row, blocks, payload)
+    guests = n.exchange(VERIFY, GUESTS, c.splits, texts * 0.78 / row, blocks, payload)
+    read_by_block = [n.slices(runs, blocks) for runs in (firsts, own, guests)]
+    gets, read = (sum(amounts) for amounts in zip(*read_by_block, strict=True))
+    n.add(VERIFY, blocks, gets, read, files=3)
+    n.add(NEAR, 1, 2 * blocks, pairs * PAIRS_BY_FIRST.dtype.itemsize, files=2)
+    n.add(NEAR_EQUAL, blocks, 2 * blocks, c.documents * LOSERS * 24, files=1)
+    n.add(NEAR_LOST, c.splits, 4 * c.splits, c.documents * 24, files=3)
+    n.add(NEAR_KEPT, c.splits, 5 * c.splits, c.documents * 24, files=2)
+    n.by_split(NEAR_REMOVED, OUTCOMES, 2 * c.splits, c.documents * 2 * LOSERS)
+
+
+STAGES = (
+    *(SIGN, PARTS, EQUAL_WORDS, MAKE_BANDS, CANDIDATES, SHINGLES, VERIFY),
+    *(NEAR, NEAR_EQUAL, NEAR_LOST, NEAR_KEPT, NEAR_REMOVED),
+)
+STEP = Step(lambda recipe: () if recipe.dedup.near is None else STAGES, drop_near_duplicates, needs)

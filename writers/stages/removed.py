@@ -1,0 +1,70 @@
+"""Step: what was removed, joined over all splits: `duplicates/`, the quarantine, what filters report.
+
+A split tells it once, with the part that is the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+from shardkit.writers.dedup.duplicates import DUPLICATES, DUPLICATES_OF_FILE, TWINS, join_duplicates
+from shardkit.writers.dedup.removals import SPLIT
+from shardkit.writers.stages.clean import JOINED_AT_ONCE, SIDE_FILES, join_side_files
+from shardkit.writers.stages.flow import Build, Documents, Outputs, Step
+from shardkit.writers.stages.needs import LOSERS, Needs
+from shardkit.writers.stages.selection import NOT_SELECTED
+from shardkit.writers.stages.text import TEXT
+
+__all__ = ["STEP"]
+
+
+def join_removed(documents: Documents, build: Build) -> Documents:
+    """Join the files of removed documents, which tasks of all splits wrote."""
+    first = documents.outputs[0]
+    lost = documents.kept.documents - _written(first)
+    cut = documents.files if documents.cut else ()
+    duplicates = join_duplicates(
+        build.run,
+        [*cut, *(first.tokenized or first.texts)],
+        lost,
+        build.memory_bytes,
+        limits=build.limits,
+    )
+    side_files = join_side_files(build.run, documents.cleaned)
+    outputs = [
+        replace(one, duplicates=duplicates, side_files=side_files) if one.has_removed else one
+        for one in documents.outputs
+    ]
+    return replace(documents, outputs=outputs)
+
+
+def _written(made: Outputs) -> int:
+    """Return the number of documents that are in any part of the split, or any output."""
+    ledgers = [commit.ledger() for commit in made.tokenized]
+    ledgers += [ledger for commit in made.texts for ledger in TEXT.result(commit).ledgers]
+    lost = (item for ledger in ledgers for item in ledger.dropped.items())
+    others = f"{SPLIT}/", NOT_SELECTED
+    elsewhere = sum(count.documents for reason, count in lost if reason.startswith(others))
+    return sum(ledger.kept.documents for ledger in ledgers) + elsewhere
+
+
+_TWIN_BYTES = 250  # a removed document, or one that stays for it, on their way to each other
+
+
+def needs(n: Needs) -> None:
+    """State what joining what was removed takes."""
+    c = n.corpus
+    removed = c.documents * LOSERS * (c.has_url or c.has_exact or c.has_near)
+    files = max(1, ceil(removed / DUPLICATES_OF_FILE))
+    payload = _TWIN_BYTES - TWINS.dtype.itemsize
+    twins = n.exchange(DUPLICATES, TWINS, c.splits, 2 * removed, files, payload)
+    n.add(DUPLICATES, files, *n.slices(twins, files), files=1, written=removed * _TWIN_BYTES)
+    joined, level = c.splits, 0
+    while joined > 1 or level == 0:
+        stage = SIDE_FILES.step(f"merge-{level}") if level else SIDE_FILES
+        n.add(stage, ceil(joined / JOINED_AT_ONCE), joined, files=1)
+        joined, level = ceil(joined / JOINED_AT_ONCE), level + 1
+
+
+STEP = Step(lambda recipe: (DUPLICATES, SIDE_FILES), join_removed, needs)

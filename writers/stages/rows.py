@@ -1,0 +1,154 @@
+"""Step: datasets of tokens, from documents to shards and provenance.
+
+Each part of a split, or selection of documents, is tokenized once, and packed for each dataset that has it.
+Tokenizing begins with the fast engine while one task compares it with the reference; if they differ, what the
+fast engine wrote is made again with the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+from shardkit.errors import BuildError, warn_user
+from shardkit.formats.tokenizer_file import Engine
+from shardkit.writers.exchange import exchange
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import Stage, Task
+from shardkit.writers.ledger import Count
+from shardkit.writers.recipe import Recipe
+from shardkit.writers.runs import EMPTY_BYTES
+from shardkit.writers.stages import pack, provenance, tokenize
+from shardkit.writers.stages.flow import Build, Documents, Outputs, Step
+from shardkit.writers.stages.inputs import TokenizerFile
+from shardkit.writers.stages.needs import DOCUMENTS, Needs
+from shardkit.writers.stages.pack import PACK
+from shardkit.writers.stages.provenance import PROVENANCE
+from shardkit.writers.stages.selection import Selection
+from shardkit.writers.stages.tokenize import PARITY, TOKENIZE, TOKENIZER, TokenizerFacts
+from shardkit.writers.tokenizer import PARITY_BYTES
+
+__all__ = ["PARTITION_TEXT_BYTES", "STEP", "count_partitions"]
+
+PARTITION_TEXT_BYTES = 256_000_000  # at most, of one task of `pack`, so that several workers have tasks
+
+
+def count_partitions(recipe: Recipe, kept: Count) -> int:
+    """Enough to fit the memory and to keep several workers busy; depends on documents and recipe only."""
+    shard = recipe.output.shard_bytes
+    token_bytes = 4 if recipe.pack.max_repetitions is None else 5  # masks are made beside the tokens
+    needed = tokenize.choose_partitions(
+        kept.bytes, kept.documents, recipe.memory, token_bytes=token_bytes, shard_bytes=shard
+    )
+    return max(needed, min(-(-kept.bytes // PARTITION_TEXT_BYTES), tokenize.MAX_PARTITIONS))
+
+
+def write_rows(documents: Documents, build: Build) -> Documents:
+    """Tokenize, shuffle and pack the documents of each dataset of tokens."""
+    tokenizer, [checked] = build.inputs.tokenizer, documents.beside
+    assert tokenizer is not None
+    facts = TOKENIZER.result(checked)
+    tokenized: dict[tuple[str | None, Selection | None], tuple[list[Commit], Engine]] = {}
+    outputs = []
+    for one in documents.outputs:
+        if not one.recipe.output.is_text:
+            wanted = one.recipe.part, Selection.of(one.recipe)
+            if wanted not in tokenized:
+                own = documents.of_part(one.recipe.part)
+                tokenized[wanted] = _tokenize(one.recipe, own, build, tokenizer, facts)
+            one = _pack(one, *tokenized[wanted], build, tokenizer, facts)
+        outputs.append(one)
+    return replace(documents, outputs=outputs)
+
+
+def _tokenize(
+    recipe: Recipe, documents: Documents, build: Build, tokenizer: TokenizerFile, facts: TokenizerFacts
+) -> tuple[list[Commit], Engine]:
+    def tasks(engine: Engine) -> list[Task]:
+        return tokenize.tasks(recipe, documents, tokenizer, engine, facts.unlike, build.limits)
+
+    parity_task = tokenize.parity_task(documents.files, tokenizer, facts.unlike)
+    try:
+        [compared], tokenized = build.run([parity_task], tasks(facts.engine))
+    except BuildError:
+        [[compared]] = build.run([parity_task])  # the error may be the difference that this check looks for
+        if PARITY.result(compared).engine == facts.engine:
+            raise
+    parity = PARITY.result(compared)
+    if parity.reason:
+        warn_user(f"{parity.reason}; encoding with {parity.engine} (slow)")
+    if parity.engine != facts.engine:
+        [tokenized] = build.run(tasks(parity.engine))
+    return tokenized, parity.engine
+
+
+def _pack(
+    one: Outputs,
+    tokenized: Sequence[Commit],
+    engine: Engine,
+    build: Build,
+    tokenizer: TokenizerFile,
+    facts: TokenizerFacts,
+) -> Outputs:
+    kept = sum((commit.ledger().kept for commit in tokenized), Count())
+    partitions = count_partitions(one.recipe, kept)
+    tokens = exchange(build.run, PACK, tokenize.TOKENS, tokenized, readers=partitions, limits=build.limits)
+    [packed] = build.run(pack.tasks(one.recipe, facts, tokens, partitions))
+    shards = [len(PACK.result(commit).shards) for commit in packed]
+    [numbered] = build.run(provenance.tasks(packed, shards))
+    entry: dict[str, Any] = {
+        "file": tokenizer.file.path.name,
+        "digest": tokenizer.digest,
+        "eos": tokenizer.eos,
+        "eos_id": facts.eos_id,
+        **({} if tokenizer.bos is None else {"bos": tokenizer.bos, "bos_id": facts.bos_id}),
+        "vocab_size": facts.vocab_size,
+        "dtype": facts.dtype,
+        "engine": engine,
+    }
+    return replace(one, tokenized=tokenized, packed=packed, provenance=numbered, tokenizer=entry)
+
+
+_DRAWN = 0.01  # of the documents, by `split`
+
+
+def needs(n: Needs) -> None:
+    """State what tokenizing each part and selection takes, and packing them for each dataset."""
+    c = n.corpus
+    if not c.shape.packed:
+        return
+    text, written = c.text_bytes * DOCUMENTS, c.tokens * c.token_bytes
+    gets, read = n.scans(text, c.splits)
+    times = c.shape.tokenized
+    spilled = written + c.documents * tokenize.TOKENS.dtype.itemsize
+    n.add(TOKENIZE, times * c.splits, times * gets, times * read, files=2, written=spilled)
+    n.add(PARITY, 1, 3 * min(c.splits, tokenize.PARITY_SPLITS), PARITY_BYTES)
+    memory, shard = c.memory // c.scale, c.shard_bytes // c.scale
+    partitions = max(
+        tokenize.choose_partitions(c.text_bytes, c.documents, memory, shard_bytes=shard),
+        ceil(c.text_bytes / (PARTITION_TEXT_BYTES // c.scale)),
+    )
+    payload = written / max(1, c.documents)
+    tokens = n.exchange(PACK, tokenize.TOKENS, c.splits, c.documents, partitions, payload)
+    drawn = replace(tokens, count=c.splits, bytes=_DRAWN * tokens.bytes + c.splits * EMPTY_BYTES, segments=1)
+    small = n.slices(drawn, 1)
+    gets, read = n.slices(tokens, partitions)
+    gets, read = gets + c.shape.parts * small[0], read + c.shape.parts * small[1]
+    outputs = ceil(c.shape.packed / (1 + c.shape.parts))
+    tasks = outputs * (partitions + c.shape.parts)
+    shards = ceil(written / partitions / (c.shard_bytes / c.scale))
+    n.add(PACK, tasks, outputs * gets, outputs * read, files=shards + 2, written=outputs * written)
+    n.add(PROVENANCE, tasks, 2 * tasks, files=1)
+    n.shards, n.tables = n.shards + tasks * shards, n.tables + tasks
+    n.output_bytes += outputs * written
+
+
+def _stages(recipe: Recipe) -> Sequence[Stage[..., Any]]:
+    if all(one.output.is_text for one in recipe.datasets()):
+        return ()
+    return TOKENIZER, PARITY, TOKENIZE, PACK, PROVENANCE
+
+
+STEP = Step(_stages, write_rows, needs)
