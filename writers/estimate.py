@@ -443,9 +443,7 @@ def _corpus(inputs: BuildInputs, scales: _Scales, made: Documents, documents: fl
         + inputs.recipe.is_masked,
         memory=inputs.recipe.memory,
         shard_bytes=inputs.recipe.output.shard_bytes,
-        has_url=inputs.recipe.dedup.url is not None,
-        has_exact=inputs.recipe.dedup.exact is not None,
-        has_near=inputs.recipe.dedup.near is not None,
+        dedup=inputs.recipe.dedup.asked,
         lines=0 if lines is None else compared_lines(text, lines.words if lines.unit == "span" else None),
         shape=Shape.of(inputs.recipe),
     )

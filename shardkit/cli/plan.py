@@ -142,7 +142,7 @@ BUILD = (
     Quantity("--split-bytes", "split_bytes", parse_number, _bytes,
              "raw text of a compressed input file; plain files are cut into parts of 64 MiB", "B", "1e9"),
     Quantity("--dedup", "dedup", _parts, lambda parts: ",".join(sorted(parts)) or "none",
-             "duplicate removal: url, exact, lines, spans, near, or none; as the recipe's",
+             "duplicate removal: url, exact, lines, near, spans, or none; as the recipe's",
              "PARTS", "exact,near"),
     *_PRICES.values(),
 )  # fmt: skip

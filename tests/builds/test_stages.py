@@ -92,7 +92,7 @@ def test_each_stage_that_a_recipe_asks_for_has_a_title_and_states_its_needs(reci
         documents=10**6,
         text_bytes=10**9,
         tokens=10**8,
-        has_url=True,
+        dedup=("url", "exact", "lines", "near"),
         lines=10**6,
         is_sent=True,
         shape=Shape.of(recipe),
@@ -103,9 +103,7 @@ def test_each_stage_that_a_recipe_asks_for_has_a_title_and_states_its_needs(reci
 
 
 def test_steps_that_a_recipe_does_not_ask_for_state_nothing() -> None:
-    corpus = Corpus(
-        splits=9, documents=10**6, text_bytes=10**9, tokens=10**8, has_exact=False, has_near=False
-    )
+    corpus = Corpus(splits=9, documents=10**6, text_bytes=10**9, tokens=10**8, dedup=())
     stated = [base_name(one.stage) for one in stage_needs(corpus)]
     assert sorted(set(stated)) == sorted(
         ["clean", "duplicates", "pack", "parity", "provenance", "side_files", "tokenize"]

@@ -191,3 +191,13 @@ class DedupConfig(StrictModel):
         default=0.9,
         description="A build stops when an input of 1,000 documents or more loses more than this of them.",
     )
+
+    @classmethod
+    def schemes(cls) -> list[str]:
+        """Return the keys that ask for duplicate removal, each of another kind."""
+        return [name for name, info in cls.model_fields.items() if info.default is None]
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The schemes that the recipe asks for."""
+        return frozenset(name for name in self.schemes() if getattr(self, name) is not None)

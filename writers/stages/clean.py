@@ -477,8 +477,8 @@ def exact_keys(
 def needs(n: Needs) -> None:
     """State what cleaning writes; raw files are read from where they are."""
     c = n.corpus
-    keys_bytes = (1 + c.has_url) * c.documents * KEYS.dtype.itemsize
-    files = 3 + c.has_url + c.shape.has_buckets
+    keys_bytes = (1 + ("url" in c.dedup)) * c.documents * KEYS.dtype.itemsize
+    files = 3 + ("url" in c.dedup) + c.shape.has_buckets
     written = c.text_bytes * DOCUMENTS + keys_bytes
     n.add(CLEAN, c.splits, n.looked_up * c.splits, 0, files=files, written=written)
 

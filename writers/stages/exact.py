@@ -226,19 +226,19 @@ EQUAL_TEXTS = EqualStages(
 
 def url_needs(n: Needs) -> None:
     """State what comparing URLs takes."""
-    if n.corpus.has_url:
+    if "url" in n.corpus.dedup:
         _add(n, EQUAL_URLS, URL_KEYS)
 
 
 def text_needs(n: Needs) -> None:
     """State what comparing texts takes, and what is left of equal URLs."""
     c = n.corpus
-    if not c.has_exact:
+    if "exact" not in c.dedup:
         return
-    if c.has_url:
+    if "url" in c.dedup:
         read, written = (c.documents * table.dtype.itemsize for table in (KEYS, WEIGHTED_KEYS))
         n.add(URL_LEFT, c.splits, 2 * c.splits, read, files=1, written=written)
-    _add(n, EQUAL_TEXTS, WEIGHTED_KEYS if c.has_url else KEYS)
+    _add(n, EQUAL_TEXTS, WEIGHTED_KEYS if "url" in c.dedup else KEYS)
 
 
 def _add(n: Needs, stages: EqualStages, table: Table) -> None:

@@ -77,7 +77,7 @@ _TEXTS = 0.26
 def needs(n: Needs) -> None:
     """State what signing, comparing, verifying and deciding take."""
     c = n.corpus
-    if not c.has_near:
+    if "near" not in c.dedup:
         return
     text, signatures = c.text_bytes * DOCUMENTS, c.documents * _SIGNATURE_BYTES
     readers = c.limits.partitions(c.documents, KEYS.dtype)

@@ -12,7 +12,7 @@ in parts if they are large; what the driver sends (index, card, report) is not i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import ceil, exp
 from typing import Any
@@ -81,9 +81,8 @@ class Corpus:
     token_bytes: int = 4
     memory: int = 2_000_000_000
     shard_bytes: int = 1 << 26
-    has_url: bool = False
-    has_exact: bool = True
-    has_near: bool = True
+    dedup: Collection[str] = ("exact", "near")
+    """Keys of the recipe's `dedup` that ask for duplicate removal."""
     lines: int = 0
     """Lines that are compared; 0: none are removed."""
     is_sent: bool = False

@@ -55,7 +55,7 @@ _TWIN_BYTES = 250  # a removed document, or one that stays for it, on their way 
 def needs(n: Needs) -> None:
     """State what joining what was removed takes."""
     c = n.corpus
-    removed = c.documents * LOSERS * (c.has_url or c.has_exact or c.has_near)
+    removed = c.documents * LOSERS * bool({*c.dedup} - {"lines", "spans"})
     files = max(1, ceil(removed / DUPLICATES_OF_FILE))
     payload = _TWIN_BYTES - TWINS.dtype.itemsize
     twins = n.exchange(DUPLICATES, TWINS, c.splits, 2 * removed, files, payload)

@@ -30,6 +30,7 @@ from shardkit.errors import RecipeError, ShardError, ShardkitError
 from shardkit.storage.object_file import _MOST_BYTES as RANGE_BYTES
 from shardkit.tools.plan.quantities import Prices
 from shardkit.writers.card import content_of
+from shardkit.writers.dedup.config import DedupConfig
 from shardkit.writers.recipe import TEXT_FORMATS, recipe_from_mapping
 from shardkit.writers.stages.graph import stage_needs
 from shardkit.writers.stages.needs import Corpus, Shape, StageNeeds, compared_lines, together
@@ -41,7 +42,7 @@ DRIVER_TASK_BYTES = 2_000
 DRIVER_BYTES = 200_000_000
 MANY_TASKS = 10_000_000  # the driver was measured with a million in a stage
 _ELSEWHERE = ("split", "output")  # steps of a funnel: documents of another part, or of another output
-DEDUP_PARTS = ("url", "exact", "lines", "spans", "near")
+DEDUP_PARTS = (*DedupConfig.schemes(), "spans")
 
 __all__ = [
     "DEDUP_PARTS",
@@ -241,9 +242,7 @@ def _corpus(needs: BuildNeeds, kept_bytes: Fraction, raw_bytes: Fraction) -> Cor
         token_bytes=ceil(needs.token_bytes),
         memory=needs.memory,
         shard_bytes=needs.shard_bytes,
-        has_url="url" in needs.dedup,
-        has_exact="exact" in needs.dedup,
-        has_near="near" in needs.dedup,
+        dedup=needs.dedup,
         lines=compared_lines(float(cleaned), 50 if "spans" in needs.dedup else None) if cut else 0,
         shape=needs.shape,
         is_sent=True,
@@ -341,7 +340,7 @@ def _lacks(card: DatasetCard, error: Exception) -> ShardkitError:
 
 def _dedup_parts(dedup: Mapping[str, Any]) -> frozenset[str]:
     """Those of a recipe."""
-    found = {name for name in ("url", "exact", "lines", "near") if dedup.get(name) is not None}
+    found = {name for name in DEDUP_PARTS if dedup.get(name) is not None}
     if "lines" in found and dedup["lines"]["unit"] == "span":
         found = found - {"lines"} | {"spans"}
     return frozenset(found)
