@@ -46,7 +46,7 @@ __all__ = [
     "verify",
 ]
 
-__version__ = "0.2.0"
+from shardkit.version import __version__
 
 _PLACES = {  # module and name of each
     "BuildResult": ("shardkit.writers.result", "BuildResult"),

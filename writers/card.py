@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import shardkit
 from shardkit.card import (
     CARD_NAME,
     FILES_NAME,
@@ -24,6 +23,7 @@ from shardkit.card import (
 from shardkit.errors import BuildError
 from shardkit.hashing import digest_of, hash_bytes
 from shardkit.manifest import BLOCKS_NAME, FileInfo, Format, Manifest, ShardInfo
+from shardkit.version import __version__
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.funnel import Funnel
@@ -128,7 +128,7 @@ def make_card(
     ]
     facts = {
         "card_version": CARD_VERSION,
-        "shardkit_version": shardkit.__version__,
+        "shardkit_version": __version__,
         "fingerprint": manifest.fingerprint,
         "format": manifest.format,
         "shards": len(manifest.shards),

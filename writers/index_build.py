@@ -30,7 +30,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-import shardkit
 from shardkit.errors import BuildError, RecipeError
 from shardkit.files import fsync_path, link_or_copy, load_json, publish_bytes
 from shardkit.hashing import digest_of
@@ -39,6 +38,7 @@ from shardkit.storage.resilient import connect
 from shardkit.storage.store import StorageOptions, StoreError
 from shardkit.storage.url import is_remote, local_path
 from shardkit.units import format_bytes
+from shardkit.version import __version__
 from shardkit.writers.card import recipe_content
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS
@@ -440,7 +440,7 @@ def _record_of(
     ]
     data = {
         "format": FORMAT,
-        "shardkit_version": shardkit.__version__,
+        "shardkit_version": __version__,
         "settings": dict(settings),
         "sketch": sketch,
         "documents": sum(part.documents for part in parts.values()),

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import shardkit
 from shardkit.storage.store import StorageOptions
+from shardkit.version import __version__
 from shardkit.writers.execution.code_version import code_version
 from shardkit.writers.execution.commit import Commit, Record
 from shardkit.writers.execution.runner import Journal
@@ -138,7 +138,7 @@ def differences(task: Task, record: Record) -> list[str]:
         for key, old, new in _changed(record.args, task.deciding())
     ]
     if record.code != code_version():
-        found.append(f"code: not made by this version of shardkit ({shardkit.__version__}) and its libraries")
+        found.append(f"code: not made by this version of shardkit ({__version__}) and its libraries")
     return found or [LOST]
 
 

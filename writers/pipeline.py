@@ -21,7 +21,6 @@ from os import fspath
 from pathlib import Path
 from typing import Any
 
-import shardkit
 from shardkit.card import DatasetCard, Histogram
 from shardkit.errors import BuildError, RecipeError, ShardError
 from shardkit.files import not_for_everyone
@@ -32,6 +31,7 @@ from shardkit.manifest import Manifest, ShardInfo
 from shardkit.progress import Listener, make_listener
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
+from shardkit.version import __version__
 from shardkit.writers.annotations import ANNOTATIONS_FILE
 from shardkit.writers.card import BuiltDataset, assemble, make_card, recipe_content
 from shardkit.writers.estimate import check_disk
@@ -312,7 +312,7 @@ def _difference(card: DatasetCard | None, recipe: Recipe, inputs: BuildInputs) -
     try:
         if card.recipe_digest != digest_of(recipe_content(recipe)):
             return "made by another recipe"
-        if card.shardkit_version != shardkit.__version__:
+        if card.shardkit_version != __version__:
             return f"made by shardkit {card.shardkit_version}"
         if not recipe.output.is_text and (tokenizer is None or card.tokenizer.digest != tokenizer.digest):
             return "made with another tokenizer"

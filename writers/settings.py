@@ -28,6 +28,7 @@ from shardkit.files import is_remote, local_path
 __all__ = [
     "ANNOTATIONS_FOLDER",
     "TRAIN",
+    "WHITE_SPACE",
     "Bounds",
     "FieldName",
     "Listed",
@@ -44,6 +45,7 @@ T = TypeVar("T")
 
 ANNOTATIONS_FOLDER = "annotations"  # of a dataset: the values of all rules for all documents
 TRAIN = "train"  # the part of a split that is left when the others are taken
+WHITE_SPACE = "whitespace"  # words of filters that count them: as `str.split()` has them
 FieldName = Annotated[str, Field(min_length=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 

@@ -9,10 +9,10 @@ import hashlib
 import importlib.metadata
 import sys
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
-import shardkit
-import shardkit.writers
+from shardkit.version import __version__
 
 __all__ = [
     "DECIDES_NO_BYTE",
@@ -85,7 +85,7 @@ def code_version() -> str:
     Coarse on purpose: after an upgrade every task runs again, so that no dataset mixes outputs of two
     versions. Only OUTSIDE_TASKS and DECIDES_NO_BYTE are left out.
     """
-    state = hashlib.blake2b(shardkit.__version__.encode(), digest_size=16)
+    state = hashlib.blake2b(__version__.encode(), digest_size=16)
     for name, source in covered_sources().items():
         state.update(f"\0{name}\0".encode() + source.read_bytes())
     # Python's Unicode tables, csv, gzip and json decide bytes too.
@@ -101,12 +101,13 @@ def code_version() -> str:
 def covered_sources() -> dict[str, Path]:
     """The modules of shardkit whose sources are in `code_version`, by name, sorted."""
     found = {}
-    for package in (shardkit, shardkit.writers):  # a folder of its own in a checkout
-        assert package.__file__ is not None
-        folder = Path(package.__file__).parent
+    for package in ("shardkit", "shardkit.writers"):  # a folder of its own in a checkout
+        origin = getattr(find_spec(package), "origin", None)
+        assert origin is not None
+        folder = Path(origin).parent
         for source in folder.rglob("*.py"):
             parts = source.relative_to(folder).with_suffix("").parts
-            name = ".".join((package.__name__, *parts)).removesuffix(".__init__")
+            name = ".".join((package, *parts)).removesuffix(".__init__")
             if not is_left_out(name):
                 found[name] = source
     return dict(sorted(found.items()))

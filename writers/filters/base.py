@@ -27,16 +27,14 @@ from pydantic import Field, StringConstraints, model_validator
 
 from shardkit.errors import RecipeError
 from shardkit.files import FileVersion, file_version
-from shardkit.writers.settings import StrictModel
+from shardkit.writers.settings import WHITE_SPACE, StrictModel
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from shardkit.writers.filters.spacy_words import SpacyWords
     from shardkit.writers.filters.text_batch import TextBatch
 
 __all__ = [
-    "WHITE_SPACE",
     "Edit",
     "Editor",
     "Filter",
@@ -48,15 +46,11 @@ __all__ = [
     "below",
     "first_failing",
     "load_list",
-    "load_splitter",
     "ratio",
     "version_of",
 ]
 
 _Loaded = TypeVar("_Loaded")
-
-
-WHITE_SPACE = "whitespace"
 
 
 class FilterSettings(StrictModel):
@@ -105,6 +99,8 @@ class WordSettings(FilterSettings):
     def build(self, folder: Path) -> Filter | Editor:
         """See FilterSettings.build."""
         if self.words != WHITE_SPACE:
+            from shardkit.writers.filters.text_batch import load_splitter
+
             load_splitter(self.words)
         return super().build(folder)
 
@@ -114,13 +110,6 @@ class WordSettings(FilterSettings):
         if self.words == WHITE_SPACE:
             del own["words"]  # as in the recipes of older versions
         return {name: own}
-
-
-def load_splitter(words: str) -> SpacyWords:
-    """What splits texts as `words` of WordSettings says, which is not at white space."""
-    from shardkit.writers.filters.spacy_words import spacy_words
-
-    return spacy_words(words.partition(":")[2])
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
-from shardkit.writers.filters.base import WHITE_SPACE, Rule, WordSettings, above, below, ratio
-from shardkit.writers.settings import FieldName, Listed, Ratio
+from shardkit.writers.filters.base import Rule, WordSettings, above, below, ratio
+from shardkit.writers.settings import WHITE_SPACE, FieldName, Listed, Ratio
 
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch

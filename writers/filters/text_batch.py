@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from shardkit.writers.filters.base import WHITE_SPACE, load_splitter
 from shardkit.writers.kernels.lines import LineStatistics, line_statistics
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.word_statistics import WordStatistics, word_statistics
+from shardkit.writers.settings import WHITE_SPACE
 
-__all__ = ["TextBatch"]
+if TYPE_CHECKING:
+    from shardkit.writers.filters.spacy_words import SpacyWords
+
+__all__ = ["TextBatch", "load_splitter"]
+
+
+def load_splitter(words: str) -> SpacyWords:
+    """What splits texts as `words` of WordSettings says, which is not at white space."""
+    from shardkit.writers.filters.spacy_words import spacy_words
+
+    return spacy_words(words.partition(":")[2])
 
 
 class TextBatch:

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-import shardkit
 from shardkit.card import CARD_NAME
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
@@ -63,6 +62,7 @@ from shardkit.tools.convert.write import (
     content_hasher,
 )
 from shardkit.units import format_bytes
+from shardkit.version import __version__
 
 __all__ = ["STAGING_NAME", "ConvertResult", "convert"]
 
@@ -339,7 +339,7 @@ def write_card(
     manifest, length = written.manifest, written.sequence_length
     card: dict[str, Any] = {
         "card_version": CARD_VERSION,
-        "shardkit_version": shardkit.__version__,
+        "shardkit_version": __version__,
         "fingerprint": manifest.fingerprint,
         "format": manifest.format,
         "shards": len(manifest.shards),
