@@ -42,8 +42,6 @@ from shardkit.loaders.placement import (
 from shardkit.loaders.producer import LoaderTimeoutError
 from shardkit.storage.clock import running_seconds
 
-__all__ = ["RankAgreement"]
-
 _WARN_SECONDS = 30.0  # of waiting: ranks have met in init_process_group, and come one after another
 _LONGEST_PAUSE = 0.1  # between two looks at the store
 _CHECKS_PER_SECOND = 4096  # of all ranks together: 5 % of a core of rank 0, as in `peers`

@@ -36,15 +36,6 @@ from shardkit.loaders.streams import Columns
 from shardkit.manifest import LOSS_MASK
 from shardkit.order.token_mask import LONGEST_PERIOD, TokenMask
 
-__all__ = [
-    "Batch",
-    "BatchMaker",
-    "Fields",
-    "TokenColumn",
-    "batches_of",
-    "tensor_maker",
-]
-
 Batch = dict[str, Any]
 
 _Array = npt.NDArray[np.generic]

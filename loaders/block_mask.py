@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import torch
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["BLOCK_MASK_FIELDS", "DEFAULT_BLOCK", "block_mask_of", "block_tables"]
 
 DEFAULT_BLOCK = 128  # tokens; FlexAttention's own default
 

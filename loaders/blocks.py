@@ -46,8 +46,6 @@ from shardkit.loaders.batch import Batch, Fields, batches_of
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.producer import Group
 
-__all__ = ["BLOCK_BYTES", "MAX_BLOCK_BATCHES", "Block", "BlockMemory", "Outbox", "deal", "forking_workers"]
-
 BLOCK_BYTES = 4 << 20  # a message costs as much as gathering about 1 MiB
 MAX_BLOCK_BATCHES = 256  # shares that cost among the smallest batches; growing there from 1 takes 8 blocks
 

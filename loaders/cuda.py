@@ -35,8 +35,6 @@ with naming_extras("CudaPrefetcher"):
 
 from shardkit.loaders.batch import Batch
 
-__all__ = ["Copied", "Copies", "CudaCopies", "CudaPrefetcher", "HostCopies"]
-
 MAX_DEPTH = 64  # batches in flight; each takes device memory
 
 _CHECK_SECONDS = 1.0  # between looks at whether the thread is alive

@@ -14,8 +14,6 @@ from shardkit.order.balance import DocumentIds, WorkBalance, cost_model
 from shardkit.order.order import OrderSpec
 from shardkit.units import format_bytes
 
-__all__ = ["find_eos_id", "may_be_padded", "open_work_balance", "warn_of_small_cache"]
-
 
 def warn_of_small_cache(dataset: Dataset, order: OrderSpec, served: int) -> None:
     """Warn if a cache is too small for what `served` of the order's lanes, read through it, have in use."""

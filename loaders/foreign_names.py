@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["FOREIGN", "LITDATA", "STREAM", "STREAMING"]
-
 _RETRIES = "`run=Run(timeout_seconds=…)` for a batch; requests are tried again until then"
 _NO_WORKERS = (
     "nothing: the loader prefetches in threads, `run=Run(prefetch_batches=…)` ahead; there are no worker "

@@ -40,8 +40,6 @@ from shardkit.cache.rows import FetchedRows
 from shardkit.errors import ShardError
 from shardkit.loaders.streams import ReadRows, Streams
 
-__all__ = ["FixedColumn", "FixedRows", "Gather", "OutputMemory"]
-
 _MAX_SPAN = 1 << 62  # NumPy refuses arrays of 2**63 bytes; the one below would have span * row_bytes
 
 _PIECE_BYTES = 256 << 10  # gathered, then converted: both fit a core's second-level cache

@@ -52,8 +52,6 @@ from shardkit.order.mixture import Mixture, Schedule
 from shardkit.order.state import OnMismatch
 from shardkit.units import parse_bytes, whole_number
 
-__all__ = ["LengthLoader", "LengthSchedule"]
-
 STATE_VERSION = 1
 MAX_STEP = 1 << 40  # times the rows of a step, positions stay below 2**62
 _AHEAD = 1024  # steps that are planned at a time

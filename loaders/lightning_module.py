@@ -51,16 +51,6 @@ from shardkit.loaders.metrics import LoaderStats
 from shardkit.order.batches import Cursor
 from shardkit.order.state import OnMismatch
 
-__all__ = [
-    "DataMonitor",
-    "EvaluationBatches",
-    "ShardDataModule",
-    "Trainer",
-    "TrainingBatches",
-    "find_replica",
-    "trained_batches",
-]
-
 Trainer: TypeAlias = Any  # `lightning.pytorch.Trainer`, which sets attributes that its types do not know
 
 _ORIGIN: Cursor = (0, 0)

@@ -59,8 +59,6 @@ from shardkit.order.run_settings import RunSettings, Tail
 from shardkit.order.state import LoaderState, OnMismatch, resume
 from shardkit.units import parse_bytes
 
-__all__ = ["StreamingLoader"]
-
 
 class StreamingLoader:
     """Iterates over a dataset's batches: {"tokens": int64[batch_size, length], …}, one epoch per `for`.

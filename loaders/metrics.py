@@ -24,8 +24,6 @@ from shardkit.cache.shards import CachedShards
 from shardkit.loaders.config import BUSY_SECONDS
 from shardkit.units import format_bytes
 
-__all__ = ["BalanceStats", "CacheStats", "LoaderStats", "StoreStats", "Telemetry", "verdict"]
-
 FED_SHARE = 0.01  # of the time lost in steps that waited: below, nothing is worth changing
 
 REFETCHED_SHARE = 0.1  # of what was fetched had been in the cache before: it is too small

@@ -39,8 +39,6 @@ from typing import Any, Generic, Self, TypeVar
 from shardkit.errors import PeerError
 from shardkit.loaders.placement import Store, group_store, process_place, run_key
 
-__all__ = ["PeerWatch", "StopTogether", "watch"]
-
 END_SECONDS = 10.0  # from SIGTERM to the end: enough to unwind, short compared with a lost run
 
 MESSAGE_CHARACTERS = 2000  # of an error: the store of rank 0 holds it and every rank prints it

@@ -39,26 +39,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "DATA_PARALLEL_DIMS",
-    "CountingStore",
-    "Place",
-    "Store",
-    "announce",
-    "await_ranks",
-    "check_place",
-    "dataloader_workers",
-    "distributed_in_use",
-    "find_place",
-    "group_store",
-    "local_processes",
-    "process_place",
-    "ranks_of_machine",
-    "rendezvous_store",
-    "replicas_on_machine",
-    "run_key",
-    "usage_log_role",
-]
 
 DATA_PARALLEL_DIMS = ("dp_replicate", "dp_shard", "dp", "batch", "data_parallel")
 

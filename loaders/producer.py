@@ -42,8 +42,6 @@ from shardkit.order.batches import BatchPlan, Cursor
 from shardkit.storage.clock import LOOK_SECONDS, running_seconds
 from shardkit.storage.store import StoreError
 
-__all__ = ["WHOLE", "Group", "GroupMaker", "LoaderTimeoutError", "Portion", "Prefetcher"]
-
 PLAN_ROWS = 65536  # of one rank; six milliseconds of planning
 PLAN_POSITIONS = 1 << 20  # of all ranks; 8 MiB
 GROUP_BYTES = 2 << 20

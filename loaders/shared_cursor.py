@@ -44,8 +44,6 @@ with naming_extras("shardkit.loaders.shared_cursor"):
 
 from shardkit.order.batches import Cursor
 
-__all__ = ["Shared", "SharedCursor", "Worker"]
-
 MAX_WORKERS = 1024
 _LOCK_SECONDS = 60.0
 

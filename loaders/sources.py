@@ -27,15 +27,6 @@ from shardkit.loaders.gather import FixedColumn, FixedRows, OutputMemory
 from shardkit.loaders.streams import Columns, ReadRows, Streams
 from shardkit.manifest import LOSS_MASK, Column
 
-__all__ = [
-    "DecodedSamples",
-    "MixedShapesError",
-    "Source",
-    "SourceInfo",
-    "open_source",
-    "output_dtype",
-]
-
 # Signed types for unsigned ids of their size, which stay far below 2**31: batches are checked for others.
 _SAME_SIZE = {("uint32", "int32"), ("uint64", "int64")}
 

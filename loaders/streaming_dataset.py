@@ -39,8 +39,6 @@ from shardkit.loaders.worker_signals import leave_to_trainer, signals_held_back
 from shardkit.order.batches import BatchPlan, Cursor
 from shardkit.order.state import LoaderState, OnMismatch
 
-__all__ = ["State", "StreamingDataset", "state_of"]
-
 State = dict[str, object]
 
 _CALLERS = 16  # frames from a DataLoader's or Accelerate's iteration to the dataset's: about five

@@ -43,8 +43,6 @@ from shardkit.order.run_settings import RunSettings, Tail
 from shardkit.order.token_mask import TokenMask
 from shardkit.storage import StorageOptions, is_remote
 
-__all__ = ["Columns", "Opened", "ReadRows", "Streams", "named_weights", "open_streams"]
-
 _OPENED_AT_ONCE = 8  # datasets: each takes two requests side by side
 
 Columns = dict[str, npt.NDArray[np.generic] | list[object]]

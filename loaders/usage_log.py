@@ -27,8 +27,6 @@ from shardkit.loaders.placement import Place, process_place, usage_log_role
 from shardkit.loaders.streams import Streams
 from shardkit.order.run_settings import RunSettings
 
-__all__ = ["UsageLog", "open_usage_log"]
-
 
 def open_usage_log(
     folder: str | os.PathLike[str] | None, streams: Streams, place: Place, *, batch_size: int

@@ -25,8 +25,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 
-__all__ = ["TRAINER_SIGNALS", "leave_to_trainer", "signals_held_back"]
-
 TRAINER_SIGNALS = frozenset((signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
 
 _LOOK_SECONDS = 1.0  # between looks whether the parent is alive: workers outlive it by no more

@@ -27,15 +27,6 @@ from shardkit.loaders.producer import LoaderTimeoutError
 from shardkit.storage.clock import running_seconds
 from shardkit.units import format_bytes
 
-__all__ = [
-    "LOOK_SECONDS",
-    "PatientIterator",
-    "describe_wait",
-    "end_workers",
-    "is_torch_timeout",
-    "kill_when_dropped",
-]
-
 LOOK_SECONDS = 5.0  # as torch does if it has no timeout
 
 _END_SECONDS = 2.0  # for workers to end by SIGTERM

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bytes", "Ints", "Words"]
-
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]

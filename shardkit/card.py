@@ -32,35 +32,6 @@ from shardkit.files import load_json
 from shardkit.hashing import hash_bytes
 from shardkit.manifest import BLOCKS_NAME, FileInfo, Manifest, stated_file
 
-__all__ = [
-    "CARD_NAME",
-    "FILES_NAME",
-    "MAX_CARD_BYTES",
-    "MAX_FILES_BYTES",
-    "Bin",
-    "BucketFacts",
-    "Count",
-    "CounterFacts",
-    "DatasetCard",
-    "DedupFacts",
-    "EditFacts",
-    "FilterFacts",
-    "FunnelCounts",
-    "FunnelStep",
-    "GroupFacts",
-    "Histogram",
-    "InputFacts",
-    "LanguageCounts",
-    "NearFacts",
-    "RuleFacts",
-    "SourceLoss",
-    "SplitFacts",
-    "StageLoss",
-    "TokenizerFacts",
-    "block_checksums",
-    "listed_files",
-]
-
 CARD_NAME = "dataset.json"
 FILES_NAME = "files.json"
 MAX_CARD_BYTES = 64 << 20  # of those that older versions made for 500,000 files

@@ -9,8 +9,6 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-__all__ = ["Described", "Facts", "counted", "listed", "printable"]
-
 Facts = Sequence[tuple[str, str]]
 
 _MOST_LISTED = 8

@@ -31,33 +31,6 @@ from shardkit.errors import PathError, warn_user
 if TYPE_CHECKING:
     from shardkit.arrays import Bytes
 
-__all__ = [
-    "LACKING",
-    "PART_SUFFIX",
-    "Closing",
-    "FileVersion",
-    "NotRegularFileError",
-    "allocate",
-    "can_write_in",
-    "file_version",
-    "fsync_path",
-    "is_remote",
-    "link_or_copy",
-    "load_json",
-    "local_path",
-    "make_folder",
-    "map_file",
-    "map_path",
-    "move_durably",
-    "not_for_everyone",
-    "open_maps",
-    "open_regular",
-    "part_of",
-    "publish_bytes",
-    "rename_new",
-    "user_cache_folder",
-    "who_else_writes",
-]
 
 LACKING = (
     errno.EINVAL,

@@ -18,17 +18,6 @@ import xxhash
 
 from shardkit.errors import ShardError
 
-__all__ = [
-    "HASH_NAMES",
-    "Hasher",
-    "digest_of",
-    "hash_bytes",
-    "hash_file",
-    "keyed_hashes",
-    "keyed_id_hashes",
-    "new_hash",
-]
-
 _READ_BYTES = 1 << 20
 
 

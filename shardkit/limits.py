@@ -12,8 +12,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["ROOT", "available_bytes", "memory_bytes", "usable_cores"]
-
 ROOT = Path("/")
 _GROUPS = "sys/fs/cgroup"
 _MEMORY_FILES = ("memory.max", "memory.high", "memory.limit_in_bytes")  # of versions 2, 2 and 1

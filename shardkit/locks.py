@@ -22,8 +22,6 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["FileLock", "held_file"]
-
 _POLL_SECONDS = 0.1
 _HOLDER_BYTES = 64  # at most
 

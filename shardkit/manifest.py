@@ -29,26 +29,6 @@ import numpy.typing as npt
 from shardkit.arrays import Bytes, Ints
 from shardkit.errors import ShardError
 
-__all__ = [
-    "BLOCKS_NAME",
-    "LOSS_MASK",
-    "MAX_BASENAME_CHARS",
-    "TOKENS",
-    "UNKNOWN",
-    "Column",
-    "FileInfo",
-    "Files",
-    "Format",
-    "Manifest",
-    "ShardInfo",
-    "ShardTable",
-    "checked_basename",
-    "merge_columns",
-    "stated_file",
-    "table_of",
-    "token_layout",
-]
-
 Format = Literal["mds", "tar", "tokens", "parquet", "jsonl"]
 
 BLOCKS_NAME = "blocks.bin"

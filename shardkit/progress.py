@@ -19,19 +19,6 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, overload
 
 from shardkit.units import format_bytes
 
-__all__ = [
-    "CountProgress",
-    "FileCounter",
-    "Lines",
-    "Listener",
-    "Report",
-    "TransferListener",
-    "TransferProgress",
-    "counting",
-    "make_listener",
-    "reading",
-]
-
 LINE_SECONDS = 5.0  # a log file gets a line this often at most, but for events
 TABLE_SECONDS = 0.3  # between updates of a notebook's table: each is a message to the browser
 QUIET_SECONDS = 2.0  # shorter reads are not worth a line

@@ -6,8 +6,6 @@ import operator
 import re
 from typing import SupportsIndex
 
-__all__ = ["format_bytes", "parse_bytes", "whole_number"]
-
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGTP", 1)}

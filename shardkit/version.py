@@ -1,5 +1,3 @@
 """The version, for modules that write it into files: a leaf, so that they import nothing else for it."""
 
-__all__ = ["__version__"]
-
 __version__ = "0.2.0"

@@ -281,3 +281,34 @@ def test_modules_import_each_other_one_way_for_types_too() -> None:
     imports = {name: imported_modules(file, files) for name, file in files.items()}
     for name in imports:
         assert name not in reached(name, imports), f"{name} imports, in the end, itself"
+
+
+DOCUMENTED = {  # whole modules of docs/reference/python.md, which shows what they list
+    "shardkit.datasets.provenance.documents",
+    "shardkit.errors",
+    "shardkit.loaders.balanced",
+    "shardkit.loaders.pytorch",
+}
+
+
+def test_only_packages_and_modules_that_hand_on_names_or_are_documented_whole_list_their_names() -> None:
+    for name, file in MODULES:
+        body = parsed(file).body
+        lists = [
+            node.value for node in body if isinstance(node, ast.Assign) and names_of(node) == {"__all__"}
+        ]
+        if lists and file.name != "__init__.py" and name not in DOCUMENTED:
+            kinds = ast.FunctionDef, ast.ClassDef
+            own = {node.name for node in body if isinstance(node, kinds)}
+            own |= {
+                one for node in body if isinstance(node, ast.Assign | ast.AnnAssign) for one in names_of(node)
+            }
+            assert {*ast.literal_eval(lists[0])} - own, (
+                f"{name}: `_name` says private; a module lists nothing"
+            )
+
+
+def names_of(node: ast.Assign | ast.AnnAssign) -> set[str]:
+    """The names that an assignment binds."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return {one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)}

@@ -36,8 +36,6 @@ from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.ledger import Count
 from shardkit.writers.settings import ANNOTATIONS_FOLDER
 
-__all__ = ["ANNOTATIONS_FILE", "AnnotationFile", "Bounds", "Outcome", "annotation_values", "thresholds"]
-
 ANNOTATIONS_FILE = "annotations.parquet"
 ROW_GROUP_DOCUMENTS = 1 << 15  # with fifty rules some 15 MB until they are written
 _FIRST = pa.schema(

@@ -32,8 +32,6 @@ from shardkit.writers.recipe import Recipe
 from shardkit.writers.report import render_report
 from shardkit.writers.stages.flow import PartsFound
 
-__all__ = ["BuiltDataset", "assemble", "content_of", "describe_file", "make_card", "recipe_content"]
-
 CARD_VERSION = 1
 FILE_HASH = "xxh3_128"
 _READERS = 16

@@ -17,8 +17,6 @@ import numpy as np
 import xxhash
 from pydantic import BaseModel
 
-__all__ = ["DecidesNoByte", "MemoryBytes", "RecipeKey", "deciding", "markers_of", "plain"]
-
 
 @dataclass(frozen=True, slots=True)
 class DecidesNoByte:

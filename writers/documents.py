@@ -24,21 +24,6 @@ import xxhash
 
 from shardkit.writers.kernels.text_arrays import copy_texts, text_bytes, text_offsets
 
-__all__ = [
-    "BATCH_DOCUMENTS",
-    "BATCH_TEXT_BYTES",
-    "DOCUMENTS_FILE",
-    "DOCUMENT_OPTIONS",
-    "DOCUMENT_SCHEMA",
-    "MARKED_SCHEMA",
-    "content_ranks",
-    "document_ids",
-    "id_bytes",
-    "pack_strings",
-    "text_digests",
-    "unpack_strings",
-]
-
 DOCUMENTS_FILE = "documents.arrow"  # of the task that wrote the documents of a split
 
 BATCH_DOCUMENTS = 4096

@@ -25,17 +25,6 @@ from shardkit.writers.inputs.read_csv import first_rows
 from shardkit.writers.inputs.read_shards import first_samples
 from shardkit.writers.inputs.scan import guess_format
 
-__all__ = [
-    "LEAST_WORDS",
-    "SHOWN_FIELDS",
-    "Fields",
-    "fields_of",
-    "first_lines",
-    "first_records",
-    "parsed_json",
-    "readable_text",
-]
-
 _SAMPLED_FILES = 3  # of each ending: the first, one in the middle, the last
 
 

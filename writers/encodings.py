@@ -20,17 +20,6 @@ from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
 
-__all__ = [
-    "BAD",
-    "GUESS",
-    "PYTHON_NAMES",
-    "REPLACEMENT",
-    "decode",
-    "encoding_of",
-    "keeps_newlines",
-    "to_utf8",
-]
-
 BAD = "\udcff"
 GUESS = "guess"
 """In place of a label: pages that declare nothing and are not UTF-8 are decoded by what they look like."""

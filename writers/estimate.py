@@ -71,26 +71,6 @@ from shardkit.writers.stages.provenance import PROVENANCE_NAME
 from shardkit.writers.stages.rows import PARTITION_TEXT_BYTES
 from shardkit.writers.stages.tokenize import TOKENIZE
 
-__all__ = [
-    "CERTAIN",
-    "FILE_BYTES",
-    "SAMPLE_BYTES",
-    "DiskNeed",
-    "Finished",
-    "Piece",
-    "StageBytes",
-    "check_disk",
-    "choose_pieces",
-    "copy_start",
-    "disk_needs",
-    "existing_folder",
-    "finished_stages",
-    "most_bytes",
-    "put_pieces",
-    "rehearse",
-    "sample_recipe",
-]
-
 _FILES = 8  # of a source, if they are large: the beginning of one file may be unlike all else
 
 _LEAST_PIECE_BYTES = 1 << 20

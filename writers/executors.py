@@ -33,8 +33,6 @@ from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.stages.inputs import BuildInputs
 
-__all__ = ["EngineName", "Execution", "open_runner", "place_files", "work_of"]
-
 EngineName = Literal["local", "ray"]
 
 _WORKER_TEXT_BYTES = 1 << 21  # filtering less takes no longer than a process takes to start

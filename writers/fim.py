@@ -23,8 +23,6 @@ from shardkit.hashing import keyed_hashes
 from shardkit.writers.input_config import FimConfig
 from shardkit.writers.tokenizer import Encoder, EncodingError, Tokens
 
-__all__ = ["Cuts", "cut_documents", "encode_fim", "ordered", "original"]
-
 Cuts = npt.NDArray[np.int64]
 _WHOLE = float(1 << 64)
 

@@ -28,8 +28,6 @@ from shardkit.errors import ConservationError
 from shardkit.writers.filters.chain import EXCERPTS, SAMPLE, Excerpt, FilterChain, Filtered
 from shardkit.writers.ledger import Ledger
 
-__all__ = ["FilterCounts", "Funnel", "Trained", "filters_card"]
-
 
 @dataclass(frozen=True, slots=True)
 class Trained:

@@ -28,8 +28,6 @@ from shardkit.writers.input_config import GroupConfig
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt64s, kernel
 from shardkit.writers.tokenizer import Encoder, EncodingError, Tokens
 
-__all__ = ["Encode", "Groups", "Joined", "encode_grouped", "join_groups", "order_hashes"]
-
 _WHOLE = float(1 << 64)
 Encode = Callable[[pa.RecordBatch, Sequence[str]], tuple[Tokens, npt.NDArray[np.int64]]]
 """Encodes documents, each with a text before its own: (all ids, number of ids of each)."""

@@ -78,17 +78,6 @@ from shardkit.writers.stages.graph import find_survivors
 from shardkit.writers.stages.inputs import BuildInputs
 from shardkit.writers.stages.near import NEAR_DUPLICATE
 
-__all__ = [
-    "DedupIndexResult",
-    "IndexPart",
-    "StoreTarget",
-    "build_dedup_index",
-    "index_part",
-    "index_tasks",
-    "publish_index",
-    "publish_to_store",
-]
-
 
 @dataclass(frozen=True)
 class DedupIndexResult:

@@ -12,17 +12,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PrivateA
 from shardkit.writers.encodings import GUESS, encoding_of
 from shardkit.writers.settings import FieldName, Listed, Ratio, Shorthand, Source, StrictModel, is_url
 
-__all__ = [
-    "ExtractConfig",
-    "FimConfig",
-    "GroupConfig",
-    "InputConfig",
-    "ResiliparseOptions",
-    "TemplateVariables",
-    "TrafilaturaOptions",
-    "misused_variables",
-]
-
 Token = Annotated[str, Field(min_length=1)]
 
 

@@ -20,13 +20,6 @@ import pyarrow as pa
 from shardkit.writers.dedup.population import LANGUAGE_CODE, LanguageLabels
 from shardkit.writers.dedup.tables import RowsWriter
 
-__all__ = [
-    "LANGUAGES_FILE",
-    "LanguageCounts",
-    "LanguageFile",
-    "add_languages",
-]
-
 LANGUAGES_FILE = "languages.npy"
 _COLUMN = "language"
 

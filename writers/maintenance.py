@@ -30,20 +30,6 @@ from shardkit.writers.recipe import Recipe
 from shardkit.writers.stages.graph import run_build, stages_of
 from shardkit.writers.stages.inputs import BuildInputs
 
-__all__ = [
-    "CleanReport",
-    "Explanation",
-    "Planner",
-    "Reason",
-    "StagePlan",
-    "StaleTask",
-    "UnknownError",
-    "clean_work",
-    "differences",
-    "explain_build",
-    "explain_work",
-]
-
 NEW = "new: no task of this name has run"
 
 LOST = "an output is missing or cut"

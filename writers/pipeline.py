@@ -68,16 +68,6 @@ from shardkit.writers.stages.pack import PACK, sums_of
 from shardkit.writers.stages.text import TEXT
 from shardkit.writers.stages.tokenize import TOKENIZE
 
-__all__ = [
-    "build",
-    "build_unpublished",
-    "default_work",
-    "destinations_of",
-    "publish_dataset",
-    "refuse_own_files",
-    "with_overrides",
-]
-
 
 @not_for_everyone()
 def build(

@@ -22,8 +22,6 @@ from shardkit.progress import Listener, Report
 from shardkit.units import format_bytes
 from shardkit.writers.ledger import Count, Ledger
 
-__all__ = ["PULSE", "News", "Pulse", "StageProgress", "WholeBuild", "say"]
-
 COMPILING = "compiling kernels …"
 
 _PULSE_SECONDS = 0.5

@@ -67,16 +67,6 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.stage import RunTasks, Stage
 from shardkit.writers.progress import StageProgress
 
-__all__ = [
-    "REPORT_NAME",
-    "PublishedDataset",
-    "RemoteOutput",
-    "find_published",
-    "finish_published",
-    "global_shards",
-    "publish",
-]
-
 REPORT_NAME = "report.html"
 _PREFIXES = {"tar": "shard-", "parquet": "text-", "jsonl": "text-"}  # of the names of shards
 _THREADS = 8

@@ -16,8 +16,6 @@ import yaml
 from pydantic import BaseModel, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
 
-__all__ = ["describe_problems"]
-
 _MAX_SHOWN = 80
 _MAX_KEYS = 12
 # What pydantic adds to the location of a problem for each member of a union.

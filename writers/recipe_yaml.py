@@ -15,8 +15,6 @@ import yaml
 
 from shardkit.errors import RecipeError
 
-__all__ = ["apply_override", "load_yaml"]
-
 _MAX_RECIPE_BYTES = 1 << 20  # a recipe is written by people; anything larger is some other file
 _MAX_INTEGER_CHARACTERS = 40  # numbers of a recipe have 64 bits, and Python refuses to read 4,300 digits
 _KEY_PART = re.compile(r"([^.\[\]=]+)|\[([0-9]{1,6})\]")

@@ -17,8 +17,6 @@ from typing import Any
 from shardkit.files import load_json, publish_bytes, user_cache_folder
 from shardkit.hashing import digest_of
 
-__all__ = ["remembered", "worker_variable"]
-
 _VARIABLE = "SHARDKIT_FACTS_DIR"
 
 

@@ -21,17 +21,6 @@ from shardkit.formats.removed import DROPPED_SCHEMA, TEXT_CHARACTERS
 from shardkit.writers.filters.chain import Dropped
 from shardkit.writers.kernels.text_arrays import text_offsets
 
-__all__ = [
-    "DROPPED_FILE",
-    "OF_DOCUMENT",
-    "DroppedFile",
-    "Lowest",
-    "RemovedFile",
-    "beginnings",
-    "described",
-    "without_text",
-]
-
 DROPPED_FILE = "dropped.parquet"
 
 ROW_GROUP_DOCUMENTS = 1 << 15

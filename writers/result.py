@@ -26,8 +26,6 @@ from shardkit.writers.ledger import Ledger
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.publish import REPORT_NAME
 
-__all__ = ["BuildResult", "StageClock", "StageTime"]
-
 _MOST_LOSSES = 4  # steps that lost most documents, listed one by one
 _MOST_STEPS = 3
 

@@ -24,25 +24,6 @@ import xxhash
 from shardkit.writers.digests import DecidesNoByte, MemoryBytes
 from shardkit.writers.execution.artifacts import Artifact
 
-__all__ = [
-    "DEFAULT_LIMITS",
-    "EMPTY_BYTES",
-    "Batch",
-    "BlockWriter",
-    "Chunk",
-    "Footer",
-    "Limits",
-    "Payload",
-    "Rows",
-    "Segment",
-    "Table",
-    "joined",
-    "nbytes",
-    "payload_ends",
-    "read_blocks",
-    "read_footer",
-]
-
 Rows = npt.NDArray[np.void]
 Payload = npt.NDArray[np.uint8]
 Batch = tuple[Rows, Payload]

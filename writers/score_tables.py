@@ -25,8 +25,6 @@ from shardkit.writers.dedup.tables import RowFile, Rows
 from shardkit.writers.documents import text_digests
 from shardkit.writers.execution.artifacts import Artifact
 
-__all__ = ["BLOCK_ROWS", "INDEX_FILE", "SCORES_FILE", "OpenScores", "ScoreTable", "id_keys", "score_dtype"]
-
 SCORES_FILE = "scores.npy"
 INDEX_FILE = "index.npy"
 BLOCK_ROWS = 128

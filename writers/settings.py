@@ -25,22 +25,6 @@ from pydantic_core import core_schema
 
 from shardkit.files import is_remote, local_path
 
-__all__ = [
-    "ANNOTATIONS_FOLDER",
-    "TRAIN",
-    "WHITE_SPACE",
-    "Bounds",
-    "FieldName",
-    "Listed",
-    "LocalPath",
-    "Place",
-    "Ratio",
-    "Shorthand",
-    "Source",
-    "StrictModel",
-    "is_url",
-]
-
 T = TypeVar("T")
 
 ANNOTATIONS_FOLDER = "annotations"  # of a dataset: the values of all rules for all documents

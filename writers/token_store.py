@@ -58,8 +58,6 @@ from shardkit.writers.stages.pack import Packed, PackSettings, Partition, pack_d
 from shardkit.writers.stages.rows import count_partitions
 from shardkit.writers.stages.tokenize import SPILL_SCHEMA, partition_of, partition_start
 
-__all__ = ["pack_store"]
-
 _SETTINGS = ("pack.", "output.")
 _FILES_OF_TASK = 64
 _OF_DOCUMENT = ("document_id", "copies", "source", "file", "record", "id", "url", "metadata")

@@ -26,18 +26,6 @@ from shardkit.formats.tokenizer_file import Encoding, read_ranks, reason_of, spe
 from shardkit.writers.inputs.chat import SPECIAL, TRAINED
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 
-__all__ = [
-    "CACHE_BYTES",
-    "EncodingError",
-    "Gigatoken",
-    "HuggingFace",
-    "Ids",
-    "Marked",
-    "OwnEngine",
-    "SentencePiece",
-    "Tiktoken",
-]
-
 Ids = npt.NDArray[np.uint32]
 
 CACHE_BYTES = 256 << 20

@@ -26,8 +26,6 @@ from shardkit.writers.kernels.fasttext import FastTextScorer
 from shardkit.writers.kernels.fasttext_model import LABEL_PREFIX, load_fasttext
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 
-__all__ = ["LabelQuality", "TrainedClassifier", "TrainingSettings", "train_classifier"]
-
 _SPACES = str.maketrans("\n\r\t\v\f\0", "      ")
 _EXTRA_AT, _EXTRA_BYTES = 52, 8  # floret's two numbers among the arguments, which fastText has not
 _PLAIN = struct.pack("<2i", 1, 1)  # words in a table, one hash for each n-gram: as fastText

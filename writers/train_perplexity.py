@@ -26,8 +26,6 @@ from shardkit.errors import BuildError
 from shardkit.files import local_path
 from shardkit.writers.kernels.words import normalized_words
 
-__all__ = ["TrainedPerplexity", "train_perplexity"]
-
 _SPECIAL = ("<unk>", "<s>", "</s>")
 _UNKNOWN, _BEGIN, _END = range(3)
 _FALLBACK = (0.5, 1.0, 1.5)

@@ -39,8 +39,6 @@ from shardkit.loaders.pytorch import StreamingDataLoader
 from shardkit.loaders.streaming_dataset import State, StreamingDataset
 from shardkit.order.state import OnMismatch
 
-__all__ = ["ComposerDataLoader", "ComposerDataset", "build_data_spec", "build_dataloader"]
-
 _SAMPLES = "sample_in_epoch"
 
 

@@ -47,8 +47,6 @@ from shardkit.loaders.pytorch import MapDataset
 from shardkit.order.order import Shuffle
 from shardkit.order.state import OnMismatch
 
-__all__ = ["Placement", "StreamingTrainer", "StreamingTrainerMixin", "TrainerDataset", "placement"]
-
 DATA_PARALLEL_DIMENSIONS = ("dp_replicate", "dp_shard")  # as accelerate's ParallelismConfig names them
 
 

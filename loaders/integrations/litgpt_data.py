@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from litgpt.tokenizer import Tokenizer
     from torch import Tensor
 
-__all__ = ["ShardkitData"]
-
 
 @dataclass
 class ShardkitData(DataModule):

@@ -40,8 +40,6 @@ from shardkit.datasets.segments import IGNORED_LABEL
 from shardkit.loaders.config import LoaderOptions, flattened, grouped
 from shardkit.loaders.loader import StreamingLoader
 
-__all__ = ["MaxTextBatches", "MaxTextConfig", "make_eval_iterator", "make_train_iterator"]
-
 Fields: TypeAlias = dict[str, npt.NDArray[np.int32]]
 
 

@@ -39,7 +39,6 @@ from shardkit.order.order import Order, OrderSpec
 with naming_extras(__name__):
     from megatron.core import mpu
 
-__all__ = ["MegatronDataIterator", "MegatronDataset", "external_iterators"]
 
 Data: TypeAlias = str | os.PathLike[str] | Dataset | Sequence[Stream]
 

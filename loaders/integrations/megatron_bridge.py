@@ -37,7 +37,6 @@ with naming_extras(__name__):
     from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
     from megatron.bridge.training.callbacks import Callback, CallbackContext
 
-__all__ = ["SeekToConsumedSamples", "ShardkitProvider"]
 
 Iterators = tuple[MegatronDataIterator | None, MegatronDataIterator | None, MegatronDataIterator | None]
 

@@ -32,8 +32,6 @@ from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import RunOptions, Stream, flattened, grouped
 from shardkit.loaders.loader import StreamingLoader
 
-__all__ = ["DistributedDataGenerator", "NanoGPTData", "data_loader", "data_loader_with_state"]
-
 _IGNORED_TARGET = -1  # what the loss of nanoGPT and nanochat leaves out
 
 _OF_THE_DATA = ("cache_dir", "cache_bytes", "connections", "storage", "eos_id", "bos_id", "timeout_seconds")

@@ -39,7 +39,6 @@ from shardkit.loaders.loader import StreamingLoader
 with naming_extras(__name__):
     from olmo_core.data import DataCollator, TextDataLoaderBase
 
-__all__ = ["ShardkitDataLoader"]
 
 _FIELDS = ("input_ids", "labels", "index", "doc_lens", "max_doc_lens")
 

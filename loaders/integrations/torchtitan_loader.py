@@ -39,7 +39,6 @@ with naming_extras(__name__):
     except ModuleNotFoundError:  # the module's name after release 0.3
         from torchtitan.components.data.loader import BaseDataLoader
 
-__all__ = ["ShardkitDataLoader"]
 
 TrainerBatch: TypeAlias = tuple[dict[str, Tensor], Tensor]
 

@@ -36,8 +36,6 @@ from shardkit.arrays import Ints
 from shardkit.order.order import Order
 from shardkit.order.residency import ShardUses, shard_uses
 
-__all__ = ["NEVER", "Fetch", "Future", "plan_fetches"]
-
 NEVER = int(np.iinfo(np.int64).max)  # the next use of a shard that has none
 
 _CHUNK = 4096  # uses looked at together: a few microseconds of work, seldom much more than needed

@@ -25,19 +25,6 @@ from shardkit.manifest import FileInfo, Format, ShardInfo
 from shardkit.storage.store import ObjectChangedError, Store
 from shardkit.units import format_bytes
 
-__all__ = [
-    "DamagedObjectError",
-    "Download",
-    "FetchTimeoutError",
-    "Job",
-    "MemoryTarget",
-    "Part",
-    "Target",
-    "arrival",
-    "check_hashes",
-    "unpack",
-]
-
 READ_BYTES = 1 << 18  # at a time, into a buffer that stays in a core's second-level cache
 MIN_PART_BYTES = 2 << 20  # below, a range's latency costs more than its share of the bandwidth brings
 _threads = threading.local()

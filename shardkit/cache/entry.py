@@ -37,17 +37,6 @@ from shardkit.arrays import Bytes, Ints
 from shardkit.hashing import HASH_NAMES, hash_bytes
 from shardkit.manifest import ShardInfo, ShardTable
 
-__all__ = [
-    "SEAL_BYTES",
-    "EntryNames",
-    "EntryPart",
-    "entry_name",
-    "is_sealed",
-    "make_seal",
-    "name_digests",
-    "sealed_size",
-]
-
 _MAGIC = b"shardkt1"
 _SEAL = struct.Struct("<8sQ16s16s")
 SEAL_BYTES = _SEAL.size

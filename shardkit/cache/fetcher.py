@@ -48,8 +48,6 @@ from shardkit.cache.protocol import Cache, CacheFolderError, Contents, Fetchable
 from shardkit.order.order import Order
 from shardkit.storage.threads import Workers, remake_after_fork
 
-__all__ = ["FetchLimits", "Fetcher"]
-
 ATTEMPTS = 3  # to get the bytes that the index states, before the object itself is called damaged
 AHEAD = 2  # shards that are prepared before a connection is free; each takes room in the cache
 FINISHERS = 4  # threads that check and sync shards while all connections are used and AHEAD are prepared

@@ -56,8 +56,6 @@ from shardkit.files import LACKING, NotRegularFileError, allocate, map_file, ope
 from shardkit.locks import FileLock
 from shardkit.storage.threads import remake_after_fork
 
-__all__ = ["NO_ROOM", "SUBFOLDER", "CacheFolder", "FolderSlot", "explain_errors", "make_subfolders"]
-
 SUBFOLDER = "shardkit-cache-1"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a disk without bytes or inodes, of a quota or a limit: what it cannot keep is used anyway."""

@@ -51,8 +51,6 @@ from shardkit.hashing import hash_bytes, hash_file
 from shardkit.locks import FileLock
 from shardkit.manifest import Manifest
 
-__all__ = ["MAX_TAR_BYTES", "TRUST_SECONDS", "NodeIndexes", "TarIndexes"]
-
 _STATE_NAME = "checked"
 _HASHES = ("xxh3_128",)
 TRUST_SECONDS = 60.0  # processes of a job start within this time of each other

@@ -31,8 +31,6 @@ from urllib.parse import quote, unquote_to_bytes
 
 from shardkit.cache.protocol import Contents, Held
 
-__all__ = ["Ledger", "is_filling"]
-
 _MAGIC = b"shardkit-ledger-1 "
 _HEADER_BYTES = len(_MAGIC) + 33  # with the generation: 128 random bits in hex, which no two logs have alike
 _SAFE = "~-_."

@@ -14,8 +14,6 @@ from shardkit.arrays import Bytes
 from shardkit.cache.protocol import CACHE_COUNTERS, Contents, Held
 from shardkit.storage.threads import remake_after_fork
 
-__all__ = ["CacheMemory"]
-
 
 @dataclass(slots=True)
 class _Entry:

@@ -35,8 +35,6 @@ from shardkit.cache.protocol import Cache, Contents, Fetchable
 from shardkit.order.order import Order
 from shardkit.storage.threads import remake_after_fork
 
-__all__ = ["LEADS_IN_CACHE", "FetchPlan", "LoopPosition", "Pace", "Planner"]
-
 PLANNED = 64  # fetches planned at a time
 IDLE_SECONDS = 60.0  # entries of others that nobody has used for so long count as abandoned
 REST_SECONDS = 5.0  # far more than planning and trying cost, far less than a plan reaches ahead

@@ -23,18 +23,6 @@ from shardkit.manifest import FileInfo
 from shardkit.storage.resilient import ResilientStore
 from shardkit.units import parse_bytes
 
-__all__ = [
-    "CACHE_COUNTERS",
-    "Cache",
-    "CacheFolderError",
-    "CacheOptions",
-    "Contents",
-    "Fetchable",
-    "Held",
-    "Lease",
-    "Slot",
-]
-
 
 class CacheFolderError(ShardkitError):
     """The cache folder cannot be used; the message says which and why."""

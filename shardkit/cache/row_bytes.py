@@ -32,18 +32,6 @@ from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.storage.store import ObjectNotFoundError, Store
 from shardkit.storage.threads import Workers
 
-__all__ = [
-    "MAX_ROW_BYTES",
-    "BlockChecksums",
-    "BlockProof",
-    "ColumnPlace",
-    "Proof",
-    "RowChecksums",
-    "RowLayout",
-    "RowProof",
-    "row_layout",
-]
-
 MAX_ROW_BYTES = 4 << 20  # longer ones are not worth a request of their own
 _NAME_BYTES = 100  # of a member, at the start of its header
 

@@ -42,8 +42,6 @@ from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError
 from shardkit.storage.threads import Workers
 
-__all__ = ["FetchedRows", "NodeRows", "RowReader", "RowRequests"]
-
 MAX_UNPROVED = 4096  # rows kept for a later comparison
 _READS = 4  # of one row, before the store is called unreliable
 

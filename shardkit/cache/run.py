@@ -34,8 +34,6 @@ from shardkit.cache.shards import CachedShards, CacheReader
 from shardkit.order.order import Order
 from shardkit.storage.clock import running_seconds
 
-__all__ = ["CacheRun", "PlanRequest"]
-
 FIRST_ROWS = 16  # up to so many rows are fetched before any whole shard; more of them at the same time
 
 RowsOf = Callable[[int], npt.NDArray[np.int64]]

@@ -37,8 +37,6 @@ from shardkit.storage.store import StorageOptions
 from shardkit.storage.threads import remake_after_fork
 from shardkit.units import parse_bytes
 
-__all__ = ["CacheReader", "CachedShards", "SharedCache", "open_cache"]
-
 DEFAULT_TIMEOUT_SECONDS = 600.0
 LOOK_SECONDS = 10.0  # a sixth of the time after which entries count as left by their users
 _MAX_MEMORY_BYTES = 8 << 30  # of a default cache in memory

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from shardkit.tools.audit.findings import AuditReport, Walk
     from shardkit.tools.audit.plan import Leg
 
-__all__ = ["add_parser", "run"]
 
 SHOWN_OF_KIND = 5
 SHOWN_SHARDS = 8

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from shardkit.writers import BuildResult, Recipe
     from shardkit.writers.maintenance import Explanation
 
-__all__ = ["add_parser", "run"]
-
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the verb."""

@@ -21,7 +21,6 @@ from shardkit.units import format_bytes
 if TYPE_CHECKING:
     from shardkit.tools.convert import ConvertResult
 
-__all__ = ["add_parser", "run"]
 
 _CUT, _OUTPUT = "shardkit.tools.convert.source:CutOptions", "shardkit.tools.convert.source:OutputOptions"
 

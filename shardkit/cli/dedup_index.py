@@ -22,7 +22,6 @@ from shardkit.units import format_bytes
 if TYPE_CHECKING:
     from shardkit.storage.store import StorageOptions
 
-__all__ = ["add_parser", "run"]
 
 # As in shardkit.writers.dedup.index, which would make --help slow.
 DEFAULT_SKETCH, MIN_SKETCH, MAX_SKETCH = 1024, 64, 1 << 20

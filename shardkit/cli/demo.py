@@ -21,7 +21,6 @@ from shardkit.units import format_bytes
 if TYPE_CHECKING:
     from shardkit.tools.demo.run import DemoReport
 
-__all__ = ["add_parser", "run"]
 
 _MARKS = {True: "proved", False: "FAILED", None: "skipped"}
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from shardkit.card import DatasetCard, FunnelCounts, Histogram, InputFacts, LanguageCounts
     from shardkit.storage.store import StorageOptions
 
-__all__ = ["add_parser", "bar", "card_tables", "describe", "run", "sparkline"]
-
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the verb."""

@@ -21,7 +21,6 @@ from shardkit.units import format_bytes
 if TYPE_CHECKING:
     from shardkit.writers.draft import Draft
 
-__all__ = ["add_parser", "run"]
 
 _DEFAULT_TOKENIZER, _DEFAULT_EOS = "gpt2", "<|endoftext|>"
 _SHOWN = 5

@@ -29,8 +29,6 @@ from shardkit.cli.declared import Keys
 from shardkit.errors import RecipeError, ShardkitError, naming_extras
 from shardkit.files import not_for_everyone
 
-__all__ = ["VERBS", "main"]
-
 VERBS = {
     "audit": "audit", "build": "build", "clean": "clean", "convert": "convert",
     "dedup-index": "dedup_index", "demo": "demo", "download": "transfer", "info": "info",

@@ -16,8 +16,6 @@ from shardkit.cli.common import (
 )
 from shardkit.cli.declared import add_options, given
 
-__all__ = ["add_parser", "run"]
-
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the verb."""

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from shardkit.tools.plan.build import BuildNeeds, BuildPlan, Funnel, Measured
     from shardkit.tools.plan.train import TrainNeeds, TrainPlan
 
-__all__ = ["BUILD", "TRAIN", "add_parser", "run"]
-
 
 def _days(text: str) -> Fraction:
     return parse_number(text) * 86400

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from shardkit.datasets.provenance.run import Run
     from shardkit.datasets.provenance.search import Selection
 
-__all__ = ["add_parser", "find_run", "run"]
 
 _SEARCH = ("document", "url", "url_list", "id", "source", "file")
 _OF_ROWS = ("export", "text", "exclude", "mask", "no_duplicates")  # options of a search for rows

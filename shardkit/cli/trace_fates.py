@@ -7,8 +7,6 @@ from typing import Any
 
 from shardkit.cli.common import print_columns, stderr_console, stdout_console
 
-__all__ = ["show_dropped", "show_fates"]
-
 _CHARACTERS = 300  # of a text, on a terminal
 
 

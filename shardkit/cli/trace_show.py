@@ -8,8 +8,6 @@ from typing import Any
 from shardkit.cli.common import print_columns, stderr_console, stdout_console
 from shardkit.cli.trace_fates import show_dropped, show_fates
 
-__all__ = ["show"]
-
 _UNMATCHED_SHOWN = 10
 
 

@@ -21,7 +21,6 @@ from shardkit.units import format_bytes
 if TYPE_CHECKING:
     from shardkit.publish import TransferReport
 
-__all__ = ["add_parser", "run"]
 
 _API = "shardkit.publish.api:"
 

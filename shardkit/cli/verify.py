@@ -17,8 +17,6 @@ from shardkit.cli.common import (
 from shardkit.cli.declared import add_options, given
 from shardkit.units import format_bytes
 
-__all__ = ["add_parser", "run"]
-
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the verb."""

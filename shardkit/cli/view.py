@@ -27,7 +27,6 @@ from shardkit.cli.common import (
 if TYPE_CHECKING:
     from shardkit.tools.explore.explored import Explored
 
-__all__ = ["add_parser", "run"]
 
 _LARGEST_PORT = 65_535
 _BROWSER_SECONDS = 0.5  # after the server has started

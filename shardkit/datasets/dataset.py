@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from shardkit.datasets.provenance.documents import Document, Question, Trace
     from shardkit.formats.tar.members import Scanned, TarIndex
 
-__all__ = ["Dataset", "open_dataset", "trace"]
 
 _MAX_THREADS = 16
 _UNREMEMBERED_BYTES = 1 << 30  # of tars that may be scanned at every opening without a word

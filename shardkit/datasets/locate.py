@@ -37,7 +37,6 @@ from shardkit.storage.url import is_remote, local_path, split_url
 if TYPE_CHECKING:
     from shardkit.cache.indexes import NodeIndexes
 
-__all__ = ["INDEX_NAMES", "Found", "LocalFiles", "find_local", "find_remote", "locate"]
 
 INDEX_NAMES = ("index.json", "shards.json", TEXT_INDEX_NAME)
 _FORBIDDEN = 403

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from shardkit.formats.tar import TarShard
     from shardkit.order.balance import RowCosts
 
-__all__ = ["OpenDataset", "ReadOptions", "ShardReader"]
 
 MAX_OPEN_SHARDS = 1024  # of a dataset
 MAX_MAPS = 16384  # of a process: a quarter of what Linux allows by default, the rest is for others

@@ -20,8 +20,6 @@ from shardkit.storage.store import (
     checked_range,
 )
 
-__all__ = ["SEPARATOR", "RangeStore"]
-
 SEPARATOR = "\n"  # between the versions of several files
 
 

@@ -44,20 +44,6 @@ from shardkit.progress import counting
 from shardkit.storage.store import METADATA_NAME, ObjectNotFoundError, Store
 from shardkit.units import format_bytes
 
-__all__ = [
-    "count_row_costs",
-    "find_row_costs",
-    "open_row_costs",
-    "parse_table",
-    "row_length",
-    "table_bytes",
-    "table_dtype",
-    "table_name",
-    "table_of",
-    "tables_among",
-    "write_row_costs",
-]
-
 COUNTED_BYTES = 8 << 30  # of a local dataset that every process counts at its start: a few seconds
 
 _PIECE_BYTES = 16 << 20  # of rows searched at a time

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from shardkit.datasets.opened import OpenDataset
 
-__all__ = ["RowChoice", "Rows", "is_single"]
 
 RowChoice: TypeAlias = slice | Sequence[int] | npt.NDArray[np.integer[Any]]
 

@@ -19,8 +19,6 @@ from shardkit.datasets.opened import OpenDataset
 from shardkit.errors import warn_user
 from shardkit.order.balance import DocumentIds
 
-__all__ = ["IGNORED_LABEL", "Segments", "find_eos_id", "find_segments"]
-
 IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss ignores it by default
 _SAMPLED_SHARDS, _SAMPLED_ROWS = 8, 16  # rows of each shard: where a given id should occur
 

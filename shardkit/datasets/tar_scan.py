@@ -35,8 +35,6 @@ from shardkit.manifest import Column, Manifest, ShardInfo
 from shardkit.progress import reading
 from shardkit.storage.store import Body, Store
 
-__all__ = ["scan_tars", "skim_tar"]
-
 SKIP_BYTES = 8 << 20  # what arrives in the time that another request takes to begin
 # A scan takes seconds, plus the time to fetch the tar on a slow day; a process that holds it longer hangs.
 CLAIM_SECONDS = 30.0

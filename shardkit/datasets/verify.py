@@ -33,8 +33,6 @@ from shardkit.manifest import BLOCKS_NAME, UNKNOWN, ShardInfo, ShardTable
 from shardkit.storage.store import StorageOptions, StoreError, hash_object, read_object
 from shardkit.units import format_bytes
 
-__all__ = ["Problem", "VerifyReport", "verify"]
-
 MAX_THREADS = 32
 _SHOWN = 8  # problems that a report prints
 MAX_LISTED = 1000  # problems that a report holds; a dataset that is all wrong needs no longer list

@@ -30,17 +30,6 @@ from shardkit.files import map_path
 from shardkit.hashing import new_hash
 from shardkit.manifest import BLOCKS_NAME, FileInfo, Manifest, ShardInfo
 
-__all__ = [
-    "BLOCK_BYTES",
-    "BlockFile",
-    "Checksums",
-    "are_right",
-    "block_range",
-    "shard_part",
-    "shard_parts",
-    "write_blocks",
-]
-
 BLOCK_BYTES = 1 << 16  # a row takes a few KiB: smaller blocks would double this file, larger ones each read
 _CHECKSUM_BYTES = 8
 _SEAL_BYTES = 16

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["MAX_SAMPLE_BYTES", "MAX_UNSTATED_BYTES", "SampleBudget", "json_bytes", "raw_limit", "text_bytes"]
-
 MAX_SAMPLE_BYTES = 1 << 30
 MAX_UNSTATED_BYTES = 4 << 30  # of a tar in memory; a larger one should be stored uncompressed, which maps it
 _HONEST_RATIO = 250  # of a compressed tar of any size; text reaches 10, logs 50

@@ -28,18 +28,6 @@ import zstandard
 
 from shardkit.errors import MissingExtraError, ShardError, naming_extras
 
-__all__ = [
-    "COMPRESSIONS",
-    "ZSTD_WINDOW_ERROR",
-    "Compressor",
-    "ZstdFrame",
-    "decompress",
-    "decompress_streams",
-    "gunzip",
-    "new_compressor",
-    "parse_compression",
-]
-
 Bytes = bytes | memoryview
 # Algorithm -> (levels, default level), as MosaicML has them.
 COMPRESSIONS: dict[str, tuple[range, int] | None] = {

@@ -23,8 +23,6 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, BinaryIO
 
-__all__ = ["Footer", "Limits"]
-
 Limits = Mapping[str, tuple[Any, Any]]
 """(least, greatest) of columns by their dotted path: whole numbers, texts, bytes."""
 

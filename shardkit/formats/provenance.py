@@ -16,15 +16,6 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-__all__ = [
-    "PROVENANCE_FOLDER",
-    "PROVENANCE_SCHEMA",
-    "ROW_GROUP_PIECES",
-    "HashRange",
-    "is_provenance_name",
-    "provenance_name",
-]
-
 PROVENANCE_FOLDER = "provenance"
 ROW_GROUP_PIECES = 1 << 16  # about 2 MB of columns that do not repeat
 

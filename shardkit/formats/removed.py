@@ -17,15 +17,6 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-__all__ = [
-    "DROPPED_FOLDER",
-    "DROPPED_SCHEMA",
-    "DUPLICATES_FOLDER",
-    "DUPLICATES_SCHEMA",
-    "TEXT_CHARACTERS",
-    "part_name",
-]
-
 DROPPED_FOLDER = "dropped"
 DUPLICATES_FOLDER = "duplicates"
 TEXT_CHARACTERS = 2000

@@ -13,8 +13,6 @@ from typing import Any
 
 from shardkit.errors import RecipeError
 
-__all__ = ["huggingface_config", "sentencepiece_config"]
-
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of SentencePiece's pieces
 _UNIGRAM, _BPE = 1, 2
 _SPACE = "\u2581"

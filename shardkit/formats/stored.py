@@ -18,8 +18,6 @@ from shardkit.formats.compression import decompress, decompress_streams
 from shardkit.hashing import hash_bytes
 from shardkit.manifest import UNKNOWN, FileInfo, Format, ShardInfo
 
-__all__ = ["decompress_shard", "load_raw"]
-
 
 def load_raw(kind: Format, folder: Path, info: ShardInfo, *, verify: bool = False) -> Bytes:
     """uint8[raw bytes] of a local shard; ShardNotFoundError if the file is missing.

@@ -28,8 +28,6 @@ from shardkit.errors import ShardError, naming_extras
 from shardkit.files import load_json
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo, checked_basename
 
-__all__ = ["TEXT_FORMATS", "TEXT_INDEX_NAME", "TextShard", "parse_text_index", "text_index_bytes"]
-
 TEXT_INDEX_NAME = "documents.json"
 TEXT_FORMATS = ("parquet", "jsonl")
 

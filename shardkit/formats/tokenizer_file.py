@@ -25,21 +25,6 @@ from shardkit.files import load_json
 from shardkit.formats.sentencepiece_file import huggingface_config, sentencepiece_config
 from shardkit.hashing import digest_of
 
-__all__ = [
-    "ENCODINGS",
-    "Encoding",
-    "EncodingName",
-    "Engine",
-    "end_token",
-    "find_tokenizer",
-    "own_engine",
-    "read_ranks",
-    "reason_of",
-    "special_tokens",
-    "stated_tokens",
-    "tokenizer_config",
-]
-
 Engine = Literal["gigatoken", "tokenizers", "sentencepiece", "tiktoken"]
 EncodingName = Literal["r50k_base", "p50k_base", "cl100k_base", "o200k_base", "llama3", "qwen"]
 

@@ -28,18 +28,6 @@ from shardkit.errors import ShardError, StateError
 from shardkit.files import load_json
 from shardkit.order.run_settings import RunSettings
 
-__all__ = [
-    "MAGIC",
-    "SUFFIX",
-    "RunHead",
-    "Section",
-    "UsageFile",
-    "end_record",
-    "id_type",
-    "scan",
-    "step_record",
-]
-
 MAGIC = b"SKUSAGE1"
 SUFFIX = ".usage"
 MAX_RECORD_BYTES = 1 << 28  # 2**24 sequences a rank and step, 8 bytes each, and room for a head

@@ -22,8 +22,6 @@ from shardkit.order.residency import JoinedUses, MixedUses
 from shardkit.order.run_settings import RunSettings, StreamSettings, Tail
 from shardkit.order.streams import MixedOrder, StreamOrder
 
-__all__ = ["Arrangement", "Limit", "StreamSizes", "first_settings"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamSizes:

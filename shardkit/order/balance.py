@@ -39,18 +39,6 @@ from shardkit.order.batches import BatchPlan, SampleOrder, Steps, StepSizes
 from shardkit.order.order import Located
 from shardkit.units import whole_number
 
-__all__ = [
-    "BALANCED_POSITIONS",
-    "Balance",
-    "CostModel",
-    "DocumentIds",
-    "RowCosts",
-    "WorkBalance",
-    "cost_model",
-    "level",
-    "planned_steps",
-]
-
 BALANCED_POSITIONS = 1 << 16  # of all ranks, placed in one plan: some tens of milliseconds
 MAX_ROWS = 1 << 24  # of a global batch or an optimizer step: sums of their costs stay below 2**62
 _TOLERANCE = 32  # a rank may cost 1/32 more than the mean

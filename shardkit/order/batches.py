@@ -33,8 +33,6 @@ from shardkit.order.order import MAX_POSITION, Located, rank_slice
 from shardkit.order.run_settings import Tail
 from shardkit.units import whole_number
 
-__all__ = ["BatchPlan", "Cursor", "SampleOrder", "StepSizes", "Steps"]
-
 MAX_BATCH = 1 << 24  # sequences per rank and step; far above any training run, below any memory
 
 Cursor = tuple[int, int]

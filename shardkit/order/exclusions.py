@@ -24,8 +24,6 @@ from shardkit.arrays import Ints
 from shardkit.files import local_path
 from shardkit.order.order import MAX_SAMPLES
 
-__all__ = ["FINGERPRINT_LINE", "Exclusions"]
-
 _LINE = re.compile(r"([0-9]+)(?:\s*:\s*([0-9]+))?")
 
 FINGERPRINT_LINE = re.compile(r"#\s*fingerprint:\s*([0-9a-f]{32})\s*")

@@ -38,8 +38,6 @@ from shardkit.errors import StateError
 from shardkit.order.order import MAX_POSITION, check_positions
 from shardkit.order.permutation import CHUNK, GOLDEN, ONE, mix64
 
-__all__ = ["MAX_STREAMS", "MAX_WEIGHT", "Mixture", "Schedule"]
-
 MAX_STREAMS = 4096  # far above any mixture; stream numbers fit int16, and a block's counts a cache
 MAX_WEIGHT = 1 << 31  # sum of a segment's weights: the product of two of them stays below 2**62
 

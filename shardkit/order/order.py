@@ -46,28 +46,6 @@ from shardkit.errors import StateError
 from shardkit.order.permutation import CHUNK, GOLDEN, ONE, Domains, Permutation, mix64, permute, unpermute
 from shardkit.units import whole_number
 
-__all__ = [
-    "MAX_LANES",
-    "MAX_POSITION",
-    "MAX_SAMPLES",
-    "MAX_WINDOW",
-    "EpochOrder",
-    "LaneNumbers",
-    "Lanes",
-    "Located",
-    "Order",
-    "OrderSpec",
-    "Shuffle",
-    "as_int64",
-    "batch_starts",
-    "check_positions",
-    "default_lanes",
-    "default_window",
-    "groups",
-    "lane_keys",
-    "rank_slice",
-]
-
 MAX_POSITION = 1 << 62  # a position plus an epoch stays below 2**63
 MAX_SAMPLES = 1 << 60  # what is added to a place in an epoch cannot overflow int64
 MAX_SHARDS = (1 << 31) - 1  # shard numbers fit int32

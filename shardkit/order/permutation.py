@@ -35,18 +35,6 @@ import numpy.typing as npt
 
 from shardkit.arrays import Words
 
-__all__ = [
-    "CHUNK",
-    "GOLDEN",
-    "MAX_SIZE",
-    "ONE",
-    "Domains",
-    "Permutation",
-    "mix64",
-    "permute",
-    "unpermute",
-]
-
 MAX_SIZE = 1 << 62  # left + its increment, and positions derived from elements, stay below 2**63
 CHUNK = 1 << 14  # elements worked on at once: nine arrays of 128 KiB stay in a core's second-level cache
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)

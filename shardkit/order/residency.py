@@ -37,16 +37,6 @@ from shardkit.arrays import Ints
 from shardkit.order.mixture import Mixture
 from shardkit.order.order import Lanes, Order, OrderSpec, lane_keys, rank_slice
 
-__all__ = [
-    "BatchLanes",
-    "JoinedUses",
-    "MixedUses",
-    "ShardUses",
-    "lanes_of_ranks",
-    "rows_in_lanes",
-    "shard_uses",
-]
-
 _MAX_PASSES = 4  # of a stream in an epoch of the mixture: more would give many short intervals that touch
 _MAX_INTERVALS = 1 << 22  # a second of sorting, 100 MB
 _MOST_BEGINS = 256  # of batches whose parts are compared: what others add is a lane here and there

@@ -20,8 +20,6 @@ from shardkit.order.mixture import Schedule
 from shardkit.order.order import OrderSpec
 from shardkit.order.streams import stream_seed
 
-__all__ = ["Difference", "RunSettings", "StreamSettings", "Tail", "checked_count"]
-
 Tail = Literal["carry", "drop", "pad"]
 
 _STREAM_KEYS = frozenset({"name", "fingerprint", "samples", "excluded"})

@@ -27,8 +27,6 @@ from shardkit.order.mixture import Schedule
 from shardkit.order.order import OrderSpec
 from shardkit.order.run_settings import Difference, RunSettings, StreamSettings, checked_count
 
-__all__ = ["STATE_VERSION", "LoaderState", "OnMismatch", "resume"]
-
 STATE_VERSION = 4  # 1 knew no mixtures, 2 no sizes of steps, 3 no lanes and windows of single streams
 OnMismatch = Literal["error", "fork"]
 

@@ -43,8 +43,6 @@ from shardkit.order.order import (
     lane_keys,
 )
 
-__all__ = ["MixedOrder", "StreamOrder", "stream_seed"]
-
 _CHUNK = 1 << 15  # positions sorted at once: larger sorts, and their temporaries, leave the caches
 
 _Streams = npt.NDArray[np.int16]

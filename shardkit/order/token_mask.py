@@ -21,8 +21,6 @@ from shardkit.files import local_path
 from shardkit.order.exclusions import FINGERPRINT_LINE
 from shardkit.order.order import MAX_SAMPLES
 
-__all__ = ["LONGEST_PERIOD", "TokenMask"]
-
 LONGEST_PERIOD = 13
 """Tokens that may follow each other again and again to be a repetition: as in OLMo-core's instance filter."""
 

@@ -53,8 +53,6 @@ from shardkit.storage.store import StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, local_path
 from shardkit.units import format_bytes
 
-__all__ = ["TransferReport", "download", "publish_files", "upload"]
-
 _SPARE_BYTES = 64 << 20  # of the disk, for the index and for others
 _LIST_HASHES = ("xxh64",)
 

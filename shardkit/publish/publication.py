@@ -55,18 +55,6 @@ from shardkit.storage.store import (
     commits_of,
 )
 
-__all__ = [
-    "MAX_ERRORS",
-    "Outcome",
-    "Publication",
-    "RefusedError",
-    "Settings",
-    "TransferError",
-    "Transport",
-    "finish_publication",
-    "run_all",
-]
-
 MAX_THREADS = 256  # each may hold 64 MiB, and a connection or four
 MAX_MARKER_BYTES = 1 << 30  # four million names
 MAX_ERRORS = 16  # enough to see whether one file or everything is wrong

@@ -33,8 +33,6 @@ from shardkit.storage.resilient import connect
 from shardkit.storage.store import Store
 from shardkit.units import format_bytes
 
-__all__ = ["PAGE_NAME", "repository_card", "write_repository_card"]
-
 PAGE_NAME = "README.md"
 _PACKED = {"mds": "MosaicML Streaming (MDS) shards", "tar": "WebDataset tars"}
 _MAX_PAGE_BYTES = 10 << 20

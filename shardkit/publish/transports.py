@@ -54,21 +54,6 @@ from shardkit.storage.store import (
 )
 from shardkit.storage.url import is_remote, open_store
 
-__all__ = [
-    "COMMIT_FILES",
-    "CommitSender",
-    "LocalFiles",
-    "Placer",
-    "Receiver",
-    "Sender",
-    "clear_leftovers",
-    "holds_dataset",
-    "leftovers",
-    "locked_folder",
-    "sender_to",
-    "transfer_store",
-]
-
 COMMIT_FILES = 1000  # as many as the Hub advises at most, where commits are few in an hour
 _COMMIT_THREADS = 8
 _STAGED_BYTES = 16 << 30  # of a commit

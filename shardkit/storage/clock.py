@@ -17,8 +17,6 @@ from collections.abc import Callable
 
 from shardkit.storage.threads import remake_after_fork
 
-__all__ = ["GAP_SECONDS", "LOOK_SECONDS", "RunningClock", "running_seconds", "wait_until"]
-
 GAP_SECONDS = 5.0  # far longer than a thread waits for its turn, on an overloaded machine, too
 LOOK_SECONDS = 10.0  # at least so often, whoever waits looks
 _TICK_SECONDS = 1.0

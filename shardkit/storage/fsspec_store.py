@@ -35,8 +35,6 @@ from shardkit.storage.store import (
 )
 from shardkit.storage.threads import remake_after_fork
 
-__all__ = ["FsspecStore"]
-
 _BLOCK_BYTES = 8 << 20
 # Fields that identify a content, best first; each file system has some of these.
 _CONTENT_FIELDS = ("ETag", "etag", "generation", "version_id", "checksum", "md5Hash", "content_md5", "md5")

@@ -46,8 +46,6 @@ from shardkit.storage.store import (
     checked_range,
 )
 
-__all__ = ["HubPlace", "HubStore", "content_version"]
-
 _FORM = "expected hf://datasets/ORG/NAME, hf://datasets/ORG/NAME@REVISION, or a folder of one of these"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -34,7 +34,6 @@ from shardkit.storage.threads import remake_after_fork
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager
 
-__all__ = ["HubAnswer", "HubClient", "connection_error", "hub_endpoint", "hub_token", "status_error"]
 
 _DEFAULT_ENDPOINT = "https://huggingface.co"
 _MOST_REDIRECTS = 5

@@ -16,8 +16,6 @@ from shardkit.errors import MissingExtraError
 from shardkit.storage.hub_client import hub_endpoint, hub_token, status_error
 from shardkit.storage.store import StoreError, TransientError, open_source
 
-__all__ = ["OtherCommitError", "make_commit"]
-
 _UPLOADS = 8  # contents of one commit, at a time
 _HTTP_LIBRARIES = ("requests", "urllib3", "httpx", "httpcore")  # and httpx2
 

@@ -24,8 +24,6 @@ from weakref import WeakValueDictionary
 from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.threads import remake_after_fork
 
-__all__ = ["Gate", "Ticket", "shared_gate"]
-
 _URGENT_PART = 8  # the reciprocal of the share that is for urgent requests only
 
 

@@ -28,8 +28,6 @@ from shardkit.storage.store import (
     open_source,
 )
 
-__all__ = ["LocalStore"]
-
 _TEMPORARY = ".shardkit-put-"
 
 

@@ -18,8 +18,6 @@ from shardkit.storage.store import (
     open_source,
 )
 
-__all__ = ["MemoryStore"]
-
 _spaces: dict[str, dict[str, tuple[ObjectInfo, bytes]]] = {}
 _lock = threading.Lock()
 _versions = itertools.count(1)

@@ -18,8 +18,6 @@ from typing import Any, Literal, get_args
 from shardkit.storage.store import StoreError, ThrottledError
 from shardkit.storage.threads import remake_after_fork
 
-__all__ = ["Event", "MetricsSnapshot", "StoreMetrics"]
-
 Event = Literal[
     "bytes_read", "bytes_written", "retries", "outages", "hedges", "hedges_won",
     "resumed_bodies", "slow_bodies",

@@ -22,7 +22,6 @@ from shardkit.storage.threads import Workers
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["open_object"]
 
 _FIRST_BYTES = 1 << 20
 _MOST_BYTES = 16 << 20

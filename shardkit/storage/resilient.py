@@ -48,8 +48,6 @@ from shardkit.storage.store import (
 )
 from shardkit.storage.url import open_store
 
-__all__ = ["ResilientBody", "ResilientStore", "connect"]
-
 _LISTED_AT_ONCE = 1000  # as S3's pages; each is one operation for the gate and the deadline
 _COMPARED_AT_ONCE = 1 << 20
 

@@ -39,8 +39,6 @@ from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.store import StorageOptions, StoreError, ThrottledError, TransientError
 from shardkit.storage.threads import Submitter, Workers, remake_after_fork
 
-__all__ = ["Call", "Hedging", "Operation", "RetryPolicy", "Upstream", "first_good"]
-
 Operation = Literal["head", "get", "open", "put", "list", "delete"]
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)

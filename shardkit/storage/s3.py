@@ -38,8 +38,6 @@ from shardkit.storage.store import (
     checked_range,
 )
 
-__all__ = ["NONCE", "S3Body", "S3Store"]
-
 NONCE = "shardkit-nonce"
 _URL = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9._-]{1,254})(?:/(.*))?", re.IGNORECASE | re.DOTALL)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")

@@ -35,8 +35,6 @@ from shardkit.storage.store import (
 )
 from shardkit.storage.threads import remake_after_fork
 
-__all__ = ["S3Client", "version_of"]
-
 # A look-up can mean a process or a request, and refused requests may come in hundreds.
 RENEWAL_SECONDS = 3.0
 # New keys may reach a machine some time after the old ones are refused.

@@ -16,18 +16,6 @@ from shardkit.storage.store import (
     TransientError,
 )
 
-__all__ = [
-    "REFUSED_KEYS",
-    "REGION",
-    "REGION_HEADER",
-    "Purpose",
-    "error_code",
-    "error_in_body",
-    "may_be_stale_credentials",
-    "request_errors",
-    "translated",
-]
-
 Purpose = Literal["read", "write"]
 
 

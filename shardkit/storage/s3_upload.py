@@ -28,16 +28,6 @@ from typing import Any
 from shardkit.storage.s3_client import S3Client, version_of
 from shardkit.storage.store import ObjectExistsError, StoreError, TransientError
 
-__all__ = [
-    "MAX_OBJECT_BYTES",
-    "PART_BYTES",
-    "Buffers",
-    "Content",
-    "Target",
-    "part_bytes",
-    "upload",
-]
-
 PART_BYTES = 16 << 20  # also the largest object sent in one request without a condition
 MAX_OBJECT_BYTES = 5 << 40  # S3's limit
 _MAX_REQUEST_BYTES = 5 << 30  # S3's limit

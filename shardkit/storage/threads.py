@@ -21,8 +21,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Protocol, TypeVar
 
-__all__ = ["Submitter", "Threads", "Workers", "remake_after_fork"]
-
 T = TypeVar("T")
 _IDLE_SECONDS = 5.0  # a thread is cheap to start (50 microseconds), and to keep
 

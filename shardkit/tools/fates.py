@@ -29,8 +29,6 @@ from shardkit.files import load_json
 from shardkit.formats.removed import DROPPED_FOLDER, DROPPED_SCHEMA
 from shardkit.publish.contents import head_if_any
 
-__all__ = ["find_dropped", "find_fates"]
-
 _ANNOTATIONS_FOLDER = "annotations"
 _OF_DOCUMENT = ("document_id", "source", "file", "record", "bytes", "dropped", "failed")
 _QUARANTINE = "quarantine.jsonl"

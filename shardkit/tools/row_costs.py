@@ -16,8 +16,6 @@ from shardkit.errors import ShardError
 from shardkit.order.balance import DocumentIds
 from shardkit.storage.store import StorageOptions
 
-__all__ = ["make_row_costs"]
-
 
 def make_row_costs(
     path: str | os.PathLike[str],

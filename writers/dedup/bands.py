@@ -22,15 +22,6 @@ from shardkit.errors import RecipeError
 from shardkit.units import format_bytes
 from shardkit.writers.exchange import Table
 
-__all__ = [
-    "BANDS",
-    "curve",
-    "optimal_parameters",
-    "partitions_for",
-    "probability",
-    "render_curve",
-]
-
 BANDS = Table("bands.run", np.dtype([("key", "<u8"), ("number", "<u8")]))  # of a document
 
 MAX_PARTITIONS = 1 << 16

@@ -34,14 +34,6 @@ from shardkit.writers.execution.stage import Stage
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt64s, int64, kernel
 from shardkit.writers.kernels.sorting import sort_keys
 
-__all__ = [
-    "CANDIDATES",
-    "PAIRS_BY_FIRST",
-    "PAIRS_BY_SECOND",
-    "PairWriter",
-    "find_candidates",
-]
-
 _SIDE = np.dtype([("key", "<u8"), ("other", "<u8")])
 PAIRS_BY_FIRST = Table("pairs_first.run", _SIDE)  # key a, other b; a < b
 PAIRS_BY_SECOND = Table("pairs_second.run", _SIDE)  # key b, other a

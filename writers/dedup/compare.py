@@ -29,8 +29,6 @@ from shardkit.writers.dedup.shingle_store import Sets
 from shardkit.writers.digests import RecipeKey
 from shardkit.writers.kernels.numba_support import Bools, Float32s, Int64s, UInt64s, int64, kernel
 
-__all__ = ["Compared", "PairRule", "compare_pairs"]
-
 _NEVER = 2.0  # a share that no pair reaches
 _SEARCH_RATIO = 16  # sets of such different sizes are searched, not merged
 _STEPS = 64  # of a merge between two looks whether it can still suffice

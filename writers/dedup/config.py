@@ -8,17 +8,6 @@ from pydantic import Field, model_validator
 
 from shardkit.writers.settings import FieldName, Listed, Ratio, Shorthand, StrictModel
 
-__all__ = [
-    "DedupConfig",
-    "ExactDedupConfig",
-    "FieldScope",
-    "LinesDedupConfig",
-    "MinHashConfig",
-    "NearDedupConfig",
-    "Scope",
-    "UrlDedupConfig",
-]
-
 MAX_PERMUTATIONS = 1024
 
 

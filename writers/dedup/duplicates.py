@@ -28,8 +28,6 @@ from shardkit.writers.execution.stage import RunTasks, Stage, partition_name
 from shardkit.writers.removed import OF_DOCUMENT, Lowest, RemovedFile, beginnings, described, without_text
 from shardkit.writers.runs import DEFAULT_LIMITS, payload_ends
 
-__all__ = ["DUPLICATES_FILE", "TWINS", "TwinsFile", "join_duplicates", "write_duplicates"]
-
 DUPLICATES_FILE = "duplicates.parquet"
 
 DUPLICATES_OF_FILE = 1_000_000

@@ -23,18 +23,6 @@ import numpy.typing as npt
 
 from shardkit.writers.exchange import Slice, Table
 
-__all__ = [
-    "KEYS",
-    "WEIGHTED_KEYS",
-    "Copies",
-    "Order",
-    "find_copies",
-    "partition_bounds",
-    "rank_copies",
-    "repeated",
-    "row_batches",
-]
-
 KEYS = Table(
     "keys.run",
     np.dtype(

@@ -55,19 +55,6 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt64s, int64, kernel
 from shardkit.writers.kernels.sorting import argsort_keys
 
-__all__ = [
-    "INDEX",
-    "INPUT",
-    "HubLimits",
-    "HubSearch",
-    "make_prints",
-    "matches_for",
-    "scan",
-    "scan_groups",
-    "sub_rows",
-    "thresholds",
-]
-
 INDEX, INPUT = 0, 1  # kinds of documents, in the order of their priorities
 
 _BLOCK = 256  # documents whose counts stay in the nearest cache

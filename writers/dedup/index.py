@@ -69,22 +69,6 @@ from shardkit.writers.kernels.shingles import shingle_batch
 from shardkit.writers.kernels.words import normalization_version
 from shardkit.writers.settings import StrictModel
 
-__all__ = [
-    "BLOCKS_FILE",
-    "FORMAT",
-    "INDEX_FILE",
-    "INDEX_PART_FILES",
-    "MAX_SKETCH",
-    "MIN_SKETCH",
-    "SKETCH",
-    "DedupIndex",
-    "IndexRecord",
-    "check_indexable",
-    "index_settings",
-    "key_runs",
-    "open_index",
-]
-
 INDEX_PART_FILES = (
     DOCUMENTS_FILE,
     SIGNATURES_FILE,

@@ -70,19 +70,6 @@ from shardkit.writers.kernels.text_arrays import text_offsets, text_pieces
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.runs import DEFAULT_LIMITS
 
-__all__ = [
-    "CUT_LINE",
-    "LINE_KEYS",
-    "LINE_LOSERS",
-    "ROWS_FILE",
-    "CutLines",
-    "cut_lines",
-    "find_line_losers",
-    "remaining",
-    "remove_lines",
-    "write_line_keys",
-]
-
 CHUNK_ROWS = 1 << 19  # at most, in which a split's own lines are compared
 
 _PEAK_BYTES_PER_ROW = 160  # of a chunk where all lines are repeated, measured

@@ -69,8 +69,6 @@ from shardkit.writers.execution.stage import RunTasks, Stage, partition_name
 from shardkit.writers.execution.work import Work
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 
-__all__ = ["NearDuplicates", "NearResult", "find_equal", "find_near_duplicates", "remove_near"]
-
 
 @dataclass(frozen=True)
 class NearResult:

@@ -25,26 +25,6 @@ from shardkit.writers.dedup.tables import Rows
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.stage import Stage
 
-__all__ = [
-    "DOCUMENT",
-    "DOCUMENTS_FILE",
-    "GROUPS_FILE",
-    "LANGUAGE_CODE",
-    "PAIR",
-    "PARTS",
-    "PARTS_FILE",
-    "SIGNATURES_FILE",
-    "STARTS_FILE",
-    "Kind",
-    "LanguageLabels",
-    "Part",
-    "Population",
-    "PopulationFile",
-    "SplitDocuments",
-    "priority",
-    "write_parts",
-]
-
 DOCUMENTS_FILE = "documents.npy"
 SIGNATURES_FILE = "signatures.npy"
 GROUPS_FILE = "groups.npy"

@@ -37,27 +37,6 @@ from shardkit.writers.execution.stage import RunTasks, Stage
 from shardkit.writers.runs import DEFAULT_LIMITS
 from shardkit.writers.settings import TRAIN
 
-__all__ = [
-    "GROUP_SIZES",
-    "NOTHING",
-    "OUTCOME",
-    "OUTCOMES",
-    "PART",
-    "SPLIT",
-    "Part",
-    "Removed",
-    "SplitRemovals",
-    "SplitRows",
-    "SplitTable",
-    "SplitTables",
-    "by_split",
-    "count_groups",
-    "document_keys",
-    "latest_outcomes",
-    "outcomes",
-    "write_tables",
-]
-
 OUTCOMES = Table(
     "outcomes.run",
     np.dtype(

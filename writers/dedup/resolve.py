@@ -46,26 +46,6 @@ from shardkit.writers.execution.stage import RunTasks, Stage
 from shardkit.writers.kernels.numba_support import Bools, Int64s, kernel
 from shardkit.writers.runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits
 
-__all__ = [
-    "BEATEN",
-    "EQUALS",
-    "GAINED",
-    "LOSERS_FILE",
-    "NEAR_LOSER",
-    "WINNERS_FILE",
-    "WINNER_DTYPE",
-    "Kept",
-    "Lost",
-    "Resolved",
-    "decide_all",
-    "decide_round",
-    "decided_edges",
-    "follow_equal",
-    "resolve",
-    "write_kept",
-    "write_lost",
-]
-
 LOSERS_FILE = "losers.npy"
 
 WINNERS_FILE = "winners.npy"

@@ -52,24 +52,6 @@ from shardkit.writers.kernels.sorting import distinct_hashes, sort_pairs
 from shardkit.writers.kernels.text_arrays import copy_texts, text_bytes, text_offsets
 from shardkit.writers.runs import Batch, payload_ends
 
-__all__ = [
-    "GUESTS",
-    "OWN",
-    "SET",
-    "SETS_FILE",
-    "SHINGLES",
-    "SHINGLES_FILE",
-    "SetRuns",
-    "Sets",
-    "ShingleReader",
-    "ShingleWriter",
-    "distinct_sets",
-    "read_sets",
-    "stored_rows",
-    "text_rows",
-    "write_sets",
-]
-
 SETS_FILE = "sets.npy"
 SHINGLES_FILE = "shingles.bin"
 SET = np.dtype(

@@ -56,22 +56,6 @@ from shardkit.writers.kernels.shingles import UNITS, make_shingle_scratch, next_
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.words import UNSPACED_CLASS, CharacterTables, character_tables, composed
 
-__all__ = [
-    "LOST",
-    "MAKE_BANDS",
-    "SIGN",
-    "Signatures",
-    "SignedPart",
-    "band_keys",
-    "bands_and_rows",
-    "permutations",
-    "sign_batch",
-    "sign_documents",
-    "value_groups",
-    "word_keys",
-    "write_bands",
-]
-
 _EMPTY = np.uint32(0xFFFFFFFF)
 
 _MASK = (1 << 64) - 1

@@ -24,8 +24,6 @@ import numpy.typing as npt
 from shardkit.errors import BuildError
 from shardkit.writers.execution.artifacts import Artifact, BinaryFile, read_into
 
-__all__ = ["CHUNK_ROWS", "HEADER_BYTES", "RowFile", "Rows", "RowsWriter", "read_header"]
-
 CHUNK_ROWS = 1 << 16  # in one read where a table is gone through: some megabytes, and few calls
 
 _READ_BYTES = 1 << 20

@@ -35,8 +35,6 @@ import xxhash
 
 from shardkit.writers.dedup.exact import KEYS
 
-__all__ = ["TRACKING", "URL_KEYS", "Tracking", "canonical_url", "url_keys"]
-
 URL_KEYS = replace(KEYS, file="url_keys.run")
 
 TRACKING = (

@@ -32,8 +32,6 @@ from shardkit.writers.execution.stage import Stage
 from shardkit.writers.kernels.sorting import sort_pairs
 from shardkit.writers.runs import joined
 
-__all__ = ["EDGES", "VERIFY", "WAITING", "VerifiedBlock", "block_bits", "verify_block"]
-
 _MOST_BLOCK_BITS = 24
 
 _U64 = npt.NDArray[np.uint64]

@@ -24,7 +24,6 @@ from shardkit.files import map_path
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Artifact", "BinaryFile", "RemoteFiles", "read_into"]
 
 BinaryFile = io.RawIOBase | io.BufferedReader
 

@@ -19,8 +19,6 @@ from shardkit.storage.store import ObjectNotFoundError, Store, StoreError
 from shardkit.storage.threads import remake_after_fork
 from shardkit.writers.execution.commit import BLOCK_BYTES, Output, block_hashes
 
-__all__ = ["CACHE_BYTES", "CheckedRanges", "DamagedFileError", "get_checked"]
-
 CACHE_BYTES = 16 << 20
 _KEPT_AT_ONCE = 2  # blocks; longer reads are sequential and do not come back
 _TRIES = 3  # damage in transit goes away, damage in the store stays

@@ -14,15 +14,6 @@ from pathlib import Path
 
 from shardkit.version import __version__
 
-__all__ = [
-    "DECIDES_NO_BYTE",
-    "LIBRARIES",
-    "OUTSIDE_TASKS",
-    "code_version",
-    "covered_sources",
-    "is_left_out",
-]
-
 # Code that decides no byte of a task's outputs; a package stands for all of its modules. Every other module,
 # new ones included, is in `code_version`. First, modules that no task function reaches (a test follows the
 # imports) and that do not plan tasks either:

@@ -25,23 +25,6 @@ from shardkit.writers.execution.artifacts import Artifact, BinaryFile, RemoteFil
 from shardkit.writers.execution.code_version import code_version
 from shardkit.writers.ledger import Ledger
 
-__all__ = [
-    "BLOCK_BYTES",
-    "CONTENT_HASH",
-    "Commit",
-    "Output",
-    "Record",
-    "block_hashes",
-    "check_same",
-    "contents",
-    "facts_of",
-    "hash_file",
-    "hash_output",
-    "parse_record",
-    "record_of",
-    "task_key",
-]
-
 CONTENT_HASH = "xxh3_128"
 BLOCK_BYTES = 1 << 18  # unit in which files in stores are read and checked; 12 bytes of a commit each
 _BLOCK_HASH_BYTES = 8

@@ -49,8 +49,6 @@ from shardkit.writers.execution.stage import Task
 from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work
 
-__all__ = ["RETRIES", "EngineRun", "RayEngine", "Stragglers"]
-
 RETRIES = 4
 
 MAX_WORKERS = 100_000

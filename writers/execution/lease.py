@@ -29,8 +29,6 @@ from shardkit.files import Closing
 from shardkit.locks import held_file
 from shardkit.storage.store import ObjectExistsError, ObjectInfo, Store, StoreError
 
-__all__ = ["BEATS", "LEASE_SECONDS", "LOCK_NAME", "DriverLease", "locked_folder", "process_name"]
-
 LEASE_SECONDS = 60.0
 """Silence after which a driver counts as dead."""
 BEATS = 6  # in that time: one that comes late, or fails, loses no lease

@@ -39,19 +39,6 @@ from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cach
 from shardkit.writers.progress import PULSE
 from shardkit.writers.remembered import worker_variable
 
-__all__ = [
-    "ONE_THREAD",
-    "RESUME",
-    "Processes",
-    "WorkerProcess",
-    "answer",
-    "fork_workers",
-    "give_back_memory",
-    "run_guarded",
-    "serve",
-    "time_limit",
-]
-
 ONE_THREAD = dict.fromkeys(
     (
         "OMP_NUM_THREADS",

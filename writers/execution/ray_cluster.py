@@ -19,8 +19,6 @@ from shardkit.errors import BuildError, MissingExtraError
 from shardkit.units import format_bytes
 from shardkit.writers.execution.ray_node import node_key
 
-__all__ = ["Head", "connected_head", "described", "import_ray", "slots_of", "start_ray"]
-
 OBJECT_STORE_BYTES = 100_000_000  # records of finished tasks pass through it, nothing else
 
 _CONNECT_SECONDS = 10.0

@@ -28,8 +28,6 @@ from shardkit.writers.execution.work import Work
 from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cache
 from shardkit.writers.remembered import worker_variable
 
-__all__ = ["NodeAnswer", "NodeCheck", "check_of", "node_key", "run_on_node"]
-
 
 @dataclass(frozen=True)
 class NodeCheck:

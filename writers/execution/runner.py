@@ -37,8 +37,6 @@ from shardkit.writers.execution.work import Work, run_task, with_fallbacks
 from shardkit.writers.ledger import Count
 from shardkit.writers.progress import News, Pulse, StageProgress
 
-__all__ = ["Journal", "Runner"]
-
 
 class Journal:
     """An open work folder, which no other build uses meanwhile.

@@ -21,8 +21,6 @@ from shardkit.errors import BuildError
 from shardkit.files import who_else_writes
 from shardkit.locks import held_file
 
-__all__ = ["UNFINISHED", "default_scratch", "folder_of", "prepare"]
-
 UNFINISHED = "unfinished"
 
 _NAME = "work-"

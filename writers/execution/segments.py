@@ -26,8 +26,6 @@ from shardkit.storage.store import ObjectChangedError, ObjectNotFoundError, Stor
 from shardkit.writers.execution.artifacts import RemoteFiles
 from shardkit.writers.execution.commit import Commit, task_key
 
-__all__ = ["SEGMENT_RECORDS", "Segments"]
-
 _PREFIX = "segments/"
 SEGMENT_RECORDS = 1000
 _THREADS = 8

@@ -41,16 +41,6 @@ from shardkit.writers.digests import deciding, markers_of
 from shardkit.writers.execution.code_version import code_version
 from shardkit.writers.execution.commit import Commit, task_key
 
-__all__ = [
-    "Fallback",
-    "RunTasks",
-    "Stage",
-    "Task",
-    "TaskFailedError",
-    "base_name",
-    "partition_name",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

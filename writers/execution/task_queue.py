@@ -8,8 +8,6 @@ from shardkit.errors import BuildError, warn_user
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.stage import Task, TaskFailedError
 
-__all__ = ["TaskQueue"]
-
 
 class TaskQueue:
     """Hands out each task once, heavy ones first; `done` is called with each commit.

@@ -72,8 +72,6 @@ from shardkit.writers.execution.lease import BEATS, LOCK_NAME, DriverLease, lock
 from shardkit.writers.execution.segments import SEGMENT_RECORDS, Segments
 from shardkit.writers.execution.stage import Task, TaskFailedError
 
-__all__ = ["COMMIT_NAME", "Work", "run_task", "with_fallbacks"]
-
 COMMIT_NAME = "commit.json"
 _MARKER = "shardkit-work.txt"
 _MARKER_TEXT = b"Intermediate files of `shardkit build`. Delete this folder when no build needs it.\n"

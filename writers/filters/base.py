@@ -34,21 +34,6 @@ if TYPE_CHECKING:
 
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = [
-    "Edit",
-    "Editor",
-    "Filter",
-    "FilterSettings",
-    "Rule",
-    "SideOutput",
-    "WordSettings",
-    "above",
-    "below",
-    "first_failing",
-    "load_list",
-    "ratio",
-    "version_of",
-]
 
 _Loaded = TypeVar("_Loaded")
 

@@ -18,8 +18,6 @@ from shardkit.writers.settings import Ratio
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["LengthFilter", "RatiosFilter"]
-
 
 class LengthFilter(FilterSettings):
     """Bounds on a document's length; null means no bound. Words are separated by white space."""

@@ -29,8 +29,6 @@ from shardkit.writers.settings import FieldName, Listed, StrictModel
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["BucketScore", "BucketsConfig", "BucketsFilter"]
-
 
 class BucketScore(StrictModel):
     """One score: the probability of a label by a fastText model, or a column of a `scores` filter."""

@@ -41,7 +41,6 @@ from shardkit.writers.recipe_yaml import load_yaml
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["ByLanguage", "FilterByLanguage", "Overrides", "read_overrides", "with_overrides"]
 
 Overrides = Mapping[str, Mapping[str, Any]]
 """Settings by the label of a language, or `default`."""

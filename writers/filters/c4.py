@@ -23,8 +23,6 @@ from shardkit.writers.filters.base import Edit, FilterSettings, Rule, below
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["C4ParagraphFilter", "C4QualityEditor"]
-
 
 class C4QualityEditor(FilterSettings):
     """C4's rules with datatrove's names and defaults: lines are cut out, and some documents dropped."""

@@ -37,8 +37,6 @@ from shardkit.writers.filters.scores import REFUSED, ScoreLookup, ScoresConfig, 
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.ledger import Count
 
-__all__ = ["EXCERPTS", "SAMPLE", "Dropped", "Excerpt", "FilterChain", "Filtered"]
-
 SAMPLE = 100  # one in this many documents is judged by every rule independently
 EXCERPTS = 3  # dropped documents for each rule whose beginning is reported
 EXCERPT_CHARACTERS = 120

@@ -22,7 +22,6 @@ from shardkit.writers.settings import FieldName, Listed, Ratio
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["CodeQualityFilter"]
 
 # Files of prose, markup and data, whose lines may be long.
 _LONG_LINES = frozenset(

@@ -47,8 +47,6 @@ from shardkit.writers.filters.user import PythonConfig
 from shardkit.writers.filters.word_lists import BadWordsConfig, StopWordsConfig
 from shardkit.writers.settings import FieldName, StrictModel
 
-__all__ = ["PROFILES", "FilterEntry", "entry_named", "with_known_languages"]
-
 _ByLanguage = dict[FieldName, dict[FieldName, Any]]
 _BY_LANGUAGE_SCHEMA = {
     "anyOf": [

@@ -51,11 +51,6 @@ if TYPE_CHECKING:
 
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = [
-    "DecontaminationConfig",
-    "DecontaminationFilter",
-    "Overlap",
-]
 
 _OF_RUNS = ("ngram", "min_item_words", "min_matches")  # settings that `questions` has no use for
 _JOINT = "\n\n"  # between pieces of a document that was cut

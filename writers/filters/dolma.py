@@ -28,8 +28,6 @@ from shardkit.writers.settings import FieldName, Listed, Ratio
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["DolmaQualityFilter", "DolmaRepetitionFilter"]
-
 
 class DolmaQualityFilter(FilterSettings):
     """Gopher's quality rules as dolma counts them. null: no rule."""

@@ -18,16 +18,6 @@ from shardkit.writers.settings import FieldName, Listed, StrictModel
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = [
-    "WORDS",
-    "EvaluationConfig",
-    "EvaluationRecord",
-    "field_value",
-    "joined",
-    "plain_text",
-    "read_records",
-    "report_rows",
-]
 
 WORDS = re.compile(r"\w+")
 _EXCERPT = 400  # characters of a span that are reported

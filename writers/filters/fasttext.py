@@ -36,17 +36,6 @@ if TYPE_CHECKING:
     from shardkit.writers.kernels.fasttext import FastTextScorer
     from shardkit.writers.kernels.numba_support import Float32s, Int64s
 
-__all__ = [
-    "LANGUAGES",
-    "OTHERS",
-    "ClassifierConfig",
-    "ClassifierFilter",
-    "LanguageConfig",
-    "LanguageFilter",
-    "language_model",
-    "language_scorer",
-    "unknown_languages",
-]
 
 # The file that fastText's authors published in 2017: a recipe must not depend on the wheel's release.
 _DIGEST = "7d805e9f600203fed958bea1490fb5da"

@@ -17,8 +17,6 @@ from shardkit.writers.settings import Ratio
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["FinewebQualityFilter"]
-
 
 class FinewebQualityFilter(WordSettings):
     """FineWeb's own line rules as datatrove counts them."""

@@ -25,7 +25,6 @@ from shardkit.writers.settings import WHITE_SPACE, FieldName, Listed, Ratio
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["GopherQualityFilter", "GopherRepetitionFilter", "NgramBound"]
 
 # [n, most]; in strict mode a list is not accepted for a tuple unless the field says so. Copies of an n-gram
 # may overlap, so that their characters are more than those of the text; 20 would be meant as percent.

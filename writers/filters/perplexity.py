@@ -41,14 +41,6 @@ if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
     from shardkit.writers.kernels.kenlm import KenlmScorer
 
-__all__ = [
-    "PerplexityConfig",
-    "PerplexityFilter",
-    "UnigramLogProbConfig",
-    "UnigramLogProbFilter",
-    "load_model",
-    "read_frequencies",
-]
 
 _UNKNOWN = 1e-9  # datatrove's
 _MOST_LOG10 = 300  # of a perplexity, so that it is a float64

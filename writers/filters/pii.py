@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["PiiEditor", "find_emails", "find_ip_addresses", "find_phones"]
 
 Spans = Iterator[tuple[int, int]]
 _LOCAL = re.compile(r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-][A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]{0,63}\Z")

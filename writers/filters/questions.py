@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from shardkit.writers.kernels.question_clusters import QuestionGrams
     from shardkit.writers.kernels.shingles import Ngrams
 
-__all__ = ["Item", "QuestionFilter", "QuestionIndex", "QuestionMatch", "QuestionsConfig", "item_score"]
 
 _ANSWER_NGRAM, _PASSAGE_NGRAM = 3, 4
 _PASSAGE_DISTANCE = 100  # words between a question and its passage

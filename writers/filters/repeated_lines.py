@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
     from shardkit.writers.kernels.line_units import Units
 
-__all__ = ["RepeatedLinesEditor"]
-
 
 class RepeatedLinesEditor(FilterSettings):
     """Cut repeated lines or paragraphs of a document; the first copy stays."""

@@ -25,7 +25,6 @@ from shardkit.writers.settings import Bounds, FieldName, Listed, Source
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["REFUSED", "ScoreLookup", "ScoresConfig", "ScoresFilter"]
 
 MISSING = "missing"
 REFUSED = "refused"  # in place of it, where the build ends at such a document

@@ -31,8 +31,6 @@ import pyarrow as pa
 from shardkit.errors import RecipeError, naming_extras
 from shardkit.writers.kernels.text_arrays import Chunks, offset_pieces, split_chunks, text_bytes, text_offsets
 
-__all__ = ["PART_CHARACTERS", "SpacyWords", "spacy_words"]
-
 PART_CHARACTERS = 1000
 _MOST_KNOWN = 1 << 17  # chunks; with those that were known before them, 60 MB
 _PIECE_BYTES = 1 << 22  # of texts that are split together

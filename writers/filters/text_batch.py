@@ -17,8 +17,6 @@ from shardkit.writers.settings import WHITE_SPACE
 if TYPE_CHECKING:
     from shardkit.writers.filters.spacy_words import SpacyWords
 
-__all__ = ["TextBatch", "load_splitter"]
-
 
 def load_splitter(words: str) -> SpacyWords:
     """What splits texts as `words` of WordSettings says, which is not at white space."""

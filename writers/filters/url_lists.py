@@ -28,7 +28,6 @@ from shardkit.writers.settings import FieldName, Listed
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["UrlListsConfig", "UrlListsFilter", "plain_url", "url_host"]
 
 _WORDS = re.compile(r"[^a-z0-9]+")
 _Files = Listed[FieldName]

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["PythonConfig", "PythonFilter"]
-
 
 def _function_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", name):

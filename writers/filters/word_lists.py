@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
     from shardkit.writers.kernels.phrases import Phrases
 
-__all__ = ["BadWordsConfig", "BadWordsFilter", "StopWordsConfig", "StopWordsFilter"]
-
 
 class BadWordsConfig(FilterSettings):
     """A list of words and phrases that documents should not have, such as LDNOOBW's."""

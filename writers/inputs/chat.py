@@ -43,19 +43,6 @@ from shardkit.writers.recipe import InputConfig, Recipe
 if TYPE_CHECKING:
     from shardkit.writers.inputs.chat_prefixes import Prefixes
 
-__all__ = [
-    "MARK",
-    "SPECIAL",
-    "TRAINED",
-    "ChatError",
-    "ChatFormat",
-    "Masking",
-    "Rendered",
-    "pair_of",
-    "parts_of",
-    "render_chat",
-    "without_nulls",
-]
 
 MARK = np.dtype([("bytes", "<u4"), ("flags", "u1")])
 SPECIAL, TRAINED = 1, 2

@@ -37,8 +37,6 @@ from shardkit.errors import RecipeError
 from shardkit.writers.inputs.chat_template import ChatTemplate
 from shardkit.writers.inputs.chat_work import TemplateLimitError, Work, namespace_values
 
-__all__ = ["Prefixes"]
-
 _FOLLOW = " follow"  # the name of a filter that no template can spell
 _LOOP = "_loop_"  # what `loop` is called in a loop that is followed
 _ALL = 1 << 62  # the "message" that is read by whoever asks how many there are

@@ -39,14 +39,6 @@ from shardkit.writers.inputs.chat_work import (
     size_of,
 )
 
-__all__ = [
-    "CLOSE",
-    "EACH",
-    "OPEN",
-    "ChatTemplate",
-    "date_of",
-]
-
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Noncharacters that enclose what `{% generation %}` blocks write."""
 

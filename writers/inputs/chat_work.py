@@ -13,8 +13,6 @@ from jinja2.utils import Namespace
 
 from shardkit.errors import RecipeError
 
-__all__ = ["CHARACTERS_PER_STEP_BITS", "TemplateLimitError", "Work", "namespace_values", "size_of"]
-
 # A step takes 0.2 to 2 microseconds. A usual template takes 50 to 150 for a message, in five renderings, and
 # a message takes 30 characters at least: so the first steps are for templates whose work is not linear.
 _FIRST_STEPS, _STEPS_PER_CHARACTER, _MOST_STEPS = 4_000_000, 32, 64_000_000

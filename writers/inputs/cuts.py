@@ -17,8 +17,6 @@ from shardkit.writers.inputs.files import (
 )
 from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look
 
-__all__ = ["UNCOUNTED", "Cut", "KeptCuts", "read_cuts", "unreadable_cut"]
-
 _CUTS_FORMAT = 1
 
 

@@ -28,8 +28,6 @@ from shardkit.formats.text import TEXT_INDEX_NAME, parse_text_index
 from shardkit.manifest import UNKNOWN, checked_basename
 from shardkit.writers.inputs.dataset_splits import CACHE_INFO, README, Splits, of_cache, of_folders, of_readme
 
-__all__ = ["MAX_LIST_BYTES", "Chosen", "data_files"]
-
 MAX_LIST_BYTES = 1 << 31  # what an index of MDS may have
 _SPLITS = "dataset_dict.json"  # of a save_to_disk folder whose subfolders are datasets
 Listed = Sequence[tuple[str, int]]

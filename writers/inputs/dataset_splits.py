@@ -24,17 +24,6 @@ import yaml
 from shardkit.files import load_json
 from shardkit.writers.inputs.patterns import Match, alternatives, grade_of
 
-__all__ = [
-    "CACHE_INFO",
-    "README",
-    "Splits",
-    "held_out_names",
-    "names_a_split",
-    "of_cache",
-    "of_folders",
-    "of_readme",
-]
-
 README, CACHE_INFO = "README.md", "dataset_info.json"
 TRAIN = "train"
 _SHOWN = 12  # names in an error

@@ -36,15 +36,6 @@ from shardkit.errors import MissingExtraError
 from shardkit.formats.compression import ZSTD_WINDOW_ERROR, ZstdFrame
 from shardkit.writers.inputs.first_bytes import HEAD_BYTES
 
-__all__ = [
-    "COMPRESSIONS",
-    "ConfirmedMembers",
-    "ContainerError",
-    "decompressed",
-    "plain_range",
-    "with_head",
-]
-
 COMPRESSIONS = {
     ".gz": "gzip",
     ".zst": "zstd",

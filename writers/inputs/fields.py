@@ -27,18 +27,6 @@ from shardkit.errors import RecipeError, warn_user
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.recipe import InputConfig
 
-__all__ = [
-    "MAX_DEPTH",
-    "MISSING",
-    "NamedFields",
-    "check_named_fields",
-    "column_at",
-    "field_at",
-    "field_text",
-    "type_at",
-    "warn_of_notes",
-]
-
 MISSING: Any = object()
 MAX_DEPTH = 400  # of values inside each other; Python's own limit is 1,000 calls
 _MAX_SEEN = 1000  # names of fields that a split reports

@@ -54,18 +54,6 @@ from shardkit.writers.inputs.patterns import (
 )
 from shardkit.writers.recipe import InputConfig, Recipe
 
-__all__ = [
-    "Found",
-    "InputFile",
-    "expand_url",
-    "fields_of_path",
-    "find_files",
-    "identities",
-    "local_version",
-    "open_input",
-    "version_now",
-]
-
 _STORES = 16
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 # s3://bucket, gs://bucket, https://host: what a connection is made to; hdfs:///folder has no host.

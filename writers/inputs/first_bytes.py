@@ -20,8 +20,6 @@ from typing import BinaryIO
 
 from shardkit.errors import BuildError
 
-__all__ = ["HEAD_BYTES", "FirstBytes", "compression_in", "compression_of", "look", "raise_if_pointer"]
-
 HEAD_BYTES = 1 << 12
 """How much of a file `look` should be given: all of a shorter one."""
 

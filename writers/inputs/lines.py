@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-__all__ = ["HEAD_BYTES_OF_LINE", "Line", "Lines", "PieceReader"]
-
 HEAD_BYTES_OF_LINE = 256  # of one that is longer than is allowed
 Line = tuple[int, int, bytes, bool]
 """Offset, length without the newline, the bytes, and whether they are all of the line or its head."""

@@ -27,8 +27,6 @@ from shardkit.writers.encodings import BAD, GUESS, REPLACEMENT, decode, encoding
 from shardkit.writers.input_config import ExtractConfig, ResiliparseOptions, TrafilaturaOptions
 from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look
 
-__all__ = ["BodyError", "decode_body", "decode_page", "join_chunks", "main_text_by"]
-
 _CHUNK = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r\n")
 _CUT_CHUNK = re.compile(rb"[0-9a-fA-F]{1,8}[ \t]*(?:;[^\r\n]*)?\r?")  # a head that the body ends in
 _MAX_ENCODINGS = 4

@@ -22,8 +22,6 @@ from pathlib import Path
 
 from shardkit.formats.tar.shard_list import expand_braces
 
-__all__ = ["Match", "alternatives", "expand_path", "fixed_part", "grade_of", "is_glob", "key_matches"]
-
 _GLOB = re.compile(r"[*?\[]")
 _PATTERN = re.compile(r"[*?\[{]")
 

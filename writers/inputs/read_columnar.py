@@ -29,8 +29,6 @@ from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look, raise_if_point
 from shardkit.writers.inputs.records import RecordSink
 from shardkit.writers.recipe import InputConfig
 
-__all__ = ["read_arrow", "read_parquet"]
-
 # Arrow reports damage as ArrowException (a ValueError or its kin) or as OSError without an errno.
 _DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, NotImplementedError)
 # What converting a value to Python's raises, beside bugs: out of range, not UTF-8, or a type it has none for.

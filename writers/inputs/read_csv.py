@@ -28,8 +28,6 @@ from shardkit.writers.inputs.lines import Line, Lines
 from shardkit.writers.inputs.records import RecordSink
 from shardkit.writers.recipe import InputConfig
 
-__all__ = ["first_rows", "read_csv"]
-
 _BOM = b"\xef\xbb\xbf"
 _TAB_NAMES = (".tsv",)
 _DELIMITERS = "\t,;|"  # that a row of names is tried with

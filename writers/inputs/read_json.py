@@ -25,8 +25,6 @@ from shardkit.writers.inputs.lines import Line
 from shardkit.writers.inputs.records import RecordSink
 from shardkit.writers.recipe import InputConfig
 
-__all__ = ["Values", "read_json", "read_values", "take_json"]
-
 _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 256
 _OUT_OF_MEMORY = "Not enough memory"  # which orjson reports as if the text were bad

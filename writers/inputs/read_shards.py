@@ -40,8 +40,6 @@ from shardkit.writers.inputs.lines import PieceReader
 from shardkit.writers.inputs.records import RecordSink
 from shardkit.writers.recipe import InputConfig
 
-__all__ = ["first_samples", "read_mds", "read_wds"]
-
 _MAX_MEMBERS = 4096  # of one sample of a tar; honest ones have a few
 _SHOWN = 20
 _OF_TEXT = frozenset({"str", "bytes", "json"})

@@ -42,7 +42,6 @@ try:
 except ImportError:
     raise MissingExtraError("warcio", "warc", "reading WARC, WET and ARC files") from None
 
-__all__ = ["read_warc"]
 
 _WARC_LINE = re.compile(rb"WARC/\d")
 _WARC_VERSIONS = tuple(version.encode() for version in ArcWarcRecordLoader.WARC_TYPES)

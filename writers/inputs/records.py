@@ -39,13 +39,6 @@ from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.ledger import BadRecord, Count, Ledger, Quarantine, snippet_of
 from shardkit.writers.recipe import InputConfig
 
-__all__ = [
-    "LimitReachedError",
-    "OtherFormatError",
-    "RecordSink",
-    "SuspectDataError",
-]
-
 _HEAD_BYTES = 256
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SURROGATE_BYTES = 3  # of its code point

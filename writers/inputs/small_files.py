@@ -16,8 +16,6 @@ import xxhash
 from shardkit.writers.inputs.decompress import COMPRESSIONS
 from shardkit.writers.inputs.scan import Split
 
-__all__ = ["group_small_files", "text_bytes"]
-
 _SMALL_BYTES = 1 << 21  # of text: to filter more takes far longer than its task takes to start and commit
 _MANY = 32  # fewer small files in a row stay apart: a task of its own for each costs about a second in all
 _GROUP_BYTES = 1 << 24  # of text, on average: two seconds of work

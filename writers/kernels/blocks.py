@@ -12,19 +12,6 @@ from shardkit.writers.kernels.numba_support import UInt8s, int64, kernel
 from shardkit.writers.kernels.simd import range_mask, trailing_zeros
 from shardkit.writers.kernels.utf8 import ALPHA, PUNCTUATION, SPACE, next_character
 
-__all__ = [
-    "BLOCK_BYTES",
-    "TAIL_BYTES",
-    "block_at",
-    "copy_bytes",
-    "find_byte",
-    "find_line_mark",
-    "lowest_bits",
-    "space_mask",
-    "spread",
-    "word_masks",
-]
-
 BLOCK_BYTES = 64
 TAIL_BYTES = 72  # eight bytes may be read from each place of a block
 _ALL, _ONE = np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64(1)

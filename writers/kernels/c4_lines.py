@@ -34,8 +34,6 @@ from shardkit.writers.kernels.utf8 import (
     strip_space,
 )
 
-__all__ = ["LineCounts", "edit_lines"]
-
 _LOREM, _JAVASCRIPT, _CURLY, _POLICY = 1, 2, 4, 8
 # Rows of the kernel's counts: bytes of the lines cut by each of five rules, then these.
 _CITATIONS, _LOREM_AT, _CURLY_AT, _SENTENCES = range(5, 9)

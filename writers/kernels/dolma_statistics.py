@@ -14,8 +14,6 @@ import numpy as np
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
 from shardkit.writers.kernels.utf8 import ALPHA, SPACE, character_flags, find_run, join_runs, next_character
 
-__all__ = ["LONGEST", "DolmaStatistics", "dolma_statistics"]
-
 LONGEST = 4096  # characters; longer words are counted as this long
 _ELLIPSIS = 0x2026
 

@@ -43,8 +43,6 @@ from shardkit.writers.kernels.simd import (
 )
 from shardkit.writers.kernels.utf8 import next_character, pack_bytes, same_runs
 
-__all__ = ["FastTextScorer", "reciprocal_of", "remainder"]
-
 
 class _Tables(NamedTuple):
     """What vectors of tokens are made from, as in FastTextModel but for the slots and the reciprocal."""

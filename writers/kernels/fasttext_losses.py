@@ -9,8 +9,6 @@ import math
 
 from shardkit.writers.kernels.numba_support import Float32s, Float64s, Int32s, kernel
 
-__all__ = ["activate", "descend", "products"]
-
 _EPSILON = 1e-5  # fastText adds it to every probability before its logarithm
 
 

@@ -22,8 +22,6 @@ from shardkit.errors import RecipeError
 from shardkit.files import LACKING
 from shardkit.writers.kernels.utf8 import join_runs
 
-__all__ = ["LABEL_PREFIX", "FastTextModel", "aligned", "load_fasttext"]
-
 LABEL_PREFIX = "__label__"
 _MAGIC, _VERSIONS = 793712314, (11, 12)
 

@@ -12,8 +12,6 @@ import numpy as np
 
 from shardkit.writers.kernels.numba_support import Float64s, Int64s, UInt64s, int64, kernel
 
-__all__ = ["fill_places", "fill_values", "find_matches", "mean_values", "table_slots"]
-
 _BLOCK, _FIRST_ROOM = 1024, 256  # hashes tested at once; rows of the first result
 
 

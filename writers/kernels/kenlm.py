@@ -56,9 +56,6 @@ from shardkit.writers.kernels.utf8 import (
 )
 from shardkit.writers.kernels.words import WORD, character_tables
 
-__all__ = ["KenlmScorer"]
-
-
 _SEGMENT = 32  # words that are looked up together
 _WORD, _LINE_END = 1, 2  # flags of characters
 _IS_WORD, _BEGINS, _ENDS = 0, 1, 2  # what stands in a segment: a word, the beginning of a sentence, its end

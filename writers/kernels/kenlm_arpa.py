@@ -36,8 +36,6 @@ from shardkit.writers.kernels.kenlm_tables import (
 from shardkit.writers.kernels.numba_support import Bools, UInt8s, UInt32s, UInt64s, int64, kernel
 from shardkit.writers.kernels.simd import load_8_bytes, store_8_bytes
 
-__all__ = ["read_arpa"]
-
 _WORD_ENTRY, _UNIGRAM, _MIDDLE, _LONGEST = 12, 8, 16, 12  # bytes
 _UNKNOWN_WEIGHTS = np.array([-100, 0], np.float32).view(np.uint64)  # where the file says nothing
 _LOW = np.uint64(0xFFFFFFFF)

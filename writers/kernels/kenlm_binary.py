@@ -35,8 +35,6 @@ from shardkit.writers.kernels.kenlm_tables import (
 )
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s
 
-__all__ = ["BINARY_MAGIC", "is_binary", "map_binary"]
-
 BINARY_MAGIC = b"mmap lm http://kheafield.com/code"
 _MAGIC = BINARY_MAGIC + b" format version 5\n\0\0"
 _INCOMPLETE = BINARY_MAGIC + b" incomplete"

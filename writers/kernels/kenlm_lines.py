@@ -22,8 +22,6 @@ from shardkit.writers.kernels.kenlm_tables import (
 )
 from shardkit.writers.kernels.numba_support import Float64s, UInt8s, UInt32s, UInt64s, boolean, int64, kernel
 
-__all__ = ["UNKNOWN", "UNKNOWN_TOO", "ArpaLines"]
-
 # Hashes of <unk> and <UNK>, the names of the unknown word.
 UNKNOWN, UNKNOWN_TOO = np.uint64(0xEA91E7561F5B392B), np.uint64(0x7E163219007D2F54)
 _PIECE_ROWS = 1 << 16

@@ -18,13 +18,6 @@ from shardkit.writers.kernels.blocks import lowest_bits
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt64s, int64, kernel
 from shardkit.writers.kernels.simd import load_8_bytes, multiply_high
 
-__all__ = [
-    "ARRAY", "ARRAY_COUNT", "BACKOFF_BITS", "BACKOFF_TABLE", "COUNT", "FIELDS", "MAX_ORDER", "NEXT_BITS",
-    "NO_EXTENSION", "PROB_BITS", "PROB_TABLE", "SIGN", "START", "STRIDE", "WORD_BITS", "KenlmModel",
-    "find_entry", "find_word", "float_of", "hash_of", "longer_key", "murmur_hash", "probing_weights",
-    "reciprocal_64", "remainder_64", "trie_children", "trie_search", "trie_weights",
-]  # fmt: skip
-
 # Of a table: where it starts, its buckets or records, and the bytes of one (bits in a trie beyond unigrams).
 # A trie's record is a word, a probability, a backoff and a pointer to the first record that extends it.
 START, COUNT, STRIDE, WORD_BITS, NEXT_BITS = range(5)

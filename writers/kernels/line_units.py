@@ -36,16 +36,6 @@ from shardkit.writers.kernels.utf8 import (
 )
 from shardkit.writers.kernels.words import UNSPACED, character_tables
 
-__all__ = [
-    "UnitSettings",
-    "Units",
-    "cut_spans",
-    "cut_units",
-    "find_spans",
-    "find_units",
-    "span_windows",
-]
-
 _C1, _C2 = np.uint64(0x87C37B91114253D5), np.uint64(0x4CF5AD432745937F)
 _MIX_1, _MIX_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _A, _B, _FIVE = np.uint64(0x52DCE729), np.uint64(0x38495AB5), np.uint64(5)

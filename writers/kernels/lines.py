@@ -35,18 +35,6 @@ from shardkit.writers.kernels.utf8 import (
     strip_space,
 )
 
-__all__ = [
-    "ALL_LINES",
-    "LINES",
-    "PARAGRAPHS",
-    "LineStatistics",
-    "Repetition",
-    "count_long_lines",
-    "line_repetition",
-    "line_statistics",
-]
-
-
 _NEWLINE = 10
 
 

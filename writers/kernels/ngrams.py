@@ -29,8 +29,6 @@ from shardkit.writers.kernels.numba_support import Bools, Int32s, Int64s, UInt8s
 from shardkit.writers.kernels.simd import count_ones, load_8_bytes, range_mask, store_8_bytes, trailing_zeros
 from shardkit.writers.kernels.utf8 import character_flags, same_runs
 
-__all__ = ["COPIES", "EXCESS", "TOP", "NgramCounts", "ngram_statistics"]
-
 TOP, EXCESS, COPIES = 0, 1, 2
 _BASE = np.uint64(0xD6E8FEB86659FD93)
 _SCATTER = np.uint64(0x9E3779B97F4A7C15)

@@ -38,25 +38,6 @@ import numpy.typing as npt
 from shardkit.errors import warn_user
 from shardkit.files import can_write_in, user_cache_folder
 
-__all__ = [
-    "Bools",
-    "CompilationWatch",
-    "Float32s",
-    "Float64s",
-    "Int32s",
-    "Int64s",
-    "UInt8s",
-    "UInt16s",
-    "UInt32s",
-    "UInt64s",
-    "boolean",
-    "int64",
-    "kernel",
-    "kernel_cache",
-    "load_extensions",
-    "start_numba",
-]
-
 Bools = npt.NDArray[np.bool_]
 UInt8s = npt.NDArray[np.uint8]
 UInt16s = npt.NDArray[np.uint16]

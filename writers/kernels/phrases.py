@@ -20,8 +20,6 @@ from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.utf8 import join_runs, next_character, same_runs
 from shardkit.writers.kernels.words import WORD, character_tables
 
-__all__ = ["Phrases", "lower"]
-
 
 class Phrases:
     """A list of phrases, indexed for search; empty entries are ignored."""

@@ -18,8 +18,6 @@ import numpy as np
 
 from shardkit.writers.kernels.numba_support import Int64s, UInt64s, int64, kernel
 
-__all__ = ["QuestionGrams", "find_clusters"]
-
 _FIRST_ROOM = 64  # rows of the first result
 
 

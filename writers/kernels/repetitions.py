@@ -15,8 +15,6 @@ import numpy.typing as npt
 from shardkit.order.token_mask import LONGEST_PERIOD
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, kernel
 
-__all__ = ["mask_repetitions"]
-
 _Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 

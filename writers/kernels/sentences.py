@@ -32,8 +32,6 @@ from shardkit.writers.kernels.utf8 import (
     signs,
 )
 
-__all__ = ["SentenceTables", "count_sentences", "sentence_tables"]
-
 _SPACE, _END, _PUNCTUATION, _AFFIX, _PREFIX, _BEFORE_STOP, _LOWER, _UPPER, _QUOTE = (
     1 << bit for bit in range(9)
 )

@@ -34,19 +34,6 @@ from shardkit.writers.kernels.words import (
     normalized_words,
 )
 
-__all__ = [
-    "UNITS",
-    "UNIT_PATTERNS",
-    "NgramUnits",
-    "Ngrams",
-    "Shingles",
-    "add_to_key",
-    "make_shingle_scratch",
-    "next_shingles",
-    "shingle_batch",
-    "text_units",
-]
-
 _BASE, _SCATTER = np.uint64(0xD6E8FEB86659FD93), np.uint64(0xFF51AFD7ED558CCD)
 _CHARACTER = np.uint64(0xC2B2AE3D27D4EB4F)
 _U29, _U32 = np.uint64(29), np.uint64(32)

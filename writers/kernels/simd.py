@@ -18,21 +18,6 @@ from numba.extending import intrinsic
 
 from shardkit.writers.kernels.numba_support import UInt8s
 
-__all__ = [
-    "LANES",
-    "add_rows",
-    "add_vector",
-    "count_ones",
-    "leading_zeros",
-    "load_8_bytes",
-    "multiply_high",
-    "prefetch",
-    "range_mask",
-    "store_8_bytes",
-    "trailing_zeros",
-    "word_mask",
-]
-
 LANES = 16  # columns that `add_rows` and `add_vector` add at once
 
 _BYTE = ir.IntType(8)

@@ -17,8 +17,6 @@ import numpy.typing as npt
 
 from shardkit.writers.kernels.numba_support import Int32s, Int64s, UInt64s, int64, kernel
 
-__all__ = ["argsort_keys", "distinct_hashes", "sort_keys", "sort_pairs"]
-
 _MOST_BUCKET_BITS = 16  # counts of the buckets stay in a near cache
 _MOST_IN_BUCKET = 32  # more are not sorted by insertion
 _LOW8, _ONE = np.uint64(255), np.uint64(1)

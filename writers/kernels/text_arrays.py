@@ -16,17 +16,6 @@ import pyarrow.compute as pc
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
 from shardkit.writers.kernels.utf8 import SPACE, character_flags, next_character
 
-__all__ = [
-    "Chunks",
-    "copy_texts",
-    "offset_pieces",
-    "replace_texts",
-    "split_chunks",
-    "text_bytes",
-    "text_offsets",
-    "text_pieces",
-]
-
 
 def text_offsets(texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
     """int64[n + 1]: where texts begin and end in the array's UTF-8 buffer; slices are supported."""

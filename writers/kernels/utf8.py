@@ -23,37 +23,6 @@ import numpy.typing as npt
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, int64, kernel
 from shardkit.writers.kernels.simd import load_8_bytes
 
-__all__ = [
-    "ALPHA",
-    "ASSIGNED",
-    "CODE_POINTS",
-    "IDEOGRAPHS",
-    "LINE_END",
-    "PUNCTUATION",
-    "SPACE",
-    "TERMINAL",
-    "KindCounts",
-    "character_at",
-    "character_before",
-    "character_flags",
-    "characters_with",
-    "count_characters",
-    "count_kinds",
-    "every_character",
-    "find_run",
-    "first_bytes",
-    "hash_run",
-    "join_runs",
-    "mix",
-    "next_character",
-    "pack_bytes",
-    "same_runs",
-    "signs",
-    "skip_space",
-    "strip_space",
-    "utf8_bytes",
-]
-
 SPACE = 1
 ALPHA = 2
 PUNCTUATION = 4  # a word of nothing else is a symbol to Gopher's rules

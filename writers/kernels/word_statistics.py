@@ -26,8 +26,6 @@ from shardkit.writers.kernels.utf8 import (
     pack_bytes,
 )
 
-__all__ = ["WordStatistics", "word_statistics"]
-
 _ELLIPSIS = 0x2026
 _BULLET = 0x2022
 _ONE, _TOP = np.uint64(1), np.uint64(63)

@@ -48,23 +48,6 @@ from shardkit.writers.kernels.utf8 import (
     utf8_bytes,
 )
 
-__all__ = [
-    "NORMALIZATION",
-    "SCRATCH_WORDS",
-    "SEGMENT_BYTES",
-    "UNSPACED",
-    "UNSPACED_CLASS",
-    "WORD",
-    "CharacterTables",
-    "character_tables",
-    "combining_classes",
-    "composed",
-    "make_scratch",
-    "next_words",
-    "normalization_version",
-    "normalized_words",
-]
-
 NORMALIZATION = "shardkit-1"
 WORD = 1
 CHANGING = 2  # form C writes it differently

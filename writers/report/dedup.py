@@ -6,8 +6,6 @@ from shardkit.card import Count, DedupFacts, NearFacts
 from shardkit.units import format_bytes
 from shardkit.writers.report.html import bars, cell, counted, facts, number, percent, section, table, text
 
-__all__ = ["render_dedup"]
-
 
 def render_dedup(dedup: DedupFacts) -> str:
     """The section as HTML."""

@@ -14,23 +14,6 @@ from html import escape
 
 from shardkit.units import format_bytes
 
-__all__ = [
-    "STYLE",
-    "bars",
-    "cell",
-    "counted",
-    "facts",
-    "more",
-    "name",
-    "number",
-    "percent",
-    "section",
-    "size",
-    "table",
-    "text",
-    "tiles",
-]
-
 # Control characters are not allowed in HTML; those of the direction of writing would turn what follows.
 _DIRECTIONS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
 

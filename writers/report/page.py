@@ -35,18 +35,6 @@ from shardkit.writers.report.html import (
 from shardkit.writers.result import BuildResult
 from shardkit.writers.settings import TRAIN
 
-__all__ = [
-    "html_page",
-    "render_filters",
-    "render_funnel",
-    "render_languages",
-    "render_lengths",
-    "render_packing",
-    "render_report",
-    "render_sources",
-    "render_times",
-]
-
 _MOST_LANGUAGES = 30
 _LOSSES = 3  # in the headline
 

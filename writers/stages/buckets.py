@@ -29,8 +29,6 @@ from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.labels import BUCKETS_FILE, Buckets, read_scores, score_rows
 from shardkit.writers.stages.needs import Needs
 
-__all__ = ["BUCKETS", "STEP", "find_edges"]
-
 
 @dataclass(frozen=True, slots=True)
 class Edges:

@@ -84,19 +84,6 @@ from shardkit.writers.stages.labels import BUCKETS_FILE, BucketFile, Buckets
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
 from shardkit.writers.stages.record_counts import count_records
 
-__all__ = [
-    "CLEAN",
-    "FAILED_SPLITS",
-    "JOINED_AT_ONCE",
-    "QUARANTINE_FILE",
-    "SIDE_FILES",
-    "STEP",
-    "CleanSettings",
-    "clean_split",
-    "exact_keys",
-    "join_side_files",
-]
-
 QUARANTINE_FILE = "quarantine.jsonl"
 
 JOINED_AT_ONCE = 64

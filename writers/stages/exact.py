@@ -42,19 +42,6 @@ from shardkit.writers.runs import Limits
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.needs import Needs
 
-__all__ = [
-    "EQUAL_TEXTS",
-    "EQUAL_URLS",
-    "TEXTS_STEP",
-    "URLS_STEP",
-    "ExactDuplicates",
-    "find_exact",
-    "keys_left",
-    "remove_equal",
-    "write_left",
-]
-
-
 URL_DUPLICATE, EXACT_DUPLICATE = "url_duplicate", "exact_duplicate"  # as ledgers name them
 
 

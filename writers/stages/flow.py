@@ -39,8 +39,6 @@ from shardkit.writers.stages.inputs import BuildInputs
 from shardkit.writers.stages.labels import BUCKETS_FILE, BucketLabels, Buckets
 from shardkit.writers.stages.needs import Needs
 
-__all__ = ["Build", "Cleaned", "Documents", "Outputs", "PartsFound", "Step", "task_memory"]
-
 
 @dataclass(frozen=True)
 class Build:

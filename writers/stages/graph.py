@@ -28,8 +28,6 @@ from shardkit.writers.stages.losses import check_losses
 from shardkit.writers.stages.needs import Corpus, Needs, StageNeeds
 from shardkit.writers.stages.tokenize import tokenizer_task
 
-__all__ = ["DEDUPLICATING", "STEPS", "find_survivors", "run_build", "stage_needs", "stages_of"]
-
 DEDUPLICATING: Sequence[Step] = (
     scores.STEP,
     clean.STEP,

@@ -25,8 +25,6 @@ from shardkit.writers.recipe import InputConfig, Recipe, TiktokenConfig
 from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.tokenizer import Encoder, Ranges, load_encoder, tokenizer_digest
 
-__all__ = ["BuildInputs", "ScoreFiles", "TokenizerFile", "filter_files", "splits_of_tasks"]
-
 
 @dataclass(frozen=True)
 class BuildInputs:

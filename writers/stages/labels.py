@@ -22,16 +22,6 @@ from shardkit.writers.dedup.tables import Rows, RowsWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.filters.buckets import BucketsConfig
 
-__all__ = [
-    "BUCKETS_FILE",
-    "BucketFile",
-    "BucketLabels",
-    "Buckets",
-    "marked_batches",
-    "read_scores",
-    "score_rows",
-]
-
 BUCKETS_FILE = "buckets.npy"
 
 

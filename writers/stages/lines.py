@@ -11,8 +11,6 @@ from shardkit.writers.ledger import Count
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
 
-__all__ = ["DUPLICATE_LINES", "STEP"]
-
 DUPLICATE_LINES = "duplicate_lines"  # as ledgers name it
 _CUT = 0.25  # of lines that are compared: what other documents have
 

@@ -10,8 +10,6 @@ from shardkit.errors import BuildError
 from shardkit.writers.dedup.removals import GROUP_SIZES
 from shardkit.writers.stages.flow import Documents
 
-__all__ = ["check_losses", "dedup_facts"]
-
 ALARM_DOCUMENTS = 1000  # smaller inputs may lose any share of their documents
 
 

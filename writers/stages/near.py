@@ -23,8 +23,6 @@ from shardkit.writers.dedup.verify import VERIFY, block_bits
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.needs import DOCUMENTS, LOSERS, Needs
 
-__all__ = ["NEAR_DUPLICATE", "STAGES", "STEP"]
-
 NEAR_DUPLICATE = "near_duplicate"  # as ledgers name it
 
 

@@ -25,8 +25,6 @@ from shardkit.writers.recipe import Recipe
 from shardkit.writers.runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits, Table
 from shardkit.writers.stages.selection import Selection
 
-__all__ = ["DOCUMENTS", "LOSERS", "Corpus", "Needs", "Shape", "StageNeeds", "compared_lines", "together"]
-
 DOCUMENTS = 0.43  # bytes of documents as they are stored, of a byte of kept text
 LOSERS = 0.1  # removed duplicates, of the documents
 _GUESSED_FOOTER_BYTES = 700  # with which a small run is read whole

@@ -46,19 +46,6 @@ from shardkit.writers.stages.provenance import PROVENANCE_NAME, write_provenance
 from shardkit.writers.stages.tokenize import TokenizerFacts, documents_of, partition_start
 from shardkit.writers.tokenizer import Tokens
 
-__all__ = [
-    "PACK",
-    "PackSettings",
-    "Packed",
-    "Partition",
-    "pack_documents",
-    "pack_partition",
-    "store_documents",
-    "sums_of",
-    "tar_key_digits",
-    "tasks",
-]
-
 TAR_KEY_STEP = 10**8  # keys of a partition's rows begin at partition * this: unique over the dataset
 _WIDE_KEY_DIGITS = 14  # of datasets of more partitions than 12 digits have room for
 _TOKENS = "tokens"

@@ -27,16 +27,6 @@ import numpy as np
 from shardkit.writers.kernels.numba_support import Int32s, Int64s, UInt8s, UInt64s, int64, kernel
 from shardkit.writers.tokenizer import Tokens
 
-__all__ = [
-    "WINDOW_PIECES",
-    "Placement",
-    "fill_rows",
-    "pack_best_fit",
-    "pack_best_fit_crop",
-    "pack_best_fit_truncate",
-    "pack_concat",
-]
-
 WINDOW_PIECES = 10_000
 
 # Position of the lowest set bit of a word: multiply the isolated bit by a de Bruijn sequence.

@@ -23,8 +23,6 @@ from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.stages.packing import Placement
 
-__all__ = ["PROVENANCE_NAME", "renumber", "tasks", "write_provenance"]
-
 PROVENANCE_NAME = "provenance.parquet"
 _OF_DOCUMENT = ("document_id", "copies", "source", "file", "record", "id", "url", "metadata")
 

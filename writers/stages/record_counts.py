@@ -18,8 +18,6 @@ from shardkit.writers.inputs.decompress import plain_range
 from shardkit.writers.inputs.files import InputFile, open_input
 from shardkit.writers.inputs.scan import Split
 
-__all__ = ["count_records"]
-
 
 def count_records(splits: Sequence[Split], run: RunTasks) -> Sequence[Split]:
     """The splits, each with its first record."""

@@ -16,8 +16,6 @@ from shardkit.writers.stages.needs import LOSERS, Needs
 from shardkit.writers.stages.selection import NOT_SELECTED
 from shardkit.writers.stages.text import TEXT
 
-__all__ = ["STEP"]
-
 
 def join_removed(documents: Documents, build: Build) -> Documents:
     """Join the files of removed documents, which tasks of all splits wrote."""

@@ -30,8 +30,6 @@ from shardkit.writers.stages.selection import Selection
 from shardkit.writers.stages.tokenize import PARITY, TOKENIZE, TOKENIZER, TokenizerFacts
 from shardkit.writers.tokenizer import PARITY_BYTES
 
-__all__ = ["PARTITION_TEXT_BYTES", "STEP", "count_partitions"]
-
 PARTITION_TEXT_BYTES = 256_000_000  # at most, of one task of `pack`, so that several workers have tasks
 
 

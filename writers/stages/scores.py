@@ -47,8 +47,6 @@ from shardkit.writers.score_tables import (
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.needs import Needs
 
-__all__ = ["STEP", "sort_scores"]
-
 _RUN_FILE = "scores.run"
 _BATCH_ROWS = 1 << 16
 

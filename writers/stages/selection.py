@@ -21,8 +21,6 @@ from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.settings import Bounds
 
-__all__ = ["NOT_SELECTED", "Selection", "remaining"]
-
 NOT_SELECTED = "output/elsewhere"  # the reason of documents that an output's `where` leaves out
 
 

@@ -59,8 +59,6 @@ from shardkit.writers.settings import TRAIN
 from shardkit.writers.stages.flow import Build, Documents, PartsFound, Step
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
 
-__all__ = ["PARTS", "STAGES", "STEP"]
-
 PROPOSED = Table(
     "proposed.run",
     np.dtype(

@@ -44,8 +44,6 @@ from shardkit.writers.stages.labels import BucketLabels, marked_batches
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
 from shardkit.writers.stages.selection import Selection, remaining
 
-__all__ = ["STEP", "TEXT", "SplitText", "Written", "write_text"]
-
 TEXT_SCHEMA = pa.schema(
     [
         pa.field("text", pa.large_string(), nullable=False),

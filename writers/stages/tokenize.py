@@ -73,25 +73,6 @@ _Masks = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 _Encode = Callable[[pa.RecordBatch], tuple[Tokens, npt.NDArray[np.int64]]]
 _Kind = TypeVar("_Kind", bound=np.generic)
 
-__all__ = [
-    "PARITY",
-    "SPILL_SCHEMA",
-    "TOKENIZE",
-    "TOKENIZER",
-    "TOKENS",
-    "TokenSettings",
-    "Tokenized",
-    "TokenizerFacts",
-    "choose_partitions",
-    "document_rows",
-    "documents_of",
-    "parity_task",
-    "partition_of",
-    "partition_start",
-    "tasks",
-    "tokenize_split",
-    "tokenizer_task",
-]
 
 _FIRST = 1 << 60  # a weight that is scheduled before all others
 

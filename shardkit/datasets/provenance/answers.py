@@ -37,8 +37,6 @@ from shardkit.errors import ShardkitError
 from shardkit.order.token_mask import TokenMask
 from shardkit.progress import counting
 
-__all__ = ["Tracer", "parse_row", "source_numbers", "trace_rows", "trace_search", "trace_step"]
-
 
 class Tracer:
     """What is known of the rows of one dataset.

@@ -19,8 +19,6 @@ from shardkit.datasets.provenance.outputs import document_ids
 from shardkit.datasets.provenance.search import Selection
 from shardkit.formats.removed import DUPLICATES_FOLDER, DUPLICATES_SCHEMA
 
-__all__ = ["NOTHING_FOLLOWED", "Duplicates", "Followed"]
-
 _Ids = npt.NDArray[np.bytes_]
 
 

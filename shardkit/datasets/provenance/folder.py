@@ -23,8 +23,6 @@ from shardkit.formats.parquet_limits import Footer, Limits
 from shardkit.formats.provenance import is_provenance_name
 from shardkit.storage.object_file import open_object
 
-__all__ = ["ParquetFolder"]
-
 _THREADS = 4  # reading takes one core or waits for a store; a scan of four files holds about 100 MB
 
 _UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError)

@@ -36,8 +36,6 @@ from shardkit.formats.provenance import PROVENANCE_SCHEMA
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.token_mask import TokenMask
 
-__all__ = ["ENDINGS", "Exporter", "Ranges", "RemovalReport", "measure", "write_exclusions", "write_mask"]
-
 _Ints = npt.NDArray[np.int64]
 
 _Ids = npt.NDArray[np.bytes_]

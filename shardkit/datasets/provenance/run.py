@@ -39,8 +39,6 @@ from shardkit.order.run_settings import RunSettings, Tail
 from shardkit.order.state import LoaderState
 from shardkit.order.streams import MixedOrder, StreamOrder
 
-__all__ = ["BatchRow", "Run", "Sighting", "read_state"]
-
 _STATE_KEYS = {"position", "order_version", "streams", "tail"}
 
 _MAX_STATE_BYTES = 64 << 20

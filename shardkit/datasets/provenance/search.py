@@ -36,8 +36,6 @@ from shardkit.errors import ShardkitError
 from shardkit.formats.provenance import HashRange
 from shardkit.hashing import keyed_hashes
 
-__all__ = ["Selection", "UrlPatterns", "parse_document_id", "read_url_list"]
-
 _Mask = npt.NDArray[np.bool_]
 
 _FEW = 32  # up to this many domains, comparing each is faster than walking up from each host

@@ -32,8 +32,6 @@ from shardkit.formats.provenance import (
     HashRange,
 )
 
-__all__ = ["COLUMNS", "NoProvenanceError", "Piece", "ProvenanceTable", "pieces_of"]
-
 _SCHEMA = pa.schema([("sample_id", pa.int64()), *((field.name, field.type) for field in PROVENANCE_SCHEMA)])
 
 COLUMNS = tuple(PROVENANCE_SCHEMA.names)

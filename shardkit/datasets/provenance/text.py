@@ -15,8 +15,6 @@ from shardkit.datasets.opened import OpenDataset
 from shardkit.errors import MissingExtraError, ShardError, ShardkitError, warn_user
 from shardkit.formats.tokenizer_file import Encoding, reason_of, tokenizer_config
 
-__all__ = ["Decoder", "find_tokenizer", "read_rows", "token_column"]
-
 Row = npt.NDArray[np.generic]
 
 _TOKENS_A_CHARACTER = 4  # at most, of byte-level tokenizers

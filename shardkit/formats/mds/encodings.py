@@ -36,17 +36,6 @@ from shardkit.files import load_json
 from shardkit.formats.budget import SampleBudget, json_bytes, text_bytes
 from shardkit.formats.mds import images
 
-__all__ = [
-    "ARRAY_DTYPES",
-    "ArrayLayout",
-    "Encoding",
-    "constant_layout",
-    "encode_shape",
-    "encode_value",
-    "encoding_of",
-    "parse_array_layout",
-]
-
 # The byte that stands for a dtype.
 ARRAY_DTYPES = {
     8: "uint8",

@@ -26,17 +26,6 @@ from shardkit.formats.budget import SampleBudget
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = [
-    "decode_file",
-    "decode_jpeg_array",
-    "decode_raw",
-    "encode_jpeg",
-    "encode_jpeg_array",
-    "encode_png",
-    "encode_raw",
-    "list_functions",
-    "open_file",
-]
 
 # What people keep in jpeg and png columns. Pillow knows many more; some of those start other programs.
 _FILE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")

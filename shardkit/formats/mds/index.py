@@ -56,24 +56,6 @@ from shardkit.manifest import (
     table_of,
 )
 
-__all__ = [
-    "INDEX_NAME",
-    "LARGE_INDEX_BYTES",
-    "TABLE_NAME",
-    "TABLE_SHARDS",
-    "config_bytes",
-    "index_bytes",
-    "index_files",
-    "load_table",
-    "make_columns",
-    "parse_columns",
-    "parse_index",
-    "read_index",
-    "read_table",
-    "table_bytes",
-    "write_index",
-]
-
 INDEX_NAME = "index.json"
 TABLE_NAME = "index.bin"
 TABLE_SHARDS = 10_000  # from so many on; fewer are read from JSON in a tenth of a second

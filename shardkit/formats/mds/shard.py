@@ -31,8 +31,6 @@ from shardkit.formats.mds.index import parse_columns
 from shardkit.formats.stored import load_raw
 from shardkit.manifest import Column, ShardInfo
 
-__all__ = ["MdsShard", "SampleLayout", "open_shard", "read_header", "shard_from_raw"]
-
 _U32 = np.dtype("<u4")
 _SMALL_BYTES = 1 << 20  # of a value that no budget is asked for
 

@@ -28,15 +28,6 @@ from shardkit.hashing import Hasher, new_hash
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
 from shardkit.units import parse_bytes
 
-__all__ = [
-    "DEFAULT_SHARD_BYTES",
-    "MdsWriter",
-    "array_bytes",
-    "write_arrays_shard",
-    "write_columns_shard",
-    "write_rows_shard",
-]
-
 DEFAULT_SHARD_BYTES = 1 << 26
 
 _PIECE_BYTES = 1 << 20  # stays in the CPU's cache between hashing and writing

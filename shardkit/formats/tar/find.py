@@ -30,17 +30,6 @@ from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, local_path, split_url
 
-__all__ = [
-    "expand",
-    "folder_tars",
-    "is_there",
-    "local_objects",
-    "local_tars",
-    "refuse_unfinished",
-    "remote_tars",
-    "unscanned",
-]
-
 MAX_LISTED = 1 << 20  # objects looked through for tars: a listing of a whole bucket should end
 
 _MAX_HEADS = 64  # objects asked for one by one; more are cheaper to list, a thousand a request

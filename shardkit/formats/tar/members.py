@@ -47,24 +47,6 @@ from shardkit.files import load_json
 from shardkit.formats.tar.shard_list import fixed_size
 from shardkit.manifest import Column
 
-__all__ = [
-    "BLOCK",
-    "Bytes",
-    "Member",
-    "PackedKeys",
-    "Scanned",
-    "TarIndex",
-    "check_end",
-    "group_members",
-    "index_file_bytes",
-    "looks_like_a_base_name",
-    "padded",
-    "read_head",
-    "read_index",
-    "split_name",
-    "walk_members",
-]
-
 BLOCK = 512
 MAX_EXTENSION_HEADERS = 16  # before one member; honest writers use at most x + L + K + g
 MAX_EXTENSION_BYTES = 1 << 20  # PAX records of one header; honest ones hold a path and a few times

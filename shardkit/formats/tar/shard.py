@@ -29,8 +29,6 @@ from shardkit.formats.tar.stride import index_constant_stride
 from shardkit.formats.tar.values import NpyHeader, decode_member, encoding_of, parse_npy_header
 from shardkit.manifest import LOSS_MASK, TOKENS, UNKNOWN, Column, ShardInfo, token_layout
 
-__all__ = ["TarShard", "column_names", "open_shard", "renamed", "scan_folder", "shard_from_raw", "tell_name"]
-
 _CHUNK = 1 << 14  # members compared at a time
 
 

@@ -48,25 +48,6 @@ from shardkit.manifest import (
 )
 from shardkit.storage.url import is_remote
 
-__all__ = [
-    "LIST_NAME",
-    "common_folder",
-    "describe_tar",
-    "expand_braces",
-    "fixed_folder",
-    "fixed_size",
-    "is_pattern",
-    "is_tar_name",
-    "matches",
-    "parse_listing",
-    "parse_shard_list",
-    "read_list",
-    "shard_list_bytes",
-    "tar_compression",
-    "tar_files",
-    "write_shard_list",
-]
-
 MAX_NAMES = 1 << 20  # of one brace list: a million tars; a typing mistake should not fill the memory
 
 _SUFFIXES = {

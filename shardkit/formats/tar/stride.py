@@ -26,8 +26,6 @@ from shardkit.formats.tar.members import (
     walk_members,
 )
 
-__all__ = ["index_constant_stride"]
-
 MIN_SAMPLES = 8  # below, a walk costs less
 MAX_SAMPLE_MEMBERS = 64
 

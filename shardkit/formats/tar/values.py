@@ -50,17 +50,6 @@ from shardkit.formats.budget import SampleBudget, json_bytes, text_bytes
 from shardkit.formats.compression import gunzip
 from shardkit.formats.mds.images import decode_file, open_file
 
-__all__ = [
-    "IMAGE_WORDS",
-    "NpyHeader",
-    "checked_decode",
-    "decode_member",
-    "decode_npy",
-    "encoding_of",
-    "make_npy_header",
-    "parse_npy_header",
-]
-
 MAX_INTEGER_BYTES = 4096  # Python refuses to read 4,300 digits
 MAX_HEADER_BYTES = 1 << 16  # NumPy itself stops at 10,000 characters
 MAX_DIMENSIONS = 32

@@ -22,8 +22,6 @@ from shardkit.formats.tar.values import make_npy_header
 from shardkit.hashing import new_hash
 from shardkit.manifest import Column, FileInfo, ShardInfo
 
-__all__ = ["COLUMN_NAME", "KEY_DIGITS", "member_bytes", "write_columns_shard", "write_rows_shard"]
-
 CHUNK_BYTES = 1 << 23
 
 KEY_DIGITS = 12  # unless more are needed

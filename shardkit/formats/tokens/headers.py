@@ -28,8 +28,6 @@ import numpy.typing as npt
 from shardkit.errors import NOT_WHOLE, ShardError
 from shardkit.formats.tar.values import parse_npy_header
 
-__all__ = ["HEAD_BYTES", "MegatronIndex", "TokenHeader", "read_header", "refuse_two_kinds"]
-
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
 MEGATRON_HEADER_BYTES = 34

@@ -23,8 +23,6 @@ from shardkit.errors import ShardError, ShardNotFoundError
 from shardkit.files import map_file, open_regular
 from shardkit.manifest import Column, ShardInfo
 
-__all__ = ["Piece", "TokenShard", "name_of", "open_shard", "pieces_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -31,8 +31,6 @@ from shardkit.tools.audit.expectation import Expectation, Steps
 from shardkit.tools.audit.findings import AuditReport, Finding, ShardUse, Walk
 from shardkit.tools.audit.sums import SampleHash, Tally
 
-__all__ = ["BLOCK_POSITIONS", "Checker"]
-
 BLOCK_POSITIONS = 1 << 18  # checked at once: about 20 MB of temporaries
 MAX_SHARDS_LISTED = 1000
 

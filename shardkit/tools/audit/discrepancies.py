@@ -17,8 +17,6 @@ from shardkit.arrays import Ints
 from shardkit.tools.audit.expectation import Expectation, Steps
 from shardkit.tools.audit.findings import Finding, Findings
 
-__all__ = ["Delivered", "Discrepancies"]
-
 MAX_FOLLOWED = 1 << 17  # samples, about 30 MB; if more are wrong, the first ones tell the story
 MAX_EXPLAINED = 8  # steps whose ranks' parts are compared
 NEAR_STEPS = 2  # before and after a faulty step, where a rank's samples are searched for

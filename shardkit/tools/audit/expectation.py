@@ -29,8 +29,6 @@ from shardkit.order.arrangement import Arrangement
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.run_settings import RunSettings
 
-__all__ = ["Expectation", "Steps", "Tiling"]
-
 
 class Place(TypedDict, total=False):
     """Where a sample is stored, for a finding."""

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from shardkit.tools.audit.sums import FALSE_ACCEPTANCE
 
-__all__ = ["KINDS", "AuditReport", "Finding", "Findings", "ShardUse", "Walk"]
-
 KINDS = {
     # Causes first, then their consequences.
     "settings": "ranks or runs with other data or another order",

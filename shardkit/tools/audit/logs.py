@@ -34,8 +34,6 @@ from shardkit.tools.audit.expectation import Expectation
 from shardkit.tools.audit.findings import AuditReport, Finding, Findings
 from shardkit.tools.audit.sums import SampleHash
 
-__all__ = ["audit_logs"]
-
 MAX_APART = 16  # steps that a killed run's ranks may be apart: more than any loop or prefetcher runs ahead
 
 

@@ -36,8 +36,6 @@ from shardkit.tools.audit.expectation import Expectation
 from shardkit.tools.audit.findings import AuditReport, Finding, Findings, Walk
 from shardkit.tools.audit.sums import SampleHash
 
-__all__ = ["Leg", "PlannedRun", "audit_plan", "legs_of_resumes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Leg:

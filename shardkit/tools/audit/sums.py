@@ -18,8 +18,6 @@ import numpy as np
 
 from shardkit.arrays import Ints, Words
 
-__all__ = ["FALSE_ACCEPTANCE", "SampleHash", "Tally"]
-
 FALSE_ACCEPTANCE = "2**-100"
 """Bound on the probability that wrong multiplicities (by less than 2**13 each) go undetected."""
 

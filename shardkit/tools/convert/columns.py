@@ -38,8 +38,6 @@ from shardkit.formats.tar.members import split_name
 from shardkit.formats.tar.values import decode_npy
 from shardkit.manifest import Column
 
-__all__ = ["KEY", "Mapped", "keep_columns", "npy_bytes", "to_members", "to_values", "unchanged"]
-
 KEY = "__key__"
 
 Payload = bytes | memoryview

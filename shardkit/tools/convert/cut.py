@@ -17,8 +17,6 @@ from shardkit.errors import ConservationError, ShardError
 from shardkit.tools.convert.source import CutOptions, TokenBlock, TokenSource
 from shardkit.tools.convert.write import RowWriter
 
-__all__ = ["TokenCounts", "choose_dtype", "cut_rows", "documents", "equal_rows"]
-
 Tokens = npt.NDArray[Any]
 
 

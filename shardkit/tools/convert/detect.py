@@ -21,8 +21,6 @@ from shardkit.tools.convert.read_litdata import LitdataSamples, LitdataTokens, i
 from shardkit.tools.convert.read_tokens import MegatronSource, NanogptSource, megatron_files
 from shardkit.tools.convert.source import CutOptions, OutputOptions
 
-__all__ = ["AnySource", "Kind", "find_kind", "open_source"]
-
 Kind = Literal["dataset", "huggingface", "litdata", "megatron", "nanogpt"]
 
 AnySource = (

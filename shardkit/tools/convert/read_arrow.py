@@ -23,7 +23,6 @@ from shardkit.tools.convert.source import BLOCK_BYTES, SOURCE_HASH, TOKEN_COLUMN
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["ArrowSource", "saved_files"]
 
 _MAX_STATE_BYTES = 64 << 20
 

@@ -23,8 +23,6 @@ from shardkit.manifest import Column, FileInfo
 from shardkit.tools.convert.columns import KEY, Mapped, keep_columns, to_members, to_values, unchanged
 from shardkit.tools.convert.source import BLOCK_BYTES, TOKEN_COLUMNS, CutOptions, Sample, TokenBlock
 
-__all__ = ["DatasetRows", "DatasetSamples", "DatasetTokens", "dataset_source"]
-
 
 class _DatasetSource:
     """Common to all three."""

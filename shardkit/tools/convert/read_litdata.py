@@ -38,8 +38,6 @@ from shardkit.manifest import Column, FileInfo, checked_basename
 from shardkit.tools.convert.columns import to_members, unchanged
 from shardkit.tools.convert.source import SOURCE_HASH, Sample, TokenBlock, read_json
 
-__all__ = ["LitdataSamples", "LitdataTokens", "is_litdata", "litdata_source"]
-
 _MAX_INDEX_BYTES = 1 << 30
 _MAX_CHUNK_BYTES = 1 << 32  # offsets are u32
 _BATCHES = b"LDFZ01\0\0"

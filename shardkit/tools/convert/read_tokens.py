@@ -20,8 +20,6 @@ from shardkit.hashing import hash_file, new_hash
 from shardkit.manifest import FileInfo
 from shardkit.tools.convert.source import BLOCK_BYTES, NO_ENDS, SOURCE_HASH, TokenBlock
 
-__all__ = ["MegatronSource", "NanogptSource", "megatron_files"]
-
 
 @dataclass(slots=True)
 class _Tokens:

@@ -64,8 +64,6 @@ from shardkit.tools.convert.write import (
 from shardkit.units import format_bytes
 from shardkit.version import __version__
 
-__all__ = ["STAGING_NAME", "ConvertResult", "convert"]
-
 STAGING_NAME = ".shardkit-converting"
 CARD_VERSION = 1
 TOKENS = "tokens"

@@ -24,23 +24,6 @@ from shardkit.hashing import new_hash
 from shardkit.manifest import FileInfo
 from shardkit.units import parse_bytes
 
-__all__ = [
-    "BLOCK_BYTES",
-    "DTYPES",
-    "NO_ENDS",
-    "SOURCE_DTYPES",
-    "SOURCE_HASH",
-    "TOKEN_COLUMNS",
-    "CutOptions",
-    "OutputOptions",
-    "Sample",
-    "SampleSource",
-    "Source",
-    "TokenBlock",
-    "TokenSource",
-    "read_json",
-]
-
 BLOCK_BYTES = 1 << 23  # of a source at a time: large enough to hide Python's overhead, small for the caches
 SOURCE_HASH = "xxh3_128"
 TOKEN_COLUMNS = ("input_ids", "tokens")  # names of token columns

@@ -35,17 +35,6 @@ from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.tools.convert.columns import KEY
 from shardkit.tools.convert.source import OutputOptions, Sample
 
-__all__ = [
-    "CONTENT_HASH",
-    "MdsSampleWriter",
-    "RowWriter",
-    "SampleDigest",
-    "SampleWriter",
-    "TarSampleWriter",
-    "content_hasher",
-    "rows_per_shard",
-]
-
 CONTENT_HASH = "xxh3_128"
 
 _OFFSET_BYTES = 4  # of each sample in an MDS shard

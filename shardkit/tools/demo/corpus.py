@@ -19,8 +19,6 @@ from pathlib import Path
 
 from shardkit.errors import MissingExtraError, ShardkitError
 
-__all__ = ["EOS", "Corpus", "Document", "train_tokenizer", "write_corpus"]
-
 EOS = "<|endoftext|>"
 MAX_DOCUMENT_BYTES = 2_000_000  # larger files are generated tables
 DOCUMENTATION_SHARE = 0.25

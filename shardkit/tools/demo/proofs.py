@@ -30,17 +30,6 @@ from shardkit.datasets.verify import verify
 from shardkit.errors import ShardkitError
 from shardkit.units import format_bytes
 
-__all__ = [
-    "Proof",
-    "compare_runs",
-    "measure_loader",
-    "prove_exactly_once",
-    "prove_intact",
-    "prove_provenance",
-    "prove_resume",
-    "prove_same_rows",
-]
-
 NO_TORCH = "torch is missing: pip install 'shardkit[torch]' and run the demo again"
 TRACED_ROWS = 200
 WORLD_SIZES = "1,2,3"

@@ -18,8 +18,6 @@ from shardkit.errors import ShardkitError
 from shardkit.tools.demo import proofs
 from shardkit.tools.demo.corpus import EOS, train_tokenizer, write_corpus
 
-__all__ = ["RECIPE", "DemoReport", "clean_demo", "run_demo"]
-
 MIN_MEGABYTES, MAX_MEGABYTES = 1.0, 1000.0
 MARKER = ".shardkit-demo"
 OWN_NAMES = (

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from shardkit.loaders import StreamingLoader
 
-__all__ = ["TinyModel", "main"]
-
 SEED = 17
 
 TRAINED_TOKENS = 128  # the beginning of each row is enough to show that the loss falls

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from threading import Event, Lock, Thread
 from typing import Generic, TypeVar
 
-__all__ = ["Background"]
-
 WAIT_SECONDS = 1.5  # of a page, before it shows how far the work is
 
 _Result = TypeVar("_Result")

@@ -23,8 +23,6 @@ from shardkit.tools.explore.explored import Explored, Params
 from shardkit.tools.explore.overview import funnel_rows
 from shardkit.tools.explore.scan import scan
 
-__all__ = ["Comparison", "Difference", "FunnelChange", "compare_funnels"]
-
 _IDS = 4_000_000  # of each side, 16 bytes each, and as much again while they are compared
 _EXAMPLES = 20
 _EXAMINED = 2000  # lost documents that are looked up in the other build's tables of what was removed

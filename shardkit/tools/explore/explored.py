@@ -21,8 +21,6 @@ from shardkit.formats.removed import DROPPED_FOLDER, DROPPED_SCHEMA, DUPLICATES_
 from shardkit.tools.explore.background import Background
 from shardkit.tools.explore.summary import Summary
 
-__all__ = ["Explored", "PageNotFoundError", "Params", "number_param"]
-
 Params = Mapping[str, str]
 """The query of a page's address."""
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from shardkit.errors import ShardkitError
 from shardkit.tools.explore.site import FRONT, STYLE, Site
 
-__all__ = ["export_site"]
-
 _MOST = {
     "funnel": 1, "compare": 1, "rule": 300, "removed": 0, "kept": 100, "clusters": 2, "cluster": 100,
     "document": 200, "row": 100, "step": 1,

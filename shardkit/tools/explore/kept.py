@@ -10,8 +10,6 @@ from shardkit.errors import ShardkitError
 from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params
 from shardkit.tools.explore.scan import Equal, Place, scan
 
-__all__ = ["show_document", "show_kept"]
-
 _ON_PAGE = 20
 _MOST_PIECES = 200  # of a document, whose text is shown
 _MOST_CHARACTERS = 50_000

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from shardkit.card import Count, DatasetCard
 from shardkit.tools.explore.explored import Explored, Params
 
-__all__ = ["FunnelRow", "funnel_rows", "show_funnel"]
-
 _LANGUAGES = 20
 _LOSSES = 3  # in the headline
 

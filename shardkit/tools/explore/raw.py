@@ -21,8 +21,6 @@ from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Ledger, Quarantine
 from shardkit.writers.recipe import recipe_from_mapping
 
-__all__ = ["read_raw"]
-
 _SECONDS = 3.0
 _MOST_CHARACTERS = 50_000
 

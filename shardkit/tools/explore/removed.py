@@ -18,8 +18,6 @@ from shardkit.tools.explore.raw import read_raw
 from shardkit.tools.explore.scan import Equal, Line, Place, read_line, scan
 from shardkit.tools.explore.summary import ClusterAt, RuleValues
 
-__all__ = ["Chart", "show_cluster", "show_clusters", "show_removed", "show_rule"]
-
 _ON_PAGE = 20
 _BARS = 48
 _TAIL = 0.005  # of the values that a picture may leave out on the far side

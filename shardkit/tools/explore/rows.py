@@ -17,8 +17,6 @@ from shardkit.errors import ShardkitError
 from shardkit.order.state import LoaderState
 from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params, number_param
 
-__all__ = ["TokenShown", "show_row", "show_step"]
-
 _TOKENS_ON_PAGE = 4096
 _ROWS_OF_STEP = 50
 _MOST_BYTES_OF_CHARACTER = 4

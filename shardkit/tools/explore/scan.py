@@ -21,8 +21,6 @@ import pyarrow.compute as pc
 from shardkit.datasets.provenance.folder import ParquetFolder
 from shardkit.errors import ShardkitError
 
-__all__ = ["SCAN_SECONDS", "AnyOf", "Equal", "Found", "Line", "Place", "Wanted", "read_line", "scan"]
-
 SCAN_SECONDS = 1.0  # a page that finds less than it wants shows what there is after this time
 
 Line = dict[str, object]

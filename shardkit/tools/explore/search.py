@@ -27,8 +27,6 @@ from shardkit.errors import ShardkitError
 from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params, number_param
 from shardkit.tools.explore.scan import AnyOf, Place, Wanted, scan
 
-__all__ = ["Hit", "Section", "show_search"]
-
 _HITS = 10  # of each part
 _SECONDS = 0.35  # of each part, and of one that is continued:
 _SECONDS_CONTINUED = 1.2

@@ -32,7 +32,6 @@ with naming_extras("`shardkit view`"):
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["HOST", "TOKEN_PARAM", "bind", "first_address", "make_app", "make_server", "page_address"]
 
 HOST = "127.0.0.1"
 TOKEN_PARAM = "token"

@@ -27,7 +27,6 @@ from shardkit.units import format_bytes
 with naming_extras("`shardkit view`"):
     import jinja2
 
-__all__ = ["FRONT", "STYLE", "Link", "Site", "shown"]
 
 FRONT = "funnel"
 STYLE = "style.css"

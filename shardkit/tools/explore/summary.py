@@ -21,8 +21,6 @@ from shardkit.card import Histogram
 from shardkit.datasets.provenance.folder import ParquetFolder
 from shardkit.tools.explore.scan import Place
 
-__all__ = ["ClusterAt", "Clusters", "RuleValues", "Summary"]
-
 _TEXT_FILES = 256
 _TEXTS_OF_RULE = 100  # nearest to the bound, farthest from it, and drawn at random
 _CLUSTERS = 100  # largest, and drawn at random

@@ -44,20 +44,6 @@ MANY_TASKS = 10_000_000  # the driver was measured with a million in a stage
 _ELSEWHERE = ("split", "output")  # steps of a funnel: documents of another part, or of another output
 DEDUP_PARTS = (*DedupConfig.schemes(), "spans")
 
-__all__ = [
-    "DEDUP_PARTS",
-    "MANY_TASKS",
-    "BuildNeeds",
-    "BuildPlan",
-    "Funnel",
-    "Measured",
-    "Stage",
-    "funnel_of",
-    "measured_from_card",
-    "measured_from_cards",
-    "plan_build",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Stage:

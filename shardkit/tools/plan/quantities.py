@@ -14,18 +14,6 @@ from fractions import Fraction
 
 from shardkit.units import parse_bytes
 
-__all__ = [
-    "SECONDS_A_MONTH",
-    "Prices",
-    "format_count",
-    "format_seconds",
-    "parse_count",
-    "parse_number",
-    "parse_rate",
-    "parse_seconds",
-    "parse_share",
-]
-
 _NUMBER = r"((?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?)"
 
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12, "p": 10**15}

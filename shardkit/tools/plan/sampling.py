@@ -27,8 +27,6 @@ from shardkit.writers.pipeline import build_unpublished, with_overrides
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.stages.needs import Shape
 
-__all__ = ["Sample", "measure_sample"]
-
 DEFAULT_SHARE = Fraction(1, 100)
 _UNCUT = 1 << 62  # splits of whole files: cutting one would read all of it
 _PART = 4  # the small build has this part of the sample's bytes

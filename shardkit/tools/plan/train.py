@@ -21,8 +21,6 @@ from shardkit.order.order import OrderSpec, default_lanes, default_window, rank_
 from shardkit.order.residency import BatchLanes
 from shardkit.tools.plan.quantities import Prices
 
-__all__ = ["TrainNeeds", "TrainPlan", "plan_train"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainNeeds:
