@@ -161,7 +161,7 @@ def _streams(
 
 
 def _all_but(rows: npt.NDArray[np.intp], samples: int) -> Exclusions:
-    """What is left out of 0 … samples - 1 to keep these ascending rows."""
+    """Exclude all of 0 … samples - 1 but these ascending rows."""
     begins, ends = np.append(0, rows + 1), np.append(rows, samples)
     gaps = begins < ends
     return Exclusions(np.stack([begins[gaps], ends[gaps]], axis=1))

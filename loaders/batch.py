@@ -129,7 +129,7 @@ class BatchMaker:
         return batches_of(fields, self.tensor), size
 
     def fields(self, columns: Columns, sample_ids: npt.NDArray[np.int64]) -> tuple[Fields, int]:
-        """As `make`, before it is cut into batches."""
+        """Make (fields of all batches, their bytes), which `make` cuts into batches."""
         count = len(sample_ids) // self.batch_size
         if self.tokens.may_overflow and self.tokens.key in columns:
             self._check_overflow(columns[self.tokens.key])
@@ -323,7 +323,7 @@ def batches_of(fields: Fields, tensor: Callable[[_Array], object]) -> list[Batch
 
 
 def tensor_maker(config: LoaderConfig) -> Callable[[_Array], object]:
-    """What makes the tensors of batches, as `tensors` says."""
+    """Return the function that makes the tensors of batches, as `tensors` says."""
     if config.tensors != "torch":
         return _unchanged
     with naming_extras('a loader (without Layout(tensors="numpy"))'):

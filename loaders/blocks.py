@@ -205,7 +205,7 @@ class Outbox:
         return Block(sum(piece.batches for piece in pieces), self._memory, self._worker, flag, sent)
 
     def _placed(self, values: Any, placed: list[_Array]) -> Any:
-        """Where `values` are in the memory, copied there if they were not; else what to pickle."""
+        """Return the place of `values` in the memory, copied there if need be, or else what to pickle."""
         if (
             not isinstance(values, np.ndarray)
             or values.nbytes < _SMALL_BYTES

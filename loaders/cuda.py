@@ -178,7 +178,7 @@ class CudaPrefetcher:
         return _Iteration(self, token)
 
     def __len__(self) -> int:
-        """That of the loader, which may itself be an epoch ahead."""
+        """Return the length of the loader, which may itself be an epoch ahead."""
         return len(cast(Sized, self.loader)) if self._length is None else self._length
 
     def state_dict(self) -> State:
@@ -212,7 +212,7 @@ class CudaPrefetcher:
         self._ahead = self._length = None
 
     def _started(self) -> _Ahead:
-        """What is made ahead of the loop; begun with a new iterator of the loader if there is none."""
+        """Return what is made ahead of the loop, begun with a new iterator of the loader if there is none."""
         if (ahead := self._ahead) is not None and ahead.process == os.getpid():
             return ahead
         self._state = _state(self.loader)

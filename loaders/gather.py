@@ -76,7 +76,7 @@ class FixedRows:
         self._columns = {name: _MappedColumn(streams, column, output) for name, column in columns.items()}
 
     def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
-        """As `Source.open_rows`; maps the shards that are needed. ShardError if one is damaged."""
+        """Map the shards of these rows, as `Source.open_rows` needs. ShardError if one is damaged."""
         # Offsets become addresses, so a row that its shard does not have must never get further than this.
         if not ((row >= 0) & (row < self._streams.shard_samples[shard])).all():
             raise IndexError("a planned row is beyond the end of its shard")
@@ -88,7 +88,7 @@ class FixedRows:
     def _first_rows(
         self, used: npt.NDArray[np.int32], shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]
     ) -> tuple[dict[int, FetchedRows], bool]:
-        """Of remote streams: (rows that were fetched one by one, by shard; whether to plan for less).
+        """Return (rows of remote streams fetched one by one, by shard; whether to plan for less).
 
         Less, so that a batch does not wait for shards of later ones, nor for the rows of too many. A few rows
         of shards that find no room, or that no lane of this machine needs, are no reason: that lasts, and

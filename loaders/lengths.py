@@ -205,7 +205,7 @@ class LengthLoader:
         self._moved(step)
 
     def state_dict(self) -> dict[str, object]:
-        """Where the loop is, as plain data, the same on every rank; `load_state_dict` continues there."""
+        """Return where the loop is as plain data, equal on every rank. `load_state_dict` continues there."""
         runs = {}
         for number, loader in enumerate(self._loaders):
             state = loader.state_at((0, 0))
@@ -259,7 +259,7 @@ class LengthLoader:
         self._moved(step)
 
     def stats(self) -> dict[str, LoaderStats]:
-        """What this rank has waited for, of each stream."""
+        """Return what this rank has waited for, by the name of the stream."""
         return {name: loader.stats() for name, loader in zip(self.names, self._loaders, strict=True)}
 
     def close(self) -> None:

@@ -177,7 +177,7 @@ def find_replica(trainer: Trainer | None) -> tuple[int | None, int | None]:
 
 
 def _placement(trainer: Trainer | None) -> dict[str, Any]:
-    """What a loader takes its rank from; the mesh of a ModelParallelStrategy knows the replicas too."""
+    """Return the `mesh` of a ModelParallelStrategy, which knows the replicas too, or rank and world size."""
     strategy = getattr(trainer, "strategy", None)
     if isinstance(strategy, ModelParallelStrategy):
         return {"mesh": strategy.device_mesh}
@@ -271,7 +271,7 @@ class ShardDataModule(pl.LightningDataModule):
         return f"ShardDataModule(train={self.train!r}, position={self.position:,})"
 
     def stats(self) -> LoaderStats:
-        """What this rank has waited for since the first batch of training, and a verdict."""
+        """Return what this rank has waited for since the first batch of training, and a verdict."""
         return LoaderStats() if self._training is None else self._training.loader.stats()
 
     def set_weights(self, weights: Weights, *, at_position: int) -> None:
@@ -361,7 +361,7 @@ class ShardDataModule(pl.LightningDataModule):
             batches.loader.close()
 
     def _origin(self, source: EvaluationSource, batch_size: int) -> object:
-        """What loaders are opened from; they are reused until it changes.
+        """Return all that loaders are opened from. They are reused until it changes.
 
         Lightning asks again with reload_dataloaders_every_n_epochs, and users to get a length.
         """

@@ -381,7 +381,7 @@ class StreamingLoader:
             running.close()
 
     def _check_live(self, iteration: object) -> Prefetcher:
-        """What produces the batches of an iteration; RuntimeError if another one has begun since."""
+        """Return the prefetcher of an iteration. RuntimeError if another one has begun since."""
         if self._iteration is not iteration or self._running is None:
             raise RuntimeError(
                 "stale iterator: the loader was closed, re-iterated, moved to another position, or had a "
@@ -403,7 +403,7 @@ class StreamingLoader:
             self._running = None
 
     def state_dict(self) -> dict[str, object]:
-        """Where the loop is, as plain data, the same on every rank; `load_state_dict` continues there."""
+        """Return where the loop is as plain data, equal on every rank. `load_state_dict` continues there."""
         return self.state_at(self._cursor)
 
     def state_at(self, cursor: Cursor) -> dict[str, object]:
@@ -455,7 +455,7 @@ class StreamingLoader:
             self.seek(self._plan.first_batch(operator.index(epoch)))
 
     def start_of(self, cursor: Cursor) -> Cursor:
-        """Where a `for` starts that is begun at a cursor of this run."""
+        """Return the cursor at which a `for` begun at `cursor` starts: (0, 0) if the loader restarts."""
         return (0, 0) if self.config.restart else cursor
 
     def _move(self, cursor: Cursor) -> None:
@@ -629,7 +629,7 @@ class StreamingLoader:
         return None if limit is None else limit.position
 
     def stats(self) -> LoaderStats:
-        """What this rank has waited for since its first batch, what cache and store did, and a verdict."""
+        """Return what this rank waited for since its first batch, what cache and store did, and a verdict."""
         return self._telemetry.stats()
 
     def __repr__(self) -> str:

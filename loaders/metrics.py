@@ -150,7 +150,7 @@ class LoaderStats:
 
     @property
     def samples_per_second(self) -> float:
-        """Of this rank."""
+        """The samples per second of this rank."""
         return _share(self.samples, self.seconds)
 
     @property
@@ -159,7 +159,7 @@ class LoaderStats:
 
     @property
     def waited_share(self) -> float:
-        """Of the time: how much of it the loop spent waiting for batches."""
+        """The share of the time that the loop spent waiting for batches."""
         return min(1.0, _share(self.wait_seconds, self.seconds))
 
     @property
@@ -331,7 +331,7 @@ class Telemetry:
 def _balance_stats(
     work: float, dearest: float, plain: float, steps: float, step_dearest: float, step_plain: float
 ) -> BalanceStats:
-    """Of sums over batches and over steps; the dearest rank's times the number of ranks."""
+    """Make the stats from sums over batches and steps. The dearest rank's are times the number of ranks."""
     return BalanceStats(
         max_over_mean=_share(dearest, work),
         unbalanced=_share(plain, work),

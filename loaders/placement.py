@@ -381,7 +381,7 @@ def usage_log_role(place: Place, folder: str | os.PathLike[str]) -> Literal["wri
 
 
 def run_key() -> str:
-    """What keys of this run begin with: torchrun's store outlives a run that failed."""
+    """Return the beginning of this run's keys. Torchrun's store outlives a run that failed."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     return "/".join(["shardkit", *(os.environ.get(name, "") for name in names)])
 

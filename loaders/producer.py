@@ -149,7 +149,7 @@ class GroupMaker:
                 return
 
     def describe(self) -> str:
-        """Where this rank is, what it is reading and planning."""
+        """Describe where this rank is and what it is reading and planning."""
         plan, position = self._plan, self._reading
         step = position // plan.global_batch
         place = f"rank {plan.rank} of {plan.world_size}, step {step:,} (up to position {position:,})"

@@ -366,7 +366,7 @@ class StreamingDataLoader(DataLoader[Batch]):
         return loader.epoch_batches(loader.start_of(self._cursor))
 
     def state_dict(self) -> State:
-        """Where the loop is, as plain data, the same on every rank."""
+        """Return where the loop is as plain data, the same on every rank."""
         self._follow_dataset()
         return self._batches.loader.state_at(self._cursor)
 
@@ -384,7 +384,7 @@ class StreamingDataLoader(DataLoader[Batch]):
         self._follow_dataset()
 
     def set_epoch(self, epoch: int) -> None:
-        """As `StreamingDataset.set_epoch`; ends the live iterator if that moves."""
+        """Move to an epoch as `StreamingDataset.set_epoch` does. Ends the live iterator if that moves."""
         self._follow_dataset()
         self._batches.move_to_epoch(self._cursor, epoch)
         self._follow_dataset()

@@ -114,7 +114,7 @@ class SharedCursor:
         _CURSORS.pack_into(self._memory, _OFFSET, *cursor, *cursor)
 
     def read(self) -> Shared:
-        """What is known now."""
+        """Read what is known now."""
         with self._locked() as numbers:
             start, following = _cursor(numbers["start"]), _cursor(numbers["next"])
             return Shared(start, following, bool(numbers["workers"]), int(numbers["iteration"]))

@@ -294,7 +294,7 @@ class DecodedSamples:
         self._stacked = {name: layout[0] for name, layout in layouts.items() if layout is not None}
 
     def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
-        """As `Source.open_rows`."""
+        """Open rows for decoding, as `Source.open_rows` says."""
         is_late = bool(self._streams.use(0, np.unique(shard).tolist()))
         self._streams.run.fetch_ahead()  # whole shards are needed from the first sample on
 
@@ -362,7 +362,7 @@ class MixedSource:
         self._sources = list(sources)
 
     def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
-        """As `Source.open_rows`."""
+        """Open rows of several streams, as `Source.open_rows` says."""
         by_shard = np.argsort(shard, kind="stable")
         parts: list[tuple[npt.NDArray[np.int64], ReadRows]] = []
         is_late = False

@@ -313,7 +313,7 @@ class StreamingDataset(IterableDataset[Batch]):
 
     @property
     def next(self) -> Cursor:
-        """Where the next iteration starts: (position, batches delivered in its epoch)."""
+        """The cursor where the next iteration starts: (position, batches delivered in its epoch)."""
         shared = self._shared.read()
         return self.loader.start_of(shared.next if shared.by_workers else self.loader.cursor)
 

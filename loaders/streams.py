@@ -146,7 +146,7 @@ class Streams:
         return reader.missing(numbers)
 
     def progress(self) -> str:
-        """What is being waited for, as the end of a sentence; "" if nothing is."""
+        """Describe what is being waited for, as the end of a sentence. "" if nothing is."""
         return next(filter(None, (reader.progress() for reader in self.readers if reader is not None)), "")
 
     def where(self, number: int) -> str:
@@ -406,7 +406,7 @@ def _token_mask(mask: MaskedTokens, dataset: Dataset, config: LoaderConfig) -> T
 
 
 def _names(specs: Sequence[Stream], datasets: Sequence[Dataset]) -> list[str]:
-    """What the streams are called: as given, else the last part of their path, numbered where ambiguous."""
+    """Name the streams as given, else by the last part of their path, numbered where ambiguous."""
     found = [
         spec.name or dataset.location.rstrip("/").rpartition("/")[2] or str(number)
         for number, (spec, dataset) in enumerate(zip(specs, datasets, strict=True))

@@ -293,7 +293,7 @@ class Histogram:
 
     @property
     def sum(self) -> int:
-        """What all values add up to."""
+        """The sum of all values."""
         return sum(self.sums)
 
     def bins(self) -> list[Bin]:

@@ -20,7 +20,7 @@ class Described:
     __slots__ = ()
 
     def describe(self) -> tuple[str, Facts]:
-        """What it is, and (name, value) of what to know of it."""
+        """Return a title and the (name, value) facts to know."""
         raise NotImplementedError
 
     def __repr__(self) -> str:

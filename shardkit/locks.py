@@ -95,7 +95,7 @@ class FileLock:
             os.close(descriptor)  # its last holder removed the file: this lock locks nothing any more
 
     def read_holder(self) -> bytes:
-        """What whoever holds the lock has written; b"" if nobody does who writes anything."""
+        """Return the bytes that the holder of the lock has written. b"" if no holder has written any."""
         try:
             descriptor = os.open(self._file, _FLAGS & ~os.O_CREAT)
         except OSError:

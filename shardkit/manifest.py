@@ -235,7 +235,7 @@ class Files:
 
     @cached_property
     def _ends(self) -> Ints | range:
-        """Where each name's newline is: as a rule names are equally long, which needs no array."""
+        """The places of the newlines behind names, as a range if all names are equally long."""
         ends = np.flatnonzero(self.names == _NEWLINE)
         width = int(ends[0]) + 1 if len(ends) else 1
         alike = range(width - 1, len(ends) * width, width)

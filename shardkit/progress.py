@@ -29,7 +29,7 @@ class Report(Protocol):
 
     @property
     def name(self) -> str:
-        """What is being done. Each name has a bar."""
+        """The name of what is being done. Each name has a bar."""
 
     @property
     def done(self) -> int: ...

@@ -52,7 +52,7 @@ class ComposerDataset(StreamingDataset):
     """Whether such a state was loaded, and the iteration without batches has not been made."""
 
     def state_dict(self, num_batches: int | None = None, from_beginning: bool | None = None) -> State:
-        """As `StreamingDataset.state_dict`; Composer gives the samples of this epoch, and True."""
+        """Return the state as `StreamingDataset` does. Composer gives the samples of this epoch, and True."""
         if from_beginning is None:
             return super().state_dict(num_batches)
         return super().state_dict(num_batches or 0, from_beginning) | {_SAMPLES: num_batches}
@@ -92,7 +92,7 @@ def build_data_spec(
     pin_memory: bool = False,
     **options: Unpack[RunOptions],
 ) -> DataSpec:
-    """What Composer's `Trainer(train_dataloader=…)` and `Evaluator(dataloader=…)` take.
+    """Build the DataSpec for Composer's `Trainer(train_dataloader=…)` and `Evaluator(dataloader=…)`.
 
     `batch_size`: sequences per rank. Without workers, a thread prefetches. `options`: of `StreamingLoader`.
     """
@@ -121,7 +121,7 @@ def build_dataloader(
     pin_memory: bool = False,
     drop_last: bool = False,
 ) -> DataSpec:
-    """What llm-foundry calls for `train_loader` and `eval_loader` with `name: shardkit`.
+    """Build the `train_loader` or `eval_loader` of llm-foundry with `name: shardkit`.
 
     `dataset`: `path`, or `streams` ({name: {path: …, weight: …}}), and options of `StreamingLoader`, whose
     groups are mappings (`layout: {document_ids: true}`); with `max_seq_len`, ValueError if rows have another

@@ -280,7 +280,7 @@ class StreamingTrainer(StreamingTrainerMixin, Trainer):  # type: ignore[misc, un
 
 
 def _shown(dataset: Any) -> Any:
-    """What the constructor of a Trainer sees: of our data one row, in the only classes that TRL accepts."""
+    """Return one row of our data in the only class that TRL's constructors accept. Other data as it is."""
     if not isinstance(dataset, TrainerDataset | MapDataset) or not is_datasets_available():
         return dataset
     import datasets

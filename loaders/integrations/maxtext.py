@@ -114,7 +114,7 @@ class MaxTextBatches(ElasticIterator):  # type: ignore[misc, unused-ignore]
 def make_train_iterator(
     config: MaxTextConfig, global_mesh: Mesh, process_indices: list[int], **options: Unpack[LoaderOptions]
 ) -> MultiHostDataLoadIterator:
-    """What MaxText trains on: `grain_train_files`, endlessly, by `data_shuffle_seed`."""
+    """Make the iterator that MaxText trains on: `grain_train_files`, endlessly, by `data_shuffle_seed`."""
     loader = _open(
         config.grain_train_files,
         config,
@@ -129,7 +129,7 @@ def make_train_iterator(
 def make_eval_iterator(
     config: MaxTextConfig, global_mesh: Mesh, process_indices: list[int], **options: Unpack[LoaderOptions]
 ) -> MultiHostDataLoadIterator:
-    """What MaxText evaluates on: `grain_eval_files`, each time from the first sample on, each sample once."""
+    """Make MaxText's evaluation iterator: `grain_eval_files`, each time from the first sample, each once."""
     loader = _open(
         config.grain_eval_files,
         config,

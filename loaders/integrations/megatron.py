@@ -159,7 +159,7 @@ def external_iterators(
     test: Data | None = None,
     **options: Unpack[RunOptions],
 ) -> tuple[MegatronDataIterator | None, MegatronDataIterator | None, MegatronDataIterator | None]:
-    """What a datasets provider returns, for the arguments and the data-parallel rank of this process.
+    """Make the iterators of a datasets provider, for this process's arguments and data-parallel rank.
 
     None for tensor parallel ranks above 0, to which Megatron broadcasts. As Megatron's own, validation goes
     on through its data from one evaluation to the next, and resumes at `consumed_valid_samples`.

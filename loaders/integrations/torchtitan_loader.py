@@ -73,7 +73,7 @@ class ShardkitDataLoader(BaseDataLoader):
         num_tokens_per_batch: int | None = None,
         **kwargs: object,
     ) -> None:
-        """As `Trainer` and `Validator` call it; the tokenizer among `kwargs` is not needed."""
+        """Open the loader for a `Trainer` or `Validator`. The tokenizer among `kwargs` is not needed."""
         source = config.streams or config.dataset_path
         if not source or (config.streams and config.dataset_path):
             raise ValueError("ShardkitDataLoader.Config needs either dataset_path or streams")

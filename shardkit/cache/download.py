@@ -109,7 +109,7 @@ class Download:
 
     @property
     def version(self) -> str | None:
-        """Of the object, once some of it has come."""
+        """The version of the object, once some of it has come."""
         return self._version
 
     def take_part(self) -> Part | None:

@@ -79,12 +79,12 @@ def print_json(result: Mapping[str, Any]) -> None:
 
 
 def stdout_console() -> Console:
-    """Where a verb's result goes when it is for people."""
+    """Return the console for a verb's result when it is for people."""
     return _console(stderr=False)
 
 
 def stderr_console() -> Console:
-    """Where messages go."""
+    """Return the console for messages."""
     return _console(stderr=True)
 
 

@@ -135,7 +135,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _card_lines(card: DatasetCard) -> list[tuple[str, str]]:
-    """What the card says in one line each; whatever an older one lacks is left out."""
+    """Return (name, text) lines of the card, without those that an older card lacks."""
     lines = []
     if limit := card.data.get("recipe", {}).get("limit"):
         lines.append(("trial", f"at most {limit:,} records of each input, not the whole of them"))

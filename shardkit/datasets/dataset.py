@@ -105,7 +105,7 @@ class Dataset(OpenDataset, Described):
         return trace_of(self, question)
 
     def describe(self) -> tuple[str, Facts]:
-        """What the index and the card say; reads no shard."""
+        """Return a title and facts from the index and the card. Reads no shard."""
         manifest, card = self.manifest, self.card
         shards = f"{len(manifest.shards):,}, {manifest.format}"
         is_stated = manifest.format != "tar" or all(info.columns for info in manifest.shards)
@@ -207,7 +207,7 @@ def _open_remote(
     infos, before = manifest.shards, list(accumulate(sizes, initial=0))
 
     def skim(number: int) -> tuple[Scanned, TarIndex] | None:
-        """Of tars that the cache has room for, whole ones are wanted: they are read again soon."""
+        """Skim a tar that the cache has no room for. None for others: whole ones are soon read again."""
         if before[number + 1] <= cache.capacity:
             return None
         return skim_tar(store, infos[number], versions[number])

@@ -160,7 +160,7 @@ def _find_rows(path: str, cut: RowCut | None, storage: StorageOptions | None) ->
 
 
 def _locate(text: str, storage: StorageOptions | None, indexes: NodeIndexes | None) -> Found:
-    """What a path or URL names that has an index, a list, or is a tar."""
+    """Find what a path or URL names that has an index, a list, or is a tar."""
     if not is_remote(text):
         return find_local(local_path(text), storage)
     from shardkit.formats.tar.shard_list import is_pattern, is_tar_name

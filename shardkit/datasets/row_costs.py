@@ -81,7 +81,7 @@ def table_name(dataset: OpenDataset, ids: DocumentIds) -> str:
 
 
 def tables_among(names: Iterable[str], fingerprint: str) -> list[str]:
-    """Those of `names` that are tables of the dataset of this fingerprint, whatever ends its documents."""
+    """Return the `names` of tables of the dataset of this fingerprint, whatever ends its documents."""
     return [name for name in names if name.startswith(f"row-costs.{fingerprint}.") and name.endswith(".npy")]
 
 

@@ -76,7 +76,7 @@ class Segments:
 
     @cached_property
     def lengths(self) -> _Ints:
-        """Of each document."""
+        """The length of each document, in tokens."""
         rows, length = self.shape
         lengths: _Ints = np.diff(self.starts, append=rows * length)
         return lengths

@@ -229,7 +229,7 @@ def _pair(store: AnyStore, name: str) -> _Named | None:
 
 
 def _listed(store: AnyStore, pattern: str) -> list[ObjectInfo]:
-    """What may match a pattern ("": what lies directly in the folder), sorted."""
+    """List the objects that may match a pattern ("": those directly in the folder), sorted."""
     if is_remote(store.url):
         prefix = fixed_folder(pattern) if pattern else ""
         return list(store.list(f"{prefix}/" if prefix else ""))
@@ -246,7 +246,7 @@ def _files(folder: Path, pattern: str) -> Iterator[Path]:
 
 
 def _places(size: int, probes: int) -> list[int]:
-    """Where some bytes of a file are looked at: its start, its end, and places between."""
+    """Return the offsets at which a file is looked at, in bytes: its start, its end, and places between."""
     edges = np.linspace(0, max(0, size - HEAD_BYTES), probes, dtype=np.int64)
     return sorted({int(edge) for edge in edges})
 
@@ -256,7 +256,7 @@ def _probe(store: AnyStore, info: ObjectInfo, at: int) -> bytes:
 
 
 def _look(store: AnyStore, named: _Named, cut: RowCut, parts: Sequence[bytes]) -> _File:
-    """What the header of a file says; `parts`: the bytes at its `_places`."""
+    """Read the header of a file. `parts`: the bytes at its `_places`."""
     info, index = named
     where = store.where(info.key)
     if index is not None:

@@ -134,7 +134,7 @@ def _hashes(info: ShardInfo) -> bool:
 
 
 def _check_shard(dataset: Dataset, number: int, blocks: _Blocks | None) -> Problem | int:
-    """What is wrong, or how many tokens the shard's loss masks let be trained on.
+    """Return what is wrong with a shard, or how many tokens its loss masks let be trained on.
 
     Without `blocks`, the check is quick: no sample is read, and 0 tokens are counted.
     """
@@ -249,7 +249,7 @@ def _check_names(dataset: Dataset) -> Iterator[Problem]:
 
 
 def _check_table(dataset: Dataset) -> Iterator[Problem]:
-    """What index.bin says, if the dataset was opened by it, against the index.json that it stands for."""
+    """Check index.bin, if the dataset was opened by it, against the index.json that it stands for."""
     manifest = dataset.manifest
     if manifest.format != "mds" or not isinstance(manifest.shards, ShardTable):
         return
@@ -263,7 +263,7 @@ def _check_table(dataset: Dataset) -> Iterator[Problem]:
 
 
 def _check_card(dataset: Dataset, card: DatasetCard) -> Iterator[Problem]:
-    """What the card says against what the index says."""
+    """Check the card against the index."""
     manifest = dataset.manifest
     length, dtype = dataset.sequence_length, dataset.token_dtype
     facts: dict[str, Any] = {

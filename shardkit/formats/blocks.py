@@ -100,7 +100,7 @@ class BlockFile:
 
     @property
     def size(self) -> int:
-        """Of all parts."""
+        """The size of all parts, in bytes."""
         return int(self._starts[-1])
 
     @property
@@ -109,7 +109,7 @@ class BlockFile:
         return len(self._shards)
 
     def range(self, number: int) -> tuple[int, int]:
-        """Where the part of shard `number` begins and ends."""
+        """Return where the part of shard `number` begins and ends, in bytes."""
         return int(self._starts[number]), int(self._starts[number + 1])
 
     def checksums(self, number: int, part: bytes) -> Checksums | None:

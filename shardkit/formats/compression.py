@@ -191,7 +191,7 @@ def _joined(algorithm: str, data: memoryview, limit: int) -> bytes:
 
 
 def _pieces(algorithm: str, data: Bytes, *, is_single: bool) -> Iterator[bytes]:
-    """What `data` holds, about `_OUTPUT_BYTES` at a time.
+    """Yield the content of compressed `data`, about `_OUTPUT_BYTES` at a time.
 
     `is_single`: it is one stream and nothing else. Otherwise any number of streams, which tools such as pigz
     write, and zeros behind them, with which some tools pad.
@@ -267,11 +267,11 @@ class ZstdFrame:
 
     @property
     def unused_data(self) -> bytes:
-        """What follows the frame."""
+        """The bytes that follow the frame, once it has ended."""
         return bytes(self._frame.unused_data) + self._held[self._at :] if self.eof else b""
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
-        """What the next block holds, which is less than any `max_length` in use; zstandard.ZstdError."""
+        """Decode the next block, smaller than any `max_length` in use. zstandard.ZstdError if damaged."""
         if data:
             self._held, self._at = self._held[self._at :] + data, 0
         held = memoryview(self._held)

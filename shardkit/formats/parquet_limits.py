@@ -50,7 +50,7 @@ class Footer:
 
     @cached_property
     def limits(self) -> tuple[Limits, ...]:
-        """Of columns whose values are whole numbers, texts or bytes; a mapping for each row group."""
+        """The limits of columns of whole numbers, texts or bytes, in a mapping for each row group."""
         nothing: tuple[Limits, ...] = ({},) * self.metadata.num_row_groups
         if len(self._data) > _MAX_FOOTER_BYTES:
             return nothing

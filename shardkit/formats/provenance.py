@@ -49,7 +49,7 @@ class HashRange:
     last: int
 
     def to_metadata(self) -> Mapping[bytes | str, bytes | str]:
-        """As the file's schema metadata."""
+        """Return the range as the file's schema metadata."""
         return {_SEED: str(self.seed), _FIRST_HASH: str(self.first), _LAST_HASH: str(self.last)}
 
     @classmethod

@@ -43,7 +43,7 @@ def load_raw(kind: Format, folder: Path, info: ShardInfo, *, verify: bool = Fals
 
 
 def decompress_shard(kind: Format, info: ShardInfo, stored: Bytes, where: str | PathLike[str]) -> Bytes:
-    """What the compressed shard `stored` holds; ShardError if it is damaged or not of the stated size."""
+    """Decompress the shard `stored`. ShardError if it is damaged or not of the stated size."""
     assert info.compression
     if kind == "mds":
         raw = decompress(info.compression, stored.data, raw_bytes=info.raw.bytes, file=where)

@@ -120,7 +120,7 @@ class TextShard:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """As the list states them."""
+        """The columns as the list states them."""
         return self.info.columns
 
     def fixed_rows(self, column: str) -> npt.NDArray[np.generic] | None:

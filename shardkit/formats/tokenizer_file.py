@@ -158,7 +158,7 @@ class Encoding:
 
     @classmethod
     def named_by(cls, path: Path) -> Encoding | None:
-        """That of a file such as cl100k_base.tiktoken."""
+        """Return the encoding of a file such as cl100k_base.tiktoken. None for a file of another name."""
         return ENCODINGS.get(path.stem) if path.suffix == ".tiktoken" else None
 
     def special_ids(self, ranks: Mapping[bytes, int]) -> dict[str, int]:

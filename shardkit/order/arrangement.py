@@ -165,7 +165,7 @@ class Arrangement:
 
     @cached_property
     def limit(self) -> Limit | None:
-        """Where the run ends because a stream may not deliver more; None if it never does."""
+        """The first limit of a stream that ends the run. None if the run never reaches one."""
         found = []
         for number, stream in enumerate(self._sizes):
             if (most := stream.limit) is None:

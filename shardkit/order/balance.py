@@ -218,13 +218,13 @@ class WorkBalance:
         return WorkBalance(self._costs, self._model, step_sizes)
 
     def __str__(self) -> str:
-        """What ranks must agree on."""
+        """Return the text that ranks must agree on."""
         return f"{self._model} {' '.join(each.digest for each in self._costs)}"
 
     def steps(
         self, plan: BatchPlan, order: SampleOrder, position: int, count: int, *, every: int = 1
     ) -> Steps:
-        """As `BatchPlan.steps`, with the rows that this rank takes, and with the `work` of each batch."""
+        """Return `BatchPlan.steps` with the rows that this rank takes and the `work` of each batch."""
         if (size := plan.global_batch) > MAX_ROWS:
             raise ValueError(f"balance is for global batches of at most {MAX_ROWS:,} rows, not {size:,}")
         steps = plan.steps(order, position, count, every=every)
@@ -277,7 +277,7 @@ class WorkBalance:
                 yield located.take(wanted), places[wanted], work[wanted]
 
     def _first_of_step(self, start: int, size: int) -> int:
-        """Where the batches of an optimizer step begin of which one begins at `start`."""
+        """Return where the first batch begins of the optimizer step that has a batch at `start`."""
         assert self.step_sizes is not None
         begin, _ = self.step_sizes.step_at(start)
         return begin + (start - begin) % size

@@ -98,12 +98,12 @@ class BatchPlan:
         return self.batch_size * self.world_size
 
     def start(self, position: int) -> int:
-        """Where the next batch starts: `position`, unless what is left of the epoch is dropped."""
+        """Return where the next batch starts: `position`, unless the rest of the epoch is dropped."""
         left = self.samples - position % self.samples
         return position + left if self.tail == "drop" and left < self.global_batch else position
 
     def after(self, start: int) -> int:
-        """Where the batch after the one at `start` starts."""
+        """Return where the batch after the one at `start` starts."""
         left = self.samples - start % self.samples
         end = start + self.global_batch
         return start + left if self.tail == "pad" and left < self.global_batch else self.start(end)
@@ -122,7 +122,7 @@ class BatchPlan:
         return position, self.delivered((position, position % self.samples // self.global_batch))
 
     def first_batch(self, epoch: int) -> int:
-        """Where the first batch that starts in an epoch, or behind it, starts in a run from position 0 on."""
+        """Return the start of the first batch in an epoch, or behind it, in a run from position 0 on."""
         first = epoch * self.samples
         return -(-first // self.global_batch) * self.global_batch if self.tail == "carry" else first
 
@@ -132,7 +132,7 @@ class BatchPlan:
         return left // self.global_batch if self.tail == "drop" else -(-left // self.global_batch)
 
     def advance(self, cursor: Cursor, batches: int) -> Cursor:
-        """Where the loader is `batches` batches after `cursor`."""
+        """Return the loader's cursor `batches` batches after `cursor`."""
         position, delivered = cursor
         while batches:
             left = self.batches_left(position)
@@ -246,7 +246,7 @@ class StepSizes:
         return start, start + size
 
     def sizes_from(self, position: int) -> list[int]:
-        """What is left of the step at `position`, and the sizes of the steps behind it, each once."""
+        """Return the rest of the step at `position` and the sizes of later steps, each once, ascending."""
         _, end = self.step_at(position)
         start, after = self.step_at(end)
         return sorted({end - position, after - start, *(size for at, size in self.changes if at > end)})

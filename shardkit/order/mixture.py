@@ -320,7 +320,7 @@ class Mixture:
         return self._counts(self._segment(position), position)
 
     def position_of(self, stream: int, index: int) -> int | None:
-        """Where `stream` delivers its `index`-th sample, from 0 on; None if it never does.
+        """Return where `stream` delivers its `index`-th sample, from 0 on. None if it never does.
 
         The inverse of `locate`; about a millisecond.
         """

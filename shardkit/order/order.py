@@ -323,7 +323,7 @@ class Order:
         return len(self.shard_starts) - 1
 
     def locate(self, positions: Ints | tuple[int, int]) -> Located:
-        """Where the samples at `positions` are; (start, count) stands for `count` positions from `start`.
+        """Locate the samples at `positions`. (start, count) stands for `count` positions from `start`.
 
         Positions may be in any order, repeat, and lie in any epochs; the result has their shape.
         """

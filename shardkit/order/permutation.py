@@ -94,7 +94,7 @@ class Permutation:
         return self._size
 
     def __call__(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Where each of `indices` goes, in the same shape; IndexError outside range(size)."""
+        """Return where each of `indices` goes, in the same shape. IndexError outside range(size)."""
         indices = self._checked(indices)
         return permute(indices.ravel(), self._domain).reshape(indices.shape).view(np.int64)
 
@@ -188,7 +188,7 @@ class _Rounds:
         self._mixed, self._scratch = np.empty_like(indices), np.empty_like(indices)
 
     def increments(self, number: int) -> Words:
-        """What an odd round adds to left: uniform in [0, rows). Overwritten by the next call."""
+        """Return uniform words in [0, rows) that an odd round adds to left. Overwritten by the next call."""
         mixed = self._hash(self.right, number)
         np.right_shift(mixed, _32, out=mixed)
         np.multiply(mixed, self._rows, out=mixed)
@@ -196,7 +196,7 @@ class _Rounds:
         return mixed
 
     def masks(self, number: int) -> Words:
-        """What an even round xors onto right. Overwritten by the next call."""
+        """Return the words that an even round xors onto right. Overwritten by the next call."""
         mixed = self._hash(self.left, number)
         np.right_shift(mixed, self._drop, out=mixed)
         return mixed

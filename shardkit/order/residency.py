@@ -210,7 +210,7 @@ class MixedUses:
         return uses.sorted()
 
     def _changes(self, begin: int) -> list[int]:
-        """Where weights change inside of the epoch from `begin` on."""
+        """Return the positions inside the epoch from `begin` on where weights change."""
         starts = [start for start, _ in self._mixture.schedule.segments]
         return starts[bisect_right(starts, begin) : bisect_left(starts, begin + self.samples)]
 
@@ -226,7 +226,7 @@ class JoinedUses:
         self.shards = sum(part.shards for part, _ in parts)
 
     def uses(self, epoch: int, lanes: Sequence[int] | None = None) -> ShardUses:
-        """As `MixedUses.uses`, of all datasets."""
+        """Return the uses of all datasets, as `MixedUses.uses` does for one."""
         assert lanes is None  # each dataset has its own
         first, found = 0, []
         for part, own in self._parts:
@@ -239,7 +239,7 @@ class JoinedUses:
 def _of_stream(
     order: Order, knots: Ints, counts: Ints, lanes: Sequence[int] | None, most_passes: int
 ) -> ShardUses:
-    """Those of a stream that has had `counts` samples when the mixture is at `knots`; not sorted."""
+    """Return the uses by a stream that has had `counts` samples when the mixture is at `knots`, unsorted."""
     low, high, size = int(counts[0]), int(counts[-1]), max(1, order.samples)
     passes = range(low // size, -(-high // size)) if high > low else range(0)
     if len(passes) > most_passes:

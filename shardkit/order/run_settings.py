@@ -44,7 +44,7 @@ class StreamSettings:
 
     @property
     def data(self) -> tuple[str, int, str]:
-        """What must not change between runs: all but the name."""
+        """The values that must not change between runs: all but the name."""
         return self.fingerprint, self.samples, self.excluded
 
     def to_dict(self) -> dict[str, str | int]:
@@ -163,7 +163,7 @@ class RunSettings:
             raise StateError(f"not the settings of a run: {type(error).__name__}: {error}") from error
 
     def differences(self, later: RunSettings, position: int) -> list[Difference]:
-        """What forbids a run of settings `later` to continue this one at `position`: nothing, if empty."""
+        """List what forbids a run of settings `later` to continue this one at `position`."""
         lines = []
         for name in ("version", "seed", "shuffle"):
             before, now = getattr(self.order, name), getattr(later.order, name)

@@ -90,26 +90,26 @@ class StreamOrder:
         return int(self.shard_starts[-1])
 
     def locate(self, positions: Ints | tuple[int, int]) -> Located:
-        """As `Order.locate`."""
+        """Locate samples as `Order.locate` does, in the real dataset's numbers."""
         return self._real(self.order.locate(positions))
 
     def positions_of(self, sample_ids: npt.ArrayLike, epoch: int) -> Ints:
-        """As `Order.positions_of`; IndexError for a row that is left out."""
+        """Find positions as `Order.positions_of` does. IndexError for a row that is left out."""
         kept = np.asarray(sample_ids) if self.exclusions is None else self.exclusions.rank(sample_ids)
         return self.order.positions_of(kept, epoch)
 
     def global_batch(self, position: int, size: int) -> Ints:
-        """As `Order.global_batch`."""
+        """Return the sorted positions of a global batch, as `Order.global_batch` does."""
         return self.order.global_batch(position, size)
 
     def global_batches(
         self, position: int, size: int, count: int, *, part: slice = slice(None), every: int = 1
     ) -> Located:
-        """As `Order.global_batches`."""
+        """Locate global batches as `Order.global_batches` does, in the real dataset's numbers."""
         return self._real(self.order.global_batches(position, size, count, part=part, every=every))
 
     def _real(self, located: Located) -> Located:
-        """What the order has found, in the real dataset's numbers."""
+        """Translate what the order has found into the real dataset's numbers."""
         if self.exclusions is None:
             return located
         rows = self.exclusions.select(located.sample_id)
@@ -155,7 +155,7 @@ class MixedOrder:
         return self._samples
 
     def locate(self, positions: Ints | tuple[int, int]) -> Located:
-        """Where the samples at `positions` are; (start, count) stands for `count` positions from `start`.
+        """Locate the samples at `positions`. (start, count) stands for `count` positions from `start`.
 
         Positions may be in any order and repeat; the result has their shape. `epoch` and `lane` are the
         stream's own.
@@ -168,7 +168,7 @@ class MixedOrder:
         return self._located(array, *self.mixture.locate_at(array.ravel()))
 
     def position_of(self, sample_id: int, epoch: int) -> int | None:
-        """Where the mixture delivers a sample in its stream's own `epoch`; None if it never does."""
+        """Return where the mixture delivers a sample in its stream's own `epoch`. None if it never does."""
         if not 0 <= sample_id < self.first_samples[-1]:
             raise IndexError(f"sample ids go from 0 to {self.first_samples[-1] - 1:,}, not {sample_id:,}")
         number = int(np.searchsorted(self.first_samples, sample_id, side="right")) - 1

@@ -70,7 +70,7 @@ class TokenMask:
 
     @classmethod
     def joined(cls, masks: Sequence[TokenMask | None], first_samples: Sequence[int]) -> TokenMask | None:
-        """Of several datasets whose rows are numbered through; None if there is no span."""
+        """Join the masks of several datasets whose rows are numbered through. None if there is no span."""
         found = [np.empty((0, 3), np.int64)]
         for mask, first in zip(masks, first_samples, strict=True):
             if mask is not None:

@@ -93,7 +93,7 @@ class TransferReport(Described):
         return asdict(self) | {"up_to_date": self.up_to_date, "seconds": round(self.seconds, 3)}
 
     def describe(self) -> tuple[str, Facts]:
-        """What is where, and what was moved for it."""
+        """Return the place of the dataset as a title, and facts of what was moved there."""
         moved = f"{counted(len(self.sent), 'file')}, {format_bytes(self.sent_bytes)}"
         facts = [
             ("from", self.source),

@@ -74,7 +74,7 @@ class Contents:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Of all files, without the index."""
+        """The names of all files without the index."""
         return frozenset(file.basename for file in self.files)
 
     @property
@@ -84,7 +84,7 @@ class Contents:
 
     @property
     def bytes(self) -> int:
-        """Of all files, without the index."""
+        """The size of all files without the index, in bytes."""
         return sum(file.bytes for file in self.files)
 
     @cached_property
@@ -132,7 +132,7 @@ class Listing:
 
 
 def head_if_any(store: Store, name: str) -> ObjectInfo | None:
-    """What a store knows of an object, or None if there is none."""
+    """Return what a store knows of an object, or None if there is none."""
     try:
         return store.head(name)
     except ObjectNotFoundError:
@@ -170,7 +170,7 @@ def find_only_contents(store: Store) -> Contents | None:
 
 
 def index_files(manifest: Manifest) -> dict[str, bytes]:
-    """What describes a dataset: its index, and index.bin before it if there are many shards."""
+    """Return {name: data} of a dataset's index, and of index.bin before it if there are many shards."""
     from shardkit.formats import mds, tar
 
     if manifest.format == "mds":

@@ -137,7 +137,7 @@ class _Marker:
     obsolete: frozenset[str] | None
 
     def leaves(self, contents: Contents) -> frozenset[str]:
-        """What to delete once the index of `contents`, which claimed the place, is there."""
+        """Return the names to delete once the index of `contents`, which claimed the place, is there."""
         return self.files - contents.names if self.obsolete is None else self.obsolete
 
 
@@ -199,7 +199,7 @@ class Publication:
         return outcome
 
     def _old_datasets(self) -> list[Contents] | None:
-        """Those whose indexes are there; None if one cannot be read."""
+        """Return the datasets indexed there. If one cannot be read, None with `replace`, or RefusedError."""
         try:
             return find_contents(self._target, strict=False)
         except ShardError as error:
@@ -371,7 +371,7 @@ class Publication:
 
 
 def finish_publication(target: Store, contents: Contents) -> None:
-    """What is left to do where a publication was cut short after its index."""
+    """Finish a publication of `contents` that was cut short after its index, if there is one."""
     marker = _read_marker(target)
     if marker is not None and marker.identity == contents.identity:
         _clean(target, sorted(marker.leaves(contents)), has_marker=True)

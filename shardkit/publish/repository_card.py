@@ -159,7 +159,7 @@ def _summary(contents: Contents, *, is_text: bool) -> str:
 
 
 def _funnel(card: DatasetCard) -> str:
-    """What became of the documents; empty for a dataset that was not built, or whose card is damaged."""
+    """Write a table of what became of the documents. Empty without a build, or if the card is damaged."""
     if not card.has("funnel"):
         return ""
     try:

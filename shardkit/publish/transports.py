@@ -65,7 +65,7 @@ class StagedFile(Protocol):
     """A file that was made earlier, on this machine or in a store."""
 
     def borrowed(self) -> AbstractContextManager[Path]:
-        """Its path on this machine, to be read meanwhile; OSError if it cannot be fetched."""
+        """Lend a path on this machine, to be read meanwhile. OSError if the file cannot be fetched."""
 
     def committed_hash(self) -> str | None:
         """The xxh3-128 of its bytes, if it is known without reading them."""
@@ -225,7 +225,7 @@ class CommitSender(Sender):
 
 
 def sender_to(target: Store, files: LocalFiles) -> Sender:
-    """What sends files to a store in the way that suits it."""
+    """Return a sender of files to a store, which sends commits if the store takes them."""
     commits = commits_of(target)
     return Sender(target, files) if commits is None else CommitSender(commits, files)
 
@@ -425,7 +425,7 @@ def _checked_digest(file: FileInfo, data: Path | bytes) -> str:
 
 
 def _state(data: Path | bytes) -> tuple[int, int, int] | None:
-    """What changes when a file is written to or replaced."""
+    """Return (inode, bytes, mtime in ns) of a file, to tell whether it changes. None for bytes in memory."""
     if isinstance(data, bytes):
         return None
     try:

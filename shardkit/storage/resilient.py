@@ -119,7 +119,7 @@ class ResilientStore(BaseStore):
         return self._run("head", key, lambda: self._store.head(key))
 
     def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
-        """As `open` and read, so it is resumed and hedged in the same way."""
+        """Read an object through `open`, so resumed and hedged in the same way."""
         with self._open("get", key, start, stop, version) as body:
             return body.read()
 
@@ -136,7 +136,7 @@ class ResilientStore(BaseStore):
         if_absent: bool = False,
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
-        """As `Store.put`. The size and `RetryPolicy.floor_bytes_per_second` bound its time.
+        """Put an object. The size and `RetryPolicy.floor_bytes_per_second` bound its time.
 
         With `if_absent`, an object that exists after a failed attempt is ours if it has exactly our bytes and
         our metadata; two writers of the very same object may then both succeed.
@@ -166,7 +166,7 @@ class ResilientStore(BaseStore):
         return info
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """As `Store.list`. After a failure it starts again and skips what was yielded already."""
+        """List objects. After a failure the listing starts again and skips what was yielded already."""
         last: str | None = None
         going: Iterator[ObjectInfo] | None = None
 
@@ -194,7 +194,7 @@ class ResilientStore(BaseStore):
     def commit(
         self, files: Mapping[str, bytes | Path], deleted: Collection[str] = ()
     ) -> Mapping[str, ObjectInfo]:
-        """As `CommitStore.commit`; the size of all files bounds its time."""
+        """Commit files as `CommitStore.commit` does. The size of all files bounds the time."""
         commits = commits_of(self._store)
         assert commits is not None, "`has_commits` says so"
         size = sum(map(_size, files.values()))

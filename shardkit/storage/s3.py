@@ -388,7 +388,7 @@ class _DirectReads:
 
     @classmethod
     def of(cls, stream: Any) -> _DirectReads | None:
-        """Those of botocore's `stream`; None if botocore, urllib3 or http.client has changed inside."""
+        """Make reads of botocore's `stream`. None if botocore, urllib3 or http.client has changed inside."""
         raw = getattr(stream, "_raw_stream", None)
         response = getattr(raw, "_fp", None)
         if not isinstance(response, HTTPResponse) or response.chunked:

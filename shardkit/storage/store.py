@@ -203,7 +203,7 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """What keys are relative to, such as "s3://bucket/prefix" or "/folder", without a trailing "/"."""
+        """The root of all keys, such as "s3://bucket/prefix" or "/folder", without a trailing "/"."""
 
     def head(self, key: str) -> ObjectInfo:
         """Return size, version and metadata; ObjectNotFoundError if there is no such object."""

@@ -35,7 +35,7 @@ _QUARANTINE = "quarantine.jsonl"
 
 
 def find_fates(tracer: Tracer, selection: Selection, *, limit: int = 20) -> dict[str, Any]:
-    """What became of the documents that `selection` wants: how many, and the first `limit` of each outcome.
+    """Count the documents that `selection` wants by outcome, and describe the first `limit` of each.
 
     `limit` 0: all. Facts are numbers, text and null. ShardkitError if no table has any of them.
     """

@@ -64,7 +64,7 @@ class Tracer:
         return self.how_to_see_text()
 
     def how_to_see_text(self) -> str:
-        """What to do to see text."""
+        """Return a hint on how to see text."""
         named = ""
         if self.dataset.card is not None and (stated := self.dataset.card.tokenizer).file:
             named = f" {stated.file} (digest {stated.digest}), which the dataset was made with,"
@@ -333,7 +333,7 @@ def _exclude(path: Path, tracer: Tracer, found: _Totals, unmatched: int) -> dict
 
 
 def _deliveries(run: Run, dataset: OpenDataset, row: int, epochs: int | None) -> list[dict[str, Any]]:
-    """Where each stream of `dataset` delivers a row in its first `epochs`; None: those that it has begun."""
+    """List where each stream of `dataset` delivers a row in its first `epochs` (None: those begun)."""
     found = []
     for stream in run.streams_of(dataset):
         count = run.epochs(stream) if epochs is None else epochs

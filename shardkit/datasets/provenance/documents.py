@@ -99,7 +99,7 @@ class Document:
         return cls(row, start, end, **stated, document_start=facts["document_tokens"][0], steps=steps)
 
     def line(self) -> str:
-        """Where it is from and how it begins, on one line."""
+        """Return one line on where the document is from and how it begins."""
         place = f"{self.file} record {self.record:,}" if self.url is None else self.url
         parts = [counted(self.tokens, "token"), self.source, place]
         if self.steps:

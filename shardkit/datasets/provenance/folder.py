@@ -53,7 +53,7 @@ class ParquetFolder:
         return sum(footer.num_rows for footer, _ in self.run(self.footer, iter(range(len(self.names)))))
 
     def footer(self, number: int) -> tuple[pq.FileMetaData, pa.Schema]:
-        """What the footer of a file says, and its columns; ShardError if one is missing."""
+        """Return the footer of a file and its columns. ShardError if a column is missing."""
         footer, schema = self._footer(number)
         return footer.metadata, schema
 

@@ -100,10 +100,10 @@ def measure(
     *,
     rows_at_once: int = _ROWS_AT_ONCE,
 ) -> RemovalReport:
-    """What excluding these rows removes; `removed`: sorted ids S16[documents] of the documents searched for.
+    """Measure what excluding these rows removes.
 
-    Reads the pieces of all these rows. Holds 16 bytes for each other document that loses a piece, and the
-    pieces of `rows_at_once` rows.
+    `removed`: sorted ids S16[documents] of the documents searched for. Reads the pieces of all these rows.
+    Holds 16 bytes for each other document that loses a piece, and the pieces of `rows_at_once` rows.
     """
     length = dataset.sequence_length
     if length is None:

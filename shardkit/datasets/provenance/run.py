@@ -265,7 +265,7 @@ class Run:
         return excluded is not None and bool(excluded.contains([row])[0])
 
     def sightings(self, row: int, stream: int = 0, *, epochs: int) -> list[Sighting]:
-        """Where the first `epochs` epochs of its stream deliver a row; none if it is left out."""
+        """List where the first `epochs` epochs of its stream deliver a row. Empty if the row is left out."""
         if self.is_excluded(row, stream):
             return []
         found = []

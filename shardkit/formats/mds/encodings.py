@@ -132,7 +132,7 @@ def _little(name: str) -> np.dtype[Any]:
 
 
 def encode_shape(shape: tuple[int, ...]) -> bytes:
-    """What stands before the values of an array of that shape, where the column does not fix it."""
+    """Encode the shape that stands before an array's values where the column does not fix it."""
     code = next(c for c in range(4) if max(shape) < 1 << (8 << c))
     return bytes([len(shape) << 2 | code]) + np.array(shape, _little(f"uint{8 << code}")).tobytes()
 

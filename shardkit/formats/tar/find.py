@@ -98,7 +98,7 @@ def local_tars(names: Sequence[str]) -> tuple[Path, list[ObjectInfo]]:
 
 
 def local_objects(folder: Path, names: Sequence[str]) -> list[ObjectInfo]:
-    """What tells the contents of these files apart; ShardError for one that is missing or named twice."""
+    """Return each file's size and version. ShardError for a file that is missing or named twice."""
     _refuse_repeated(str(folder), names)
     objects = []
     for name in names:

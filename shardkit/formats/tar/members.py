@@ -411,7 +411,7 @@ def index_file_bytes(origin: str, scanned: Scanned, index: TarIndex) -> bytes:
 
 
 def read_head(file: BinaryIO, origin: str) -> Scanned:
-    """What the file at hand says of `origin`; ValueError if it is not a whole one that speaks of it."""
+    """Read what a file says of `origin`. ValueError if it is not a whole one that speaks of it."""
     return _scanned(_read_head(file, origin))
 
 

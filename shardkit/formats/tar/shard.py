@@ -300,7 +300,7 @@ def shard_from_raw(
 
 
 def scan_folder(folder: Path, basenames: list[str] | None = None) -> list[ShardInfo]:
-    """What an index would say of tars that have none: opens and indexes each, in the order of their names.
+    """Open and index tars that have no index, in the order of their names.
 
     `basenames` are relative to `folder`; default: all tars directly in it. To scan only once, publish the
     result with `write_shard_list`.

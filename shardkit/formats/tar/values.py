@@ -209,7 +209,7 @@ def decode_member(
 
 
 def _expanded(extension: str, payload: memoryview, budget: SampleBudget) -> tuple[str, memoryview]:
-    """What is left of an extension, and the payload, once all compressions at its end are undone."""
+    """Undo all compressions at the end of an extension and return what is left of it, with the payload."""
     for _ in range(MAX_COMPRESSIONS + 1):
         front, _, kind = extension.rpartition(".")
         if kind != "gz":

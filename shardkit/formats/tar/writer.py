@@ -110,7 +110,7 @@ def write_columns_shard(
 
 
 def member_bytes(length: int, dtype: np.dtype[np.generic]) -> int:
-    """What a row of one column takes in a tar."""
+    """Return the bytes that a row of one column takes in a tar."""
     return BLOCK + padded(len(make_npy_header(dtype, length)) + length * dtype.itemsize)
 
 

@@ -117,7 +117,7 @@ class MegatronIndex:
         return max(0, self.marks - 1) or self.sequences
 
     def document_ends(self, file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
-        """Where documents end, in tokens, piece by piece; each sequence is one if none are marked."""
+        """Yield where documents end, in tokens, piece by piece. Each sequence is one if none are marked."""
         marks_start, total = MEGATRON_HEADER_BYTES + 12 * self.sequences, self._bytes // self.dtype.itemsize
         count = max(0, self.marks - 1) if self.marks else self.sequences
         for first in range(0, count, _PIECE):

@@ -38,7 +38,7 @@ class Piece:
 
 
 def name_of(pieces: Sequence[Piece]) -> str:
-    """What a manifest calls the shard in these pieces; `pieces_of` is the inverse."""
+    """Return a manifest's name of the shard in these pieces. `pieces_of` is the inverse."""
     return "&".join(f"{quote(piece.file)}@{piece.start}-{piece.stop}" for piece in pieces)
 
 

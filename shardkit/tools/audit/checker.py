@@ -67,7 +67,7 @@ class Checker:
 
     @property
     def position(self) -> int:
-        """Where the next step begins, unless the tail drops the rest of the epoch."""
+        """The position where the next step begins, unless the tail drops the rest of the epoch."""
         return self.walk.end
 
     def deliver(self, ids: Ints) -> None:
@@ -86,7 +86,7 @@ class Checker:
                 self._drop(steps.end, settled)
 
     def skip(self, position: int) -> None:
-        """What comes before `position` was not delivered, or is unknown: its epochs are not proved."""
+        """Move to `position`. What comes before was not delivered or is unknown: its epochs are unproved."""
         assert position >= self.position
         if position > self.position:
             self._broken.append((self.position, position))

@@ -61,7 +61,7 @@ class Tiling:
     tail: str
 
     def settle(self, position: int, global_batch: int) -> int:
-        """Where the next step of a run at `position` begins: after what is dropped."""
+        """Return where the next step of a run at `position` begins: after what is dropped."""
         left = self.samples - position % self.samples
         return position + left if self.tail == "drop" and left < global_batch else position
 
@@ -125,7 +125,7 @@ class Expectation:
         return [edges[:, number] for number in range(streams)]
 
     def position_of(self, stream: int, index: int) -> int | None:
-        """Where the run delivers a stream's sample number `index`."""
+        """Return where the run delivers a stream's sample number `index`. None if it never does."""
         return index if self.mixture is None else self.mixture.position_of(stream, index)
 
     def samples_at(self, stream: int, indices: Ints) -> Ints:
@@ -145,7 +145,7 @@ class Expectation:
         return name if self.mixture is None else f"{self.names[stream]}/{name}"
 
     def place(self, sample: int) -> Place:
-        """Where a sample is stored; in a mixture with its stream, numbered within it."""
+        """Return where a sample is stored, in a mixture with its stream and numbered within it."""
         shard = int(self.shards_of(np.array([sample]))[0])
         stream = int(np.searchsorted(self.first_samples, sample, side="right")) - 1
         found = Place(

@@ -79,7 +79,7 @@ class PlannedRun:
 
     @property
     def position(self) -> int:
-        """Where the next step begins: `StreamingLoader.position`."""
+        """The position where the next step begins: `StreamingLoader.position`."""
         return self._cursor[0]
 
     def steps(self, most: int) -> Ints:

@@ -272,7 +272,7 @@ def _is_counted(dataset: Dataset) -> bool:
 
 
 def _noted(dataset: Dataset) -> Mapping[str, Mapping[str, str]]:
-    """What the card of tars that were converted from MDS says of their columns; {} if it is not sound."""
+    """Return the sound notes on columns, by extension, in the card of tars that were converted from MDS."""
     noted = None if dataset.card is None else dataset.card.data.get("columns")
     if not isinstance(noted, dict):
         return {}
@@ -288,7 +288,7 @@ def _noted(dataset: Dataset) -> Mapping[str, Mapping[str, str]]:
 
 
 def _noted_members(dataset: Dataset) -> Mapping[str, str]:
-    """What the card of MDS that was converted from tars says of their members; {} if it is not sound."""
+    """Return the notes on members in the card of MDS that was converted from tars; {} if not sound."""
     noted = None if dataset.card is None else dataset.card.data.get("members")
     if not isinstance(noted, dict) or not all(isinstance(name, str) for name in noted.values()):
         return {}

@@ -97,7 +97,7 @@ class ConvertResult(Described):
         return asdict(self) | {"seconds": round(self.seconds, 3)}
 
     def describe(self) -> tuple[str, Facts]:
-        """What was made of what."""
+        """Return a title and facts on what was made of what."""
         facts = [
             ("from", f"{self.source} ({self.source_format})"),
             ("shards", f"{self.shards:,}, {self.format}, {format_bytes(self.stored_bytes)}"),

@@ -186,7 +186,7 @@ class SampleDigest:
             self._hasher.update(data)
 
     def hexdigest(self) -> str:
-        """Of all that was added."""
+        """Return the digest of all that was added."""
         return self._hasher.hexdigest()
 
 

@@ -219,7 +219,7 @@ def compare_runs(
 
 
 def _shardkit(verb: str, path: Path, *options: object) -> dict[str, Any]:
-    """What `shardkit VERB PATH OPTIONS --json` prints."""
+    """Run `shardkit VERB PATH OPTIONS --json` and parse what it prints. ShardkitError if that is nothing."""
     command = [sys.executable, "-m", "shardkit", verb, str(path), *map(str, options), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.stdout:
@@ -229,7 +229,7 @@ def _shardkit(verb: str, path: Path, *options: object) -> dict[str, Any]:
 
 
 def _one_line(text: str) -> str:
-    """As `shardkit trace` shows text."""
+    """Put a text on one line, as `shardkit trace` shows it."""
     return " ".join(text.split())
 
 

@@ -109,7 +109,7 @@ class Comparison:
 
 
 def compare_funnels(before: DatasetCard, after: DatasetCard) -> list[FunnelChange]:
-    """What steps and rules lost, in the order of the second build; first what was read, last kept."""
+    """Compare what steps and rules lost, in the order of the second build: first what was read, last kept."""
     rows = [{(row.rule or row.label): row for row in funnel_rows(card)} for card in (before, after)]
     order = list(rows[1])
     order[-1:-1] = [name for name in rows[0] if name not in rows[1]]  # before "kept"
@@ -161,7 +161,7 @@ def _some(ids: npt.NDArray[np.bytes_], count: int) -> list[bytes]:
 
 
 def _fates(side: Explored, documents: list[bytes]) -> list[tuple[str, int]]:
-    """What became of documents in a build, by the rule that dropped them or the kind of duplicate."""
+    """Count documents of a build by the rule that dropped them or the kind of duplicate, most first."""
     found: Counter[str] = Counter()
     if documents:
         for folder, name in ((side.dropped, "rule"), (side.duplicates, "reason")):
@@ -175,7 +175,7 @@ def _fates(side: Explored, documents: list[bytes]) -> list[tuple[str, int]]:
 
 
 def _described(side: Explored, documents: Iterable[bytes]) -> list[dict[str, object]]:
-    """Where documents of a dataset are from, with the beginnings of their texts."""
+    """Describe where documents of a dataset are from, with the beginnings of their texts."""
     wanted = list(documents)
     if not wanted:
         return []

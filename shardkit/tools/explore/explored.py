@@ -67,7 +67,7 @@ class Explored:
 
     @cached_property
     def missing(self) -> list[str]:
-        """What the dataset does not have, and what is not shown therefore."""
+        """The sentences on what the dataset does not have and what is therefore not shown."""
         found = []
         if not self.has_funnel:
             found.append(

@@ -37,7 +37,7 @@ class Chart:
 
 
 def show_rule(explored: Explored, params: Params) -> dict[str, object]:
-    """What a rule judged, and documents that it dropped: near its bound, far from it, drawn, or all."""
+    """Show what a rule judged and documents that it dropped: near its bound, far from it, drawn, or all."""
     rule, view = params.get("rule", ""), params.get("view", "")
     card = explored.card
     dropped = card.funnel.dropped if card is not None and explored.has_funnel else {}

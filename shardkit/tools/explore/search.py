@@ -81,7 +81,7 @@ class _HasWords:
 
 
 def show_search(explored: Explored, params: Params) -> dict[str, object]:
-    """What is found, by part."""
+    """Show what a search finds, by part."""
     words = params.get("q", "").strip()
     page: dict[str, object] = {"q": words, "sections": [], "looks": _what_there_is(explored)}
     if not words:

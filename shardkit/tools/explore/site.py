@@ -92,7 +92,7 @@ class Site:
 
     @property
     def pages(self) -> list[str]:
-        """Their names."""
+        """The names of the pages."""
         return list(self._pages)
 
     def render(self, page: str, params: Params, link: Link) -> str:
@@ -110,7 +110,7 @@ class Site:
             pass
 
     def render_error(self, error: ShardkitError, link: Link) -> str:
-        """What went wrong, as a page."""
+        """Render an error as a page."""
         return self._render("error", link, "", {"problem": str(error)})
 
     def _render(self, template: str, link: Link, page: str, facts: Mapping[str, object]) -> str:

@@ -68,7 +68,7 @@ class Funnel:
 
     @property
     def retention(self) -> Fraction:
-        """Of all stages together."""
+        """The retention of all stages together."""
         return prod((stage.retention for stage in self.stages), start=Fraction(1))
 
     def before(self, kept: Fraction) -> Fraction:
@@ -216,7 +216,7 @@ def plan_build(needs: BuildNeeds) -> BuildPlan:
 
 
 def _corpus(needs: BuildNeeds, kept_bytes: Fraction, raw_bytes: Fraction) -> Corpus:
-    """What duplicate removal begins with: stages that remove duplicates come after it."""
+    """Estimate the corpus that duplicate removal begins with, before the stages that remove duplicates."""
     losses = [stage.retention for stage in needs.funnel.stages if "dup" in stage.name]
     cleaned = kept_bytes / prod(losses, start=Fraction(1))
     cut = needs.dedup & {"lines", "spans"}
@@ -325,7 +325,7 @@ def _lacks(card: DatasetCard, error: Exception) -> ShardkitError:
 
 
 def _dedup_parts(dedup: Mapping[str, Any]) -> frozenset[str]:
-    """Those of a recipe."""
+    """Return the names of the parts of duplicate removal in a recipe."""
     found = {name for name in DEDUP_PARTS if dedup.get(name) is not None}
     if "lines" in found and dedup["lines"]["unit"] == "span":
         found = found - {"lines"} | {"spans"}

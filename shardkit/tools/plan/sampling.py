@@ -154,6 +154,6 @@ def _files(folder: Path) -> list[os.stat_result]:
 
 
 def _core_seconds() -> float:
-    """Of this process and of its children that have ended, as a build's workers have."""
+    """Return the core seconds of this process and its ended children, such as a build's workers."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
