@@ -163,7 +163,7 @@ def _plain(filters: FilterFacts) -> dict[str, Any]:
 
 
 def _of_tokens(tokenizer: Mapping[str, Any], funnel: Funnel, partitions: int) -> dict[str, Any]:
-    """What a dataset of text does not have."""
+    """Return the entries of a card that a dataset of text does not have."""
     packed = funnel.packed
     return {
         "column": "tokens",

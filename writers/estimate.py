@@ -430,7 +430,7 @@ def _corpus(inputs: BuildInputs, scales: _Scales, made: Documents, documents: fl
 
 
 def _add_near(stages: dict[str, float], documents: float, text: float, indexed: int) -> None:
-    """What near-duplicates take at least, and what documents of an index add."""
+    """Raise the sizes of near-duplicate stages to the least they take, and by the documents of an index."""
     least = {SHINGLES.name: PAIRED * text * _COMPRESSED}
     least[CANDIDATES.name] = PAIRED * documents * PAIR_BYTES
     for stage in near.STAGES:
@@ -539,7 +539,7 @@ def check_disk(
 def disk_needs(
     estimate: StageBytes, finished: Mapping[str, Finished], work: Work, output: Path | None, workers: int
 ) -> list[DiskNeed]:
-    """What each file system must yet take, one entry for each."""
+    """Return the bytes that each file system must yet take, one entry for each."""
     wanted: list[tuple[Path, str, int]] = []
     linked = False
     if work.local is not None:
@@ -565,7 +565,7 @@ class _UnfinishedError(Exception):
 
 
 def finished_stages(inputs: BuildInputs, work: Work) -> dict[str, Finished]:
-    """What finished tasks of this build hold already, by stage, up to the first stage that is not done."""
+    """Return the bytes of finished tasks of this build by stage, up to the first that is not done."""
     held: dict[str, Finished] = {}
 
     def look(*groups: Sequence[Task]) -> list[list[Commit]]:

@@ -131,7 +131,7 @@ def _sum(ledgers: Sequence[Ledger]) -> Ledger:
 
 
 def _joined(ledgers: Sequence[Ledger]) -> Ledger:
-    """What stages in a row did to what the first one read."""
+    """Join the ledgers of stages in a row: what the first read, the last kept and any of them lost."""
     joined = Ledger(read=ledgers[0].read, kept=ledgers[-1].kept)
     for ledger in ledgers:
         for reason, lost in ledger.dropped.items():
@@ -181,7 +181,7 @@ class FilterCounts:
 
 
 def filters_card(splits: Iterable[FilterCounts]) -> FilterFacts | None:
-    """What the card says of all splits; None for a recipe without filters."""
+    """Sum the counts of all splits for the card; None for a recipe without filters."""
     total = FilterCounts()
     for counts in splits:
         total.reasons, total.edits = counts.reasons, counts.edits  # of one recipe: all alike

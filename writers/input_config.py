@@ -105,7 +105,7 @@ class GroupConfig(StrictModel):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Those of metadata that it needs."""
+        """The fields of metadata that it needs."""
         return tuple(name for name in (self.by, self.order, self.title) if name is not None)
 
 

@@ -109,14 +109,14 @@ class Planner:
 
 
 def _why(task: Task, versions: Sequence[Record]) -> list[str]:
-    """What is another than in the finished task of this name that differs least."""
+    """Describe the differences from the finished task of this name that differs least."""
     if not versions:
         return [NEW]
     return min((differences(task, record) for record in versions), key=len)
 
 
 def differences(task: Task, record: Record) -> list[str]:
-    """What of the task's arguments and code is another than the record's: a line each."""
+    """Describe the arguments and code of a task that differ from the record's, a line each."""
     found = [
         f"{key.removesuffix(_CONTENT)}: read from other bytes"
         if key.endswith(_CONTENT)
@@ -215,7 +215,7 @@ def explain_build(
     overrides: Sequence[str] = (),
     storage: StorageOptions | None = None,
 ) -> Explanation:
-    """What `build` with the same arguments would do in its work folder. Raises what it would raise before."""
+    """Explain what `build` would do in its work folder. Raises what it would raise before."""
     recipe = with_overrides(recipe, overrides)
     work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, Execution())
     return explain_work(recipe, work, storage)

@@ -153,7 +153,7 @@ def build_unpublished(
 def _listener(
     progress: bool | Callable[[StageProgress], None], recipe: Recipe, work: Work
 ) -> Listener[StageProgress]:
-    """What hears of stages: a function of the caller as they are, displays beside the build as a whole."""
+    """Make the listener of stages; a display shows the whole build too, a function of the caller does not."""
     if progress is not True:
         return make_listener(progress)
     stages = [*stages_of(recipe), UPLOAD]
@@ -321,7 +321,7 @@ def _difference(card: DatasetCard | None, recipe: Recipe, inputs: BuildInputs) -
 
 
 def _failed(card: DatasetCard | None, allowed: int) -> str | None:
-    """What to say of a dataset that lacks more splits than `allowed` because their tasks failed, or None."""
+    """Describe a dataset that lacks more than `allowed` splits, as their tasks failed; None for others."""
     failed = Count() if card is None else card.funnel.quarantined.get(FAILED_SPLIT, Count())
     return f"made without {failed.documents:,} splits that failed" if failed.documents > allowed else None
 
@@ -403,7 +403,7 @@ def _ledgers(documents: Documents, last: str, written: Sequence[Ledger]) -> dict
 
 
 def _describe(inputs: BuildInputs, documents: Documents, made: Outputs) -> BuiltDataset:
-    """What is published of one dataset; BuildError if there is no sample."""
+    """Assemble one dataset to publish; BuildError if there is no sample."""
     recipe = made.recipe
     funnel, shards = _count_text(documents, made) if recipe.output.is_text else _count_rows(documents, made)
     funnel.check()

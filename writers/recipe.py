@@ -276,7 +276,7 @@ class OutputConfig(StrictModel):
 
     @property
     def of_shards(self) -> dict[str, Any]:  # TEMPORARY
-        """What decides the bytes of shards, as plain data."""
+        """The settings that decide the bytes of shards, as plain data."""
         return self.model_dump(mode="json", exclude={"path", "prefixes", "pack", "where"})
 
     @property

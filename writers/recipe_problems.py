@@ -77,7 +77,7 @@ def _key_path(location: Sequence[int | str]) -> str:
 def _sentence(
     kind: str, location: Sequence[int | str], ctx: Mapping[str, Any], value: object, model: type[BaseModel]
 ) -> str:
-    """What is wrong with the value at a location, and what to write."""
+    """Say what is wrong with the value at a location, and what to write."""
     owner, field = _find(model, location)
     examples = list(field.examples or ()) if field is not None else []
     if location and isinstance(location[-1], int):  # an item of a list
@@ -143,7 +143,7 @@ def _suggestion(owner: type[BaseModel] | None, key: str) -> str:
 
 
 def _choice(expected: str, value: object) -> str:
-    """Of "'a', 'b' or 'c'"."""
+    """Say which of "'a', 'b' or 'c'" is expected, and which one is close to the value."""
     close = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", expected), n=1, cutoff=0.5)
     return f"should be {expected}" + (f" (did you mean {close[0]!r}?)" if close else "")
 
@@ -155,7 +155,7 @@ def _quantity(value: float, is_size: bool) -> str:
 
 
 def _unquoted(kind: str, value: object) -> str:
-    """What to write for a number that was written as text."""
+    """Say what to write for a number that was written as text; "" for other values."""
     if not isinstance(value, str) or len(value) > _MAX_SHOWN or kind not in ("int_type", "float_type"):
         return ""
     number = value.strip().replace(",", "").replace("_", "")

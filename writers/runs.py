@@ -76,7 +76,7 @@ class Table:
 
     @cached_property
     def layout(self) -> str:
-        """What the bytes of a run mean."""
+        """The meaning of the bytes of a run: the fields of a row, and the payload."""
         return f"{self.dtype.descr} payload={self.payload}"
 
 
@@ -117,7 +117,7 @@ class Limits:
         return max(1, -(-rows * dtype.itemsize // self.partition_bytes))
 
     def chunk_bytes(self, memory_bytes: int, runs: int) -> int:
-        """Of a request, where so many runs are read within that memory.
+        """Return the bytes of a request, where so many runs are read within that memory.
 
         Of each run a reader holds a chunk and a half, one is on its way, and a batch is a copy.
         """

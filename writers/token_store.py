@@ -273,7 +273,7 @@ def _samples(store: _TokenStore, documents: pa.Table) -> Iterator[dict[str, obje
 
 
 def _copied(card: DatasetCard, files: StoreFiles, run: RunTasks) -> dict[str, Commit]:
-    """What lies beside the store's shards and is of the documents, not of their rows: copied as it is."""
+    """Copy the files beside the store's shards that are of the documents, not of their rows, as they are."""
     of_rows = (REPORT_NAME, f"{PROVENANCE_FOLDER}/")
     names = [name for name in card.file_names if not name.startswith(of_rows)]
     tasks = []

@@ -59,7 +59,7 @@ SAME = 1 + 1e-12  # a ratio of areas that is due to rounding: there are ties, su
 
 
 def probability(similarity: float, bands: int, rows: int) -> float:
-    """That a pair of this Jaccard similarity shares at least one band."""
+    """Return the probability that a pair of this Jaccard similarity shares at least one band."""
     return float(1.0 - (1.0 - similarity**rows) ** bands)
 
 

@@ -154,7 +154,7 @@ def _common_sample(
     j_end: int,
     b_distinct: int,
 ) -> tuple[int, int]:
-    """Where the hashes end in both sets that lie below the largest one of the sketch."""
+    """Return the ends in both sets of the hashes that lie below the largest one of the sketch."""
     limit = np.uint64(0xFFFFFFFFFFFFFFFF)
     if i_end - i < a_distinct:
         limit = a_hashes[i_end - 1]

@@ -124,7 +124,7 @@ class _Part(StrictModel):
 
     @property
     def digest(self) -> str:
-        """Of its tables."""
+        """The digest of its tables."""
         return digest_of({name: file.xxh3_128 for name, file in self.files.items()})
 
 
@@ -151,7 +151,7 @@ class DedupIndex:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """Its parts in order."""
+        """The parts of the index in order."""
         return [Part(self._folder(part), part.documents, "index") for part in self.record.parts]
 
     def _folder(self, part: _Part) -> Artifact:
@@ -179,12 +179,12 @@ class DedupIndex:
 
     @property
     def stored_bytes(self) -> int:
-        """What its tables take on disk."""
+        """The bytes that its tables take on disk."""
         return sum(file.bytes for part in self.record.parts for file in part.files.values())
 
     @cached_property
     def digest(self) -> str:
-        """Of the settings and of every table: what a task that reads the index depends on."""
+        """The digest of the settings and of every table: what a task that reads the index depends on."""
         record = self.record.model_dump(mode="json")
         if record["format"] > 1:  # where its parts are makes no other index
             for part in record["parts"]:
@@ -224,7 +224,7 @@ class DedupIndex:
                     )
 
     def to_dict(self) -> dict[str, Any]:
-        """What it is, as plain data; of its parts only their number."""
+        """Describe the index as plain data, with only the number of its parts."""
         record = self.record.model_dump(mode="json", exclude={"parts"})
         return {
             "location": str(self.location),

@@ -117,7 +117,7 @@ def decided_edges(
 
 
 def _bytes(commits: Sequence[Commit], table: Table) -> int:
-    """Of rows, and of what describes them."""
+    """Sum the bytes of a table's rows and of what describes them in these commits."""
     return sum(commit.outputs[table.file].bytes - EMPTY_BYTES for commit in commits)
 
 

@@ -240,7 +240,7 @@ class _Folder:
         return numbers
 
     def find(self, numbers: UInt64s) -> npt.NDArray[np.void]:
-        """Their rows; BuildError if one is not there, or is not what kernels can rely on."""
+        """Find the rows of ascending numbers; BuildError if one is missing, or kernels cannot rely on it."""
         found = np.empty(len(numbers), SET)
         fences = np.maximum(np.searchsorted(self._fences, numbers, "right") - 1, 0)
         for fence in np.unique(fences).tolist():

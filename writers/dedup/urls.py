@@ -157,7 +157,7 @@ def _path(path: str | None) -> str:
 
 
 def _query(query: str | None, tracking: Tracking) -> str:
-    """What is left of a query, with its question mark."""
+    """Sort a query without its tracking parameters; "" or a question mark and what is left."""
     if not query:
         return ""
     query = _encoded(query)

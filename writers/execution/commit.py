@@ -68,7 +68,7 @@ class Commit:
 
     @property
     def key(self) -> str:
-        """That of its task, which is also the name of its folder in the work folder."""
+        """The key of its task, which is also the name of its folder in the work folder."""
         return task_key(self.stage, self.name, self.digest)
 
     @property
@@ -106,7 +106,7 @@ class Commit:
         return isinstance(result := self.result, dict) and "ledger" in result
 
     def ledger(self) -> Ledger:
-        """What became of the documents; KeyError if the stage's result has no ledger."""
+        """Return the ledger of what became of the documents; KeyError if the stage's result has none."""
         return _LEDGER.validate_python(self.result["ledger"])
 
 

@@ -334,7 +334,7 @@ class EngineRun:
         return list(ready)
 
     def _answer(self, ref: Any, tried: _Try) -> NodeAnswer | None:
-        """What `run_on_node` gave for a task; None if it was lost."""
+        """Return the answer of `run_on_node` for a task; None if it was lost, BuildError if it failed."""
         exceptions = self.ray.exceptions
         try:
             answered: NodeAnswer = self.ray.get(ref, timeout=_FETCH_SECONDS)

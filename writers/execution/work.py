@@ -113,7 +113,7 @@ class Work:
 
     @property
     def remote(self) -> Work | None:
-        """What artifacts are fetched from; None if they are read where they lie."""
+        """The work folder that artifacts are fetched from; None if they are read where they lie."""
         return self if self.local is None else None
 
     @property
@@ -476,7 +476,7 @@ def run_task(task: Task, digest: str, work: Work) -> Commit:
 
 
 def _call(task: Task, folder: Path) -> Any:
-    """What the task's function returns. With a fallback, TaskFailedError for errors of this task alone."""
+    """Run the task's function. With a fallback, TaskFailedError for errors of this task alone."""
     if task.fallback is None:
         return task.run(folder)
     try:

@@ -49,7 +49,7 @@ class BucketScore(StrictModel):
 
     @property
     def name(self) -> str:
-        """That of its values in annotations and of its edges in the card."""
+        """The name of its values in annotations and of its edges in the card."""
         return self.column or f"{PurePosixPath(self.model or '').stem}.{self.label}"
 
     @property

@@ -207,7 +207,7 @@ def _validated(config: _Settings, place: str, keys: Mapping[str, Any]) -> _Setti
 
 
 def read_overrides(given: object, folder: Path | None) -> object:
-    """What `by_language` says, with files read and FineWeb2's names replaced; not checked otherwise.
+    """Return `by_language` with files read and FineWeb2's names replaced; it is not checked otherwise.
 
     `folder` is that of relative paths, None where files cannot be read. Languages that are named beside
     files win over them. ValueError names a file that cannot be read.

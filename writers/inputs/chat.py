@@ -84,7 +84,7 @@ class ChatFormat:
 
     @classmethod
     def of(cls, recipe: Recipe) -> ChatFormat | None:
-        """That of the recipe's tokenizer; None if no input has conversations. RecipeError without one."""
+        """Return the format of the tokenizer; None without conversations, RecipeError if it has none."""
         if not any(config.messages for config in recipe.inputs):
             return None
         assert recipe.tokenizer is not None
@@ -387,7 +387,7 @@ class Masking:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Masking | None:
-        """That of a recipe; None if its rows have no loss mask. RecipeError without a chat template."""
+        """Return the masking of a recipe; None without a loss mask, RecipeError without a chat template."""
         return cls(ChatFormat.of(recipe)) if recipe.is_masked else None
 
     def of_input(self, config: InputConfig) -> Masking:

@@ -106,7 +106,7 @@ class Messages(Sequence[Any]):
         return repr(self._plain())
 
     def copy(self) -> list[Any]:
-        """As of lists."""
+        """Return a list of the messages, as lists do."""
         return self._plain()
 
 
@@ -122,7 +122,7 @@ class _Loop(LoopContext):
             self._iterator = messages._reading_from(messages._first + skipped)
 
     def changed(self, *value: Any) -> bool:
-        """As of Jinja2: it depends on all iterations before, so that none may be skipped."""
+        """Ask Jinja2: the answer depends on all iterations before, so that none may be skipped."""
         self._run.note(_ALL)
         return super().changed(*value)
 

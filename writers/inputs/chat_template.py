@@ -397,7 +397,7 @@ def _check_bits(operator: str, left: int, right: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has for a list of messages that is no list of Python."""
+    """Return a sequence, such as a list of messages, as a list for JSON; TypeError for other values."""
     if isinstance(value, Sequence):
         return list(value)
     raise TypeError(f"an object of type {type(value).__name__} is no JSON")

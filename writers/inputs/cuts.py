@@ -124,7 +124,7 @@ def _remote_line_cuts(input: InputFile, split_bytes: int) -> Iterator[Cut]:
 
 
 def _line_end(file: BinaryIO, at: int, size: int) -> int:
-    """Where the line ends that the byte `at` lies in, after its newline."""
+    """Return where the line with the byte `at` ends, after its newline; `size` if it has none."""
     if at < size:
         file.seek(at)
         while piece := file.read(_NEWLINE_BYTES):

@@ -81,7 +81,7 @@ class InputFile:
 
 
 def identities(files: Iterable[InputFile]) -> Iterator[str]:
-    """Of each file, what is the same for two ways to say the same file."""
+    """Yield the identity of each file, the same for two ways to name one file."""
     folders: dict[str, str] = {}
     for file in files:
         if file.is_remote or Path(file.path).is_symlink():
@@ -148,7 +148,7 @@ def _choose(files: Mapping[str, InputFile], recipe: Recipe, config: InputConfig,
 
 
 def fields_of_path(config: InputConfig, name: str) -> dict[str, str]:
-    """What `path_fields` finds in a file's name; ValueError if its expression does not match.
+    """Find the fields of `path_fields` in a file's name; ValueError if its expression does not match.
 
     Values of hive folders are unquoted as Spark and Hive quote them; their mark of a null gives no field.
     """

@@ -216,7 +216,7 @@ class FirstBytes:
 
     @property
     def what(self) -> str:
-        """What it is in words, for messages: "a PDF document"."""
+        """The kind in words, for messages: "a PDF document"."""
         return self._kind.what
 
     @property

@@ -52,7 +52,7 @@ def decode_body(body: bytes, transfer_encoding: str, content_encoding: str, limi
 
 
 def join_chunks(body: bytes) -> bytes:
-    """What the chunks hold; from where no chunk begins on, the bytes as they are."""
+    """Join the contents of the chunks; from where no chunk begins on, keep the bytes as they are."""
     parts: list[bytes] = []
     at = 0
     while at < len(body):

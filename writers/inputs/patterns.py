@@ -173,7 +173,7 @@ def _folders_below(
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder, by name: an entry knows whether it is a folder, mostly without asking the disk."""
+    """List a folder by name; [] if it is none. Entries know which are folders, mostly without the disk."""
     try:
         with os.scandir(folder) as found:
             return sorted(found, key=lambda entry: entry.name)

@@ -295,7 +295,7 @@ def read_arrow(sink: RecordSink, config: InputConfig) -> Iterator[None]:
 
 
 def _open(stored: BinaryIO, config: InputConfig) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """What columns the file has, and the record batches of those that are wanted."""
+    """Return the schema of the file, and the record batches of the columns that are wanted."""
     magic = stored.read(len(_FILE_MAGIC))
     stored.seek(0)
     if magic.startswith(_FEATHER_MAGIC):
@@ -331,7 +331,7 @@ def _without_footer(
 def _reader(
     opener: Callable[..., Any], stored: BinaryIO, start: int, config: InputConfig
 ) -> tuple[pa.Schema, Any]:
-    """What columns there are, and a reader of those that the recipe wants."""
+    """Return the schema, and a reader of the columns that the recipe wants."""
     stored.seek(start)
     schema = opener(pa.PythonFile(stored, "r")).schema
     wanted = _wanted_paths(schema, config)

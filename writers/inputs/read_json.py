@@ -170,7 +170,7 @@ def _is_exact(value: object) -> bool:
 
 
 def _hint_of_array(sink: RecordSink, line: bytes) -> str:
-    """What to do about a file that begins like an array, "" of its other lines."""
+    """Say what to do about a file that begins like an array; "" for its other lines."""
     if sink.record or sink.split.format == "json" or line.lstrip()[:1] not in (b"[", b"{"):
         return ""
     key = f"inputs[{sink.split.source}].format"
@@ -250,7 +250,7 @@ class Values:
             self.problem = f"the file ends inside {'a value' if inside else 'its array'}"
 
     def _begin(self, piece: bytes, at: int) -> int:
-        """Where the next value begins, in `piece`, after the array that it lies in; its end if none does."""
+        """Find where the next value begins in `piece`, past brackets of an array; its end if none does."""
         while at < len(piece):
             blanks = _BETWEEN.match(piece, at)
             assert blanks is not None
@@ -266,7 +266,7 @@ class Values:
         return at
 
     def _end(self, piece: bytes, at: int) -> tuple[int, bool]:
-        """Where the value ends that goes on at `at`, and whether it goes on behind the piece."""
+        """Return (where the value that goes on at `at` ends, whether it goes on behind the piece)."""
         while at < len(piece):
             if self._in_string:
                 at, ended = self._end_string(piece, at)
@@ -294,7 +294,7 @@ class Values:
         return not self._depth
 
     def _end_string(self, piece: bytes, at: int) -> tuple[int, bool]:
-        """Where the string ends, or the piece, and whether it is the string."""
+        """Return (where the string, an escape in it or the piece ends, whether the string does)."""
         if self._escaped:
             self._escaped = False
             return at + 1, False

@@ -357,7 +357,7 @@ def _url_of(headers: dict[str, str]) -> str:
 
 
 def _fields(headers: dict[str, str]) -> dict[str, object]:
-    """What recipes can name: id, url, date, and every header of the record by its lower-case name."""
+    """Return what recipes can name: id, url, date, and every header of the record, in lower case."""
     return headers | {
         "id": headers.get("warc-record-id"),
         "url": _url_of(headers) or None,
@@ -404,7 +404,7 @@ class WarcStream(PieceReader):
         return self.last_line
 
     def header_block(self) -> bytes:
-        """What is held up to an empty line and with it, b"" if none is; `take` then reads it."""
+        """Return the bytes held up to an empty line and with it; b"" if none is. `take` then reads them."""
         end = self._held.find(_HEADER_END, self._at, self._at + _LINE_BYTES)
         return self._held[self._at : end + len(_HEADER_END)] if end >= 0 else b""
 

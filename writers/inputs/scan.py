@@ -140,7 +140,7 @@ class Split:
 
     @property
     def path(self) -> str:
-        """Where the file is, for errors; `open_input(split.input)` opens it."""
+        """The path of the file, for errors; `open_input(split.input)` opens it."""
         return self.input.path
 
 

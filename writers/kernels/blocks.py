@@ -38,7 +38,7 @@ def lowest_bits(count: int) -> np.uint64:
 
 @kernel(allocates=False)
 def find_byte(data: UInt8s, at: int, end: int, byte: int) -> int:
-    """Where a byte stands first in data[at:end]; `end` if it does not."""
+    """Find a byte in data[at:end]; return its first place, `end` if there is none."""
     while at < end and at + BLOCK_BYTES <= len(data):
         found = range_mask(data, at, byte, 1)
         if found:
@@ -51,7 +51,7 @@ def find_byte(data: UInt8s, at: int, end: int, byte: int) -> int:
 
 @kernel(allocates=False)
 def find_line_mark(data: UInt8s, at: int, end: int) -> int:
-    """Where the first byte is in data[at:end] that an end of a line may begin with; `end` if there is none.
+    """Find the first byte in data[at:end] that an end of a line may begin with; `end` if there is none.
 
     Lines are those of `str.splitlines`: these bytes are 0A to 0D, 1C to 1E, C2 and E2.
     """
@@ -119,8 +119,9 @@ def spread(mask: np.uint64, first: int, stop: int) -> tuple[np.uint64, np.uint64
 def word_masks(
     data: UInt8s, at: int, end: int, flags: UInt8s, spilled: np.uint64, tail: UInt8s
 ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.uint64]:
-    """As `space_mask`: (spaces, letters, what is neither white space nor punctuation, heads, spilled bits).
+    """Return masks of data[at:at + 64], with the arguments of `space_mask`.
 
+    They are (spaces, letters, what is neither white space nor punctuation, heads, spilled bits).
     A character's bit is that of its first byte, its head; that of a space is set for all of its bytes.
     """
     block, place = block_at(data, at, tail)

@@ -160,7 +160,7 @@ def _line(
     start: int,
     out: Int64s,
 ) -> int:
-    """Where the line ends in `edited` if it stays, else -1 - start."""
+    """Write a line to `edited`; return where it ends if it stays, else -1 - start."""
     citations, terminal, lorem, javascript, curly, policy = rules[0]
     minimum, least_words, longest_word = rules[1]
     flags, tail, decimals, sentence = rules[2]
@@ -241,7 +241,7 @@ def _copy(data: UInt8s, at: int, end: int, decimals: Bools, citations: bool, edi
 
 @kernel(allocates=False)
 def _citation(data: UInt8s, begin: int, end: int, decimals: Bools) -> int:
-    """Where the citation ends whose bracket is before `begin`; 0 if there is none."""
+    """Return where the citation ends whose bracket is before `begin`; 0 if there is none."""
     at = begin
     while at < end:
         code, after = character_at(data, at)

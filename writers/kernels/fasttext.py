@@ -162,7 +162,7 @@ def _find_word(
 
 
 def reciprocal_of(divisor: int) -> np.uint64:
-    """What `remainder` needs of a divisor: 2**64 / divisor, rounded up; of 1 it is 0."""
+    """Return 2**64 / divisor, rounded up, for `remainder`; 0 for a divisor of 1."""
     return np.uint64(-(-(1 << 64) // max(1, divisor)) & ((1 << 64) - 1))
 
 
@@ -315,7 +315,7 @@ def _find_vector(data: UInt8s, token: UInt64s, tables: _Tables, work: _Work) -> 
 
 @kernel(allocates=False)
 def _cut(data: UInt8s, begin: int, end: int, characters: int) -> int:
-    """Where the first `characters` code points of data[begin:end] end; negative: all."""
+    """Return where the first `characters` code points of data[begin:end] end; negative: all."""
     if characters < 0 or end - begin <= characters:
         return end
     at = begin

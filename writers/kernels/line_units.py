@@ -129,7 +129,7 @@ def find_spans(texts: pa.LargeStringArray, wanted: Bools, words: int) -> Units:
 def cut_spans(
     texts: pa.LargeStringArray, document: Int64s, unit: UInt32s, words: int
 ) -> tuple[pa.LargeStringArray, Bools]:
-    """As `cut_units`, of windows: the words of all of them go.
+    """Cut the words of all these windows, with the arguments and results of `cut_units`.
 
     Of the white space before, in and after words that are cut, the run with the most line feeds stays. Where
     a text begins or ends with such words, the run at its very beginning or end does.
@@ -358,7 +358,7 @@ def _next_unit(data: UInt8s, at: int, end: int, flags: UInt8s, paragraphs: bool)
 
 @kernel
 def _skip_blank(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
-    """Where the first line that is not blank begins, from the line at `at`; end + 1 if there is none."""
+    """Find where the first line that is not blank begins, from the one at `at`; end + 1 if there is none."""
     while at <= end:
         stop = _line_end(data, at, end)
         if skip_space(data, at, stop, flags) < stop:
@@ -391,7 +391,7 @@ def _copy(data: UInt8s, begin: int, end: int, out: UInt8s, size: int) -> int:
 
 @kernel
 def _copy_lines(data: UInt8s, begin: int, after: int, end: int, out: UInt8s, size: int) -> int:
-    """As `_copy`, where the line feed at `end` is not there."""
+    """Copy data[begin:after] as `_copy` does, with a line feed at `end`, where `data` has none."""
     if after <= end or after == begin:
         return _copy(data, begin, after, out, size)
     size = _copy(data, begin, end, out, size)

@@ -236,7 +236,7 @@ def _share_prefix(words: _Words, found: int, n: int, scratch: _Scratch, chosen: 
 
 @kernel(allocates=False)
 def _choose(words: _Words, found: int, n: int, positions: Int32s, scratch: _Scratch) -> int:
-    """Those of `positions` whose n-grams may occur twice: how many, in `chosen` with their `hashes`."""
+    """Put positions whose n-grams may occur twice in `chosen`, with `hashes`; return how many there are."""
     hashes, chosen = scratch.hashes, scratch.chosen
     total = len(positions)
     while total and positions[total - 1] > found - n:

@@ -91,7 +91,7 @@ SentenceTables = tuple[UInt16s, Bools, UInt64s]
 
 @cache
 def sentence_tables() -> SentenceTables:
-    """What the kernel reads."""
+    """Return the tables that the kernel reads."""
     packed = sorted(int.from_bytes(word.encode(), "little") for word in _abbreviations())
     return _flags(), first_bytes(characters_with(TERMINAL)), np.array(packed, np.uint64)
 
@@ -139,7 +139,7 @@ def count_sentences(data: UInt8s, begin: int, end: int, tables: SentenceTables) 
 
 @kernel(allocates=False)
 def _find_mark(data: UInt8s, at: int, end: int, marks: Bools) -> int:
-    """Where the first byte is in data[at:end] that an end of a sentence may begin with; `end` if none is."""
+    """Find the first byte in data[at:end] that an end of a sentence may begin with; `end` if none is."""
     while at < end and at + BLOCK_BYTES <= len(data):
         found = range_mask(data, at, 46, 1) | range_mask(data, at, 33, 1) | range_mask(data, at, 63, 1)
         found |= range_mask(data, at, 0xC2, 0x3E)
@@ -182,7 +182,7 @@ def _word(
 
 @kernel(allocates=False)
 def _core(data: UInt8s, first: int, last: int, flags: UInt16s, abbreviations: UInt64s) -> tuple[int, int]:
-    """Where a word begins and ends without the marks at its ends."""
+    """Return where a word begins and ends without the marks at its ends."""
     while first < last and not _abbreviated(data, first, last, abbreviations):
         before = (first, last)
         code, after = character_at(data, first)
@@ -238,7 +238,7 @@ def _affixes(
 def _token(
     data: UInt8s, begin: int, end: int, flags: UInt16s, breaks: int, pending: bool
 ) -> tuple[int, bool]:
-    """What a token changes: an end of a sentence, nothing (punctuation), or the beginning of one."""
+    """Return (breaks, pending) after a token: it ends a sentence, begins one, or is only punctuation."""
     if begin == end:
         return breaks, pending
     code, at = character_at(data, begin)

@@ -175,7 +175,7 @@ def add_to_key(key: UInt64s, hashes: UInt64s, count: int, position: int) -> None
 def _next_characters(
     data: UInt8s, at: int, stop: int, tables: CharacterTables, out: UInt64s, count: int, begun: bool
 ) -> tuple[int, int]:
-    """As `next_words` with characters as units, a space between two words being one."""
+    """Append hashes of characters as `next_words` does of words, with one space between two words."""
     flags, lower = tables
     limit = count + 2 * SEGMENT_BYTES - 2
     between = begun and not (flags[character_before(data, at)[0]] & WORD)
@@ -199,7 +199,7 @@ def _next_characters(
 def _next_mixed(
     data: UInt8s, at: int, stop: int, tables: CharacterTables, out: UInt64s, count: int
 ) -> tuple[int, int]:
-    """As `next_words`; each character of a script without spaces is a word."""
+    """Append hashes as `next_words` does; each character of a script without spaces is a word."""
     flags, lower = tables
     limit = count + 2 * SEGMENT_BYTES - 2
     value, inside = _U32, False

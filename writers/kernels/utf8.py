@@ -197,7 +197,7 @@ def utf8_bytes(code: int) -> tuple[np.uint64, int]:
 
 @kernel(inline=True)
 def skip_space(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
-    """Where white space from `at` on ends; `flags` are character_flags()."""
+    """Return where white space from `at` on ends; `flags` are character_flags()."""
     while at < end:
         code, after = next_character(data, at)
         if not flags[code] & SPACE:

@@ -88,7 +88,7 @@ def combining_classes() -> UInt8s:
 
 
 def normalization_version() -> str:
-    """What the words of a text depend on, apart from the text itself."""
+    """Return the version of all that the words of a text depend on, apart from the text itself."""
     return f"{NORMALIZATION}, Unicode {unicodedata.unidata_version}"
 
 
@@ -204,7 +204,7 @@ _ONE, _TOP = np.uint64(1), np.uint64(63)
 
 @kernel
 def make_scratch() -> _Scratch:
-    """What `next_words` works in, to be used again: 25 KB."""
+    """Make the 25 KB that `next_words` works in, to be used again."""
     return (
         np.zeros(SEGMENT_BYTES + 128, np.uint8),
         np.zeros(SEGMENT_BYTES + 128, np.uint8),
@@ -287,7 +287,7 @@ def _split_run(
 
 @kernel(allocates=False)
 def _find_runs(segment: UInt8s, size: int, lower: UInt8s, begins: Int32s, ends: Int32s) -> int:
-    """Where runs of word bytes begin and end; how many they are."""
+    """Find where runs of word bytes begin and end; return how many there are."""
     begun = ended = 0
     before = np.uint64(0)
     for block in range(0, size + 1, 64):  # zeros follow the text, so the last run ends
@@ -347,7 +347,10 @@ def _hash_run(
     out: UInt64s,
     count: int,
 ) -> tuple[int, int]:
-    """As `next_words`, one by one, to `stop`; with an open end to ASCII that is no word's or enough words."""
+    """Append hashes of words as `next_words` does, character by character to `stop`.
+
+    With an open end it stops earlier: at ASCII that is no word's, or after enough words.
+    """
     limit = count + SEGMENT_BYTES
     value, eight, filled = _SEED, np.uint64(0), 0
     inside = False

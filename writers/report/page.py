@@ -40,7 +40,7 @@ _LOSSES = 3  # in the headline
 
 
 def render_funnel(card: DatasetCard) -> str:
-    """What each step lost and what it left."""
+    """Render what each step lost and what it left."""
     steps = card.funnel_steps()
     documents, whole = steps[0].documents, steps[0].bytes
     rows = []
@@ -79,7 +79,7 @@ def _lost(lost: int) -> str:
 
 
 def render_sources(card: DatasetCard) -> str:
-    """What each input of the recipe came to."""
+    """Render what each input of the recipe came to."""
     inputs, tokens = card.inputs, _tokens(card)
     most = max((entry.tokens for entry in inputs), default=0)
     rows = []
@@ -247,7 +247,7 @@ def _rules(filters: FilterFacts, read: Count) -> str:
 
 
 def _by_language(filters: FilterFacts) -> str:
-    """What became of the documents of each language, whose settings differ."""
+    """Render what became of the documents of each language; the settings differ by language."""
     shown = list(filters.languages.items())
     rows = [_language_rules(label, counts) for label, counts in shown[:_MOST_LANGUAGES]]
     if rest := shown[_MOST_LANGUAGES:]:
@@ -332,7 +332,7 @@ def render_lengths(card: DatasetCard) -> str:
 
 
 def render_packing(card: DatasetCard) -> str:
-    """What rows are made of."""
+    """Render the facts of packing, and rows by their padding and pieces."""
     packing, length = card.packing, card.sequence_length
     cells, pieces = card.samples * length, card.histograms["row_pieces"]
     told = {
@@ -355,7 +355,7 @@ def render_packing(card: DatasetCard) -> str:
 
 
 def _policies(card: DatasetCard) -> dict[str, str]:
-    """What strategies that crop left out, and how often the bos is repeated."""
+    """Return the tokens that were cropped or joined away, and how often the bos is repeated."""
     packing, told = card.packing, {}
     if "cropped" in packing:
         cropped, all_tokens = packing["cropped"], card.tokens + packing["cropped"]
@@ -373,7 +373,7 @@ def _policies(card: DatasetCard) -> dict[str, str]:
 
 
 def _trained(card: DatasetCard) -> dict[str, str]:
-    """What a loss mask lets be trained on, if there is one."""
+    """Return the tokens that a loss mask lets be trained on; {} without one."""
     if not card.has("trained_tokens"):
         return {}
     trained = card.data["trained_tokens"]
@@ -397,7 +397,7 @@ def _rows(histogram: Histogram, name: str, caption: str) -> str:
 
 
 def _headline(card: DatasetCard) -> str:
-    """What came of what was read, and what took most of it."""
+    """Render how much was kept of what was read, and the reasons that took most of it."""
     read, kept = card.funnel.read, card.funnel.kept
     lost = {**card.funnel.dropped, **card.funnel.quarantined}
     largest = sorted(lost.items(), key=lambda item: (-item[1].documents, item[0]))[:_LOSSES]

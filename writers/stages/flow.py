@@ -157,7 +157,7 @@ class Documents:
 
     @property
     def kept(self) -> Count:
-        """What the filters kept."""
+        """The documents and bytes that the filters kept."""
         return sum((one.ledger.kept for one in self.counts), Count())
 
     @property

@@ -120,7 +120,7 @@ class TokenizerFile:
 
     @property
     def digest(self) -> str:
-        """That of the file's bytes (`tokenizer_digest`)."""
+        """The digest of the file's bytes (`tokenizer_digest`)."""
         return self.file.content
 
     def encoder(self) -> Encoder:
@@ -166,7 +166,7 @@ class ScoreFiles:
 
 
 def find_score_files(recipe: Recipe, storage: StorageOptions | None) -> list[ScoreFiles]:
-    """Those of each `scores` filter, in the order of the recipe; RecipeError if one cannot be read."""
+    """Find files of each `scores` filter, in the order of the recipe; RecipeError if one cannot be read."""
     found = []
     for _, config in recipe.filter_chain():
         if isinstance(config, ScoresConfig):

@@ -106,7 +106,7 @@ class BucketLabels:
     rows: Artifact | None
 
     def open(self) -> list[bytes]:
-        """What each document's metadata gets."""
+        """Return what each document's metadata gets: JSON of its label without the opening brace."""
         found = read_scores(self.scores, self.rows, len(self.buckets.edges))
         labels, field = self.buckets.labels(found["values"]), self.buckets.config.field
         texts = {label: orjson.dumps({field: label})[1:] for label in set(labels)}

@@ -56,7 +56,7 @@ def dedup_facts(documents: Documents) -> DedupFacts | None:
 
 
 def _by_source(documents: Documents) -> tuple[list[Count], dict[str, list[Count]]]:
-    """What was compared of each source, and what it lost by reason."""
+    """Count what was compared of each source, and what it lost by reason."""
     return (
         documents.by_source([one.ledger.kept for one in documents.counts]),
         {reason: documents.by_source(losses) for reason, losses in documents.lost.items()},

@@ -96,7 +96,7 @@ class Corpus:
 
     @property
     def task_memory(self) -> int:
-        """What a task of duplicate removal may hold."""
+        """The bytes of memory that a task of duplicate removal may hold."""
         return self.memory // self.scale // 5
 
 

@@ -263,7 +263,7 @@ def _stored_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _place(lengths: _Ints, pack: PackConfig) -> Placement:
-    """Where the recipe's strategy puts documents."""
+    """Place documents in rows by the recipe's strategy."""
     if pack.strategy == "concat":
         return pack_concat(lengths, pack.sequence_length, row_bos=pack.row_bos)
     if pack.strategy == "best_fit":
@@ -396,7 +396,7 @@ def _write_shard(
 
 
 def _of_mds(output: OutputConfig) -> dict[str, Any]:
-    """What all shards of this format are written with."""
+    """Return the settings that all shards of this format are written with."""
     return {
         "compression": output.compression,
         "hashes": output.hashes,

@@ -38,7 +38,7 @@ class Selection:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Selection | None:
-        """That of the recipe of one dataset; None if it has all documents."""
+        """Return the selection of the recipe of one dataset; None if it has all documents."""
         if recipe.output.where is None:
             return None
         items = sorted(recipe.output.where.items())
@@ -74,7 +74,7 @@ class Selection:
         languages: Sequence[str | None] | None,
         removed: Removed,
     ) -> Sequence[object]:
-        """What each document has under a name."""
+        """Return the value that each document has under a name; None if it has none."""
         if name == "source":
             return [source] * documents.num_rows
         if name == "language":

@@ -293,7 +293,7 @@ def _bounds(wanted: Sequence[Wanted], left: Sequence[int], rates: Sequence[float
 
 
 def _quotas(wanted: Sequence[Wanted], chosen: Sequence[Chosen]) -> list[list[Quota]]:
-    """What each range of hashes may give to each part, the lowest hashes first."""
+    """Return the quota of each part in each range of hashes, the lowest hashes first."""
     left: list[Quota] = [one if isinstance(one, int) else [*one] for one in wanted]
     quotas = []
     for group in chosen:
