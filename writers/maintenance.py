@@ -215,7 +215,10 @@ def explain_build(
     overrides: Sequence[str] = (),
     storage: StorageOptions | None = None,
 ) -> Explanation:
-    """Explain what `build` would do in its work folder. Raises what it would raise before."""
+    """Explain what `build` with the same arguments would do in its work folder.
+
+    Raises what it would raise before.
+    """
     recipe = with_overrides(recipe, overrides)
     work = work_of(recipe, recipe.resolve(default_work(recipe, output, storage)), storage, Execution())
     return explain_work(recipe, work, storage)

@@ -153,7 +153,7 @@ def build_unpublished(
 def _listener(
     progress: bool | Callable[[StageProgress], None], recipe: Recipe, work: Work
 ) -> Listener[StageProgress]:
-    """Make the listener of stages; a display shows the whole build too, a function of the caller does not."""
+    """Make the listener of stages; only a display hears of the build as a whole, too."""
     if progress is not True:
         return make_listener(progress)
     stages = [*stages_of(recipe), UPLOAD]

@@ -157,7 +157,7 @@ def _path(path: str | None) -> str:
 
 
 def _query(query: str | None, tracking: Tracking) -> str:
-    """Sort a query without its tracking parameters; "" or a question mark and what is left."""
+    """Return the query sorted, without tracking parameters, with its question mark; "" if none is left."""
     if not query:
         return ""
     query = _encoded(query)

@@ -173,7 +173,10 @@ def _folders_below(
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """List a folder by name; [] if it is none. Entries know which are folders, mostly without the disk."""
+    """List the entries of a folder by name; [] if there is no such folder.
+
+    An entry knows whether it is a folder, mostly without asking the disk.
+    """
     try:
         with os.scandir(folder) as found:
             return sorted(found, key=lambda entry: entry.name)

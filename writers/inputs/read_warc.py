@@ -357,7 +357,10 @@ def _url_of(headers: dict[str, str]) -> str:
 
 
 def _fields(headers: dict[str, str]) -> dict[str, object]:
-    """Return what recipes can name: id, url, date, and every header of the record, in lower case."""
+    """Return the fields that recipes can name.
+
+    They are id, url, date, and every header of the record by its lower-case name.
+    """
     return headers | {
         "id": headers.get("warc-record-id"),
         "url": _url_of(headers) or None,
