@@ -158,7 +158,7 @@ def groups(data: Path, process: int) -> int:
 
 
 def only_first_replica(data: Path, process: int) -> int:
-    """Of the tensor parallel ranks only the first reads, with a loader for evaluation besides."""
+    """Read on the first of the tensor parallel ranks only; return the number of batches."""
     rank, replica = divmod(process, 2)
     if replica:
         return 0
@@ -196,7 +196,7 @@ def epochs(data: Path, rank: int) -> int:
 
 
 def own_options(data: Path, rank: int) -> int:
-    """What belongs to one process may differ."""
+    """Read with other options on each rank, where they may differ; return the number of batches."""
     options: dict[str, Any] = {
         "prefetch_batches": rank,
         "timeout_seconds": 30.0 + rank,

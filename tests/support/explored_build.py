@@ -60,7 +60,7 @@ def make_explored(folder: Path, *, min_words: int = 5) -> Path:
 
 
 def explore(path: Path, inputs: Path | None = None) -> Explored:
-    """As `shardkit view` opens it."""
+    """Open a build as `shardkit view` does."""
     dataset = open_dataset(path)
     tokenizer = find_tokenizer(dataset)
     return Explored(dataset, None if tokenizer is None else Decoder(tokenizer, dataset.card), inputs=inputs)
@@ -115,5 +115,5 @@ class Page(HTMLParser):
 
     @property
     def links(self) -> list[str]:
-        """Where links and forms lead."""
+        """The addresses of links and forms."""
         return [str(each[name]) for _, each in self.tags for name in ("href", "action") if name in each]

@@ -59,7 +59,7 @@ def judge(settings: FilterSettings, batch: TextBatch, folder: Path | None = None
 
 
 def edit(settings: FilterSettings, batch: TextBatch) -> Edit:
-    """What an editor makes of a batch; every byte is accounted for."""
+    """Edit a batch; assert that every byte is accounted for."""
     step = settings.build(Path())
     assert isinstance(step, Editor)
     made = step.edit(batch)
@@ -74,7 +74,7 @@ def fails(rule: Rule) -> list[bool] | None:
 
 
 def values(rule: Rule) -> list[Any]:
-    """What was compared, of each document."""
+    """Return the value that the rule compared, of each document."""
     assert rule.values is not None
     return list(rule.values.tolist())
 

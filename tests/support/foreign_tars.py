@@ -57,7 +57,7 @@ def npy(array: object, *, allow_pickle: bool = False) -> bytes:
 
 
 def sample(number: int) -> dict[str, Any]:
-    """What is written; every fourth sample has a caption, too, and the keys are nested."""
+    """Make a sample; every fourth one has a caption, too, and the keys are nested."""
     image = Image.new("RGB", (3 + number % 2, 2), (number, 255 - number, 7))
     label = Image.new("P", image.size, number % 4)
     label.putpalette(bytes(range(12)))

@@ -225,7 +225,7 @@ class KilledJobs:
 
 
 def used_bytes(cache: Path) -> int:
-    """What entries and those being filled take, while nobody can begin another."""
+    """Sum the bytes of entries and of those being filled, while nobody can begin another."""
     root = cache / SUBFOLDER
     with _held(root / "lock"):
         # In this order, so that what is renamed meanwhile is never counted twice.

@@ -52,7 +52,7 @@ class Topology:
 
 
 def numbers(mesh: DeviceMesh) -> dict[str, Any] | None:
-    """As Megatron's `mpu` has them; only the first of the tensor parallel ranks reads."""
+    """Return the numbers of Megatron's `mpu`; None for tensor parallel ranks but the first."""
     if mesh.get_local_rank("tp"):
         return None
     return {"rank": mesh.get_local_rank("dp"), "world_size": mesh["dp"].size()}
@@ -66,7 +66,7 @@ TOPOLOGIES = {
 
 
 def read(topology: Topology, rank: int, url: str, folder: Path) -> dict[str, Any]:
-    """What one process sees: its part of the data, and in the end the error of another."""
+    """Return what one process sees: its part of the data, and in the end the error of another."""
     torch.distributed.init_process_group("gloo", rank=rank, world_size=topology.processes)
     mesh = init_device_mesh("cpu", topology.shape, mesh_dim_names=topology.dims)
     machine = topology.machines[rank]

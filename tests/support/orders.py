@@ -39,7 +39,7 @@ def order_specs(
 
 
 def lane_key(lane: int, spec: OrderSpec) -> int:
-    """What global batches are sorted by, in plain Python."""
+    """Return the key by which global batches are sorted, in plain Python."""
     return (lane << 16) // spec.lanes if spec.version == 1 else int(f"{lane:016b}"[::-1], 2)
 
 

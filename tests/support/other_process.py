@@ -50,7 +50,7 @@ class OtherProcess:
         self._process.wait(SECONDS)
 
     def wait(self) -> int:
-        """Its exit status."""
+        """Wait for the process to end; return its exit status."""
         return self._process.wait(SECONDS)
 
     def __enter__(self) -> Self:

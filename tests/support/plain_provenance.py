@@ -49,6 +49,6 @@ def documents_at(dataset: Path, shard: int, row: int, token: int | None = None) 
 
 
 def rows_of(dataset: Path, document_id: bytes) -> list[Line]:
-    """Where the tokens of a document are, in its order."""
+    """Return the lines of a document that say where its tokens are, in its order."""
     found = [line for line in lines_of(dataset) if line.document_id == document_id]
     return sorted(found, key=lambda line: line.document_start)

@@ -152,7 +152,7 @@ class Remote:
         limits: FetchLimits | None = None,
         around: Callable[[Store], Store] | None = None,
     ) -> Remote:
-        """As `open_dataset` does it; `around` wraps the store once index and card have been read."""
+        """Open it as `open_dataset` does; `around` wraps the store once index and card have been read."""
         found = find_remote(below)
         store = ResilientStore(
             around(below) if around else below, policy or quick_policy(), connections=connections

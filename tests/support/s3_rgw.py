@@ -80,7 +80,7 @@ def rgw_module_bucket(rgw: RgwServer, _administrator: Any) -> Iterator[RgwBucket
 
 @contextmanager
 def rgw_environment(server: RgwServer) -> Iterator[None]:
-    """Its credentials, and nothing that would lead elsewhere; the endpoint is the caller's to say."""
+    """Set the server's credentials and nothing that leads elsewhere; the endpoint is the caller's to say."""
     with pytest.MonkeyPatch.context() as patch:
         for name in _CLEARED:
             patch.delenv(name, raising=False)

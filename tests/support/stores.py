@@ -194,7 +194,7 @@ class FaultyStore(WrappedStore):
 
     @property
     def log(self) -> Sequence[Event]:
-        """What happened so far, in order."""
+        """The events so far, in order."""
         with self.lock:
             return [*self._log]
 

@@ -128,7 +128,7 @@ class Training:
         return self.last_step()
 
     def run_until_killed_between_checkpoints(self, step: int) -> int:
-        """As `run_until_killed`, again and again if need be, until the next start must repeat a step."""
+        """Repeat `run_until_killed` until the next start must repeat a step; return the last step."""
         while (last := self.run_until_killed(step)) % CHECKPOINT_EVERY == 0:
             step = last + 2
         return last

@@ -86,7 +86,7 @@ class Reading:
 
     @property
     def ahead_bytes(self) -> int:
-        """Of cached shards, by their rows, what later steps than those planned read, in two epochs."""
+        """The bytes of cached shards, by their rows, that steps after the planned ones read in two epochs."""
         uses = self._uses
         own, following = uses.own_rows(self._epoch), uses.own_rows(self._epoch + 1)
         later = np.where(own > 0, (1 - self._read / np.maximum(own, 1)).clip(0), following > 0)

@@ -156,7 +156,7 @@ class Scenario:
         return Order(self.shards.samples, self.spec)
 
     def part(self, node: int) -> slice:
-        """What a node's ranks take of each global batch."""
+        """Return the part of each global batch that a node's ranks take."""
         return rank_slice(self.global_batch, node, self.nodes)
 
     def lanes_of(self, node: int) -> list[int]:
@@ -164,7 +164,7 @@ class Scenario:
         return BatchLanes(self.spec, self.global_batch).of_part(self.part(node))
 
     def lane_parts(self, node: int, order: Order) -> npt.NDArray[np.float64]:
-        """Of each of its lanes the part that a node reads: others may read it too."""
+        """Return the part of each of its lanes that a node reads: others may read it too."""
         size, lanes = self.global_batch, self.lanes_of(node)
         # As many batches as give each lane some dozens of samples, or one of each beginning.
         count = max(1, min(_SAMPLES_OF_LANE * self.lanes // size, order.samples // size))
@@ -232,7 +232,7 @@ class AllUses:
         self._epochs: OrderedDict[int, tuple[ShardUses, Ints]] = OrderedDict()
 
     def of_lanes(self, epoch: int, lanes: Sequence[int]) -> ShardUses:
-        """As `shard_uses(order, epoch, lanes)`."""
+        """Return the same as `shard_uses(order, epoch, lanes)`."""
         if epoch not in self._epochs:
             uses = shard_uses(self.order, epoch)
             # Position g of an epoch is in lane g % L, and a use begins at a position of its lane.
@@ -256,7 +256,10 @@ class NodeUses:
         last_epoch: int,
         parts: npt.NDArray[np.float64] | None = None,
     ) -> None:
-        """Of runs that end in `last_epoch`; `parts`: what the node reads of each of its lanes (None: all)."""
+        """Find the shards that runs use which end in `last_epoch`.
+
+        `parts`: what the node reads of each of its lanes (None: all).
+        """
         self._every, self._lanes = every, lanes
         self._parts = np.ones(len(lanes)) if parts is None else parts
         self.samples = every.order.samples
@@ -269,7 +272,7 @@ class NodeUses:
         self.shards = len(self.numbers)
 
     def uses(self, epoch: int, lanes: Sequence[int] | None = None) -> ShardUses:
-        """Those of an epoch; `lanes` is for the protocol only: they are the node's."""
+        """Return the uses of an epoch; `lanes` is for the protocol only: they are the node's."""
         found = self._every.of_lanes(epoch, self._lanes)
         own = np.searchsorted(self.numbers, found.shard).astype(np.int32)
         known = (own < self.shards) & (self.numbers[np.minimum(own, self.shards - 1)] == found.shard)
