@@ -312,3 +312,14 @@ def names_of(node: ast.Assign | ast.AnnAssign) -> set[str]:
     """The names that an assignment binds."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     return {one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)}
+
+
+RIDDLES = ("Those", "That", "Their", "Its", "Of", "As", "What", "Whose", "Where")
+
+
+def test_docstrings_of_functions_begin_with_a_verb_or_name_the_thing() -> None:
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef
+    for name, file in MODULES:
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                assert text.split()[0].rstrip(",:;") not in RIDDLES, f"{name}: {node.name}: {text[:60]}"
