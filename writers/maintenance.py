@@ -3,7 +3,7 @@
 To explain, nothing is run or written. `Planner.run` stands in for `Runner.run`: it looks up which tasks are
 finished and ends (UnknownError) at the first stage that has to do something, because what later stages do
 depends on what that gives; those are listed by name. Why a task has to run follows from the finished one of
-its name that differs least: what of config, inputs and code changed.
+its name that differs least: what of its arguments and of the code changed.
 
 A build never removes finished work, so going back to an earlier recipe or input file finds it. What is left
 of other recipes, of other versions of shardkit, or of input files that are gone is removed here, on request.

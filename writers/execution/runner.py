@@ -4,7 +4,7 @@
         [cleaned] = Runner(journal, engine, listener).run(tasks)
 
 `Journal` is the work folder while a build uses it. A finished task is skipped only if the digest of
-everything that decides its outputs (config, digests of inputs, code) matches its commit and each output
+everything that decides its outputs (its arguments, the code) matches its commit and each output
 exists with its size. So a build may be killed at any time: the same command continues with the finished
 tasks, and unfinished ones leave no trace. One build at a time uses a work folder: a local one is locked
 (`flock`), and in a store the build holds the driver's lease (lease.py).
