@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from gpt import GPT, GPTConfig, next_token_loss
 
-from shardkit.loaders import StreamingLoader
+from shardkit.loaders import Layout, StreamingLoader
 
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 option = parser.add_argument
@@ -36,9 +36,14 @@ args = parser.parse_args()
 
 torch.manual_seed(args.seed)
 torch.use_deterministic_algorithms(args.device == "cpu")
-extras = dict.fromkeys(("labels", "position_ids", "document_ids"), args.inside_documents)
 loader = StreamingLoader(
-    args.data, batch_size=args.batch_size, seed=args.seed, endless=True, return_ids=True, **extras
+    args.data,
+    batch_size=args.batch_size,
+    seed=args.seed,
+    endless=True,
+    return_ids=True,
+    labels=args.inside_documents,
+    layout=Layout(position_ids=args.inside_documents, document_ids=args.inside_documents),
 )
 model = GPT(GPTConfig(args.vocabulary, args.layers, args.heads, args.width)).to(args.device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import select
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
 
 TRAINER_SIGNALS = frozenset((signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
 
@@ -93,7 +93,7 @@ def _watch(parent: int) -> None:
 
 def _has_ended(process: int, descriptor: int | None) -> bool:
     if descriptor is not None:
-        return bool(select.select([descriptor], [], [], 0)[0])
+        return bool(wait([descriptor], 0))
     try:
         os.kill(process, 0)
     except ProcessLookupError:

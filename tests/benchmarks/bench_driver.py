@@ -32,7 +32,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
 
@@ -41,6 +41,7 @@ from shardkit.files import Closing
 from shardkit.progress import make_listener
 from shardkit.storage.local import LocalBody, LocalStore
 from shardkit.storage.store import BaseStore, ObjectInfo, Store
+from shardkit.writers.digests import DecidesNoByte
 from shardkit.writers.execution.commit import Commit, Output, facts_of
 from shardkit.writers.execution.engine import TASK_SECONDS, OnNews
 from shardkit.writers.execution.engine_ray import EngineRun, Stragglers
@@ -48,13 +49,14 @@ from shardkit.writers.execution.ray_node import NodeAnswer, NodeCheck
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.execution.task_queue import TaskQueue
-from shardkit.writers.execution.work import Work
+from shardkit.writers.execution.work import COMMIT_NAME, Work
 from shardkit.writers.progress import StageProgress
 
 MEAN_SECONDS = 60.0
 MEMORY = 2_000_000_000  # of a task
 FILES = ("documents.arrow", "keys.run", "quarantine.jsonl")
 PAGE = 1000  # keys that a store lists in a request
+Number = Annotated[int, DecidesNoByte("each task has inputs of its own")]
 CONFIG = {"filters": [["length", {"min_words": 50}]] * 8, "text": "text", "fields": ["text", "id", "url"]}
 HEADS: Heads = {
     "tasks": ("tasks", ",d"),
@@ -84,15 +86,15 @@ class Figures:
     more_attempts: int
 
 
-def clean(folder: Path, config: dict[str, Any], content: str) -> None:
-    """Stand for a task that no worker runs."""
+def clean(folder: Path, number: Number, config: dict[str, Any], input: str) -> None:
+    """A task that nobody runs."""
 
 
-CLEAN = Stage("clean", "read and filter", clean)
+CLEAN = Stage("clean", "clean", clean)
 
 
 def make_tasks(count: int) -> list[Task]:
-    return [CLEAN.task(f"part-{n:07d}.jsonl", 1 << 26, CONFIG, f"{n:032x}") for n in range(count)]
+    return [CLEAN.task(f"part-{n:07d}.jsonl", 1 << 26, n, CONFIG, f"{n:032x}") for n in range(count)]
 
 
 def commit_of(task: Task) -> Commit:
@@ -102,7 +104,8 @@ def commit_of(task: Task) -> Commit:
     counted = {"documents": documents, "bytes": documents * 5000}
     dropped = {f"gopher_quality/rule_{n}": {"documents": 10 + n, "bytes": 50_000} for n in range(3)}
     ledger = {"read": counted, "kept": counted, "dropped": dropped, "quarantined": {}}
-    counts = {"ledger": ledger, "input": f"{drawn:032x}", "fields": ["id", "text", "url"], "filters": {}}
+    result = {"ledger": ledger, "input": f"{drawn:032x}", "fields": ["id", "text", "url"], "filters": {}}
+    counts = {"result": result}
     outputs = {
         name: Output((drawn >> 8 * n) % (1 << 26), f"{drawn + n:032x}") for n, name in enumerate(FILES)
     }
@@ -159,12 +162,10 @@ class SimulatedStore(BaseStore):
         self.requests["list"] += 1
 
     def _listed(self, prefix: str) -> Iterator[ObjectInfo]:
-        if prefix.startswith("commits/"):
-            yield from (ObjectInfo(f"commits/{key}.json", 1000, "") for key in self.finished)
-        elif prefix.startswith("data/"):
+        if prefix == f"{CLEAN.name}/":
             for key, task in self.finished.items():
-                for name, size in sizes_of(task).items():
-                    yield ObjectInfo(f"data/{key}/{name}", size, "")
+                for name, size in sorted([(COMMIT_NAME, 1000), *sizes_of(task).items()]):
+                    yield ObjectInfo(f"{key}/{name}", size, "")
         else:
             yield from self.below.list(prefix)
 
@@ -389,7 +390,7 @@ def drive(count: int, workers: int, chances: Chances, *, speculate: bool, scratc
 def simulation_seconds(store: SimulatedStore) -> float:
     """CPU that making the listings takes."""
     start = time.process_time()
-    for _ in store.list("data/"):
+    for _ in store.list(f"{CLEAN.name}/"):
         pass
     store.requests.clear()
     return time.process_time() - start

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -124,7 +124,7 @@ class Victims:
 
     def _answer(self, seconds: float) -> Any:
         assert self._server.stdout is not None
-        ready, _, _ = select.select([self._server.stdout], [], [], seconds)
+        ready = wait([self._server.stdout.fileno()], seconds)
         assert ready, "the server of victims does not answer"
         return json.loads(self._server.stdout.readline())
 
@@ -235,7 +235,7 @@ def _fork(action: Callable[[], int]) -> int:
 def _wait(pid: int, seconds: float) -> int | None:
     descriptor = os.pidfd_open(pid)
     try:
-        ended, _, _ = select.select([descriptor], [], [], seconds)
+        ended = wait([descriptor], seconds)
         if not ended:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)

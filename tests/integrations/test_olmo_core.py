@@ -131,7 +131,11 @@ def test_lengths_that_do_not_fit_are_refused(data: Path) -> None:
     with pytest.raises(ValueError, match="must be a multiple of sequence_length=65 times 2"):
         opened(data, batch=3, ranks=2)
     loader = ShardkitDataLoader(
-        data, sequence_length=64, global_batch_size=640, work_dir=data.parent, layout=Layout(keep_length=False)
+        data,
+        sequence_length=64,
+        global_batch_size=640,
+        work_dir=data.parent,
+        layout=Layout(keep_length=False),
     )
     assert next(iter(loader.loader))["labels"].shape == (10, 64)
     loader.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from shardkit.loaders import worker_signals
 from support import signalled_trainer
 from support.loader_data import make_dataset
 
@@ -107,3 +109,18 @@ def is_running(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def test_the_end_of_a_process_is_seen_beyond_1024_descriptors() -> None:
+    """`select.select` refuses descriptors from 1,024 on, which long trainers have."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    low = os.pidfd_open(process.pid)
+    high = fcntl.fcntl(low, fcntl.F_DUPFD, 1500)
+    try:
+        assert not worker_signals._has_ended(process.pid, high)
+        process.communicate(b"\n", SECONDS)
+        assert worker_signals._has_ended(process.pid, high)
+    finally:
+        process.kill()
+        os.close(high)
+        os.close(low)

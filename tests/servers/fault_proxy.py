@@ -16,13 +16,13 @@ import contextlib
 import http.client
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -333,7 +333,7 @@ class FaultProxy:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], _CONTROL_SECONDS)
+        ready = wait([self._process.stdout.fileno()], _CONTROL_SECONDS)
         line = self._process.stdout.readline() if ready else ""
         if not line:
             self.stop()

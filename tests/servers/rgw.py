@@ -14,13 +14,13 @@ import argparse
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -169,7 +169,7 @@ class RgwServer:
     def _receive(self) -> None:
         assert self._keeper is not None
         assert self._keeper.stdout is not None
-        ready, _, _ = select.select([self._keeper.stdout], [], [], START_SECONDS)
+        ready = wait([self._keeper.stdout.fileno()], START_SECONDS)
         line = self._keeper.stdout.readline() if ready else ""
         if not line:
             raise RgwError(f"the server said nothing for {START_SECONDS:.0f} s, or its keeper died")

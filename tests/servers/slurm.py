@@ -16,7 +16,6 @@ import ctypes
 import json
 import os
 import secrets
-import select
 import shutil
 import signal
 import socket
@@ -25,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -291,7 +291,7 @@ class SlurmCluster:
         if word:
             self._keeper.stdin.write(f"{word}\n")
             self._keeper.stdin.flush()
-        ready, _, _ = select.select([self._keeper.stdout], [], [], 2 * START_SECONDS)
+        ready = wait([self._keeper.stdout.fileno()], 2 * START_SECONDS)
         answer = json.loads(self._keeper.stdout.readline() or "{}") if ready else {}
         if "pids" not in answer:
             raise SlurmError(answer.get("error", "the keeper of the cluster does not answer"))

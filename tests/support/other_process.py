@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
+from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Self
 
@@ -30,7 +30,7 @@ class OtherProcess:
     def line(self) -> str:
         """The next line it prints; "" if it has ended."""
         assert self._process.stdout is not None
-        assert select.select([self._process.stdout], [], [], SECONDS)[0], "the other process says nothing"
+        assert wait([self._process.stdout.fileno()], SECONDS), "the other process says nothing"
         return self._process.stdout.readline().decode().strip()
 
     def tell(self, text: str = "") -> None:
