@@ -34,11 +34,11 @@ class Setting:
 
     name: str
     type: str
-    """Its annotation, without `| None`."""
+    """The annotation, without `| None`."""
     choices: tuple[str, ...]
     """The words of its `Literal`; none if it has another type."""
     default: str
-    """As it is written; "" if there is none."""
+    """The default's source text; "" if there is none."""
     doc: str
     """The first paragraph of its docstring."""
 

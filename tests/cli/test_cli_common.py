@@ -204,7 +204,7 @@ def test_an_option_that_has_become_a_key_is_named(
 
 
 def test_options_are_few() -> None:
-    """Of all verbs together; CONTRIBUTING says how an option is added."""
+    """Count those of all verbs together; CONTRIBUTING says how an option is added."""
 
     def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
         own = [a for a in parser._actions if a.option_strings and not isinstance(a, argparse._HelpAction)]

@@ -29,16 +29,9 @@ from support.filter_runs import judge, text_batch, values
 from support.small_models import ARPA, random_arpa
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "kenlm"
-SCORES: dict[str, list[float]] = json.loads((GOLDEN / "scores.json").read_text())
-SENTENCES = [
-    "the cat sat on the mat",
-    "a dog ran in the house and sat on it",
-    "zebra",
-    "the zebra sat on the",
-    "größe 中文 über ünïcode_word_longer_than_sixteen_bytes it it it",
-    "on on on on on on on on on on",
-    "<unk> cat <s> the </s>",
-]
+KENLM = json.loads((GOLDEN / "scores.json").read_text(encoding="utf-8"))
+SENTENCES: list[str] = KENLM["sentences"]
+SCORES: dict[str, list[float]] = KENLM["scores"]
 
 
 def scores(path: Path, texts: list[str], *, normalized: bool = False) -> list[tuple[float, int]]:

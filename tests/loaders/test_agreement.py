@@ -33,7 +33,7 @@ ProcessGroups = Callable[[int, int], None]  # the fixture `process_groups`
 def seen(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], list[dict[str, Any]]]:
-    """What the processes of a case of disagreeing_ranks.py saw, of those that this run has."""
+    """Run the cases that this run has once, in disagreeing_ranks.py; give what the processes of one saw."""
     cases = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     names = {"slice"} | {case.params["name"] for case in cases if case is not None and "name" in case.params}
     folder = tmp_path_factory.mktemp("ranks")

@@ -2,7 +2,7 @@
 
 `python tests/golden/kenlm/make.py BIN` made the files beside it, once: BIN is the folder with lmplz and
 build_binary of KenLM (github.com/kpu/kenlm, commit 4cb443e, built with cmake), and the package kenlm 0.3.0 of
-PyPI scored. `scores.json` has, for each file, the sum of log10 probabilities of each sentence.
+PyPI scored. `scores.json` has the sentences and, for each file, the sum of log10 probabilities of each.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def main(programs: Path) -> None:
         path.name for path in FOLDER.iterdir() if path.suffix not in (".py", ".json") and path.is_file()
     )
     scores = {name: [kenlm.Model(str(FOLDER / name)).score(one) for one in SENTENCES] for name in names}
-    (FOLDER / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
+    facts = {"sentences": SENTENCES, "scores": scores}
+    (FOLDER / "scores.json").write_text(json.dumps(facts, ensure_ascii=False, indent=1) + "\n")
 
 
 def build(programs: Path, options: list[str], source: str, target: str) -> None:
