@@ -73,10 +73,11 @@ from shardkit.writers.kernels.text_arrays import text_pieces
 from shardkit.writers.pipeline import refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import Recipe
-from shardkit.writers.stages.flow import Build, Documents, task_memory
+from shardkit.writers.stages.flow import Build, Documents
 from shardkit.writers.stages.graph import find_survivors
 from shardkit.writers.stages.inputs import BuildInputs
 from shardkit.writers.stages.near import NEAR_DUPLICATE
+from shardkit.writers.stages.needs import task_memory
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def index_tasks(
 ) -> dict[str, Task]:
     """One task a split, by the name of its part if that is put into the store `target`."""
     tasks: dict[str, Task] = {}
-    near, memory_bytes = documents.near, task_memory(documents.recipe)
+    near, memory_bytes = documents.near, task_memory(documents.recipe.memory)
     assert near is not None, "check_indexable"
     for split, part, removed in zip(documents.files, near.parts, near.removed, strict=True):
         weight, texts = split.outputs[TEXTS_FILE].bytes, split.file(TEXTS_FILE)

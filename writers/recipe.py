@@ -275,11 +275,6 @@ class OutputConfig(StrictModel):
     )
 
     @property
-    def of_shards(self) -> dict[str, Any]:  # TEMPORARY
-        """The settings that decide the bytes of shards, as plain data."""
-        return self.model_dump(mode="json", exclude={"path", "prefixes", "pack", "where"})
-
-    @property
     def is_text(self) -> bool:
         """Whether documents are written as text."""
         return self.format in TEXT_FORMATS

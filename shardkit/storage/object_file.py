@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 
-_FIRST_BYTES = 1 << 20
-_MOST_BYTES = 16 << 20
+FIRST_RANGE_BYTES = 1 << 20
+MOST_RANGE_BYTES = 16 << 20
 _BUFFER_BYTES = 1 << 16  # small reads are served from here
 
 
@@ -36,7 +36,9 @@ class Ranges(Protocol):
     ) -> bytes: ...
 
 
-def open_object(store: Ranges, info: ObjectInfo, *, first_bytes: int = _FIRST_BYTES) -> io.BufferedReader:
+def open_object(
+    store: Ranges, info: ObjectInfo, *, first_bytes: int = FIRST_RANGE_BYTES
+) -> io.BufferedReader:
     """Open the object as a file of `info.bytes` bytes; nothing is contacted before the first read.
 
     Ranges begin at `first_bytes`; `store` may return more than the range. It must retry by itself: pass a
@@ -95,14 +97,14 @@ class _ObjectFile(io.RawIOBase):
         is_next = bool(self._block) and self._position == self._start + len(self._block)
         coming, self._coming = self._coming, None
         if not is_next:
-            self._next_bytes = max(self._first_bytes, min(wanted, _MOST_BYTES))
+            self._next_bytes = max(self._first_bytes, min(wanted, MOST_RANGE_BYTES))
         if is_next and coming is not None:
             self._block = b""  # otherwise three would be held
             block = coming.result()
         else:
             block = self._get(self._position, self._next_bytes)
         self._start, self._block = self._position, block
-        self._next_bytes = min(2 * self._next_bytes, _MOST_BYTES)
+        self._next_bytes = min(2 * self._next_bytes, MOST_RANGE_BYTES)
         stop = self._start + len(block)
         if is_next and stop < self._info.bytes:
             self._coming = self._workers.submit(partial(self._get, stop, self._next_bytes))

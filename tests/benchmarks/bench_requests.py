@@ -87,7 +87,7 @@ SHARD_BYTES = 64 << 20
 SCALED = {
     "shardkit.writers.execution.commit": ("BLOCK_BYTES",),
     "shardkit.writers.execution.checked_ranges": ("BLOCK_BYTES", "CACHE_BYTES"),
-    "shardkit.storage.object_file": ("_FIRST_BYTES", "_MOST_BYTES", "_BUFFER_BYTES"),
+    "shardkit.storage.object_file": ("FIRST_RANGE_BYTES", "MOST_RANGE_BYTES", "_BUFFER_BYTES"),
     "shardkit.writers.inputs.records": ("BATCH_TEXT_BYTES",),
     "shardkit.writers.stages.rows": ("PARTITION_TEXT_BYTES",),
     "shardkit.writers.stages.clean": ("_KEYS_MEMORY_BYTES",),

@@ -83,7 +83,7 @@ def _many_splits(monkeypatch: pytest.MonkeyPatch, inline_builds: None) -> None:
 @pytest.fixture
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many partitions and blocks as millions of documents need."""
-    monkeypatch.setattr("shardkit.writers.stages.flow.task_memory", lambda recipe: 20_000)
+    monkeypatch.setattr("shardkit.writers.stages.flow.task_memory", lambda memory: 20_000)
 
 
 def provenance(output: Path) -> dict[str, dict[str, Any]]:
@@ -189,7 +189,7 @@ def test_which_texts_stay_does_not_depend_on_names_and_order_of_files(tmp_path: 
 @pytest.mark.usefixtures("small_memory")
 def test_partitions_change_no_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = build(make(tmp_path / "small"), progress=False)
-    monkeypatch.setattr("shardkit.writers.stages.flow.task_memory", lambda recipe: 1 << 28)
+    monkeypatch.setattr("shardkit.writers.stages.flow.task_memory", lambda memory: 1 << 28)
     large = build(make(tmp_path / "large"), progress=False)
     assert small.tasks > large.tasks + 20
     assert small.fingerprint == large.fingerprint
@@ -349,7 +349,7 @@ def test_equal_urls_are_removed_alike_whatever_the_splits_and_the_memory(
 ) -> None:
     changes = ["dedup.url=true", "dedup.near=null"]
     small = build(make(tmp_path / "small"), overrides=changes, progress=False)
-    monkeypatch.setattr("shardkit.writers.stages.flow.task_memory", lambda recipe: 1 << 28)
+    monkeypatch.setattr("shardkit.writers.stages.flow.task_memory", lambda memory: 1 << 28)
     monkeypatch.setattr(scan, "scan_inputs", partial(scan.scan_inputs, split_bytes=1 << 20))
     large = build(make(tmp_path / "large"), overrides=changes, progress=False)
     assert small.tasks > large.tasks + 5

@@ -220,7 +220,7 @@ def test_memory_and_the_number_of_files_change_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
     first = build(make(tmp_path / "first", recipe), progress=False)
-    monkeypatch.setattr("shardkit.writers.stages.flow.task_memory", lambda recipe: 20_000)
+    monkeypatch.setattr("shardkit.writers.stages.flow.task_memory", lambda memory: 20_000)
     less = build(make(tmp_path / "less", recipe), progress=False)
     assert tree(Path(first.output)) == tree(Path(less.output))
     monkeypatch.setattr(of_duplicates, "DUPLICATES_OF_FILE", 5)

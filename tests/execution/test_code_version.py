@@ -47,10 +47,6 @@ def task_functions(sources: Sources) -> list[Definition]:
         function = call.args[2]
         assert isinstance(function, ast.Name), f"{name}:{call.lineno}: name the function in the call"
         found += sources.find(name, function.id)
-    for name, call in sources.calls_of("old_task"):  # TEMPORARY
-        function = call.args[3]
-        assert isinstance(function, ast.Name)
-        found += sources.find(name, function.id)
     return found
 
 

@@ -37,7 +37,7 @@ from shardkit.writers.score_tables import ScoreTable
 from shardkit.writers.settings import TRAIN
 from shardkit.writers.stages.inputs import BuildInputs
 from shardkit.writers.stages.labels import BUCKETS_FILE, BucketLabels, Buckets
-from shardkit.writers.stages.needs import Needs
+from shardkit.writers.stages.needs import Needs, task_memory
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,7 @@ class Build:
     @property
     def memory_bytes(self) -> int:
         """Bytes that a task over all documents may hold; libraries and page cache need the rest."""
-        return task_memory(self.inputs.recipe)
-
-
-def task_memory(recipe: Recipe) -> int:
-    """Bytes that a task over all documents may hold; libraries and page cache need the rest of `memory`."""
-    return recipe.memory // 5
+        return task_memory(self.inputs.recipe.memory)
 
 
 @dataclass(frozen=True, slots=True)

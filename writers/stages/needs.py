@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from math import ceil, exp
 from typing import Any
 
-from shardkit.storage.object_file import _FIRST_BYTES, _MOST_BYTES
+from shardkit.storage.object_file import FIRST_RANGE_BYTES, MOST_RANGE_BYTES
 from shardkit.writers.dedup.removals import SPLITS_PER_GROUP
 from shardkit.writers.execution.stage import Stage
 from shardkit.writers.filters.scores import ScoresConfig
@@ -68,6 +68,11 @@ class Shape:
         )
 
 
+def task_memory(memory: int) -> int:
+    """Bytes that a task over all documents may hold; libraries and page cache need the rest of `memory`."""
+    return memory // 5
+
+
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
     """What comes out of the filters, and how it is cut. `scale` divides all sizes, as of small data."""
@@ -97,7 +102,7 @@ class Corpus:
     @property
     def task_memory(self) -> int:
         """The bytes of memory that a task of duplicate removal may hold."""
-        return self.memory // self.scale // 5
+        return task_memory(self.memory // self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +193,7 @@ class Needs:
 
     def scans(self, size: float, objects: int) -> tuple[float, float]:
         """Requests and bytes that read `objects` of together `size` from one end to the other."""
-        first, most = _FIRST_BYTES / self.corpus.scale, _MOST_BYTES / self.corpus.scale
+        first, most = FIRST_RANGE_BYTES / self.corpus.scale, MOST_RANGE_BYTES / self.corpus.scale
         left, requests = size / objects, 0.0
         while first < most and left > 0:
             left, first, requests = left - first, 2 * first, requests + 1

@@ -27,7 +27,7 @@ from typing import Any
 
 from shardkit.card import DatasetCard
 from shardkit.errors import RecipeError, ShardError, ShardkitError
-from shardkit.storage.object_file import _MOST_BYTES as RANGE_BYTES
+from shardkit.storage.object_file import MOST_RANGE_BYTES
 from shardkit.tools.plan.quantities import Prices
 from shardkit.writers.card import content_of
 from shardkit.writers.dedup.config import DedupConfig
@@ -189,7 +189,7 @@ def plan_build(needs: BuildNeeds) -> BuildPlan:
     shards = ceil(output_bytes / needs.shard_bytes)
     stages = stage_needs(_corpus(needs, kept_bytes, raw_bytes))
     asked = together(stages)
-    gets = ceil(raw_stored_bytes / RANGE_BYTES) + asked.gets
+    gets = ceil(raw_stored_bytes / MOST_RANGE_BYTES) + asked.gets
     return BuildPlan(
         kept_bytes=kept_bytes,
         raw_bytes=raw_bytes,
