@@ -15,7 +15,7 @@ from typing import Any
 from shardkit.cli.declared import Keys
 from shardkit.cli.main import Parser, make_parser
 from shardkit.writers.filters.config import PROFILES
-from shardkit.writers.recipe import Recipe
+from shardkit.writers.recipe.recipe import Recipe
 
 FOLDER = Path(__file__).resolve().parent / "reference"
 PAGES = ("recipe.md", "cli.md")
@@ -37,7 +37,7 @@ one item needs no brackets.
 Editors complete and check recipes with the JSON Schema:
 
 ```bash
-python -c "import json; from shardkit.writers.recipe import recipe_schema; print(json.dumps(recipe_schema()))" > recipe.schema.json
+python -c "import json; from shardkit.writers.recipe.recipe import recipe_schema; print(json.dumps(recipe_schema()))" > recipe.schema.json
 ```
 
 Put `# yaml-language-server: $schema=recipe.schema.json` on the first line of a recipe.

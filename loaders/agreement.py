@@ -40,7 +40,7 @@ from shardkit.loaders.placement import (
     run_key,
 )
 from shardkit.loaders.producer import LoaderTimeoutError
-from shardkit.storage.clock import running_seconds
+from shardkit.storage.running_clock import running_seconds
 
 _WARN_SECONDS = 30.0  # of waiting: ranks have met in init_process_group, and come one after another
 _LONGEST_PAUSE = 0.1  # between two looks at the store

@@ -39,7 +39,7 @@ from shardkit.loaders.streams import ReadRows, Streams
 from shardkit.order.arrangement import Arrangement
 from shardkit.order.balance import BALANCED_POSITIONS, WorkBalance, planned_steps
 from shardkit.order.batches import BatchPlan, Cursor
-from shardkit.storage.clock import LOOK_SECONDS, running_seconds
+from shardkit.storage.running_clock import LOOK_SECONDS, running_seconds
 from shardkit.storage.store import StoreError
 
 PLAN_ROWS = 65536  # of one rank; six milliseconds of planning

@@ -51,7 +51,6 @@ with naming_extras("shardkit.loaders.pytorch"):
 
 
 from shardkit.loaders.batch import Batch, BatchMaker, TokenColumn, tensor_maker
-from shardkit.loaders.blocks import BLOCK_BYTES, MAX_BLOCK_BATCHES, BlockMemory, deal
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, TokenDtype, flattened, refuse_unknown
 from shardkit.loaders.defaults import find_eos_id, may_be_padded
 from shardkit.loaders.gather import OutputMemory
@@ -60,6 +59,7 @@ from shardkit.loaders.producer import LoaderTimeoutError
 from shardkit.loaders.sources import SourceInfo, open_source
 from shardkit.loaders.streaming_dataset import State, StreamingDataset, state_of
 from shardkit.loaders.streams import Streams, open_streams
+from shardkit.loaders.worker_blocks import BLOCK_BYTES, MAX_BLOCK_BATCHES, BlockMemory, deal
 from shardkit.loaders.worker_waits import (
     LOOK_SECONDS,
     PatientIterator,

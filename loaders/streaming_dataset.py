@@ -30,11 +30,11 @@ with naming_extras("shardkit.loaders.streaming_dataset"):
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.loaders.batch import Batch
-from shardkit.loaders.blocks import Block, BlockMemory, forking_workers
 from shardkit.loaders.config import RunOptions, Stream
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.producer import Group, Portion
 from shardkit.loaders.shared_cursor import SharedCursor, Worker
+from shardkit.loaders.worker_blocks import Block, BlockMemory, forking_workers
 from shardkit.loaders.worker_signals import leave_to_trainer, signals_held_back
 from shardkit.order.batches import BatchPlan, Cursor
 from shardkit.order.state import LoaderState, OnMismatch

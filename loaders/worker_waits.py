@@ -24,7 +24,7 @@ from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from shardkit.loaders.producer import LoaderTimeoutError
-from shardkit.storage.clock import running_seconds
+from shardkit.storage.running_clock import running_seconds
 from shardkit.units import format_bytes
 
 LOOK_SECONDS = 5.0  # as torch does if it has no timeout

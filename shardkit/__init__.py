@@ -49,13 +49,13 @@ __all__ = [
 from shardkit.version import __version__
 
 _PLACES = {  # module and name of each
-    "BuildResult": ("shardkit.writers.result", "BuildResult"),
+    "BuildResult": ("shardkit.writers.report.result", "BuildResult"),
     "CutOptions": ("shardkit.tools.convert", "CutOptions"),
     "Dataset": ("shardkit.datasets.dataset", "Dataset"),
     "Layout": ("shardkit.loaders.config", "Layout"),
     "Order": ("shardkit.loaders.config", "Order"),
     "OutputOptions": ("shardkit.tools.convert", "OutputOptions"),
-    "Recipe": ("shardkit.writers.recipe", "Recipe"),
+    "Recipe": ("shardkit.writers.recipe.recipe", "Recipe"),
     "Run": ("shardkit.loaders.config", "Run"),
     "StorageOptions": ("shardkit.storage.store", "StorageOptions"),
     "Stream": ("shardkit.loaders.config", "Stream"),
@@ -63,7 +63,7 @@ _PLACES = {  # module and name of each
     "build": ("shardkit.writers.pipeline", "build"),
     "convert": ("shardkit.tools.convert", "convert"),
     "download": ("shardkit.publish", "download"),
-    "load_recipe": ("shardkit.writers.recipe", "load_recipe"),
+    "load_recipe": ("shardkit.writers.recipe.recipe", "load_recipe"),
     "open": ("shardkit.datasets.dataset", "open_dataset"),
     "open_dataset": ("shardkit.datasets.dataset", "open_dataset"),
     "pack": ("shardkit.writers.token_store", "pack_store"),

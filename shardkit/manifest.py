@@ -32,7 +32,7 @@ from shardkit.errors import ShardError
 Format = Literal["mds", "tar", "tokens", "parquet", "jsonl"]
 
 BLOCKS_NAME = "blocks.bin"
-"""The file of block checksums (`shardkit.formats.blocks`)."""
+"""The file of block checksums (`shardkit.formats.block_checksums`)."""
 
 TOKENS = "tokens"
 """The column of tokens, in tars the members `tokens.npy`."""

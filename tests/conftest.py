@@ -88,9 +88,9 @@ def inline_builds() -> Iterator[None]:
     """
     from shardkit.writers import executors
     from shardkit.writers.execution.engine import InlineEngine
-    from shardkit.writers.progress import PULSE
+    from shardkit.writers.execution.progress import PULSE
     from shardkit.writers.stages import tokenize
-    from shardkit.writers.tokenizer import check_parity
+    from shardkit.writers.tokens.tokenizer import check_parity
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executors, "LocalEngine", lambda workers, **options: InlineEngine())

@@ -18,20 +18,20 @@ __all__ = [
 ]
 
 _MODULES = {
-    "BuildResult": "result",
+    "BuildResult": "report.result",
     "DedupIndexResult": "index_build",
-    "Recipe": "recipe",
+    "Recipe": "recipe.recipe",
     "build": "pipeline",
     "build_dedup_index": "index_build",
-    "load_recipe": "recipe",
+    "load_recipe": "recipe.recipe",
     "pack_store": "token_store",
 }
 
 if TYPE_CHECKING:
     from shardkit.writers.index_build import DedupIndexResult, build_dedup_index
     from shardkit.writers.pipeline import build
-    from shardkit.writers.recipe import Recipe, load_recipe
-    from shardkit.writers.result import BuildResult
+    from shardkit.writers.recipe.recipe import Recipe, load_recipe
+    from shardkit.writers.report.result import BuildResult
     from shardkit.writers.token_store import pack_store
 else:
 

@@ -26,67 +26,15 @@ from shardkit.manifest import BLOCKS_NAME, FileInfo, Format, Manifest, ShardInfo
 from shardkit.version import __version__
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
-from shardkit.writers.funnel import Funnel
-from shardkit.writers.publish import REPORT_NAME, global_shards
-from shardkit.writers.recipe import Recipe
+from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.report import render_report
+from shardkit.writers.rows.funnel import Funnel
 from shardkit.writers.stages.flow import PartsFound
+from shardkit.writers.stages.publish import REPORT_NAME, global_shards
 
 CARD_VERSION = 1
 FILE_HASH = "xxh3_128"
 _READERS = 16
-
-
-def recipe_content(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain data, without keys that decide no byte, such as the places of output and work.
-
-    Profiles are written out as the filters they stand for.
-    """
-    content: dict[str, Any] = recipe.model_dump(
-        mode="json",
-        exclude={
-            "work": True,
-            "scratch": True,
-            "check_disk": True,
-            "max_failed_splits": True,  # the ledger says which failed
-            "output": {"path"},
-        },
-    )
-    if recipe.output.prefixes is None:
-        del content["output"]["prefixes"]  # as in the recipes of older versions
-    for key in ("bos", "chat_template", "encoding"):
-        if recipe.tokenizer is not None and getattr(recipe.tokenizer, key) is None:
-            del content["tokenizer"][key]
-    if recipe.dedup.lines is not None and recipe.dedup.lines.unit != "span":
-        del content["dedup"]["lines"]["words"]
-    if recipe.dedup.url is None:
-        del content["dedup"]["url"]
-    if recipe.dedup.near is not None:
-        content["dedup"]["near"]["measure"] = None
-    for key in ("group", "limit", "split", "tokenizer"):
-        if content[key] is None:
-            del content[key]
-    del content["outputs"], content["output"]["pack"]  # of one dataset: `Recipe.datasets`
-    if recipe.output.where is None:
-        del content["output"]["where"]
-    if not recipe.pack.row_bos:
-        del content["pack"]["row_bos"]
-    if recipe.pack.max_repetitions is None:
-        del content["pack"]["max_repetitions"]
-    if recipe.output.format not in ("mds", "wds"):
-        del content["pack"]
-    if recipe.part is not None:
-        content["part"] = recipe.part
-    for entry in content["inputs"]:
-        for key in ("exclude", "document_id", "path_fields", "messages", "prompt", "completion", "fim"):
-            if not entry[key]:
-                del entry[key]
-        if entry["on_bad_text"] == "quarantine":
-            del entry["on_bad_text"]
-        if "messages" not in entry:
-            del entry["tools"], entry["train_on"]
-    content["filters"] = [config.entry(name) for name, config in recipe.filter_chain()]
-    return content
 
 
 def content_of(card: DatasetCard) -> dict[str, Any]:
@@ -114,7 +62,7 @@ def make_card(
     buckets: Mapping[str, Any] | None = None,
 ) -> DatasetCard:
     """The card of a dataset, without its `files`."""
-    content = recipe_content(recipe)
+    content = recipe.content()
     sources = [
         dict(entry)
         | {

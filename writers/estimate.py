@@ -44,7 +44,6 @@ import numpy as np
 from shardkit.errors import BuildError, warn_user
 from shardkit.progress import make_listener
 from shardkit.units import format_bytes
-from shardkit.writers.annotations import ANNOTATIONS_FILE
 from shardkit.writers.dedup.candidates import CANDIDATES
 from shardkit.writers.dedup.duplicates import TWINS
 from shardkit.writers.dedup.resolve import NEAR
@@ -52,6 +51,7 @@ from shardkit.writers.dedup.shingle_store import SHINGLES
 from shardkit.writers.dedup.signatures import SIGN
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import default_workers
+from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.execution.stage import Task
 from shardkit.writers.execution.work import Work
 from shardkit.writers.executors import Execution, open_runner
@@ -60,8 +60,8 @@ from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.first_bytes import compression_of, look
 from shardkit.writers.inputs.readers import within_memory
 from shardkit.writers.inputs.scan import Split, parts_of, scan_inputs
-from shardkit.writers.progress import StageProgress
-from shardkit.writers.recipe import InputConfig, Recipe
+from shardkit.writers.recipe.recipe import InputConfig, Recipe
+from shardkit.writers.rows.annotations import ANNOTATIONS_FILE
 from shardkit.writers.stages import near
 from shardkit.writers.stages.flow import Documents, Outputs
 from shardkit.writers.stages.graph import run_build, stage_needs

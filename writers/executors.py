@@ -18,19 +18,19 @@ from shardkit.errors import BuildError
 from shardkit.progress import Listener
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
-from shardkit.writers.digests import DecidesNoByte
 from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.digests import DecidesNoByte
 from shardkit.writers.execution.engine import TASK_SECONDS, Engine, LocalEngine, default_workers
 from shardkit.writers.execution.engine_ray import RayEngine, Stragglers
 from shardkit.writers.execution.lease import LEASE_SECONDS
 from shardkit.writers.execution.processes import RESUME
+from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.execution.ray_cluster import import_ray
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.scratch import default_scratch
 from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.execution.work import Work
-from shardkit.writers.progress import StageProgress
-from shardkit.writers.recipe import Recipe
+from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.inputs import BuildInputs
 
 EngineName = Literal["local", "ray"]

@@ -39,7 +39,6 @@ from shardkit.storage.store import StorageOptions, StoreError
 from shardkit.storage.url import is_remote, local_path
 from shardkit.units import format_bytes
 from shardkit.version import __version__
-from shardkit.writers.card import recipe_content
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.index import (
@@ -54,16 +53,16 @@ from shardkit.writers.dedup.index import (
     index_settings,
     open_index,
 )
+from shardkit.writers.dedup.outcomes import SplitRemovals, SplitTable
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE
-from shardkit.writers.dedup.removals import SplitRemovals, SplitTable
 from shardkit.writers.dedup.shingle_store import ShingleReader, ShingleWriter
 from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter
-from shardkit.writers.digests import DecidesNoByte, MemoryBytes, RecipeKey
-from shardkit.writers.documents import DOCUMENTS_FILE as TEXTS_FILE
 from shardkit.writers.estimate import existing_folder
-from shardkit.writers.exchange import RunWriter, Slice
+from shardkit.writers.exchange.exchange import RunWriter, Slice
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit, hash_output
+from shardkit.writers.execution.digests import DecidesNoByte, MemoryBytes, RecipeKey
+from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, work_of
 from shardkit.writers.inputs import scan
@@ -71,8 +70,8 @@ from shardkit.writers.inputs.scan import describe_inputs
 from shardkit.writers.kernels.shingles import shingle_batch
 from shardkit.writers.kernels.text_arrays import text_pieces
 from shardkit.writers.pipeline import refuse_own_files, with_overrides
-from shardkit.writers.progress import StageProgress
-from shardkit.writers.recipe import Recipe
+from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.rows.documents import DOCUMENTS_FILE as TEXTS_FILE
 from shardkit.writers.stages.flow import Build, Documents
 from shardkit.writers.stages.graph import find_survivors
 from shardkit.writers.stages.inputs import BuildInputs
@@ -137,7 +136,7 @@ def build_dedup_index(
         [made] = runner.run(list(tasks.values()))
         scan.check_unchanged(inputs.splits, documents.input_hashes)
         facts = {
-            "recipe_digest": digest_of(recipe_content(recipe)),
+            "recipe_digest": digest_of(recipe.content()),
             "inputs": describe_inputs(recipe, inputs.splits, documents.input_hashes),
             "against": [other.digest for other in inputs.indexes],
         }

@@ -24,49 +24,49 @@ from typing import Any
 from shardkit.card import DatasetCard, Histogram
 from shardkit.errors import BuildError, RecipeError, ShardError
 from shardkit.files import not_for_everyone
+from shardkit.formats.dropped_table import DROPPED_FOLDER, DUPLICATES_FOLDER, part_name
 from shardkit.formats.provenance import provenance_name
-from shardkit.formats.removed import DROPPED_FOLDER, DUPLICATES_FOLDER, part_name
 from shardkit.hashing import digest_of
 from shardkit.manifest import Manifest, ShardInfo
 from shardkit.progress import Listener, make_listener
+from shardkit.settings import ANNOTATIONS_FOLDER, TRAIN
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
 from shardkit.version import __version__
-from shardkit.writers.annotations import ANNOTATIONS_FILE
-from shardkit.writers.card import BuiltDataset, assemble, make_card, recipe_content
+from shardkit.writers.card import BuiltDataset, assemble, make_card
 from shardkit.writers.estimate import check_disk
 from shardkit.writers.execution.commit import Commit, facts_of
 from shardkit.writers.execution.engine import TASK_SECONDS
+from shardkit.writers.execution.progress import StageProgress, WholeBuild
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.work import Work
 from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, work_of
-from shardkit.writers.funnel import Funnel, Trained, filters_card
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.files import identities
 from shardkit.writers.inputs.scan import Split, check_unchanged, describe_inputs, hash_splits
 from shardkit.writers.inputs.small_files import text_bytes
-from shardkit.writers.languages import add_languages
-from shardkit.writers.ledger import FAILED_SPLIT, Count, Ledger
-from shardkit.writers.progress import StageProgress, WholeBuild
-from shardkit.writers.publish import (
+from shardkit.writers.recipe.recipe import Recipe, load_recipe, recipe_from_mapping
+from shardkit.writers.report.result import BuildResult, Ran, StageClock
+from shardkit.writers.rows.annotations import ANNOTATIONS_FILE
+from shardkit.writers.rows.dropped_file import DROPPED_FILE
+from shardkit.writers.rows.funnel import Funnel, Trained, filters_card
+from shardkit.writers.rows.ledger import FAILED_SPLIT, Count, Ledger
+from shardkit.writers.stages.flow import Documents, Outputs
+from shardkit.writers.stages.graph import run_build, stages_of
+from shardkit.writers.stages.inputs import BuildInputs
+from shardkit.writers.stages.languages import add_languages
+from shardkit.writers.stages.losses import dedup_facts
+from shardkit.writers.stages.pack import PACK, sums_of
+from shardkit.writers.stages.publish import (
     UPLOAD,
     RemoteOutput,
     find_published,
     finish_published,
     publish,
 )
-from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping
-from shardkit.writers.recipe_yaml import apply_override
-from shardkit.writers.removed import DROPPED_FILE
-from shardkit.writers.result import BuildResult, Ran, StageClock
-from shardkit.writers.settings import ANNOTATIONS_FOLDER, TRAIN
-from shardkit.writers.stages.flow import Documents, Outputs
-from shardkit.writers.stages.graph import run_build, stages_of
-from shardkit.writers.stages.inputs import BuildInputs
-from shardkit.writers.stages.losses import dedup_facts
-from shardkit.writers.stages.pack import PACK, sums_of
 from shardkit.writers.stages.text import TEXT
 from shardkit.writers.stages.tokenize import TOKENIZE
+from shardkit.yaml_file import apply_override
 
 
 @not_for_everyone()
@@ -300,7 +300,7 @@ def _difference(card: DatasetCard | None, recipe: Recipe, inputs: BuildInputs) -
     if card is None or not card.has("recipe_digest"):
         return "which no recipe made"
     try:
-        if card.recipe_digest != digest_of(recipe_content(recipe)):
+        if card.recipe_digest != digest_of(recipe.content()):
             return "made by another recipe"
         if card.shardkit_version != __version__:
             return f"made by shardkit {card.shardkit_version}"

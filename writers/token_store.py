@@ -41,22 +41,22 @@ from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import connect
 from shardkit.storage.store import StorageOptions, Store, read_object
 from shardkit.storage.url import is_remote, local_path
-from shardkit.writers.card import BuiltDataset, assemble, content_of, recipe_content
-from shardkit.writers.digests import RecipeKey
+from shardkit.writers.card import BuiltDataset, assemble, content_of
 from shardkit.writers.execution.commit import Commit, Output, facts_of
+from shardkit.writers.execution.digests import RecipeKey
+from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.execution.stage import RunTasks, Stage, Task, partition_name
 from shardkit.writers.executors import EngineName, Execution, open_runner, work_of
-from shardkit.writers.ledger import Count
 from shardkit.writers.pipeline import publish_dataset
-from shardkit.writers.progress import StageProgress
-from shardkit.writers.publish import REPORT_NAME, RemoteOutput
-from shardkit.writers.recipe import Recipe, recipe_from_mapping
-from shardkit.writers.recipe_yaml import apply_override
-from shardkit.writers.result import BuildResult, Ran, StageClock
+from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping
+from shardkit.writers.report.result import BuildResult, Ran, StageClock
+from shardkit.writers.rows.ledger import Count
 from shardkit.writers.stages import provenance
 from shardkit.writers.stages.pack import Packed, PackSettings, Partition, pack_documents, sums_of
+from shardkit.writers.stages.publish import REPORT_NAME, RemoteOutput
 from shardkit.writers.stages.rows import count_partitions
 from shardkit.writers.stages.tokenize import SPILL_SCHEMA, partition_of, partition_start
+from shardkit.yaml_file import apply_override
 
 _SETTINGS = ("pack.", "output.")
 _FILES_OF_TASK = 64
@@ -301,7 +301,7 @@ COPIED = Stage("side_files", "write", copy_files)
 
 def _card(card: DatasetCard, recipe: Recipe, manifest: Manifest, parts: Sequence[Packed]) -> DatasetCard:
     """The card that a build from the raw inputs would make: what is of documents is as in the store."""
-    content = recipe_content(recipe)
+    content = recipe.content()
     packed = sums_of(parts)
     tokens = packed["tokens"] + packed.get("cropped", 0)
     if (packed["documents"], tokens) != (card.funnel.kept.documents, card.tokens):

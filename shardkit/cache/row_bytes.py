@@ -6,7 +6,7 @@ columns all have a fixed size, ranges of flat token files, and tars as shardkit 
 Checksums of blocks are published with the dataset. Parts of its blocks.bin are fetched when rows need them. A
 file of up to 512 KiB (64 shards of 64 MiB) is fetched whole. Of larger ones, parts that lie near each other
 come in one request, at most one for each shard of which rows are read; these requests go out together with
-those for rows. Each part is proved by its seal (`shardkit.formats.blocks`); wrong ones are fetched again.
+those for rows. Each part is proved by its seal (formats/block_checksums.py); wrong ones are fetched again.
 
 A shard that was seen whole, and for which the cache has no room, is read by rows from then on. Checksums of
 its rows are kept instead, so each row takes one request for its own bytes, whoever made the dataset.
@@ -24,7 +24,7 @@ import xxhash
 
 from shardkit.arrays import Bytes
 from shardkit.errors import ShardError
-from shardkit.formats.blocks import BlockFile, Checksums, are_right, block_range
+from shardkit.formats.block_checksums import BlockFile, Checksums, are_right, block_range
 from shardkit.formats.tar.members import BLOCK
 from shardkit.formats.tar.values import make_npy_header
 from shardkit.formats.tar.writer import RECORD_BYTES, member_bytes

@@ -35,10 +35,10 @@ from shardkit.cache.download import DamagedObjectError, FetchTimeoutError, arriv
 from shardkit.cache.protocol import Cache, CacheFolderError, Lease
 from shardkit.cache.row_bytes import BlockChecksums, BlockProof, Proof, RowChecksums, RowLayout, row_layout
 from shardkit.errors import ShardError
-from shardkit.formats.blocks import are_right
+from shardkit.formats.block_checksums import are_right
 from shardkit.manifest import FileInfo, Manifest
-from shardkit.storage.clock import running_seconds, wait_until
 from shardkit.storage.resilient import ResilientStore
+from shardkit.storage.running_clock import running_seconds, wait_until
 from shardkit.storage.store import ObjectChangedError
 from shardkit.storage.threads import Workers
 

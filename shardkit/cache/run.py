@@ -32,7 +32,7 @@ from shardkit.cache.planner import FetchPlan, LoopPosition, Pace
 from shardkit.cache.rows import FetchedRows
 from shardkit.cache.shards import CachedShards, CacheReader
 from shardkit.order.order import Order
-from shardkit.storage.clock import running_seconds
+from shardkit.storage.running_clock import running_seconds
 
 FIRST_ROWS = 16  # up to so many rows are fetched before any whole shard; more of them at the same time
 

@@ -31,8 +31,8 @@ from shardkit.cache.rows import NodeRows, RowReader
 from shardkit.errors import warn_user
 from shardkit.limits import available_bytes
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
-from shardkit.storage.clock import running_seconds, wait_until
 from shardkit.storage.resilient import ResilientStore
+from shardkit.storage.running_clock import running_seconds, wait_until
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.threads import remake_after_fork
 from shardkit.units import parse_bytes

@@ -31,7 +31,7 @@ from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
     from shardkit.writers import BuildResult, Recipe
-    from shardkit.writers.maintenance import Explanation
+    from shardkit.writers.explain import Explanation
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -79,7 +79,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Build, and print the result."""
-    from shardkit.writers.recipe import load_recipe
+    from shardkit.writers.recipe.recipe import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)  # refused before anything heavy is imported
     if arguments.limit is not None:
@@ -155,7 +155,7 @@ def _write_timings(path: Path, result: BuildResult) -> None:
 
 
 def _explain(recipe: Recipe, arguments: argparse.Namespace) -> int:
-    from shardkit.writers.maintenance import explain_build
+    from shardkit.writers.explain import explain_build
 
     explanation = explain_build(
         recipe,

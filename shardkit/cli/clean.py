@@ -37,7 +37,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     add_options(
         parser,
-        "shardkit.writers.maintenance:clean_work",
+        "shardkit.writers.explain:clean_work",
         dry_run="print what would be removed, but do not remove it",
         force="also clean in a store while a driver holds its lease",
     )
@@ -48,7 +48,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Clean, and print what was removed."""
-    from shardkit.writers.maintenance import clean_work
+    from shardkit.writers.explain import clean_work
 
     report = clean_work(
         arguments.recipe,

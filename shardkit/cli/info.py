@@ -17,8 +17,8 @@ from shardkit.cli.common import (
     stdout_console,
     storage_options,
 )
+from shardkit.display import printable
 from shardkit.errors import ShardError
-from shardkit.facts import printable
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from shardkit.errors import RecipeError
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardkit.writers.draft import Draft
+    from shardkit.writers.init_recipe import Draft
 
 
 _DEFAULT_TOKENIZER, _DEFAULT_EOS = "gpt2", "<|endoftext|>"
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     output: Path = arguments.output
     if output.exists():
         raise RecipeError(f"{output} exists; remove it, or name another file with --output")
-    from shardkit.writers.draft import draft_recipe
+    from shardkit.writers.init_recipe import draft_recipe
 
     folder = output.absolute().parent
     tokenizer, eos, bos, missing = _tokenizer(arguments, folder)

@@ -26,8 +26,8 @@ from shardkit.datasets.locate import Found, LocalFiles, locate
 from shardkit.datasets.opened import OpenDataset, ReadOptions
 from shardkit.datasets.rows import RowChoice, Rows, is_single
 from shardkit.datasets.token_rows import RowCut
+from shardkit.display import Described, Facts, listed
 from shardkit.errors import ShardError, warn_user
-from shardkit.facts import Described, Facts, listed
 from shardkit.formats.stored import load_raw
 from shardkit.formats.tar.values import checked_decode
 from shardkit.manifest import Manifest

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeGuard, cast
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.display import counted
 from shardkit.errors import ShardError, naming_extras
-from shardkit.facts import counted
 from shardkit.formats.mds.encodings import constant_layout
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from shardkit.cache.download import check_hashes, unpack
 from shardkit.card import CARD_NAME, FILES_NAME, DatasetCard, block_checksums
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.datasets.opened import ShardReader
+from shardkit.display import Described, Facts, counted
 from shardkit.errors import ShardError
-from shardkit.facts import Described, Facts, counted
 from shardkit.formats import mds, tar
-from shardkit.formats.blocks import BlockFile, shard_part
+from shardkit.formats.block_checksums import BlockFile, shard_part
 from shardkit.formats.mds.index import INDEX_NAME, TABLE_NAME
 from shardkit.formats.stored import load_raw
 from shardkit.formats.text import TEXT_FORMATS, TextShard

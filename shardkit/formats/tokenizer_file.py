@@ -7,7 +7,7 @@ how to get it. A file or folder of that name comes first.
 Beside tokenizer.json there are SentencePiece models (`tokenizer.model` of Llama 2, Mistral, Gemma, T5) and
 byte pairs with ranks (`.tiktoken`, and `tokenizer.model` of Llama 3). `tokenizer_config` writes them as the
 tokenizer.json that means the same, for the fast engine and to decode. What their ids are is said by the
-libraries that they are made for, `own_engine`, with which shardkit.writers.tokenizer compares.
+libraries that they are made for, `own_engine`, with which shardkit.writers.tokens.tokenizer compares.
 """
 
 from __future__ import annotations

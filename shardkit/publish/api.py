@@ -19,8 +19,8 @@ from typing import Any
 
 from shardkit.card import CARD_NAME
 from shardkit.datasets.row_costs import tables_among
+from shardkit.display import Described, Facts, counted
 from shardkit.errors import ShardError
-from shardkit.facts import Described, Facts, counted
 from shardkit.files import link_or_copy, not_for_everyone, publish_bytes
 from shardkit.formats.mds.index import TABLE_NAME, table_bytes
 from shardkit.hashing import hash_file

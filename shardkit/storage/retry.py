@@ -33,9 +33,9 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from shardkit.errors import without_password
-from shardkit.storage.clock import running_seconds
 from shardkit.storage.limits import Gate
 from shardkit.storage.metrics import StoreMetrics
+from shardkit.storage.running_clock import running_seconds
 from shardkit.storage.store import StorageOptions, StoreError, ThrottledError, TransientError
 from shardkit.storage.threads import Submitter, Workers, remake_after_fork
 

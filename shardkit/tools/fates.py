@@ -1,7 +1,7 @@
 """What became of documents: kept, dropped by a filter, removed as a duplicate, or unreadable.
 
 A build accounts for every document of its inputs: `provenance/` has the documents that are in the dataset,
-`dropped/` and `duplicates/` those that are not (`shardkit.formats.removed`), `quarantine.jsonl` what could
+`dropped/` and `duplicates/` those that are not (formats/dropped_table.py), `quarantine.jsonl` what could
 not be read. `find_fates` looks in all of them; `find_dropped` lists documents that a rule dropped.
 """
 
@@ -26,7 +26,7 @@ from shardkit.datasets.provenance.search import Selection
 from shardkit.datasets.provenance.table import Piece, pieces_of
 from shardkit.errors import ShardkitError
 from shardkit.files import load_json
-from shardkit.formats.removed import DROPPED_FOLDER, DROPPED_SCHEMA
+from shardkit.formats.dropped_table import DROPPED_FOLDER, DROPPED_SCHEMA
 from shardkit.publish.contents import head_if_any
 
 _ANNOTATIONS_FOLDER = "annotations"

@@ -78,13 +78,16 @@ FIXED = {
     "compare characters": "TOKENIZER; own = Encoder(path, eos, engine=None); fast = Encoder(path, eos)\n"
     "TIMED; unlike_characters(fast, own)",
     "kernels of C4's filter": "import pyarrow as pa; from shardkit.writers.filters.chain import FilterChain; "
-    "from shardkit.writers.recipe import recipe_from_mapping; from support.documents import document_batch; "
+    "from shardkit.writers.recipe.recipe import recipe_from_mapping; "
+    "from support.documents import document_batch; "
     "from pathlib import Path; recipe = recipe_from_mapping({'inputs': [{'path': '-'}], 'filters': "
     "[{'profile': 'c4'}], 'tokenizer': {'path': '-', 'eos': '-'}, 'output': '-'}, folder=Path()); "
     "batch = document_batch(['A sentence of some words. ' * 30])\n"
     "TIMED; FilterChain(recipe.filter_chain(), Path()).apply(batch)",
 }
-TOKENIZER = "from shardkit.writers.tokenizer import Encoder, unlike_characters; from pathlib import Path; "
+TOKENIZER = (
+    "from shardkit.writers.tokens.tokenizer import Encoder, unlike_characters; from pathlib import Path; "
+)
 COLORS = (
     "#1f6f8b",
     "#99a8b2",

@@ -41,16 +41,16 @@ from shardkit.files import Closing
 from shardkit.progress import make_listener
 from shardkit.storage.local import LocalBody, LocalStore
 from shardkit.storage.store import BaseStore, ObjectInfo, Store
-from shardkit.writers.digests import DecidesNoByte
 from shardkit.writers.execution.commit import Commit, Output, facts_of
+from shardkit.writers.execution.digests import DecidesNoByte
 from shardkit.writers.execution.engine import TASK_SECONDS, OnNews
 from shardkit.writers.execution.engine_ray import EngineRun, Stragglers
+from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.execution.ray_node import NodeAnswer, NodeCheck
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import COMMIT_NAME, Work
-from shardkit.writers.progress import StageProgress
 
 MEAN_SECONDS = 60.0
 MEMORY = 2_000_000_000  # of a task

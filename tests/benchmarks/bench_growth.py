@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from figures import Heads, benchmark_parser, give
 from shardkit.writers import build
+from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.execution.work import Work
-from shardkit.writers.progress import StageProgress
 from support.disk_meter import peak_bytes
 from support.rss_meter import RssMeter, process_tree
 from texts import EOS, documents, put_tokenizer, write_corpus

@@ -46,14 +46,14 @@ from figures import Heads, benchmark_parser, give
 from shardkit.progress import make_listener
 from shardkit.storage.store import Body, Store
 from shardkit.writers.dedup.lines import MAKE_LINE_KEYS
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, Footer, Limits, Segment, Table, read_footer
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.stage import Task
 from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.inputs import scan
-from shardkit.writers.recipe import Recipe, load_recipe
-from shardkit.writers.runs import DEFAULT_LIMITS, Footer, Limits, Segment, Table, read_footer
+from shardkit.writers.recipe.recipe import Recipe, load_recipe
 from shardkit.writers.stages import graph
 from shardkit.writers.stages.inputs import BuildInputs
 from shardkit.writers.stages.pack import PACK
@@ -92,7 +92,7 @@ SCALED = {
     "shardkit.writers.stages.rows": ("PARTITION_TEXT_BYTES",),
     "shardkit.writers.stages.clean": ("_KEYS_MEMORY_BYTES",),
     "shardkit.writers.dedup.candidates": ("RUN_PAIRS", "_CHUNK"),
-    "shardkit.writers.dedup.removals": ("_MEMORY_BYTES", "_CHUNK_ROWS"),
+    "shardkit.writers.dedup.outcomes": ("_MEMORY_BYTES", "_CHUNK_ROWS"),
     "shardkit.writers.dedup.tables": ("CHUNK_ROWS", "_READ_BYTES", "_GAP_BYTES", "_PIECE_BYTES"),
     "shardkit.writers.dedup.lines": ("CHUNK_ROWS", "_KEYS_MEMORY_BYTES"),
 }
@@ -166,7 +166,7 @@ def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:
             finally:
                 FOOTERS.scale = 1
 
-        stack.enter_context(patch("shardkit.writers.exchange.read_footer", read_scaled_footer))
+        stack.enter_context(patch("shardkit.writers.exchange.exchange.read_footer", read_scaled_footer))
         around = lambda store: CountingStore(store, stages, current)  # noqa: E731
         scratch = recipe_path.parent / "scratch"
         work = Work(f"memory://requests-{os.getpid()}/work", scratch, around=around)

@@ -24,13 +24,13 @@ from typing import Any
 
 from figures import Heads, benchmark_parser, give, in_turns
 from shardkit.progress import make_listener
-from shardkit.writers.dedup.removals import SplitRemovals
+from shardkit.writers.dedup.outcomes import SplitRemovals
 from shardkit.writers.dedup.signatures import SIGN
 from shardkit.writers.execution.engine import Engine, InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.work import Work
 from shardkit.writers.inputs import scan
-from shardkit.writers.recipe import Recipe, load_recipe
+from shardkit.writers.recipe.recipe import Recipe, load_recipe
 from shardkit.writers.stages import clean, tokenize
 from shardkit.writers.stages.flow import Build, Documents
 from shardkit.writers.stages.inputs import BuildInputs

@@ -35,7 +35,7 @@ import zstandard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from shardkit.writers.documents import DOCUMENT_SCHEMA
+from shardkit.writers.rows.documents import DOCUMENT_SCHEMA
 from support.documents import document_batch
 from support.small_build import EOS, make_corpus
 

@@ -10,13 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardkit.errors import BuildError, ShardkitError
-from shardkit.writers.annotations import AnnotationFile, Bounds, thresholds
 from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.bounds import LengthFilter
 from shardkit.writers.filters.c4 import C4QualityEditor
-from shardkit.writers.filters.chain import FilterChain, Filtered
+from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.gopher import GopherQualityFilter
-from shardkit.writers.ledger import Count
+from shardkit.writers.rows.annotations import AnnotationFile, Bounds, thresholds
+from shardkit.writers.rows.filtered import Filtered
+from shardkit.writers.rows.ledger import Count
 from support.documents import document_batch
 
 WORDS = ["house. Then", "river.", "the", "of", "and", "with", "house", "garden", "#", "...", "1234", "•"]

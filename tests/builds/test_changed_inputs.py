@@ -17,7 +17,7 @@ from shardkit.errors import BuildError
 from shardkit.writers import build
 from shardkit.writers.execution.runner import Runner
 from shardkit.writers.inputs import scan
-from shardkit.writers.result import BuildResult
+from shardkit.writers.report.result import BuildResult
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 OLD, NEW = "AAAA old text", "CCCC new text"

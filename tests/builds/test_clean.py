@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.exact import KEYS
-from shardkit.writers.documents import DOCUMENT_SCHEMA
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.recipe import Recipe, recipe_from_mapping
+from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping
+from shardkit.writers.rows.documents import DOCUMENT_SCHEMA
+from shardkit.writers.rows.ledger import Count, Ledger
 from shardkit.writers.stages.clean import CleanSettings, clean_split, join_side_files
 from support.task_folders import TaskFolders, commit_folder, read_run
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from shardkit.units import parse_bytes
-from shardkit.writers.recipe import load_recipe
+from shardkit.writers.recipe.recipe import load_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CLUSTERS = RECIPES / "clusters"

@@ -44,7 +44,7 @@ from shardkit.writers.estimate import (
 from shardkit.writers.execution.work import Work
 from shardkit.writers.executors import Execution, work_of
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.recipe import Recipe, load_recipe
+from shardkit.writers.recipe.recipe import Recipe, load_recipe
 from shardkit.writers.stages.inputs import BuildInputs
 from support.bombs import zstd_of
 from support.disk_meter import files_of, peak_bytes

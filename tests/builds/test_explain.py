@@ -13,8 +13,8 @@ from shardkit.errors import BuildError
 from shardkit.writers import build
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.work import Work
-from shardkit.writers.maintenance import LOST, NEW, Explanation, clean_work, explain_build
-from shardkit.writers.recipe import load_recipe
+from shardkit.writers.explain import LOST, NEW, Explanation, clean_work, explain_build
+from shardkit.writers.recipe.recipe import load_recipe
 from shardkit.writers.stages import inputs as build_inputs
 from shardkit.writers.stages.graph import stages_of
 from support.small_build import make_corpus, text_of, tree
@@ -173,7 +173,7 @@ def test_a_lost_output_is_named(recipe: Path) -> None:
 
 
 def test_other_code_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("execution.stage", "maintenance"):
+    for module in ("execution.stage", "explain"):
         monkeypatch.setattr(f"shardkit.writers.{module}.code_version", lambda: "newer")
     for count, reasons in to_run(explain(recipe)).values():
         assert count

@@ -21,9 +21,9 @@ from shardkit.card import Count
 from shardkit.errors import BuildError
 from shardkit.writers import BuildResult, build
 from shardkit.writers.execution import engine_ray
+from shardkit.writers.explain import explain_build
 from shardkit.writers.inputs import readers
 from shardkit.writers.inputs.readers import read_split
-from shardkit.writers.maintenance import explain_build
 from shardkit.writers.stages import clean
 from support.ray_cluster import RayCluster
 from support.small_build import make_corpus, tree

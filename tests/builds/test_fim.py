@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders
 
 from shardkit.errors import RecipeError
 from shardkit.writers import build
-from shardkit.writers.fim import cut_documents, ordered, original
-from shardkit.writers.input_config import FimConfig
+from shardkit.writers.recipe.inputs import FimConfig
+from shardkit.writers.tokens.fim import cut_documents, ordered, original
 from support.small_build import EOS, train_bpe
 
 TOKENS = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>")

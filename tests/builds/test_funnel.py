@@ -15,15 +15,16 @@ from pydantic import TypeAdapter
 from shardkit.card import Count, DatasetCard, EditFacts, FilterFacts, Histogram
 from shardkit.errors import ConservationError
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
-from shardkit.writers.card import make_card, recipe_content
-from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.card import make_card
 from shardkit.writers.filters.bounds import LengthFilter
-from shardkit.writers.filters.chain import FilterChain, Filtered
+from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.gopher import GopherQualityFilter
-from shardkit.writers.funnel import FilterCounts, Funnel, Trained, filters_card
-from shardkit.writers.ledger import Ledger
-from shardkit.writers.recipe import recipe_from_mapping
+from shardkit.writers.recipe.recipe import recipe_from_mapping
 from shardkit.writers.report.page import render_filters
+from shardkit.writers.rows.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.rows.filtered import Filtered
+from shardkit.writers.rows.funnel import FilterCounts, Funnel, Trained, filters_card
+from shardkit.writers.rows.ledger import Ledger
 
 _COUNTS = TypeAdapter(FilterCounts)
 RECIPE = {
@@ -131,7 +132,7 @@ def test_anything_lost_between_stages_is_an_error(harm: object, message: str) ->
 def test_the_card_is_whole_and_says_no_place() -> None:
     card = make()
     assert (card.samples, card.tokens, card.padding) == (10, 95, 5)
-    assert card.recipe == recipe_content(recipe_from_mapping(RECIPE, folder=Path("/elsewhere")))
+    assert card.recipe == recipe_from_mapping(RECIPE, folder=Path("/elsewhere")).content()
     stored = card.to_bytes()
     assert json.loads(stored) == card.data
     assert b"/somewhere" not in stored
@@ -140,7 +141,7 @@ def test_the_card_is_whole_and_says_no_place() -> None:
 
 def test_the_recipe_digest_ignores_places_only() -> None:
     def content(**changes: object) -> object:
-        return recipe_content(recipe_from_mapping(RECIPE | changes, folder=Path("/x")))
+        return recipe_from_mapping(RECIPE | changes, folder=Path("/x")).content()
 
     assert content() == content(work="elsewhere", output={"path": "other"})
     assert content() != content(seed=3)
@@ -169,7 +170,7 @@ def count(*splits: range, batch: int = 1000) -> FilterFacts:
     chain = FilterChain(STEPS, seed=3)
     commits = []
     for split in splits:
-        counts = FilterCounts.of_chain(chain)
+        counts = FilterCounts.of_rules(chain.reasons, chain.edits)
         for start in range(split.start, split.stop, batch):
             counts.add(chain.apply(documents(range(start, min(start + batch, split.stop)))))
         commits.append(_COUNTS.validate_json(_COUNTS.dump_json(counts)))
@@ -216,7 +217,7 @@ def test_texts_that_grew_are_counted_as_such() -> None:
 
 
 def test_a_recipe_without_filters_has_no_section() -> None:
-    assert filters_card([FilterCounts.of_chain(FilterChain([]))]) is None
+    assert filters_card([FilterCounts.of_rules((), ())]) is None
 
 
 def test_the_report_shows_rules_in_order_and_alone_and_escapes_texts() -> None:

@@ -15,7 +15,7 @@ import yaml
 from shardkit import open_dataset
 from shardkit.writers import build
 from shardkit.writers.filters.chain import FilterChain
-from shardkit.writers.recipe import recipe_from_mapping
+from shardkit.writers.recipe.recipe import recipe_from_mapping
 from shardkit.writers.train_classifier import TrainingSettings, train_classifier
 from support.filter_runs import documents
 from support.small_build import EOS, make_corpus

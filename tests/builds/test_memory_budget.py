@@ -17,6 +17,7 @@ import zstandard
 from shardkit.progress import make_listener
 from shardkit.writers import build
 from shardkit.writers.dedup.index import index_settings
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
@@ -24,8 +25,7 @@ from shardkit.writers.execution.stage import Task
 from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.index_build import INDEX, index_tasks, publish_index
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.recipe import load_recipe
-from shardkit.writers.runs import DEFAULT_LIMITS
+from shardkit.writers.recipe.recipe import load_recipe
 from shardkit.writers.stages.flow import Build
 from shardkit.writers.stages.graph import find_survivors, run_build
 from shardkit.writers.stages.inputs import BuildInputs

@@ -17,8 +17,8 @@ import shardkit
 from shardkit.cli.main import main
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers import build
-from shardkit.writers.recipe_yaml import load_yaml
 from shardkit.writers.token_store import pack_store
+from shardkit.yaml_file import load_yaml
 from support.small_build import EOS, make_corpus, text_of, train_bpe, tree
 
 SHARD = {"shard_bytes": "8KiB"}

@@ -18,12 +18,12 @@ import pytest
 
 from shardkit.errors import BuildError
 from shardkit.formats import mds, tar
-from shardkit.writers.dedup.removals import SplitRemovals
-from shardkit.writers.documents import document_ids
-from shardkit.writers.exchange import Exchanged, Limits, Segment, Slice
+from shardkit.writers.dedup.outcomes import SplitRemovals
+from shardkit.writers.exchange.exchange import Exchanged, Limits, Segment, Slice
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.recipe import OutputConfig, PackConfig, load_recipe
-from shardkit.writers.runs import DEFAULT_LIMITS
+from shardkit.writers.recipe.recipe import OutputConfig, PackConfig, load_recipe
+from shardkit.writers.rows.documents import document_ids
 from shardkit.writers.stages.inputs import TokenizerFile
 from shardkit.writers.stages.pack import TAR_KEY_STEP, Packed, PackSettings, pack_partition, sums_of, tasks
 from shardkit.writers.stages.provenance import PROVENANCE_NAME
@@ -34,7 +34,7 @@ from shardkit.writers.stages.tokenize import (
     partition_start,
     tokenize_split,
 )
-from shardkit.writers.tokenizer import Encoder
+from shardkit.writers.tokens.tokenizer import Encoder
 from support.default_cases import cases
 from support.documents import write_documents
 from support.small_build import EOS, make_corpus, train_bpe

@@ -21,16 +21,15 @@ import pytest
 from shardkit.card import Histogram
 from shardkit.errors import BuildError, ConservationError
 from shardkit.formats import mds, tar
-from shardkit.formats.blocks import shard_parts
+from shardkit.formats.block_checksums import shard_parts
 from shardkit.formats.provenance import HashRange
 from shardkit.manifest import BLOCKS_NAME, LOSS_MASK
-from shardkit.writers.exchange import Exchanged, RunWriter, Segment, Slice
+from shardkit.writers.exchange.exchange import Exchanged, RunWriter, Segment, Slice
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit, facts_of
-from shardkit.writers.groups import Groups, Joined
-from shardkit.writers.input_config import GroupConfig
-from shardkit.writers.recipe import OutputConfig, PackConfig, recipe_from_mapping
-from shardkit.writers.runs import DEFAULT_LIMITS
+from shardkit.writers.recipe.inputs import GroupConfig
+from shardkit.writers.recipe.recipe import OutputConfig, PackConfig, recipe_from_mapping
 from shardkit.writers.stages.pack import (
     PACK,
     TAR_KEY_STEP,
@@ -52,6 +51,7 @@ from shardkit.writers.stages.tokenize import (
     documents_of,
     partition_of,
 )
+from shardkit.writers.tokens.groups import Groups, Joined
 from support.documents import document_batch
 
 LENGTH = 16

@@ -16,12 +16,12 @@ import tokenizers
 from shardkit import open_dataset
 from shardkit.datasets.verify import verify
 from shardkit.errors import BuildError, RecipeError
-from shardkit.formats.blocks import shard_parts
+from shardkit.formats.block_checksums import shard_parts
 from shardkit.manifest import BLOCKS_NAME
 from shardkit.publish import download, upload
 from shardkit.writers import BuildResult, build, load_recipe
-from shardkit.writers.ledger import Count
-from shardkit.writers.progress import StageProgress
+from shardkit.writers.execution.progress import StageProgress
+from shardkit.writers.rows.ledger import Count
 from shardkit.writers.stages import rows
 from support.peers import read_with_streaming
 from support.small_build import EOS, make_corpus, text_of, tree

@@ -11,10 +11,9 @@ import pytest
 
 from shardkit.errors import RecipeError
 from shardkit.hashing import digest_of
-from shardkit.writers.card import recipe_content
 from shardkit.writers.dedup.config import DedupConfig, ExactDedupConfig
 from shardkit.writers.filters.config import FilterEntry
-from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping, recipe_schema
+from shardkit.writers.recipe.recipe import Recipe, load_recipe, recipe_from_mapping, recipe_schema
 
 SMALLEST: dict[str, Any] = {
     "inputs": [{"path": "data/*.jsonl"}],
@@ -123,7 +122,7 @@ def test_a_shorthand_makes_the_recipe_of_the_long_form(
 ) -> None:
     brief, full = (recipe_from_mapping(SMALLEST | changes, folder=Path()) for changes in (short, long))
     assert brief == full
-    assert digest_of(recipe_content(brief)) == digest_of(recipe_content(full))
+    assert digest_of(brief.content()) == digest_of(full.content())
 
 
 def test_files_left_out_are_part_of_what_the_recipe_says_and_recipes_without_them_are_as_before() -> None:
@@ -131,8 +130,8 @@ def test_files_left_out_are_part_of_what_the_recipe_says_and_recipes_without_the
     changed = recipe_from_mapping(
         SMALLEST | {"inputs": [{"path": "data/*.jsonl", "exclude": "a*"}]}, folder=Path()
     )
-    assert "exclude" not in recipe_content(plain)["inputs"][0]
-    assert recipe_content(changed)["inputs"][0]["exclude"] == ["a*"]
+    assert "exclude" not in plain.content()["inputs"][0]
+    assert changed.content()["inputs"][0]["exclude"] == ["a*"]
 
 
 def test_no_duplicate_removal_may_be_written_as_null(tmp_path: Path) -> None:
@@ -390,7 +389,7 @@ def test_a_recipe_with_every_filter_is_read_without_numba_arrow_or_a_model(tmp_p
     path.write_text(json.dumps({**SMALLEST, "filters": entries}))
     heavy = ["numba", "pyarrow", "tokenizers", "torch"]
     code = (
-        "import sys; from shardkit.writers.recipe import load_recipe\n"
+        "import sys; from shardkit.writers.recipe.recipe import load_recipe\n"
         f"recipe = load_recipe({str(path)!r})\n"
         f"print(len(recipe.filter_chain()) > {len(entries)}, [m for m in {heavy} if m in sys.modules])"
     )

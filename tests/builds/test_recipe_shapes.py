@@ -15,9 +15,9 @@ import yaml
 
 import shardkit
 from shardkit.cli.main import main
-from shardkit.writers.input_config import FimConfig
-from shardkit.writers.maintenance import explain_build
-from shardkit.writers.recipe import load_recipe
+from shardkit.writers.explain import explain_build
+from shardkit.writers.recipe.inputs import FimConfig
+from shardkit.writers.recipe.recipe import load_recipe
 from shardkit.writers.stages.needs import Shape
 from support.s3_moto import S3Server, s3_server
 from support.small_build import EOS, text_of, train_bpe

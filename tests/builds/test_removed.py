@@ -13,12 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from reference.near import reference_shingles
-from shardkit.formats.removed import TEXT_CHARACTERS
-from shardkit.writers import build, build_dedup_index, index_build, pipeline, removed
+from shardkit.formats.dropped_table import TEXT_CHARACTERS
+from shardkit.writers import build, build_dedup_index, index_build, pipeline
 from shardkit.writers.dedup import duplicates as of_duplicates
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.urls import canonical_url
 from shardkit.writers.inputs import scan
+from shardkit.writers.rows import dropped_file
 from support.small_build import make_corpus, tree
 
 RECIPE = """\
@@ -170,9 +171,9 @@ def test_what_was_dropped_has_its_rule_value_bound_and_text(tmp_path: Path) -> N
 def test_texts_are_a_sample_of_all_and_of_the_nearest_to_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(removed, "_TEXTS_OF_RULE", 2)
+    monkeypatch.setattr(dropped_file, "_TEXTS_OF_RULE", 2)
     monkeypatch.setattr(of_duplicates, "_TEXTS_OF_SPLIT", 1)
-    monkeypatch.setattr(removed, "ROW_GROUP_DOCUMENTS", 7)
+    monkeypatch.setattr(dropped_file, "ROW_GROUP_DOCUMENTS", 7)
     output = Path(build(make(tmp_path, RECIPE), progress=False).output)
     files = sorted(output.glob("dropped/*.parquet"))
     assert len(files) > 4

@@ -18,7 +18,7 @@ from shardkit.card import DatasetCard
 from shardkit.cli.info import card_tables
 from shardkit.cli.main import main
 from shardkit.writers import build, executors
-from shardkit.writers.progress import StageProgress
+from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.report import render_report
 from shardkit.writers.report.dedup import render_dedup
 from shardkit.writers.report.html import STYLE

@@ -22,11 +22,11 @@ import pytest
 
 from shardkit.errors import BuildError
 from shardkit.writers import BuildResult, build
+from shardkit.writers.explain import explain_build
 from shardkit.writers.inputs.files import InputFile
 from shardkit.writers.inputs.scan import Split, parts_of, scan_inputs
 from shardkit.writers.inputs.small_files import group_small_files
-from shardkit.writers.maintenance import explain_build
-from shardkit.writers.recipe import load_recipe
+from shardkit.writers.recipe.recipe import load_recipe
 from shardkit.writers.stages import inputs as build_inputs
 from support import small_build
 from support.small_build import EOS, text_of, tree

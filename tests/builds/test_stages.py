@@ -13,7 +13,7 @@ import pytest
 
 import shardkit.writers
 from shardkit.writers.execution.stage import Stage, base_name
-from shardkit.writers.recipe import Recipe, recipe_from_mapping
+from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping
 from shardkit.writers.stages.graph import STEPS, stage_needs, stages_of
 from shardkit.writers.stages.needs import Corpus, Shape
 

@@ -18,13 +18,13 @@ from tokenizers import normalizers
 from shardkit.errors import BuildError, RecipeError
 from shardkit.hashing import keyed_hashes
 from shardkit.writers.dedup.duplicates import TWINS
-from shardkit.writers.dedup.removals import Removed
-from shardkit.writers.documents import DOCUMENTS_FILE, document_ids
-from shardkit.writers.exchange import Exchanged, Segment
+from shardkit.writers.dedup.outcomes import Removed
+from shardkit.writers.exchange.exchange import Exchanged, Segment
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit, Output, facts_of
-from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.runs import DEFAULT_LIMITS
+from shardkit.writers.rows.documents import DOCUMENTS_FILE, document_ids
+from shardkit.writers.rows.ledger import Count, Ledger
 from shardkit.writers.stages import tokenize as module
 from shardkit.writers.stages.inputs import TokenizerFile
 from shardkit.writers.stages.tokenize import (
@@ -38,7 +38,7 @@ from shardkit.writers.stages.tokenize import (
     partition_start,
     tokenize_split,
 )
-from shardkit.writers.tokenizer import Encoder
+from shardkit.writers.tokens.tokenizer import Encoder
 from support.documents import write_documents
 from support.small_build import EOS, train_bpe
 

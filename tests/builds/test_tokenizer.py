@@ -22,12 +22,14 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from shardkit.datasets.provenance.text import Decoder
 from shardkit.errors import BuildError, RecipeError, ShardkitError
 from shardkit.formats.tokenizer_file import Engine
-from shardkit.writers import build, tokenizer_engines
-from shardkit.writers import tokenizer as module
+from shardkit.writers import build
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.digest_cache import remembered
 from shardkit.writers.inputs.chat import MARK
-from shardkit.writers.remembered import remembered
-from shardkit.writers.tokenizer import (
+from shardkit.writers.tokens import engines
+from shardkit.writers.tokens import tokenizer as module
+from shardkit.writers.tokens.engines import Gigatoken
+from shardkit.writers.tokens.tokenizer import (
     Encoder,
     EncodingError,
     check_parity,
@@ -36,7 +38,6 @@ from shardkit.writers.tokenizer import (
     sample_texts,
     unlike_characters,
 )
-from shardkit.writers.tokenizer_engines import Gigatoken
 from support.documents import write_documents
 from support.small_build import EOS, make_corpus, train_bpe
 
@@ -163,9 +164,9 @@ def test_no_texts_give_no_ids(path: Path) -> None:
 def test_the_engine_is_loaded_anew_when_its_cache_has_grown(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_engines, "CACHE_BYTES", 1 << 20)
+    monkeypatch.setattr(engines, "CACHE_BYTES", 1 << 20)
     sizes = iter(range(0, 1 << 40, 1 << 24))
-    monkeypatch.setattr(tokenizer_engines, "_resident_bytes", lambda: next(sizes))
+    monkeypatch.setattr(engines, "_resident_bytes", lambda: next(sizes))
     encoder = Encoder(path, EOS)
     assert isinstance(encoder._encode, Gigatoken)
     before = encoder._encode._tokenizer
@@ -434,7 +435,7 @@ def test_texts_have_the_same_ids_one_by_one_and_at_once(
 ) -> None:
     texts = pa.array([*TEXTS, text] * 5)
     ids, lengths = Encoder(path, EOS).encode(texts[2:-2])
-    monkeypatch.setattr(tokenizer_engines, "_FIRST_TEXTS", 0)
+    monkeypatch.setattr(engines, "_FIRST_TEXTS", 0)
     at_once, same_lengths = Encoder(path, EOS).encode(texts[2:-2])
     assert np.array_equal(ids, at_once)
     assert np.array_equal(lengths, same_lengths)

@@ -28,7 +28,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from shardkit.errors import RecipeError
 from shardkit.formats.tokenizer_file import ENCODINGS, Encoding, find_tokenizer, own_engine
 from shardkit.writers import build
-from shardkit.writers.tokenizer import Encoder, unlike_characters
+from shardkit.writers.tokens.tokenizer import Encoder, unlike_characters
 from support.small_build import make_corpus
 
 SAYINGS = (

@@ -20,7 +20,7 @@ from shardkit.cache.memory import CacheMemory
 from shardkit.card import CARD_NAME, DatasetCard, block_checksums
 from shardkit.errors import ShardError
 from shardkit.formats import mds
-from shardkit.formats.blocks import (
+from shardkit.formats.block_checksums import (
     BLOCK_BYTES,
     BlockFile,
     are_right,

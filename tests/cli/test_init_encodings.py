@@ -11,7 +11,7 @@ import zstandard
 
 from shardkit.errors import RecipeError
 from shardkit.writers import build, load_recipe
-from shardkit.writers.draft import draft_recipe
+from shardkit.writers.init_recipe import draft_recipe
 from support.small_build import make_corpus, text_of
 
 pytestmark = pytest.mark.usefixtures("inline_builds")

@@ -13,8 +13,8 @@ import pytest
 
 from shardkit.progress import Report, make_listener
 from shardkit.writers import build
-from shardkit.writers.progress import BuildProgress, StageProgress, StepProgress, WholeBuild
-from shardkit.writers.recipe import Recipe, load_recipe
+from shardkit.writers.execution.progress import BuildProgress, StageProgress, StepProgress, WholeBuild
+from shardkit.writers.recipe.recipe import Recipe, load_recipe
 from shardkit.writers.stages.graph import stages_of
 from support.small_build import make_corpus
 

@@ -170,7 +170,7 @@ def test_a_single_missing_package_is_named_with_its_extra(
         ("from shardkit.writers import build", "numba", "write"),
         ("from shardkit.writers import build_dedup_index", "pyarrow", "write"),
         ("from shardkit.writers import Recipe, load_recipe", ALL, None),
-        ("from shardkit.writers.annotations import thresholds", ALL, "write"),
+        ("from shardkit.writers.rows.annotations import thresholds", ALL, "write"),
         (
             "from shardkit import open_dataset; import shardkit.formats.mds, shardkit.publish",
             ALL,

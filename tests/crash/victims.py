@@ -281,7 +281,7 @@ def _have_disk(base: Path) -> None:
     disk = Disk([base / "out", base / "out.work"], base.with_suffix(".kept"))
     disk.install()
     crash_points.disks.append(disk)
-    _forever.enter_context(patch("shardkit.writers.publish._THREADS", 1))
+    _forever.enter_context(patch("shardkit.writers.stages.publish._THREADS", 1))
 
 
 def _guarded_engine() -> Any:

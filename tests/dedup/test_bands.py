@@ -11,9 +11,9 @@ from shardkit.writers.dedup.bands import BANDS, partitions_for
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE, Part
 from shardkit.writers.dedup.signatures import LOST, band_keys, write_bands
-from shardkit.writers.exchange import Exchanged, RunWriter
+from shardkit.writers.exchange.exchange import Exchanged, RunWriter
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.runs import DEFAULT_LIMITS
 from support.task_folders import read_run, slice_of
 
 GLOBAL = NearDedupConfig(minhash=MinHashConfig(permutations=12), bands=3, rows=4)

@@ -22,7 +22,7 @@ from shardkit.writers.dedup.candidates import (
 from shardkit.writers.dedup.exact import partition_bounds
 from shardkit.writers.dedup.hubs import HubLimits
 from shardkit.writers.dedup.population import PAIR, Part, Population
-from shardkit.writers.exchange import Exchanged, RunWriter, exchange
+from shardkit.writers.exchange.exchange import Exchanged, RunWriter, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from support.near_parts import Made, clusters, write_parts
 from support.task_folders import TaskFolders, commit_folder, read_run, slice_of

@@ -37,6 +37,7 @@ from shardkit.writers.dedup.index import (
     open_index,
 )
 from shardkit.writers.dedup.near import find_near_duplicates
+from shardkit.writers.dedup.outcomes import Removed
 from shardkit.writers.dedup.population import (
     DOCUMENT,
     DOCUMENTS_FILE,
@@ -44,7 +45,6 @@ from shardkit.writers.dedup.population import (
     Part,
     priority,
 )
-from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.shingle_store import (
     GUESTS,
     OWN,
@@ -59,11 +59,11 @@ from shardkit.writers.dedup.shingle_store import (
 )
 from shardkit.writers.dedup.signatures import sign_documents
 from shardkit.writers.dedup.tables import RowFile, RowsWriter
-from shardkit.writers.exchange import Slice, exchange
+from shardkit.writers.exchange.exchange import Slice, exchange
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, BlockWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.index_build import index_part, publish_index
 from shardkit.writers.kernels.shingles import shingle_batch
-from shardkit.writers.runs import DEFAULT_LIMITS, BlockWriter
 from support.documents import write_documents
 from support.small_build import tree
 from support.task_folders import TaskFolders, commit_folder, read_run, slice_of

@@ -23,9 +23,9 @@ from reference.lines import (
 from shardkit.writers.dedup.config import LinesDedupConfig
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.lines import LINE_KEYS, LineKeys, remaining, remove_lines, write_line_keys
+from shardkit.writers.dedup.outcomes import OUTCOME, SplitRemovals
 from shardkit.writers.dedup.population import SplitDocuments
-from shardkit.writers.dedup.removals import OUTCOME, SplitRemovals
-from shardkit.writers.exchange import Limits, RunWriter
+from shardkit.writers.exchange.exchange import Limits, RunWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.kernels import line_units as lines_units

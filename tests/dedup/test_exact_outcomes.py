@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.writers.dedup.exact import KEYS, WEIGHTED_KEYS, Order, find_copies, rank_copies
-from shardkit.writers.dedup.removals import SplitRemovals, SplitTable
+from shardkit.writers.dedup.outcomes import SplitRemovals, SplitTable
 from shardkit.writers.dedup.urls import URL_KEYS
-from shardkit.writers.exchange import Limits, RunWriter, exchange
+from shardkit.writers.exchange.exchange import Limits, RunWriter, exchange
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.stages.exact import EQUAL_TEXTS, EQUAL_URLS, ExactDuplicates, keys_left, remove_equal
 from support.task_folders import TaskFolders, commit_folder

@@ -23,8 +23,8 @@ from shardkit.writers.dedup.index import (
     open_index,
 )
 from shardkit.writers.dedup.near import find_near_duplicates
+from shardkit.writers.dedup.outcomes import Removed
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE
-from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.signatures import sign_documents
 from shardkit.writers.dedup.tables import Rows
 from shardkit.writers.execution.artifacts import Artifact

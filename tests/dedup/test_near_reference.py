@@ -17,8 +17,8 @@ from shardkit.hashing import hash_file
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.index import DedupIndex, index_settings
 from shardkit.writers.dedup.near import find_near_duplicates, remove_near
+from shardkit.writers.dedup.outcomes import Removed, SplitRemovals
 from shardkit.writers.dedup.population import DOCUMENTS_FILE, SplitDocuments
-from shardkit.writers.dedup.removals import Removed, SplitRemovals
 from shardkit.writers.dedup.signatures import sign_documents
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardkit.card import Count
 from shardkit.errors import BuildError
-from shardkit.writers.dedup.removals import (
+from shardkit.writers.dedup.outcomes import (
     NOTHING,
     OUTCOME,
     OUTCOMES,
@@ -27,10 +27,10 @@ from shardkit.writers.dedup.removals import (
     write_tables,
 )
 from shardkit.writers.dedup.tables import Rows
-from shardkit.writers.digests import plain
-from shardkit.writers.exchange import Limits, RunWriter, Table
+from shardkit.writers.exchange.exchange import Limits, RunWriter, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.digests import plain
 from shardkit.writers.execution.stage import Stage
 from support.task_folders import TaskFolders, commit_folder
 

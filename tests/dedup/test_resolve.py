@@ -16,8 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference.near import reference_resolve
+from shardkit.writers.dedup.outcomes import OUTCOMES
 from shardkit.writers.dedup.population import DOCUMENTS_FILE, Kind
-from shardkit.writers.dedup.removals import OUTCOMES
 from shardkit.writers.dedup.resolve import (
     BEATEN,
     EQUALS,
@@ -31,9 +31,9 @@ from shardkit.writers.dedup.resolve import (
 )
 from shardkit.writers.dedup.tables import CHUNK_ROWS
 from shardkit.writers.dedup.verify import EDGES, WAITING
-from shardkit.writers.exchange import RunWriter, Table
+from shardkit.writers.exchange.exchange import RunWriter, Table
+from shardkit.writers.exchange.sorted_runs import EMPTY_BYTES
 from shardkit.writers.execution.commit import Commit
-from shardkit.writers.runs import EMPTY_BYTES
 from support.near_population import Document, World, make_documents, priorities_of, write_world
 from support.task_folders import TaskFolders, commit_folder, read_run, slice_of
 

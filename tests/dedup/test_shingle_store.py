@@ -23,7 +23,7 @@ from shardkit.writers.dedup.shingle_store import (
     text_rows,
 )
 from shardkit.writers.dedup.tables import Rows, RowsWriter
-from shardkit.writers.exchange import RunWriter
+from shardkit.writers.exchange.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.shingles import shingle_batch
 from support.task_folders import slice_of

@@ -19,6 +19,7 @@ from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.hubs import HubLimits, HubSearch
 from shardkit.writers.dedup.lines import LINE_KEYS, find_line_losers, write_line_keys
 from shardkit.writers.dedup.near import find_equal
+from shardkit.writers.dedup.outcomes import Removed, SplitRemovals
 from shardkit.writers.dedup.population import (
     DOCUMENT,
     DOCUMENTS_FILE,
@@ -31,13 +32,12 @@ from shardkit.writers.dedup.population import (
     PopulationFile,
     write_parts,
 )
-from shardkit.writers.dedup.removals import Removed, SplitRemovals
 from shardkit.writers.dedup.signatures import LOST, sign_documents, write_bands
 from shardkit.writers.dedup.tables import RowsWriter
-from shardkit.writers.exchange import RunWriter, Slice, Table
-from shardkit.writers.exchange import _merge as merge
+from shardkit.writers.exchange.exchange import RunWriter, Slice, Table
+from shardkit.writers.exchange.exchange import _merge as merge
+from shardkit.writers.exchange.sorted_runs import Limits
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.runs import Limits
 from shardkit.writers.stages.exact import find_exact
 from support.documents import write_documents
 

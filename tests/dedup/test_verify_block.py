@@ -14,7 +14,7 @@ from shardkit.writers.dedup.compare import PairRule
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.shingle_store import GUESTS, OWN, SHINGLES
 from shardkit.writers.dedup.verify import EDGES, VERIFY, WAITING, block_bits, verify_block
-from shardkit.writers.exchange import exchange
+from shardkit.writers.exchange.exchange import exchange
 from shardkit.writers.execution.commit import Commit
 from support.near_population import (
     Document,

@@ -23,8 +23,8 @@ from shardkit.cli.main import main as run_command
 from shardkit.cli.main import make_parser
 from shardkit.formats import mds
 from shardkit.storage import open_store
-from shardkit.writers.recipe import recipe_from_mapping
-from shardkit.writers.recipe_yaml import load_yaml
+from shardkit.writers.recipe.recipe import recipe_from_mapping
+from shardkit.yaml_file import load_yaml
 from support.loader_data import make_rows
 from support.pages import PAGES, ROOT, Block, blocks
 from support.remote_harness import fresh_url, put_folder

@@ -11,7 +11,7 @@ import pytest
 
 from shardkit.cli.main import VERBS, main
 from shardkit.writers.filters.config import PROFILES, FilterEntry
-from shardkit.writers.recipe import Recipe
+from shardkit.writers.recipe.recipe import Recipe
 from support.pages import ROOT, script
 
 README_WORDS = 1000

@@ -17,8 +17,8 @@ from servers.fault_proxy import FaultProxy, Rule
 from shardkit.errors import BuildError
 from shardkit.storage.resilient import connect
 from shardkit.writers import BuildResult, build
+from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.execution.work import COMMIT_NAME
-from shardkit.writers.progress import StageProgress
 from support.small_build import make_corpus, tree
 from support.stores import fresh_memory, objects
 

@@ -24,12 +24,13 @@ import pytest
 from servers.bucket import RgwBucket
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.storage.store import StorageOptions
-from shardkit.writers.digests import DecidesNoByte
 from shardkit.writers.execution import engine_ray
 from shardkit.writers.execution.code_version import code_version
 from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.digests import DecidesNoByte
 from shardkit.writers.execution.engine import death_of
 from shardkit.writers.execution.engine_ray import RayEngine, Stragglers
+from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.execution.ray_cluster import Head, slots_of, start_ray
 from shardkit.writers.execution.ray_node import check_of, run_on_node
 from shardkit.writers.execution.runner import Journal
@@ -37,7 +38,6 @@ from shardkit.writers.execution.stage import Fallback, Stage, Task
 from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work
 from shardkit.writers.pipeline import build
-from shardkit.writers.progress import StageProgress
 from support.ray_cluster import NODE_MEMORY, RAY_ENVIRONMENT, RayCluster, can_hide_folders
 from support.small_build import RECIPE, make_corpus, tree
 from support.task_runs import (

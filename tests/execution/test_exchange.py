@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from shardkit.errors import BuildError
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Body, Store
-from shardkit.writers.exchange import Exchanged, Limits, RunWriter, Segment, Slice, Table, exchange
+from shardkit.writers.exchange.exchange import Exchanged, Limits, RunWriter, Segment, Slice, Table, exchange
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, BlockWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit, Output, facts_of, hash_output
 from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.execution.work import COMMIT_NAME, Work, run_task
-from shardkit.writers.runs import DEFAULT_LIMITS, BlockWriter
 from support.remote_harness import fresh_url
 from support.stores import FaultRule, FaultyStore, WrappedStore
 

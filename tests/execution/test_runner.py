@@ -20,14 +20,14 @@ import pytest
 
 from shardkit.errors import BuildError, ConservationError
 from shardkit.progress import make_listener
-from shardkit.writers.digests import DecidesNoByte
 from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.digests import DecidesNoByte
 from shardkit.writers.execution.engine import InlineEngine, LocalEngine
+from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.execution.work import COMMIT_NAME, Work, run_task
-from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.progress import StageProgress
+from shardkit.writers.rows.ledger import Count, Ledger
 
 ONE_DOCUMENT = {"documents": 1, "bytes": 5}
 

@@ -19,11 +19,11 @@ import pytest
 from shardkit.errors import BuildError
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store, StoreError
-from shardkit.writers.digests import DecidesNoByte
 from shardkit.writers.execution import scratch
 from shardkit.writers.execution.artifacts import Artifact, read_into
 from shardkit.writers.execution.checked_ranges import CACHE_BYTES
 from shardkit.writers.execution.commit import BLOCK_BYTES, Commit
+from shardkit.writers.execution.digests import DecidesNoByte
 from shardkit.writers.execution.processes import answer
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.stage import Stage, Task

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from shardkit.errors import RecipeError
-from shardkit.writers.card import recipe_content
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.config import FilterEntry
-from shardkit.writers.funnel import FilterCounts, filters_card
-from shardkit.writers.recipe import Recipe, recipe_from_mapping
+from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping
 from shardkit.writers.report.page import render_filters
+from shardkit.writers.rows.funnel import FilterCounts, filters_card
 from support.filter_runs import documents
 from support.small_models import model_bytes
 
@@ -128,7 +127,7 @@ def test_counts_by_language_add_up_and_are_shown(folder: Path) -> None:
         {"language": {"model": "model.bin", "threshold": 0.4, "languages": LABELS[:3]}},
         {"gopher_quality": {}, "by_language": OVERRIDES},
     )
-    counts = FilterCounts.of_chain(mixed)
+    counts = FilterCounts.of_rules(mixed.reasons, mixed.edits)
     total: Counter[str] = Counter()
     for start in (0, 120):
         result = mixed.apply(documents(texts[start : start + 120]))
@@ -153,7 +152,7 @@ def test_counts_by_language_add_up_and_are_shown(folder: Path) -> None:
 
 def test_builds_without_settings_by_language_count_none(folder: Path) -> None:
     plain = chain(folder, {"language": {"model": "model.bin"}}, "gopher_quality")
-    counts = FilterCounts.of_chain(plain)
+    counts = FilterCounts.of_rules(plain.reasons, plain.edits)
     counts.add(plain.apply(documents(["the of a", "größe"])))
     facts = filters_card([counts])
     assert facts is not None
@@ -166,7 +165,7 @@ def test_files_in_fineweb2s_keys_are_the_settings_of_the_languages_they_are_name
         {"language": {"model": "model.bin"}, "by_language": "configs/*.yml"},
         {"profile": "fineweb2", "by_language": "configs/*.yml"},
     )
-    content = recipe_content(read)["filters"]
+    content = read.content()["filters"]
     assert [next(iter(entry)) for entry in content] == [
         *("language", "gopher_quality", "gopher_repetition", "fineweb_quality")
     ]
@@ -193,15 +192,15 @@ def test_the_recipe_of_a_card_is_the_same_recipe_without_the_files(folder: Path,
         {"language": {"model": "model.bin"}, "by_language": {"files": "configs/*.yml", "default": {}}},
         {"profile": "fineweb2", "by_language": {"files": ["configs/e*.yml"], "deu_Latn": {"stop_words": []}}},
     )
-    content = recipe_content(read)["filters"]
+    content = read.content()["filters"]
     again = recipe(tmp_path, *content)
     assert again.filter_chain() == read.filter_chain()
-    assert recipe_content(again)["filters"] == content
+    assert again.content()["filters"] == content
 
 
 def test_languages_beside_files_win_over_them(folder: Path) -> None:
     given = {"files": "configs/*.yml", "deu_Latn": {"stop_words": ["der"]}, "fra_Latn": {"min_doc_words": 7}}
-    entry = recipe_content(recipe(folder, "language", {"gopher_quality": {}, "by_language": given}))
+    entry = recipe(folder, "language", {"gopher_quality": {}, "by_language": given}).content()
     found = entry["filters"][1]["by_language"]
     assert (found["deu_Latn"]["stop_words"], found["deu_Latn"]["max_avg_word_length"]) == (["der"], 15)
     assert found["fra_Latn"] == {"min_doc_words": 7}

@@ -8,13 +8,12 @@ from typing import get_args
 import pytest
 import yaml
 
-from shardkit.writers.card import recipe_content
 from shardkit.writers.filters.bounds import LengthFilter
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.config import PROFILES, FilterEntry
 from shardkit.writers.filters.fineweb import FinewebQualityFilter
 from shardkit.writers.filters.gopher import GopherQualityFilter
-from shardkit.writers.recipe import recipe_from_mapping
+from shardkit.writers.recipe.recipe import recipe_from_mapping
 from support.filter_runs import documents
 
 
@@ -44,7 +43,7 @@ def test_a_dataset_says_what_a_profile_stood_for() -> None:
         "output": {"path": "out"},
     }
     short, spelled = (
-        recipe_content(recipe_from_mapping(rest | {"filters": filters}, folder=Path("/x")))
+        recipe_from_mapping(rest | {"filters": filters}, folder=Path("/x")).content()
         for filters in ([{"profile": "minimal"}], [dict(entry) for entry in PROFILES["minimal"]])
     )
     assert short == spelled

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from reference.filters import reference_overlaps
 from shardkit.writers import build
+from shardkit.writers.filters.batch import TextBatch
 from shardkit.writers.filters.decontamination import (
     CutConfig,
     DecontaminationConfig,
@@ -27,7 +28,6 @@ from shardkit.writers.filters.decontamination import (
     read_items,
 )
 from shardkit.writers.filters.evaluations import EvaluationConfig
-from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.kernels import hash_tables
 from support.filter_runs import decisions, documents, fails, judge, text_batch, values
 from support.small_build import make_corpus

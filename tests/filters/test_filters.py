@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from shardkit.errors import RecipeError
 from shardkit.writers.filters.base import Edit, Editor, Filter, FilterSettings, Rule
+from shardkit.writers.filters.batch import TextBatch
 from shardkit.writers.filters.config import FilterEntry
-from shardkit.writers.filters.text_batch import TextBatch
 from support.filter_runs import text_batch, values
 from support.small_models import ARPA, model_bytes
 

@@ -22,7 +22,7 @@ from reference.filters import (
     reference_repetition,
     reference_word_statistics,
 )
-from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.filters.batch import TextBatch
 from shardkit.writers.kernels import utf8 as characters
 from shardkit.writers.kernels.dolma_statistics import LONGEST, dolma_statistics
 from shardkit.writers.kernels.lines import ALL_LINES, LINES, PARAGRAPHS, line_repetition

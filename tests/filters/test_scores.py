@@ -19,15 +19,15 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.progress import make_listener
 from shardkit.writers import build
 from shardkit.writers.dedup.tables import RowsWriter
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.work import Work
 from shardkit.writers.executors import Execution, open_runner
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.recipe import recipe_from_mapping
-from shardkit.writers.runs import DEFAULT_LIMITS
-from shardkit.writers.score_tables import BLOCK_ROWS, INDEX_FILE, SCORES_FILE, ScoreTable, score_dtype
+from shardkit.writers.recipe.recipe import recipe_from_mapping
 from shardkit.writers.stages.flow import Build, Documents
 from shardkit.writers.stages.inputs import BuildInputs
+from shardkit.writers.stages.score_tables import BLOCK_ROWS, INDEX_FILE, SCORES_FILE, ScoreTable, score_dtype
 from shardkit.writers.stages.scores import sort_scores
 from support.s3_moto import s3_server
 from support.small_build import tree

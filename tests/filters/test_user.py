@@ -11,7 +11,7 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.pii import PiiEditor
 from shardkit.writers.filters.user import PythonConfig
-from shardkit.writers.recipe import recipe_from_mapping
+from shardkit.writers.recipe.recipe import recipe_from_mapping
 from shardkit.writers.stages.inputs import filter_files
 from support.filter_runs import documents
 

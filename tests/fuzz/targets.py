@@ -42,7 +42,7 @@ from shardkit.tools.fates import find_dropped, find_fates
 from shardkit.writers import build
 from shardkit.writers.execution.commit import Commit, Output, facts_of, parse_record, record_of
 from shardkit.writers.filters.perplexity import PerplexityConfig
-from shardkit.writers.recipe import load_recipe
+from shardkit.writers.recipe.recipe import load_recipe
 from support.audit_runs import log_report, logged_run
 from support.filter_runs import judge, text_batch
 from support.foreign_tars import tar_bytes

@@ -27,7 +27,7 @@ from shardkit.datasets.provenance.text import Decoder
 from shardkit.errors import ShardkitError
 from shardkit.formats.tokenizer_file import Encoding, end_token
 from shardkit.writers.inputs.chat import MARK, SPECIAL, TRAINED
-from shardkit.writers.tokenizer import Encoder
+from shardkit.writers.tokens.tokenizer import Encoder
 
 __all__ = ["TOKENIZERS", "TOKENIZER_FILES"]
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from shardkit.errors import BuildError
 from shardkit.formats.mds import MdsWriter
-from shardkit.writers.card import recipe_content
 from support.foreign_tars import make_tar
 from support.read_inputs import put, read, recipe
 
@@ -125,9 +124,9 @@ def test_replacing_is_what_python_does_and_the_ledger_adds_up(tmp_path: Path, li
 
 
 def test_the_default_leaves_recipes_in_cards_as_they_were(tmp_path: Path) -> None:
-    plain = recipe_content(recipe(tmp_path, "a.jsonl"))
+    plain = recipe(tmp_path, "a.jsonl").content()
     assert not {"on_bad_text", "path_fields"} & plain["inputs"][0].keys()
-    changed = recipe_content(recipe(tmp_path, {"path": "a.jsonl", "on_bad_text": "replace"}))
+    changed = recipe(tmp_path, {"path": "a.jsonl", "on_bad_text": "replace"}).content()
     assert changed["inputs"][0].pop("on_bad_text") == "replace"
     assert changed == plain
 

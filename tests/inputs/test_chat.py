@@ -20,7 +20,7 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.loaders import StreamingLoader
 from shardkit.writers import build
 from shardkit.writers.inputs.chat import ChatError, ChatFormat, pair_of, parts_of, render_chat
-from shardkit.writers.recipe import recipe_from_mapping
+from shardkit.writers.recipe.recipe import recipe_from_mapping
 from support.small_build import EOS, train_bpe
 
 IM = ("<|im_start|>", "<|im_end|>")

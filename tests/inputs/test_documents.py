@@ -6,13 +6,13 @@ import numpy as np
 import pyarrow as pa
 
 from shardkit.hashing import keyed_hashes, keyed_id_hashes
-from shardkit.writers.documents import (
+from shardkit.writers.kernels.text_arrays import text_offsets
+from shardkit.writers.rows.documents import (
     content_ranks,
     document_ids,
     id_bytes,
     text_digests,
 )
-from shardkit.writers.kernels.text_arrays import text_offsets
 
 
 def test_document_ids_are_pinned_because_every_order_hangs_on_them() -> None:

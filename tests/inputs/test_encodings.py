@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.writers.encodings import BAD, decode, encoding_of, keeps_newlines, to_utf8
+from shardkit.encodings import BAD, decode, encoding_of, keeps_newlines, to_utf8
 
 # Of all bytes, and all pairs of them that begin above 0x80, what the standard decodes them to.
 SINGLE_BYTE = {

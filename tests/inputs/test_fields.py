@@ -19,7 +19,7 @@ from shardkit.writers.estimate import Piece, put_pieces
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.inputs.fields import check_named_fields
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.recipe import Recipe
+from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.clean import CleanSettings, clean_split
 from support import read_inputs
 from support.small_build import make_corpus

@@ -31,8 +31,8 @@ from shardkit.writers.inputs.files import expand_url, find_files
 from shardkit.writers.inputs.patterns import expand_path, key_matches
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.ledger import Ledger, Quarantine
-from shardkit.writers.recipe import Recipe
+from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.rows.ledger import Ledger, Quarantine
 from shardkit.writers.stages.record_counts import count_records
 from support.read_inputs import recipe
 from support.remote_harness import fresh_url, put_folder

@@ -19,8 +19,8 @@ from shardkit.storage import StorageOptions
 from shardkit.storage.s3 import S3Store
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.ledger import Count, Ledger, Quarantine
-from shardkit.writers.recipe import Recipe
+from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.rows.ledger import Count, Ledger, Quarantine
 from support.read_inputs import recipe
 
 pytest_plugins = ["support.s3_rgw"]

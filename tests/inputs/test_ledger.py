@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import BuildError, ConservationError
-from shardkit.writers.ledger import BadRecord, Count, Ledger, Quarantine, check_bad_fraction, snippet_of
+from shardkit.writers.rows.ledger import BadRecord, Count, Ledger, Quarantine, check_bad_fraction, snippet_of
 
 
 def filled() -> Ledger:

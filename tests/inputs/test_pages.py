@@ -14,8 +14,8 @@ import pytest
 import webencodings  # type: ignore[import-untyped]
 import zstandard
 
+from shardkit.encodings import GUESS
 from shardkit.errors import MissingExtraError, RecipeError
-from shardkit.writers.encodings import GUESS
 from shardkit.writers.inputs.pages import decode_page, main_text_by
 from support.read_inputs import data_folder, put, read, recipe
 from support.whatwg import ENCODINGS, encode

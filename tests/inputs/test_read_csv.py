@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import BuildError, RecipeError
-from shardkit.writers.ledger import Count
+from shardkit.writers.rows.ledger import Count
 from support.read_inputs import put, read
 
 

@@ -23,7 +23,7 @@ from shardkit.writers.inputs.fields import NamedFields, check_named_fields
 from shardkit.writers.inputs.read_shards import first_samples
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.ledger import Ledger, Quarantine
+from shardkit.writers.rows.ledger import Ledger, Quarantine
 from support.foreign_tars import make_tar
 from support.read_inputs import put, read, recipe
 

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import BuildError
-from shardkit.writers.documents import BATCH_DOCUMENTS, document_ids
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.ledger import Count, Ledger, Quarantine
+from shardkit.writers.rows.documents import BATCH_DOCUMENTS, document_ids
+from shardkit.writers.rows.ledger import Count, Ledger, Quarantine
 from support.read_inputs import data_folder, put, read, recipe
 
 

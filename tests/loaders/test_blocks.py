@@ -26,11 +26,11 @@ from hypothesis import strategies as st
 from shardkit.errors import StreamExhaustedError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.batch import Fields
-from shardkit.loaders.blocks import BlockMemory, Outbox, deal
 from shardkit.loaders.config import grouped
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.producer import Group
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, unchanged
+from shardkit.loaders.worker_blocks import BlockMemory, Outbox, deal
 from support.loader_data import make_dataset, make_rows
 from support.resume import Batch, State, assert_equal, batches, run
 

@@ -31,12 +31,12 @@ from shardkit.storage.local import LocalStore
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store, StoreError
 from shardkit.tools.convert import OutputOptions, convert
-from shardkit.writers import publish as writers_publish
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit, Output, facts_of
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.work import Work
-from shardkit.writers.publish import RemoteOutput, find_published, finish_published, global_shards
+from shardkit.writers.stages import publish as writers_publish
+from shardkit.writers.stages.publish import RemoteOutput, find_published, finish_published, global_shards
 from support.small_build import tree
 from support.small_dataset import Built
 from support.stores import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects

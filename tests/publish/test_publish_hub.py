@@ -35,7 +35,7 @@ from shardkit.storage.hub import HubPlace
 from shardkit.storage.local import LocalStore
 from shardkit.writers import build
 from shardkit.writers.inputs.patterns import key_matches
-from shardkit.writers.publish import RemoteOutput
+from shardkit.writers.stages.publish import RemoteOutput
 from support.foreign_tars import tar_bytes
 from support.hub_environment import hub_server
 from support.resume import assert_exact_resume

@@ -24,11 +24,11 @@ from shardkit.storage.memory import MemoryStore
 from shardkit.storage.s3 import S3Store
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, Store
 from shardkit.writers import BuildResult, build
-from shardkit.writers import publish as module
 from shardkit.writers.execution.artifacts import Artifact, RemoteFiles
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.stage import Task
-from shardkit.writers.publish import REPORT_NAME, RemoteOutput, publish
+from shardkit.writers.stages import publish as module
+from shardkit.writers.stages.publish import REPORT_NAME, RemoteOutput, publish
 from support.killing_server import run_and_kill
 from support.s3_moto import s3_server
 from support.small_build import make_corpus

@@ -23,7 +23,7 @@ from shardkit.publish import TransferError, TransferProgress, TransferReport, do
 from shardkit.publish.contents import MARKER_NAME
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import ObjectInfo, Store, StoreError
-from shardkit.writers.publish import RemoteOutput
+from shardkit.writers.stages.publish import RemoteOutput
 from support.small_build import tree
 from support.small_dataset import Built, files_of, make_dataset
 from support.stores import FaultRule, FaultyStore, WatchedStore, fresh_memory, objects

@@ -41,7 +41,7 @@ from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.execution.work import COMMIT_NAME, Work
-from shardkit.writers.publish import RemoteOutput, global_shards, publish
+from shardkit.writers.stages.publish import RemoteOutput, global_shards, publish
 from simulation.machine import Disk, Machine, machine
 from simulation.scheduler import Event, Process, Scheduler
 from simulation.threads import PerProcess, ProcessDict

@@ -33,7 +33,7 @@ from typing import Any
 
 from shardkit import locks
 from shardkit.cache import download
-from shardkit.storage import clock, limits, retry, threads
+from shardkit.storage import limits, retry, running_clock, threads
 from simulation import threads as virtual
 from simulation.scheduler import Event, Scheduler, active
 
@@ -432,7 +432,7 @@ _FUNCTIONS: dict[object, object] = {
     concurrent.futures.ThreadPoolExecutor: _either(concurrent.futures.ThreadPoolExecutor, virtual.Executor),
 }
 _IMPORTED_LATE = (
-    "shardkit.writers.publish",
+    "shardkit.writers.stages.publish",
     "shardkit.datasets.tar_scan",
     "shardkit.formats.tar.find",
 )
@@ -462,7 +462,8 @@ def installed() -> Iterator[None]:
     undo.append(_set(locks, "_given_up", virtual.ProcessDict()))
     undo.append(_set(download, "_threads", virtual.local()))
     undo.append(_set(threads, "_threads", virtual.PerProcess(threads._threads, threads.Threads)))
-    undo.append(_set(clock, "_clock", virtual.PerProcess(clock._clock, clock.RunningClock)))
+    per_process = virtual.PerProcess(running_clock._clock, running_clock.RunningClock)
+    undo.append(_set(running_clock, "_clock", per_process))
     undo.append(_set(limits, "_shared", virtual.PerProcess(limits._shared, limits._SharedGates)))
     try:
         yield

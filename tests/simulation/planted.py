@@ -17,9 +17,9 @@ from shardkit.publish import publication
 from shardkit.publish.contents import Listing
 from shardkit.publish.publication import Publication
 from shardkit.storage import retry
-from shardkit.storage.clock import wait_until
 from shardkit.storage.resilient import ResilientBody
 from shardkit.storage.retry import Call
+from shardkit.storage.running_clock import wait_until
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.stage import Task
 from shardkit.writers.execution.work import COMMIT_NAME, Work

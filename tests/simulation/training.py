@@ -31,7 +31,7 @@ from shardkit.cache.folder import LOCK_SECONDS, SUBFOLDER
 from shardkit.cache.shards import CachedShards
 from shardkit.errors import ShardkitError
 from shardkit.loaders import streams as loader_streams
-from shardkit.storage.clock import GAP_SECONDS, LOOK_SECONDS
+from shardkit.storage.running_clock import GAP_SECONDS, LOOK_SECONDS
 from simulation.datasets import DATASETS, dataset_files, is_shard
 from simulation.jobs import Job, JobPlan
 from simulation.machine import Disk, Machine

@@ -15,7 +15,7 @@ import pytest
 
 from shardkit.datasets.segments import find_segments
 from shardkit.formats import mds
-from shardkit.formats.blocks import shard_part
+from shardkit.formats.block_checksums import shard_part
 from shardkit.formats.tar.members import split_name
 from shardkit.formats.usage_log import RunHead, end_record, step_record
 from shardkit.hashing import digest_of, keyed_hashes
@@ -27,10 +27,10 @@ from shardkit.order.order import Order, OrderSpec, default_lanes, default_window
 from shardkit.order.permutation import Permutation, mix64
 from shardkit.order.state import LoaderState
 from shardkit.order.streams import stream_seed
-from shardkit.writers.documents import document_ids
 from shardkit.writers.execution import commit as commits
 from shardkit.writers.execution import stage as stages
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.rows.documents import document_ids
 from spec import arithmetic, reader
 from support.pages import ROOT
 

@@ -12,8 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.storage.clock import GAP_SECONDS, LOOK_SECONDS, RunningClock, running_seconds, wait_until
 from shardkit.storage.retry import RetryPolicy
+from shardkit.storage.running_clock import (
+    GAP_SECONDS,
+    LOOK_SECONDS,
+    RunningClock,
+    running_seconds,
+    wait_until,
+)
 from support.remote_harness import make_remote_kind
 
 STOPPED_SECONDS = GAP_SECONDS + 3.0

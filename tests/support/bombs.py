@@ -136,7 +136,7 @@ def read_input(file: Path, memory_bytes: int) -> str:
     from shardkit.writers.inputs.fields import NamedFields
     from shardkit.writers.inputs.readers import read_parts
     from shardkit.writers.inputs.scan import scan_inputs
-    from shardkit.writers.ledger import Ledger, Quarantine
+    from shardkit.writers.rows.ledger import Ledger, Quarantine
     from support.read_inputs import recipe
 
     settings = json.loads(os.environ.get("BOMB_INPUT", "{}"))

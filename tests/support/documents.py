@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.rows.documents import DOCUMENT_SCHEMA, document_ids
 
 __all__ = ["document_batch", "write_documents"]
 

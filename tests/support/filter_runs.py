@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 from shardkit.writers.filters.base import Edit, Editor, Filter, FilterSettings, Rule, first_failing
-from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.filters.batch import TextBatch
+from shardkit.writers.rows.documents import DOCUMENT_SCHEMA, document_ids
 
 
 def documents(

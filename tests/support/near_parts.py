@@ -21,7 +21,7 @@ from shardkit.writers.dedup.population import (
     Population,
     priority,
 )
-from shardkit.writers.exchange import RunWriter
+from shardkit.writers.exchange.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
 
 

@@ -21,7 +21,7 @@ from shardkit.writers.dedup.population import (
 )
 from shardkit.writers.dedup.shingle_store import SetRuns, ShingleReader, ShingleWriter, stored_rows
 from shardkit.writers.dedup.tables import Rows, RowsWriter
-from shardkit.writers.exchange import Exchanged
+from shardkit.writers.exchange.exchange import Exchanged
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
 from support.task_folders import commit_folder

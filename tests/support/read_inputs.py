@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from shardkit.writers.documents import DOCUMENT_SCHEMA
 from shardkit.writers.inputs.fields import NamedFields
 from shardkit.writers.inputs.readers import SuspectDataError, read_split
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.ledger import Count, Ledger, Quarantine
-from shardkit.writers.recipe import Recipe, recipe_from_mapping
+from shardkit.writers.recipe.recipe import Recipe, recipe_from_mapping
+from shardkit.writers.rows.documents import DOCUMENT_SCHEMA
+from shardkit.writers.rows.ledger import Count, Ledger, Quarantine
 
 Bad = dict[str, Any]
 

@@ -29,7 +29,7 @@ from shardkit.card import block_checksums
 from shardkit.datasets.dataset import Dataset
 from shardkit.datasets.locate import find_remote
 from shardkit.formats import mds, tar
-from shardkit.formats.blocks import write_blocks
+from shardkit.formats.block_checksums import write_blocks
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.config import grouped
 from shardkit.manifest import LOSS_MASK, ShardInfo

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from shardkit.writers.progress import StageProgress
+from shardkit.writers.execution.progress import StageProgress
 
 __all__ = ["Peak", "RssMeter", "process_tree", "pss_bytes", "rss_bytes"]
 

@@ -13,8 +13,8 @@ from shardkit.formats import mds, tar
 from shardkit.manifest import Manifest
 from shardkit.writers.card import describe_file
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.publish import REPORT_NAME, RemoteOutput, global_shards, publish
 from shardkit.writers.stages.provenance import PROVENANCE_NAME, renumber
+from shardkit.writers.stages.publish import REPORT_NAME, RemoteOutput, global_shards, publish
 from support.small_build import tree
 
 __all__ = ["Built", "files_of", "make_dataset", "renumbered"]

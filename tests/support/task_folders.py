@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.writers.exchange import Limits, Slice, Table
+from shardkit.writers.exchange.exchange import Limits, Slice, Table
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit, facts_of, hash_output
 from shardkit.writers.execution.stage import Task
-from shardkit.writers.runs import DEFAULT_LIMITS
 
 __all__ = ["TaskFolders", "commit_folder", "read_run", "slice_of"]
 

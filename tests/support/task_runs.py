@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from shardkit.errors import BuildError, RecipeError, ShardError
-from shardkit.writers.digests import DecidesNoByte
 from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.digests import DecidesNoByte
 from shardkit.writers.execution.engine import Engine, WorkerTracebackError
 from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.execution.task_queue import TaskQueue

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.formats import mds, tar
-from shardkit.formats.blocks import write_blocks
+from shardkit.formats.block_checksums import write_blocks
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.config import grouped
 from support.loader_data import EOS, parts, write_card

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import product
 
-from shardkit.writers.encodings import BAD, decode
+from shardkit.encodings import BAD, decode
 
 __all__ = ["ENCODINGS", "encode"]
 

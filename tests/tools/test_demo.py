@@ -17,7 +17,7 @@ from shardkit.errors import ShardkitError
 from shardkit.formats import mds
 from shardkit.tools.demo import corpus, proofs
 from shardkit.tools.demo.run import OWN_NAMES, clean_demo, run_demo
-from shardkit.writers.remembered import worker_variable
+from shardkit.writers.execution.digest_cache import worker_variable
 
 
 @pytest.fixture(scope="module")

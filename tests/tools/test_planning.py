@@ -39,12 +39,12 @@ from shardkit.tools.plan.quantities import (
     parse_share,
 )
 from shardkit.tools.plan.train import TrainNeeds, plan_train
-from shardkit.writers import publish
 from shardkit.writers.dedup.exact import KEYS
-from shardkit.writers.exchange import exchange
+from shardkit.writers.exchange.exchange import exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit, Output, facts_of
 from shardkit.writers.execution.stage import Task
+from shardkit.writers.stages import publish
 from shardkit.writers.stages.exact import EQUAL_TEXTS
 from shardkit.writers.stages.graph import stage_needs
 from shardkit.writers.stages.needs import Corpus, Needs, together

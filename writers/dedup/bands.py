@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from shardkit.errors import RecipeError
 from shardkit.units import format_bytes
-from shardkit.writers.exchange import Table
+from shardkit.writers.exchange.exchange import Table
 
 BANDS = Table("bands.run", np.dtype([("key", "<u8"), ("number", "<u8")]))  # of a document
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.shingle_store import Sets
-from shardkit.writers.digests import RecipeKey
+from shardkit.writers.execution.digests import RecipeKey
 from shardkit.writers.kernels.numba_support import Bools, Float32s, Int64s, UInt64s, int64, kernel
 
 _NEVER = 2.0  # a share that no pair reaches

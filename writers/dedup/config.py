@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from shardkit.writers.settings import FieldName, Listed, Ratio, Shorthand, StrictModel
+from shardkit.settings import FieldName, Listed, Ratio, Shorthand, StrictModel
 
 MAX_PERMUTATIONS = 1024
 
@@ -56,6 +56,11 @@ class LinesDedupConfig(StrictModel):
         "of less than two thirds never are.",
     )
     keep: int = Field(default=1, ge=1, description="So many documents keep a line that many have.")
+
+    def content(self) -> dict[str, Any]:
+        """Return all that decides a byte; `words` came after version 1, and only spans have it."""
+        found = super().content()
+        return found if self.unit == "span" else {key: found[key] for key in found if key != "words"}
 
     @model_validator(mode="after")
     def _of_the_unit(self) -> Self:
@@ -153,6 +158,10 @@ class NearDedupConfig(StrictModel):
             )
         return self
 
+    def content(self) -> dict[str, Any]:
+        """Return all that decides a byte, with a key that version 1 had, which never decided one."""
+        return {**super().content(), "measure": None}
+
     @property
     def scope_name(self) -> str:
         """The scope in a word or two."""
@@ -161,6 +170,8 @@ class NearDedupConfig(StrictModel):
 
 class DedupConfig(StrictModel):
     """Removal of repeated documents."""
+
+    omitted_at_default = frozenset({"url"})
 
     url: Annotated[UrlDedupConfig | None, Shorthand(switch=True)] = Field(
         default=None, description="true: remove documents of equal URLs; null: keep them.", examples=[True]

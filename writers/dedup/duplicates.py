@@ -1,6 +1,6 @@
 """Removed duplicates are remembered, with the document that stays for each: the files of `duplicates/`.
 
-`shardkit.formats.removed` has the format. A duplicate and the document that stays may lie in splits far
+`shardkit.formats.dropped_table` has the format. A duplicate and the document that stays may lie in splits far
 apart. So whoever drops documents of a split after filtering (cutting lines, tokenizing) writes one run of the
 exchange (TWINS): a row for each document that goes, and one for each that stays for others, both keyed by the
 content rank of the one that stays. `join_duplicates` reads them by ranges of keys, in which the two meet;
@@ -18,15 +18,22 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from shardkit.formats.removed import DUPLICATES_SCHEMA
+from shardkit.formats.dropped_table import DUPLICATES_SCHEMA
 from shardkit.writers.dedup.exact import partition_bounds
-from shardkit.writers.digests import MemoryBytes
-from shardkit.writers.documents import content_ranks, pack_strings, text_digests, unpack_strings
-from shardkit.writers.exchange import Limits, RunWriter, Slice, Table, exchange
+from shardkit.writers.exchange.exchange import Limits, RunWriter, Slice, Table, exchange
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, payload_ends
 from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.digests import MemoryBytes
 from shardkit.writers.execution.stage import RunTasks, Stage, partition_name
-from shardkit.writers.removed import OF_DOCUMENT, Lowest, RemovedFile, beginnings, described, without_text
-from shardkit.writers.runs import DEFAULT_LIMITS, payload_ends
+from shardkit.writers.rows.documents import content_ranks, pack_strings, text_digests, unpack_strings
+from shardkit.writers.rows.dropped_file import (
+    OF_DOCUMENT,
+    Lowest,
+    RemovedFile,
+    beginnings,
+    described,
+    without_text,
+)
 
 DUPLICATES_FILE = "duplicates.parquet"
 
@@ -85,7 +92,7 @@ class TwinsFile:
     ) -> None:
         """Add documents of a batch (DOCUMENT_SCHEMA) that go.
 
-        `outcomes` (removals.OUTCOME) say which documents stay for them; None: nothing is left of them.
+        `outcomes` (outcomes.OUTCOME) say which documents stay for them; None: nothing is left of them.
         """
         if not len(rows):
             return

@@ -1,7 +1,7 @@
 """Documents with equal keys (hashes of their text or of its words), found partition by partition.
 
 A key is 128 bits; two different texts share one with probability 10^-19 among 10^10 documents. Among equal
-keys the winner is the document of the lowest source, then of the lowest content rank (writers/documents.py).
+keys the winner is the document of the lowest source, then of the lowest content rank (rows/documents.py).
 In the order "longest_of_source" the longest text comes between these two, in the order "longest" before them.
 Neither the number of partitions nor names and order of files change which text stays.
 
@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.writers.exchange import Slice, Table
+from shardkit.writers.exchange.exchange import Slice, Table
 
 KEYS = Table(
     "keys.run",

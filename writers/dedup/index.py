@@ -44,6 +44,7 @@ from pydantic import Field, ValidationError
 from shardkit.errors import BuildError, RecipeError
 from shardkit.files import load_json
 from shardkit.hashing import digest_of, hash_bytes
+from shardkit.settings import StrictModel
 from shardkit.storage.object_file import open_object
 from shardkit.storage.resilient import connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
@@ -59,15 +60,14 @@ from shardkit.writers.dedup.population import (
 from shardkit.writers.dedup.shingle_store import SET, SETS_FILE, SHINGLES_FILE
 from shardkit.writers.dedup.signatures import band_keys, bands_and_rows, sign_batch
 from shardkit.writers.dedup.tables import CHUNK_ROWS, HEADER_BYTES, RowFile, Rows
-from shardkit.writers.digests import MemoryBytes
-from shardkit.writers.exchange import RunWriter, Segment
+from shardkit.writers.exchange.exchange import RunWriter, Segment
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.checked_ranges import CheckedRanges
 from shardkit.writers.execution.commit import BLOCK_BYTES, Commit, Output, block_hashes
+from shardkit.writers.execution.digests import MemoryBytes
 from shardkit.writers.execution.stage import RunTasks, Stage
 from shardkit.writers.kernels.shingles import shingle_batch
 from shardkit.writers.kernels.words import normalization_version
-from shardkit.writers.settings import StrictModel
 
 INDEX_PART_FILES = (
     DOCUMENTS_FILE,

@@ -2,7 +2,7 @@
 
 What is said of lines holds for paragraphs, and for the windows of words by which shared spans are found
 (kernels/line_units.py). Of the documents that contain a line, the `keep` ones of highest priority (lowest
-source, then lowest content rank, writers/documents.py) keep it, at every place; all others lose it. So the
+source, then lowest content rank, rows/documents.py) keep it, at every place; all others lose it. So the
 result is a property of the texts, independent of their names and of how they are cut into files, splits and
 partitions. The probability
 that any two of n different lines share their 128-bit hash, so that one is cut in error, is n^2 / 2^129:
@@ -42,8 +42,7 @@ import pyarrow as pa
 from shardkit.writers.dedup.config import LinesDedupConfig
 from shardkit.writers.dedup.duplicates import TwinsFile
 from shardkit.writers.dedup.exact import partition_bounds, repeated, row_batches
-from shardkit.writers.dedup.population import SplitDocuments
-from shardkit.writers.dedup.removals import (
+from shardkit.writers.dedup.outcomes import (
     OUTCOME,
     SplitRemovals,
     SplitRows,
@@ -53,22 +52,23 @@ from shardkit.writers.dedup.removals import (
     latest_outcomes,
     write_tables,
 )
+from shardkit.writers.dedup.population import SplitDocuments
 from shardkit.writers.dedup.tables import Rows, RowsWriter
-from shardkit.writers.digests import MemoryBytes, RecipeKey
-from shardkit.writers.documents import (
+from shardkit.writers.exchange.exchange import Limits, RunWriter, Slice, Table, exchange
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
+from shardkit.writers.execution.stage import RunTasks, Stage, partition_name
+from shardkit.writers.kernels.line_units import Units, cut_spans, cut_units, find_spans, find_units
+from shardkit.writers.kernels.text_arrays import text_offsets, text_pieces
+from shardkit.writers.rows.documents import (
     DOCUMENT_OPTIONS,
     DOCUMENT_SCHEMA,
     content_ranks,
     text_digests,
 )
-from shardkit.writers.exchange import Limits, RunWriter, Slice, Table, exchange
-from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.commit import Commit
-from shardkit.writers.execution.stage import RunTasks, Stage, partition_name
-from shardkit.writers.kernels.line_units import Units, cut_spans, cut_units, find_spans, find_units
-from shardkit.writers.kernels.text_arrays import text_offsets, text_pieces
-from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.runs import DEFAULT_LIMITS
+from shardkit.writers.rows.ledger import Count, Ledger
 
 CHUNK_ROWS = 1 << 19  # at most, in which a split's own lines are compared
 

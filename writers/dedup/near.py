@@ -32,6 +32,14 @@ from shardkit.writers.dedup.compare import PairRule
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS, find_copies, partition_bounds
 from shardkit.writers.dedup.index import DedupIndex, key_runs
+from shardkit.writers.dedup.outcomes import (
+    OUTCOMES,
+    SplitRemovals,
+    SplitTable,
+    by_split,
+    document_keys,
+    write_tables,
+)
 from shardkit.writers.dedup.population import (
     PARTS,
     PARTS_FILE,
@@ -40,14 +48,6 @@ from shardkit.writers.dedup.population import (
     Population,
     PopulationFile,
     SplitDocuments,
-)
-from shardkit.writers.dedup.removals import (
-    OUTCOMES,
-    SplitRemovals,
-    SplitTable,
-    by_split,
-    document_keys,
-    write_tables,
 )
 from shardkit.writers.dedup.resolve import EQUALS, LOSERS_FILE, WINNERS_FILE, Resolved, resolve
 from shardkit.writers.dedup.shingle_store import GUESTS, OWN, SHINGLES
@@ -59,15 +59,15 @@ from shardkit.writers.dedup.signatures import (
     bands_and_rows,
 )
 from shardkit.writers.dedup.verify import VERIFY, VerifiedBlock, block_bits
-from shardkit.writers.digests import MemoryBytes
-from shardkit.writers.exchange import RunWriter, Slice, exchange
+from shardkit.writers.exchange.exchange import RunWriter, Slice, exchange
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.digests import MemoryBytes
 from shardkit.writers.execution.engine import InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.stage import RunTasks, Stage, partition_name
 from shardkit.writers.execution.work import Work
-from shardkit.writers.runs import DEFAULT_LIMITS, Limits
 
 
 @dataclass(frozen=True)

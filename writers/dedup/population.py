@@ -3,7 +3,7 @@
 A *part* is a folder of files with one row a document, in the same order: a split of the inputs, or an index
 of another corpus. Documents are numbered through all parts (`number`); a number is a
 handle and never decides who wins. Priority does: documents of an index come before all others, then the
-lowest source, the longest text, the lowest content rank (writers/documents.py).
+lowest source, the longest text, the lowest content rank (rows/documents.py).
 
     documents.npy    DOCUMENT, as many rows as the part has documents
     signatures.npy   uint32[n, permutations]
@@ -46,7 +46,7 @@ LANGUAGE_CODE = np.uint16  # models have up to some thousands of labels
 
 @dataclass(frozen=True, slots=True)
 class LanguageLabels:
-    """Where the languages of a split's documents lie (writers/languages.py).
+    """Where the languages of a split's documents lie (writers/stages/languages.py).
 
     `labels` are what `codes` stand for; `rows` leads from documents left after line dedup to their codes.
     """

@@ -34,17 +34,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.writers.dedup.outcomes import GROUP_SIZES, OUTCOMES, count_groups, document_keys, outcomes
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part
-from shardkit.writers.dedup.removals import GROUP_SIZES, OUTCOMES, count_groups, document_keys, outcomes
 from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows
 from shardkit.writers.dedup.verify import EDGES, WAITING
-from shardkit.writers.digests import MemoryBytes
-from shardkit.writers.exchange import RunWriter, Slice, Table, exchange
+from shardkit.writers.exchange.exchange import RunWriter, Slice, Table, exchange
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.digests import MemoryBytes
 from shardkit.writers.execution.stage import RunTasks, Stage
 from shardkit.writers.kernels.numba_support import Bools, Int64s, kernel
-from shardkit.writers.runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits
 
 LOSERS_FILE = "losers.npy"
 

@@ -36,6 +36,7 @@ import xxhash
 from shardkit.writers.dedup.bands import BANDS, optimal_parameters
 from shardkit.writers.dedup.config import FieldScope, MinHashConfig, NearDedupConfig, Scope
 from shardkit.writers.dedup.exact import KEYS
+from shardkit.writers.dedup.outcomes import Removed, SplitRemovals
 from shardkit.writers.dedup.population import (
     DOCUMENT,
     DOCUMENTS_FILE,
@@ -44,17 +45,16 @@ from shardkit.writers.dedup.population import (
     LanguageLabels,
     Part,
 )
-from shardkit.writers.dedup.removals import Removed, SplitRemovals
 from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter
-from shardkit.writers.digests import MemoryBytes, RecipeKey
-from shardkit.writers.documents import content_ranks, text_digests
-from shardkit.writers.exchange import RunWriter, Slice, StepReader, Table
+from shardkit.writers.exchange.exchange import RunWriter, Slice, StepReader, Table
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
 from shardkit.writers.execution.stage import Stage
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt32s, UInt64s, int64, kernel
 from shardkit.writers.kernels.shingles import UNITS, make_shingle_scratch, next_shingles
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.words import UNSPACED_CLASS, CharacterTables, character_tables, composed
+from shardkit.writers.rows.documents import content_ranks, text_digests
 
 _EMPTY = np.uint32(0xFFFFFFFF)
 

@@ -26,11 +26,11 @@ import numpy.typing as npt
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.compare import PairRule, compare_pairs
 from shardkit.writers.dedup.shingle_store import Sets, read_sets
-from shardkit.writers.digests import MemoryBytes, RecipeKey
-from shardkit.writers.exchange import Batch, RunWriter, Slice, Table
+from shardkit.writers.exchange.exchange import Batch, RunWriter, Slice, Table
+from shardkit.writers.exchange.sorted_runs import joined
+from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
 from shardkit.writers.execution.stage import Stage
 from shardkit.writers.kernels.sorting import sort_pairs
-from shardkit.writers.runs import joined
 
 _MOST_BLOCK_BITS = 24
 

@@ -35,9 +35,9 @@ OUTSIDE_TASKS = (
     # Modules that start, estimate, show and explain builds.
     "shardkit.__main__",
     "shardkit.cli",
-    "shardkit.facts",
+    "shardkit.display",
     "shardkit.writers.estimate",
-    "shardkit.writers.maintenance",
+    "shardkit.writers.explain",
     "shardkit.writers.stages.needs",
     "shardkit.writers.train_classifier",
     "shardkit.writers.train_perplexity",
@@ -45,14 +45,12 @@ OUTSIDE_TASKS = (
     "shardkit.writers.card",
     "shardkit.writers.pipeline",
     "shardkit.writers.report",
-    "shardkit.writers.result",
 )
 # Second, modules that task functions use, each with the reason why it decides nothing.
 DECIDES_NO_BYTE = {
     "shardkit.publish": "moves finished files; every build looks anew at what is there",
     "shardkit.storage": "moves objects; a task's digest holds the digest of every object that it reads",
-    "shardkit.writers.publish": "moves finished files, as above",
-    "shardkit.writers.progress": "tells how far tasks are",
+    "shardkit.writers.stages.publish": "moves finished files, as above",
     "shardkit.writers.execution": "runs tasks and finds their files, whose hashes are in their commits",
 }
 # Distributions that are not installed are left out. Transports (boto3, fsspec) decide no byte, as above.

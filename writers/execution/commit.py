@@ -23,7 +23,7 @@ from shardkit.hashing import digest_of
 from shardkit.manifest import checked_basename
 from shardkit.writers.execution.artifacts import Artifact, BinaryFile, RemoteFiles
 from shardkit.writers.execution.code_version import code_version
-from shardkit.writers.ledger import Ledger
+from shardkit.writers.rows.ledger import Ledger
 
 CONTENT_HASH = "xxh3_128"
 BLOCK_BYTES = 1 << 18  # unit in which files in stores are read and checked; 12 bytes of a commit each

@@ -28,10 +28,10 @@ from shardkit.errors import BuildError, warn_user
 from shardkit.files import Closing
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.processes import ONE_THREAD, RESUME, Processes, WorkerProcess
+from shardkit.writers.execution.progress import PULSE, News
 from shardkit.writers.execution.stage import Task, TaskFailedError
 from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work, run_task
-from shardkit.writers.progress import PULSE, News
 
 __all__ = [
     "MAX_WORKERS",

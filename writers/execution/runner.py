@@ -31,11 +31,11 @@ from shardkit.storage.store import StoreError
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.engine import Engine
 from shardkit.writers.execution.lease import LEASE_SECONDS, DriverLease
+from shardkit.writers.execution.progress import News, Pulse, StageProgress
 from shardkit.writers.execution.stage import Task
 from shardkit.writers.execution.task_queue import TaskQueue
 from shardkit.writers.execution.work import Work, run_task, with_fallbacks
-from shardkit.writers.ledger import Count
-from shardkit.writers.progress import News, Pulse, StageProgress
+from shardkit.writers.rows.ledger import Count
 
 
 class Journal:

@@ -37,9 +37,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from shardkit.errors import BuildError
 from shardkit.hashing import digest_of
-from shardkit.writers.digests import deciding, markers_of
 from shardkit.writers.execution.code_version import code_version
 from shardkit.writers.execution.commit import Commit, task_key
+from shardkit.writers.execution.digests import deciding, markers_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

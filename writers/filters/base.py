@@ -27,12 +27,12 @@ from pydantic import Field, StringConstraints, model_validator
 
 from shardkit.errors import RecipeError
 from shardkit.files import FileVersion, file_version
-from shardkit.writers.settings import WHITE_SPACE, StrictModel
+from shardkit.settings import WHITE_SPACE, StrictModel
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
 
 
 _Loaded = TypeVar("_Loaded")
@@ -84,7 +84,7 @@ class WordSettings(FilterSettings):
     def build(self, folder: Path) -> Filter | Editor:
         """See FilterSettings.build."""
         if self.words != WHITE_SPACE:
-            from shardkit.writers.filters.text_batch import load_splitter
+            from shardkit.writers.filters.batch import load_splitter
 
             load_splitter(self.words)
         return super().build(folder)

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from shardkit.settings import FieldName, Listed, StrictModel
 from shardkit.writers.filters.base import FilterSettings, Rule
 from shardkit.writers.filters.fasttext import ClassifierConfig, ClassifierFilter
-from shardkit.writers.settings import FieldName, Listed, StrictModel
 
 if TYPE_CHECKING:
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
 
 
 class BucketScore(StrictModel):

@@ -36,10 +36,10 @@ from shardkit.errors import RecipeError
 from shardkit.files import FileVersion, file_version
 from shardkit.writers.filters.base import Editor, Filter, FilterSettings, Rule, SideOutput
 from shardkit.writers.filters.fasttext import OTHERS, LanguageConfig
-from shardkit.writers.recipe_yaml import load_yaml
+from shardkit.yaml_file import load_yaml
 
 if TYPE_CHECKING:
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
 
 
 Overrides = Mapping[str, Mapping[str, Any]]

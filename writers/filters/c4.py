@@ -21,7 +21,7 @@ from pydantic import Field
 from shardkit.writers.filters.base import Edit, FilterSettings, Rule, below
 
 if TYPE_CHECKING:
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
 
 
 class C4QualityEditor(FilterSettings):

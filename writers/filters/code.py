@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import Field
 
+from shardkit.settings import FieldName, Listed, Ratio
 from shardkit.writers.filters.base import FilterSettings, Rule, above, below
-from shardkit.writers.settings import FieldName, Listed, Ratio
 
 if TYPE_CHECKING:
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
 
 
 # Files of prose, markup and data, whose lines may be long.

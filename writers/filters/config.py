@@ -27,6 +27,7 @@ from pydantic import (
     model_validator,
 )
 
+from shardkit.settings import FieldName, StrictModel
 from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.bounds import LengthFilter, RatiosFilter
 from shardkit.writers.filters.buckets import BucketsConfig
@@ -45,7 +46,6 @@ from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.filters.url_lists import UrlListsConfig
 from shardkit.writers.filters.user import PythonConfig
 from shardkit.writers.filters.word_lists import BadWordsConfig, StopWordsConfig
-from shardkit.writers.settings import FieldName, StrictModel
 
 _ByLanguage = dict[FieldName, dict[FieldName, Any]]
 _BY_LANGUAGE_SCHEMA = {

@@ -32,6 +32,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from shardkit.errors import RecipeError
 from shardkit.files import FileVersion
+from shardkit.settings import Listed, StrictModel
 from shardkit.writers.filters.base import Edit, FilterSettings, Rule, above, version_of
 from shardkit.writers.filters.evaluations import (
     WORDS,
@@ -44,12 +45,11 @@ from shardkit.writers.filters.evaluations import (
     report_rows,
 )
 from shardkit.writers.filters.questions import QuestionFilter, QuestionsConfig
-from shardkit.writers.settings import Listed, StrictModel
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
 
 
 _OF_RUNS = ("ngram", "min_item_words", "min_matches")  # settings that `questions` has no use for

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import Field
 
+from shardkit.settings import FieldName, Listed, Ratio
 from shardkit.writers.filters.base import FilterSettings, Rule, above, below, ratio
 from shardkit.writers.filters.gopher import NgramBound
-from shardkit.writers.settings import FieldName, Listed, Ratio
 
 if TYPE_CHECKING:
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
 
 
 class DolmaQualityFilter(FilterSettings):

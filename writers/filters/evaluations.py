@@ -13,10 +13,10 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from shardkit.errors import RecipeError
 from shardkit.files import load_json
-from shardkit.writers.settings import FieldName, Listed, StrictModel
+from shardkit.settings import FieldName, Listed, StrictModel
 
 if TYPE_CHECKING:
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
 
 
 WORDS = re.compile(r"\w+")

@@ -28,11 +28,11 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.files import FileVersion
 from shardkit.hashing import hash_file
+from shardkit.settings import FieldName, Listed, Ratio
 from shardkit.writers.filters.base import FilterSettings, Rule, version_of
-from shardkit.writers.settings import FieldName, Listed, Ratio
 
 if TYPE_CHECKING:
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
     from shardkit.writers.kernels.fasttext import FastTextScorer
     from shardkit.writers.kernels.numba_support import Float32s, Int64s
 
@@ -52,7 +52,7 @@ LANGUAGES = frozenset(_CODES.split())
 
 
 OTHERS = "default"  # the key of what is said of languages that are not named
-_MOST_LANGUAGES = 1 << 16  # `writers/languages.py` counts them by a code of 16 bits
+_MOST_LANGUAGES = 1 << 16  # `writers/stages/languages.py` counts them by a code of 16 bits
 _SCORES_AT_ONCE = 1 << 22  # 16 MiB of scores: a batch in a model of 2,000 labels would have many times more
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
+from shardkit.settings import Ratio
 from shardkit.writers.filters.base import Rule, WordSettings, above, ratio
-from shardkit.writers.settings import Ratio
 
 if TYPE_CHECKING:
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
 
 
 class FinewebQualityFilter(WordSettings):

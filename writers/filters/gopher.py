@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
+from shardkit.settings import WHITE_SPACE, FieldName, Listed, Ratio
 from shardkit.writers.filters.base import Rule, WordSettings, above, below, ratio
-from shardkit.writers.settings import WHITE_SPACE, FieldName, Listed, Ratio
 
 if TYPE_CHECKING:
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
 
 
 # [n, most]; in strict mode a list is not accepted for a tuple unless the field says so. Copies of an n-gram

@@ -34,11 +34,11 @@ from pydantic import Field
 
 from shardkit.errors import RecipeError
 from shardkit.files import FileVersion
+from shardkit.settings import FieldName
 from shardkit.writers.filters.base import FilterSettings, Rule, above, version_of
-from shardkit.writers.settings import FieldName
 
 if TYPE_CHECKING:
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
     from shardkit.writers.kernels.kenlm import KenlmScorer
 
 

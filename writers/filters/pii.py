@@ -22,13 +22,13 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from shardkit.settings import FieldName, Listed
 from shardkit.writers.filters.base import Edit, FilterSettings, above
-from shardkit.writers.settings import FieldName, Listed
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
 
 
 Spans = Iterator[tuple[int, int]]

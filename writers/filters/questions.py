@@ -45,6 +45,7 @@ from pydantic import Field
 
 from shardkit.errors import RecipeError
 from shardkit.files import FileVersion
+from shardkit.settings import Ratio, StrictModel
 from shardkit.writers.filters.base import Rule, version_of
 from shardkit.writers.filters.evaluations import (
     EvaluationConfig,
@@ -55,12 +56,11 @@ from shardkit.writers.filters.evaluations import (
     read_records,
     report_rows,
 )
-from shardkit.writers.settings import Ratio, StrictModel
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
     from shardkit.writers.kernels.question_clusters import QuestionGrams
     from shardkit.writers.kernels.shingles import Ngrams
 

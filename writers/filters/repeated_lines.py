@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from shardkit.settings import Ratio
 from shardkit.writers.filters.base import Edit, FilterSettings, above, ratio
-from shardkit.writers.settings import Ratio
 
 if TYPE_CHECKING:
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
     from shardkit.writers.kernels.line_units import Units
 
 

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator, Field, model_validator
 
+from shardkit.settings import Bounds, FieldName, Listed, Source
 from shardkit.writers.filters.base import FilterSettings, Rule
-from shardkit.writers.settings import Bounds, FieldName, Listed, Source
 
 if TYPE_CHECKING:
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
 
 
 MISSING = "missing"

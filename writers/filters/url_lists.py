@@ -22,11 +22,11 @@ import numpy.typing as npt
 import xxhash
 from pydantic import Field, model_validator
 
+from shardkit.settings import FieldName, Listed
 from shardkit.writers.filters.base import FilterSettings, Rule, load_list
-from shardkit.writers.settings import FieldName, Listed
 
 if TYPE_CHECKING:
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
 
 
 _WORDS = re.compile(r"[^a-z0-9]+")

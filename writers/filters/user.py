@@ -1,6 +1,6 @@
 """Filters that users write: any function over an Arrow record batch.
 
-The function receives the remaining documents (columns of `DOCUMENT_SCHEMA` in `documents.py`, the text as
+The function receives the remaining documents (columns of `DOCUMENT_SCHEMA`, rows/documents.py, the text as
 edited so far) and the recipe's parameters as keyword arguments. It returns, for each row, whether the
 document stays (a boolean Arrow array, NumPy array or list without nulls), or, if the recipe lists `reasons`,
 one of them, or null or "" for a document that stays. It must be a pure function of its batch, because batch
@@ -23,14 +23,14 @@ import numpy.typing as npt
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from shardkit.errors import BuildError, RecipeError
+from shardkit.settings import FieldName, Listed
 from shardkit.writers.filters.base import FilterSettings, Rule
 from shardkit.writers.kernels.numba_support import load_extensions
-from shardkit.writers.settings import FieldName, Listed
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
 
 
 def _function_name(name: str) -> str:

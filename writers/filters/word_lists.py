@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from shardkit.settings import FieldName, Listed, Ratio
 from shardkit.writers.filters.base import FilterSettings, Rule, below, load_list, ratio
-from shardkit.writers.settings import FieldName, Listed, Ratio
 
 if TYPE_CHECKING:
-    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.filters.batch import TextBatch
     from shardkit.writers.kernels.phrases import Phrases
 
 

@@ -36,9 +36,9 @@ from shardkit.errors import MissingExtraError, RecipeError
 from shardkit.files import load_json
 from shardkit.formats.tokenizer_file import find_tokenizer, special_tokens, tokenizer_config
 from shardkit.hashing import digest_of
-from shardkit.writers.input_config import misused_variables
 from shardkit.writers.inputs.fields import MISSING, field_at
-from shardkit.writers.recipe import InputConfig, Recipe
+from shardkit.writers.recipe.inputs import misused_variables
+from shardkit.writers.recipe.recipe import InputConfig, Recipe
 
 if TYPE_CHECKING:
     from shardkit.writers.inputs.chat_prefixes import Prefixes

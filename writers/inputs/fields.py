@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 
 from shardkit.errors import RecipeError, warn_user
 from shardkit.writers.inputs.scan import Split
-from shardkit.writers.recipe import InputConfig
+from shardkit.writers.recipe.recipe import InputConfig
 
 MISSING: Any = object()
 MAX_DEPTH = 400  # of values inside each other; Python's own limit is 1,000 calls

@@ -52,7 +52,7 @@ from shardkit.writers.inputs.patterns import (
     is_glob,
     key_matches,
 )
-from shardkit.writers.recipe import InputConfig, Recipe
+from shardkit.writers.recipe.recipe import InputConfig, Recipe
 
 _STORES = 16
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"

@@ -22,10 +22,10 @@ from functools import partial
 
 import zstandard
 
+from shardkit.encodings import BAD, GUESS, REPLACEMENT, decode, encoding_of
 from shardkit.errors import MissingExtraError
-from shardkit.writers.encodings import BAD, GUESS, REPLACEMENT, decode, encoding_of
-from shardkit.writers.input_config import ExtractConfig, ResiliparseOptions, TrafilaturaOptions
 from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look
+from shardkit.writers.recipe.inputs import ExtractConfig, ResiliparseOptions, TrafilaturaOptions
 
 _CHUNK = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r\n")
 _CUT_CHUNK = re.compile(rb"[0-9a-fA-F]{1,8}[ \t]*(?:;[^\r\n]*)?\r?")  # a head that the body ends in

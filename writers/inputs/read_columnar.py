@@ -21,13 +21,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from shardkit.writers.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
 from shardkit.writers.inputs.chat import without_nulls
 from shardkit.writers.inputs.fields import column_at, type_at
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.first_bytes import HEAD_BYTES, look, raise_if_pointer
 from shardkit.writers.inputs.records import RecordSink
-from shardkit.writers.recipe import InputConfig
+from shardkit.writers.recipe.recipe import InputConfig
+from shardkit.writers.rows.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
 
 # Arrow reports damage as ArrowException (a ValueError or its kin) or as OSError without an errno.
 _DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, NotImplementedError)

@@ -38,7 +38,7 @@ from shardkit.writers.inputs.fields import MISSING, field_at
 from shardkit.writers.inputs.files import InputFile, open_input
 from shardkit.writers.inputs.lines import PieceReader
 from shardkit.writers.inputs.records import RecordSink
-from shardkit.writers.recipe import InputConfig
+from shardkit.writers.recipe.recipe import InputConfig
 
 _MAX_MEMBERS = 4096  # of one sample of a tar; honest ones have a few
 _SHOWN = 20

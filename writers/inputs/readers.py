@@ -20,7 +20,6 @@ from pathlib import Path
 import pyarrow as pa
 
 from shardkit.errors import BuildError, RecipeError
-from shardkit.writers.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
 from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.decompress import ContainerError
 from shardkit.writers.inputs.fields import NamedFields
@@ -32,8 +31,9 @@ from shardkit.writers.inputs.read_json import read_json, read_values, take_json
 from shardkit.writers.inputs.read_shards import read_mds, read_wds
 from shardkit.writers.inputs.records import LimitReachedError, OtherFormatError, RecordSink, SuspectDataError
 from shardkit.writers.inputs.scan import Split
-from shardkit.writers.ledger import Ledger, Quarantine, check_bad_fraction
-from shardkit.writers.recipe import InputConfig
+from shardkit.writers.recipe.recipe import InputConfig
+from shardkit.writers.rows.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
+from shardkit.writers.rows.ledger import Ledger, Quarantine, check_bad_fraction
 
 __all__ = ["SuspectDataError", "SuspectFilesError", "read_parts", "read_split", "within_memory"]
 

@@ -14,14 +14,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from shardkit.writers.documents import (
-    BATCH_DOCUMENTS,
-    BATCH_TEXT_BYTES,
-    DOCUMENT_SCHEMA,
-    MARKED_SCHEMA,
-    document_ids,
-)
-from shardkit.writers.encodings import GUESS, REPLACEMENT, encoding_of, to_utf8
+from shardkit.encodings import GUESS, REPLACEMENT, encoding_of, to_utf8
 from shardkit.writers.inputs.chat import ChatError, Masking
 from shardkit.writers.inputs.decompress import (
     ConfirmedMembers,
@@ -36,8 +29,15 @@ from shardkit.writers.inputs.first_bytes import HEAD_BYTES, compression_in, look
 from shardkit.writers.inputs.pages import decode_page, main_text_by
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.ledger import BadRecord, Count, Ledger, Quarantine, snippet_of
-from shardkit.writers.recipe import InputConfig
+from shardkit.writers.recipe.recipe import InputConfig
+from shardkit.writers.rows.documents import (
+    BATCH_DOCUMENTS,
+    BATCH_TEXT_BYTES,
+    DOCUMENT_SCHEMA,
+    MARKED_SCHEMA,
+    document_ids,
+)
+from shardkit.writers.rows.ledger import BadRecord, Count, Ledger, Quarantine, snippet_of
 
 _HEAD_BYTES = 256
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -29,11 +29,11 @@ from typing import Annotated, Any
 
 import xxhash
 
+from shardkit.encodings import GUESS, encoding_of
 from shardkit.errors import BuildError, RecipeError, warn_user
 from shardkit.hashing import digest_of
 from shardkit.storage.store import StorageOptions
-from shardkit.writers.digests import DecidesNoByte, RecipeKey
-from shardkit.writers.encodings import GUESS, encoding_of
+from shardkit.writers.execution.digests import DecidesNoByte, RecipeKey
 from shardkit.writers.inputs.cuts import UNCOUNTED, Cut, KeptCuts, read_cuts, unreadable_cut
 from shardkit.writers.inputs.decompress import COMPRESSIONS
 from shardkit.writers.inputs.files import (
@@ -45,7 +45,7 @@ from shardkit.writers.inputs.files import (
     open_input,
     version_now,
 )
-from shardkit.writers.recipe import InputConfig, Recipe
+from shardkit.writers.recipe.recipe import InputConfig, Recipe
 
 __all__ = [
     "CUTS_NOTE",

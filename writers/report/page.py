@@ -14,6 +14,7 @@ from typing import Any
 
 from shardkit.card import Count, DatasetCard, FilterFacts, Histogram, InputFacts, LanguageCounts
 from shardkit.order.token_mask import LONGEST_PERIOD
+from shardkit.settings import TRAIN
 from shardkit.units import format_bytes
 from shardkit.writers.report.dedup import render_dedup
 from shardkit.writers.report.html import (
@@ -32,8 +33,7 @@ from shardkit.writers.report.html import (
     text,
     tiles,
 )
-from shardkit.writers.result import BuildResult
-from shardkit.writers.settings import TRAIN
+from shardkit.writers.report.result import BuildResult
 
 _MOST_LANGUAGES = 30
 _LOSSES = 3  # in the headline

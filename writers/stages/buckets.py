@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from shardkit.hashing import digest_of
-from shardkit.writers.dedup.removals import SplitRemovals
-from shardkit.writers.digests import plain
+from shardkit.writers.dedup.outcomes import SplitRemovals
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.digests import plain
 from shardkit.writers.execution.stage import Stage
-from shardkit.writers.recipe import Recipe
+from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.labels import BUCKETS_FILE, Buckets, read_scores, score_rows
 from shardkit.writers.stages.needs import Needs

@@ -10,7 +10,7 @@ The folder of a task receives
   languages.npy     with a language filter: the language of each kept document (languages.py)
   buckets.npy       with a buckets filter: the scores of each kept document (buckets.py)
   dropped.parquet  with filters: the documents that they drop, and why (removed.py)
-  annotations.parquet  with `annotate`: the value of every filter for every document (annotations.py)
+  annotations.parquet  with `annotate`: the value of every filter for every document (rows/annotations.py)
 Memory is one batch, one record and a run of keys, for a split of any size.
 
 A split whose task fails in every attempt, by an error, by ending its process or by taking too long, ends the
@@ -36,28 +36,19 @@ import orjson
 import pyarrow as pa
 
 from shardkit.errors import BuildError
-from shardkit.writers.annotations import ANNOTATIONS_FILE, AnnotationFile
 from shardkit.writers.dedup.exact import KEYS
-from shardkit.writers.dedup.removals import SplitRemovals
+from shardkit.writers.dedup.outcomes import SplitRemovals
 from shardkit.writers.dedup.signatures import word_keys
 from shardkit.writers.dedup.urls import URL_KEYS, Tracking, url_keys
-from shardkit.writers.digests import DecidesNoByte, MemoryBytes, RecipeKey
-from shardkit.writers.documents import (
-    DOCUMENT_OPTIONS,
-    DOCUMENT_SCHEMA,
-    DOCUMENTS_FILE,
-    MARKED_SCHEMA,
-    content_ranks,
-    text_digests,
-)
-from shardkit.writers.exchange import RunWriter
+from shardkit.writers.exchange.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.digests import DecidesNoByte, MemoryBytes, RecipeKey
+from shardkit.writers.execution.progress import PULSE
 from shardkit.writers.execution.stage import Fallback, RunTasks, Stage
 from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.buckets import BucketsConfig
-from shardkit.writers.filters.chain import FilterChain, Filtered
-from shardkit.writers.funnel import FilterCounts
+from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.fields import NamedFields, check_named_fields, warn_of_notes
 from shardkit.writers.inputs.files import version_now
@@ -65,8 +56,20 @@ from shardkit.writers.inputs.readers import SuspectDataError, SuspectFilesError,
 from shardkit.writers.inputs.scan import Split, hash_split, parts_of
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.kernels.words import normalization_version
-from shardkit.writers.languages import LANGUAGES_FILE, LanguageFile
-from shardkit.writers.ledger import (
+from shardkit.writers.recipe.recipe import InputConfig, Recipe
+from shardkit.writers.rows.annotations import ANNOTATIONS_FILE, AnnotationFile
+from shardkit.writers.rows.documents import (
+    DOCUMENT_OPTIONS,
+    DOCUMENT_SCHEMA,
+    DOCUMENTS_FILE,
+    MARKED_SCHEMA,
+    content_ranks,
+    text_digests,
+)
+from shardkit.writers.rows.dropped_file import DROPPED_FILE, DroppedFile
+from shardkit.writers.rows.filtered import Filtered
+from shardkit.writers.rows.funnel import FilterCounts
+from shardkit.writers.rows.ledger import (
     FAILED_SPLIT,
     BadRecord,
     Count,
@@ -75,14 +78,12 @@ from shardkit.writers.ledger import (
     check_bad_fraction,
     first_of,
 )
-from shardkit.writers.progress import PULSE
-from shardkit.writers.recipe import InputConfig, Recipe
-from shardkit.writers.removed import DROPPED_FILE, DroppedFile
-from shardkit.writers.score_tables import ScoreTable
 from shardkit.writers.stages.flow import Build, Cleaned, Documents, Step
 from shardkit.writers.stages.labels import BUCKETS_FILE, BucketFile, Buckets
+from shardkit.writers.stages.languages import LANGUAGES_FILE, LanguageFile
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
 from shardkit.writers.stages.record_counts import count_records
+from shardkit.writers.stages.score_tables import ScoreTable
 
 QUARANTINE_FILE = "quarantine.jsonl"
 
@@ -302,7 +303,7 @@ def _clean(
     failure: str | None = None,
 ) -> Cleaned:
     ledger, fields = Ledger(), [NamedFields(settings.input) for _ in split.parts]
-    counts = FilterCounts.of_chain(chain)
+    counts = FilterCounts.of_rules(chain.reasons, chain.edits)
     allowed = settings.max_bad_fraction if failure is None else 1.0
     schema = DOCUMENT_SCHEMA if masking is None else MARKED_SCHEMA
     versions = [version_now(part.input) for part in split.parts]

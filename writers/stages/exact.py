@@ -2,7 +2,7 @@
 
 Cleaning wrote a key of each document (`dedup/exact.py`), with `dedup.url` one of its URL (`dedup/urls.py`).
 Each task takes a partition of the keys of all splits and decides; its outcomes go back to the splits
-(`dedup/removals.py`). The number of partitions follows from the number of documents.
+(`dedup/outcomes.py`). The number of partitions follows from the number of documents.
 
 What lost to an equal URL must not win over an equal text: stage `url_left`, a task a split, writes the keys
 of the documents that are left, with the number of documents that each stands for.
@@ -20,7 +20,7 @@ import numpy as np
 
 from shardkit.errors import RecipeError
 from shardkit.writers.dedup.exact import KEYS, WEIGHTED_KEYS, Order, find_copies, partition_bounds
-from shardkit.writers.dedup.removals import (
+from shardkit.writers.dedup.outcomes import (
     GROUP_SIZES,
     OUTCOME,
     OUTCOMES,
@@ -33,12 +33,12 @@ from shardkit.writers.dedup.removals import (
     write_tables,
 )
 from shardkit.writers.dedup.urls import URL_KEYS
-from shardkit.writers.digests import MemoryBytes
-from shardkit.writers.exchange import RunWriter, Slice, Table, exchange
+from shardkit.writers.exchange.exchange import RunWriter, Slice, Table, exchange
+from shardkit.writers.exchange.sorted_runs import Limits
 from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.digests import MemoryBytes
 from shardkit.writers.execution.stage import RunTasks, Stage, partition_name
-from shardkit.writers.recipe import Recipe
-from shardkit.writers.runs import Limits
+from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.needs import Needs
 

@@ -19,25 +19,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardkit.card import Count, NearFacts
+from shardkit.settings import TRAIN
 from shardkit.writers.dedup.lines import ROWS_FILE
 from shardkit.writers.dedup.near import NearResult
+from shardkit.writers.dedup.outcomes import SplitRemovals, SplitTable
 from shardkit.writers.dedup.population import LanguageLabels, SplitDocuments
-from shardkit.writers.dedup.removals import SplitRemovals, SplitTable
-from shardkit.writers.documents import DOCUMENTS_FILE
+from shardkit.writers.exchange.sorted_runs import Limits
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.stage import RunTasks, Stage, Task
-from shardkit.writers.funnel import FilterCounts
 from shardkit.writers.inputs.scan import Split
-from shardkit.writers.languages import LANGUAGES_FILE
-from shardkit.writers.ledger import Ledger
-from shardkit.writers.recipe import Recipe
-from shardkit.writers.runs import Limits
-from shardkit.writers.score_tables import ScoreTable
-from shardkit.writers.settings import TRAIN
+from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.rows.documents import DOCUMENTS_FILE
+from shardkit.writers.rows.funnel import FilterCounts
+from shardkit.writers.rows.ledger import Ledger
 from shardkit.writers.stages.inputs import BuildInputs
 from shardkit.writers.stages.labels import BUCKETS_FILE, BucketLabels, Buckets
+from shardkit.writers.stages.languages import LANGUAGES_FILE
 from shardkit.writers.stages.needs import Needs, task_memory
+from shardkit.writers.stages.score_tables import ScoreTable
 
 
 @dataclass(frozen=True)

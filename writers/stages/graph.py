@@ -19,13 +19,13 @@ from typing import Any
 
 from shardkit.storage.s3_upload import PART_BYTES
 from shardkit.writers.execution.stage import RunTasks, Stage
-from shardkit.writers.publish import _TASK_BYTES, _TASK_FILES, UPLOAD
-from shardkit.writers.recipe import Recipe
+from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages import buckets, clean, exact, lines, near, removed, rows, scores, split, text
 from shardkit.writers.stages.flow import Build, Documents, Outputs, Step
 from shardkit.writers.stages.inputs import BuildInputs
 from shardkit.writers.stages.losses import check_losses
 from shardkit.writers.stages.needs import Corpus, Needs, StageNeeds
+from shardkit.writers.stages.publish import _TASK_BYTES, _TASK_FILES, UPLOAD
 from shardkit.writers.stages.tokenize import tokenizer_task
 
 DEDUPLICATING: Sequence[Step] = (

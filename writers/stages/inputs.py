@@ -15,15 +15,15 @@ from shardkit.hashing import digest_of, hash_file
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.writers.dedup.index import DedupIndex, open_index
-from shardkit.writers.digests import DecidesNoByte, RecipeKey
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.digests import DecidesNoByte, RecipeKey
 from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.inputs.chat import Masking
 from shardkit.writers.inputs.scan import Split, hash_splits, scan_inputs
 from shardkit.writers.inputs.small_files import group_small_files
-from shardkit.writers.recipe import InputConfig, Recipe, TiktokenConfig
-from shardkit.writers.runs import DEFAULT_LIMITS, Limits
-from shardkit.writers.tokenizer import Encoder, Ranges, load_encoder, tokenizer_digest
+from shardkit.writers.recipe.recipe import InputConfig, Recipe, TiktokenConfig
+from shardkit.writers.tokens.tokenizer import Encoder, Ranges, load_encoder, tokenizer_digest
 
 
 @dataclass(frozen=True)

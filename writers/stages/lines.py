@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from shardkit.writers.dedup import lines
 from shardkit.writers.dedup.lines import LINE_KEYS, LINE_LOSERS
-from shardkit.writers.dedup.removals import SplitRemovals
-from shardkit.writers.ledger import Count
+from shardkit.writers.dedup.outcomes import SplitRemovals
+from shardkit.writers.rows.ledger import Count
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from shardkit.card import Count, DedupFacts, GroupFacts, SourceLoss, StageLoss
 from shardkit.errors import BuildError
-from shardkit.writers.dedup.removals import GROUP_SIZES
+from shardkit.writers.dedup.outcomes import GROUP_SIZES
 from shardkit.writers.stages.flow import Documents
 
 ALARM_DOCUMENTS = 1000  # smaller inputs may lose any share of their documents

@@ -14,8 +14,8 @@ from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.dedup.near import EQUAL_WORDS, NEAR_REMOVED, NearResult, remove_near
+from shardkit.writers.dedup.outcomes import OUTCOMES
 from shardkit.writers.dedup.population import PARTS
-from shardkit.writers.dedup.removals import OUTCOMES
 from shardkit.writers.dedup.resolve import NEAR, NEAR_EQUAL, NEAR_KEPT, NEAR_LOST
 from shardkit.writers.dedup.shingle_store import GUESTS, OWN, SHINGLES
 from shardkit.writers.dedup.signatures import LOST, MAKE_BANDS, SIGN, bands_and_rows

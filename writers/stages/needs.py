@@ -18,11 +18,11 @@ from math import ceil, exp
 from typing import Any
 
 from shardkit.storage.object_file import FIRST_RANGE_BYTES, MOST_RANGE_BYTES
-from shardkit.writers.dedup.removals import SPLITS_PER_GROUP
+from shardkit.writers.dedup.outcomes import SPLITS_PER_GROUP
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits, Table
 from shardkit.writers.execution.stage import Stage
 from shardkit.writers.filters.scores import ScoresConfig
-from shardkit.writers.recipe import Recipe
-from shardkit.writers.runs import DEFAULT_LIMITS, EMPTY_BYTES, Limits, Table
+from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.selection import Selection
 
 DOCUMENTS = 0.43  # bytes of documents as they are stored, of a byte of kept text
@@ -143,7 +143,7 @@ class Needs:
     output_bytes: float = 0.0
 
     def by_split(self, stage: Stage[..., Any], table: Table, runs: int, rows: float) -> None:
-        """Add `removals.by_split`: one file for a group of splits."""
+        """Add `outcomes.by_split`: one file for a group of splits."""
         groups = ceil(self.corpus.splits / SPLITS_PER_GROUP)
         found = self.exchange(stage, table, runs, rows, groups)
         self.add(stage, groups, *self.slices(found, groups), files=1)

@@ -24,17 +24,19 @@ import pyarrow as pa
 from shardkit.card import Histogram
 from shardkit.errors import BuildError, ConservationError
 from shardkit.formats import mds, tar
-from shardkit.formats.blocks import write_blocks
+from shardkit.formats.block_checksums import write_blocks
 from shardkit.formats.tar.writer import KEY_DIGITS
 from shardkit.manifest import LOSS_MASK, ShardInfo
 from shardkit.order.permutation import Permutation
-from shardkit.writers.digests import RecipeKey
-from shardkit.writers.exchange import Exchanged, Slice
+from shardkit.writers.exchange.exchange import Exchanged, Slice
+from shardkit.writers.execution.digests import RecipeKey
 from shardkit.writers.execution.stage import Stage, Task, partition_name
-from shardkit.writers.groups import Groups, Joined, join_groups
 from shardkit.writers.kernels.repetitions import mask_repetitions
-from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe
-from shardkit.writers.stages.packing import (
+from shardkit.writers.recipe.recipe import OutputConfig, PackConfig, Recipe
+from shardkit.writers.stages.provenance import PROVENANCE_NAME, write_provenance
+from shardkit.writers.stages.tokenize import TokenizerFacts, documents_of, partition_start
+from shardkit.writers.tokens.groups import Groups, Joined, join_groups
+from shardkit.writers.tokens.packing import (
     Placement,
     fill_rows,
     pack_best_fit,
@@ -42,9 +44,7 @@ from shardkit.writers.stages.packing import (
     pack_best_fit_truncate,
     pack_concat,
 )
-from shardkit.writers.stages.provenance import PROVENANCE_NAME, write_provenance
-from shardkit.writers.stages.tokenize import TokenizerFacts, documents_of, partition_start
-from shardkit.writers.tokenizer import Tokens
+from shardkit.writers.tokens.tokenizer import Tokens
 
 TAR_KEY_STEP = 10**8  # keys of a partition's rows begin at partition * this: unique over the dataset
 _WIDE_KEY_DIGITS = 14  # of datasets of more partitions than 12 digits have room for

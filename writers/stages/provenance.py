@@ -21,7 +21,7 @@ from shardkit.formats.provenance import PROVENANCE_SCHEMA, ROW_GROUP_PIECES, Has
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.stage import Stage, Task
-from shardkit.writers.stages.packing import Placement
+from shardkit.writers.tokens.packing import Placement
 
 PROVENANCE_NAME = "provenance.parquet"
 _OF_DOCUMENT = ("document_id", "copies", "source", "file", "record", "id", "url", "metadata")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import ceil
 
 from shardkit.writers.dedup.duplicates import DUPLICATES, DUPLICATES_OF_FILE, TWINS, join_duplicates
-from shardkit.writers.dedup.removals import SPLIT
+from shardkit.writers.dedup.outcomes import SPLIT
 from shardkit.writers.stages.clean import JOINED_AT_ONCE, SIDE_FILES, join_side_files
 from shardkit.writers.stages.flow import Build, Documents, Outputs, Step
 from shardkit.writers.stages.needs import LOSERS, Needs

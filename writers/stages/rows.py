@@ -14,12 +14,12 @@ from typing import Any
 
 from shardkit.errors import BuildError, warn_user
 from shardkit.formats.tokenizer_file import Engine
-from shardkit.writers.exchange import exchange
+from shardkit.writers.exchange.exchange import exchange
+from shardkit.writers.exchange.sorted_runs import EMPTY_BYTES
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.stage import Stage, Task
-from shardkit.writers.ledger import Count
-from shardkit.writers.recipe import Recipe
-from shardkit.writers.runs import EMPTY_BYTES
+from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.rows.ledger import Count
 from shardkit.writers.stages import pack, provenance, tokenize
 from shardkit.writers.stages.flow import Build, Documents, Outputs, Step
 from shardkit.writers.stages.inputs import TokenizerFile
@@ -28,7 +28,7 @@ from shardkit.writers.stages.pack import PACK
 from shardkit.writers.stages.provenance import PROVENANCE
 from shardkit.writers.stages.selection import Selection
 from shardkit.writers.stages.tokenize import PARITY, TOKENIZE, TOKENIZER, TokenizerFacts
-from shardkit.writers.tokenizer import PARITY_BYTES
+from shardkit.writers.tokens.tokenizer import PARITY_BYTES
 
 PARTITION_TEXT_BYTES = 256_000_000  # at most, of one task of `pack`, so that several workers have tasks
 

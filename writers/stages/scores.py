@@ -26,17 +26,19 @@ from shardkit.errors import BuildError
 from shardkit.hashing import digest_of
 from shardkit.writers.dedup.exact import partition_bounds
 from shardkit.writers.dedup.tables import RowsWriter
-from shardkit.writers.digests import MemoryBytes, RecipeKey
-from shardkit.writers.exchange import RunWriter, Slice, Table, exchange
+from shardkit.writers.exchange.exchange import RunWriter, Slice, Table, exchange
+from shardkit.writers.exchange.sorted_runs import Limits
+from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
 from shardkit.writers.execution.stage import Stage, partition_name
 from shardkit.writers.filters.scores import ScoresConfig
 from shardkit.writers.inputs.decompress import ContainerError, decompressed, plain_range
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.first_bytes import compression_of
 from shardkit.writers.inputs.scan import Split
-from shardkit.writers.recipe import Recipe
-from shardkit.writers.runs import Limits
-from shardkit.writers.score_tables import (
+from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.stages.flow import Build, Documents, Step
+from shardkit.writers.stages.needs import Needs
+from shardkit.writers.stages.score_tables import (
     BLOCK_ROWS,
     INDEX_FILE,
     SCORES_FILE,
@@ -44,8 +46,6 @@ from shardkit.writers.score_tables import (
     id_keys,
     score_dtype,
 )
-from shardkit.writers.stages.flow import Build, Documents, Step
-from shardkit.writers.stages.needs import Needs
 
 _RUN_FILE = "scores.run"
 _BATCH_ROWS = 1 << 16

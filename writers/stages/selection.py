@@ -14,12 +14,12 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
+from shardkit.settings import Bounds
 from shardkit.writers.dedup.duplicates import TwinsFile
-from shardkit.writers.dedup.removals import Removed
+from shardkit.writers.dedup.outcomes import Removed
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.recipe import Recipe
-from shardkit.writers.settings import Bounds
+from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.rows.ledger import Count, Ledger
 
 NOT_SELECTED = "output/elsewhere"  # the reason of documents that an output's `where` leaves out
 

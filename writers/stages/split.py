@@ -36,8 +36,9 @@ import pyarrow as pa
 
 from shardkit.errors import RecipeError, warn_user
 from shardkit.hashing import keyed_hashes
+from shardkit.settings import TRAIN
 from shardkit.writers.dedup.config import MinHashConfig
-from shardkit.writers.dedup.removals import (
+from shardkit.writers.dedup.outcomes import (
     Part,
     SplitRemovals,
     SplitTable,
@@ -45,17 +46,16 @@ from shardkit.writers.dedup.removals import (
     document_keys,
     write_tables,
 )
-from shardkit.writers.digests import MemoryBytes, RecipeKey
-from shardkit.writers.exchange import Limits, RunWriter, Slice, Table, exchange
+from shardkit.writers.exchange.exchange import Limits, RunWriter, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
 from shardkit.writers.execution.stage import Stage, Task, partition_name
 from shardkit.writers.kernels.hash_tables import fill_places, find_matches, table_slots
 from shardkit.writers.kernels.numba_support import Bools, Int32s, Int64s, UInt64s, kernel
 from shardkit.writers.kernels.shingles import shingle_batch
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.recipe import SplitConfig
-from shardkit.writers.settings import TRAIN
+from shardkit.writers.recipe.recipe import SplitConfig
 from shardkit.writers.stages.flow import Build, Documents, PartsFound, Step
 from shardkit.writers.stages.needs import DOCUMENTS, Needs
 

@@ -26,19 +26,19 @@ import pyarrow.parquet as pq
 from shardkit.formats.compression import new_compressor, parse_compression
 from shardkit.hashing import hash_file
 from shardkit.manifest import Column, FileInfo, ShardInfo
-from shardkit.writers.annotations import ANNOTATIONS_FILE, annotation_values
 from shardkit.writers.dedup.duplicates import TwinsFile
+from shardkit.writers.dedup.outcomes import SplitRemovals
 from shardkit.writers.dedup.population import LanguageLabels
-from shardkit.writers.dedup.removals import SplitRemovals
 from shardkit.writers.dedup.tables import Rows
-from shardkit.writers.digests import MemoryBytes, RecipeKey
+from shardkit.writers.exchange.sorted_runs import Limits
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.digests import MemoryBytes, RecipeKey
+from shardkit.writers.execution.progress import PULSE
 from shardkit.writers.execution.stage import Stage, Task
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.progress import PULSE
-from shardkit.writers.recipe import OutputConfig, Recipe
-from shardkit.writers.runs import Limits
+from shardkit.writers.recipe.recipe import OutputConfig, Recipe
+from shardkit.writers.rows.annotations import ANNOTATIONS_FILE, annotation_values
+from shardkit.writers.rows.ledger import Count, Ledger
 from shardkit.writers.stages.flow import Build, Documents, Step
 from shardkit.writers.stages.labels import BucketLabels, marked_batches
 from shardkit.writers.stages.needs import DOCUMENTS, Needs

@@ -5,7 +5,7 @@ file or eos token fails at once, and picks the engine to start with. `parity` ru
 compares that engine with the reference on a sample of the documents; its result decides which engine is used.
 
 A document's position in the training order, and the partition that packs it, come from its hash(seed,
-document id) alone, or from that of its group (writers/groups.py), so neither depends on the task that read
+document id) alone, or from that of its group (tokens/groups.py), so neither depends on the task that read
 it. A split writes one run of the exchange: a row for each document (TOKENS), keyed by that hash, whose
 payload is its token ids, ended by the eos id, and its strings. A partition is a range of hashes.
 `document_rows` and `documents_of` translate. Documents that were removed as duplicates, and those that stay
@@ -32,30 +32,30 @@ from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.formats.tokenizer_file import Engine
 from shardkit.hashing import digest_of
 from shardkit.writers.dedup.duplicates import TwinsFile
+from shardkit.writers.dedup.outcomes import Removed, SplitRemovals
 from shardkit.writers.dedup.population import LanguageLabels
-from shardkit.writers.dedup.removals import Removed, SplitRemovals
-from shardkit.writers.digests import MemoryBytes, RecipeKey, plain
-from shardkit.writers.documents import DOCUMENTS_FILE, pack_strings, unpack_strings
-from shardkit.writers.exchange import RunWriter, Table
+from shardkit.writers.exchange.exchange import RunWriter, Table
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS, Limits
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.code_version import code_version
 from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.digest_cache import remembered
+from shardkit.writers.execution.digests import MemoryBytes, RecipeKey, plain
+from shardkit.writers.execution.progress import PULSE
 from shardkit.writers.execution.stage import Stage, Task
-from shardkit.writers.fim import encode_fim
-from shardkit.writers.groups import encode_grouped, order_hashes
-from shardkit.writers.input_config import FimConfig, GroupConfig
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.languages import LanguageCounts
-from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.progress import PULSE
-from shardkit.writers.recipe import Recipe
-from shardkit.writers.remembered import remembered
-from shardkit.writers.runs import DEFAULT_LIMITS, Limits
+from shardkit.writers.recipe.inputs import FimConfig, GroupConfig
+from shardkit.writers.recipe.recipe import Recipe
+from shardkit.writers.rows.documents import DOCUMENTS_FILE, pack_strings, unpack_strings
+from shardkit.writers.rows.ledger import Count, Ledger
 from shardkit.writers.stages.flow import Documents
 from shardkit.writers.stages.inputs import TokenizerFile
 from shardkit.writers.stages.labels import BucketLabels, marked_batches
+from shardkit.writers.stages.languages import LanguageCounts
 from shardkit.writers.stages.selection import Selection, remaining
-from shardkit.writers.tokenizer import (
+from shardkit.writers.tokens.fim import encode_fim
+from shardkit.writers.tokens.groups import encode_grouped, order_hashes
+from shardkit.writers.tokens.tokenizer import (
     Encoder,
     EncodingError,
     Parity,

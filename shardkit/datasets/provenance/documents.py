@@ -20,8 +20,8 @@ import numpy as np
 
 from shardkit.datasets.opened import OpenDataset
 from shardkit.datasets.provenance.text import Decoder, Row, find_tokenizer, read_rows, token_column
+from shardkit.display import Described, Facts, counted, printable
 from shardkit.errors import ShardError, ShardkitError, naming_extras
-from shardkit.facts import Described, Facts, counted, printable
 from shardkit.files import local_path
 from shardkit.order.balance import Balance, DocumentIds
 from shardkit.order.exclusions import Exclusions

@@ -17,7 +17,7 @@ from shardkit.datasets.opened import OpenDataset
 from shardkit.datasets.provenance.folder import ParquetFolder
 from shardkit.datasets.provenance.outputs import document_ids
 from shardkit.datasets.provenance.search import Selection
-from shardkit.formats.removed import DUPLICATES_FOLDER, DUPLICATES_SCHEMA
+from shardkit.formats.dropped_table import DUPLICATES_FOLDER, DUPLICATES_SCHEMA
 
 _Ids = npt.NDArray[np.bytes_]
 

@@ -5,7 +5,7 @@ index.json is read with every claim checked, and written as MosaicML writes it:
     {"version": 2, "shards": [{column_encodings, column_names, column_sizes, compression, format: "mds",
       hashes, raw_data: {basename, bytes, hashes}, zip_data: {…} | null, samples, size_limit, version: 2}]}
 
-A dataset with block checksums (`shardkit.formats.blocks`) has one more key, which MosaicML does not read:
+A dataset with block checksums (formats/block_checksums.py) has one more key, which MosaicML does not read:
 `"blocks": {"bytes", "xxh3_128"}`. It stands in the index because a reader that misses another file would do
 without the checksums and not notice.
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from shardkit.errors import ShardError
 from shardkit.files import local_path
-from shardkit.formats.blocks import write_blocks
+from shardkit.formats.block_checksums import write_blocks
 from shardkit.formats.compression import new_compressor, parse_compression
 from shardkit.formats.mds.encodings import encode_shape, encode_value, encoding_of
 from shardkit.formats.mds.index import INDEX_NAME, MAX_SHARD_BYTES, config_bytes, make_columns, write_index

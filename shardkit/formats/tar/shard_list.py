@@ -8,7 +8,7 @@ shards.json has the form that `wids` reads, with our hashes beside:
 
 `url`, `nsamples`, `filesize` and `md5sum` are wids' words; `hashes`, `columns` and `raw_bytes` (of a
 compressed tar) are ours and optional, so lists made by `wids-index` are readable too. So is "blocks" of the
-whole list: size and xxh3_128 of the dataset's block checksums (`shardkit.formats.blocks`). URLs are relative
+whole list: size and xxh3_128 of the dataset's block checksums (formats/block_checksums.py). URLs are relative
 to the list's folder; in lists by others they may be whole, relative to a "base", and grouped into "datasets".
 The list is published last: its presence means that the dataset is complete.
 

@@ -26,8 +26,8 @@ import numpy as np
 
 from shardkit.card import CARD_NAME
 from shardkit.datasets.dataset import open_dataset
+from shardkit.display import Described, Facts, listed
 from shardkit.errors import ShardError
-from shardkit.facts import Described, Facts, listed
 from shardkit.files import move_durably, not_for_everyone, publish_bytes
 from shardkit.formats.mds.encodings import encoding_of
 from shardkit.formats.mds.index import TABLE_NAME

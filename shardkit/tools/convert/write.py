@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
-from shardkit.formats.blocks import write_blocks
+from shardkit.formats.block_checksums import write_blocks
 from shardkit.formats.mds.index import config_bytes, make_columns
 from shardkit.formats.tar.members import BLOCK, padded, split_name
 from shardkit.formats.tar.shard_list import describe_tar

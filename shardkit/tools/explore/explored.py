@@ -16,8 +16,13 @@ from shardkit.datasets.provenance.answers import Tracer
 from shardkit.datasets.provenance.folder import ParquetFolder
 from shardkit.datasets.provenance.text import Decoder
 from shardkit.errors import ShardkitError
+from shardkit.formats.dropped_table import (
+    DROPPED_FOLDER,
+    DROPPED_SCHEMA,
+    DUPLICATES_FOLDER,
+    DUPLICATES_SCHEMA,
+)
 from shardkit.formats.provenance import PROVENANCE_FOLDER, PROVENANCE_SCHEMA
-from shardkit.formats.removed import DROPPED_FOLDER, DROPPED_SCHEMA, DUPLICATES_FOLDER, DUPLICATES_SCHEMA
 from shardkit.tools.explore.background import Background
 from shardkit.tools.explore.summary import Summary
 

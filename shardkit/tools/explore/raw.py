@@ -18,8 +18,8 @@ from shardkit.tools.explore.explored import Explored
 from shardkit.writers.inputs.cuts import UNCOUNTED
 from shardkit.writers.inputs.readers import SuspectDataError, read_split
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.ledger import Ledger, Quarantine
-from shardkit.writers.recipe import recipe_from_mapping
+from shardkit.writers.recipe.recipe import recipe_from_mapping
+from shardkit.writers.rows.ledger import Ledger, Quarantine
 
 _SECONDS = 3.0
 _MOST_CHARACTERS = 50_000

@@ -24,7 +24,7 @@ from shardkit.tools.plan.build import Measured, measured_from_cards
 from shardkit.writers.estimate import Piece, choose_pieces, put_pieces, sample_recipe
 from shardkit.writers.inputs.scan import Split, scan_inputs
 from shardkit.writers.pipeline import build_unpublished, with_overrides
-from shardkit.writers.recipe import Recipe
+from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.needs import Shape
 
 DEFAULT_SHARE = Fraction(1, 100)

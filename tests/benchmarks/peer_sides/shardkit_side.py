@@ -16,7 +16,7 @@ SIGNED_DOCUMENTS = 1024  # at a time, as the stage does
 
 
 def prepare(table: pa.Table) -> list[pa.RecordBatch]:
-    from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+    from shardkit.writers.rows.documents import DOCUMENT_SCHEMA, document_ids
 
     batches = []
     for start in range(0, len(table), BATCH_DOCUMENTS):
@@ -86,7 +86,7 @@ def keys(batches: list[pa.RecordBatch], request: Request) -> int:
 
 @cache
 def encoder(path: str, eos: str, engine: Any) -> Any:
-    from shardkit.writers.tokenizer import Encoder
+    from shardkit.writers.tokens.tokenizer import Encoder
 
     return Encoder(Path(path), eos, engine=engine)
 
@@ -100,7 +100,7 @@ def tokenize(batches: list[pa.RecordBatch], request: Request) -> int:
 def build(batches: list[pa.RecordBatch], request: Request) -> dict[str, Any]:
     """The documents and tokens that a whole build packed, with processes of their own as workers."""
     from shardkit.writers import build as build_dataset
-    from shardkit.writers.recipe import recipe_from_mapping
+    from shardkit.writers.recipe.recipe import recipe_from_mapping
 
     texts = write_jsonl(pa.Table.from_batches(batches))
     with tempfile.TemporaryDirectory() as folder, measured() as usage:

@@ -16,15 +16,15 @@ from typing import Any, Self
 
 from shardkit.card import DatasetCard, FunnelStep
 from shardkit.datasets.dataset import Dataset, open_dataset
+from shardkit.display import Described, Facts, counted
 from shardkit.errors import BuildError
-from shardkit.facts import Described, Facts, counted
 from shardkit.progress import Listener
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.units import format_bytes
-from shardkit.writers.ledger import Ledger
-from shardkit.writers.progress import StageProgress
-from shardkit.writers.publish import REPORT_NAME
+from shardkit.writers.execution.progress import StageProgress
+from shardkit.writers.rows.ledger import Ledger
+from shardkit.writers.stages.publish import REPORT_NAME
 
 _MOST_LOSSES = 4  # steps that lost most documents, listed one by one
 _MOST_STEPS = 3

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardkit.writers.kernels.numba_support import Int32s, Int64s, UInt8s, UInt64s, int64, kernel
-from shardkit.writers.tokenizer import Tokens
+from shardkit.writers.tokens.tokenizer import Tokens
 
 WINDOW_PIECES = 10_000
 

@@ -26,15 +26,15 @@ import numpy.typing as npt
 
 from shardkit.errors import BuildError, ShardkitError, naming_extras
 
-with naming_extras("shardkit.writers.annotations"):
+with naming_extras("shardkit.writers.rows.annotations"):
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-from shardkit.writers.filters.chain import Filtered
+from shardkit.settings import ANNOTATIONS_FOLDER
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.ledger import Count
-from shardkit.writers.settings import ANNOTATIONS_FOLDER
+from shardkit.writers.rows.filtered import Filtered
+from shardkit.writers.rows.ledger import Count
 
 ANNOTATIONS_FILE = "annotations.parquet"
 ROW_GROUP_DOCUMENTS = 1 << 15  # with fifty rules some 15 MB until they are written

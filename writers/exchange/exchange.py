@@ -14,7 +14,7 @@ left out where the pieces that readers get are large, or few. So requests grow w
 
 Guarantees: a reader sees the rows of its range in the order (key, number of the map task, order of writing),
 whatever was merged. Which merges happen, their names and bytes follow from the runs and `Limits` alone, never
-from workers. Reading and merging take bounded memory at any size. What runs look like is in runs.py.
+from workers. Reading and merging take bounded memory at any size. What runs look like is in sorted_runs.py.
 """
 
 from __future__ import annotations
@@ -36,12 +36,7 @@ import numpy.typing as npt
 from shardkit.errors import BuildError
 from shardkit.hashing import digest_of
 from shardkit.storage.threads import Workers
-from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.commit import Commit
-from shardkit.writers.execution.stage import RunTasks, Stage
-from shardkit.writers.kernels.sorting import argsort_keys
-from shardkit.writers.kernels.text_arrays import copy_texts
-from shardkit.writers.runs import (
+from shardkit.writers.exchange.sorted_runs import (
     DEFAULT_LIMITS,
     EMPTY_BYTES,
     Batch,
@@ -59,6 +54,11 @@ from shardkit.writers.runs import (
     read_blocks,
     read_footer,
 )
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.stage import RunTasks, Stage
+from shardkit.writers.kernels.sorting import argsort_keys
+from shardkit.writers.kernels.text_arrays import copy_texts
 
 __all__ = ["Batch", "Exchanged", "Limits", "RunWriter", "Segment", "Slice", "StepReader", "Table", "exchange"]
 

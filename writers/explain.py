@@ -26,7 +26,7 @@ from shardkit.writers.execution.work import Work, with_fallbacks
 from shardkit.writers.executors import Execution, place_files, work_of
 from shardkit.writers.inputs import scan
 from shardkit.writers.pipeline import default_work, with_overrides
-from shardkit.writers.recipe import Recipe
+from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.graph import run_build, stages_of
 from shardkit.writers.stages.inputs import BuildInputs
 

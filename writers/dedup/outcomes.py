@@ -28,14 +28,14 @@ import numpy.typing as npt
 import xxhash
 
 from shardkit.card import Count
+from shardkit.settings import TRAIN
 from shardkit.writers.dedup.tables import Rows
-from shardkit.writers.digests import RecipeKey
-from shardkit.writers.exchange import Limits, Slice, Table, exchange
+from shardkit.writers.exchange.exchange import Limits, Slice, Table, exchange
+from shardkit.writers.exchange.sorted_runs import DEFAULT_LIMITS
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.commit import Commit
+from shardkit.writers.execution.digests import RecipeKey
 from shardkit.writers.execution.stage import RunTasks, Stage
-from shardkit.writers.runs import DEFAULT_LIMITS
-from shardkit.writers.settings import TRAIN
 
 OUTCOMES = Table(
     "outcomes.run",

@@ -25,8 +25,8 @@ from typing import Any
 
 from shardkit.card import Count, CounterFacts, EditFacts, ExcerptFacts, FilterFacts, Histogram, RuleFacts
 from shardkit.errors import ConservationError
-from shardkit.writers.filters.chain import EXCERPTS, SAMPLE, Excerpt, FilterChain, Filtered
-from shardkit.writers.ledger import Ledger
+from shardkit.writers.rows.filtered import EXCERPTS, SAMPLE, Excerpt, Filtered
+from shardkit.writers.rows.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +163,9 @@ class FilterCounts:
     by_language: dict[str, Counter[str]] = field(default_factory=dict)
 
     @classmethod
-    def of_chain(cls, chain: FilterChain) -> FilterCounts:
-        """Nothing counted yet."""
-        return cls(_distinct(chain.reasons), _distinct(chain.edits))
+    def of_rules(cls, reasons: Iterable[str], edits: Iterable[str]) -> FilterCounts:
+        """Begin at nothing, for rules and edits by "<filter>/<name>", in the order of the recipe."""
+        return cls(_distinct(reasons), _distinct(edits))
 
     def add(self, other: FilterCounts | Filtered) -> None:
         """Add what a batch, or another split, came to."""

@@ -10,7 +10,7 @@ document that stays for an exact duplicate, or one of its URL, may itself be rem
 Texts are the beginnings of a bounded sample of documents, as they were when they were removed; null for the
 others, which are found in the raw files by `file` and `record`.
 
-`shardkit.writers.removed` and `shardkit.writers.dedup.duplicates` write these files.
+`shardkit.writers.rows.dropped_file` and `shardkit.writers.dedup.duplicates` write these files.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.writers.dedup.tables import RowFile, Rows
-from shardkit.writers.documents import text_digests
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.rows.documents import text_digests
 
 SCORES_FILE = "scores.npy"
 INDEX_FILE = "index.npy"

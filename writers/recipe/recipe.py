@@ -26,17 +26,7 @@ from shardkit.errors import RecipeError
 from shardkit.files import local_path
 from shardkit.formats.tokenizer_file import EncodingName
 from shardkit.hashing import HASH_NAMES
-from shardkit.units import parse_bytes
-from shardkit.writers.dedup.config import DedupConfig, FieldScope
-from shardkit.writers.digests import DecidesNoByte
-from shardkit.writers.filters.base import FilterSettings
-from shardkit.writers.filters.buckets import BucketsConfig
-from shardkit.writers.filters.config import FilterEntry, entry_named, with_known_languages
-from shardkit.writers.filters.scores import ScoresConfig
-from shardkit.writers.input_config import GroupConfig, InputConfig, TemplateVariables
-from shardkit.writers.recipe_problems import describe_problems
-from shardkit.writers.recipe_yaml import apply_override, load_yaml
-from shardkit.writers.settings import (
+from shardkit.settings import (
     TRAIN,
     Bounds,
     FieldName,
@@ -47,6 +37,16 @@ from shardkit.writers.settings import (
     Shorthand,
     StrictModel,
 )
+from shardkit.units import parse_bytes
+from shardkit.writers.dedup.config import DedupConfig, FieldScope
+from shardkit.writers.execution.digests import DecidesNoByte
+from shardkit.writers.filters.base import FilterSettings
+from shardkit.writers.filters.buckets import BucketsConfig
+from shardkit.writers.filters.config import FilterEntry, entry_named, with_known_languages
+from shardkit.writers.filters.scores import ScoresConfig
+from shardkit.writers.recipe.inputs import GroupConfig, InputConfig, TemplateVariables
+from shardkit.writers.recipe.problems import describe_problems
+from shardkit.yaml_file import apply_override, load_yaml
 
 __all__ = [
     "InputConfig",
@@ -128,6 +128,8 @@ class TiktokenConfig(StrictModel):
 class TokenizerConfig(StrictModel):
     """The tokenizer that turns documents into token ids."""
 
+    omitted_at_default = frozenset({"bos", "chat_template", "encoding"})
+
     path: LocalPath = Field(
         description="A Hugging Face tokenizer.json, a SentencePiece model or a .tiktoken file, relative to "
         "the recipe's folder; a folder that has one; or the name of a model whose tokenizer is in the cache "
@@ -164,6 +166,8 @@ class TokenizerConfig(StrictModel):
 
 class PackConfig(StrictModel):
     """How documents become sequences of equal length."""
+
+    omitted_at_default = frozenset({"row_bos", "max_repetitions"})
 
     sequence_length: int = Field(default=2048, ge=2, le=1 << 24, description="Tokens per sequence.")
     strategy: Literal["best_fit", "concat", "best_fit_truncate", "best_fit_crop"] = Field(
@@ -233,6 +237,9 @@ class SplitConfig(StrictModel):
 class OutputConfig(StrictModel):
     """Where the dataset goes and in which form."""
 
+    not_content = frozenset({"path", "pack"})  # `Recipe.datasets` puts an output's `pack` into its recipe
+    omitted_at_default = frozenset({"prefixes", "where"})
+
     path: Annotated[Place, DecidesNoByte("tasks write into folders of their own")] = Field(
         description="Folder of the finished dataset, relative to the recipe's folder, or s3://bucket/prefix."
     )
@@ -294,6 +301,10 @@ class OutputConfig(StrictModel):
 
 class Recipe(StrictModel):
     """A whole build. `folder` is where relative paths start; it is not part of the recipe's content."""
+
+    # A dataset has one output, and says in its ledger which splits failed.
+    not_content = frozenset({"outputs", "work", "scratch", "check_disk", "max_failed_splits"})
+    omitted_at_default = frozenset({"group", "limit", "split", "tokenizer"})
 
     inputs: Listed[Annotated[InputConfig, Shorthand(text="path")]] = Field(
         min_length=1,
@@ -571,6 +582,18 @@ class Recipe(StrictModel):
     def buckets(self) -> BucketsConfig | None:
         """The settings of its `buckets` filter, if it has one."""
         return next((one for _, one in self.filter_chain() if isinstance(one, BucketsConfig)), None)
+
+    def content(self) -> dict[str, Any]:
+        """Return all that decides a byte of one dataset (`datasets`), as plain data.
+
+        Profiles are written out as the filters they stand for.
+        """
+        found = super().content()
+        if self.output.format not in ("mds", "wds"):
+            del found["pack"]
+        if self.part is not None:
+            found["part"] = self.part
+        return found | {"filters": [config.entry(name) for name, config in self.filter_chain()]}
 
     def filter_chain(self) -> tuple[tuple[str, FilterSettings], ...]:
         """(name, settings) of every filter in order, profiles expanded."""

@@ -15,9 +15,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from shardkit.encodings import to_utf8
 from shardkit.errors import ShardError
 from shardkit.files import load_json
-from shardkit.writers.encodings import to_utf8
 from shardkit.writers.inputs.decompress import ContainerError, decompressed, with_head
 from shardkit.writers.inputs.files import InputFile, open_input
 from shardkit.writers.inputs.first_bytes import compression_of, look

@@ -17,7 +17,7 @@ find them in text; there those pieces get a name that no text has (`hide_special
 finds no control symbol in text; the user-defined symbols of its models are tokens wherever they are spelled.
 
 Cost: one core per process (no hidden thread pools), and memory for one piece of `ENCODE_BYTES` of text plus
-what the engine holds (shardkit.writers.tokenizer_engines).
+what the engine holds (shardkit.writers.tokens.engines).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
 from shardkit.writers.kernels.simd import load_8_bytes
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets, text_pieces
 from shardkit.writers.kernels.utf8 import ASSIGNED, CODE_POINTS, next_character
-from shardkit.writers.tokenizer_engines import (
+from shardkit.writers.tokens.engines import (
     EncodingError,
     Gigatoken,
     HuggingFace,

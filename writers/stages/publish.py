@@ -62,10 +62,10 @@ from shardkit.storage.store import (
     Store,
     commits_of,
 )
-from shardkit.writers.digests import DecidesNoByte
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.digests import DecidesNoByte
+from shardkit.writers.execution.progress import StageProgress
 from shardkit.writers.execution.stage import RunTasks, Stage
-from shardkit.writers.progress import StageProgress
 
 REPORT_NAME = "report.html"
 _PREFIXES = {"tar": "shard-", "parquet": "text-", "jsonl": "text-"}  # of the names of shards

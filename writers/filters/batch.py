@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from shardkit.settings import WHITE_SPACE
 from shardkit.writers.kernels.lines import LineStatistics, line_statistics
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.word_statistics import WordStatistics, word_statistics
-from shardkit.writers.settings import WHITE_SPACE
 
 if TYPE_CHECKING:
     from shardkit.writers.filters.spacy_words import SpacyWords

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from shardkit.writers.digests import DecidesNoByte, MemoryBytes
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.digests import DecidesNoByte, MemoryBytes
 
 Rows = npt.NDArray[np.void]
 Payload = npt.NDArray[np.uint8]

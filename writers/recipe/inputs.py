@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PrivateAttr, model_validator
 
-from shardkit.writers.encodings import GUESS, encoding_of
-from shardkit.writers.settings import FieldName, Listed, Ratio, Shorthand, Source, StrictModel, is_url
+from shardkit.encodings import GUESS, encoding_of
+from shardkit.settings import FieldName, Listed, Ratio, Shorthand, Source, StrictModel, is_url
 
 Token = Annotated[str, Field(min_length=1)]
 
@@ -178,6 +178,10 @@ class ExtractConfig(StrictModel):
 class InputConfig(StrictModel):
     """One source of documents."""
 
+    omitted_at_default = frozenset(
+        {"exclude", "document_id", "path_fields", "messages", "prompt", "completion", "fim", "on_bad_text"}
+    )
+
     path: Source = Field(
         description="File, folder or glob of these (** crosses folders; {a,b} and {00..12} are lists), from "
         "the recipe's folder, or a URL of these. Names that begin with . or _ are skipped unless spelled."
@@ -311,6 +315,11 @@ class InputConfig(StrictModel):
         copy = self.model_copy(update={"path": path, "exclude": (), "base": None, "source": source})
         copy._is_sample = True
         return copy
+
+    def content(self) -> dict[str, Any]:
+        """Return all that decides a byte; only inputs of conversations have keys of these."""
+        left_out = ("tools", "train_on") if self.messages is None else ()
+        return {key: value for key, value in super().content().items() if key not in left_out}
 
     @property
     def is_masked(self) -> bool:

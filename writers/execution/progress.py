@@ -20,7 +20,7 @@ from typing import Protocol, Self
 
 from shardkit.progress import Listener, Report
 from shardkit.units import format_bytes
-from shardkit.writers.ledger import Count, Ledger
+from shardkit.writers.rows.ledger import Count, Ledger
 
 COMPILING = "compiling kernels …"
 

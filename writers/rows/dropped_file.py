@@ -1,6 +1,6 @@
 """Documents that filters drop are remembered: the files of `dropped/`, and what those of `duplicates/` share.
 
-`shardkit.formats.removed` has the formats. A split's file is written while the split is cleaned, and is
+`shardkit.formats.dropped_table` has the formats. A split's file is written while the split is cleaned, and is
 published as it is. Texts are those of the lowest hashes of a split, and of the values nearest to the bound,
 which are known only at its end: `Lowest` holds these rows back. Memory does not grow with a split.
 """
@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from shardkit.formats.removed import DROPPED_SCHEMA, TEXT_CHARACTERS
-from shardkit.writers.filters.chain import Dropped
+from shardkit.formats.dropped_table import DROPPED_SCHEMA, TEXT_CHARACTERS
 from shardkit.writers.kernels.text_arrays import text_offsets
+from shardkit.writers.rows.filtered import Dropped
 
 DROPPED_FILE = "dropped.parquet"
 

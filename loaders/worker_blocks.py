@@ -39,7 +39,7 @@ import numpy.typing as npt
 
 from shardkit.errors import naming_extras
 
-with naming_extras("shardkit.loaders.blocks"):
+with naming_extras("shardkit.loaders.worker_blocks"):
     import torch
 
 from shardkit.loaders.batch import Batch, Fields, batches_of

@@ -24,11 +24,12 @@ from typing import NamedTuple
 
 import yaml
 
+from shardkit.encodings import encoding_of
 from shardkit.errors import RecipeError
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.units import format_bytes
-from shardkit.writers.draft_fields import (
+from shardkit.writers.init_fields import (
     LEAST_WORDS,
     SHOWN_FIELDS,
     Fields,
@@ -38,13 +39,12 @@ from shardkit.writers.draft_fields import (
     parsed_json,
     readable_text,
 )
-from shardkit.writers.encodings import encoding_of
 from shardkit.writers.inputs.dataset_splits import names_a_split
 from shardkit.writers.inputs.decompress import COMPRESSIONS, ContainerError, decompressed
 from shardkit.writers.inputs.files import InputFile, find_files, open_input
 from shardkit.writers.inputs.first_bytes import HEAD_BYTES, FirstBytes, compression_in, look
 from shardkit.writers.inputs.scan import SEEKING, TEXTUAL, guess_format
-from shardkit.writers.recipe import recipe_from_mapping
+from shardkit.writers.recipe.recipe import recipe_from_mapping
 
 __all__ = ["Draft", "DraftInput", "Fields", "draft_recipe"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +35,32 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
 class StrictModel(BaseModel):
-    """A frozen section of a recipe: unknown keys are errors and values are never converted."""
+    """A frozen section of a recipe: unknown keys are errors and values are never converted.
+
+    `not_content` are keys that decide no byte of a dataset; `omitted_at_default` those that came after
+    version 1, so that recipes without them keep their digests.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
+
+    not_content: ClassVar[frozenset[str]] = frozenset()
+    omitted_at_default: ClassVar[frozenset[str]] = frozenset()
+
+    def content(self) -> dict[str, Any]:
+        """Return all that decides a byte, as plain data in the order of the keys."""
+        found: dict[str, Any] = self.model_dump(mode="json", exclude=set(self.not_content))
+        for key, info in type(self).model_fields.items():
+            value = getattr(self, key)
+            if key in self.omitted_at_default and value == info.get_default(call_default_factory=False):
+                found.pop(key)
+            elif key in found and isinstance(value, StrictModel):
+                found[key] = value.content()
+            elif key in found and isinstance(value, tuple):
+                found[key] = [
+                    one.content() if isinstance(one, StrictModel) else plain
+                    for one, plain in zip(value, found[key], strict=True)
+                ]
+        return found
 
 
 class Bounds(StrictModel):

@@ -1,0 +1,1 @@
+"""A recipe: the user's words, checked before anything runs."""

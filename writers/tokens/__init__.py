@@ -1,0 +1,1 @@
+"""Texts to tokens, and tokens to rows of one length."""
