@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -316,11 +315,6 @@ def _cpu_and_memory(process: int) -> tuple[float, float]:
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
     return next(one for one in (folder, *folder.parents) if one.exists())
-
-
-def say(text: str) -> None:
-    """Print a message along with the progress."""
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _clock(seconds: float) -> str:

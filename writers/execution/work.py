@@ -222,7 +222,7 @@ class Work:
                     if all(sizes.get(name) == output.bytes for name, output in commit.outputs.items()):
                         found[key] = commit
                     else:
-                        self._disown(key)
+                        self._forget_commit(key)
         commits = map(found.get, keys)
         return [
             commit if commit is not None and commit.digest == task.digest else None
@@ -336,13 +336,13 @@ class Work:
     def open(self, path: Path) -> io.BufferedReader:
         """Open a file of a finished task, read by checked ranges. OSError, also if there is none."""
         key, name, output = self._output(path)
-        ranges = CheckedRanges(self.store, output, partial(self._disown, key))
+        ranges = CheckedRanges(self.store, output, partial(self._forget_commit, key))
         return open_object(ranges, ObjectInfo(f"{key}/{name}", output.bytes, ""), first_bytes=1)
 
     def read_range(self, path: Path, start: int, stop: int, is_right: Callable[[bytes], bool]) -> bytes:
         """Return bytes [start, stop) of a task's file, in one request, checked by the caller's hash."""
         key, name = self._task_file(path)
-        damaged = partial(self._disown, key)
+        damaged = partial(self._forget_commit, key)
         try:
             return get_checked(self.store, f"{key}/{name}", (start, stop), is_right, damaged)
         except StoreError as error:
@@ -416,7 +416,7 @@ class Work:
         temporary.write_bytes(record)
         temporary.rename(file)
 
-    def _disown(self, key: str) -> None:
+    def _forget_commit(self, key: str) -> None:
         """Remove the record of a task whose outputs differ from it; the next run overwrites them."""
         if self.id:  # otherwise read only
             self.store.delete(f"{key}/{COMMIT_NAME}")
