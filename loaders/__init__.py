@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from shardkit.errors import naming_extras
+from shardkit.lazy import imported
 
 __all__ = [
     "Layout",
@@ -19,16 +18,16 @@ __all__ = [
     "weighted_streams",
 ]
 
-_MODULES = {
-    "Layout": "config",
-    "LengthLoader": "lengths",
-    "Order": "config",
-    "Run": "config",
-    "Stream": "config",
-    "StreamingLoader": "loader",
-    "balanced_streams": "balanced",
-    "watch": "peers",
-    "weighted_streams": "balanced",
+_PLACES = {
+    "Layout": "shardkit.loaders.config",
+    "LengthLoader": "shardkit.loaders.lengths",
+    "Order": "shardkit.loaders.config",
+    "Run": "shardkit.loaders.config",
+    "Stream": "shardkit.loaders.config",
+    "StreamingLoader": "shardkit.loaders.loader",
+    "balanced_streams": "shardkit.loaders.balanced",
+    "watch": "shardkit.loaders.peers",
+    "weighted_streams": "shardkit.loaders.balanced",
 }
 
 if TYPE_CHECKING:
@@ -40,11 +39,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        # Lazy, so that the planning modules can be used without importing torch.
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        with naming_extras(f"{__name__}.{name}"):
-            return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return imported(__name__, name, _PLACES)
 
 
 def __dir__() -> list[str]:

@@ -16,10 +16,7 @@ used, so `import shardkit` costs milliseconds.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
-
-from shardkit.errors import naming_extras
 
 __all__ = [
     "BuildResult",
@@ -46,30 +43,31 @@ __all__ = [
     "verify",
 ]
 
+from shardkit.lazy import imported
 from shardkit.version import __version__
 
-_PLACES = {  # module and name of each
-    "BuildResult": ("shardkit.writers.report.result", "BuildResult"),
-    "CutOptions": ("shardkit.tools.convert", "CutOptions"),
-    "Dataset": ("shardkit.datasets.dataset", "Dataset"),
-    "Layout": ("shardkit.loaders.config", "Layout"),
-    "Order": ("shardkit.loaders.config", "Order"),
-    "OutputOptions": ("shardkit.tools.convert", "OutputOptions"),
-    "Recipe": ("shardkit.writers.recipe.recipe", "Recipe"),
-    "Run": ("shardkit.loaders.config", "Run"),
-    "StorageOptions": ("shardkit.storage.store", "StorageOptions"),
-    "Stream": ("shardkit.loaders.config", "Stream"),
-    "StreamingLoader": ("shardkit.loaders.loader", "StreamingLoader"),
-    "build": ("shardkit.writers.pipeline", "build"),
-    "convert": ("shardkit.tools.convert", "convert"),
-    "download": ("shardkit.publish", "download"),
-    "load_recipe": ("shardkit.writers.recipe.recipe", "load_recipe"),
-    "open": ("shardkit.datasets.dataset", "open_dataset"),
-    "open_dataset": ("shardkit.datasets.dataset", "open_dataset"),
-    "pack": ("shardkit.writers.token_store", "pack_store"),
-    "trace": ("shardkit.datasets.dataset", "trace"),
-    "upload": ("shardkit.publish", "upload"),
-    "verify": ("shardkit.datasets.verify", "verify"),
+_PLACES = {
+    "BuildResult": "shardkit.writers.report.result",
+    "CutOptions": "shardkit.tools.convert",
+    "Dataset": "shardkit.datasets.dataset",
+    "Layout": "shardkit.loaders.config",
+    "Order": "shardkit.loaders.config",
+    "OutputOptions": "shardkit.tools.convert",
+    "Recipe": "shardkit.writers.recipe.recipe",
+    "Run": "shardkit.loaders.config",
+    "StorageOptions": "shardkit.storage.store",
+    "Stream": "shardkit.loaders.config",
+    "StreamingLoader": "shardkit.loaders.loader",
+    "build": "shardkit.writers.pipeline",
+    "convert": "shardkit.tools.convert",
+    "download": "shardkit.publish",
+    "load_recipe": "shardkit.writers.recipe.recipe",
+    "open": "shardkit.datasets.dataset:open_dataset",
+    "open_dataset": "shardkit.datasets.dataset",
+    "pack": "shardkit.writers.token_store:pack_store",
+    "trace": "shardkit.datasets.dataset",
+    "upload": "shardkit.publish",
+    "verify": "shardkit.datasets.verify",
 }
 
 if TYPE_CHECKING:
@@ -85,11 +83,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        if name not in _PLACES:
-            raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
-        module, attribute = _PLACES[name]
-        with naming_extras(f"shardkit.{name}"):
-            return getattr(import_module(module), attribute)
+        return imported(__name__, name, _PLACES)
 
 
 def __dir__() -> list[str]:

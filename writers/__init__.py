@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from shardkit.errors import naming_extras
+from shardkit.lazy import imported
 
 __all__ = [
     "BuildResult",
@@ -17,14 +16,14 @@ __all__ = [
     "pack_store",
 ]
 
-_MODULES = {
-    "BuildResult": "report.result",
-    "DedupIndexResult": "index_build",
-    "Recipe": "recipe.recipe",
-    "build": "pipeline",
-    "build_dedup_index": "index_build",
-    "load_recipe": "recipe.recipe",
-    "pack_store": "token_store",
+_PLACES = {
+    "BuildResult": "shardkit.writers.report.result",
+    "DedupIndexResult": "shardkit.writers.index_build",
+    "Recipe": "shardkit.writers.recipe.recipe",
+    "build": "shardkit.writers.pipeline",
+    "build_dedup_index": "shardkit.writers.index_build",
+    "load_recipe": "shardkit.writers.recipe.recipe",
+    "pack_store": "shardkit.writers.token_store",
 }
 
 if TYPE_CHECKING:
@@ -36,11 +35,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        # Lazy, so that a module of this package costs only what it imports itself.
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        with naming_extras(f"{__name__}.{name}"):
-            return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return imported(__name__, name, _PLACES)
 
 
 def __dir__() -> list[str]:

@@ -28,6 +28,7 @@ from shardkit.cli.common import escaped
 from shardkit.cli.declared import Keys
 from shardkit.errors import RecipeError, ShardkitError, naming_extras
 from shardkit.files import not_for_everyone
+from shardkit.lazy import collector_paused
 
 VERBS = {
     "audit": "audit", "build": "build", "clean": "clean", "convert": "convert",
@@ -102,8 +103,9 @@ def make_parser(verb: str | None = None) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"shardkit {shardkit.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for module in dict.fromkeys(VERBS.values() if verb is None else [VERBS[verb]]):
-        importlib.import_module(f"shardkit.cli.{module}").add_parser(verbs)
+    with collector_paused():
+        for module in dict.fromkeys(VERBS.values() if verb is None else [VERBS[verb]]):
+            importlib.import_module(f"shardkit.cli.{module}").add_parser(verbs)
     for verb_parser in verbs.choices.values():
         verb_parser.set_defaults(parser=verb_parser)
         verb_parser.add_argument(

@@ -32,6 +32,7 @@ from typing import Any, Protocol
 
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.files import Closing
+from shardkit.lazy import collector_paused
 from shardkit.writers.execution.commit import Commit
 from shardkit.writers.execution.digest_cache import worker_variable
 from shardkit.writers.execution.progress import PULSE
@@ -165,8 +166,9 @@ def fork_workers(pipe: Connection, parent: int, modules: Sequence[str]) -> None:
     for the number of a worker, with its return code when it has ended.
     """
     die_with(parent)
-    for module in modules:
-        importlib.import_module(module)
+    with collector_paused():
+        for module in modules:
+            importlib.import_module(module)
     if pyarrow := sys.modules.get("pyarrow"):
         pyarrow.array([])  # the first array imports pandas where that is installed
     if "numba" in sys.modules:

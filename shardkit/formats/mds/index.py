@@ -22,15 +22,13 @@ index.json is hashed for this; in a store its metadata state its hash, and it is
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import math
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -43,6 +41,7 @@ from shardkit.files import load_json, map_path, publish_bytes
 from shardkit.formats.compression import parse_compression
 from shardkit.formats.mds.encodings import encoding_of
 from shardkit.hashing import HASH_NAMES, hash_bytes, hash_file
+from shardkit.lazy import collector_paused
 from shardkit.manifest import (
     BLOCKS_NAME,
     Column,
@@ -97,7 +96,7 @@ def read_index(path: Path) -> Manifest:
 
 def parse_index(file: str | PathLike[str], text: bytes) -> Manifest:
     """The manifest in the bytes of an index; ShardError, naming `file`, if anything is off."""
-    with _collector_paused():
+    with collector_paused():
         return _parse_index(file, text)
 
 
@@ -132,7 +131,7 @@ def table_bytes(shards: Sequence[ShardInfo], index: bytes, blocks: FileInfo | No
 
 def index_bytes(shards: Sequence[ShardInfo], blocks: FileInfo | None = None) -> bytes:
     """Return index.json for `shards`: without `blocks`, the bytes that MDSWriter would write."""
-    with _collector_paused():
+    with collector_paused():
         data: dict[str, Any] = {"shards": [_entry(shard) for shard in shards], "version": VERSION}
         return json.dumps(data | _blocks_entry(blocks), sort_keys=True).encode()
 
@@ -182,18 +181,6 @@ def parse_columns(file: str | PathLike[str], entry: Mapping[str, Any]) -> tuple[
     if len(set(names)) != len(names):
         raise ShardError(file, "two columns have the same name")
     return tuple(columns)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector, which would traverse the growing millions of objects again and again."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _config(
