@@ -17,8 +17,9 @@ import shardkit
 from shardkit.cli.main import main
 from shardkit.writers.explain import explain_build
 from shardkit.writers.recipe.inputs import FimConfig
-from shardkit.writers.recipe.recipe import load_recipe
-from shardkit.writers.stages.needs import Shape
+from shardkit.writers.recipe.recipe import Recipe, load_recipe
+from shardkit.writers.stages.graph import stage_needs
+from shardkit.writers.stages.needs import Corpus, Shape, compared_lines
 from support.s3_moto import S3Server, s3_server
 from support.small_build import EOS, text_of, train_bpe
 
@@ -173,6 +174,8 @@ def test_a_recipe_of_every_shape_is_planned_built_explained_and_cleaned(
     assert ran - {"tokenizer"} <= modelled, "a plan counts what every stage asks for"
     assert modelled - ran <= {"side_files", "verify"}, "of which those may have nothing to do"
 
+    check_statements(load_recipe(recipe), folder / work)
+
     before = listing(folder / work)
     assert main(["clean", str(recipe), *overrides]) == 0
     assert {path for path in before if path.endswith("commit.json")} <= {*listing(folder / work)}
@@ -180,6 +183,44 @@ def test_a_recipe_of_every_shape_is_planned_built_explained_and_cleaned(
         assert len(shardkit.open(folder / one.output.path))
     assert main(["clean", str(recipe), "--all", *overrides]) == 0
     assert not (folder / work).exists()
+
+
+# Stages whose tasks follow from data that sizes do not tell: parts of files with scores, rounds of a split,
+# tables of provenance that are equal for two outputs, pairs that there may not be, documents of an index.
+FROM_DATA = {
+    *("scores", "split_tables", "split_probe", "split_propose", "split_choose", "provenance"),
+    *("verify", "side_files"),
+}
+FROM_INDEX = {"bands", "shingles", "near_lost", "near_kept"}
+
+
+def check_statements(recipe: Recipe, work: Path) -> None:
+    """A step states the tasks and the files that its stages commit."""
+    committed: dict[str, list[int]] = {}
+    for path in work.rglob("commit.json"):
+        commit = json.loads(path.read_text())
+        one = committed.setdefault(path.parts[-3], [0, 0])
+        one[0] += 1
+        one[1] += 1 + len(commit["outputs"])
+    cards = [(one, shardkit.open(recipe.folder / one.output.path).card) for one in recipe.datasets()]
+    read = cards[0][1].funnel.read
+    corpus = Corpus(
+        splits=committed["clean"][0],
+        documents=read.documents,
+        text_bytes=read.bytes,
+        tokens=max([1, *(card.tokens for one, card in cards if not one.output.is_text)]),
+        memory=recipe.memory,
+        shard_bytes=recipe.output.shard_bytes,
+        dedup=recipe.dedup.asked,
+        lines=0 if recipe.dedup.lines is None else compared_lines(read.bytes, None),
+        shape=Shape.of(recipe),
+    )
+    stated = {one.stage: [one.tasks, one.puts] for one in stage_needs(corpus)}
+    near = recipe.dedup.near
+    loose = FROM_DATA | (FROM_INDEX if near is not None and near.against else set()) | {"tokenizer"}
+    assert {stage: found for stage, found in committed.items() if stage not in loose} == {
+        stage: asked for stage, asked in stated.items() if stage not in loose
+    }
 
 
 @pytest.fixture(scope="module")

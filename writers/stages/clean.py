@@ -466,7 +466,8 @@ def needs(n: Needs) -> None:
     """State what cleaning writes; raw files are read from where they are."""
     c = n.corpus
     keys_bytes = (1 + ("url" in c.dedup)) * c.documents * KEYS.dtype.itemsize
-    files = 3 + ("url" in c.dedup) + c.shape.has_buckets
+    shape = c.shape
+    files = 3 + sum(("url" in c.dedup, shape.scores > 0, shape.has_buckets, shape.annotates))
     written = c.text_bytes * DOCUMENTS + keys_bytes
     n.add(CLEAN, c.splits, n.looked_up * c.splits, 0, files=files, written=written)
 

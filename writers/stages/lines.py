@@ -47,7 +47,7 @@ def needs(n: Needs) -> None:
     n.add(lines.FIND_LINE_LOSERS, readers, *n.slices(keys, readers), files=1, written=written)
     n.by_split(lines.LINES_REMOVED, LINE_LOSERS, readers, cut)
     gets, read = n.scans(text, c.splits)
-    n.add(lines.CUT_LINES, c.splits, gets + 2 * c.splits, read + written, files=3, written=text)
+    n.add(lines.CUT_LINES, c.splits, gets + 2 * c.splits, read + written, files=4, written=text)
 
 
 STAGES = lines.MAKE_LINE_KEYS, lines.FIND_LINE_LOSERS, lines.LINES_REMOVED, lines.CUT_LINES

@@ -80,7 +80,7 @@ def needs(n: Needs) -> None:
     text, signatures = c.text_bytes * DOCUMENTS, c.documents * _SIGNATURE_BYTES
     readers = c.limits.partitions(c.documents, KEYS.dtype)
     n.add(SIGN, c.splits, *n.scans(text, c.splits), files=3, written=signatures)
-    n.add(PARTS, 1, 0, files=1)
+    n.add(PARTS, 1, 0, files=2)
     keys = n.exchange(EQUAL_WORDS, KEYS, c.splits, c.documents, readers)
     n.add(EQUAL_WORDS, readers, *n.slices(keys, readers), files=2)
     lost = n.exchange(MAKE_BANDS, LOST, readers, c.documents * LOSERS, c.splits)
@@ -112,7 +112,7 @@ def _add_verified(n: Needs, text: float, candidates: int) -> None:
     read_by_block = [n.slices(runs, blocks) for runs in (firsts, own, guests)]
     gets, read = (sum(amounts) for amounts in zip(*read_by_block, strict=True))
     n.add(VERIFY, blocks, gets, read, files=3)
-    n.add(NEAR, 1, 2 * blocks, pairs * PAIRS_BY_FIRST.dtype.itemsize, files=2)
+    n.add(NEAR, 1, 2 * blocks, pairs * PAIRS_BY_FIRST.dtype.itemsize, files=1)
     n.add(NEAR_EQUAL, blocks, 2 * blocks, c.documents * LOSERS * 24, files=1)
     n.add(NEAR_LOST, c.splits, 4 * c.splits, c.documents * 24, files=3)
     n.add(NEAR_KEPT, c.splits, 5 * c.splits, c.documents * 24, files=2)

@@ -52,7 +52,10 @@ class Shape:
     """Parts that `split` draws."""
     scores: int = 0
     """Filters that look up scores."""
+    stores: int = 0
+    """Datasets of tokens that hold whole documents."""
     has_buckets: bool = False
+    annotates: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe) -> Shape:
@@ -64,7 +67,9 @@ class Shape:
             texts=len(recipe.datasets()) - len(packed),
             parts=0 if recipe.split is None else len(recipe.split.parts),
             scores=sum(isinstance(config, ScoresConfig) for _, config in recipe.filter_chain()),
+            stores=sum(one.output.format == "tokens" for one in packed),
             has_buckets=recipe.buckets is not None and recipe.buckets.is_fitted,
+            annotates=recipe.annotate,
         )
 
 
@@ -207,12 +212,12 @@ class Needs:
         gets: float,
         read: float = 0,
         *,
-        files: int = 0,
+        files: float = 0,
         written: float = 0,
         sent: int = 0,
     ) -> None:
-        """Add a stage. `files`: that each task writes; `sent`: requests that write somewhere else."""
-        puts = tasks * (files + 1) + sent
+        """Add a stage. `files` is what a task writes on average; `sent` are requests that write elsewhere."""
+        puts = round(tasks * (files + 1)) + sent
         self.stages.append(StageNeeds(stage.name, tasks, ceil(gets), puts, ceil(read), ceil(written)))
 
 

@@ -137,7 +137,8 @@ def needs(n: Needs) -> None:
     outputs = ceil(c.shape.packed / (1 + c.shape.parts))
     tasks = outputs * (partitions + c.shape.parts)
     shards = ceil(written / partitions / (c.shard_bytes / c.scale))
-    n.add(PACK, tasks, outputs * gets, outputs * read, files=shards + 2, written=outputs * written)
+    files = shards + 2 - c.shape.stores / c.shape.packed  # a token store has no block checksums
+    n.add(PACK, tasks, outputs * gets, outputs * read, files=files, written=outputs * written)
     n.add(PROVENANCE, tasks, 2 * tasks, files=1)
     n.shards, n.tables = n.shards + tasks * shards, n.tables + tasks
     n.output_bytes += outputs * written
