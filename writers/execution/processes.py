@@ -169,10 +169,10 @@ def fork_workers(pipe: Connection, parent: int, modules: Sequence[str]) -> None:
     with collector_paused():
         for module in modules:
             importlib.import_module(module)
-    if pyarrow := sys.modules.get("pyarrow"):
-        pyarrow.array([])  # the first array imports pandas where that is installed
-    if "numba" in sys.modules:
-        start_numba()
+        if pyarrow := sys.modules.get("pyarrow"):
+            pyarrow.array([])  # the first array imports pandas where that is installed
+        if "numba" in sys.modules:
+            start_numba()
     gc.freeze()  # collections in a worker would write to, and thereby copy, every page with an object
     own = os.getpid()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
