@@ -202,7 +202,11 @@ def check_statements(recipe: Recipe, work: Path) -> None:
         one = committed.setdefault(path.parts[-3], [0, 0])
         one[0] += 1
         one[1] += 1 + len(commit["outputs"])
-    cards = [(one, shardkit.open(recipe.folder / one.output.path).card) for one in recipe.datasets()]
+    cards = []
+    for one in recipe.datasets():
+        card = shardkit.open(recipe.folder / one.output.path).card
+        assert card is not None
+        cards.append((one, card))
     read = cards[0][1].funnel.read
     corpus = Corpus(
         splits=committed["clean"][0],
