@@ -199,9 +199,9 @@ def check_statements(recipe: Recipe, work: Path) -> None:
     committed: dict[str, list[int]] = {}
     for path in work.rglob("commit.json"):
         commit = json.loads(path.read_text())
-        one = committed.setdefault(path.parts[-3], [0, 0])
-        one[0] += 1
-        one[1] += 1 + len(commit["outputs"])
+        counted = committed.setdefault(path.parts[-3], [0, 0])
+        counted[0] += 1
+        counted[1] += 1 + len(commit["outputs"])
     cards = []
     for one in recipe.datasets():
         card = shardkit.open(recipe.folder / one.output.path).card
