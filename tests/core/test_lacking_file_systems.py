@@ -328,7 +328,7 @@ def test_a_folder_without_hard_links_still_creates_objects_once(
 def test_no_empty_file_is_left_where_nothing_can_be_created_in_one_step(shim: Path, tmp_path: Path) -> None:
     folder = tmp_path / "LACKING"
     printed, _ = run(shim, PUT, folder, lacks="hardlink noreplace overwrite", number=EPERM)
-    assert printed == f"{folder}/a/b: cannot write: no file can be renamed over another here"
+    assert printed == f"{folder}/a/b: cannot write: this file system cannot rename over an existing file"
     assert [path for path in folder.rglob("*") if path.is_file()] == []
 
 
