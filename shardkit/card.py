@@ -396,7 +396,7 @@ class DatasetCard:
         """Raise ShardError if the card has another fingerprint, so belongs to other shards."""
         stated = self.data.get("fingerprint", fingerprint)
         if stated != fingerprint:
-            problem = f"is the card of another dataset: its fingerprint is {stated}, the index's is {fingerprint}"
+            problem = f"is the card of another dataset: fingerprint {stated}, the index has {fingerprint}"
             raise ShardError(self.where, problem)
 
     @property

@@ -357,7 +357,7 @@ def test_a_build_gives_the_same_dataset_without_these_calls(
         ("flock", ENOLCK, r"out\.work: cannot be used as work folder: .*\(flock\).*; `work` names another"),
         pytest.param("flock", ENOSYS, r"\(flock\)", marks=pytest.mark.extended),
         pytest.param(
-            *("move_folders", ENOSYS, r"cannot rename folders: use a folder on a local disk"),
+            *("move_folders", ENOSYS, r"cannot rename folders; use a folder on a local disk"),
             marks=pytest.mark.extended,
         ),
     ],

@@ -1179,9 +1179,9 @@ def test_a_public_bucket_is_read_without_credentials(
     ("options", "told"),
     [
         ({"encryption": "aes"}, "encryption must be one of AES256, aws:kms, aws:kms:dsse"),
-        ({"kms_key_id": "x"}, "give both"),
-        ({"kms_key_id": "x", "encryption": "AES256"}, "give both"),
-        ({"anonymous": True, "profile": "x"}, "leave one of the two out"),
+        ({"kms_key_id": "x"}, "set encryption, too"),
+        ({"kms_key_id": "x", "encryption": "AES256"}, "set encryption, too"),
+        ({"anonymous": True, "profile": "x"}, "give either anonymous or profile"),
     ],
 )
 def test_options_of_buckets_that_contradict_each_other_are_refused(
