@@ -105,7 +105,7 @@ ERRORS = [
     (504, "GatewayTimeout", TransientError, "GatewayTimeout"),
     (400, "RequestTimeout", TransientError, "RequestTimeout"),
     (409, "OperationAborted", TransientError, "OperationAborted"),
-    (416, "InvalidRange", StoreError, "beyond the object's end"),
+    (416, "InvalidRange", StoreError, "after the object's end"),
     (403, "AccessDenied", StoreError, "policies"),
     (403, "SignatureDoesNotMatch", StoreError, "secret key"),
     (403, "InvalidObjectState", StoreError, "archived"),
@@ -1235,7 +1235,7 @@ def test_keys_that_leave_the_prefix_are_refused(key: str) -> None:
 )
 def test_a_bucket_that_is_named_by_its_arn_is_refused_with_what_to_give(url: str) -> None:
     for opened in (S3Store, sk.open):
-        with pytest.raises(StoreError, match=r"names a bucket by its ARN: give .* access point's alias"):
+        with pytest.raises(StoreError, match=r"names a bucket by its ARN: use .* access point's alias"):
             opened(url)
 
 
