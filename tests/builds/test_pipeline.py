@@ -312,7 +312,7 @@ def test_allowed_bad_records_are_kept_in_quarantine(tmp_path: Path) -> None:
             {"out/letter.txt": b""},
             [],
             BuildError,
-            r"out: holds files that are no dataset \(first: letter\.txt\)",
+            r"out: holds files that are not a dataset \(first: letter\.txt\)",
         ),
     ],
     ids=["nothing left", "nothing readable", "no tokenizer", "no eos", "output is input", "work", "output"],
