@@ -113,7 +113,7 @@ def _expanded(text: str, where: str) -> Path:
         if os.path.lexists(text):  # as in a shell: without a user of that name, "~" is a plain character
             return Path(text).absolute()
         problem = "HOME is not set" if text.partition("/")[0] == "~" else "there is no such user"
-        raise PathError(f"{where}: {problem}; give the whole path") from error
+        raise PathError(f"{where}: {problem}; give the absolute path") from error
 
 
 def _path_of_file_url(text: str, where: str) -> Path:
@@ -122,7 +122,7 @@ def _path_of_file_url(text: str, where: str) -> Path:
     if rest.startswith("//"):
         host, slash, rest = rest[2:].partition("/")
         if not slash or host.lower() not in ("", "localhost"):
-            raise PathError(f"{where} names the host {host!r}; write file:///path, or the path")
+            raise PathError(f"{where} names the host {host!r}; write file:///path, or a plain path")
         rest = f"/{rest}"
     path = unquote(rest)
     if "\0" in path:
@@ -390,7 +390,7 @@ def _read_instead(descriptor: int, size: int, start: int, error: OSError) -> Byt
     while filled < size:
         count = os.preadv(descriptor, [view[filled:]], start + filled)
         if not count:
-            raise OSError(errno.EIO, f"the file ends {size - filled:,} bytes early")
+            raise OSError(errno.EIO, f"the file ends {size - filled:,} bytes before the requested end")
         filled += count
     data.flags.writeable = False
     return data

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path("/")
 _GROUPS = "sys/fs/cgroup"
-_MEMORY_FILES = ("memory.max", "memory.high", "memory.limit_in_bytes")  # of cgroup versions 2, 2 and 1
+_MEMORY_FILES = ("memory.max", "memory.high", "memory.limit_in_bytes")  # cgroup versions 2, 2 and 1
 
 
 def memory_bytes(system: Path = ROOT) -> int:

@@ -23,7 +23,7 @@ import threading
 import time
 from pathlib import Path
 
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.1  # time between two attempts of `held_file`
 _HOLDER_BYTES = 64  # maximum length of the `holder` text in a lock file
 
 # Refuse links, and do not block on pipes: another user may have put one in place of the lock file.
@@ -61,7 +61,7 @@ def held_file(path: Path, *, shared: bool, wait_seconds: float = 0.0) -> int | N
 
 
 class FileLock:
-    """An exclusive lock on a file that is used only for it. One thread at a time may take and release it."""
+    """An exclusive lock on a file that serves only as a lock. Use it in one thread at a time."""
 
     def __init__(self, file: Path, *, keep: bool = False, holder: bytes = b"") -> None:
         """`keep`: do not delete the file on release (for locks that are taken often).

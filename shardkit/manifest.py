@@ -218,9 +218,9 @@ def checked_basename(name: object, index_file: str | os.PathLike[str]) -> str:
     drive = bool(parts) and ":" in parts[0]
     unsafe = name.startswith("/") or "\\" in name or drive or any(ord(c) < 32 for c in name)
     if unsafe or not parts or any(p in ("..", ".") for p in name.split("/")):
-        raise ShardError(index_file, f"basename {name!r} leaves the dataset's folder; refuse this dataset")
+        raise ShardError(index_file, f"basename {name!r} leaves the dataset's folder; do not trust it")
     if any(0xD800 <= ord(c) <= 0xDFFF for c in name):
-        raise ShardError(index_file, f"basename {name!r} is not Unicode text; refuse this dataset")
+        raise ShardError(index_file, f"basename {name!r} is not Unicode text; do not open the dataset")
     return name
 
 

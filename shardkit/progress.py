@@ -40,7 +40,7 @@ class Report(Protocol):
         """A change that is printed at once when first reported under this name; "" if there is none."""
 
     def text(self) -> str:
-        """The whole report on one line."""
+        """Return the whole report on one line."""
 
 
 R = TypeVar("R", bound=Report)

@@ -70,7 +70,7 @@ class RefusedError(StoreError):
 
 
 class TransferError(ShardkitError):
-    """Files of a transfer failed. `errors` has up to MAX_ERRORS errors; the message has the first and counts.
+    """Files of a transfer failed. `errors` has up to MAX_ERRORS errors; the message quotes the first one.
 
     Transferred files stay at the target, and the same call continues with the rest.
     """

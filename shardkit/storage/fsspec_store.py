@@ -42,7 +42,7 @@ _TIME_FIELDS = (
     "mtime",
     "last_modified",
     "LastModified",
-    "Last-Modified",  # http
+    "Last-Modified",  # fsspec's HTTP file system
     "updated",
     "modified",
     "modificationTime",
@@ -140,7 +140,7 @@ class FsspecStore(BaseStore):
         if now.version != info.version:
             raise ObjectChangedError(where, "was replaced while it was read: open it again")
         if len(data) != stop - start:
-            raise TransientError(where, f"returned {len(data):,} of {stop - start:,} bytes at byte {start:,}")
+            raise TransientError(where, f"sent {len(data):,} of {stop - start:,} bytes at byte {start:,}")
         return data
 
     def __getstate__(self) -> str:

@@ -53,12 +53,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _MOST_PAGES = 10_000  # maximum number of pages of a listing
-_MOST_FILES = 1_000_000  # of a listing; ten times the Hub's recommended maximum per repository
+_MOST_FILES = 1_000_000  # maximum number of files of a listing; ten times what the Hub recommends
 _PATHS_AT_ONCE = 500  # files per request for sizes and versions
 _MOST_RACES = 64  # attempts of `if_absent`; each fails only because another commit succeeded
-_MOST_SKIPPED = 16 << 20  # bytes before the range; some servers ignore ranges of files stored in git
+_MOST_SKIPPED = 16 << 20  # maximum bytes to skip if a server ignores a range, as for some files in git
 _SHA256_DIGITS = 64
-_ADDRESS_SECONDS = 300.0  # signed addresses are valid for an hour
+_ADDRESS_SECONDS = 300.0  # time for which to reuse a signed address, which is valid for an hour
 _MOST_ADDRESSES = 4096  # above this number, all remembered addresses are dropped
 
 

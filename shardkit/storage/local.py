@@ -184,7 +184,7 @@ class LocalBody(BaseBody):
 
 def _info(key: str, file: Path, status: os.stat_result) -> ObjectInfo:
     if not stat.S_ISREG(status.st_mode):
-        raise ObjectNotFoundError(str(file), "not a regular file")
+        raise ObjectNotFoundError(str(file), "is not a regular file")
     return ObjectInfo(key, status.st_size, _version(status))
 
 

@@ -49,7 +49,7 @@ from shardkit.storage.store import (
 from shardkit.storage.url import open_store
 
 _LISTED_AT_ONCE = 1000  # objects per page, as in S3; each page is one operation with its own deadline
-_COMPARED_AT_ONCE = 1 << 20  # bytes
+_COMPARED_AT_ONCE = 1 << 20  # bytes per read when an object is compared with local data
 
 T = TypeVar("T")
 
@@ -323,7 +323,7 @@ class ResilientBody(BaseBody):
         """Read from the open connection; count an error or early end as a failure of the store."""
         raw = self._raw
         if self._closed.is_set():
-            raise ValueError("read of a closed body")
+            raise ValueError("cannot read from a closed body")
         if self._position >= self._stop:
             return 0
         try:

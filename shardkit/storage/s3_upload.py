@@ -30,12 +30,12 @@ from shardkit.storage.s3_client import S3Client, version_of
 from shardkit.storage.store import ObjectExistsError, StoreError, TransientError
 
 PART_BYTES = 16 << 20  # size of a part; unconditional uploads up to this size are one request
-MAX_OBJECT_BYTES = 5 << 40  # S3's limit
-_MAX_REQUEST_BYTES = 5 << 30  # S3's limit
-_MAX_PARTS = 10_000  # S3's limit
+MAX_OBJECT_BYTES = 5 << 40  # S3's limit on the size of an object
+_MAX_REQUEST_BYTES = 5 << 30  # S3's limit on the size of an object that is sent in one request
+_MAX_PARTS = 10_000  # S3's limit on the number of parts
 _PART_ALIGNMENT = 1 << 20  # larger parts are a multiple of this
 _PIECE_BYTES = 1 << 20  # size of reads when a file is only hashed
-_THREADS = 4
+_THREADS = 4  # number of parts that are sent at a time
 _FORBIDDEN = 403
 _KEPT_BUFFERS = 8  # maximum number of unused buffers to keep, 128 MiB in all
 _MD5_ETAG = re.compile(r"[0-9a-f]{32}(-[0-9]+)?")
@@ -124,7 +124,7 @@ class Content:
             self._file.close()
 
     def _read_into(self, buffer: memoryview, position: int) -> None:
-        """Fill `buffer` from the file."""
+        """Fill `buffer` with the file's bytes from `position` on."""
         assert self._file is not None
         filled = 0
         while filled < len(buffer):

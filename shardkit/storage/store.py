@@ -151,10 +151,10 @@ class StorageOptions:
         if self.endpoint_url is not None:  # S3 does not use passwords in URLs; one here could only leak
             object.__setattr__(self, "endpoint_url", without_password(self.endpoint_url))
         if self.checksums not in (None, *get_args(Checksums)):
-            raise ValueError(f"checksums must be one of {', '.join(get_args(Checksums))}: {self.checksums!r}")
+            raise ValueError(f"checksums must be {' or '.join(get_args(Checksums))}, not {self.checksums!r}")
         if self.encryption not in (None, *get_args(Encryption)):
             raise ValueError(
-                f"encryption must be one of {', '.join(get_args(Encryption))}: {self.encryption!r}"
+                f"encryption must be one of {', '.join(get_args(Encryption))}, not {self.encryption!r}"
             )
         if self.kms_key_id is not None and not (self.encryption or "").startswith("aws:kms"):
             raise ValueError('kms_key_id requires encryption="aws:kms": set encryption, too')
