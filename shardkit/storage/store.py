@@ -387,7 +387,7 @@ def read_object(store: Store, key: str, expected_bytes: int = -1) -> npt.NDArray
     with store.open(key) as body:
         size = body.info.bytes
         if expected_bytes not in (-1, size):
-            raise ShardError(f"{store.url}/{key}", f"has {size:,} bytes, not {expected_bytes:,}")
+            raise ShardError(f"{store.url}/{key}", f"has {size:,} bytes, expected {expected_bytes:,}")
         return read_body(body, f"{store.url}/{key}")
 
 
@@ -398,5 +398,5 @@ def read_body(body: Body, where: str) -> npt.NDArray[np.uint8]:
     while filled < len(data) and (count := body.readinto(view[filled : filled + _READ_BYTES])):
         filled += count
     if filled < len(data):
-        raise ShardError(where, f"the body ended after {filled:,} of {len(data):,} bytes")
+        raise ShardError(where, f"ended after {filled:,} of {len(data):,} bytes")
     return data

@@ -252,7 +252,7 @@ def test_a_value_that_cannot_be_meant_is_refused_at_its_key(changes: dict[str, o
         ("inputs: [\nseed: 3", "line 2, column 8: expected"),
         ("seed: 1\noutput: {path: a, path: b}", "line 2, column 19: key 'path' appears twice"),
         ("- a\n- b", "a recipe must be a mapping of keys, but this file is a list"),
-        ("", "this is empty"),
+        ("", "this file is empty"),
         ("seed: !!python/object:os.system x", "line 1"),
     ],
 )
