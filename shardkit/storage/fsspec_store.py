@@ -181,7 +181,7 @@ class FsspecStore(BaseStore):
         if not facts:
             raise StoreError(
                 self.where(key),
-                "the file system reports neither times nor checksums, so versions cannot be told apart",
+                "the file system reports neither times nor checksums, so versions cannot be compared",
             )
         return ObjectInfo(key, size, hashlib.sha256(f"{size} {facts}".encode()).hexdigest()[:32])
 

@@ -274,7 +274,7 @@ class HubStore(BaseStore):
         """Return the body of an answer, after checking that it has the requested range and version."""
         where, response = self.where(key), answer.response
         if not answer.etag:
-            raise StoreError(where, "the server sends no ETag, so versions cannot be told apart")
+            raise StoreError(where, "the server sends no ETag, so versions cannot be compared")
         if version not in (None, answer.etag):
             raise ObjectChangedError(where, f"has version {answer.etag}, not {version}")
         stated = response.headers.get("Content-Length", "")

@@ -234,7 +234,7 @@ class S3Store(BaseStore):
     def _described(self, key: str, answer: Mapping[str, Any], size: int) -> ObjectInfo:
         version = version_of(answer)
         if not version:
-            raise StoreError(self.where(key), "the server sends no ETag, so versions cannot be told apart")
+            raise StoreError(self.where(key), "the server sends no ETag, so versions cannot be compared")
         metadata = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
         return ObjectInfo(key, size, version, metadata)
 
