@@ -5,13 +5,13 @@
     result = sk.build("recipe.yaml")                  # or a dict of the same keys, or a Recipe
     ds = sk.open("out")                               # or a URL: any MDS or WebDataset
     ds[17], ds[3:9], ds.sample(5).to_pandas()         # rows
-    ds.text(17), ds.documents(17)                     # what the tokens of a row say, and where they are from
-    ds.trace(url="example.org/*")                     # where a document or site is in the dataset
+    ds.text(17), ds.documents(17)                     # the decoded text of a row, and its documents
+    ds.trace(url="example.org/*")                     # the rows that hold a document or site
     for batch in sk.StreamingLoader(ds, batch_size=8):
         ...
 
-Building needs `pip install 'shardkit[write]'`, tensors need torch. Every name is imported when it is first
-used, so `import shardkit` costs milliseconds.
+Building needs `pip install 'shardkit[write]'`, tensors need torch. Every name is imported on first use, so
+`import shardkit` takes milliseconds.
 """
 
 from __future__ import annotations

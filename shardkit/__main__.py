@@ -1,4 +1,4 @@
-"""`python -m shardkit` is the `shardkit` command."""
+"""`python -m shardkit` runs the `shardkit` command."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Names of the array types that most modules share; whatever is rarer is spelled out where it is used."""
+"""Names of array types that many modules share; rarer types are written out where they are used."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""The card of a dataset, `dataset.json`: what the dataset says of itself.
+"""The card of a dataset, `dataset.json`: how the dataset was built and what it contains.
 
-`DatasetCard` is its only reader. Opening a dataset parses the JSON and checks nothing else: cards of
-conversions, of other versions and of other tools have only some of what builds write, and keys that this
-version does not know stay in `data`. What a card says is read in two ways:
+Only `DatasetCard` reads it. Opening a dataset parses the JSON and checks nothing else: cards written by
+conversions, other versions and other tools have only some of the keys that builds write, and unknown keys
+stay in `data`. Values are read in two ways:
 
-    lenient   `tokenizer`, `source_labels`: None or empty where the card does not state it
-              soundly, so that any dataset can be opened and trained on
-    checked   `tokens`, `funnel`, `inputs` and all else that builds write: by pydantic, at the first read;
-              ShardError names the key that is wrong, and a damaged section harms only its readers
+    lenient   `tokenizer`, `source_labels`: None or empty where a value is missing or has the wrong type, so
+              that any dataset can be opened and trained on
+    checked   `tokens`, `funnel`, `inputs` and all other keys that builds write: pydantic validates each when
+              it is read; ShardError names the wrong key, and code that does not read the key is unaffected
 
-The bytes of a build's card are JSON with sorted keys: the same facts are the same bytes. It lists the files
-beside the shards; where these are more than MOST_LISTED, files.json lists them, and the card only that one.
+Builds write JSON with sorted keys, so equal cards have equal bytes. The card lists all files other than
+shards; if there are more than MOST_LISTED, files.json lists them, and the card lists only files.json.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from shardkit.manifest import BLOCKS_NAME, FileInfo, Manifest, stated_file
 
 CARD_NAME = "dataset.json"
 FILES_NAME = "files.json"
-MAX_CARD_BYTES = 64 << 20  # of those that older versions made for 500,000 files
-MAX_FILES_BYTES = 1 << 30  # eight million files
-MOST_LISTED = 1000
-_OTHERS = ("split", "output")  # reasons of documents that other datasets of a build have
+MAX_CARD_BYTES = 64 << 20  # limit of dataset.json; older versions listed up to 500,000 files in it
+MAX_FILES_BYTES = 1 << 30  # limit of files.json: about eight million files
+MOST_LISTED = 1000  # files in the card itself; above, files.json lists them
+_OTHERS = ("split", "output")  # reasons of documents that went to other datasets of the same build
 _DUPLICATES = ("url_duplicate", "exact_duplicate", "duplicate_lines", "near_duplicate")
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A number of documents, and of bytes of text in them."""
+    """A number of documents, and the size of their text in bytes."""
 
     documents: int = 0
     bytes: int = 0
@@ -55,7 +55,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """The tokenizer of a dataset, and `path`, where the recipe says that it is."""
+    """The tokenizer of a dataset; `path` is its location as the recipe gives it."""
 
     file: str | None = None
     digest: str | None = None
@@ -67,7 +67,7 @@ class TokenizerFacts:
 
 @dataclass(frozen=True, slots=True)
 class FunnelCounts:
-    """What became of records: read = kept + dropped (by rule) + quarantined (by error)."""
+    """Counts of records by result: read = kept + dropped (by rule) + quarantined (by error)."""
 
     read: Count
     kept: Count
@@ -77,7 +77,7 @@ class FunnelCounts:
 
 @dataclass(frozen=True, slots=True)
 class LanguageCounts:
-    """Documents that were kept, and tokens in them."""
+    """The number of kept documents in one language, and of their tokens."""
 
     documents: int = 0
     tokens: int = 0
@@ -88,14 +88,14 @@ class LanguageCounts:
 
 @dataclass(frozen=True, slots=True)
 class InputFacts:
-    """An input of the recipe; `languages` is None if no filter determines languages."""
+    """Facts about one input of the recipe; `languages` is None if no filter determines languages."""
 
     source: str
     files: int
     bytes: int
     digest: str
     funnel: FunnelCounts
-    tokens: int = 0  # cards of the first versions lack this and `languages`
+    tokens: int = 0  # cards of the earliest versions have neither this key nor `languages`
     languages: dict[str, LanguageCounts] | None = None
 
 
@@ -110,7 +110,7 @@ class ExcerptFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleFacts(Count):
-    """What the rule "<filter>/<rule>" dropped first; `alone`: how many of the sampled documents fail it."""
+    """Documents that the rule "<filter>/<rule>" dropped first; `alone`: sampled documents that fail it."""
 
     rule: str
     alone: int
@@ -119,7 +119,7 @@ class RuleFacts(Count):
 
 @dataclass(frozen=True, slots=True)
 class EditFacts:
-    """Bytes that "<filter>/<edit>" cut out of texts; negative where they grew."""
+    """Bytes that the edit "<filter>/<edit>" removed from texts; negative if the texts grew."""
 
     edit: str
     bytes: int
@@ -127,7 +127,7 @@ class EditFacts:
 
 @dataclass(frozen=True, slots=True)
 class CounterFacts:
-    """What "<filter>/<name>" counted, such as redacted addresses."""
+    """A counter of a filter, "<filter>/<name>", such as the number of redacted addresses."""
 
     name: str
     count: int
@@ -135,10 +135,11 @@ class CounterFacts:
 
 @dataclass(frozen=True, slots=True)
 class FilterFacts:
-    """Rules in the order in which they were tried; all judged `sampled` documents, one in `one_in`.
+    """Filter rules in the order in which they were applied, and statistics about them.
 
-    `languages` are documents by language and by the rule that dropped them, "" for those that stayed; {}
-    unless the recipe has settings by language.
+    All rules judged a sample of `sampled` documents, one in `one_in`. `languages` counts documents by
+    language and by the rule that dropped them ("" for kept documents); {} unless the recipe has settings by
+    language.
     """
 
     sampled: int
@@ -151,7 +152,7 @@ class FilterFacts:
 
 @dataclass(frozen=True, slots=True)
 class NearFacts:
-    """How near-duplicates were found. `against` are names of dedup indexes, `indexes` their digests."""
+    """Settings of near-duplicate removal; `against` names dedup indexes, `indexes` holds their digests."""
 
     similarity: float
     containment: float | None
@@ -168,14 +169,14 @@ class NearFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLoss(Count):
-    """What a stage of duplicate removal took."""
+    """Documents that one stage of duplicate removal removed."""
 
     stage: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLoss(Count):
-    """What the first stage was given of an input, and what all stages removed of it, by reason."""
+    """Documents of one input that entered duplicate removal; `removed` counts removed ones by reason."""
 
     source: str
     removed: dict[str, Count]
@@ -183,7 +184,7 @@ class SourceLoss(Count):
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """How many documents that stayed stand for "1", "2", "3-10" ... documents."""
+    """The number of groups of near-duplicates whose size is in the range `copies`: "1", "2", "3-10" ..."""
 
     copies: str
     groups: int
@@ -191,7 +192,7 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class DedupFacts:
-    """What duplicate removal did, by stage in the order in which they ran."""
+    """Results of duplicate removal; stages are in the order in which they ran."""
 
     near: NearFacts | None
     stages: list[StageLoss]
@@ -202,11 +203,12 @@ class DedupFacts:
 
 @dataclass(frozen=True, slots=True)
 class BucketFacts:
-    """How scores became labels, which are the `field` of documents' metadata.
+    """How scores became labels, which documents carry in the metadata field `field`.
 
-    A score is in the bin that is the number of its `edges` that it reaches; bins are combined by `combine`,
-    "max" or "mean", and `labels` are the least combined bin of each, null: the bin is the label. `sampled` of
-    `documents` gave the edges; 0 of 0: the recipe did.
+    The bin of a score is the number of `edges` that it reaches; bins of several scores are combined by
+    `combine`, "max" or "mean". `labels` maps each label to its least combined bin; null: the bin itself is
+    the label. The edges were computed from `sampled` of `documents` documents; both are 0 if the recipe gives
+    them.
     """
 
     field: str
@@ -219,10 +221,10 @@ class BucketFacts:
 
 @dataclass(frozen=True, slots=True)
 class SplitFacts:
-    """The parts of a split: this dataset is `part`, "train" being what is left of the others.
+    """The parts of a split; this dataset is `part`. "train" holds all documents that no other part took.
 
-    `documents` are those of each part; `proposed` were drawn for it, of which `alike` are like another
-    document, and so stay in train.
+    `documents` counts the documents of each part, `proposed` those proposed for it, and `alike` the proposed
+    ones that resemble another document and therefore stay in train.
     """
 
     part: str
@@ -234,10 +236,10 @@ class SplitFacts:
 
 @dataclass(frozen=True, slots=True)
 class FunnelStep:
-    """What a step lost, and what it left: documents and bytes of text.
+    """One step of the funnel: documents and bytes of text that it lost, and those that remain after it.
 
-    `kind` is "read", "quarantined", "dropped" or "kept". Editors lose bytes of documents that stay, and may
-    add some: then `lost_bytes` is negative.
+    `kind` is "read", "quarantined", "dropped" or "kept". Filters that edit texts lose bytes of kept
+    documents; if they add text, `lost_bytes` is negative.
     """
 
     kind: str
@@ -250,7 +252,7 @@ class FunnelStep:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """How many values lie from `low` to `high`, both included, and what they add up to."""
+    """The number of values from `low` to `high` (inclusive), and their sum."""
 
     low: int
     high: int
@@ -259,16 +261,17 @@ class Bin:
 
     @property
     def label(self) -> str:
-        """ "0", "1", "2-3", "1,024-2,047"."""
+        """The range as text: "0", "1", "2-3", "1,024-2,047"."""
         return f"{self.low:,}" if self.low == self.high else f"{self.low:,}-{self.high:,}"
 
 
 @dataclass(slots=True)
 class Histogram:
-    """`counts[b]` values of b bits each, which add up to `sums[b]`; neither ends in a bin without values.
+    """A histogram of integers by bit length: `counts[b]` values of b bits, whose sum is `sums[b]`.
 
-    Bin 0 holds the value 0, bin b the values from 2^(b-1) to 2^b - 1. So no range has to be known before, 64
-    bins hold anything, counts and sums are exact, and those of parts add up.
+    Neither list ends with an empty bin. Bin 0 holds the value 0, bin b the values from 2^(b-1) to 2^b - 1. So
+    the range need not be known in advance, 64 bins suffice, counts and sums are exact, and histograms can be
+    added.
     """
 
     counts: list[int] = field(default_factory=list)
@@ -276,19 +279,19 @@ class Histogram:
 
     @classmethod
     def of(cls, values: npt.NDArray[np.integer[Any]]) -> Histogram:
-        """The histogram of integers [n] from 0; their sum is below 2^53."""
-        bits = np.frexp(values.astype(np.float64))[1]  # the exponent of a whole number is its bits; 0 has 0
+        """Return the histogram of `values`, integers [n] of at least 0 whose sum is below 2^53."""
+        bits = np.frexp(values.astype(np.float64))[1]  # frexp's exponent of an integer is its bit length
         sums = np.bincount(bits, values).astype(np.int64)
         return cls(np.bincount(bits).tolist(), sums.tolist())
 
     def add(self, other: Histogram) -> None:
-        """Add what another part counted."""
+        """Add the counts and sums of another histogram."""
         self.counts = [a + b for a, b in zip_longest(self.counts, other.counts, fillvalue=0)]
         self.sums = [a + b for a, b in zip_longest(self.sums, other.sums, fillvalue=0)]
 
     @property
     def count(self) -> int:
-        """How many values there are."""
+        """The number of values."""
         return sum(self.counts)
 
     @property
@@ -297,23 +300,23 @@ class Histogram:
         return sum(self.sums)
 
     def bins(self) -> list[Bin]:
-        """From the first to the last bin that holds a value."""
+        """Return the bins from the first to the last one that holds a value."""
         first = next((number for number, count in enumerate(self.counts) if count), 0)
         pairs = list(enumerate(zip(self.counts, self.sums, strict=True)))[first:]
         return [Bin(1 << b - 1 if b else 0, (1 << b) - 1, count, total) for b, (count, total) in pairs]
 
     def to_dict(self) -> dict[str, list[int]]:
-        """Plain data."""
+        """Return the histogram as plain data for JSON."""
         return {"counts": self.counts, "sums": self.sums}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Histogram:
-        """The inverse of `to_dict`."""
+        """Make a histogram from the data that `to_dict` returns."""
         return cls(list(data["counts"]), list(data["sums"]))
 
 
 class _Stated(Generic[_T]):
-    """What builds write under a key of this name, checked at each read."""
+    """A key that builds write into the card, named like the attribute; validated at each read."""
 
     def __init__(self, kind: type[_T] | UnionType) -> None:
         self._kind = kind
@@ -323,14 +326,14 @@ class _Stated(Generic[_T]):
 
     def __get__(self, card: DatasetCard, owner: type) -> _T:
         if self._name not in card.data:
-            raise ShardError(card.where, f"has no {self._name!r}, which `shardkit build` writes")
+            raise ShardError(card.where, f"has no {self._name!r}, a key that `shardkit build` writes")
         found: _T = _checked(self._kind, card.data[self._name], self._name, card.where)
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetCard:
-    """A card; `data` is all that it says, as plain data. `where` is the file, for errors."""
+    """The content of a card: `data` is the parsed JSON, `where` the name of the file for error messages."""
 
     data: Mapping[str, Any]
     where: str = field(default=CARD_NAME, compare=False)
@@ -345,7 +348,7 @@ class DatasetCard:
     sequence_length = _Stated(int)
     tokens = _Stated(int)
     padding = _Stated(int)
-    recipe = _Stated(dict[str, Any])  # without the keys that decide no byte
+    recipe = _Stated(dict[str, Any])  # without keys that do not affect the dataset's bytes
     recipe_digest = _Stated(str)
     inputs = _Stated(list[InputFacts])
     funnel = _Stated(FunnelCounts)
@@ -353,13 +356,13 @@ class DatasetCard:
     filters = _Stated[FilterFacts | None](FilterFacts | None)
     filter_files = _Stated(dict[str, str])  # digests of word lists and models
     packing = _Stated(dict[str, int])
-    histograms = _Stated(dict[str, Histogram])  # "lengths" of documents, "row_padding", "row_pieces"
+    histograms = _Stated(dict[str, Histogram])  # keys: "lengths" (of documents), "row_padding", "row_pieces"
     split = _Stated(SplitFacts)
     buckets = _Stated(BucketFacts)
 
     @classmethod
     def read(cls, file: Path) -> DatasetCard | None:
-        """The card in a file; None if there is no such file, ShardError if it cannot be read."""
+        """Read the card in `file`. Returns None if there is no such file; raises ShardError if unreadable."""
         if not file.is_file():
             return None
         try:
@@ -370,9 +373,9 @@ class DatasetCard:
 
     @classmethod
     def parse(cls, where: str, text: bytes) -> DatasetCard:
-        """The card in the bytes of a file; ShardError if it is no JSON object, or too large."""
+        """Parse the bytes of a card. Raises ShardError if they are not a JSON object or are too many."""
         if len(text) > MAX_CARD_BYTES:
-            raise ShardError(where, f"a dataset's card is larger than {MAX_CARD_BYTES:,} bytes")
+            raise ShardError(where, f"is larger than {MAX_CARD_BYTES:,} bytes, the limit of a card")
         try:
             data = load_json(text)
         except (ValueError, RecursionError) as error:
@@ -382,23 +385,23 @@ class DatasetCard:
         return cls(data, where)
 
     def to_bytes(self) -> bytes:
-        """The card as builds store it."""
+        """Return the card's JSON as builds store it."""
         return json.dumps(self.data, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
 
     def has(self, *keys: str) -> bool:
-        """Whether the card states all of these, and none as null or empty."""
+        """Return whether the card has all of these keys with values that are neither null nor empty."""
         return all(self.data.get(key) not in (None, "", [], {}) for key in keys)
 
     def check_fingerprint(self, fingerprint: str) -> None:
-        """ShardError if the card states another one, and so is the card of other shards."""
+        """Raise ShardError if the card has another fingerprint, so belongs to other shards."""
         stated = self.data.get("fingerprint", fingerprint)
         if stated != fingerprint:
-            problem = f"is the card of another dataset: fingerprint {stated}, index {fingerprint}"
+            problem = f"is the card of another dataset: fingerprint {stated}, the index has {fingerprint}"
             raise ShardError(self.where, problem)
 
     @property
     def tokenizer(self) -> TokenizerFacts:
-        """The tokenizer, as far as the card states it soundly."""
+        """The tokenizer; a fact is None where the card lacks it or has a value of the wrong type."""
         kinds = {"file": str, "digest": str, "eos": str, "eos_id": int, "bos_id": int}
         stated, recipe = _mapping(self.data.get("tokenizer")), _mapping(self.data.get("recipe"))
         facts: dict[str, Any] = {k: stated[k] for k, kind in kinds.items() if type(stated.get(k)) is kind}
@@ -407,7 +410,7 @@ class DatasetCard:
 
     @property
     def source_labels(self) -> list[str]:
-        """The recipe's labels of its inputs, by number."""
+        """The labels of the recipe's inputs, by input number."""
         inputs = self.data.get("inputs")
         return [
             str(_mapping(entry).get("source", number))
@@ -416,37 +419,37 @@ class DatasetCard:
 
     @property
     def files_table(self) -> FileInfo | None:
-        """files.json, if the card leaves the list of its files to it."""
+        """The size and hashes of files.json; None if the card lists all files itself."""
         return self.file(FILES_NAME) if FILES_NAME in self.file_names else None
 
     def with_files(self, table: bytes) -> DatasetCard:
-        """The card with the files that its files.json lists; ShardError if that is not the one it states."""
+        """Return the card with the files in `table` (files.json). Raises ShardError if its hash is wrong."""
         stated = self.files_table
         where = f"{self.where.removesuffix(CARD_NAME)}{FILES_NAME}"
         if stated is None or (stated.bytes, stated.hashes) != (len(table), hash_bytes(table, stated.hashes)):
-            raise ShardError(where, "is damaged, or of another dataset: its hash is not the one in the card")
+            raise ShardError(where, "is damaged, or of another dataset: its hash differs from the card's")
         try:
             listed = load_json(table)
         except (ValueError, RecursionError) as error:
             raise ShardError(where, f"cannot be read: {error}") from error
         if not isinstance(listed, dict) or not listed.keys().isdisjoint(self.file_names):
-            raise ShardError(where, "must map names that the card does not have to sizes and hashes")
+            raise ShardError(where, "must map names of files that are not in the card to sizes and hashes")
         return DatasetCard({**self.data, "files": {**self.data["files"], **listed}}, self.where)
 
     @property
     def file_names(self) -> list[str]:
-        """The files beside the shards: provenance, report, quarantine."""
+        """The names of all files other than shards, such as provenance, report and quarantine."""
         files = self.data.get("files", {})
         if not isinstance(files, Mapping):
             raise ShardError(self.where, "`files` must map names to sizes and hashes")
         return list(files)
 
     def file(self, name: str) -> FileInfo:
-        """Size and hashes of one of `file_names`; ShardError if they are not sound."""
+        """Return the size and hashes of one of `file_names`. Raises ShardError if they are not valid."""
         return stated_file(name, self.data["files"][name], self.where)
 
     def languages(self) -> dict[str, LanguageCounts]:
-        """Counts of all inputs by language, most tokens first; {} if no filter determined languages."""
+        """Return the counts of all inputs by language, most tokens first; {} if no filter found languages."""
         total: dict[str, LanguageCounts] = {}
         for each in self.inputs:
             for label, counts in (each.languages or {}).items():
@@ -454,12 +457,12 @@ class DatasetCard:
         return dict(sorted(total.items(), key=lambda item: (-item[1].tokens, item[0])))
 
     def funnel_steps(self) -> list[FunnelStep]:
-        """The funnel as steps in the order in which a build takes them; those that lost nothing are left out.
+        """Return the funnel as steps in the order of the build; steps that lost nothing are left out.
 
             read -> quarantined -> lost while reading -> each filter -> duplicates by kind
                  -> other parts of the split -> empty -> kept
 
-        Rules of one filter are one step: which of them took how much is in `filters`.
+        All rules of one filter form one step; `filters` has the counts by rule.
         """
         funnel = self.funnel
         dropped: dict[str, Count] = {}
@@ -490,9 +493,10 @@ class DatasetCard:
 
 
 def block_checksums(manifest: Manifest, card: DatasetCard | None) -> FileInfo | None:
-    """Return blocks.bin as the index states it, or the card of these shards; None if neither does.
+    """Return size and hashes of blocks.bin from the index, else from the card of these shards, else None.
 
-    Older versions state it in the card only, and a store that hides the card once would hide it, too.
+    Older versions recorded it in the card only. The index goes first because it is always read: a card that a
+    store fails to show once would hide blocks.bin, too.
     """
     if manifest.blocks is not None or card is None:
         return manifest.blocks
@@ -501,9 +505,10 @@ def block_checksums(manifest: Manifest, card: DatasetCard | None) -> FileInfo | 
 
 
 def listed_files(files: Mapping[str, Mapping[str, Any]]) -> tuple[Mapping[str, Any], bytes | None]:
-    """(`files` of a card for {name: size and hashes}, files.json or None if the card has them all).
+    """Return (`files` for the card, files.json or None) for the files in {name: size and hashes}.
 
-    blocks.bin stays in the card, which is read when a dataset is opened; files.json is not.
+    The second is None if the card lists all files. blocks.bin always stays in the card, because opening a
+    dataset reads the card but not files.json.
     """
     if len(files) <= MOST_LISTED:
         return files, None
@@ -519,13 +524,13 @@ def _mapping(stated: object) -> Mapping[str, Any]:
 
 @cache
 def _adapter(kind: Any) -> Any:
-    from pydantic import TypeAdapter  # slow to import, and not needed to open a dataset
+    from pydantic import TypeAdapter  # imported late: slow, and not needed to open a dataset
 
     return TypeAdapter(kind)
 
 
 def _checked(kind: Any, data: object, key: str, where: str) -> Any:
-    """Plain data as `kind`; ShardError names the key that is wrong."""
+    """Validate plain data as `kind`. Raises ShardError that names the wrong key."""
     try:
         return _adapter(kind).validate_json(json.dumps(data), strict=True)
     except (ValueError, RecursionError) as error:
@@ -533,4 +538,4 @@ def _checked(kind: Any, data: object, key: str, where: str) -> Any:
         if errors := getattr(error, "errors", None):
             [first, *_] = errors(include_url=False)
             problem = f"{'.'.join(map(str, (key, *first['loc'])))}: {first['msg']}"
-        raise ShardError(where, f"is not as `shardkit build` writes it: {problem}") from error
+        raise ShardError(where, f"is not in the form that `shardkit build` writes: {problem}") from error

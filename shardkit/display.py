@@ -1,7 +1,7 @@
-"""What an object is, for people: `Described` objects print aligned lines, and a table in a notebook.
+"""Readable representations: `Described` objects print as aligned lines, and as a table in a notebook.
 
-Names and texts come from files that anybody may have made: markup is escaped, and characters that would
-command a terminal or turn the direction of a line are replaced.
+Names and texts come from untrusted files: HTML is escaped, and characters that control a terminal or change
+the text direction are replaced.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _MOST_LISTED = 8
 
 
 class Described:
-    """Prints itself as a title and facts."""
+    """An object whose representation is a title and a list of facts."""
 
     __slots__ = ()
 
     def describe(self) -> tuple[str, Facts]:
-        """Return a title and the (name, value) facts to know."""
+        """Return a title and (name, value) pairs to show."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -40,18 +40,18 @@ class Described:
 
 
 def counted(count: int, noun: str) -> str:
-    """ "1 shard", "1,234 shards"."""
+    """Return a count with its noun: "1 shard", "1,234 shards"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names separated by commas; of many the first and a count."""
+    """Join names with commas; of more than eight, name the first eight and count the rest."""
     rest = len(names) - _MOST_LISTED
     return ", ".join(names[:_MOST_LISTED]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
 def printable(text: str) -> str:
-    """Text without what would command a terminal, or turn the direction of a line."""
+    """Replace characters that control a terminal or change the text direction by U+FFFD."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 

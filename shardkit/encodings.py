@@ -1,14 +1,14 @@
-"""Bytes to text by the tables of the WHATWG Encoding Standard, as browsers decode pages.
+"""Decoding bytes to text by the WHATWG Encoding Standard, as browsers decode pages.
 
-`encoding_of` maps a label (all 228 of the standard, by the package webencodings) to the name of its encoding:
-iso-8859-1 is windows-1252, gb2312 is gbk. `decode` is Python's codec of that name with what the standard has
-differently: control characters for unassigned bytes of windows-125x, NEC's and IBM's characters in EUC-JP and
-ISO-2022-JP, HKSCS-2008 in Big5, and a few characters in others. The tests hold each table to a digest of the
-standard's. https://encoding.spec.whatwg.org/
+`encoding_of` maps a label (all 228 of the standard, using the package webencodings) to the name of its
+encoding: iso-8859-1 is windows-1252, gb2312 is gbk. `decode` uses Python's codec of that name and corrects it
+where the standard differs: control characters for unassigned bytes of windows-125x, NEC's and IBM's
+characters in EUC-JP and ISO-2022-JP, HKSCS-2008 in Big5, and a few characters in other encodings. The tests
+compare a digest of each table with that of the standard's. https://encoding.spec.whatwg.org/
 
-A byte that cannot be decoded becomes `BAD`, which no text holds: the caller refuses it or puts U+FFFD there.
-`to_utf8` does the same for a stream, so that every reader sees UTF-8: a bad byte becomes 0xFF, which is never
-UTF-8 and costs the record that it lies in.
+A byte that cannot be decoded becomes `BAD`, which valid text cannot contain: the caller rejects the text or
+replaces it by U+FFFD. `to_utf8` converts a stream, so that every reader sees UTF-8: a bad byte becomes 0xFF,
+which is never valid in UTF-8, so only the record that contains it is rejected.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from types import MappingProxyType
 
 BAD = "\udcff"
 GUESS = "guess"
-"""In place of a label: pages that declare nothing and are not UTF-8 are decoded by what they look like."""
+"""A setting instead of a label: the encoding of pages that are not UTF-8 and declare none is guessed."""
 REPLACEMENT = "replacement"
 """The encoding of labels that browsers refuse to decode: hz-gb-2312, iso-2022-kr and others."""
 PYTHON_NAMES = MappingProxyType(
     {"utf-16le": "utf-16-le", "utf-16be": "utf-16-be", "utf-32le": "utf-32-le", "utf-32be": "utf-32-be"}
 )
-_SINGLE_BYTE = {  # encodings of the standard whose Python codec has another name
+_SINGLE_BYTE = {  # Python codecs of single-byte encodings whose name differs from the standard's
     "iso-8859-8-i": "iso-8859-8",
     "koi8-u": "koi8-u",
     "macintosh": "mac-roman",
@@ -36,15 +36,15 @@ _SINGLE_BYTE = {  # encodings of the standard whose Python codec has another nam
     "x-mac-cyrillic": "mac-cyrillic",
 }
 _OTHER_BYTES = {"koi8-u": {0xAE: "\u045e", 0xBE: "\u040e"}, "windows-1255": {0xCA: "\u05ba"}}
-_MULTI_BYTE = {  # the Python codec that is closest
+_MULTI_BYTE = {  # Python codecs that are closest to the standard's multi-byte encodings
     "big5": "big5hkscs",
     "euc-jp": "euc_jp",
     "euc-kr": "cp949",
     "gb18030": "gb18030",
     "shift_jis": "cp932",
 }
-# Bytes, in hexadecimal digits, that some version of the codec decodes to another character than the standard,
-# and the standard's; `BAD` for none. No other bytes give the codec's character.
+# Bytes (hexadecimal) that some Python version decodes to another character than the standard, followed by the
+# standard's character, or `BAD` if it has none. No other bytes decode to the codec's character.
 _OTHER_CHARACTERS = {
     "big5": "a145\u2027 a14e\ufe51 a1c2\u00af a1e3\uff5e a1f2\u2295 a1f3\u2299 "
     "a244\uffe5 a246\uffe0 a247\uffe1",
@@ -54,7 +54,7 @@ _OTHER_CHARACTERS = {
     "fe6d\u9fb8 fe7e\u9fb9 fe90\u9fba fea0\u9fbb",
     "shift_jis": f"a0{BAD} fd{BAD} fe{BAD} ff{BAD}",
 }
-# Pairs of bytes that the codec of Big5 lacks: the first of a run in hexadecimal digits, and its characters.
+# Byte pairs that Python's Big5 codec lacks: the first pair of a run (hexadecimal), then the run's characters.
 _BIG5_RUNS = """
 877a㡵𡵓𣚞𦀡㻬𥣞㫵竼龗𤅡𨤍𣇪𠪊𣉞䌊蒄龖鐯䤰蘓墖靊鈘秐稲晠権袝瑌篅枂稬剏遆㓦珄
 87c0𥶹瓆鿇垳䤯呌䄱𣚎堘穲𧭥讏䚮𦺈䆁𥶙箮𢒼鿈𢓁𢓉𢓌鿉蔄𣖻䂴鿊䓡𪷿拁灮鿋 8e69箸
@@ -66,37 +66,38 @@ a063蠏 a077拎 a0d5瑨 a0df煢 a0e4牐 a3c0␀␁␂␃␄␅␆␇␈␉␊␋
 c6d3无 c6d5癶 c6d7隶 c6de〃仝 fa5f倩 fa66偽 fabd包 fac5卄 fad5卿 fb48嘅 fbb8婷 fbf3幵 fbf9廐
 fc4f彘 fc6c悤 fcb9撐 fce2晴 fcf1杞 fdb7沜渝 fdbb港 fdf1煮 fe52猪 fe6f瑜 feaa瓩 fedd砉
 """
-_NEC_AND_IBM_ROWS = (13, 89, 90, 91, 92)  # of JIS X 0208
-# Bytes that the codec decodes to a character which others have, too, and the standard to another one.
+_NEC_AND_IBM_ROWS = (13, 89, 90, 91, 92)  # rows of JIS X 0208 with NEC's and IBM's characters
+# Byte sequences for which the standard has another character than the codec. The codec's character cannot be
+# replaced in the decoded text, because other sequences decode to it correctly.
 _OTHER_SEQUENCES = {
     "euc-jp": {b"\x8f\xa2\xb7": "\uff5e"},
     "big5": {b"\xa2\x41": "\u2215", b"\xa2\x42": "\ufe68"},
 }
-_SEQUENCE = {  # of one character
+_SEQUENCE = {  # matches the bytes of one character
     "euc-jp": re.compile(rb"\x8f[\xa1-\xfe]{2}|[\x8e\xa1-\xfe][\xa1-\xfe]|.", re.DOTALL),
     "big5": re.compile(rb"[\x81-\xfe][\x40-\x7e\xa1-\xfe]|.", re.DOTALL),
 }
 _ISO_2022_JP = re.compile(rb"\x1b(\([BJI]|\$[@B])")
 _HIGH = bytes(byte | 0x80 if 0x20 < byte < 0x7F else byte for byte in range(256))
 _ROMAN = str.maketrans("\\~", "\u00a5\u203e")
-_SAFE = re.compile(rb"[\x00-\x2f](?=[^\x00-\x2f]*\Z)")  # never the second byte of a character
+_SAFE = re.compile(rb"[\x00-\x2f](?=[^\x00-\x2f]*\Z)")  # last byte that cannot be inside a character
 
 
 def encoding_of(label: str) -> str | None:
-    """Return the name of the encoding with this label; None if the standard has none."""
-    import webencodings  # type: ignore[import-untyped]  # its stubs are a package of their own
+    """Return the name of the encoding with this label; None if the standard does not list the label."""
+    import webencodings  # type: ignore[import-untyped]  # its stubs are a separate package
 
     found = webencodings.lookup(label)
     return None if found is None else str(found.name)
 
 
 def keeps_newlines(encoding: str) -> bool:
-    """Whether the byte 0x0A is a line end wherever it is, so that a file can be cut at it."""
+    """Return whether every byte 0x0A is a line end, so that a file can be cut at it."""
     return encoding not in PYTHON_NAMES and encoding != "iso-2022-jp"
 
 
 def decode(data: bytes, encoding: str) -> str:
-    """Return the text of bytes in an encoding of the standard, or in UTF-32; `BAD` for each bad byte."""
+    """Decode bytes in an encoding of the standard or in UTF-32; each bad byte becomes `BAD`."""
     if encoding == "gbk":
         return decode(data, "gb18030")
     if encoding == "utf-8" or encoding in PYTHON_NAMES:
@@ -125,7 +126,7 @@ def _decode_by_codec(data: bytes, encoding: str) -> str:
 
 
 def to_utf8(pieces: Iterator[bytes], encoding: str) -> Iterator[bytes]:
-    """Yield the UTF-8 of text that comes in pieces; 0xFF for each byte that cannot be decoded."""
+    """Convert a stream in pieces to UTF-8; each byte that cannot be decoded becomes 0xFF."""
     held = b""
     step = _incremental(encoding)
     for piece in pieces:
@@ -137,7 +138,7 @@ def to_utf8(pieces: Iterator[bytes], encoding: str) -> Iterator[bytes]:
 
 
 _Step = Callable[[bytes, bool], tuple[str, bytes]]
-"""(data, whether it is the last) -> its text, and the bytes at the end that are to be given again."""
+"""A function (data, whether it is the last) -> (text, undecoded bytes to prepend to the next data)."""
 
 
 def _incremental(encoding: str) -> _Step:
@@ -168,7 +169,7 @@ def _incremental(encoding: str) -> _Step:
 
 
 class _Iso2022Jp:
-    """Decodes ISO-2022-JP, whose escapes choose between ASCII, JIS Roman, katakana and JIS X 0208."""
+    """Decodes ISO-2022-JP, whose escape codes switch between ASCII, JIS Roman, katakana and JIS X 0208."""
 
     def __init__(self) -> None:
         self._set = b"(B"
@@ -200,7 +201,7 @@ def _katakana(character: str) -> str:
 
 @cache
 def _table(encoding: str) -> str:
-    """Return the characters of the 256 bytes of an encoding, U+FFFE for none, for `charmap_decode`."""
+    """Return the characters of the 256 bytes of an encoding, U+FFFE if undefined, for `charmap_decode`."""
     python = _SINGLE_BYTE.get(encoding, encoding)
     table = [bytes([byte]).decode(python, "replace") for byte in range(256)]
     for byte in range(256):
@@ -214,7 +215,7 @@ def _table(encoding: str) -> str:
 
 @cache
 def _other_characters(encoding: str) -> tuple[dict[int, str], re.Pattern[str]]:
-    """Return {character of the codec: that of the standard}, and an expression for any of the former."""
+    """Return {codec's character: standard's character}, and a pattern that matches any of the former."""
     made: dict[int, str] = {}
     for entry in filter(None, _OTHER_CHARACTERS.get(encoding, "").split(" ")):
         data = bytes.fromhex(entry[:-1])
@@ -226,7 +227,10 @@ def _other_characters(encoding: str) -> tuple[dict[int, str], re.Pattern[str]]:
 
 @cache
 def _bad_handler(encoding: str = "") -> str:
-    """Return the name of an error handler: what the codec lacks, or `BAD` for each byte."""
+    """Register a decoding error handler and return its name.
+
+    The handler returns the characters that the codec of `encoding` lacks, and `BAD` for each other byte.
+    """
     lacking = _lacking(encoding)
 
     def handle(error: UnicodeError) -> tuple[str, int]:
@@ -243,7 +247,7 @@ def _bad_handler(encoding: str = "") -> str:
 
 
 def _lacking(encoding: str) -> dict[bytes, str]:
-    """Return the characters of an encoding whose bytes its codec in Python does not decode."""
+    """Return {bytes: character} for the characters of an encoding that Python's codec does not decode."""
     if encoding == "gb18030":
         return {b"\x80": "\u20ac"}
     if encoding == "euc-jp":
@@ -259,7 +263,7 @@ def _lacking(encoding: str) -> dict[bytes, str]:
 
 
 def _row(row: int) -> Iterator[tuple[bytes, str]]:
-    """Yield a row of JIS X 0208 as EUC-JP has it, and its characters, which Shift_JIS has too."""
+    """Yield (EUC-JP bytes, character) for a row of JIS X 0208, decoding its Shift_JIS form by cp932."""
     lead = (row - 1) // 2 + (0x81 if row < 63 else 0xC1)
     for cell in range(1, 95):
         trail = (cell + 0x3F + (cell > 63)) if row % 2 else cell + 0x9E

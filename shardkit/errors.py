@@ -1,4 +1,4 @@
-"""Every error that shardkit raises on purpose, and the way to warn.
+"""All errors that shardkit raises on purpose, and `warn_user` for warnings.
 
 A message says what was wrong, where, and what to do. Catch `ShardkitError` to catch them all.
 """
@@ -33,31 +33,31 @@ __all__ = [
     "without_password",
 ]
 
-# Also of a URL whose second slash a path has swallowed.
+# User and password of a URL; also if pathlib.Path has removed the URL's second slash.
 _USER_INFO = re.compile(r"(?<=://)[^/\s\"'<>]*@|(?<=:/)[^/\s\"'<>@:]*:[^/\s\"'<>]*@")
 _SECRETS = re.compile(
     r"(?i)(\bbearer\s+|\bbasic\s+(?=[a-z0-9+/]{8})|\bx-amz-(?:signature|security-token|credential)\b[=:]\s*|"
     r"[?&](?:sig|signature|token|access_token|awsaccesskeyid)=)[^\s\"'<>&,;:]+|\b(?-i:hf_)[a-z0-9]{16,}"
 )
-# Control characters but tabs and line ends, and what turns the direction of a line or ends it unseen.
+# Control characters except tab and newline, and characters that change the text direction or break lines.
 _COMMANDS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
 )
 
-# What to install for a module that is not there: the distribution, and the extra that brings it.
+# Import name of an optional module -> (distribution, extra of shardkit that installs it).
 _EXTRAS = {
     "PIL": ("Pillow", "formats"),
     "awkward": ("awkward", "write"),
     "boto3": ("boto3", "s3"),
     "botocore": ("boto3", "s3"),
     "brotli": ("Brotli", "formats"),
-    "cramjam": ("python-snappy", "formats"),  # which brings it
+    "cramjam": ("python-snappy", "formats"),  # a dependency of python-snappy
     "cbor2": ("cbor2", "webdataset"),
     "floret": ("floret", "classifier"),
     "fsspec": ("fsspec", "fsspec"),
     "gigatoken": ("gigatoken", "write"),
-    "h11": ("uvicorn", "view"),  # which brings it
-    "huggingface_hub": ("tokenizers", "write"),  # which brings it
+    "h11": ("uvicorn", "view"),  # a dependency of uvicorn
+    "huggingface_hub": ("tokenizers", "write"),  # a dependency of tokenizers
     "isal": ("isal", "fast"),
     "jinja2": ("Jinja2", "view"),
     "lightning": ("lightning", "lightning"),
@@ -85,7 +85,8 @@ _EXTRAS = {
     "webencodings": ("webencodings", "write"),
 }
 
-# What no extra brings, because its users have it: trainers of shardkit.loaders.integrations, Jupyter, pandas.
+# Modules that no extra installs, because their users have them: trainers of shardkit.loaders.integrations,
+# Jupyter and pandas. Import name -> what to pass to pip install.
 _WITHOUT_EXTRA = {
     "IPython": "ipython",
     "accelerate": "accelerate",
@@ -112,15 +113,15 @@ class ShardkitError(Exception):
 
 
 def without_password(text: str) -> str:
-    """Return `text` without the `user:password@` of URLs in it."""
+    """Return `text` with `user:password@` removed from all URLs."""
     return _USER_INFO.sub("", text)
 
 
 def clean_message(text: str) -> str:
-    """Return a message without what files and servers of strangers may put into it.
+    """Return a message without secrets and unsafe characters that untrusted files and servers put into it.
 
-    That is: passwords in URLs, tokens and signatures that a server sends back, what commands a terminal, and
-    what is no UTF-8 (halves of surrogate pairs, from names that are bytes).
+    Removes passwords in URLs, and tokens and signatures that a server echoes. Escapes characters that control
+    a terminal, and those that UTF-8 cannot encode (unpaired surrogates, from file names that are not UTF-8).
     """
     text = _SECRETS.sub(lambda found: f"{found[1] or ''}***", without_password(text))
     text = _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
@@ -128,11 +129,11 @@ def clean_message(text: str) -> str:
 
 
 NOT_WHOLE = "its writer did not finish, or it was not copied whole"
-"""What errors say of files that are empty or end early."""
+"""The cause that error messages give for files that are empty or end early."""
 
 
 class ShardError(ShardkitError):
-    """A shard or an index is damaged, hostile or not what it claims to be.
+    """A shard, index or card is missing, damaged, hostile or not what it claims to be.
 
     The message names the file and, where one is known, the byte offset.
     """
@@ -145,40 +146,40 @@ class ShardError(ShardkitError):
         super().__init__(f"{where}: {problem}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions cross process borders in builds: rebuild with the keyword argument.
+        # Builds send exceptions between processes: rebuild them with the keyword argument.
         return (partial(type(self), offset=self.offset), (self.file, self.problem))
 
 
 class ShardNotFoundError(ShardError, FileNotFoundError):
-    """There is no dataset or no shard where one was looked for."""
+    """There is no dataset or shard at the given place."""
 
 
 class PathError(ShardkitError, ValueError):
-    """A path option is not a path on this machine: a URL, an unexpanded variable, or nothing."""
+    """A path option is not a path on this machine: a URL, an unexpanded variable, or empty."""
 
 
 class RecipeError(ShardkitError):
-    """A recipe has an unknown key or a bad value; the message carries the key path."""
+    """A recipe has an unknown key or an invalid value; the message contains the key path."""
 
 
 class BuildError(ShardkitError):
-    """A build cannot go on; what was finished is kept, and the same command continues."""
+    """A build cannot continue; finished work is kept, and the same command resumes it."""
 
 
 class ConservationError(BuildError):
-    """A task's documents do not add up: in = kept + dropped + quarantined. Always a bug."""
+    """The document counts of a task violate in = kept + dropped + quarantined. Always a bug."""
 
 
 class StateError(ShardkitError):
-    """A loader state does not fit the dataset or the settings it is loaded into."""
+    """A loader state does not match the dataset or the settings of the loader that restores it."""
 
 
 class StreamExhaustedError(ShardkitError):
-    """A stream of a mixture has delivered all that its `repeat` or `choose` allows."""
+    """A stream of a mixture has delivered all samples that its `repeat` or `choose` allows."""
 
 
 class PeerError(ShardkitError):
-    """The loader of another rank has failed, so this one stops too; the message is that rank's."""
+    """The loader of another rank failed, so this one stops too; the message is from that rank."""
 
     def __init__(self, rank: int, step: int | None, problem: str) -> None:
         self.rank, self.step, self.problem = rank, step, problem
@@ -190,14 +191,14 @@ class PeerError(ShardkitError):
 
 
 class RanksDisagreeError(ShardkitError, ValueError):
-    """Ranks of one run have other settings, data or positions; the message names each and both ranks."""
+    """Ranks of one run differ in settings, data or position; the message names the differences and ranks."""
 
 
 class MissingExtraError(ShardkitError, ImportError):
     """An optional package is not installed; the message says what to install."""
 
     def __init__(self, package: str, extra: str | None, purpose: str) -> None:
-        """`extra`: the extra of shardkit that brings the package; None if none does."""
+        """`extra`: the extra of shardkit that installs the package; None if none does."""
         wanted = package if extra is None else f"'shardkit[{extra}]'"
         super().__init__(f"{purpose} needs {package}: pip install {wanted}")
         self.package, self.extra, self.purpose = package, extra, purpose
@@ -208,7 +209,7 @@ class MissingExtraError(ShardkitError, ImportError):
 
 @contextmanager
 def naming_extras(purpose: str) -> Iterator[None]:
-    """Raise a MissingExtraError where an import in the block fails because an optional package is missing."""
+    """Convert a failed import of an optional package in the block into a MissingExtraError."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -223,8 +224,9 @@ def naming_extras(purpose: str) -> Iterator[None]:
 def warn_user(message: str) -> None:
     """Issue a RuntimeWarning at the line of the user's code (or of another library) that called shardkit.
 
-    This is the innermost frame that is neither of shardkit nor of the standard library, which calls back into
-    shardkit (contextlib, threads). A thread of our own has no such frame: the line that warns stands in.
+    The line is in the innermost frame outside shardkit and the standard library, which may call back into
+    shardkit (contextlib, threads). A thread of shardkit has no such frame; there, the line of this call is
+    used.
     """
     here = frame = sys._getframe(1)
     while _is_passed_over(frame.f_globals.get("__name__", "")):

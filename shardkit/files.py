@@ -1,9 +1,10 @@
-"""Local files: paths as users write them, durable writes, maps that hold no descriptor, and who can write.
+"""Local files: paths as users write them, durable writes, memory maps, and checks of who can write.
 
-A file's bytes are durable after `fsync` of the file, its name after `fsync` of its folder.
+A file's bytes are durable after `fsync` of the file, its name after `fsync` of its folder. A memory map holds
+no descriptor open.
 
 Another user who can write in a folder can put wrong data, links and pipes there and replace folders in it.
-`who_else_writes` reports whether one can; it checks one folder, not its parents.
+`who_else_writes` reports whether another user can; it checks one folder, not its parents.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ LACKING = (
     errno.ENOTTY,
     errno.EPERM,
 )
-"""What a file system answers to a call that it does not have (FUSE, 9p, NFS, FAT, shared folders of VMs)."""
+"""Error numbers of file systems that do not support a call (FUSE, 9p, NFS, FAT, shared folders of VMs)."""
 PART_SUFFIX = ".shardkit-part"
 _ZEROS = bytes(1 << 20)
-# Of two letters or more, as in browsers: "a:/b" is a folder. `pathlib.Path` removes the second slash.
+# A scheme has two letters or more, so that "a:/b" is a path. `pathlib.Path` removes the second slash.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 FileVersion = tuple[int, int, int, int]
-"""What `file_version` returns."""
+"""(bytes, mtime in ns, ctime in ns, inode) of a file, as `file_version` returns it."""
 
 
 class Closing:
-    """A context manager that ends with `close`."""
+    """A context manager whose exit calls `close`."""
 
     __slots__ = ()
 
     def close(self) -> None:
-        """Give back what is held; safe to call again."""
+        """Release all resources; safe to call again."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -78,8 +79,8 @@ def is_remote(url: str | os.PathLike[str]) -> bool:
 def local_path(url: str | os.PathLike[str], option: str | None = None) -> Path:
     """Return the path on this machine that `url` names: a path, "~" expanded, or a file:// URL.
 
-    PathError, which begins with the name of the `option`, for any other scheme, for a variable of the shell,
-    which would be taken literally, and for nothing.
+    Raises PathError, beginning with the name of the `option`, for another scheme, for an unexpanded shell
+    variable, and for an empty path.
     """
     text = os.fsdecode(url)
     where = repr(text) if option is None else f"{option}: {text!r}"
@@ -90,17 +91,17 @@ def local_path(url: str | os.PathLike[str], option: str | None = None) -> Path:
         raise PathError(f"{where} is not a path: it is empty or has a NUL character")
     if scheme is not None or "://" in text:
         hint = "" if "://" in text else "; pathlib.Path removes slashes of URLs: give URLs as text"
-        raise PathError(f"{where} is a URL, and must be a path on this machine{hint}")
+        raise PathError(f"{where} is a URL; give a path on this machine{hint}")
     if text.startswith("$"):
         name = re.match(r"\$\{?(\w*)", text)
         known = f' (in Python, os.environ["{name[1]}"])' if name and name[1] else ""
         raise PathError(
             f"{where} begins with a variable, which is not expanded: give its value{known}; "
-            f"a folder of this very name is ./{text}"
+            f"if the folder really has this name, write ./{text}"
         )
     if text.startswith("~"):
         return _expanded(text, where)
-    path = Path(text)  # which drops the "./" that protects an odd name
+    path = Path(text)  # drops a leading "./", which may protect a name that begins with "$" or "~"
     return path.absolute() if str(path)[:1] in ("$", "~") or _SCHEME.match(str(path)) else path
 
 
@@ -109,10 +110,10 @@ def _expanded(text: str, where: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        if os.path.lexists(text):  # as in a shell, where "~" in front of no user's name is a plain character
+        if os.path.lexists(text):  # as in a shell: without a user of that name, "~" is a plain character
             return Path(text).absolute()
         problem = "HOME is not set" if text.partition("/")[0] == "~" else "there is no such user"
-        raise PathError(f"{where}: {problem}; give the whole path") from error
+        raise PathError(f"{where}: {problem}; give the absolute path") from error
 
 
 def _path_of_file_url(text: str, where: str) -> Path:
@@ -121,7 +122,7 @@ def _path_of_file_url(text: str, where: str) -> Path:
     if rest.startswith("//"):
         host, slash, rest = rest[2:].partition("/")
         if not slash or host.lower() not in ("", "localhost"):
-            raise PathError(f"{where} names the host {host!r}; write file:///path, or the path")
+            raise PathError(f"{where} names the host {host!r}; write file:///path, or a plain path")
         rest = f"/{rest}"
     path = unquote(rest)
     if "\0" in path:
@@ -130,7 +131,7 @@ def _path_of_file_url(text: str, where: str) -> Path:
 
 
 def load_json(text: str | bytes) -> Any:
-    """Parse JSON from outside; ValueError if anything is wrong with it, too deep nesting included."""
+    """Parse untrusted JSON. Raises ValueError if anything is wrong with it, including too deep nesting."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -138,12 +139,13 @@ def load_json(text: str | bytes) -> Any:
 
 
 def user_cache_folder() -> Path | None:
-    """Return what builds keep for others: $XDG_CACHE_HOME/shardkit (~/.cache/shardkit); it may be deleted.
+    """Return the folder of files that builds share: $XDG_CACHE_HOME/shardkit (~/.cache/shardkit).
 
-    Where that cannot be written (no home, a read-only root), a private folder below the system's temporary
-    folder ($TMPDIR); None if neither can be, or others can write in both: machine code is run from it.
+    It may be deleted at any time. If it cannot be written (no home, a read-only root), return a private
+    folder below the system's temporary folder ($TMPDIR); return None if neither can be written. A folder in
+    which other users can write is not used, because machine code is run from it.
     """
-    with suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+    with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home folder
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardkit"
         if can_write_in(folder) and who_else_writes(folder.resolve(), group=True) is None:
             return folder
@@ -155,9 +157,9 @@ def user_cache_folder() -> Path | None:
 
 
 def can_write_in(folder: Path) -> bool:
-    """Make a folder if it is missing, for this user alone, and return whether a file can be made in it.
+    """Create `folder` for this user alone if it is missing; return whether files can be created in it.
 
-    Permissions alone do not tell: the mount may be read-only.
+    This creates a file: permission bits alone are not enough, because the mount may be read-only.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -171,17 +173,17 @@ def file_version(status: os.stat_result) -> FileVersion:
     """Return (bytes, mtime, ctime, inode) of a file, times in ns: equal only while its content is the same.
 
     Size and mtime alone are not enough: `cp -p`, `rsync -t`, `tar x` and os.utime set the mtime, but nothing
-    sets the ctime. The inode tells two files apart that were copied from an image which holds no ctime. The
-    device is left out, because its number changes when a network file system is mounted again. Another
-    machine, or a copy of a folder, has other versions of equal files: treat a difference as "read it again".
+    sets the ctime. The inode distinguishes files copied from an image that does not store the ctime. The
+    device is left out, because its number changes when a network file system is mounted again. Equal files on
+    another machine, or in a copy of a folder, have other versions: treat a difference as "read it again".
     """
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 @contextmanager
 def not_for_everyone() -> Iterator[None]:
-    """Let nobody but owner and group write what this process and its children make, also where umask is 0."""
-    before = os.umask(0o077)  # it can only be read by setting it
+    """Let only owner and group write files that this process and its children create, even if umask is 0."""
+    before = os.umask(0o077)  # the umask can only be read by setting it
     os.umask(before | stat.S_IWOTH)
     try:
         yield
@@ -190,11 +192,11 @@ def not_for_everyone() -> Iterator[None]:
 
 
 def fsync_path(path: Path) -> None:
-    """Make a file's bytes, or a folder's names, survive a power cut."""
+    """Sync a file's bytes, or the names in a folder, to the disk, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # of a folder: some file systems have no call for that
+    except OSError as error:  # some file systems cannot sync folders
         if error.errno not in LACKING or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise
     finally:
@@ -202,9 +204,9 @@ def fsync_path(path: Path) -> None:
 
 
 def publish_bytes(path: Path, data: bytes) -> None:
-    """Write `data` to `path` so that it is there whole or not at all, also after a power cut."""
-    # Others may write the same file at once: threads, and hosts whose process numbers are equal. The name
-    # is not random, so that what a killed writer leaves is overwritten if it writes again.
+    """Write `data` to `path` atomically and durably: after a power cut it is there whole or not at all."""
+    # Threads, and hosts whose process ids are equal, may write the same file at the same time. The name is
+    # not random, so that a writer that runs again overwrites the leftover of a killed one.
     writer = f"{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}"
     temporary = path.with_name(f".{path.name}.tmp-{writer}")
     with temporary.open("wb") as file:
@@ -216,14 +218,14 @@ def publish_bytes(path: Path, data: bytes) -> None:
 
 
 def part_of(path: Path) -> Path:
-    """The temporary name of a file that is being written."""
+    """Return the temporary name under which a file is written before it is renamed."""
     return path.with_name(f".{path.name}{PART_SUFFIX}")
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name, or make a synced copy where the file system cannot.
+    """Link `source` to the name `target`, or make a synced copy where the file system has no links.
 
-    A file of that name is replaced in one step. The name itself is durable once its folder is synced.
+    An existing `target` is replaced atomically. The name is durable once its folder is synced.
     """
     temporary = part_of(target)
     temporary.unlink(missing_ok=True)
@@ -233,20 +235,20 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, temporary)
         fsync_path(temporary)
     temporary.replace(target)
-    temporary.unlink(missing_ok=True)  # rename(2) does nothing where both are names of one file
+    temporary.unlink(missing_ok=True)  # rename(2) does nothing if both names are links to one file
 
 
 def move_durably(source: Path, target: Path) -> None:
-    """Sync a file, then rename it. The name itself is durable once its folder is synced."""
+    """Sync a file, then rename it. The new name is durable once its folder is synced."""
     fsync_path(source)
     source.rename(target)
 
 
 def rename_new(source: Path, target: Path) -> None:
-    """Rename a file to a name that nothing has; FileExistsError.
+    """Rename a file to a name that must not exist; otherwise raise FileExistsError.
 
-    One step where the system has it (renameat2). Elsewhere (SMB, some FUSE) whoever makes an empty file owns
-    the name: a process that is killed before the next step leaves that file.
+    This is atomic where the system has renameat2. Elsewhere (SMB, some FUSE) an empty file is created first
+    to reserve the name; a process that is killed between the two steps leaves that file.
     """
     if (renameat2 := getattr(_libc, "renameat2", None)) is not None:
         names = os.fsencode(source), os.fsencode(target)
@@ -260,13 +262,13 @@ def rename_new(source: Path, target: Path) -> None:
         source.rename(target)
     except BaseException as error:
         target.unlink(missing_ok=True)
-        if isinstance(error, FileExistsError):  # which is our own
-            raise OSError(errno.EOPNOTSUPP, "no file can be renamed over another here") from error
+        if isinstance(error, FileExistsError):  # raised for the empty file that this function created
+            raise OSError(errno.EOPNOTSUPP, "this file system cannot rename over an existing file") from error
         raise
 
 
 def make_folder(folder: Path) -> bool:
-    """Make a folder and those above it, durably; return whether it was missing."""
+    """Create a folder and its missing parents durably; return whether it was missing."""
     if folder.is_dir():
         return False
     make_folder(folder.parent)
@@ -286,25 +288,26 @@ _libc.mmap.argtypes = (
     ctypes.c_int,
     ctypes.c_int,
     ctypes.c_int,
-    ctypes.c_long,  # off_t, on all 64-bit systems that Python runs on but Windows
+    ctypes.c_long,  # off_t on all 64-bit systems that Python supports, except Windows
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _FAILED = ctypes.c_void_p(-1).value
 _THIS_FOLDER, _NO_REPLACE = -100, 1  # AT_FDCWD and RENAME_NOREPLACE of Linux
-_addresses: set[int] = set()  # of maps that are open; adding and discarding are atomic
+_addresses: set[int] = set()  # addresses of open maps; adding and discarding are atomic
 
 
 class NotRegularFileError(OSError):
-    """A pipe, a folder, a device, or a link where none is allowed."""
+    """The path is a pipe, a folder, a device, or a link where links are not allowed."""
 
 
 def who_else_writes(
     folder: Path, *, group: bool = False, sticky: bool = False, other_owner: bool = False
 ) -> str | None:
-    """Why a folder is not under the control of this user and root alone, as a clause; None if it is.
+    """Return why users other than this one and root can change a folder, as a clause; None if they cannot.
 
-    `group`: its group may write as well; `sticky`: everybody may, if nobody can rename what others made;
-    `other_owner`: it may belong to anyone. A link is not trusted, whatever it leads to. OSError.
+    `group`: allow its group to write; `sticky`: allow everybody to write if the sticky bit keeps them from
+    renaming files of others; `other_owner`: allow any owner. A symbolic link is never trusted. Raises
+    OSError.
     """
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
@@ -321,8 +324,8 @@ def who_else_writes(
 
 
 def open_regular(file: str | os.PathLike[str], *, follow_links: bool = True) -> int:
-    """A descriptor to read a regular file; NotRegularFileError for anything else, without waiting for it."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # without the last, a pipe would block
+    """Open a regular file for reading, without blocking. Raises NotRegularFileError for anything else."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: opening a pipe must not wait
     try:
         descriptor = os.open(file, flags if follow_links else flags | os.O_NOFOLLOW)
     except OSError as error:
@@ -336,7 +339,7 @@ def open_regular(file: str | os.PathLike[str], *, follow_links: bool = True) -> 
 
 
 def map_path(file: Path) -> Bytes:
-    """A regular file's bytes, mapped read-only; OSError."""
+    """Return a regular file's bytes as a read-only map. Raises OSError."""
     descriptor = open_regular(file)
     try:
         return map_file(descriptor, os.fstat(descriptor).st_size)
@@ -345,15 +348,16 @@ def map_path(file: Path) -> Bytes:
 
 
 def map_file(descriptor: int, size: int, *, start: int = 0, writable: bool = False) -> Bytes:
-    """Return `size` bytes of an open file as a map, which stays when the descriptor is closed.
+    """Return `size` bytes of an open file as a map, which stays valid after the descriptor is closed.
 
-    A writable map is shared with the file. One that is read is private, because more file systems have that;
-    where there are no maps at all the bytes are read into memory, after one warning.
+    A writable map is shared with the file. A read-only map is private, because more file systems support
+    that; where maps are not supported at all, the bytes are read into memory, after one warning.
 
-    The map ends when the last array that shows it dies, and not before. `mmap.mmap` would hold a duplicate of
-    the descriptor until then (Python 3.13 can do without it), and processes may open 1,024 files by default.
+    The map is removed when the last array that shows it is freed, and not before. `mmap.mmap` would hold a
+    duplicate of the descriptor until then (Python 3.13 can avoid that), and the default limit is 1,024 open
+    files per process.
     """
-    import numpy as np  # the command uses this module for --help, too
+    import numpy as np  # imported late: the command loads this module even for --help
 
     if not size:
         return np.empty(0, dtype=np.uint8)
@@ -371,29 +375,29 @@ _warned_of_maps = False
 
 
 def _read_instead(descriptor: int, size: int, start: int, error: OSError) -> Bytes:
-    """Return bytes of a file whose file system has no maps, read into memory."""
+    """Read part of a file into memory, because its file system does not support maps."""
     import numpy as np
 
     global _warned_of_maps  # one warning for all files of a process
     if not _warned_of_maps:
         _warned_of_maps = True
         warn_user(
-            f"a file system has no maps of files (mmap: {error.strerror}): its files are read into memory "
-            "by each process; copy the dataset to a local disk if that is too much"
+            f"a file system does not support mmap ({error.strerror}): its files are read into memory "
+            "by each process; copy the dataset to a local disk if that takes too much memory"
         )
     data = np.empty(size, dtype=np.uint8)
     view, filled = data.data, 0
     while filled < size:
         count = os.preadv(descriptor, [view[filled:]], start + filled)
         if not count:
-            raise OSError(errno.EIO, f"the file ends {size - filled:,} bytes early")
+            raise OSError(errno.EIO, f"the file ends {size - filled:,} bytes before the requested end")
         filled += count
     data.flags.writeable = False
     return data
 
 
 def allocate(descriptor: int, size: int) -> None:
-    """Give an empty file room for `size` bytes on the disk; OSError if it is full."""
+    """Reserve `size` bytes on the disk for an empty file. Raises OSError if the disk is full."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(descriptor, 0, size)
@@ -401,17 +405,17 @@ def allocate(descriptor: int, size: int) -> None:
         except OSError as error:
             if error.errno not in LACKING:
                 raise
-    for start in range(0, size, len(_ZEROS)):  # macOS has no call for it, nor have some file systems
+    for start in range(0, size, len(_ZEROS)):  # macOS and some file systems lack posix_fallocate
         os.pwrite(descriptor, _ZEROS[: size - start], start)
 
 
 def open_maps() -> int:
-    """Maps that this process has open by `map_file`."""
+    """Return the number of maps from `map_file` that are open in this process."""
     return len(_addresses)
 
 
 class _Map:
-    """Owns a map; NumPy keeps it as the base of every array that shows the memory."""
+    """Owns a memory map; NumPy keeps it as the base of every array that shows the memory."""
 
     def __init__(self, descriptor: int, size: int, start: int, writable: bool) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -421,7 +425,7 @@ class _Map:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
         _addresses.add(address)
-        # Not at exit: arrays may be read until the very end of the process.
+        # Do not unmap at exit: arrays may be read until the very end of the process.
         weakref.finalize(self, _unmap, address, size).atexit = False
         self.__array_interface__ = {
             "version": 3,
@@ -432,5 +436,5 @@ class _Map:
 
 
 def _unmap(address: int, size: int) -> None:
-    _addresses.discard(address)  # before the system can give the address to another map
+    _addresses.discard(address)  # first: after munmap the system may give the address to another map
     _libc.munmap(address, size)

@@ -1,8 +1,8 @@
 """How much memory and how many cores this process may use: those of the machine, or less in a container.
 
-Containers and batch systems limit by control groups. `/proc/self/cgroup` names the group of the process in
-each hierarchy; every group above it may set a lower limit, so all of them are read. Where the group's folder
-is not visible, as for a container with a namespace of its own, that of the mount point is.
+Containers and batch systems set limits by control groups. `/proc/self/cgroup` names the group of the process
+in each hierarchy; every group above it may set a lower limit, so all of them are read. If a group's folder is
+not visible, as in a container with its own namespace, the group at the mount point is read instead.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from pathlib import Path
 
 ROOT = Path("/")
 _GROUPS = "sys/fs/cgroup"
-_MEMORY_FILES = ("memory.max", "memory.high", "memory.limit_in_bytes")  # of versions 2, 2 and 1
+_MEMORY_FILES = ("memory.max", "memory.high", "memory.limit_in_bytes")  # cgroup versions 2, 2 and 1
 
 
 def memory_bytes(system: Path = ROOT) -> int:
-    """Return the memory of the machine, or the least limit of a control group. `system`: where files lie."""
+    """Return the machine's memory or the lowest limit of a control group, in bytes. `system`: root folder."""
     found = re.search(r"^MemTotal:\s*(\d+) kB$", _text(system / "proc/meminfo"), re.MULTILINE)
     whole = int(found[1]) << 10 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([whole, *_memory_limits(system)])
 
 
 def available_bytes(system: Path = ROOT) -> int:
-    """Return the bytes that are free or hold what the system would give up, at most the least limit."""
+    """Return the bytes that are free or reclaimable, at most the lowest limit of a control group."""
     found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text(system / "proc/meminfo"), re.MULTILINE)
     free = int(found[1]) << 10 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([free, *_memory_limits(system)])
 
 
 def usable_cores(system: Path = ROOT) -> int:
-    """Return the cores that this process may run on, at most the least quota of a control group."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # macOS has not
+    """Return the number of cores that this process may use, at most the lowest quota of a control group."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # macOS does not have it
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, min([cores, *_quotas(system)]))
 
@@ -47,7 +47,7 @@ def _memory_limits(system: Path) -> Iterator[int]:
 
 
 def _quotas(system: Path) -> Iterator[int]:
-    """Whole cores that each quota allows: "max 100000" is none in version 2, -1 in version 1."""
+    """Yield the cores of each CPU quota, rounded up; "max" (version 2) and -1 (version 1) mean no quota."""
     for group in _groups(system, "cpu"):
         quota, _, period = _text(group / "cpu.max").strip().partition(" ")
         if not quota:
@@ -57,7 +57,7 @@ def _quotas(system: Path) -> Iterator[int]:
 
 
 def _groups(system: Path, controller: str) -> Iterator[Path]:
-    """The folders of the process's control groups of a controller, and of all groups above them."""
+    """Yield the folders of the process's control groups for a controller, and of all groups above them."""
     top = system / _GROUPS
     mounts = {top, top / "unified", top / controller, top / "cpu,cpuacct", top / "cpuacct,cpu"}
     paths = {""}

@@ -1,16 +1,17 @@
-"""Locks between processes that end with their process (flock), with a limit on how long to wait.
+"""Locks between processes (flock) that are released when their process ends, with a timeout for waiting.
 
-The kernel frees a flock when its last descriptor is closed, also after kill -9. Locks hold between processes
-of a machine, and between machines on file systems that support that (NFS 4, Lustre mounted with `flock`,
-CephFS, …).
+The kernel releases a flock when its last descriptor is closed, also after kill -9. Locks work between
+processes of a machine, and between machines on file systems that support it (NFS 4, Lustre mounted with
+`flock`, CephFS, …).
 
-`held_file` guards a folder, alone or shared with others, and asks again every tenth of a second.
+`held_file` locks a folder, exclusively or shared, and tries again every tenth of a second.
 
-A `FileLock` saves work and guards no bytes: processes take one for each shard that they fetch. The kernel
-does the waiting, so no time is lost between two attempts. A lock whose holder is stopped (kill -STOP, a
-frozen container) would never be granted: a waiter gives up after its timeout and continues without it. Until
-a lock that was given up is granted after all, nobody else in the process waits for it, so that waits that
-cannot be canceled do not pile up. Once it is granted, whoever asks next gets it from the thread that waited.
+A `FileLock` avoids duplicate work and protects no data: processes take one for each shard that they fetch.
+The waiter blocks in the kernel, so no time is lost between two attempts. A lock whose holder is stopped (kill
+-STOP, a frozen container) would never be granted: a waiter stops waiting after its timeout and continues
+without the lock. A blocked flock call cannot be canceled, so its thread keeps waiting; until that call
+returns, no other thread of the process waits for the same lock, so blocked threads do not pile up. Once it is
+granted, the next caller of `acquire` takes the lock over from the thread that waited.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ import threading
 import time
 from pathlib import Path
 
-_POLL_SECONDS = 0.1
-_HOLDER_BYTES = 64  # at most
+_POLL_SECONDS = 0.1  # time between two attempts of `held_file`
+_HOLDER_BYTES = 64  # maximum length of the `holder` text in a lock file
 
-# Links are refused, and pipes do not block: somebody else put them there.
+# Refuse links, and do not block on pipes: another user may have put one in place of the lock file.
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_Key = tuple[int, int, int]  # process, device and inode of a lock
+_Key = tuple[int, int, int]  # identifies a lock: process id, device and inode
 
 
 def held_file(path: Path, *, shared: bool, wait_seconds: float = 0.0) -> int | None:
-    """A descriptor that holds the lock of a file until it is closed; None if others have it. OSError.
+    """Lock a file; return a descriptor that holds the lock until it is closed, or None if it is taken.
 
-    The file is made if there is none. Whoever holds it alone may remove it: that is noticed.
+    The file is created if it does not exist. An exclusive holder may remove it; a waiter detects this and
+    creates the file again. Raises OSError if the file system has no locks.
     """
     deadline = time.monotonic() + wait_seconds
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
@@ -41,7 +43,7 @@ def held_file(path: Path, *, shared: bool, wait_seconds: float = 0.0) -> int | N
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            if _is_at(descriptor, path):  # otherwise its last holder removed it: make a new one
+            if _is_at(descriptor, path):  # otherwise its last holder removed it: create a new one
                 return descriptor
         except BlockingIOError:
             if time.monotonic() >= deadline:
@@ -50,7 +52,7 @@ def held_file(path: Path, *, shared: bool, wait_seconds: float = 0.0) -> int | N
             time.sleep(_POLL_SECONDS)
         except OSError as error:
             os.close(descriptor)
-            problem = f"{error.strerror}: this file system has no locks (flock), use a folder on another"
+            problem = f"{error.strerror}: this file system has no locks (flock); use a folder on another"
             raise OSError(error.errno, problem, str(path)) from error
         except BaseException:
             os.close(descriptor)
@@ -59,12 +61,13 @@ def held_file(path: Path, *, shared: bool, wait_seconds: float = 0.0) -> int | N
 
 
 class FileLock:
-    """An exclusive lock on a file of its own. One thread takes it, and releases it, at a time."""
+    """An exclusive lock on a file that serves only as a lock. Use it in one thread at a time."""
 
     def __init__(self, file: Path, *, keep: bool = False, holder: bytes = b"") -> None:
-        """`keep`: leave the file behind when the lock is released (for locks that are taken all the time).
+        """`keep`: do not delete the file on release (for locks that are taken often).
 
-        `holder`: written into the file while it is held, for `read_holder` of others.
+        `holder`: text that is written into the file while the lock is held, for `read_holder` of other
+        processes.
         """
         self._file = file
         self._keep = keep
@@ -76,9 +79,9 @@ class FileLock:
         return self._descriptor >= 0
 
     def acquire(self, timeout_seconds: float = 0.0) -> bool:
-        """Take the lock; False if another holds it for all of `timeout_seconds`.
+        """Take the lock; return False if it was not granted within `timeout_seconds`.
 
-        False at once if it is held and a wait for it that was given up has not been answered since.
+        Returns False at once if an earlier wait for this lock timed out and its flock call is still blocked.
         """
         assert not self.held
         deadline = time.monotonic() + timeout_seconds
@@ -89,30 +92,30 @@ class FileLock:
             if _is_at(descriptor, self._file):
                 self._descriptor = descriptor
                 if self._holder:
-                    with contextlib.suppress(OSError):  # a full disk
+                    with contextlib.suppress(OSError):  # the disk may be full
                         os.pwrite(descriptor, self._holder, 0)
                 return True
-            os.close(descriptor)  # its last holder removed the file: this lock locks nothing any more
+            os.close(descriptor)  # its last holder removed the file, so a lock on it is void
 
     def read_holder(self) -> bytes:
-        """Return the bytes that the holder of the lock has written. b"" if no holder has written any."""
+        """Return the `holder` text that the current holder of the lock has written; b"" if there is none."""
         try:
             descriptor = os.open(self._file, _FLAGS & ~os.O_CREAT)
         except OSError:
             return b""
         try:
             return os.read(descriptor, _HOLDER_BYTES)
-        except OSError:  # a pipe that somebody else put there
+        except OSError:  # it is a pipe that another user put there
             return b""
         finally:
             os.close(descriptor)
 
     def release(self) -> None:
-        """Let go; nothing happens if it is not held."""
+        """Release the lock; do nothing if it is not held."""
         if self.held:
             if not self._keep:
-                with contextlib.suppress(OSError):  # a file that stays locks nothing
-                    self._file.unlink()  # while it is held: who waits sees that the file is gone
+                with contextlib.suppress(OSError):  # a leftover file is harmless: it holds no lock
+                    self._file.unlink()  # while the lock is held, so that waiters see that the file is gone
             _unlock(self._descriptor)
             self._descriptor = -1
 
@@ -125,15 +128,15 @@ def _is_at(descriptor: int, file: Path) -> bool:
 
 
 def _locked(descriptor: int, timeout_seconds: float) -> int | None:
-    """A descriptor that holds the lock of the open file: this one, or that of a wait which was given up.
+    """Return a descriptor that holds the lock: the given one, or that of an earlier wait that had timed out.
 
-    None if others hold it. This one is closed unless it is returned.
+    Returns None if the lock is taken. The given descriptor is closed unless it is returned.
     """
     status = os.fstat(descriptor)
     key = os.getpid(), status.st_dev, status.st_ino
     try:
         while True:
-            given_up = _given_up.get(key)  # before asking: it may give the lock back in between
+            given_up = _given_up.get(key)  # read before flock: the waiter may release the lock in between
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return descriptor
@@ -153,13 +156,13 @@ def _locked(descriptor: int, timeout_seconds: float) -> int | None:
 
 
 def _unlock(descriptor: int) -> None:
-    # Not only closed: a child forked in the meantime has the file open, too, and would keep the lock.
+    # Closing alone is not enough: a child forked in the meantime has the file open and would keep the lock.
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 class _Waiter:
-    """A thread that waits in the system for a lock, and gives it back if nobody wants it any more."""
+    """A thread that blocks in flock, and releases the lock if nobody wants it any more."""
 
     def __init__(self, descriptor: int, key: _Key) -> None:
         self._descriptor, self._key = descriptor, key
@@ -178,18 +181,18 @@ class _Waiter:
             return not self._is_given_up
 
     def take(self) -> int | None:
-        """The descriptor that holds the lock if it was granted after all; None if others hold it."""
+        """Return the descriptor that holds the lock if it was granted after the timeout; None otherwise."""
         with self._state:
             if not self._is_given_up:
                 return None
             try:
-                # A lock belongs to the open file, not to a thread: this succeeds if the system has granted it
-                # to the waiting thread, even if that has not run since.
+                # A flock belongs to the open file, not to a thread: this succeeds if the kernel has granted
+                # it to the waiting thread, even if that thread has not run since.
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return None
             self._forget()
-        self._ended.wait()  # the thread uses the descriptor until its wait is answered, which it is now
+        self._ended.wait()  # the thread uses the descriptor until its flock call returns, which it does now
         return self._descriptor
 
     def _run(self) -> None:
@@ -206,4 +209,4 @@ class _Waiter:
             del _given_up[self._key]
 
 
-_given_up: dict[_Key, _Waiter] = {}  # locks that were waited for in vain
+_given_up: dict[_Key, _Waiter] = {}  # waiters that timed out and whose flock calls are still blocked

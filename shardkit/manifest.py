@@ -1,15 +1,14 @@
 """The manifest: which shards a dataset has, in which order, and what each must contain.
 
-All formats are described by one immutable `Manifest`; `shardkit.formats.mds` and `shardkit.formats.tar` read
-and write the files (`index.json`, `shards.json`) that carry it, and `shardkit.datasets.token_rows` makes that
-of flat token files. Basenames are checked where they are read, so that no reader can be led out of the
-dataset's folder.
+One immutable `Manifest` describes datasets of all formats; `shardkit.formats.mds` and `shardkit.formats.tar`
+read and write the files (`index.json`, `shards.json`) that store it, and `shardkit.datasets.token_rows` makes
+the manifest of flat token files. Basenames are checked when they are read, so that no index can direct a
+reader out of the dataset's folder.
 
-Memory is O(#shards). A `ShardTable` has what 450,000 `ShardInfo` say in 25 MB instead of a gigabyte: shards
-of one dataset differ in name, size, samples and hashes, which it keeps in arrays; columns, compression and
-limits repeat and are kept once. It makes a `ShardInfo` when asked for one. Only lists whose shards are alike
-in kind fit: the same hash names everywhere, plain file names. `table_of` returns None for others, which
-stay lists.
+Memory is O(#shards). A `ShardTable` holds the content of 450,000 `ShardInfo` objects in 25 MB instead of a
+gigabyte: shards of one dataset differ in name, size, samples and hashes, which it keeps in arrays; columns,
+compression and limits repeat and are kept once. It makes each `ShardInfo` on access. A list fits into a table
+only if all shards have the same hash names and plain file names; `table_of` returns None for other lists.
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ BLOCKS_NAME = "blocks.bin"
 """The file of block checksums (`shardkit.formats.block_checksums`)."""
 
 TOKENS = "tokens"
-"""The column of tokens, in tars the members `tokens.npy`."""
+"""Name of the column that holds tokens; in tars, of the members `tokens.npy`."""
 
 LOSS_MASK = "loss_mask"
-"""A column beside the tokens, in tars `loss_mask.npy`: 1 where a token is trained on, 0 elsewhere."""
+"""Name of an optional column: 1 where a token is trained on, else 0; in tars, `loss_mask.npy`."""
 
-UNKNOWN = -1  # the size or sample count of a tar that nothing describes
+UNKNOWN = -1  # size or sample count of a tar that has no index
 
-MAX_BASENAME_CHARS = 1024  # PATH_MAX is 4,096 on Linux; an honest shard name is far below
+MAX_BASENAME_CHARS = 1024  # PATH_MAX is 4,096 on Linux; real shard names are far shorter
 
 _NEWLINE, _SLASH, _DOT = b"\n/."
-_IS_PLAIN = np.zeros(256, dtype=np.bool_)  # characters that names in a table may have
+_IS_PLAIN = np.zeros(256, dtype=np.bool_)  # whether a byte may occur in the names of a `Files` table
 _IS_PLAIN[list(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-./\n")] = True
 
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """One file: name relative to the index's folder (POSIX separators), size, {hash name: hex digest}."""
+    """One file: its name relative to the index's folder (with "/"), its size, and {hash name: hex digest}."""
 
     basename: str
     bytes: int
@@ -60,7 +59,7 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One MDS column: its encoding (`str`, `ndarray:uint16:2048`, …), `size` in bytes or None if variable."""
+    """One MDS column: encoding (`str`, `ndarray:uint16:2048`, …) and `size` in bytes (None if variable)."""
 
     name: str
     encoding: str
@@ -68,7 +67,7 @@ class Column:
 
 
 def token_layout(column: Column) -> tuple[np.dtype[np.generic], int] | None:
-    """Return (type, length) of a column of 1-D integer rows of constant size; None of another one."""
+    """Return (dtype, length) of a column of 1-D integer arrays of fixed length; None for any other column."""
     parts = column.encoding.split(":")
     if column.size is None or len(parts) != 3 or parts[0] != "ndarray" or not parts[2].isdigit():
         return None
@@ -80,9 +79,9 @@ def token_layout(column: Column) -> tuple[np.dtype[np.generic], int] | None:
 
 
 def merge_columns(columns_of_shards: Iterable[Sequence[Column]]) -> tuple[Column, ...]:
-    """All columns of shards that may differ, by first appearance.
+    """Return all columns of shards that may differ, ordered by first appearance.
 
-    Arrays of other types or lengths in another shard make theirs a column of any arrays.
+    If shards have different encodings for a column, the result names only its kind, such as `ndarray`.
     """
     merged: dict[str, Column] = {}
     last: Sequence[Column] = ()
@@ -100,10 +99,11 @@ def merge_columns(columns_of_shards: Iterable[Sequence[Column]]) -> tuple[Column
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """What the index says of one shard.
+    """One shard as the index describes it.
 
-    `raw` is the file that readers see; `zip` the stored one when `compression` is set (then `raw` is what
-    decompression must produce). `columns` may be empty for tars of others, whose samples describe themselves.
+    `raw` is the uncompressed file that readers see. If `compression` is set, `zip` is the stored file, and
+    `raw` what decompression must produce. `columns` may be empty for tars of other tools, which describe
+    themselves.
     """
 
     raw: FileInfo
@@ -115,17 +115,17 @@ class ShardInfo:
 
     @property
     def stored(self) -> FileInfo:
-        """The file that lies in the folder or bucket."""
+        """The file that is stored in the folder or bucket."""
         return self.raw if self.zip is None else self.zip
 
     @property
     def has_hashes(self) -> bool:
-        """Whether the index states a hash of the shard, so that it can be proved."""
+        """Whether the index has a hash of the shard, so that its bytes can be verified."""
         return bool(self.raw.hashes or self.stored.hashes)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ShardInfo:
-        """The inverse of `dataclasses.asdict`."""
+        """Make a shard from the data that `dataclasses.asdict` returns."""
         zipped = None if data["zip"] is None else FileInfo(**data["zip"])
         columns = tuple(Column(**column) for column in data["columns"])
         rest = {name: data[name] for name in ("samples", "compression", "size_limit")}
@@ -139,48 +139,48 @@ class Manifest:
     format: Format
     shards: Sequence[ShardInfo]
     seen: str = ""
-    """A digest of what was seen of the content where nothing states hashes: part of the fingerprint."""
+    """Digest of facts read from the files if the index has no hashes; part of the fingerprint."""
     blocks: FileInfo | None = None
-    """blocks.bin, if the index states it. No part of the fingerprint."""
+    """Size and hashes of blocks.bin, if the index has them; not part of the fingerprint."""
 
     @cached_property
     def shard_samples(self) -> Ints:
-        """int64[K]: samples of each shard, in manifest order."""
+        """The number of samples of each shard in manifest order, int64[K]."""
         if isinstance(self.shards, ShardTable):
             return self.shards.samples
         return np.fromiter((s.samples for s in self.shards), dtype=np.int64, count=len(self.shards))
 
     @cached_property
     def raw_bytes(self) -> Ints:
-        """int64[K]: size of each shard as readers see it; `UNKNOWN` where the index does not say."""
+        """The uncompressed size of each shard in bytes, int64[K]; `UNKNOWN` where the index has none."""
         if isinstance(self.shards, ShardTable):
             return self.shards.raw_bytes
         return np.fromiter((s.raw.bytes for s in self.shards), dtype=np.int64, count=len(self.shards))
 
     @cached_property
     def kinds(self) -> Sequence[ShardInfo]:
-        """A shard of each kind: for any shard, one here has the same columns, compression and limit."""
+        """One shard of each kind: for any shard, one of these has the same columns, compression and limit."""
         if isinstance(self.shards, ShardTable):
             return self.shards.kinds
         return list({(s.columns, s.compression, s.size_limit): s for s in self.shards}.values())
 
     @cached_property
     def shard_starts(self) -> Ints:
-        """int64[K + 1]: sample id of each shard's first row; the last entry is the number of samples."""
+        """The sample id of each shard's first row, int64[K + 1]; the last entry is the number of samples."""
         starts = np.zeros(len(self.shards) + 1, dtype=np.int64)
         np.cumsum(self.shard_samples, out=starts[1:])
         return starts
 
     @property
     def samples(self) -> int:
-        """Samples in the whole dataset."""
+        """The number of samples in the whole dataset."""
         return int(self.shard_starts[-1])
 
     @cached_property
     def fingerprint(self) -> str:
         """Hex blake2b-128 over the ordered (basename, bytes, samples, hash) of all raw shards.
 
-        `hash` is the first of the raw file's hashes by name (of the stored file's when the raw has none).
+        `hash` is the first of the raw file's hashes by name; the stored file's if the raw file has none.
         """
         if isinstance(self.shards, ShardTable):
             return self.shards.fingerprint
@@ -194,23 +194,23 @@ class Manifest:
 
 
 def stated_file(name: object, stated: object, where: str | os.PathLike[str]) -> FileInfo:
-    """Return what an index or a card states of a file beside the shards; ShardError if it is not sound."""
+    """Return size and hashes of a non-shard file from an index or card. Raises ShardError if not valid."""
     basename = checked_basename(name, where)
     entry: Mapping[str, Any] = stated if isinstance(stated, Mapping) else {}
     hashes = {kind: value for kind, value in entry.items() if kind != "bytes"}
     size = entry.get("bytes")
     if type(size) is not int or size < 0:
-        raise ShardError(where, f"{basename}: a size in bytes and hashes are expected")
+        raise ShardError(where, f"{basename}: must have a size in bytes and hashes")
     if not all(isinstance(value, str) for value in hashes.values()):
         raise ShardError(where, f"{basename}: hashes must be strings")
     return FileInfo(basename, size, hashes)
 
 
 def checked_basename(name: object, index_file: str | os.PathLike[str]) -> str:
-    """`name` if it is a relative path that stays in the folder; ShardError otherwise.
+    """Return `name` if it is a relative path that stays in the dataset's folder. Raises ShardError otherwise.
 
-    Sub-folders are allowed (merged datasets use them); absolute paths, `..`, back-slashes, drive letters,
-    control characters and halves of surrogate pairs are not.
+    Subfolders are allowed (merged datasets use them); absolute paths, `..`, backslashes, drive letters,
+    control characters and unpaired surrogates are not.
     """
     if not isinstance(name, str) or not name or len(name) > MAX_BASENAME_CHARS:
         raise ShardError(index_file, f"a shard's basename must be a non-empty string, not {str(name)[:80]!r}")
@@ -218,24 +218,24 @@ def checked_basename(name: object, index_file: str | os.PathLike[str]) -> str:
     drive = bool(parts) and ":" in parts[0]
     unsafe = name.startswith("/") or "\\" in name or drive or any(ord(c) < 32 for c in name)
     if unsafe or not parts or any(p in ("..", ".") for p in name.split("/")):
-        raise ShardError(index_file, f"basename {name!r} leaves the dataset's folder; refuse this dataset")
+        raise ShardError(index_file, f"basename {name!r} leaves the dataset's folder; do not trust it")
     if any(0xD800 <= ord(c) <= 0xDFFF for c in name):
-        raise ShardError(index_file, f"basename {name!r} is not Unicode text; refuse this dataset")
+        raise ShardError(index_file, f"basename {name!r} is not Unicode text; do not open the dataset")
     return name
 
 
 @dataclass(frozen=True)
 class Files:
-    """Files of all shards: names, each with a newline behind it, sizes, digests of the same hashes."""
+    """Files of all shards in arrays: newline-terminated names, sizes, and digests of one set of hashes."""
 
     names: Bytes
     sizes: Ints
     hash_names: tuple[str, ...]
-    digests: tuple[Bytes, ...]  # uint8[shards, bytes of the digest], for each hash
+    digests: tuple[Bytes, ...]  # one array per hash: uint8[shards, digest bytes]
 
     @cached_property
     def _ends(self) -> Ints | range:
-        """The places of the newlines behind names, as a range if all names are equally long."""
+        """The positions of the newlines that end names; a range if all names are equally long."""
         ends = np.flatnonzero(self.names == _NEWLINE)
         width = int(ends[0]) + 1 if len(ends) else 1
         alike = range(width - 1, len(ends) * width, width)
@@ -254,7 +254,7 @@ class Files:
         return FileInfo(name, int(self.sizes[number]), hashes)
 
     def are_sound(self) -> bool:
-        """Whether all names stay in their folder and differ, and nothing is missing."""
+        """Return whether all names are unique and stay in their folder, and all arrays are complete."""
         names, count = self.names, len(self.sizes)
         ends = np.flatnonzero(names == _NEWLINE)
         if not count or len(ends) != count or int(ends[-1]) != len(names) - 1:
@@ -264,18 +264,18 @@ class Files:
         lengths = np.diff(ends, prepend=-1) - 1
         if int(lengths.max()) > MAX_BASENAME_CHARS or int(self.sizes.min()) < 0:
             return False
-        # No name or part of a path is empty or begins with a dot: each begins a name or follows a slash.
+        # No name or part of a path may be empty or begin with a dot: check the first byte of each.
         begins = np.concatenate([[0], ends[:-1] + 1, np.flatnonzero(names == _SLASH) + 1])
         if np.isin(names[begins], (_SLASH, _DOT, _NEWLINE)).any():
             return False
-        if int(lengths.min()) == int(lengths.max()):  # as a rule; sorted in place of a million objects
+        if int(lengths.min()) == int(lengths.max()):  # the usual case; sorting avoids a million objects
             ordered = np.sort(names.view(f"S{int(lengths[0]) + 1}"))
             return not bool((ordered[1:] == ordered[:-1]).any())
         return len(set(names.tobytes().split(b"\n"))) == count + 1
 
 
 class ShardTable(Sequence[ShardInfo]):
-    """The shards of a large dataset, in order."""
+    """The shards of a large dataset in order, stored in arrays."""
 
     def __init__(
         self,
@@ -287,14 +287,14 @@ class ShardTable(Sequence[ShardInfo]):
         fingerprint: str,
         blocks: FileInfo | None = None,
     ) -> None:
-        """`kinds`: shards as they differ in all but files and samples; `kind`: which of them each is."""
+        """`kinds`: one shard of each kind (columns, compression, limit); `kind`: each shard's index in it."""
         self.kinds, self.kind = tuple(kinds), kind
         self.samples, self.raw, self.packed = samples, raw, packed
         self.fingerprint, self.blocks = fingerprint, blocks
 
     @property
     def raw_bytes(self) -> Ints:
-        """int64[shards]: sizes as readers see them."""
+        """The uncompressed sizes of all shards in bytes, int64[shards]."""
         return self.raw.sizes
 
     def __len__(self) -> int:
@@ -307,7 +307,7 @@ class ShardTable(Sequence[ShardInfo]):
     def __getitem__(self, number: int | slice) -> ShardInfo | list[ShardInfo]:
         if isinstance(number, slice):
             return [self[i] for i in range(*number.indices(len(self)))]
-        number = range(len(self))[number]  # negative ones, and IndexError
+        number = range(len(self))[number]  # resolves negative numbers and raises IndexError
         kind = self.kinds[int(self.kind[number])]
         return ShardInfo(
             self.raw.file(number),
@@ -330,7 +330,7 @@ class ShardTable(Sequence[ShardInfo]):
 def table_of(
     shards: Sequence[ShardInfo], fingerprint: str, blocks: FileInfo | None = None
 ) -> ShardTable | None:
-    """Return the table of `shards`, which have that fingerprint; None if they do not fit into one."""
+    """Return a table of `shards`, whose fingerprint is given; None if they do not fit into a table."""
     packed = [shard.zip for shard in shards if shard.zip is not None]
     if not shards or len(packed) not in (0, len(shards)):
         return None
@@ -355,7 +355,7 @@ def _files(infos: Sequence[FileInfo]) -> Files | None:
         width = len(infos[0].hashes[name])
         same_width = all(len(info.hashes[name]) == width for info in infos)
         if not same_width or width % 2 or not set(text) <= set("0123456789abcdef"):
-            return None  # a digest must come back as it was written
+            return None  # the table stores digests as bytes: only even-length lower-case hex is preserved
         digests.append(np.frombuffer(bytes.fromhex(text), dtype=np.uint8).reshape(len(infos), -1))
     try:
         names = "".join(f"{info.basename}\n" for info in infos).encode("ascii")

@@ -19,17 +19,17 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, overload
 
 from shardkit.units import format_bytes
 
-LINE_SECONDS = 5.0  # a log file gets a line this often at most, but for events
-TABLE_SECONDS = 0.3  # between updates of a notebook's table: each is a message to the browser
-QUIET_SECONDS = 2.0  # shorter reads are not worth a line
+LINE_SECONDS = 5.0  # shortest time between two lines in a log file; events are printed at once
+TABLE_SECONDS = 0.3  # shortest time between updates of a notebook's table: each is a message to the browser
+QUIET_SECONDS = 2.0  # progress of `reading` is shown only after this time
 
 
 class Report(Protocol):
-    """Progress of one operation, as a bar or a line shows it."""
+    """Progress of one operation at one moment, for a bar or a line."""
 
     @property
     def name(self) -> str:
-        """The name of what is being done. Each name has a bar."""
+        """The name of the operation or step. Each name gets its own bar."""
 
     @property
     def done(self) -> int: ...
@@ -37,10 +37,10 @@ class Report(Protocol):
     def total(self) -> int | None: ...
     @property
     def event(self) -> str:
-        """A change that gets a line at once, the first time that it is reported under this name; or ""."""
+        """A change that is printed at once when first reported under this name; "" if there is none."""
 
     def text(self) -> str:
-        """The whole report on one line."""
+        """Return the whole report on one line."""
 
 
 R = TypeVar("R", bound=Report)
@@ -48,7 +48,7 @@ R_contra = TypeVar("R_contra", bound=Report, contravariant=True)
 
 
 class Listener(Protocol[R_contra]):
-    """A consumer of reports, while its context is open."""
+    """A consumer of reports; must be entered as a context before the first report."""
 
     def __call__(self, report: R_contra, /) -> None: ...
     def __enter__(self) -> Self: ...
@@ -62,9 +62,10 @@ def make_listener(progress: bool) -> Listener[Report]: ...
 @overload
 def make_listener(progress: bool | Callable[[R], None]) -> Listener[R]: ...
 def make_listener(progress: bool | Callable[[R], None]) -> Listener[R] | Listener[Report]:
-    """False: nothing. True: a notebook's table, or bars if stderr is a terminal, else lines.
+    """Return a listener for the user's `progress` argument.
 
-    A callable gets each report.
+    False shows nothing. True shows a table in a notebook, bars if stderr is a terminal, and otherwise lines.
+    A callable is called with each report.
     """
     if callable(progress):
         return _Calls(progress)
@@ -90,7 +91,7 @@ class _Calls(Generic[R]):
 
 
 class Lines:
-    """Plain lines: one at each event, and one every few seconds in between."""
+    """Prints a line to stderr at each event, and otherwise one every few seconds."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + LINE_SECONDS
@@ -107,7 +108,7 @@ class Lines:
 
 
 class _Bars:
-    """One bar for each name."""
+    """Shows one bar on the terminal for each name."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -137,13 +138,13 @@ class _Bars:
 
 
 def _in_notebook() -> bool:
-    """Whether this is a kernel of Jupyter, which shows what its cells display."""
+    """Return whether this process is a Jupyter kernel, which can display tables."""
     module = sys.modules.get("IPython")
     return module is not None and hasattr(module.get_ipython(), "kernel")
 
 
 class _Table:
-    """One line for each name, in an output of a notebook's cell that is updated in place."""
+    """Shows a table with one line for each name in the output of a notebook cell, updated in place."""
 
     def __init__(self) -> None:
         from IPython.display import DisplayHandle
@@ -151,7 +152,7 @@ class _Table:
         self._output = DisplayHandle()
         self._reports: dict[str, Report] = {}
         self._is_shown = False
-        self._next = time.monotonic() + TABLE_SECONDS  # what ends sooner needs no table
+        self._next = time.monotonic() + TABLE_SECONDS  # operations that end sooner show no table
 
     def __call__(self, report: Report, /) -> None:
         self._reports[report.name] = report
@@ -164,7 +165,7 @@ class _Table:
         self._is_shown, self._next = True, time.monotonic() + TABLE_SECONDS
 
     def _bundle(self) -> dict[str, str]:
-        """The table as a page shows it, and as plain text."""
+        """Return the table as HTML and as plain text, by MIME type."""
         left = "style='text-align:left'"
         rows = "".join(
             f"<tr><td {left}>{html.escape(one.name)}</td>"
@@ -185,7 +186,7 @@ class _Table:
 
 @dataclass(frozen=True, slots=True)
 class TransferProgress:
-    """Progress of a transfer. Skipped files count as done, not as moved."""
+    """Progress of a transfer. Skipped files count in `files_done` and `bytes_done`, not in `bytes_moved`."""
 
     step: str
     files_done: int
@@ -209,7 +210,7 @@ class TransferProgress:
         return self.bytes
 
     def text(self) -> str:
-        """Files, bytes, speed and the remaining time."""
+        """Return files, bytes, speed and remaining time on one line."""
         rate = self.bytes_moved / self.seconds if self.seconds > 0 else 0.0
         text = (
             f"{self.files_done:,} of {self.files:,} files, "
@@ -224,7 +225,7 @@ TransferListener = Callable[[TransferProgress], None]
 
 
 class FileCounter:
-    """Counts the files that threads have done in one step and reports each."""
+    """Counts the files that threads have finished in one step, and reports each to a listener."""
 
     def __init__(self, listener: TransferListener, step: str, files: int, size: int) -> None:
         self._listener, self._step, self._files, self._bytes = listener, step, files, size
@@ -233,7 +234,7 @@ class FileCounter:
         self._lock = threading.Lock()
 
     def add(self, size: int, *, moved: bool) -> None:
-        """One more file of `size` bytes is done."""
+        """Count one more finished file of `size` bytes; `moved`: whether its bytes were transferred."""
         with self._lock:
             self._done += 1
             self._bytes_done += size
@@ -244,9 +245,9 @@ class FileCounter:
 
 @contextmanager
 def reading(step: str, sizes: Mapping[int, int]) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call with the number of each file that was read; `sizes`: bytes of each.
+    """Yield a function to call with the number of each file that was read; `sizes`: bytes by file number.
 
-    Shown after `QUIET_SECONDS`, by the first process of a machine only.
+    Progress is shown after `QUIET_SECONDS`, and only by the first process of a machine (LOCAL_RANK 0).
     """
     began = time.monotonic()
     with ExitStack() as stack:
@@ -265,7 +266,7 @@ def reading(step: str, sizes: Mapping[int, int]) -> Iterator[Callable[[int], Non
 
 @dataclass(frozen=True, slots=True)
 class CountProgress:
-    """How many items are done; `total` is None if unknown."""
+    """The number of items that are done; `total` is None if unknown."""
 
     name: str
     done: int
@@ -275,7 +276,7 @@ class CountProgress:
     event: ClassVar[str] = ""
 
     def text(self) -> str:
-        """The count, and how fast it grows."""
+        """Return the count, the share of the total, and the rate on one line."""
         of = "" if self.total is None else f" of {self.total:,}"
         share = f" ({100 * self.done / self.total:.0f}%)" if self.total else ""
         rate = f", {self.done / self.seconds:,.0f}/s" if self.seconds > 0 else ""
@@ -286,7 +287,7 @@ class CountProgress:
 def counting(
     name: str, total: int | None, unit: str, *, progress: bool = True
 ) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call with how many more are done; one thread at a time."""
+    """Yield a function to call with the number of newly finished items, from one thread at a time."""
     start, done = time.monotonic(), 0
     with make_listener(progress) as listener:
 

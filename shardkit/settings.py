@@ -1,7 +1,7 @@
-"""What every section of a recipe is made of: a strict model, and types and shorthands that sections share.
+"""Base classes and types of all recipe sections: a strict model, shared types, and shorthands.
 
 A shorthand is another way to write a value. It is replaced by the long form before the value is checked, so
-both forms make equal recipes, with equal digests. The JSON Schema for editors has both.
+both forms make equal recipes with equal digests. The JSON Schema for editors accepts both.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from shardkit.files import is_remote, local_path
 
 T = TypeVar("T")
 
-ANNOTATIONS_FOLDER = "annotations"  # of a dataset: the values of all rules for all documents
-TRAIN = "train"  # the part of a split that is left when the others are taken
-WHITE_SPACE = "whitespace"  # words of filters that count them: as `str.split()` has them
+ANNOTATIONS_FOLDER = "annotations"  # subfolder of a dataset with the values of all rules for all documents
+TRAIN = "train"  # the part of a split that holds all documents that no other part took
+WHITE_SPACE = "whitespace"  # the default way of filters to split text into words: `str.split()`
 FieldName = Annotated[str, Field(min_length=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
@@ -37,8 +37,8 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 class StrictModel(BaseModel):
     """A frozen section of a recipe: unknown keys are errors and values are never converted.
 
-    `not_content` are keys that decide no byte of a dataset; `omitted_at_default` those that came after
-    version 1, so that recipes without them keep their digests.
+    `not_content` lists keys that do not affect the dataset's bytes; `omitted_at_default` lists keys added
+    after version 1, which are left out at their defaults so that older recipes keep their digests.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
@@ -47,7 +47,7 @@ class StrictModel(BaseModel):
     omitted_at_default: ClassVar[frozenset[str]] = frozenset()
 
     def content(self) -> dict[str, Any]:
-        """Return all that decides a byte, as plain data in the order of the keys."""
+        """Return all values that affect the dataset's bytes, as plain data in the order of the keys."""
         found: dict[str, Any] = self.model_dump(mode="json", exclude=set(self.not_content))
         for key, info in type(self).model_fields.items():
             value = getattr(self, key)
@@ -64,7 +64,7 @@ class StrictModel(BaseModel):
 
 
 class Bounds(StrictModel):
-    """The least and the greatest number that passes, both included."""
+    """The least and the greatest number that passes, both inclusive."""
 
     min: float | None = Field(default=None, description="Least number that passes; null: no bound.")
     max: float | None = Field(default=None, description="Greatest number that passes; null: no bound.")
@@ -76,7 +76,7 @@ class Bounds(StrictModel):
         return self
 
     def fails(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_] | None:
-        """bool[n]: the numbers outside of the bounds, which NaN is not; None without bounds."""
+        """Return bool[n], which values are out of bounds (NaN never is); None if there are no bounds."""
         if self.min is None and self.max is None:
             return None
         low = values < self.min if self.min is not None else np.zeros(len(values), np.bool_)
@@ -84,7 +84,7 @@ class Bounds(StrictModel):
 
 
 class _OneOrMany:
-    """A list of one item may be written as that item."""
+    """Lets a list of one item be written as the item itself."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
         def listed(value: object) -> object:
@@ -99,15 +99,16 @@ class _OneOrMany:
 
 
 Listed = Annotated[tuple[T, ...], _OneOrMany()]
-"""A list; of one item also without brackets."""
+"""A tuple setting; a single item may be written without brackets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shorthand:
     """Other ways to write a section, in an `Annotated` type.
 
-    `switch`: true stands for the section with its defaults, false for null. `number` and `text` name the key
-    that a bare number or text is the value of; a function of the text makes the section.
+    `switch`: true means the section with its defaults, false means null. `number` and `text` name the key to
+    which a bare number or text is assigned; `text` may also be a function that makes the section from the
+    text.
     """
 
     switch: bool = False
@@ -133,7 +134,7 @@ class Shorthand:
 
 
 def _local(path: str) -> str:
-    """Return a local path as written, or in full where it begins with "~" or is a file:// URL."""
+    """Return a local path as written; expand it only if it begins with "~" or is a file:// URL."""
     found = local_path(path)
     return str(found) if path[0] == "~" or path[:5].lower() == "file:" else path
 
@@ -143,18 +144,18 @@ def _url_or_path(path: str) -> str:
         return _local(path)
     scheme, _, rest = path.partition("://")
     if not scheme.isalnum() or not rest.strip("/") or "\0" in path:
-        raise ValueError(f"{path!r} is no URL, such as s3://bucket/prefix")
+        raise ValueError(f"{path!r} is not a valid URL; write it like s3://bucket/prefix")
     return path
 
 
 def _place(path: str) -> str:
-    """A local path, or the URL of a bucket and prefix."""
+    """Return a local path, or a URL without trailing slashes."""
     path = _url_or_path(path)
     return path.rstrip("/") if is_url(path) else path
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is a URL. Of a path that `_url_or_path` let pass: no file:// is among them."""
+    """Return whether a path that `_url_or_path` returned is a URL; no file:// URL is among these."""
     return "://" in path
 
 

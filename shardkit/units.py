@@ -1,4 +1,4 @@
-"""Numbers as people write and give them: "64MiB" to 67,108,864 and back; whole numbers of any type."""
+"""Conversion of numbers that users write: sizes such as "64MiB" to bytes and back, and integers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGTP", 1)}
 _SIZE = re.compile(r"\s*([0-9]{1,25}(?:\.[0-9]{1,25})?)\s*([A-Za-z]*)\s*")
-_MAX_SIZE = 1 << 63  # what files and memory of 64-bit systems cannot have
+_MAX_SIZE = 1 << 63  # sizes must be below this, the limit of files and memory on 64-bit systems
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes from an int or from text such as "64MiB" (2**20) or "2GB" (10**9); case is free.
+    """Return bytes from an int or from text such as "64MiB" (MiB: 2**20) or "2GB" (GB: 10**9), in any case.
 
     Raises ValueError on anything else and on negative sizes.
     """
@@ -37,14 +37,14 @@ def _checked(size: int) -> int:
 
 
 def whole_number(value: SupportsIndex, name: str) -> int:
-    """Return `value`, which may be of a NumPy type, as an int; ValueError for floats, booleans and others."""
+    """Return `value`, which may have a NumPy type, as an int. Raises ValueError unless it is an integer."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise ValueError(f"{name} must be a whole number, not {value!r}")
     return operator.index(value)
 
 
 def format_bytes(count: float) -> str:
-    """`count` bytes in decimal units with three digits: "1.23 GB"."""
+    """Format a number of bytes in decimal units with three digits: "1.23 GB"."""
     value, unit = float(count), "B"
     for unit in ("B", "KB", "MB", "GB", "TB", "PB"):
         if abs(value) < 999.5 or unit == "PB":

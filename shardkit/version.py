@@ -1,3 +1,3 @@
-"""The version, for modules that write it into files: a leaf, so that they import nothing else for it."""
+"""The version, in a module without imports so that reading it imports nothing else."""
 
 __version__ = "0.2.0"

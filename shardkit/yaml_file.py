@@ -15,16 +15,16 @@ import yaml
 
 from shardkit.errors import RecipeError
 
-_MAX_RECIPE_BYTES = 1 << 20  # a recipe is written by people; anything larger is some other file
-_MAX_INTEGER_CHARACTERS = 40  # numbers of a recipe have 64 bits, and Python refuses to read 4,300 digits
+_MAX_RECIPE_BYTES = 1 << 20  # recipes are written by hand; a larger file is not a recipe
+_MAX_INTEGER_CHARACTERS = 40  # enough for 64-bit numbers; Python refuses to parse over 4,300 digits
 _KEY_PART = re.compile(r"([^.\[\]=]+)|\[([0-9]{1,6})\]")
-_MAX_SHOWN = 200  # characters of an override
-# PyYAML lets through what Python says of dates and bytes that are none.
+_MAX_SHOWN = 200  # maximum number of an override's characters in an error message
+# PyYAML does not wrap Python's errors about invalid dates and bytes (ValueError).
 _YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses repeated keys and knows exponents without a point."""
+    """SafeLoader that refuses repeated keys and reads exponents without a decimal point as numbers."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[object] = set()
@@ -40,7 +40,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if len(node.value) > _MAX_INTEGER_CHARACTERS:
-            problem = f"a whole number of {len(node.value):,} characters"
+            problem = f"a number has {len(node.value):,} characters; the limit is {_MAX_INTEGER_CHARACTERS}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return int(super().construct_yaml_int(node))
 
@@ -52,14 +52,14 @@ _Loader.add_implicit_resolver(
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; RecipeError with the line number when it is not one."""
+    """Read the mapping in a YAML file. Raises RecipeError with the line number if it is invalid."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_RECIPE_BYTES + 1)
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror or error}") from error
     if len(data) > _MAX_RECIPE_BYTES:
-        raise RecipeError(f"{path}: larger than {_MAX_RECIPE_BYTES:,} bytes; this is not a recipe")
+        raise RecipeError(f"{path}: is larger than {_MAX_RECIPE_BYTES:,} bytes, so it is not a recipe")
     try:
         recipe = yaml.load(data.decode("utf-8-sig"), _Loader)
     except UnicodeDecodeError as error:
@@ -67,16 +67,16 @@ def load_yaml(path: Path) -> dict[str, Any]:
     except _YAML_ERRORS as error:
         raise RecipeError(f"{path}: {_yaml_problem(error)}") from None
     if not isinstance(recipe, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping of keys, this is {_kind(recipe)}")
+        raise RecipeError(f"{path}: a recipe must be a mapping of keys, but this file is {_kind(recipe)}")
     return recipe
 
 
 def apply_override(data: dict[str, Any], override: str) -> dict[str, Any]:
-    """`data` with "key.sub[0].name=value" applied; the value is read as YAML, missing mappings are made."""
+    """Return `data` with "key.sub[0].name=value" applied; the value is YAML, missing mappings are created."""
     name, equals, text = override.partition("=")
     parts = _split_key(name.strip())
     if not equals or not parts:
-        raise RecipeError(f"override {override!r}: write key.sub=value")
+        raise RecipeError(f"override {override!r} is not of the form key.sub=value")
     try:
         value = yaml.load(text, _Loader)
     except _YAML_ERRORS as error:
@@ -99,7 +99,7 @@ def _split_key(name: str) -> list[str | int]:
 
 
 def _with_value(data: Any, parts: list[str | int], value: object, override: str) -> Any:
-    """A copy of `data` along the path, so that the caller's mapping stays as it was."""
+    """Return `data` with a new value, copied along the path so that the caller's data is unchanged."""
     if not parts:
         return value
     part, rest = parts[0], parts[1:]
@@ -108,11 +108,11 @@ def _with_value(data: Any, parts: list[str | int], value: object, override: str)
     if isinstance(part, int):
         if not isinstance(data, list) or part > len(data):
             length = f"a list of {len(data)}" if isinstance(data, list) else _kind(data)
-            raise RecipeError(f"override {override!r}: no place for number {part} in {length}")
+            raise RecipeError(f"override {override!r}: there is no item {part} in {length}")
         old = data[part] if part < len(data) else None
         return [*data[:part], _with_value(old, rest, value, override), *data[part + 1 :]]
     if data is not None and not isinstance(data, dict):
-        raise RecipeError(f"override {override!r}: {part!r} would be a key in {_kind(data)}")
+        raise RecipeError(f"override {override!r}: {part!r} cannot be a key of {_kind(data)}")
     data = data or {}
     return data | {part: _with_value(data.get(part), rest, value, override)}
 

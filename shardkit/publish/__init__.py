@@ -1,8 +1,8 @@
-"""Whole datasets into a store or folder: checked, resumable, and never half visible.
+"""Transfer of whole datasets into a store or folder: checked, resumable, and never partly visible.
 
-`contents` says which files make a dataset, `publication` is the one protocol that puts them somewhere, the
-index last, `transports` move the files (to a store, from a store, by links or renames on this machine), `api`
-has `upload`, `download`, and what builds and conversions publish with.
+`contents` determines which files make a dataset; `publication` is the protocol that writes them, index last;
+`transports` move the files (to a store, from a store, by links or renames on this machine); `api` has
+`upload`, `download`, and the function with which builds and conversions publish.
 """
 
 from __future__ import annotations

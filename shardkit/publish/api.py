@@ -1,7 +1,7 @@
-"""`upload` and `download`: a dataset's folder to a store and back; `publish_files`: what was made here.
+"""`upload` a dataset's folder to a store, `download` one, and `publish_files` of a build on this machine.
 
-Tars without a list get one when they are uploaded, because loaders cannot count the samples of tars that
-they have not fetched. The list states sizes, counts and hashes, and is written only at the target.
+A folder of tars without a list gets one when it is uploaded, because loaders cannot count the samples of tars
+that they have not fetched. The list contains sizes, counts and hashes, and is written only at the target.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from shardkit.storage.store import StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, local_path
 from shardkit.units import format_bytes
 
-_SPARE_BYTES = 64 << 20  # of the disk, for the index and for others
+_SPARE_BYTES = 64 << 20  # disk space to leave free for the index and for other programs
 _LIST_HASHES = ("xxh64",)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TransferReport(Described):
-    """What was done; with `dry_run`, what would be.
+    """What a transfer did; with `dry_run`, what it would do.
 
-    `sent` files were written to the target, `skipped` ones were there. `deleted` names what an earlier
-    dataset had left. `left` are files at the source that its dataset does not name, at most 1,000 of
-    `left_count`; `foreign` counts such objects at the target.
+    `sent` files were written to the target, `skipped` files were already there, and `deleted` files belonged
+    only to an earlier dataset. `left` names files at the source that are not part of its dataset, at most
+    1,000 of `left_count`; `foreign` counts such objects at the target.
     """
 
     source: str
@@ -85,15 +85,15 @@ class TransferReport(Described):
 
     @property
     def up_to_date(self) -> bool:
-        """Whether there was nothing to do."""
+        """Whether the target already had the dataset, so that nothing was sent or deleted."""
         return not self.sent and not self.deleted
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return the report as plain data for JSON."""
         return asdict(self) | {"up_to_date": self.up_to_date, "seconds": round(self.seconds, 3)}
 
     def describe(self) -> tuple[str, Facts]:
-        """Return the place of the dataset as a title, and facts of what was moved there."""
+        """Return the location of the dataset as a title, and facts about the files that were moved."""
         moved = f"{counted(len(self.sent), 'file')}, {format_bytes(self.sent_bytes)}"
         facts = [
             ("from", self.source),
@@ -119,12 +119,13 @@ def upload(
     verify: bool = False,
     progress: bool | TransferListener = True,
 ) -> TransferReport:
-    """Send the dataset in the folder `source` to a URL or store; what is there already is not sent again.
+    """Send the dataset in the folder `source` to a URL or store; files that are already there are skipped.
 
-    Every file is compared with its index while it is read, `threads` files at a time. Another dataset at the
-    target is refused unless `replace`; `verify` reads everything back before the index is put; `dry_run` only
-    reports what would be done. Raises ShardError (nothing to send, or damaged: nothing is sent), StoreError,
-    TransferError; after any of them, or an interruption, the same call continues.
+    Every file is compared with the hash in its index while it is read, `threads` files at a time. If the
+    target has another dataset, the upload is refused unless `replace`. `verify` reads everything back before
+    the index is written; `dry_run` only reports what would be done. Raises ShardError (there is no dataset,
+    or it is damaged: nothing is sent), StoreError or TransferError; after an error or interruption, the same
+    call resumes.
     """
     if is_remote(source):
         raise ShardError(source, "is not on this machine: shardkit upload sends a folder; download it first")
@@ -134,7 +135,7 @@ def upload(
     settings = Settings(threads, replace=replace, dry_run=dry_run, verify=verify)
     data: dict[str, Path | bytes] = {file.basename: folder / file.basename for file in contents.files}
     if contents.card_bytes is not None:
-        data[CARD_NAME] = contents.card_bytes  # the very bytes that were checked
+        data[CARD_NAME] = contents.card_bytes  # the bytes that were checked, even if the file changes now
     if (table := _index_table(contents)) is not None:
         contents, data[TABLE_NAME] = with_table(contents, table), table
     with (
@@ -161,9 +162,9 @@ def download(
 ) -> TransferReport:
     """Fetch the dataset at a URL or in a store into `folder`, which then holds the same files.
 
-    Every file is compared with the hash that its index states, `threads` files at a time. A folder that holds
-    another dataset, or other files of the same names, is refused unless `replace`; `dry_run` only reports
-    what would be done. Raises ShardError, StoreError, TransferError; the same call continues.
+    Every file is compared with the hash in its index, `threads` files at a time. A folder that holds another
+    dataset, or other files of the same names, is refused unless `replace`; `dry_run` only reports what would
+    be done. Raises ShardError, StoreError or TransferError; after an error, the same call resumes.
     """
     if is_remote(folder):
         raise StoreError(str(folder), "is not on this machine: shardkit download fills a local folder")
@@ -176,7 +177,7 @@ def download(
         found = find_only_contents(store)
         if found is None:
             problem = (
-                "holds no complete dataset: there is neither index.json nor shards.json; name its folder"
+                "holds no complete dataset: there is neither index.json nor shards.json; give its folder"
             )
             raise ShardError(store.url, problem)
         contents, listing = _with_row_costs(*check_files(store, found), store)
@@ -188,7 +189,7 @@ def download(
                 clear_leftovers(path)
             outcome = Publication(target, contents, Receiver(store, path), settings, listener).run()
             if not dry_run and (table := _index_table(contents)) is not None:
-                publish_bytes(path / TABLE_NAME, table)  # it says which index it belongs to
+                publish_bytes(path / TABLE_NAME, table)  # may come last: it records the index it belongs to
         return _report(contents, listing, outcome, settings, str(path), start)
 
 
@@ -200,9 +201,10 @@ def publish_files(
     *,
     place: Callable[[Path, Path], None] = link_or_copy,
 ) -> Outcome:
-    """Give files of this machine their names in a folder, which must be locked (`locked_folder`).
+    """Place files of this machine in a folder, which must be locked (`locked_folder`).
 
-    RefusedError if it holds something else than a dataset, or another one and `settings.replace` is not set.
+    Raises RefusedError if the folder holds files that are not a dataset, or another dataset and
+    `settings.replace` is not set.
     """
     holds_dataset(folder)
     clear_leftovers(folder)
@@ -213,7 +215,7 @@ def publish_files(
 def _report(
     contents: Contents, listing: Listing, outcome: Outcome, settings: Settings, target: str, start: float
 ) -> TransferReport:
-    """The report of a transfer that began at `start`; `listing` is of the source."""
+    """Make the report of a transfer that began at `start`; `listing` is the listing of the source."""
     return TransferReport(
         source=contents.where,
         target=target,
@@ -242,7 +244,7 @@ def _contents_to_send(folder: Path, threads: int) -> tuple[Contents, Listing]:
 
 
 def _with_row_costs(contents: Contents, listing: Listing, store: Store) -> tuple[Contents, Listing]:
-    """The dataset with the tables of its rows' costs that lie beside it, which count as others until then."""
+    """Add the tables of row costs in the dataset's folder, which `listing` counts as other files."""
     names = tables_among(listing.others, contents.manifest.fingerprint)
     tables = [FileInfo(name, store.head(name).bytes) for name in names]
     others = tuple(name for name in listing.others if name not in names)
@@ -251,7 +253,7 @@ def _with_row_costs(contents: Contents, listing: Listing, store: Store) -> tuple
 
 
 def _listed_tars(folder: Path, threads: int) -> Contents:
-    """The dataset that a folder of tars without a list is."""
+    """Return the dataset of a folder of tars without a list, with a new list."""
     from shardkit.formats import tar
     from shardkit.formats.tar.shard_list import LIST_NAME
 
@@ -274,17 +276,17 @@ def _listed_tars(folder: Path, threads: int) -> Contents:
 
 
 def _index_table(contents: Contents) -> bytes | None:
-    """index.bin of a large dataset, made of the index that was checked, whether the folder has one or not."""
+    """Return a new index.bin for the checked index of a large dataset, else None."""
     manifest = contents.manifest
     return table_bytes(manifest.shards, contents.index, manifest.blocks) if manifest.format == "mds" else None
 
 
 def _check_space(folder: Path, target: LocalStore, contents: Contents) -> None:
-    """StoreError before anything is fetched that the disk cannot hold."""
+    """Raise StoreError if the disk does not have enough space for the files to fetch."""
     there = {info.key: info.bytes for info in target.list()}
     needed = sum(max(0, file.bytes - there.get(file.basename, 0)) for file in contents.files)
     existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
     free = shutil.disk_usage(existing).free
     if needed + _SPARE_BYTES > free:
-        problem = f"{format_bytes(needed)} are to come, and the disk has {format_bytes(free)} free"
+        problem = f"the files need {format_bytes(needed)}, but the disk has only {format_bytes(free)} free"
         raise StoreError(str(folder), f"{problem}; choose another folder")

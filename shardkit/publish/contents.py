@@ -1,10 +1,10 @@
-"""What belongs to a dataset: its index, the shards in it, its card, and the files that the card lists.
+"""Which files belong to a dataset: its index, the shards in it, its card, and the files that the card lists.
 
-Read from any store, a folder being one, and checked before anything is moved: names stay inside of the
-dataset, no file is named twice, the card is of the same dataset, and every file is there with the size that
-index or card states. What else lies there does not belong to the dataset and is only counted. A large
-dataset has index.bin, too (`shardkit.formats.mds.index`), which no card names; nor are tables of row costs,
-which travel with it.
+They are read from any store, including a folder, and checked before anything is moved: names stay inside the
+dataset, no file is named twice, the card belongs to the same dataset, and every file exists with the size in
+index or card. Other files are not part of the dataset and are only counted. A large dataset also has
+index.bin (`shardkit.formats.mds.index`). Cards name neither index.bin nor the tables of row costs, which are
+transferred with the dataset.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ __all__ = [
 MARKER_NAME = ".shardkit-publishing.json"
 LOCK_NAME = ".shardkit-publishing.lock"
 CONTENT_HASH = "xxh3_128"
-MAX_TRIES = 3  # of bytes that arrive wrong: the network may be to blame, after that the object is
-MAX_FILES = 1 << 22  # four million, as many as the largest index has shards
-MAX_NAMED = 8  # files that an error names; the rest is counted
-MAX_LEFT = 1000  # names of other files that are kept for the report
+MAX_TRIES = 3  # fetches of a file whose hash is wrong, in case the network damaged it
+MAX_FILES = 1 << 22  # maximum number of files of one transfer: four million, as in the largest index
+MAX_NAMED = 8  # maximum number of files that an error names
+MAX_LEFT = 1000  # maximum number of other files that a listing names; all are counted
 _HASH_NAME = "shardkit-dataset"
 _CONTROL_NAMES = frozenset({*INDEX_NAMES, MARKER_NAME, LOCK_NAME})
-# Quick ones first; what is not listed comes after, by name.
+# The hash names in order of speed; hashes that are not listed come after them, by name.
 _QUICKEST = ("xxh3_128", "xxh128", "xxh3_64", "xxh64", "xxh32", "blake2b", "sha1", "sha256", "md5")
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A dataset's files in the order in which they are put: shards, what the card lists, the card, index.bin.
+    """A dataset's files in writing order: shards, files that the card lists, the card, index.bin.
 
-    `card` has the files that files.json lists for it, `card_bytes` are as they lie there. The index is not
-    among `files`: it comes after all of them.
+    `card` includes the files that files.json lists; `card_bytes` is the card as stored. The index is not in
+    `files`: it is written after all of them.
     """
 
     where: str
@@ -74,27 +74,27 @@ class Contents:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The names of all files without the index."""
+        """The names of all files except the index."""
         return frozenset(file.basename for file in self.files)
 
     @property
     def owned(self) -> frozenset[str]:
-        """Names that go when another dataset takes this one's place, named here or not."""
+        """Names to delete when another dataset replaces this one, always with the card and index.bin."""
         return self.names | {CARD_NAME, TABLE_NAME}
 
     @property
     def bytes(self) -> int:
-        """The size of all files without the index, in bytes."""
+        """The size of all files except the index, in bytes."""
         return sum(file.bytes for file in self.files)
 
     @cached_property
     def identity(self) -> str:
-        """Differs between datasets that differ in index or card, and so in any file that these state."""
+        """A digest of index and card, and so of every size and hash that they contain."""
         parts = [self.index, self.card_bytes or b""]
         return digest_of([_HASH_NAME, *(hash_bytes(part, ["blake2b"])["blake2b"] for part in parts)])
 
     def is_same(self, other: Contents) -> bool:
-        """Whether both are one dataset: the same stored shards in the same order, and no other card."""
+        """Return whether both are one dataset: equal stored shards in equal order, and no different cards."""
         if self.identity == other.identity:
             return True
         if self.manifest.format != other.manifest.format or self.index_name != other.index_name:
@@ -105,7 +105,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a store holds: of the names that were looked for, and of others."""
+    """The objects in a store: `found` has the requested names; `others` names and counts the rest."""
 
     found: Mapping[str, ObjectInfo]
     others: tuple[str, ...]
@@ -113,7 +113,7 @@ class Listing:
 
     @classmethod
     def of(cls, store: Store, names: Set[str]) -> Listing:
-        """One listing of the whole store. Indexes, index.bin, marker and lock are not counted as others."""
+        """List the whole store once; indexes, index.bin, marker and lock do not count as others."""
         found: dict[str, ObjectInfo] = {}
         others: list[str] = []
         count = 0
@@ -127,12 +127,12 @@ class Listing:
         return cls(found, tuple(others), count)
 
     def find(self, store: Store, name: str) -> ObjectInfo | None:
-        """The object, also where a listing does not show it: a folder's does not follow links to folders."""
+        """Return an object, even if the listing lacks it: a folder's does not follow links to folders."""
         return self.found.get(name) or head_if_any(store, name)
 
 
 def head_if_any(store: Store, name: str) -> ObjectInfo | None:
-    """Return what a store knows of an object, or None if there is none."""
+    """Return size, version and metadata of an object, or None if it does not exist."""
     try:
         return store.head(name)
     except ObjectNotFoundError:
@@ -140,9 +140,9 @@ def head_if_any(store: Store, name: str) -> ObjectInfo | None:
 
 
 def find_contents(store: Store, *, strict: bool = True) -> list[Contents]:
-    """The datasets whose indexes lie in a store: none, one, or several if it has several indexes.
+    """Return the datasets whose indexes are in a store: none, one, or several if it has several indexes.
 
-    ShardError if an index or a card is not sound; not `strict`: a card that cannot be read counts as none.
+    Raises ShardError if an index or a card is invalid. If not `strict`, an invalid card counts as missing.
     """
     found = []
     for name in INDEX_NAMES:
@@ -161,16 +161,16 @@ def find_contents(store: Store, *, strict: bool = True) -> list[Contents]:
 
 
 def find_only_contents(store: Store) -> Contents | None:
-    """The dataset in a store, or None; ShardError if there are two."""
+    """Return the dataset in a store, or None. Raises ShardError if there are two."""
     found = find_contents(store)
     if len(found) > 1:
         names = " and ".join(contents.index_name for contents in found)
-        raise ShardError(store.url, f"has both {names}; remove the one that is not meant")
+        raise ShardError(store.url, f"has both {names}; remove the one that you do not want")
     return found[0] if found else None
 
 
 def index_files(manifest: Manifest) -> dict[str, bytes]:
-    """Return {name: data} of a dataset's index, and of index.bin before it if there are many shards."""
+    """Return {name: data} for a dataset's index, preceded by index.bin if there are many shards."""
     from shardkit.formats import mds, tar
 
     if manifest.format == "mds":
@@ -189,9 +189,9 @@ def make_contents(
     *,
     listed: bytes | None = None,
 ) -> Contents:
-    """A dataset from the bytes of its index, card, index.bin, and `listed`, its files.json.
+    """Make a dataset from the bytes of its index, card, index.bin (`table`) and files.json (`listed`).
 
-    ShardError if they are not sound or do not agree.
+    Raises ShardError if they are invalid or contradict each other.
     """
     from shardkit.formats import mds, tar
 
@@ -205,22 +205,22 @@ def make_contents(
         facts.check_fingerprint(manifest.fingerprint)
         if facts.files_table is not None:
             if listed is None:
-                raise ShardError(f"{where}/{FILES_NAME}", "is missing: it lists files of the dataset")
+                raise ShardError(f"{where}/{FILES_NAME}", "is missing, but the card refers to it")
             facts = facts.with_files(listed)
         files += [facts.file(name) for name in facts.file_names]
         files.append(FileInfo(CARD_NAME, len(card), {CONTENT_HASH: content_hash(card)}))
     if (blocks := manifest.blocks) is not None and (stated := _named(files, blocks.basename)) != blocks:
         if stated is not None:
-            raise ShardError(index_file, f"states another {blocks.basename} than {CARD_NAME}")
+            raise ShardError(index_file, f"has other sizes or hashes of {blocks.basename} than {CARD_NAME}")
         files.append(blocks)
     if len(files) > MAX_FILES:
         raise ShardError(
-            index_file, f"names {len(files):,} files; at most {MAX_FILES:,} can be moved at once"
+            index_file, f"names {len(files):,} files; the limit of one transfer is {MAX_FILES:,}"
         )
     seen = set(_CONTROL_NAMES)
     for file in files:
         if file.basename in seen:
-            raise ShardError(index_file, f"{file.basename!r} is named twice; make a sound index first")
+            raise ShardError(index_file, f"{file.basename!r} is named twice; repair the index first")
         seen.add(file.basename)
     contents = Contents(where, manifest, index_name, index, facts, card, tuple(files))
     return contents if table is None else with_table(contents, table)
@@ -231,19 +231,19 @@ def _named(files: Iterable[FileInfo], name: str) -> FileInfo | None:
 
 
 def with_table(contents: Contents, table: bytes) -> Contents:
-    """The same dataset with `table`, its index.bin."""
+    """Return the dataset with `table`, its index.bin, added."""
     return with_files(contents, [FileInfo(TABLE_NAME, len(table), {CONTENT_HASH: content_hash(table)})])
 
 
 def with_files(contents: Contents, files: Iterable[FileInfo]) -> Contents:
-    """The same dataset with files that neither its index nor its card names."""
+    """Return the dataset with files added that neither its index nor its card names."""
     return replace(contents, files=(*contents.files, *files))
 
 
 def check_files(store: Store, contents: Contents) -> tuple[Contents, Listing]:
-    """`contents` with the sizes of its files as they lie in `store`, and what else is there.
+    """Return `contents` with the actual sizes of its files in `store`, and the listing of the store.
 
-    ShardError that names the files that are missing or not of the stated size.
+    Raises ShardError that names files which are missing or have another size.
     """
     listing = Listing.of(store, contents.names)
     problems: list[str] = []
@@ -253,7 +253,7 @@ def check_files(store: Store, contents: Contents) -> tuple[Contents, Listing]:
         if info is None:
             problems.append(f"{file.basename} is missing")
         elif file.bytes >= 0 and file.bytes != info.bytes:
-            problems.append(f"{file.basename} has {info.bytes:,} bytes, {file.bytes:,} are stated")
+            problems.append(f"{file.basename} has {info.bytes:,} bytes instead of {file.bytes:,}")
         else:
             files.append(replace(file, bytes=info.bytes))
         if len(problems) > MAX_NAMED:
@@ -261,18 +261,18 @@ def check_files(store: Store, contents: Contents) -> tuple[Contents, Listing]:
     if problems:
         more = ", and more" if len(problems) > MAX_NAMED else ""
         text = "; ".join(problems[:MAX_NAMED])
-        raise ShardError(contents.where, f"is not whole: {text}{more}; see shardkit verify")
+        raise ShardError(contents.where, f"is incomplete: {text}{more}; run shardkit verify for details")
     return replace(contents, files=tuple(files)), listing
 
 
 def checkable_hash(file: FileInfo) -> str | None:
-    """The name of the quickest stated hash, or None if none that is known is stated."""
+    """Return the name of the file's fastest known hash, or None if it has no known hash."""
     by_speed = (*_QUICKEST, *sorted(HASH_NAMES.difference(_QUICKEST)))
     return next((name for name in by_speed if name in file.hashes), None)
 
 
 def content_hash(data: bytes) -> str:
-    """The hash that objects carry in their metadata."""
+    """Return the xxh3-128 of data, which published objects have in their metadata."""
     return hash_bytes(data, [CONTENT_HASH])[CONTENT_HASH]
 
 
@@ -283,14 +283,14 @@ def _read(store: Store, name: str) -> bytes | None:
         info = store.head(name)
         limit = {CARD_NAME: MAX_CARD_BYTES, FILES_NAME: MAX_FILES_BYTES}.get(name, MAX_INDEX_BYTES)
         if info.bytes > limit:
-            raise ShardError(f"{store.url}/{name}", f"{info.bytes:,} bytes; at most {limit:,} are read")
+            raise ShardError(f"{store.url}/{name}", f"has {info.bytes:,} bytes; the limit is {limit:,}")
         kept = info.metadata.get(METADATA_NAME)
         for _ in range(MAX_TRIES):
             data = store.get(name, version=info.version)
             got = content_hash(data)
             if kept in (None, got):
                 return data
-        problem = f"{CONTENT_HASH} {got}, its metadata state {kept}; it was fetched {MAX_TRIES} times"
-        raise ShardError(f"{store.url}/{name}", f"{problem}: put it there again")
+        problem = f"has {CONTENT_HASH} {got}, but its metadata {kept}, after {MAX_TRIES} fetches"
+        raise ShardError(f"{store.url}/{name}", f"{problem}: upload it again")
     except ObjectNotFoundError:
         return None

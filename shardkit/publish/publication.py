@@ -1,21 +1,22 @@
-"""Put a dataset into a store or folder that readers may open at any moment, by steps that may stop anywhere.
+"""Write a dataset to a store or folder that readers may open at any moment; any step may be interrupted.
 
-    claim      a marker names the dataset that is coming, and all files that its end may remove
-    index off  only with `replace`: the index of another dataset is deleted before any file of it changes
-    files      what is not there, or not right, is written, several at a time
+    claim      a marker names the dataset that is coming, and all files that may be deleted at the end
+    index off  only with `replace`: the index of another dataset is deleted before any of its files changes
+    files      missing and wrong files are written, several at a time
     check      the listing of the target must show every file as it was written or found
-    index on   put only if there is none, so that of two different datasets at most one wins
+    index on   written only if there is none, so that of two different datasets at most one wins
     clean      files that only the earlier dataset named, then the marker, are deleted
 
-So an index is only ever seen with all of its files, whatever stops this, and the same call continues. Only
-the winner cleans: before its index is there, it may not know that another dataset took over. Before each
-file, and after the index, a look at the marker tells whether one did; what is being put in that moment may
-still land in the other's dataset (docs/limits.md), because stores have no condition for that. While the
-dataset's own index is there, nothing is claimed: missing or damaged files are put again. Files that no
-dataset of this place has named are never touched; one that would be overwritten is refused without `replace`.
+So an index is only ever visible with all of its files, even after an interruption, and the same call resumes.
+Only the winner cleans: before its index is written, a transfer may not know that another dataset took over.
+The marker is checked before each file and after the index, to detect another transfer; a file that is being
+written at that moment may still end up in the other's dataset (docs/limits.md), because stores have no
+conditional write for that. If the dataset's own index is already there, there is no claim: missing or damaged
+files are written again. Files that no dataset at the target has named are never deleted, and overwriting one
+requires `replace`.
 
-What a store acknowledges is durable. In a folder, renames and removals are durable when the folder is synced:
-this happens between all steps whose order a power cut must not change.
+A write that a store acknowledges is durable. In a folder, renames and removals are durable once the folder is
+synced, which happens between all steps whose order must survive a power cut.
 """
 
 from __future__ import annotations
@@ -55,23 +56,23 @@ from shardkit.storage.store import (
     commits_of,
 )
 
-MAX_THREADS = 256  # each may hold 64 MiB, and a connection or four
-MAX_MARKER_BYTES = 1 << 30  # four million names
-MAX_ERRORS = 16  # enough to see whether one file or everything is wrong
-_TAKEN_OVER = "the transfer of another dataset took this place over"
+MAX_THREADS = 256  # each thread may hold 64 MiB and up to four connections
+MAX_MARKER_BYTES = 1 << 30  # maximum size of a marker: four million names
+MAX_ERRORS = 16  # a transfer stops after this many failed files
+_TAKEN_OVER = "the transfer of another dataset took over this target"
 _NO_LINKS = (EPERM, ENOTSUP, ENOSYS, EXDEV)
 
 T = TypeVar("T")
 
 
 class RefusedError(StoreError):
-    """What lies at the target, or is being written there, is not to be overwritten."""
+    """The target has, or is receiving, files that may not be overwritten."""
 
 
 class TransferError(ShardkitError):
-    """Files of a transfer failed: `errors` has them up to a limit, the message the first and what was done.
+    """Files of a transfer failed. `errors` has up to MAX_ERRORS errors; the message quotes the first one.
 
-    What was moved stays, and the same call continues with the rest.
+    Transferred files stay at the target, and the same call continues with the rest.
     """
 
     def __init__(self, message: str, errors: tuple[Exception, ...] = ()) -> None:
@@ -83,27 +84,27 @@ class TransferError(ShardkitError):
 
 
 class Transport(Protocol):
-    """How files get to the target. Called from many threads."""
+    """Moves files to the target. Methods are called from many threads."""
 
     def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
-        """Whether `found`, of the right size, has the right content."""
+        """Return whether the target's object `found`, whose size is right, has the file's content."""
 
     def place_together(self, files: Sequence[FileInfo]) -> Iterable[Mapping[str, ObjectInfo]]:
-        """Bring those that this transport brings many at a time, and after each time say which were brought.
+        """Write files in groups if the transport supports that; yield {name: object} of each written group.
 
-        As {name: what the target then has}.
+        Files that are not yielded are written one at a time by `place`.
         """
 
     def place(self, file: FileInfo) -> ObjectInfo:
-        """Write the file to the target, its bytes durably, and return what the target then has."""
+        """Write the file durably to the target, and return the target's object."""
 
     def read_back(self, file: FileInfo) -> None:
-        """Compare what the target holds byte for byte; ShardError."""
+        """Read the target's object back. Raises ShardError if it is not the file's content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to publish."""
+    """Options of a publication."""
 
     threads: int
     replace: bool = False
@@ -117,7 +118,7 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """What was done, or with `dry_run` would be; filled by threads, each with its own names."""
+    """What was done, or with `dry_run` would be; threads fill it, each under names of its own files."""
 
     sent: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
@@ -127,9 +128,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Marker:
-    """The claim at a target: which dataset is being put there, and the files of it or of earlier ones.
+    """The claim at a target: the dataset that is being written, and the files of it and of earlier datasets.
 
-    `obsolete` are those of earlier ones only; None in a marker of an older version.
+    `obsolete` names the files that only earlier datasets have; None in a marker of an older version.
     """
 
     identity: str | None
@@ -137,12 +138,12 @@ class _Marker:
     obsolete: frozenset[str] | None
 
     def leaves(self, contents: Contents) -> frozenset[str]:
-        """Return the names to delete once the index of `contents`, which claimed the place, is there."""
+        """Return the names to delete after the index of `contents`, whose claim this is, has been written."""
         return self.files - contents.names if self.obsolete is None else self.obsolete
 
 
 class Publication:
-    """One dataset on its way into `target`."""
+    """The publication of one dataset into `target`."""
 
     def __init__(
         self,
@@ -155,12 +156,12 @@ class Publication:
         self._target, self._contents, self._transport = target, contents, transport
         self._settings, self._listener = settings, listener
         self._versions: dict[str, str] = {}
-        self._claim_version: str | None = None  # of the marker; "": not known; None: nothing is claimed
+        self._claim_version: str | None = None  # version of the marker; "": unknown; None: no claim
         self._outcome = Outcome()
         self._right: set[str] = set()
 
     def run(self) -> Outcome:
-        """All steps. TransferError if files failed; RefusedError if something else lies at the target."""
+        """Run all steps. Raises TransferError if files failed, RefusedError if the target has other files."""
         contents, settings, outcome = self._contents, self._settings, self._outcome
         marker = _read_marker(self._target)
         old = self._old_datasets()
@@ -194,12 +195,12 @@ class Publication:
             self._check()
         if claims:
             self._put_index()
-            self._check_claim()  # only the winner cleans
+            self._check_claim()  # only the winner may delete files
         _clean(self._target, outcome.deleted, has_marker=claims or marker is not None)
         return outcome
 
     def _old_datasets(self) -> list[Contents] | None:
-        """Return the datasets indexed there. If one cannot be read, None with `replace`, or RefusedError."""
+        """Return the datasets at the target. If an index is invalid, return None with `replace`, or raise."""
         try:
             return find_contents(self._target, strict=False)
         except ShardError as error:
@@ -207,7 +208,7 @@ class Publication:
                 raise RefusedError(
                     self._target.url, f"holds an index that cannot be read ({error}); use --replace"
                 ) from error
-            return None  # it is deleted all the same; what it named stays where it is not overwritten
+            return None  # the invalid index will be deleted; files that it named stay unless overwritten
 
     def _refuse_others(self, *, old_index: bool, foreign_marker: bool) -> None:
         if self._settings.replace:
@@ -224,7 +225,7 @@ class Publication:
             )
 
     def _refuse_unclaimed(self, listing: Listing) -> None:
-        """Nobody says that a transfer put these files here: they may stay only if they are the right ones."""
+        """Refuse to overwrite files of an unknown origin: existing files must have the right content."""
 
         def check(file: FileInfo) -> None:
             if self._is_there(file, listing):
@@ -232,7 +233,7 @@ class Publication:
             elif file.basename in listing.found:
                 raise RefusedError(
                     f"{self._target.url}/{file.basename}",
-                    "is there with another content; use --replace to overwrite it",
+                    "exists with other content; use --replace to overwrite it",
                 )
 
         errors = run_all(self._contents.files, check, self._settings.threads)
@@ -246,7 +247,7 @@ class Publication:
         return file.basename in self._right or self._transport.is_there(file, found)
 
     def _claim(self, marker: _Marker | None, named: set[str], *, index_seen: bool) -> None:
-        """Put the marker, then take away the old index; RefusedError if another dataset came first."""
+        """Write the marker, then delete the old index. Raises RefusedError if another dataset came first."""
         names = self._contents.names
         if marker is None or marker.identity != self._contents.identity or not named <= marker.files:
             claim = {"files": sorted(names | named), "obsolete": sorted(named - names)}
@@ -260,7 +261,7 @@ class Publication:
                 other = _read_marker(self._target)
                 if other is None or other.identity != self._contents.identity:
                     raise RefusedError(
-                        self._target.url, "another dataset is being put here; choose another target"
+                        self._target.url, "another dataset is being written here; choose another target"
                     ) from None
         if self._settings.replace:
             for name in INDEX_NAMES:
@@ -268,9 +269,9 @@ class Publication:
             _settle(self._target)
         elif not index_seen and any(head_if_any(self._target, name) for name in INDEX_NAMES):
             self._target.delete(MARKER_NAME)
-            raise RefusedError(self._target.url, "another transfer finished this moment; run this one again")
+            raise RefusedError(self._target.url, "another transfer has just finished; run this one again")
         self._claim_version = ""
-        self._check_claim()  # learns it
+        self._check_claim()  # sets the version of the marker
 
     def _move(self, listing: Listing) -> None:
         outcome, transport, dry_run = self._outcome, self._transport, self._settings.dry_run
@@ -301,14 +302,14 @@ class Publication:
         name = file.basename
         if placed.bytes != file.bytes:
             where = f"{self._target.url}/{name}"
-            raise StoreError(where, f"has {placed.bytes:,} bytes, {file.bytes:,} were sent")
+            raise StoreError(where, f"has {placed.bytes:,} bytes, but {file.bytes:,} were sent")
         self._versions[name] = placed.version
         self._outcome.sent[name] = file.bytes
 
     def _each(
         self, files: Sequence[FileInfo], counter: FileCounter, action: Callable[[FileInfo], bool | None]
     ) -> None:
-        """`action`, which may return whether bytes were moved, on every file; TransferError."""
+        """Run `action` on every file; it may return False if no bytes were moved. Raises TransferError."""
         outcome, count = self._outcome, len(self._contents.files)
         errors = run_all(
             files,
@@ -320,14 +321,14 @@ class Publication:
                 raise error
         if errors:
             failed = f"{len(errors):,} of {count:,} files failed, " if len(errors) > 1 else ""
-            done = f"{len(outcome.sent):,} files were sent and {len(outcome.skipped):,} were there"
+            done = f"{len(outcome.sent):,} files were sent, and {len(outcome.skipped):,} were there before"
             raise TransferError(
                 f"{failed}{errors[0][1]}; {done}; the same command continues",
                 tuple(error for _, error in errors),
             )
 
     def _check(self) -> None:
-        """The listing of the target must show every file as it was written or found."""
+        """Check that the target lists every file as it was written or found. Raises TransferError."""
         after = Listing.of(self._target, self._contents.names)
         for file in self._contents.files:
             info = after.find(self._target, file.basename)
@@ -335,10 +336,10 @@ class Publication:
             if info is None:
                 raise TransferError(f"{where}: was removed during the transfer; run it again")
             if (info.bytes, info.version) != (file.bytes, self._versions[file.basename]):
-                raise TransferError(f"{where}: was changed by another during the transfer; run it again")
+                raise TransferError(f"{where}: was changed by others during the transfer; run it again")
 
     def _check_claim(self) -> None:
-        """RefusedError if a transfer of another dataset has taken the place that this one has claimed."""
+        """Raise RefusedError if a transfer of another dataset has replaced this one's claim."""
         if self._claim_version is None:
             return
         info = head_if_any(self._target, MARKER_NAME)
@@ -361,17 +362,17 @@ class Publication:
         try:
             _put_first(self._target, contents.index_name, contents.index)
         except ObjectExistsError:
-            self._accept_same_index("another dataset came first")
+            self._accept_same_index("another dataset was published first")
 
     def _accept_same_index(self, problem: str) -> None:
-        """Losing the race to a transfer of the same dataset is fine."""
+        """Accept that another transfer has published the same dataset. Raises RefusedError otherwise."""
         there = find_contents(self._target, strict=False)
         if len(there) != 1 or not there[0].is_same(self._contents):
-            raise RefusedError(self._target.url, f"{problem}; no index was put, run that transfer again")
+            raise RefusedError(self._target.url, f"{problem}; no index was written: run that transfer again")
 
 
 def finish_publication(target: Store, contents: Contents) -> None:
-    """Finish a publication of `contents` that was cut short after its index, if there is one."""
+    """Clean up after a publication of `contents` that was interrupted after its index, if there is one."""
     marker = _read_marker(target)
     if marker is not None and marker.identity == contents.identity:
         _clean(target, sorted(marker.leaves(contents)), has_marker=True)
@@ -380,9 +381,9 @@ def finish_publication(target: Store, contents: Contents) -> None:
 def run_all(items: Iterable[T], action: Callable[[T], None], threads: int) -> list[tuple[T, Exception]]:
     """Call `action` on every item in `threads` threads; return the items that failed, with their errors.
 
-    Memory is for a few items only. After `MAX_ERRORS` failures nothing new is started. An interruption (any
-    exception that is no `Exception`) stops the rest, too, and is raised at once: the threads are daemons and
-    end with the item they are at.
+    `items` may be a long iterator: few items are in memory at a time. After `MAX_ERRORS` failures no more
+    items are started. An interruption (an exception that is not an `Exception`) also stops the rest and is
+    raised at once: the threads are daemons and end after their current item.
     """
     remaining = iter(items)
     lock = threading.Lock()
@@ -416,7 +417,7 @@ def run_all(items: Iterable[T], action: Callable[[T], None], threads: int) -> li
         worker.start()
     try:
         for _ in workers:
-            interruption = ended.get()  # each action is bounded by the store's own deadlines
+            interruption = ended.get()  # needs no timeout: the store's deadlines limit each action
             if interruption is not None:
                 raise interruption
     finally:
@@ -425,22 +426,22 @@ def run_all(items: Iterable[T], action: Callable[[T], None], threads: int) -> li
 
 
 def _put_first(target: Store, name: str, data: bytes) -> None:
-    """Put a file only if there is none of that name; ObjectExistsError."""
+    """Write a file that must not exist. Raises ObjectExistsError if it does."""
     metadata = {METADATA_NAME: content_hash(data)} if name in INDEX_NAMES else None
     try:
         target.put(name, data, if_absent=True, metadata=metadata)
     except StoreError as error:
-        # A folder decides it by a hard link. Where its file system has none, its lock has to do.
+        # A folder decides this by a hard link. Without hard links, the folder's lock excludes other writers.
         has_no_links = isinstance(error.__cause__, OSError) and error.__cause__.errno in _NO_LINKS
         if not (isinstance(target, LocalStore) and has_no_links):
             raise
         if head_if_any(target, name):
-            raise ObjectExistsError(f"{target.url}/{name}", "is there already") from error
+            raise ObjectExistsError(f"{target.url}/{name}", "already exists") from error
         target.put(name, data)
 
 
 def _clean(target: Store, names: Iterable[str], *, has_marker: bool) -> None:
-    """Delete what only the earlier dataset named, then the marker, which lists these names until then."""
+    """Delete files of earlier datasets, then the marker, which lists them in case this is interrupted."""
     names = list(names)
     if (commits := commits_of(target)) is not None:
         if names or has_marker:
@@ -456,7 +457,7 @@ def _clean(target: Store, names: Iterable[str], *, has_marker: bool) -> None:
 
 
 def _settle(target: Store, names: Iterable[str] = ()) -> None:
-    """Make durable what happened to the files of these names in a folder, and to those right below it."""
+    """Sync a folder's top and the parents of `names`, so that changes to these files are durable."""
     if isinstance(target, LocalStore):
         top = Path(target.url)
         folders = {parent for name in names for parent in (top / name).parents}

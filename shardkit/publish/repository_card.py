@@ -1,12 +1,12 @@
-"""README.md of a dataset repository on the Hugging Face Hub: what the page of the dataset shows.
+"""README.md of a dataset repository on the Hugging Face Hub: the content of the dataset's page.
 
-It is a function of the dataset's index and card, so the same dataset has the same page. Its header tells the
-`datasets` library and the Hub's viewer which files are data: the tables or lines of a text dataset, and
-neither provenance nor dropped documents. Packed tokens are nothing that a viewer can show, so it is off. A
-license is for the owner of the data to state. The parts of a split, each a dataset in a folder, share a page.
+It depends only on the dataset's index and card, so equal datasets have equal pages. Its header tells the
+`datasets` library and the Hub's viewer which files are data: the tables or lines of a text dataset, but not
+provenance or dropped documents. The viewer is turned off for packed tokens, which it cannot show. The owner
+of the data adds the license. The parts of a split, each a dataset in its own folder, share a page.
 
-The last line has a hash of all before it. A README.md without it, or that was edited, is somebody's own, and
-is never written.
+The last line contains a hash of all lines before it. A README.md without that line, or with another hash, was
+written or edited by somebody else, and is never overwritten.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _SIZES = (("n<1K", 10**3), ("1K<n<10K", 10**4), ("10K<n<100K", 10**5), ("100K<n<
 
 
 def write_repository_card(store: Store, contents: Contents) -> None:
-    """Write the page of the repository at whose top a dataset, or the folder of one part of it, lies.
+    """Write the repository's page if the store is the repository's root, or the root's folder of one part.
 
-    Elsewhere do nothing. A README.md that is not ours is left as it is, with a warning if it once was.
-    StoreError; ShardError if another part is damaged.
+    Otherwise do nothing. A README.md that shardkit did not write is kept; if shardkit wrote it and somebody
+    edited it, a warning is issued. Raises StoreError; ShardError if another part is damaged.
     """
     if not store.url.startswith("hf://"):
         return
@@ -67,15 +67,15 @@ def _write_page(top: Store, page: bytes) -> None:
         if not _is_ours(old):
             if _SIGNATURE.search(old):
                 warn_user(
-                    f"{top.url}/{PAGE_NAME}: was edited after shardkit wrote it, and is left as it is; "
-                    "remove it to have it written again"
+                    f"{top.url}/{PAGE_NAME}: was edited after shardkit wrote it, so it is not updated; "
+                    "delete it to let the next upload write it again"
                 )
             return
     top.put(PAGE_NAME, page)
 
 
 def _parts(top: Store) -> dict[str, Contents]:
-    """The parts that are there, by name: train first."""
+    """Return the parts that exist in the repository by name, train first."""
     folders = {
         info.key.partition("/")[0]
         for info in top.list()
@@ -91,7 +91,7 @@ def _parts(top: Store) -> dict[str, Contents]:
 
 
 def repository_card(datasets: Mapping[str, Contents], place: HubPlace) -> bytes:
-    """Return README.md of the dataset at the top of a repository (""), or of the parts in its folders."""
+    """Return README.md for the dataset at the root of a repository (named ""), or for the parts by folder."""
     texts = {name for name, contents in datasets.items() if contents.manifest.format not in _PACKED}
     is_text = len(texts) == len(datasets)
     parts = [_header(datasets, is_text=is_text), f"# {place.repository.partition('/')[2]}\n"]
@@ -115,7 +115,7 @@ def _signature(text: bytes) -> bytes:
 
 
 def _header(datasets: Mapping[str, Contents], *, is_text: bool) -> str:
-    """The metadata that the Hub reads, in YAML; strings in JSON's form, which YAML shares."""
+    """Return the metadata for the Hub as YAML; strings are written as JSON, which is valid YAML."""
     count = sum(contents.manifest.samples for contents in datasets.values())
     size = next((label for label, limit in _SIZES if count < limit), "n>1T")
     lines = ["---", "# license: state it here; the page is then yours, and no longer written by shardkit"]
@@ -132,7 +132,7 @@ def _header(datasets: Mapping[str, Contents], *, is_text: bool) -> str:
 
 
 def _patterns(names: Iterable[str], top: str) -> list[str]:
-    """Globs for names of data files: the first number in a file's name, and folders below `top`, may vary."""
+    """Return globs for data files; "*" replaces the first number in a name, and each folder below `top`."""
     found = set()
     for name in names:
         folder, base = posixpath.split(posixpath.relpath(name, top or "."))
@@ -159,7 +159,7 @@ def _summary(contents: Contents, *, is_text: bool) -> str:
 
 
 def _funnel(card: DatasetCard) -> str:
-    """Write a table of what became of the documents. Empty without a build, or if the card is damaged."""
+    """Return a table of the funnel's steps; "" if the card has none or is damaged."""
     if not card.has("funnel"):
         return ""
     try:
@@ -191,7 +191,7 @@ def _tokenizer(card: DatasetCard) -> str:
 
 
 def _recipe(card: DatasetCard) -> str:
-    """The recipe, without what it leaves at null."""
+    """Return a section with the recipe, without keys that are null or empty."""
     recipe = card.data.get("recipe")
     if not isinstance(recipe, dict):
         return ""
@@ -232,7 +232,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequenc
 
 
 def _cell(text: str) -> str:
-    """A text of others in a cell of a table."""
+    """Escape untrusted text for a cell of a Markdown table."""
     return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("`", "'")
 
 

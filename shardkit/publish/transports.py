@@ -1,17 +1,18 @@
-"""How the files of a dataset travel: sent to a store, received from one, or placed in a folder.
+"""Transport of a dataset's files: sent to a store, received from one, or placed in a folder.
 
-A `Sender` reads each file and compares it with the hash that index or card states before it is sent, so
-damage stays at home; a file that changes meanwhile is an error. Each object carries the xxh3-128 of its bytes
-as metadata: the next run compares that instead of sending again. A store that keeps no metadata is read
-instead. Memory: at most 64 MiB (four parts) for each file on its way to S3, half a gigabyte with 8 threads.
+A `Sender` reads each file and compares it with the hash in index or card before sending it, so damaged files
+are not sent; a file that changes meanwhile is an error. Each object has the xxh3-128 of its bytes in its
+metadata: the next run compares that instead of sending again. If a store keeps no metadata, the object is
+read instead. Memory: at most 64 MiB (four parts) per file that is being sent to S3, half a gigabyte with 8
+threads.
 
-A `CommitSender` sends to a store whose unit is the commit (the Hugging Face Hub): a thousand files together.
-What is there is known by its version, which is a hash of its content, so nothing is read back for that.
+A `CommitSender` sends to a store that writes in commits (the Hugging Face Hub), a thousand files per commit.
+Existing files are recognized by their version, which is a hash of the content, so nothing is read back.
 
 A `Receiver` hashes each file while it arrives under a temporary name, syncs it, and renames it if the hash is
-the one that index, card or the object's metadata state; wrong bytes are fetched again a few times. A `Placer`
-gives files of this machine their names in a folder: by hard links, copies or renames. One process at a time
-writes a dataset into a folder (`locked_folder`).
+the one in index, card or the object's metadata; files with a wrong hash are fetched again a few times. A
+`Placer` gives files of this machine their names in a folder, by hard links, copies or renames. Only one
+process at a time writes a dataset into a folder (`locked_folder`).
 """
 
 from __future__ import annotations
@@ -54,35 +55,32 @@ from shardkit.storage.store import (
 )
 from shardkit.storage.url import is_remote, open_store
 
-COMMIT_FILES = 1000  # as many as the Hub advises at most, where commits are few in an hour
-_COMMIT_THREADS = 8
-_STAGED_BYTES = 16 << 30  # of a commit
+COMMIT_FILES = 1000  # files per commit; the Hub's recommended maximum, since it limits commits per hour
+_COMMIT_THREADS = 8  # files of a commit that are hashed at a time
+_STAGED_BYTES = 16 << 30  # fetched files of one commit that may be on the local disk, in bytes
 _READ_BYTES = 1 << 20
-_LEFTOVERS = (f".*{PART_SUFFIX}", ".shardkit-put-*")  # of a transport, and of `LocalStore.put`
+_LEFTOVERS = (f".*{PART_SUFFIX}", ".shardkit-put-*")  # temporary files of transports and `LocalStore.put`
 
 
 class StagedFile(Protocol):
-    """A file that was made earlier, on this machine or in a store."""
+    """A file that an earlier stage made, on this machine or in a store."""
 
     def borrowed(self) -> AbstractContextManager[Path]:
-        """Lend a path on this machine, to be read meanwhile. OSError if the file cannot be fetched."""
+        """Lend a path on this machine while the context is open. Raises OSError if the fetch fails."""
 
     def committed_hash(self) -> str | None:
-        """The xxh3-128 of its bytes, if it is known without reading them."""
+        """Return the xxh3-128 of its bytes if it is known without reading them, else None."""
 
 
 class LocalFiles:
-    """Files of a dataset on this machine, or their bytes, by their names in the dataset.
-
-    A `StagedFile` may lie elsewhere.
-    """
+    """The files of a dataset by name: local paths, bytes, or `StagedFile`s that may be in a store."""
 
     def __init__(self, data: Mapping[str, Path | bytes | StagedFile]) -> None:
         self._data = data
 
     @contextmanager
     def open(self, name: str) -> Iterator[Path | bytes]:
-        """The bytes, or a file that can be read meanwhile; ShardError if it cannot be fetched."""
+        """Yield the file's bytes or a path to read meanwhile. Raises ShardError if it cannot be fetched."""
         data = self._data[name]
         if isinstance(data, bytes | Path):
             yield data
@@ -91,31 +89,31 @@ class LocalFiles:
             try:
                 path = stack.enter_context(data.borrowed())
             except OSError as error:
-                where = error.filename or data  # the object's URL, if it lies in a store
+                where = error.filename or data  # the object's URL if the file is in a store
                 raise ShardError(str(where), f"cannot be read: {error.strerror or error}") from error
             yield path
 
     def is_staged(self, name: str) -> bool:
-        """Whether a file may have to be fetched before it can be read."""
+        """Return whether a file may have to be fetched before it can be read."""
         return not isinstance(self._data[name], bytes | Path)
 
     def known_digest(self, name: str) -> str | None:
-        """The xxh3-128 of a file, if it is known without reading it."""
+        """Return the xxh3-128 of a file if it is known without reading it, else None."""
         data = self._data[name]
         return None if isinstance(data, bytes | Path) else data.committed_hash()
 
 
 class Sender:
-    """Files of this machine into a store."""
+    """Sends files of this machine to a store."""
 
     def __init__(self, target: Store, files: LocalFiles) -> None:
         self._target, self._files = target, files
         self._digests: dict[str, str] = {}
 
     def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
-        """Whether the object's metadata, or its bytes if it has none, have the file's xxh3-128."""
+        """Return whether the object has the file's xxh3-128 in its metadata, or else in its bytes."""
         if known := self._files.known_digest(file.basename):
-            self._digests.setdefault(file.basename, known)  # its bytes are compared as they come
+            self._digests.setdefault(file.basename, known)  # a fetched file is verified when it is fetched
         digest = self._digest(file)
         try:
             info = self._target.head(file.basename)
@@ -130,12 +128,12 @@ class Sender:
         return ()
 
     def place(self, file: FileInfo) -> ObjectInfo:
-        """Send a file; ShardError if it is damaged or changes meanwhile."""
+        """Send a file. Raises ShardError if it is damaged or changes meanwhile."""
         name = file.basename
         with self._files.open(name) as data:
             before = _state(data)
             if name not in self._digests:
-                known = self._files.known_digest(name)  # then its bytes were compared as they came
+                known = self._files.known_digest(name)  # then the file was verified when it was fetched
                 self._digests[name] = known or _checked_digest(file, data)
             info = self._target.put(name, data, metadata={METADATA_NAME: self._digests[name]})
             if _state(data) != before:
@@ -144,10 +142,10 @@ class Sender:
         return info
 
     def read_back(self, file: FileInfo) -> None:
-        """Compare the object's bytes with the file's hash."""
+        """Compare the hash of the object's bytes with the file's. Raises ShardError if they differ."""
         if (got := self._hash_of_object(file)) != (digest := self._digest(file)):
             where = f"{self._target.url}/{file.basename}"
-            raise ShardError(where, f"{CONTENT_HASH} {got}, {digest} was sent; run the upload again")
+            raise ShardError(where, f"has {CONTENT_HASH} {got}, but {digest} was sent; run the upload again")
 
     def _digest(self, file: FileInfo) -> str:
         if file.basename not in self._digests:
@@ -160,9 +158,9 @@ class Sender:
 
 
 class CommitSender(Sender):
-    """Files of this machine into a store of commits, in at most one for every `COMMIT_FILES` files.
+    """Sends files of this machine to a store that writes in commits, up to `COMMIT_FILES` files per commit.
 
-    A commit that is cut short leaves nothing to be seen, and its contents need not be sent again.
+    An interrupted commit leaves nothing visible, and contents that it sent need not be sent again.
     """
 
     def __init__(self, target: CommitStore, files: LocalFiles) -> None:
@@ -170,13 +168,13 @@ class CommitSender(Sender):
         self._commits = target
 
     def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
-        """Whether the version is that of the file's content; ShardError if the file is damaged."""
+        """Return whether the object's version matches the file. Raises ShardError if the file is damaged."""
         self._digest(file)
         with self._files.open(file.basename) as data:
             return content_version(data, len(found.version)) == found.version
 
     def place_together(self, files: Sequence[FileInfo]) -> Iterable[Mapping[str, ObjectInfo]]:
-        """Send what is not there; ShardError if a file is damaged, or changes meanwhile."""
+        """Send missing files in commits. Raises ShardError if a file is damaged or changes meanwhile."""
         listed = {info.key: info for info in self._target.list()}
         lock = threading.Lock()
         missing: set[str] = set()
@@ -211,7 +209,7 @@ class CommitSender(Sender):
         return placed
 
     def _groups(self, files: Iterable[FileInfo]) -> Iterator[list[FileInfo]]:
-        """Files in order, as many as a commit has; staged ones lie on this machine's disk meanwhile."""
+        """Yield groups of files for one commit each; limit the bytes of staged files on the local disk."""
         group: list[FileInfo] = []
         staged = 0
         for file in files:
@@ -225,19 +223,19 @@ class CommitSender(Sender):
 
 
 def sender_to(target: Store, files: LocalFiles) -> Sender:
-    """Return a sender of files to a store, which sends commits if the store takes them."""
+    """Return a sender of files to a store: a `CommitSender` if the store writes in commits."""
     commits = commits_of(target)
     return Sender(target, files) if commits is None else CommitSender(commits, files)
 
 
 class Receiver:
-    """Objects of a store into a folder."""
+    """Fetches objects of a store into a folder."""
 
     def __init__(self, source: Store, folder: Path) -> None:
         self._source, self._folder, self._target = source, folder, LocalStore(folder)
 
     def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
-        """Whether the file has the stated hash. Without any, nobody can tell: it is fetched again."""
+        """Return whether the file has the expected hash; False if none is known, so that it is fetched."""
         expected = self._expected(file)
         if expected is None:
             return False
@@ -248,7 +246,7 @@ class Receiver:
         return ()
 
     def place(self, file: FileInfo) -> ObjectInfo:
-        """Fetch a file; ShardError if its bytes are wrong again and again."""
+        """Fetch a file. Raises ShardError if its hash is wrong in `MAX_TRIES` fetches."""
         path = self._folder / file.basename
         temporary = part_of(path)
         where = f"{self._source.url}/{file.basename}"
@@ -262,7 +260,7 @@ class Receiver:
                     return self._target.head(file.basename)
             stated = "{} {}".format(*expected or ())
             raise ShardError(
-                where, f"has {got}, stated is {stated}; it was fetched {MAX_TRIES} times: upload it again"
+                where, f"has {got}, expected {stated}; it was fetched {MAX_TRIES} times: upload it again"
             )
         except OSError as error:
             raise StoreError(str(path), f"cannot be written: {error.strerror or error}") from error
@@ -271,7 +269,7 @@ class Receiver:
                 temporary.unlink(missing_ok=True)
 
     def read_back(self, file: FileInfo) -> None:
-        """All bytes were hashed when they arrived."""
+        """Do nothing: all bytes were hashed when they arrived."""
 
     def _fetch(self, file: FileInfo, temporary: Path, hash_name: str) -> str:
         hasher, buffer = new_hash(hash_name), memoryview(bytearray(_READ_BYTES))
@@ -287,7 +285,7 @@ class Receiver:
         return hasher.hexdigest()
 
     def _expected(self, file: FileInfo) -> tuple[str, str] | None:
-        """(name, digest) of the quickest hash that index, card or the object itself states."""
+        """Return (hash name, digest) from index, card or the object's metadata, or None if none is known."""
         if name := checkable_hash(file):
             return name, file.hashes[name]
         digest = self._source.head(file.basename).metadata.get(METADATA_NAME)
@@ -295,7 +293,7 @@ class Receiver:
 
 
 class Placer:
-    """Files of this machine into a folder; `place` gives a durable file its name there in one step."""
+    """Places files of this machine in a folder; `place` atomically gives a durable file its name there."""
 
     def __init__(
         self, folder: Path, files: LocalFiles, place: Callable[[Path, Path], None] = link_or_copy
@@ -304,7 +302,7 @@ class Placer:
         self._target = LocalStore(folder)
 
     def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
-        """Whether it is the very file, or has the digest that is known. Any other is replaced."""
+        """Return whether the file has the known digest or is the same inode; any other file is replaced."""
         path = self._folder / file.basename
         if digest := self._files.known_digest(file.basename):
             return hash_file(path, [CONTENT_HASH]) == {CONTENT_HASH: digest}
@@ -315,7 +313,7 @@ class Placer:
         return ()
 
     def place(self, file: FileInfo) -> ObjectInfo:
-        """Give a file its name; StoreError if the folder does not take it."""
+        """Place a file under its name. Raises StoreError if the folder cannot be written."""
         path = self._folder / file.basename
         with self._files.open(file.basename) as data:
             if isinstance(data, bytes):
@@ -328,16 +326,16 @@ class Placer:
         return self._target.head(file.basename)
 
     def read_back(self, file: FileInfo) -> None:
-        """Whoever made the files has read them."""
+        """Do nothing: the process that made the files has verified them."""
 
 
 @contextmanager
 def transfer_store(
     place: str | os.PathLike[str] | Store, storage: StorageOptions | None = None
 ) -> Iterator[Store]:
-    """The store at a URL, tried again where that may help, and closed at the end.
+    """Yield the store at a URL, with retries for a remote one, and close it at the end.
 
-    A store that was given is used as it is and left open.
+    A `Store` object is yielded as it is and left open.
     """
     if not isinstance(place, str | os.PathLike):
         yield place
@@ -350,7 +348,7 @@ def transfer_store(
 
 
 def holds_dataset(folder: Path) -> bool:
-    """Whether a folder has an index; RefusedError if it holds other files and no dataset, finished or not."""
+    """Return whether a folder has an index. Raises RefusedError if it has files of no dataset or transfer."""
     if not folder.exists():
         return False
     if not folder.is_dir():
@@ -359,17 +357,18 @@ def holds_dataset(folder: Path) -> bool:
     if names.isdisjoint({*INDEX_NAMES, MARKER_NAME}):
         others = sorted(name for name in names if not name.startswith("."))
         if others:
-            problem = f"holds files that are no dataset (first: {others[0]}); choose another, or empty it"
+            problem = f"holds files that are not a dataset (first: {others[0]}); choose another, or empty it"
             raise RefusedError(str(folder), problem)
     return not names.isdisjoint(INDEX_NAMES)
 
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Make a folder and be the only process that writes a dataset into it; RefusedError if another one is.
+    """Create a folder and lock it for writing a dataset. Raises RefusedError if another process holds the
+    lock.
 
-    The lock is a file in the folder, as machines may share that and nothing else. A new folder that is empty
-    at the end is removed.
+    The lock is a file in the folder, because the folder may be all that machines share. A new folder that is
+    empty at the end is removed.
     """
     lock, descriptor = folder / LOCK_NAME, None
     try:
@@ -391,7 +390,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
         try:
             lock.unlink(missing_ok=True)
             if is_new:
-                with suppress(OSError):  # it holds something by now
+                with suppress(OSError):  # it contains files by now
                     folder.rmdir()
         finally:
             if descriptor is not None:
@@ -399,33 +398,33 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Temporary files of a process that was killed, and its lock."""
+    """Return the temporary files and the lock that a killed process left in a folder."""
     found = [path for pattern in (*_LEFTOVERS, LOCK_NAME) for path in folder.rglob(pattern)]
     return sorted(found)
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove the temporary files of a process that was killed. Call it with the folder locked."""
+    """Delete the temporary files of a killed process. The folder must be locked."""
     for path in leftovers(folder):
         if path.name != LOCK_NAME:
             path.unlink(missing_ok=True)
 
 
 def _checked_digest(file: FileInfo, data: Path | bytes) -> str:
-    """The file's xxh3-128, after the stated hash has been compared."""
+    """Return the file's xxh3-128. Raises ShardError if the file does not have its hash from index or card."""
     stated = checkable_hash(file)
     names = {CONTENT_HASH, *([stated] if stated else ())}
     hashes = hash_bytes(data, names) if isinstance(data, bytes) else hash_file(data, names)
     if stated and hashes[stated] != file.hashes[stated]:
         raise ShardError(
             file.basename if isinstance(data, bytes) else data,
-            f"is damaged, and was not sent: {stated} {hashes[stated]}, stated is {file.hashes[stated]}",
+            f"is damaged, and was not sent: {stated} is {hashes[stated]}, expected {file.hashes[stated]}",
         )
     return hashes[CONTENT_HASH]
 
 
 def _state(data: Path | bytes) -> tuple[int, int, int] | None:
-    """Return (inode, bytes, mtime in ns) of a file, to tell whether it changes. None for bytes in memory."""
+    """Return (inode, bytes, mtime in ns) of a file, to detect changes; None for bytes in memory."""
     if isinstance(data, bytes):
         return None
     try:

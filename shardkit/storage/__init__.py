@@ -1,4 +1,4 @@
-"""Object storage: one narrow contract over folders, S3, memory and fsspec, and a resilient wrapper."""
+"""Object storage: one interface to folders, S3, the Hugging Face Hub, memory and fsspec, and retries."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Any file system of fsspec (gs://, az://, hdfs://, sftp://, …) as a store, as far as it can be one.
+"""Any file system of fsspec (gs://, az://, hdfs://, sftp://, …) as a store, within its capabilities.
 
-Reads keep the whole contract: bytes are fetched in blocks of 8 MiB, and a block is returned only if the
-object is still the same after the read, so a replaced object ends in ObjectChangedError. That costs a status
+Reads keep all guarantees of a store: bytes are fetched in blocks of 8 MiB, and a block is returned only if
+the object is unchanged after the read, so a replaced object ends in ObjectChangedError. That costs a status
 request before the first block and after each.
 
-Writes are as good as the file system: they are committed at the end if it supports that (local files, s3fs,
+Writes depend on the file system: they are atomic if it supports a commit at the end (local files, s3fs,
 gcsfs, sftp), and `if_absent` is refused if it has no exclusive creation (mode "xb"). Metadata is not kept.
 fsspec's own timeouts apply.
 """
@@ -36,13 +36,13 @@ from shardkit.storage.store import (
 from shardkit.storage.threads import remake_after_fork
 
 _BLOCK_BYTES = 8 << 20
-# Fields that identify a content, best first; each file system has some of these.
+# Fields that identify a file's content, best first; each file system has some of them.
 _CONTENT_FIELDS = ("ETag", "etag", "generation", "version_id", "checksum", "md5Hash", "content_md5", "md5")
 _TIME_FIELDS = (
     "mtime",
     "last_modified",
     "LastModified",
-    "Last-Modified",  # http
+    "Last-Modified",  # fsspec's HTTP file system
     "updated",
     "modified",
     "modificationTime",
@@ -51,7 +51,7 @@ _TIME_FIELDS = (
 
 
 class FsspecStore(BaseStore):
-    """Files below `url`."""
+    """A store of the files below `url`."""
 
     def __init__(self, url: str) -> None:
         scheme, separator, rest = url.partition("://")
@@ -102,7 +102,7 @@ class FsspecStore(BaseStore):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         if prefix.startswith("/") or {".", ".."} & set(prefix.split("/")[:-1]):
-            return  # no key starts like this
+            return  # no valid key has such a prefix
         system, root = self._system()
         folder = prefix.rpartition("/")[0]
         top = f"{root}/{folder}" if folder else root
@@ -130,7 +130,7 @@ class FsspecStore(BaseStore):
         self._found = None
 
     def read_block(self, info: ObjectInfo, start: int, stop: int) -> bytes:
-        """Return bytes of the object that `info` describes; ObjectChangedError if it has changed."""
+        """Return bytes of the object that `info` describes. Raises ObjectChangedError if it has changed."""
         path, where = self._path(info.key), self.where(info.key)
         try:
             data: bytes = self._system()[0].cat_file(path, start=start, end=stop)
@@ -138,9 +138,9 @@ class FsspecStore(BaseStore):
             raise _translated(where, error) from error
         now = self._info(info.key, path)
         if now.version != info.version:
-            raise ObjectChangedError(where, "was replaced while it was read")
+            raise ObjectChangedError(where, "was replaced while it was read: open it again")
         if len(data) != stop - start:
-            raise TransientError(where, f"returned {len(data):,} of {stop - start:,} bytes at byte {start:,}")
+            raise TransientError(where, f"sent {len(data):,} of {stop - start:,} bytes at byte {start:,}")
         return data
 
     def __getstate__(self) -> str:
@@ -167,12 +167,12 @@ class FsspecStore(BaseStore):
         except Exception as error:
             raise _translated(self.where(key), error) from error
         if entry.get("type") != "file":
-            raise ObjectNotFoundError(self.where(key), "not a file")
+            raise ObjectNotFoundError(self.where(key), "is not a file")
         return self._described(key, entry)
 
     def _described(self, key: str, entry: Mapping[str, Any]) -> ObjectInfo:
         if entry.get("size") is None:
-            raise StoreError(self.where(key), "the file system does not report its size")
+            raise StoreError(self.where(key), "the file system does not report the file's size")
         size = int(entry["size"])
         for name in _CONTENT_FIELDS:
             if entry.get(name) is not None:
@@ -181,25 +181,25 @@ class FsspecStore(BaseStore):
         if not facts:
             raise StoreError(
                 self.where(key),
-                "the file system reports neither dates nor checksums to tell versions apart",
+                "the file system reports neither times nor checksums, so versions cannot be compared",
             )
         return ObjectInfo(key, size, hashlib.sha256(f"{size} {facts}".encode()).hexdigest()[:32])
 
     def _system(self) -> tuple[Any, str]:
-        """Return (file system, path of the URL), of this process."""
+        """Return (file system, root path of the URL); both are created once per process."""
         if self._found is None:
             try:
                 from fsspec.core import url_to_fs
             except ImportError as error:
                 raise MissingExtraError("fsspec", "fsspec", self._url) from error
             try:
-                # Listings that fsspec caches would hide what others write.
+                # fsspec's cached listings would hide writes of other processes.
                 system, root = url_to_fs(self._url, use_listings_cache=False)
             except ImportError as error:
                 raise StoreError(self._url, f"{error}") from error
             except ValueError as error:
                 raise StoreError(self._url, f"fsspec cannot open it: {error}") from error
-            except Exception as error:  # some connect here
+            except Exception as error:  # some file systems connect here
                 raise _translated(self._url, error) from error
             self._found = (system, root.rstrip("/"))
         return self._found
@@ -210,7 +210,7 @@ class FsspecStore(BaseStore):
 
 
 class FsspecBody(BaseBody):
-    """A range, fetched block by block."""
+    """A body that fetches its range block by block."""
 
     def __init__(self, store: FsspecStore, info: ObjectInfo, start: int, stop: int) -> None:
         self.info = info
@@ -234,18 +234,18 @@ class FsspecBody(BaseBody):
 
 
 def _text(fact: Any) -> str:
-    """Return the same text for a date that comes in one form for a file, and in another in a listing."""
+    """Convert a field to text; a time gives the same text in all forms in which fsspec reports it."""
     fact = fact.timestamp() if isinstance(fact, datetime) else fact
     return f"{fact:.6f}" if isinstance(fact, float) else str(fact)
 
 
 def _translated(where: str, error: BaseException) -> StoreError:
-    """Translate the errors of many file systems: by Python's types, otherwise by HTTP status."""
+    """Translate errors of any file system, by Python's exception types, else by HTTP status."""
     if isinstance(error, StoreError):
         return error
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and cause is not None and getattr(cause, "status", None) != 404:
-        return _translated(where, cause)  # fsspec says so of HTTP servers that it cannot reach
+        return _translated(where, cause)  # fsspec raises it for HTTP servers that it cannot reach
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return ObjectNotFoundError(where, "there is no such file")
     status = next(

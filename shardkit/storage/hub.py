@@ -1,18 +1,20 @@
 """Dataset repositories of the Hugging Face Hub as a store: hf://datasets/ORG/NAME[@REVISION][/folder].
 
-A key is a path in the repository, at what its branch (by default main), tag or commit points to. A version is
-the hash that the Hub keeps of a content: its SHA-256 if it is stored outside of git (LFS, Xet), otherwise
-git's own of its blob. So a file has one version in all commits that do not change it, and a read of a version
-that a branch no longer has is an ObjectChangedError. `HubStore.pinned` is the store at the commit that the
-branch has now: whoever reads several objects asks for it once, and no later commit is seen.
+A key is a path in the repository, at the commit to which its branch (by default main), tag or commit id
+points. A version is the hash that the Hub stores for a file's content: the SHA-256 if the content is stored
+outside of git (LFS, Xet), otherwise git's blob hash. So a file keeps its version in all commits that do not
+change it, and reading a version that a branch no longer has raises ObjectChangedError. `HubStore.pinned`
+returns the store at the branch's current commit: code that reads several objects calls it once, and later
+commits do not affect it.
 
-    read   by HTTP ranges on the file's address, which redirects to where its bytes lie
-    write  by `huggingface_hub`: contents are uploaded first, then named by one commit. What the Hub has is
-           not sent again, whoever sent it. `put` is a commit of one file; `commit` has as many as are given
+    read   by HTTP ranges on the file's address, which redirects to the host that stores its bytes
+    write  by `huggingface_hub`: contents are uploaded first, then one commit adds them. Content that the Hub
+           already has is not sent again, no matter who sent it. `put` is a commit of one file; `commit`
+           writes any number of files
 
-With `if_absent`, the commit names the one before it, which did not have the file: the Hub refuses it if
-another came between, and the look at the file is repeated. Metadata are not kept. Requests are made once:
-`ResilientStore` retries, and stops waiting for those of `huggingface_hub`, which have no timeouts.
+With `if_absent`, the commit names its parent, which did not have the file: the Hub refuses it if another
+commit came between, and the check is repeated. Metadata is not kept. Requests are made once: `ResilientStore`
+retries, and stops waiting for requests of `huggingface_hub`, which have no timeouts.
 """
 
 from __future__ import annotations
@@ -50,19 +52,19 @@ _FORM = "expected hf://datasets/ORG/NAME, hf://datasets/ORG/NAME@REVISION, or a 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
-_MOST_PAGES = 10_000  # of a listing
-_MOST_FILES = 1_000_000  # ten times what the Hub advises for a repository
-_PATHS_AT_ONCE = 500  # files that one request describes
-_MOST_RACES = 64  # lost to commits of others, each of which is somebody's success
-_MOST_SKIPPED = 16 << 20  # of a file in git, which is sent whole by servers that know no ranges of such files
+_MOST_PAGES = 10_000  # maximum number of pages of a listing
+_MOST_FILES = 1_000_000  # maximum number of files of a listing; ten times what the Hub recommends
+_PATHS_AT_ONCE = 500  # files per request for sizes and versions
+_MOST_RACES = 64  # attempts of `if_absent`; each fails only because another commit succeeded
+_MOST_SKIPPED = 16 << 20  # maximum bytes to skip if a server ignores a range, as for some files in git
 _SHA256_DIGITS = 64
-_ADDRESS_SECONDS = 300.0  # signed addresses are valid for an hour
-_MOST_ADDRESSES = 4096  # above, all are forgotten
+_ADDRESS_SECONDS = 300.0  # time for which to reuse a signed address, which is valid for an hour
+_MOST_ADDRESSES = 4096  # above this number, all remembered addresses are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class HubPlace:
-    """What a URL names: a repository, a branch, tag or commit of it, and a path in it ("" is all of it)."""
+    """The parts of a hf:// URL: repository, branch, tag or commit (None: default), path ("": the root)."""
 
     repository: str
     revision: str | None
@@ -70,23 +72,23 @@ class HubPlace:
 
     @classmethod
     def parse(cls, url: str) -> HubPlace:
-        """StoreError for anything but a dataset repository. REVISION: "/" as %2F, except in refs/pr/1."""
+        """Parse a URL; REVISION has "/" as %2F, except in refs/pr/1. Raises StoreError if not a dataset's."""
         scheme, _, rest = url.partition("://")
         kind, *parts = rest.rstrip("/").split("/")
         if scheme.lower() != "hf" or kind != "datasets" or len(parts) < 2:
-            other = "is of a model, a space or a bucket; " if kind != "datasets" and parts else ""
+            other = "is the URL of a model, a space or a bucket; " if kind != "datasets" and parts else ""
             raise StoreError(url, f"{other}{_FORM}")
         name, at, revision = parts[1].partition("@")
         path = parts[2:]
         if revision == "refs" and len(path) >= 2 and path[0] in ("convert", "pr"):
             revision, path = "/".join(["refs", *path[:2]]), path[2:]
         if not (_NAME.fullmatch(parts[0]) and _NAME.fullmatch(name)) or (at and not revision):
-            raise StoreError(url, f"not a dataset repository; {_FORM}")
+            raise StoreError(url, f"is not the URL of a dataset repository; {_FORM}")
         return cls(f"{parts[0]}/{name}", unquote(revision) if at else None, "/".join(path))
 
     @property
     def root(self) -> str:
-        """The URL of the repository, with the revision if there is one."""
+        """The URL of the repository, with the revision if one is set."""
         if self.revision is None:
             return f"hf://datasets/{self.repository}"
         is_ref = re.fullmatch(r"refs/(convert|pr)/[^/]+", self.revision)
@@ -94,7 +96,7 @@ class HubPlace:
 
 
 class HubStore(BaseStore):
-    """Files below a folder of a dataset repository, at a branch, a tag, or a commit."""
+    """A store of the files below a folder of a dataset repository, at a branch, a tag or a commit."""
 
     has_commits = True
 
@@ -112,11 +114,11 @@ class HubStore(BaseStore):
 
     @property
     def is_pinned(self) -> bool:
-        """Whether this is the repository at a commit, which does not change and cannot be written."""
+        """Whether the revision is a commit, which does not change and cannot be written."""
         return _COMMIT.fullmatch(self._revision) is not None
 
     def pinned(self) -> HubStore:
-        """Return the store at the commit that the branch or tag points to now; one request."""
+        """Return the store at the commit to which the branch or tag points now; makes one request."""
         if self.is_pinned:
             return self
         root = f"hf://datasets/{self._place.repository}@{self._commit_now()}"
@@ -145,7 +147,7 @@ class HubStore(BaseStore):
                 answer = self._client.request("GET", address, where, headers=headers)
                 self._addresses.add(path, answer)
         except StoreError as error:
-            if error.status == 416 and start == 0:  # an empty file has no range
+            if error.status == 416 and start == 0:  # the file is empty, so any range is refused
                 return self._open_nothing(key, 0, 0, version)
             raise
         try:
@@ -175,12 +177,12 @@ class HubStore(BaseStore):
             except OtherCommitError:
                 continue
             return self._described(made, [path])[path]
-        raise TransientError(where, f"lost to {_MOST_RACES} commits of others")
+        raise TransientError(where, f"{_MOST_RACES} attempts failed, because other commits came first")
 
     def commit(
         self, files: Mapping[str, bytes | Path], deleted: Collection[str] = ()
     ) -> dict[str, ObjectInfo]:
-        """Write and delete files in one commit: all of it is seen, or nothing. {key: what is there then}."""
+        """Write and delete files in one atomic commit. Return {key: object} of the written files."""
         self._check_writable()
         paths = {self._path(key): data for key, data in files.items()}
         gone = [self._path(key) for key in deleted]
@@ -194,7 +196,7 @@ class HubStore(BaseStore):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         if prefix.startswith("/") or {"", ".", ".."} & set(prefix.split("/")[:-1]):
-            return  # no key starts like this
+            return  # no valid key has such a prefix
         whole = self._prefix + prefix
         folder = quote(whole.rpartition("/")[0], safe="")
         where = f"{self.url}/{prefix}"
@@ -213,7 +215,7 @@ class HubStore(BaseStore):
                 entries, page = self._client.json("GET", page, where)
             except ObjectNotFoundError as error:
                 if folder and page == first:
-                    return  # there is no such folder
+                    return  # the folder does not exist
                 raise StoreError(where, f"cannot be listed: {error.problem}", status=404) from error
             for entry in _entries(entries, where):
                 if entry.get("type") == "file" and str(entry.get("path")).startswith(whole):
@@ -235,17 +237,17 @@ class HubStore(BaseStore):
         self.__init__(*state)  # type: ignore[misc]
 
     def _commit_now(self) -> str:
-        """The commit that the revision points to."""
+        """Return the hash of the commit to which the revision points."""
         if self.is_pinned:
             return self._revision
         found, _ = self._client.json("GET", f"{self._api('revision', self._revision)}?expand=sha", self.url)
         commit = found.get("sha") if isinstance(found, dict) else None
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
-            raise StoreError(self.url, "the server does not say which commit this is: check HF_ENDPOINT")
+            raise StoreError(self.url, "the server did not name the branch's commit: check HF_ENDPOINT")
         return commit
 
     def _described(self, revision: str, paths: Sequence[str]) -> dict[str, ObjectInfo]:
-        """{path: file} of those that are files at a revision."""
+        """Return {path: object} for those of `paths` that are files at a revision."""
         found: dict[str, ObjectInfo] = {}
         for start in range(0, len(paths), _PATHS_AT_ONCE):
             some = paths[start : start + _PATHS_AT_ONCE]
@@ -258,21 +260,21 @@ class HubStore(BaseStore):
         return found
 
     def _info(self, entry: Mapping[str, Any]) -> ObjectInfo:
-        """The object of an entry in one of the Hub's listings."""
+        """Return the object that an entry of one of the Hub's listings describes."""
         key = str(entry["path"])[len(self._prefix) :]
         lfs = entry.get("lfs")
         size, version = entry.get("size"), (lfs if isinstance(lfs, dict) else entry).get("oid")
         if not isinstance(size, int) or not isinstance(version, str):
-            raise StoreError(self.where(key), "the server states neither its size nor its hash")
+            raise StoreError(self.where(key), "the server's listing has no size or hash of the file")
         return ObjectInfo(key, size, version)
 
     def _body(
         self, key: str, answer: HubAnswer, start: int, stop: int | None, version: str | None
     ) -> HubBody:
-        """The body of an answer that holds the requested range, of the requested version."""
+        """Return the body of an answer, after checking that it has the requested range and version."""
         where, response = self.where(key), answer.response
         if not answer.etag:
-            raise StoreError(where, "the server sends no ETag, so versions cannot be told apart")
+            raise StoreError(where, "the server sends no ETag, so versions cannot be compared")
         if version not in (None, answer.etag):
             raise ObjectChangedError(where, f"has version {answer.etag}, not {version}")
         stated = response.headers.get("Content-Length", "")
@@ -282,11 +284,11 @@ class HubStore(BaseStore):
         if response.status == 206:
             found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
             if not found:
-                raise StoreError(where, "the server sends a part and does not say which")
+                raise StoreError(where, "the server sends a partial answer without a Content-Range")
             first, size = int(found[1]), int(found[3])
         if answer.linked_bytes not in (None, str(size)):
             raise StoreError(
-                where, f"{size:,} bytes are sent, {answer.linked_bytes} are stated: read it again"
+                where, f"the server sends {size:,} bytes instead of {answer.linked_bytes}: read it again"
             )
         end = size if stop is None else min(stop, size)
         if first > start or first + int(stated) < end or start - first > _MOST_SKIPPED:
@@ -301,7 +303,7 @@ class HubStore(BaseStore):
         return HubBody(where, info, response, skipped=start - first, left=end - start)
 
     def _answer_of_known(self, path: str, where: str, headers: Mapping[str, str]) -> HubAnswer | None:
-        """Ask where the bytes were found earlier; None if that is not known, or no longer."""
+        """Request a file from its remembered address; return None if that is unknown or has expired."""
         found = self._addresses.find(path) if self.is_pinned else None
         if found is None:
             return None
@@ -322,7 +324,7 @@ class HubStore(BaseStore):
 
     def _check_writable(self) -> None:
         if self.is_pinned:
-            raise StoreError(self.url, "is a commit, which cannot be changed: name a branch, such as @main")
+            raise StoreError(self.url, "is a commit, which cannot be changed: use a branch, such as @main")
 
     def _make_commit(
         self, files: Mapping[str, bytes | Path], deleted: Sequence[str], where: str, parent: str | None
@@ -338,7 +340,7 @@ class HubStore(BaseStore):
         )
 
     def _subject(self, files: Collection[str], deleted: Sequence[str]) -> str:
-        """The first line of a commit's message."""
+        """Return the first line of a commit's message."""
         if len(files) == 1 and not deleted:
             return f"Add {next(iter(files)).removeprefix(self._prefix)}"
         counts = [(verb, n) for verb, n in (("add", len(files)), ("delete", len(deleted))) if n]
@@ -357,16 +359,16 @@ class HubStore(BaseStore):
 
 
 class HubBody(BaseBody):
-    """The next `left` bytes of an answer, after `skipped` that nobody asked for.
+    """A body that reads the next `left` bytes of an answer, after `skipped` unneeded ones.
 
-    Reads return what has arrived. `close` may come from another thread, and ends a read there.
+    Reads return the bytes that have arrived. Another thread may call `close` to end a blocked read.
     """
 
     def __init__(self, where: str, info: ObjectInfo, response: Any, *, skipped: int, left: int) -> None:
         self.info = info
         self._where, self._response = where, response
         self._skipped, self._left, self._bytes = skipped, left, left
-        self._is_whole = False  # the answer was read to its end, so its connection is free
+        self._is_whole = False  # whether the connection was returned after the last byte
 
     @property
     def left(self) -> int:
@@ -385,11 +387,11 @@ class HubBody(BaseBody):
     def close(self) -> None:
         if self._left == 0 and not self._is_whole:
             self._is_whole = True
-            with contextlib.suppress(Exception):  # the answer's bytes have been read: nothing is lost
+            with contextlib.suppress(Exception):  # all bytes have been read, so errors do not matter
                 self._response.drain_conn()
                 self._response.release_conn()
         elif not self._is_whole:
-            with contextlib.suppress(Exception):  # a read in another thread ends by it, or by its timeout
+            with contextlib.suppress(Exception):  # ends a read in another thread; else its timeout does
                 self._response.shutdown()
             with contextlib.suppress(Exception):
                 self._response.close()
@@ -402,7 +404,7 @@ class HubBody(BaseBody):
         except (urllib3.exceptions.HTTPError, OSError) as error:
             found = connection_error(self._where, error)
             raise type(found)(self._where, f"{found.problem}, {self._progress}") from error
-        except (ValueError, AttributeError) as error:  # of a file that another thread has closed
+        except (ValueError, AttributeError) as error:  # another thread has closed the file
             raise TransientError(self._where, f"the body was closed {self._progress}") from error
         if not piece:
             raise TransientError(self._where, f"the body ended {self._progress}")
@@ -415,7 +417,7 @@ class HubBody(BaseBody):
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """Where a content lies, what the Hub said of it, and until when that is used (`time.monotonic`)."""
+    """The address of a file's content, headers from the Hub, and its expiry time (`time.monotonic`)."""
 
     address: str
     facts: Mapping[str, str]
@@ -423,9 +425,9 @@ class _Address:
 
 
 class _Addresses:
-    """Where contents of a commit lie, so that the next range of one needs no second request to the Hub.
+    """Remembered addresses of contents, so that the next range of a file needs no new request to the Hub.
 
-    Without a lock: each use is one step of a dict.
+    Needs no lock, because each use is one atomic operation on a dict.
     """
 
     def __init__(self) -> None:
@@ -447,7 +449,7 @@ class _Addresses:
 
 
 def content_version(data: bytes | Path, digits: int) -> str:
-    """Return the version that a store of the Hub gives this content: a SHA-256, or (40 digits) git's hash."""
+    """Return the version of this content on the Hub: its SHA-256, or git's blob hash if `digits` is 40."""
     if digits == _SHA256_DIGITS:
         hashes = hash_bytes(data, ["sha256"]) if isinstance(data, bytes) else hash_file(data, ["sha256"])
         return hashes["sha256"]
@@ -457,7 +459,7 @@ def content_version(data: bytes | Path, digits: int) -> str:
 
 def _entries(answer: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(answer, list) or not all(isinstance(entry, dict) for entry in answer):
-        raise StoreError(where, "the server sends no list of files: check HF_ENDPOINT")
+        raise StoreError(where, "the server's answer is not a list of files: check HF_ENDPOINT")
     if not all(isinstance(entry.get("path"), str) for entry in answer if entry.get("type") == "file"):
         raise StoreError(where, "the server lists files without a path: check HF_ENDPOINT")
     return answer

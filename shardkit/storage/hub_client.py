@@ -1,12 +1,12 @@
-"""HTTP with the Hugging Face Hub: endpoint, token, redirects to where contents lie, and its errors.
+"""HTTP requests to the Hugging Face Hub: endpoint, token, redirects to the hosts of contents, and errors.
 
-Reads are made here and not by `huggingface_hub`, which reads whole files into its own cache and retries by
-itself, where a store needs ranges, one attempt at a time, timeouts, and the version of what it reads. Its
-HTTP library is also another one in each of its major versions; urllib3 is below all of them.
+Reads do not use `huggingface_hub`, which reads whole files into its own cache and retries by itself, whereas
+a store needs ranges, one attempt at a time, timeouts, and the version of the content. Its major versions also
+use different HTTP libraries; urllib3 is a dependency of all of them.
 
-The token goes to the host of the endpoint and to no other: contents lie behind signed addresses elsewhere. It
-is read anew for each request (HF_TOKEN, otherwise the file that `hf auth login` writes), so a run outlives
-the token that it was started with. Clients are made once per process; a forked child makes its own.
+The token is sent only to the host of the endpoint: contents are stored behind signed addresses elsewhere. The
+token is read again for each request (HF_TOKEN, otherwise the file that `hf auth login` writes), so a run can
+outlive the token that it was started with. Clients are made once per process; a forked child makes its own.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 _DEFAULT_ENDPOINT = "https://huggingface.co"
 _MOST_REDIRECTS = 5
-_MOST_ANSWER_BYTES = 64 << 20  # of an answer in JSON: a page of a listing has less than 1 MiB
+_MOST_ANSWER_BYTES = 64 << 20  # maximum size of a JSON answer; a listing page has less than 1 MiB
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-# What answers of the Hub say of a file whose bytes come from elsewhere.
+# Headers of the Hub about a file whose bytes come from another host.
 _FACTS = ("X-Linked-Etag", "X-Linked-Size", "X-Repo-Commit")
 _RESET_SECONDS = re.compile(r"\bt=(\d+)")
 
 
 class HubAnswer:
-    """An answer whose body is still to be read, and what the answers before it said of the file.
+    """An answer whose body has not been read, with headers of the redirects before it.
 
-    `etag` is that of the file on the Hub, whatever host sends its bytes.
+    `etag` is the file's ETag on the Hub, no matter which host sends its bytes.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class HubAnswer:
         self.linked_bytes = facts.get("X-Linked-Size")
         self.facts = facts
         self.address = None if from_hub else address
-        """Where the bytes lie, if not on the Hub; valid for minutes."""
+        """The URL of the bytes if they are not on the Hub; valid for minutes."""
 
 
 class HubClient:
-    """Makes requests, each once; pickles as its options."""
+    """Makes requests without retries; a pickled copy keeps only the options."""
 
     def __init__(self, options: StorageOptions) -> None:
         self._options = options
@@ -85,9 +85,9 @@ class HubClient:
                 manager.clear()
 
     def json(self, method: str, path: str, where: str, body: object = None) -> tuple[Any, str | None]:
-        """Return (the answer as plain data, the address of the next page if there is one).
+        """Return (the JSON answer as plain data, the URL of the next page or None).
 
-        `path` is below the endpoint, or an address that an earlier answer named as the next page.
+        `path` is relative to the endpoint, or the URL of a next page from an earlier answer.
         """
         urllib3 = _urllib3(where)
         headers = {"Accept": "application/json"}
@@ -107,7 +107,7 @@ class HubClient:
         try:
             found = load_json(text)
         except ValueError as error:
-            problem = "the answer is no JSON: check HF_ENDPOINT, and whether a proxy or a login page answers"
+            problem = "the answer is not JSON: check HF_ENDPOINT, and whether a proxy or a login page answers"
             raise StoreError(where, problem, status=response.status) from error
         return found, _next_page(response.headers.get("Link", ""))
 
@@ -121,9 +121,10 @@ class HubClient:
         body: bytes | None = None,
         facts: Mapping[str, str] | None = None,
     ) -> HubAnswer:
-        """Send a request and follow redirects; StoreErrors name `where`. The caller reads and closes.
+        """Send a request and follow redirects. The caller reads and closes the body. StoreErrors name
+        `where`.
 
-        `path` is below the endpoint, or the address of an earlier answer with its `facts`.
+        `path` is relative to the endpoint, or the `address` of an earlier answer, passed with its `facts`.
         """
         urllib3 = _urllib3(where)
         endpoint = hub_endpoint(where)
@@ -151,13 +152,13 @@ class HubClient:
             target = urljoin(url, location)
             if url.startswith("https://") and not target.startswith("https://"):
                 raise StoreError(
-                    where, f"the server redirects to {_host(target)} without encryption: refused"
+                    where, f"refused to follow a redirect from https to plain http, to {_host(target)[1]}"
                 )
             url = target
-        raise StoreError(where, f"more than {_MOST_REDIRECTS} redirects")
+        raise StoreError(where, f"the server redirected the request more than {_MOST_REDIRECTS} times")
 
     def _manager(self, url: str) -> PoolManager:
-        """The connections of this process to the host of `url`: by a proxy if the environment names one."""
+        """Return the connection pool for `url`, which uses a proxy if the environment names one."""
         from urllib.request import getproxies, proxy_bypass
 
         parts = urlsplit(url)
@@ -182,7 +183,7 @@ class HubClient:
 
 
 def hub_endpoint(where: str) -> str:
-    """Return the address of the Hub: HF_ENDPOINT, or that of huggingface.co; StoreError names `where`."""
+    """Return the URL of the Hub: HF_ENDPOINT or https://huggingface.co. StoreErrors name `where`."""
     endpoint = (os.environ.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT).rstrip("/")
     if not endpoint.startswith(("http://", "https://")):
         raise StoreError(where, f"HF_ENDPOINT is {endpoint!r}: it must begin with https:// or http://")
@@ -190,7 +191,7 @@ def hub_endpoint(where: str) -> str:
 
 
 def hub_token() -> str | None:
-    """Return the token of HF_TOKEN, otherwise that of the file HF_TOKEN_PATH, by default $HF_HOME/token."""
+    """Return the token in HF_TOKEN or in the file HF_TOKEN_PATH (default: $HF_HOME/token), or None."""
     if stated := os.environ.get("HF_TOKEN", "").strip():
         return stated
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -205,14 +206,14 @@ def hub_token() -> str | None:
 def status_error(
     where: str, status: int, headers: Mapping[str, str], *, from_hub: bool = True, writes: bool = False
 ) -> StoreError:
-    """Return the error that an answer of this status stands for; `writes`: of a request that changes things.
+    """Return the error for an answer with this status; `writes`: the request was to change the repository.
 
-    `from_hub`: the Hub itself answered, and not the host of a content, whose address may have expired.
+    `from_hub`: the Hub itself answered, not the host of a content, whose address may have expired.
     """
     code = headers.get("X-Error-Code", "")
     message = headers.get("X-Error-Message", "")[:200] or f"the server answers {status}"
     if token := hub_token():
-        message = message.replace(token, "***")  # of a server that sends back what it was sent
+        message = message.replace(token, "***")  # a server may echo the token
     if status in (429, 503):
         error = ThrottledError(where, "the Hub asks for fewer requests", status=status)
         error.retry_after_seconds = _reset_seconds(headers)
@@ -242,17 +243,17 @@ def status_error(
 
 
 def connection_error(where: str, error: Exception) -> StoreError:
-    """Return the error of a request that got no answer, or of a body that broke."""
+    """Return the error for a request without an answer, or for a body whose connection broke."""
     text = f"{error}"[:300] or type(error).__name__
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return StoreError(where, f"{text}: set SSL_CERT_FILE to the certificates to trust")
-    if isinstance(error, ValueError):  # an address or a proxy of another kind than http
+    if isinstance(error, ValueError):  # the address or proxy is not http
         return StoreError(where, f"{text}: check HF_ENDPOINT and the proxies of the environment")
     return TransientError(where, f"{type(error).__name__}: {text}")
 
 
 def _reset_seconds(headers: Mapping[str, str]) -> float | None:
-    """After how many seconds the Hub answers again, if it says that."""
+    """Return the seconds after which the Hub accepts requests again, if the headers have them."""
     stated = headers.get("Retry-After", "")
     if stated.isdigit():
         return float(stated)
@@ -266,7 +267,7 @@ def _next_page(link: str) -> str | None:
 
 
 def _discard(response: BaseHTTPResponse) -> None:
-    """Read a short answer, so that its connection can be used again; close that of a long one."""
+    """Read a short answer, so that its connection can be reused; close the connection of a long one."""
     size = response.headers.get("Content-Length", "")
     if size.isdigit() and int(size) < 1 << 16:
         response.drain_conn()

@@ -1,8 +1,8 @@
 """Commits to dataset repositories of the Hugging Face Hub, by `huggingface_hub`.
 
-It asks the Hub which files belong into git and which beside it, sends the contents of the latter that the Hub
-does not have (git LFS, in one request or in parts, or Xet), and then names all of them in one commit. Where
-this is cut short, nothing is seen of it, and what was sent need not be sent again.
+The library asks the Hub which files it stores in git and which outside, uploads the contents of the latter
+that the Hub does not have (git LFS, in one request or in parts, or Xet), and then adds all files in one
+commit. If this is interrupted, no file is visible, and uploaded contents need not be sent again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from shardkit.errors import MissingExtraError
 from shardkit.storage.hub_client import hub_endpoint, hub_token, status_error
 from shardkit.storage.store import StoreError, TransientError, open_source
 
-_UPLOADS = 8  # contents of one commit, at a time
-_HTTP_LIBRARIES = ("requests", "urllib3", "httpx", "httpcore")  # and httpx2
+_UPLOADS = 8  # number of contents of one commit that are uploaded at a time
+_HTTP_LIBRARIES = ("requests", "urllib3", "httpx", "httpcore")  # prefixes: "httpx" includes httpx2
 
 
 class OtherCommitError(Exception):
-    """The branch has moved on from the commit that ours was to follow."""
+    """The given parent is no longer the branch's last commit."""
 
 
 def make_commit(
@@ -33,16 +33,17 @@ def make_commit(
     where: str,
     parent: str | None,
 ) -> str:
-    """Write `files` and delete others, by their paths in the repository; return the commit's hash.
+    """Write `files` and delete the paths in `deleted` in one commit; return the commit's hash.
 
-    OtherCommitError if `parent` is given and is no longer the branch's last commit. StoreErrors name `where`.
+    Paths are relative to the repository. Raises OtherCommitError if `parent` is given and is no longer the
+    branch's last commit; StoreErrors name `where`.
     """
     try:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     except ImportError as error:
         raise MissingExtraError("huggingface_hub", "hub", where) from error
     for data in files.values():
-        open_source(where, data).close()  # StoreError if it cannot be read
+        open_source(where, data).close()  # raises StoreError if the file cannot be read
     api = HfApi(endpoint=hub_endpoint(where), token=hub_token() or False, library_name="shardkit")
     try:
         operations: list[Any] = [
@@ -59,14 +60,14 @@ def make_commit(
                 parent_commit=parent,
                 num_threads=_UPLOADS,
             )
-    except Exception as error:  # the library's HTTP client, and so its errors, depend on its version
+    except Exception as error:  # the library's versions use different HTTP clients with different errors
         raise _translated(where, error, parent) from error
     return str(made.oid)
 
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Our callers show progress of their own."""
+    """Disable the library's progress bars in the block, because shardkit shows its own."""
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -84,7 +85,7 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def _translated(where: str, error: Exception, parent: str | None) -> Exception:
-    """The error of a commit: by the HTTP answer behind it, if there was one."""
+    """Translate the error of a commit, by the HTTP answer in its chain of causes if there is one."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
@@ -101,7 +102,7 @@ def _translated(where: str, error: Exception, parent: str | None) -> Exception:
             found = status_error(where, status, getattr(response, "headers", {}), writes=True)
             return StoreError(where, found.problem, status=status) if status == 404 else found
     text = f"{type(error).__name__}: {error}"[:300]
-    # hf_xet has one error for all that goes wrong; what the library refuses by itself is a ValueError.
+    # hf_xet raises one class for all failures; the library itself raises ValueErrors.
     by_http = any(type(each).__module__.startswith(_HTTP_LIBRARIES) for each in chain)
     if by_http or isinstance(error, OSError | RuntimeError):
         return TransientError(where, text)

@@ -1,14 +1,14 @@
-"""How many requests and open bodies a store has at a time: fewer if it asks for that, more if it copes.
+"""Adaptive limits on the number of requests and open bodies of a store.
 
 The limit starts at `connections`. It is halved when the store answers 503 (once per cool-down, because
-requests that were sent together fail together); after a cool-down without a 503 it grows by one for as many
-successes as it has room for (AIMD, as in TCP). Waiting operations enter in the order of their age, urgent
-ones first; a retry keeps its age. An eighth of the limit is reserved for urgent requests, so that a small
-read for the current batch does not wait for the end of a long body.
+requests that were sent together fail together). After a cool-down without a 503 it grows by one for every
+`limit` successes (AIMD, as in TCP). Waiting operations enter in the order of their age, urgent ones first; a
+retry keeps its age. An eighth of the limit is reserved for urgent requests, so that a small read for the
+current batch does not wait for the end of a long body.
 
-What a process streams from one bucket passes one gate, however many datasets it is (`shared_gate`): the
-bucket counts their requests together, and its 503 is meant for all of them. Whoever holds the body of one
-object while waiting to write another, such as a copy, needs gates that are not shared.
+All reads of a process from one bucket pass one gate, even if they belong to several datasets (`shared_gate`):
+the bucket counts their requests together, and its 503 concerns all of them. Code that holds the body of one
+object while waiting to write another, such as a copy, must not use shared gates.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from weakref import WeakValueDictionary
 from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.threads import remake_after_fork
 
-_URGENT_PART = 8  # the reciprocal of the share that is for urgent requests only
+_URGENT_PART = 8  # one in this many connections is reserved for urgent requests
 
 
 class Ticket:
-    """An operation's place in the queue, for all its attempts; used by one thread at a time."""
+    """An operation's place in the queue during all its attempts; used by one thread at a time."""
 
     def __init__(self, metrics: StoreMetrics, *, urgent: bool, number: int) -> None:
         self.metrics, self.urgent = metrics, urgent
@@ -40,7 +40,7 @@ class Ticket:
 
 
 class Gate:
-    """A semaphore with priorities and an adaptive limit, for all threads of a process that use a store."""
+    """A semaphore with priorities and an adaptive limit, shared by all threads that use a store."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Gate:
             raise ValueError(f"connections must be at least 1, not {connections}")
         self._connections = self.limit = connections
         self._cool_down_seconds, self._clock = cool_down_seconds, clock
-        self._calm_at = -float("inf")  # the limit may be halved from this time on
+        self._calm_at = -float("inf")  # end of the cool-down: the limit may be changed after this time
         self._successes = 0
         self._numbers = itertools.count()
         self.after_fork()
@@ -61,19 +61,19 @@ class Gate:
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
-        self.inside: set[Ticket] = set()  # a child holds none of its parent's places
+        self.inside: set[Ticket] = set()  # empty in a forked child: the parent's places stay in the parent
         self.queue: list[Ticket] = []  # a heap
 
     def ticket(self, metrics: StoreMetrics, *, urgent: bool = False) -> Ticket:
-        """Return the place of a new operation, behind all of its priority; `metrics` count it."""
+        """Return the ticket of a new operation, the last of its priority; its requests count in `metrics`."""
         return Ticket(metrics, urgent=urgent, number=next(self._numbers))
 
     def enter(self, ticket: Ticket, seconds: float = 0.0) -> bool:
-        """Let the ticket in, waiting for at most `seconds`; return whether it is in."""
+        """Admit the ticket, waiting for at most `seconds`; return whether it is admitted."""
         with self._lock:
             if ticket in self.inside:
                 return True
-            if self._has_room(ticket):  # room that is kept for urgent ones, if others wait
+            if self._has_room(ticket):  # may overtake waiting tickets by using the reserve for urgent ones
                 self._admit(ticket)
                 return True
             if seconds <= 0:
@@ -82,7 +82,7 @@ class Gate:
             heapq.heappush(self.queue, ticket)
         try:
             ticket.admitted.wait(min(seconds, threading.TIMEOUT_MAX))
-        finally:  # also if a signal handler raises
+        finally:  # leave the queue even if a signal handler raises
             with self._lock:
                 if ticket in self.queue:
                     self.queue.remove(ticket)
@@ -91,7 +91,7 @@ class Gate:
         return ticket in self.inside
 
     def leave(self, ticket: Ticket) -> None:
-        """Give the place back, if there is one."""
+        """Remove the ticket if it is admitted, and admit waiting ones."""
         with self._lock:
             if ticket in self.inside:
                 self.inside.remove(ticket)
@@ -99,7 +99,7 @@ class Gate:
                 self._admit_waiting()
 
     def throttled(self) -> None:
-        """Halve the limit: the store asked for fewer requests."""
+        """Halve the limit, because the store asked for fewer requests."""
         now = self._clock()
         with self._lock:
             if now >= self._calm_at:
@@ -107,7 +107,7 @@ class Gate:
                 self.limit, self._successes = max(1, self.limit // 2), 0
 
     def succeeded(self) -> None:
-        """Count an answer of the store towards a higher limit."""
+        """Count a success; raise the limit by one after as many successes as the limit."""
         now = self._clock()
         with self._lock:
             if now < self._calm_at or self.limit == self._connections:
@@ -132,7 +132,7 @@ class Gate:
 
 
 class _SharedGates:
-    """The gates of a process, for as long as a store uses them."""
+    """The shared gates of a process, each kept as long as a store uses it."""
 
     def __init__(self) -> None:
         self._gates: WeakValueDictionary[tuple[str, str, int], Gate] = WeakValueDictionary()
@@ -152,5 +152,5 @@ _shared = _SharedGates()
 
 
 def shared_gate(url: str, connections: int) -> Gate:
-    """The gate of this process for what is read of the bucket, or server, of `url`."""
+    """Return the gate of this process for all reads from the bucket or server of `url`."""
     return _shared.gate(url, connections)

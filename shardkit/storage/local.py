@@ -1,4 +1,4 @@
-"""A folder as a store: every write is a temporary file that is synced, then renamed or linked into place."""
+"""A folder as a store: each write syncs a temporary file, then renames or links it to its name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TEMPORARY = ".shardkit-put-"
 
 
 class LocalStore(BaseStore):
-    """Files below a folder, which the first `put` creates. Metadata is not kept."""
+    """A store of the files below a folder, which the first `put` creates. Does not keep metadata."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
@@ -53,7 +53,7 @@ class LocalStore(BaseStore):
     ) -> LocalBody:
         file = self._file(key)
         try:
-            _info(key, file, file.stat())  # first, because opening a pipe would wait forever
+            _info(key, file, file.stat())  # checked before opening, because opening a pipe would block
             handle = file.open("rb", buffering=0)
         except OSError as error:
             raise _translated(file, error) from error
@@ -84,8 +84,9 @@ class LocalStore(BaseStore):
                 with temporary.open("xb") as handle:
                     shutil.copyfileobj(source, handle, 1 << 20)
                     handle.flush()
-                    # The kernel's dates have a resolution of milliseconds, and a version must not repeat.
-                    with contextlib.suppress(OSError):  # which some file systems cannot set
+                    # The kernel's file times have a resolution of milliseconds, but a version must not
+                    # repeat.
+                    with contextlib.suppress(OSError):  # some file systems cannot set times
                         os.utime(handle.fileno(), ns=(time.time_ns(), time.time_ns()))
                     os.fsync(handle.fileno())
                     info = _info(key, file, os.fstat(handle.fileno()))
@@ -99,7 +100,7 @@ class LocalStore(BaseStore):
         return info
 
     def put_folder(self, prefix: str, folder: Path, last: str, data: bytes) -> None:
-        """Publish the folder itself, by one rename; it must be on the same file system."""
+        """Publish the folder itself by one rename; it must be on the same file system as the store."""
         target = self._file(prefix)
         try:
             for root, folders, names in os.walk(folder):
@@ -117,11 +118,11 @@ class LocalStore(BaseStore):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         folder, slash, name = prefix.rpartition("/")
-        if name != ".." and not (slash and {"", ".", ".."} & {*folder.split("/")}):  # no key is like this
+        if name != ".." and not (slash and {"", ".", ".."} & {*folder.split("/")}):  # else no key can match
             yield from self._walk(folder + slash, prefix)
 
     def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
-        """Files below `folder`, which ends with a slash, as their keys begin with `prefix`."""
+        """Yield the files below `folder` (ends with a slash) whose keys start with `prefix`, sorted."""
         try:
             with os.scandir(self._folder / folder) as entries:
                 found = {
@@ -130,14 +131,14 @@ class LocalStore(BaseStore):
                     if not entry.name.startswith(_TEMPORARY)
                 }
         except OSError:
-            return  # there is no such folder, or not any more
-        for key in sorted(found):  # as whole keys sort, since the slash of folders is there
+            return  # the folder does not exist, or was removed meanwhile
+        for key in sorted(found):  # names of folders end with a slash, so this is the order of whole keys
             if not key.startswith(prefix):
                 continue
             if key.endswith("/"):
                 yield from self._walk(key, prefix)
                 continue
-            with contextlib.suppress(OSError):  # removed meanwhile
+            with contextlib.suppress(OSError):  # the file may have been removed meanwhile
                 if stat.S_ISREG((status := found[key].stat()).st_mode):
                     yield ObjectInfo(key, status.st_size, _version(status))
 
@@ -149,14 +150,14 @@ class LocalStore(BaseStore):
             raise _translated(file, error) from error
 
     def _file(self, key: str) -> Path:
-        try:  # a name of a file, which may mean more than a key: a drive, control characters
+        try:  # a file name has more special cases than a key: drive letters, control characters
             return self._folder / checked_basename(checked_key(self.url, key), self.url)
         except ShardError as error:
             raise StoreError(self.url, f"bad key {key!r:.200}: {error.problem}") from error
 
 
 class LocalBody(BaseBody):
-    """An open file, of which the next `left` bytes are read."""
+    """A body that reads the next `left` bytes of an open file."""
 
     def __init__(self, handle: BinaryIO, info: ObjectInfo, left: int) -> None:
         self.info = info
@@ -183,7 +184,7 @@ class LocalBody(BaseBody):
 
 def _info(key: str, file: Path, status: os.stat_result) -> ObjectInfo:
     if not stat.S_ISREG(status.st_mode):
-        raise ObjectNotFoundError(str(file), "not a regular file")
+        raise ObjectNotFoundError(str(file), "is not a regular file")
     return ObjectInfo(key, status.st_size, _version(status))
 
 
@@ -198,16 +199,16 @@ def _translated(file: Path, error: OSError) -> StoreError:
 
 
 def _moved(folder: Path, target: Path) -> bool:
-    """Rename a folder; False if there is one of the new name that has files."""
+    """Rename a folder; return False if the target exists and contains files."""
     try:
         folder.rename(target)
     except OSError as error:
         if error.errno in (*LACKING, errno.EXDEV):
             problem = (
-                f"{error.strerror}: this file system cannot rename folders: use a folder on a local disk"
+                f"{error.strerror}: this file system cannot rename folders; use a folder on a local disk"
             )
             raise OSError(error.errno, problem, str(target)) from error
-        # NFS may repeat a rename that had succeeded: then the folder is gone.
+        # NFS may repeat a rename that succeeded: then the source is gone, and the error can be ignored.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) and (folder.exists() or not target.exists()):
             raise
         return False
@@ -215,7 +216,7 @@ def _moved(folder: Path, target: Path) -> bool:
 
 
 def _take_away(target: Path, last: str, beside: Path) -> None:
-    """Remove a folder without `last`; one that has it, because another process has just put it, stays."""
+    """Remove an incomplete folder; keep it if it has `last`, which another process may just have put."""
     aside = Path(tempfile.mkdtemp(prefix="removed.", dir=beside))
     with contextlib.suppress(FileNotFoundError):
         target.rename(aside)

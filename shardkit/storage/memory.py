@@ -1,4 +1,4 @@
-"""A store in the memory of this process: for tests, and the simplest implementation of the contract."""
+"""A store in the memory of this process, for tests; the simplest implementation of the interface."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _versions = itertools.count(1)
 
 
 class MemoryStore(BaseStore):
-    """Objects in a dict, which all stores of the process with the same name in their URLs share.
+    """Keeps objects in a dict that all stores of the process with the same name in their URL share.
 
-    "memory://name/some/prefix" sees those of "memory://name" whose keys start with "some/prefix/".
+    "memory://name/some/prefix" shows the objects of "memory://name" whose keys start with "some/prefix/".
     """
 
     def __init__(self, url: str = "memory://default") -> None:
@@ -92,7 +92,7 @@ class MemoryStore(BaseStore):
 
 
 class MemoryBody(BaseBody):
-    """A view that is read from start to end."""
+    """A body that reads from a view of the object's bytes."""
 
     def __init__(self, info: ObjectInfo, view: memoryview) -> None:
         self.info = info

@@ -1,9 +1,9 @@
-"""Counts of requests to a store and of their results, for all threads of a process.
+"""Counts of requests to a store and of their results, over all threads of a process.
 
-Counting takes one lock and about a microsecond. Times to the first byte go into fixed buckets, each 1.2 times
-as wide as the one before, so a quantile is off by at most 9.6 % (from 0.1 ms to 1,000 s; beyond: the edge) in
-constant memory. Snapshots are plain data; the difference of two is that of the interval. A pickled or forked
-copy counts on its own (pickled: from zero; forked: with nothing in flight).
+Counting takes one lock and about a microsecond. Times to the first byte are counted in fixed buckets, each
+1.2 times as wide as the one before, so a quantile is off by at most 9.6 % (from 0.1 ms to 1,000 s; outside,
+the nearest edge is reported) in constant memory. Snapshots are plain data; the difference of two snapshots is
+the count of the interval. A pickled copy counts from zero; a forked copy continues with nothing in flight.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Event = Literal[
     "bytes_read", "bytes_written", "retries", "outages", "hedges", "hedges_won",
     "resumed_bodies", "slow_bodies",
 ]  # fmt: skip
-_RATIO = 1.2  # of a bucket's edges; its geometric mean is within sqrt(1.2) of every value
+_RATIO = 1.2  # upper / lower edge of a bucket; its geometric mean is within sqrt(1.2) of every value
 _FIRST_EDGE_SECONDS = 1e-4
 _LAST_EDGE_SECONDS = 1e3
 _BUCKETS = 2 + math.ceil(math.log(_LAST_EDGE_SECONDS / _FIRST_EDGE_SECONDS, _RATIO))
@@ -31,32 +31,32 @@ _PER_LOG = 1 / math.log(_RATIO)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsSnapshot:
-    """All counts at one moment, or between two (`minus`)."""
+    """All counts at one moment, or the counts of an interval (`minus`)."""
 
     requests: Mapping[str, int] = field(default_factory=dict)
-    """Sent to the store, by operation, including retries and hedges."""
+    """Number of requests sent to the store by operation, including retries and hedges."""
     errors: Mapping[str, int] = field(default_factory=dict)
-    """By the name of the error's class."""
+    """Number of errors by class name."""
     bytes_read: int = 0
     bytes_written: int = 0
     retries: int = 0
     outages: int = 0
-    """Times that requests failed for longer than `RetryPolicy.report_seconds`."""
+    """Number of times that requests failed for longer than `RetryPolicy.report_seconds`."""
     throttled: int = 0
     hedges: int = 0
     hedges_won: int = 0
     resumed_bodies: int = 0
     slow_bodies: int = 0
     in_flight: int = 0
-    """Requests and open bodies now."""
+    """Current number of requests and open bodies."""
     concurrency_limit: int = 0
-    """Maximum number of requests and open bodies now."""
+    """Current limit on the number of requests and open bodies."""
     last_status: int | None = None
     """HTTP status of the latest error that had one."""
     first_byte_buckets: tuple[int, ...] = (0,) * _BUCKETS
 
     def first_byte_seconds(self, quantile: float) -> float | None:
-        """Return the time within which this share of requests was answered (+-9.6 %); None without any."""
+        """Return a quantile of the times to the first byte (+-9.6 %); None if there were no requests."""
         wanted = max(1, math.ceil(quantile * sum(self.first_byte_buckets)))
         seen = 0
         for index, count in enumerate(self.first_byte_buckets):
@@ -66,7 +66,7 @@ class MetricsSnapshot:
         return None
 
     def minus(self, earlier: MetricsSnapshot) -> MetricsSnapshot:
-        """Return the counts since `earlier`; gauges and the last status are those of now."""
+        """Return the counts since `earlier`; gauges and the last status keep their current values."""
         counts: dict[str, Any] = {
             name: getattr(self, name) - getattr(earlier, name) for name in (*get_args(Event), "throttled")
         }
@@ -82,7 +82,7 @@ class MetricsSnapshot:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON data, with two quantiles instead of the buckets."""
+        """Return data for JSON, with two quantiles (p50, p99) instead of the buckets."""
         plain = asdict(self)
         del plain["first_byte_buckets"]
         plain["first_byte_p50_seconds"] = self.first_byte_seconds(0.5)
@@ -91,7 +91,7 @@ class MetricsSnapshot:
 
 
 class StoreMetrics:
-    """The counts; several stores can share them (`concurrency_limit` is then that of the last request)."""
+    """The counts of one or several stores; `concurrency_limit` is the one that was set last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -133,7 +133,7 @@ class StoreMetrics:
             self._events[event] += amount
 
     def in_flight(self, change: int, limit: int) -> None:
-        """Count a connection that is taken or given back, of `limit` that may be open now."""
+        """Add `change` to the requests in flight, and record the current concurrency limit."""
         with self._lock:
             self._in_flight += change
             self._limit = limit
@@ -153,7 +153,7 @@ class StoreMetrics:
 
 
 def _bucket(seconds: float) -> int:
-    """Return a time's bucket: 0 is below the first edge, the last one begins at the last edge."""
+    """Return the bucket of a time: 0 is below the first edge, the last bucket begins at the last edge."""
     if seconds < _FIRST_EDGE_SECONDS:
         return 0
     return min(_BUCKETS - 1, 1 + int(math.log(seconds / _FIRST_EDGE_SECONDS) * _PER_LOG))

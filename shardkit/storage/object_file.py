@@ -1,11 +1,10 @@
-"""An object as a file: read-only, seekable, of one version, for libraries that need a file.
+"""One version of an object as a read-only, seekable file, for libraries that need a file.
 
-Bytes come in ranges that begin at 1 MiB and double up to 16 MiB during sequential reads; from the second one
-on, the next range is fetched while the current one is read. So at most 32 MiB are held, a reader that jumps
-(a Parquet footer, then columns) fetches little that it does not read, and one that pauses holds no
-connection.
-Errors are OSErrors with an errno, as of a disk: ESTALE if the object no longer has the requested version,
-otherwise EIO.
+Data is fetched in ranges that begin at 1 MiB and double up to 16 MiB during sequential reads; from the second
+sequential range on, the next range is prefetched while the current one is read. So at most 32 MiB are held, a
+reader that seeks (a Parquet footer, then columns) fetches little unneeded data, and an idle file holds no
+connection. Errors are OSErrors with an errno, as for a disk: ESTALE if the object no longer has the requested
+version, otherwise EIO.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
 
 FIRST_RANGE_BYTES = 1 << 20
 MOST_RANGE_BYTES = 16 << 20
-_BUFFER_BYTES = 1 << 16  # small reads are served from here
+_BUFFER_BYTES = 1 << 16  # size of the buffer that serves small reads
 
 
 class Ranges(Protocol):
-    """The part of a `Store` that is needed."""
+    """The method of `Store` that an object file needs."""
 
     def get(
         self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
@@ -39,16 +38,16 @@ class Ranges(Protocol):
 def open_object(
     store: Ranges, info: ObjectInfo, *, first_bytes: int = FIRST_RANGE_BYTES
 ) -> io.BufferedReader:
-    """Open the object as a file of `info.bytes` bytes; nothing is contacted before the first read.
+    """Open the object as a file of `info.bytes` bytes; no request is made before the first read.
 
-    Ranges begin at `first_bytes`; `store` may return more than the range. It must retry by itself: pass a
-    `ResilientStore`.
+    The first range has `first_bytes` bytes; `store` may return more than was requested. It must retry by
+    itself: pass a `ResilientStore`.
     """
     return io.BufferedReader(_ObjectFile(store, info, first_bytes), _BUFFER_BYTES)
 
 
 class _ObjectFile(io.RawIOBase):
-    """Holds one block, and at most one that is being fetched."""
+    """Holds one block in memory, and prefetches at most one more."""
 
     def __init__(self, store: Ranges, info: ObjectInfo, first_bytes: int) -> None:
         self._store, self._info = store, info
@@ -56,7 +55,7 @@ class _ObjectFile(io.RawIOBase):
         self._position = 0
         self._start, self._block = 0, b""
         self._next_bytes = first_bytes
-        self._coming: Future[bytes] | None = None  # what follows the block
+        self._coming: Future[bytes] | None = None  # the block after the current one, being fetched
         self._workers = Workers(1)
 
     def readable(self) -> bool:
@@ -71,12 +70,12 @@ class _ObjectFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._info.bytes}[whence]
         if base + offset < 0:
-            raise OSError(errno.EINVAL, f"byte {base + offset} of a file")
+            raise OSError(errno.EINVAL, f"cannot seek to byte {base + offset}: it is before the file's start")
         self._position = base + offset
         return self._position
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """Read at most the rest of one block; 0 bytes only at the end."""
+        """Read at most the rest of one block; return 0 only at the end of the file."""
         view = memoryview(buffer).cast("B")
         if not view or self._position >= self._info.bytes:
             return 0
@@ -93,13 +92,13 @@ class _ObjectFile(io.RawIOBase):
         super().close()
 
     def _load(self, wanted: int) -> None:
-        """Get the block at the position, and begin to fetch the next one if reads are sequential."""
+        """Load the block at the position, and start to prefetch the next one if reads are sequential."""
         is_next = bool(self._block) and self._position == self._start + len(self._block)
         coming, self._coming = self._coming, None
         if not is_next:
             self._next_bytes = max(self._first_bytes, min(wanted, MOST_RANGE_BYTES))
         if is_next and coming is not None:
-            self._block = b""  # otherwise three would be held
+            self._block = b""  # freed first: otherwise three blocks would be in memory
             block = coming.result()
         else:
             block = self._get(self._position, self._next_bytes)

@@ -1,18 +1,18 @@
-"""A store around a store that retries, resumes bodies, hedges slow reads and keeps deadlines.
+"""A wrapper around any store that retries, resumes bodies, hedges slow reads and keeps deadlines.
 
     store = connect("s3://bucket/dataset")
     with store.open("shard.00000.mds") as body: ...
     store.urgent.get("shard.00000.mds", 0, 4096)   # overtakes long transfers
 
-It retries what may help (TransientError, ThrottledError), continues bodies where they broke, on the same
-version of the object, sends a second request for reads that are slow to start, and has fewer requests open
-when the store says 503. Every operation ends by its deadline, with an error of the same kind that says what
-was attempted. The bytes it returns are the object's, or there is an error.
+It retries errors that may pass (TransientError, ThrottledError), continues bodies where they broke, on the
+same version of the object, sends a second request for reads that are slow to start, and opens fewer requests
+when the store answers 503. Every operation ends by its deadline, with an error of the same class that says
+how many attempts were made. It returns the object's exact bytes or raises an error.
 
-The way of a read: `ResilientStore.open` makes a `ResilientBody`, whose `Call` (`shardkit.storage.retry`)
-waits at the gate, lets a thread call `open` of the store below (for S3: `S3Store.open`, `S3Client.request`,
-botocore), and does so again until it succeeds. `readinto` then reads from the body of the store below, and
-comes back to the same `Call` if that breaks. An open body holds one of the store's connections until its
+How a read proceeds: `ResilientStore.open` makes a `ResilientBody`, whose `Call` (`shardkit.storage.retry`)
+waits at the gate, lets a thread call `open` of the wrapped store (for S3: `S3Store.open`, `S3Client.request`,
+botocore), and repeats that until it succeeds. `readinto` then reads from the wrapped store's body, and
+returns to the same `Call` if that body breaks. An open body holds one of the store's connections until its
 last byte is read or it is closed.
 """
 
@@ -48,8 +48,8 @@ from shardkit.storage.store import (
 )
 from shardkit.storage.url import open_store
 
-_LISTED_AT_ONCE = 1000  # as S3's pages; each is one operation for the gate and the deadline
-_COMPARED_AT_ONCE = 1 << 20
+_LISTED_AT_ONCE = 1000  # objects per page, as in S3; each page is one operation with its own deadline
+_COMPARED_AT_ONCE = 1 << 20  # bytes per read when an object is compared with local data
 
 T = TypeVar("T")
 
@@ -62,9 +62,9 @@ def connect(
     metrics: StoreMetrics | None = None,
     shares_limit: bool = False,
 ) -> ResilientStore:
-    """Open the store at `url` and make it resilient for `options.retry_seconds`. Nothing is contacted yet.
+    """Open the store at `url` and retry for `options.retry_seconds`. Contacts no server yet.
 
-    `shares_limit`: with all stores of the bucket that are opened so (`shared_gate`).
+    `shares_limit`: share the limit on connections with other such stores of the bucket (`shared_gate`).
     """
     options = options or StorageOptions()
     policy = policy or RetryPolicy.of(options)
@@ -73,7 +73,7 @@ def connect(
 
 
 class ResilientStore(BaseStore):
-    """Keeps the contract of `Store`. A pickled copy has counts of its own, and the limits of its process."""
+    """A `Store` that retries. A pickled copy has its own counts, and the limits of its process."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class ResilientStore(BaseStore):
         has_answered: bool = False,
         shares_limit: bool = False,
     ) -> None:
-        """`has_answered`: the store was reached before, so failing to reach it is an outage."""
+        """`has_answered`: the store answered earlier, so failing to reach it now is an outage."""
         self._store = store
         self._connections, self._shares_limit = connections, shares_limit
         self.policy, self.metrics = policy or RetryPolicy(), metrics or StoreMetrics()
@@ -110,7 +110,7 @@ class ResilientStore(BaseStore):
 
     @property
     def urgent(self) -> Self:
-        """The same store (connections, limit, metrics), for reads that go ahead of others."""
+        """A view of this store (same connections, limit, metrics) whose reads go ahead of others."""
         view = object.__new__(type(self))
         view.__dict__.update(self.__dict__, _urgent=True)
         return view
@@ -119,7 +119,7 @@ class ResilientStore(BaseStore):
         return self._run("head", key, lambda: self._store.head(key))
 
     def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
-        """Read an object through `open`, so resumed and hedged in the same way."""
+        """Read an object through `open`, so that it is resumed and hedged in the same way."""
         with self._open("get", key, start, stop, version) as body:
             return body.read()
 
@@ -136,10 +136,10 @@ class ResilientStore(BaseStore):
         if_absent: bool = False,
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
-        """Put an object. The size and `RetryPolicy.floor_bytes_per_second` bound its time.
+        """Put an object. Its size and `RetryPolicy.floor_bytes_per_second` determine the deadline.
 
-        With `if_absent`, an object that exists after a failed attempt is ours if it has exactly our bytes and
-        our metadata; two writers of the very same object may then both succeed.
+        With `if_absent`, an object that exists after a failed attempt counts as ours if its bytes and
+        metadata are equal to ours; two writers of an identical object may therefore both succeed.
         """
         size = _size(data)
         may_be_ours = False
@@ -157,7 +157,7 @@ class ResilientStore(BaseStore):
         except ObjectExistsError:
             found = None
             if may_be_ours:
-                with suppress(ObjectNotFoundError, ObjectChangedError):  # another's, and changed since
+                with suppress(ObjectNotFoundError, ObjectChangedError):  # another writer's object, now gone
                     found = self._find_same(key, data, size, metadata)
             if found is None:
                 raise
@@ -166,13 +166,13 @@ class ResilientStore(BaseStore):
         return info
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """List objects. After a failure the listing starts again and skips what was yielded already."""
+        """List objects. After a failure, list again from the start, but skip objects already yielded."""
         last: str | None = None
         going: Iterator[ObjectInfo] | None = None
 
         def request() -> tuple[Iterator[ObjectInfo], list[ObjectInfo]]:
             nonlocal going
-            # Cleared first: a listing that fails, or is abandoned, is not continued.
+            # Clear `going` first: a listing that failed or was abandoned must not be continued.
             listing, going = going or self._list_after(prefix, last), None
             return listing, [*islice(listing, _LISTED_AT_ONCE)]
 
@@ -188,15 +188,15 @@ class ResilientStore(BaseStore):
 
     @property
     def has_commits(self) -> bool:
-        """Whether `commit` writes many files in one step (`CommitStore`)."""
+        """Whether the wrapped store writes many files in one atomic `commit` (`CommitStore`)."""
         return commits_of(self._store) is not None
 
     def commit(
         self, files: Mapping[str, bytes | Path], deleted: Collection[str] = ()
     ) -> Mapping[str, ObjectInfo]:
-        """Commit files as `CommitStore.commit` does. The size of all files bounds the time."""
+        """Commit files as `CommitStore.commit` does. The total size determines the deadline."""
         commits = commits_of(self._store)
-        assert commits is not None, "`has_commits` says so"
+        assert commits is not None, "call `commit` only if `has_commits`"
         size = sum(map(_size, files.values()))
         seconds = self.policy.transfer_seconds(size)
         infos = self._run("put", f"{len(files):,} files", lambda: commits.commit(files, deleted), seconds)
@@ -204,9 +204,9 @@ class ResilientStore(BaseStore):
         return infos
 
     def pinned(self) -> ResilientStore:
-        """The store at the state that its URL names now, if it can be read at one later; otherwise itself.
+        """Return a store fixed at the current state of its URL if the store supports that, otherwise itself.
 
-        Of a branch of a repository it is the commit, which the URL of the result names.
+        For a branch of a repository, that state is its latest commit, which the result's URL names.
         """
         if not isinstance(self._store, HubStore) or self._store.is_pinned:
             return self
@@ -248,7 +248,7 @@ class ResilientStore(BaseStore):
     def _find_same(
         self, key: str, data: bytes | Path, size: int, metadata: Mapping[str, str] | None
     ) -> ObjectInfo | None:
-        """Return the object at `key` if it is what a put of `data` leaves there."""
+        """Return the object at `key` if it is exactly what putting `data` would create, else None."""
         info = self.head(key)
         if info.bytes != size or (info.metadata and info.metadata != (metadata or {})):
             return None
@@ -264,13 +264,14 @@ class ResilientStore(BaseStore):
 
 
 class ResilientBody(BaseBody):
-    """A body that continues where its connection broke: all bytes of one version of the object, or an error.
+    """A body that resumes after broken connections: it delivers one version of the object, or fails.
 
-    A broken, short or too slow connection is closed, and the range opened again from the next byte, pinned to
-    the version that was seen first: a replaced object ends in ObjectChangedError and never in a mixture. The
-    time of retries counts from the last byte that arrived; the time of all reads is bounded by the size of
-    the range. Between failures a read costs two looks at the clock and a count (two microseconds). One
-    silence lasts as long as the store's read timeout, which this layer cannot shorten.
+    A connection that breaks, ends early or is too slow is closed, and the range is opened again from the next
+    byte, on the version that was seen first: a replaced object ends in ObjectChangedError and never in a
+    mixture. The time limit of retries starts at the last byte that arrived; the total time of all reads is
+    limited according to the size of the range. Without failures a read costs two reads of the clock and a
+    count (two microseconds). A connection without data is detected only after the store's read timeout, which
+    this layer cannot shorten.
     """
 
     def __init__(
@@ -281,7 +282,7 @@ class ResilientBody(BaseBody):
         stop: int | None,
         version: str | None,
     ) -> None:
-        """`request` opens the rest of the range from a position on, of a version or of any."""
+        """`request(position, version)` opens the range from `position` on; version None means any version."""
         self._call, self._request = call, request
         self._policy, self._metrics = call.upstream.policy, call.upstream.metrics
         raw = call.answer(lambda: request(start, version), discard=_close)
@@ -294,7 +295,7 @@ class ResilientBody(BaseBody):
         self._rate = 0.0
         self._window_seconds = self._policy.window_seconds
         self._window_start = start
-        self._window_used = 0.0  # time in reads since then, without the pauses of the reader
+        self._window_used = 0.0  # seconds spent in reads in this window, without pauses of the reader
         self._advance(0)
 
     def readinto(self, buffer: memoryview, /) -> int:
@@ -314,20 +315,20 @@ class ResilientBody(BaseBody):
         return max(0, self._stop - self._position)
 
     def close(self) -> None:
-        """Close; also from another thread, where a read then fails as soon as its connection does."""
+        """Close the body; if another thread is reading, its read fails as soon as the connection does."""
         self._closed.set()
         self._release()
 
     def _next(self, buffer: memoryview) -> int:
-        """Read from the open connection; count a failure, also if it ends early."""
+        """Read from the open connection; count an error or early end as a failure of the store."""
         raw = self._raw
         if self._closed.is_set():
-            raise ValueError("read of a closed body")
+            raise ValueError("cannot read from a closed body")
         if self._position >= self._stop:
             return 0
         try:
-            if raw is None:  # closed by `_check_rate`
-                problem = f"only {self._rate:,.0f} bytes per second arrive"
+            if raw is None:  # `_check_rate` has closed it
+                problem = f"the body arrives too slowly, at {self._rate:,.0f} bytes per second"
                 raise TransientError(self._call.where, problem)
             count = raw.readinto(buffer)
             if not count:
@@ -338,17 +339,17 @@ class ResilientBody(BaseBody):
         return count
 
     def _advance(self, count: int) -> None:
-        """Count bytes; after the last, make room for others, because the reader may not close this soon."""
+        """Count received bytes; after the last, leave the gate, because the reader may close much later."""
         self._position += count
         self._metrics.count("bytes_read", count)
         if self._position >= self._stop:
             self._release()
         if self._position > self._stop:
-            problem = f"the store sent {self._position - self._stop:,} bytes too many"
+            problem = f"the store sent {self._position - self._stop:,} bytes more than were requested"
             raise StoreError(self._call.where, problem)
 
     def _check_rate(self) -> None:
-        """Close a connection that is too slow: the next read opens the rest again."""
+        """Close the connection if it is too slow; the next read then opens the rest of the range again."""
         self._rate = (self._position - self._window_start) / self._window_used
         self._left_seconds -= self._window_used
         self._window_start, self._window_used = self._position, 0.0
@@ -359,7 +360,7 @@ class ResilientBody(BaseBody):
             self._release()
 
     def _resume(self, buffer: memoryview, error: TransientError, began: float) -> int:
-        """Open the rest again, until some bytes are in `buffer`."""
+        """Open the rest of the range again, repeatedly if necessary, until some bytes are in `buffer`."""
         call, position, version = self._call, self._position, self.info.version
         self._left_seconds -= self._window_used
         seconds = min(self._policy.deadline_seconds, self._left_seconds)
@@ -368,7 +369,7 @@ class ResilientBody(BaseBody):
         while True:
             self._release()
             if self._closed.is_set() or not version:
-                raise error  # without a version, the object might be another one when opened again
+                raise error  # without a version, a replaced object could not be detected
             raw = self._raw = call.answer(
                 lambda: self._request(position, version), failure=error, discard=_close
             )
@@ -390,7 +391,7 @@ class ResilientBody(BaseBody):
         return count
 
     def _release(self) -> None:
-        """Close the connection and give back the place at the gate."""
+        """Close the connection and leave the gate."""
         raw, self._raw = self._raw, None
         if raw is not None:
             _close(raw)
@@ -406,4 +407,4 @@ def _size(data: bytes | Path) -> int:
     try:
         return data.stat().st_size if isinstance(data, Path) else len(data)
     except OSError:
-        return 0  # the store reports what is wrong with the file
+        return 0  # the store will report what is wrong with the file

@@ -1,21 +1,22 @@
-"""How an operation on a store is carried out: `Call` has its attempts, `Upstream` what all calls share.
+"""How an operation on a store is carried out: a `Call` makes its attempts; `Upstream` is shared by all calls.
 
-An attempt waits for its place at the gate (`shardkit.storage.limits`), then sends its request in a thread of
-its own. If it does not answer in time it is abandoned, because a call into a store cannot be interrupted: the
-operation ends by its deadline even if the store never returns. The place is free between two attempts;
-abandoned requests hold none. There can be three of them for each connection; after that, attempts wait for a
-thread until their deadlines.
+An attempt waits for its place at the gate (`shardkit.storage.limits`), then sends its request in a separate
+thread. If the request is not answered in time, it is abandoned, because a call into a store cannot be
+interrupted: the operation ends by its deadline even if the store never returns. The place at the gate is free
+between two attempts, and abandoned requests hold none. Up to three abandoned requests per connection can
+exist; after that, attempts wait for a free thread until their deadlines.
 
-Retries are bounded by time, not by their number, so an outage shorter than `RetryPolicy.deadline_seconds`
-costs only time. For a store that has not answered once, `first_contact_seconds` count instead: its address
-may be wrong, so what fails is logged at once, and commands for people give up soon. A job waits: its store
-may be restarting like the job itself. The upper bound of the waits
-doubles from `backoff_seconds` to `longest_backoff_seconds`, and each wait is drawn between 0 and it ("full
-jitter"), so that the many processes of a job do not all come back at once. The draw leaves the global random
-state alone: it belongs to the training.
+Retries are limited by time, not by number, so an outage shorter than `RetryPolicy.deadline_seconds` only
+causes a delay. For a store that has never answered, `first_contact_seconds` applies instead: its address may
+be wrong, so failures are logged at once, and interactive commands give up soon. A job waits longer, because
+its store may be restarting together with the job. The upper bound of the waits doubles from `backoff_seconds`
+to `longest_backoff_seconds`, and each wait is random between 0 and that bound ("full jitter"), so that the
+many processes of a job do not all retry at the same moment. The random number does not come from the global
+random state, which belongs to the training.
 
-A read that takes longer to start than almost all of the latest ones has probably met a slow server or a dead
-connection, which a second request probably does not: it is hedged. Hedges stay a small share of all reads.
+A read that takes longer to start than almost all recent reads has probably met a slow server or a dead
+connection, and a second request is likely to avoid both: the read is hedged. Hedges stay a small share of all
+reads.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ Operation = Literal["head", "get", "open", "put", "list", "delete"]
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 _entropy = random.SystemRandom()
-_LEAST_ATTEMPT_SECONDS = 0.05
-_REPORT_EVERY_SECONDS = 60.0  # per store, however many operations fail
+_LEAST_ATTEMPT_SECONDS = 0.05  # an attempt is not started with less time left
+_REPORT_EVERY_SECONDS = 60.0  # shortest time between two warnings per store, however many operations fail
 _THREADS_PER_CONNECTION = 4
-_RECENT_READS = 256  # whose latencies count
-_HEDGE_BURST = 32.0  # hedges that can be saved up, for connections that hang together
+_RECENT_READS = 256  # number of reads whose latencies are kept
+_HEDGE_BURST = 32.0  # maximum number of unused hedges to save up, for many connections that hang at once
 
 
 def _jitter() -> float:
@@ -56,37 +57,37 @@ def _jitter() -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
-    """The defaults ride out ten minutes, as long as loaders wait for a batch by default."""
+    """When to retry, hedge and give up. By default, outages of up to ten minutes cause no error."""
 
     backoff_seconds: float = 0.1
-    """Longest wait before the second attempt."""
+    """Longest wait before the second attempt, in seconds."""
     longest_backoff_seconds: float = 10.0
     deadline_seconds: float = 600.0
-    """Longest time without a result or a byte. A transfer has bytes / floor_bytes_per_second more in all."""
+    """Longest time without a result or new bytes. Transfers get bytes / floor_bytes_per_second on top."""
     first_contact_seconds: float = 5.0
-    """Only one retry after this time if the store cannot be reached and has never answered."""
+    """Time after which a store that has never answered gets at most one retry more."""
     report_seconds: float = 5.0
-    """An operation that has failed for this long is reported; at once if there was no answer yet."""
+    """Time after which a failing operation is logged; at once if the store has never answered."""
     answer_seconds: float = 30.0
-    """A request without an answer after this time is abandoned and repeated; stores time out earlier."""
+    """Time after which an unanswered request is abandoned and repeated; stores time out earlier."""
     hedge: bool = True
-    """Whether to send a second request for a read that is slow to start; the first answer counts."""
+    """Whether to send a second request for a read that is slow to start; the first answer is used."""
     hedge_quantile: float = 0.95
-    """A read is slow to start if it is slower than this share of the latest reads …"""
+    """A read is slow to start if it takes longer than this quantile of recent reads."""
     hedge_samples: int = 20
-    """… of which at least this many are needed …"""
+    """Minimum number of recent reads that hedging requires."""
     hedge_delay_seconds: float = 0.05
-    """… and slower than this."""
+    """Shortest time after which a read is hedged, in seconds."""
     hedge_share: float = 0.05
     """Maximum number of hedges per read, so that a store that is slow for everybody gets no double load."""
     floor_bytes_per_second: float = 100_000.0
-    """A body that stays below this rate over the window is closed and opened again."""
+    """A body that is slower than this rate over the window is closed and opened again."""
     window_seconds: float = 10.0
-    """Doubled each time for the same body: a slow network is slow on every connection."""
+    """Length of the window; doubled at each reopening, because a slow network slows all connections."""
     clock: Callable[[], float] = running_seconds
     sleep: Callable[[float], None] = time.sleep
     jitter: Callable[[], float] = _jitter
-    """Draws from [0, 1); `random.Random(seed).random` makes waits reproducible."""
+    """Returns random numbers from [0, 1); `random.Random(seed).random` makes waits reproducible."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -94,7 +95,7 @@ class RetryPolicy:
             "answer_seconds", "floor_bytes_per_second", "window_seconds",
         ):  # fmt: skip
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0")
+                raise ValueError(f"{name} must be greater than 0")
         if not self.longest_backoff_seconds >= self.backoff_seconds:
             raise ValueError("longest_backoff_seconds must be at least backoff_seconds")
         if not (self.hedge_samples >= 1 and self.hedge_delay_seconds >= 0):
@@ -104,7 +105,7 @@ class RetryPolicy:
 
     @classmethod
     def of(cls, options: StorageOptions) -> RetryPolicy:
-        """Return the policy of a user's options."""
+        """Return the default policy with the retry times of the user's options."""
         return cls(
             deadline_seconds=options.retry_seconds, first_contact_seconds=options.first_contact_seconds
         )
@@ -115,7 +116,7 @@ class RetryPolicy:
 
 
 class Hedging:
-    """The latest latencies and the budget for hedges, shared by all threads that use a store."""
+    """Recent latencies and the budget for hedges of a store, shared by all threads that use it."""
 
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
@@ -133,7 +134,7 @@ class Hedging:
             self._recent.append(seconds)
 
     def delay(self) -> float | None:
-        """Return after how many seconds the read that begins now is slow; None if unknown."""
+        """Return after how many seconds a read that starts now is hedged; None if it is not."""
         policy = self._policy
         if not policy.hedge:
             return None
@@ -146,7 +147,7 @@ class Hedging:
         return max(policy.hedge_delay_seconds, latencies[rank])
 
     def take(self) -> bool:
-        """Take a hedge from the budget; return whether there was one."""
+        """Take one hedge from the budget; return False if the budget is used up."""
         with self._lock:
             if self._budget < 1:
                 return False
@@ -155,9 +156,9 @@ class Hedging:
 
 
 class Upstream:
-    """A store as all operations of this process see it: its limit, its latencies, and whether it answers.
+    """State that all operations on a store share in this process: limit, latencies, and whether it answers.
 
-    Reports outages, and their end, to the log.
+    Logs outages and their ends.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Upstream:
         gate: Gate | None = None,
         workers: Submitter | None = None,
     ) -> None:
-        """`gate`: by default one of its own for so many connections; `workers` make requests: threads."""
+        """`gate`: by default a new one for `connections`; `workers`: run the requests, by default threads."""
         self.policy, self.metrics = policy, metrics
         self.gate = gate or Gate(connections, clock=policy.clock)
         metrics.in_flight(0, self.gate.limit)
@@ -188,7 +189,7 @@ class Upstream:
         self._lock = threading.Lock()
 
     def send(self, operation: Operation, request: Callable[[], T]) -> Future[T]:
-        """Make a request in a thread, and learn from how it ends."""
+        """Run a request in a thread, and record its result and latency."""
         self.metrics.request(operation)
 
         def timed() -> T:
@@ -210,7 +211,7 @@ class Upstream:
     def succeeded(self) -> None:
         self.gate.succeeded()
         self.has_answered = True
-        if self._down_since is None:  # read without the lock: this runs for every request
+        if self._down_since is None:  # fast path without the lock, because this runs for every request
             return
         with self._lock:
             since, self._down_since = self._down_since, None
@@ -218,15 +219,15 @@ class Upstream:
             _logger.warning("%s: answers again after %.0f s", self._url, self.policy.clock() - since)
 
     def failed(self, error: StoreError) -> None:
-        """Count a failure, and send fewer requests if the store asks for that."""
+        """Count a failure, and lower the limit if the store asks for fewer requests."""
         self.metrics.error(error)
-        self.has_answered = self.has_answered or error.status is not None  # who refuses a request is there
+        self.has_answered = self.has_answered or error.status is not None  # a refusal is an answer, too
         if isinstance(error, ThrottledError):
             self.gate.throttled()
             self.metrics.in_flight(0, self.gate.limit)
 
     def retrying(self, operation: str, error: StoreError, began: float, left_seconds: float) -> None:
-        """An operation that began to fail at `began` is retried."""
+        """Count a retry of an operation that began to fail at `began`, and log an outage if it lasts."""
         self.metrics.count("retries")
         advice = ""
         now = self.policy.clock()
@@ -249,7 +250,7 @@ class Upstream:
 
 
 class Call:
-    """One operation ("open", "put", …) on one object: its place at the gate, its deadline, its attempts."""
+    """One operation ("open", "put", …) on one object: its ticket at the gate, deadline and attempts."""
 
     def __init__(
         self,
@@ -260,7 +261,7 @@ class Call:
         urgent: bool = False,
         seconds: float | None = None,
     ) -> None:
-        """`seconds` is the time limit of the operation, and of each attempt, if it takes long by itself."""
+        """`seconds`: time limit of the operation and of each attempt; None: the limits of the policy."""
         policy = upstream.policy
         self.upstream, self.where = upstream, where
         self._operation = operation
@@ -269,7 +270,7 @@ class Call:
         self.restart(operation, policy.clock(), policy.deadline_seconds if seconds is None else seconds)
 
     def restart(self, name: str, began: float, seconds: float, progress: str = "") -> None:
-        """Begin the retries anew, with `seconds` from `began` on; errors say `name` and `progress`."""
+        """Reset retries, with a deadline `seconds` after `began`; errors contain `name` and `progress`."""
         self._name, self._began, self._progress = name, began, progress
         self._deadline = began + seconds
         self._failures = 0
@@ -281,10 +282,10 @@ class Call:
         failure: TransientError | None = None,
         discard: Callable[[T], None] | None = None,
     ) -> T:
-        """Return the request's answer, after as many attempts as it takes, and keep the place at the gate.
+        """Return the request's answer after as many attempts as necessary, and stay admitted at the gate.
 
-        `failure` is that of an attempt before. With `discard`, which gets answers that come too late, the
-        request is hedged.
+        `failure`: the error of an earlier attempt, after which to back off first. If `discard` is given, the
+        request is hedged, and `discard` is called with each answer that comes too late.
         """
         gate = self.upstream.gate
         while True:
@@ -307,7 +308,7 @@ class Call:
                 raise
 
     def leave(self) -> None:
-        """Give back the place at the gate, if there is one."""
+        """Leave the gate if admitted."""
         self.upstream.gate.leave(self._ticket)
 
     @property
@@ -315,7 +316,7 @@ class Call:
         return self._deadline - self.upstream.policy.clock()
 
     def _attempt(self, request: Callable[[], T], discard: Callable[[T], None] | None) -> T:
-        """Send the request, and perhaps again while it is slow; the first good answer counts."""
+        """Send the request, a second time if it is slow and may be hedged; the first good answer counts."""
         upstream, gate = self.upstream, self.upstream.gate
         left = limit = max(0.0, min(self._left_seconds, self._attempt_seconds, threading.TIMEOUT_MAX))
         slow_seconds = None if discard is None else upstream.hedging.delay()
@@ -349,13 +350,13 @@ class Call:
         doubled = policy.backoff_seconds * 2.0 ** min(self._failures - 1, 60)
         delay = min(policy.longest_backoff_seconds, doubled) * policy.jitter()
         if isinstance(error, ThrottledError) and error.retry_after_seconds is not None:
-            delay += error.retry_after_seconds  # with the jitter, as all processes are told the same
+            delay += error.retry_after_seconds  # plus the jitter, because all processes get the same number
         left = self._left_seconds
-        # An attempt without time left would only replace the error by its own timeout.
+        # Without enough time, another attempt would only replace this error by a less helpful timeout.
         if delay + _LEAST_ATTEMPT_SECONDS >= left:
             raise self._failed(error) from error
         elapsed = policy.clock() - self._began
-        # One failure is no proof: a connection that times out takes all of these seconds.
+        # Require two failures: a single connection timeout can take all of first_contact_seconds.
         is_late = self._failures > 1 and elapsed + delay >= policy.first_contact_seconds
         if is_late and not self.upstream.has_answered:
             advice = "; the store has not answered yet: check its URL, the endpoint and the network"
@@ -364,7 +365,7 @@ class Call:
         policy.sleep(delay)
 
     def _failed(self, error: TransientError, advice: str = "") -> TransientError:
-        """`error` with what was tried; of the same kind, so that callers can tell throttling apart."""
+        """Add the attempts to an error; keep its class, so that callers can recognize throttling."""
         kind = ThrottledError if isinstance(error, ThrottledError) else TransientError
         count, seconds = self._failures, self.upstream.policy.clock() - self._began
         attempts = f"{count} {'attempt' if count == 1 else 'attempts'} in {seconds:.1f} s"
@@ -374,9 +375,9 @@ class Call:
 
 
 def first_good(requests: Sequence[Future[T]], seconds: float) -> Future[T] | None:
-    """Return the first request that is answered, or None if none is in time.
+    """Return the first request that succeeds, or None if none does within `seconds`.
 
-    Raises a request's error if another attempt would not help, or if all requests have failed.
+    Raises a request's error if a retry would not help, or if all requests have failed.
     """
     failure: BaseException | None = None
     try:

@@ -1,12 +1,12 @@
-"""Seconds in which this process could run: the clock of all limits on waiting.
+"""A clock that stops while this process is suspended; all waiting limits use it.
 
-A process that is stopped for minutes (kill -STOP, a frozen container, a debugger) has waited for nobody
-meanwhile. By `time.monotonic` all its deadlines have passed when it wakes, and a training run would end for a
-store that answers. `running_seconds` leaves such times out. While it is in use, a thread looks at the clock
-every second; if two looks are more than `GAP_SECONDS` apart, nothing of this process has run in between.
+If a process is stopped for minutes (kill -STOP, a frozen container, a debugger), all its deadlines by
+`time.monotonic` have passed when it resumes, and a training run would fail although its store answers.
+`running_seconds` leaves such times out. While it is in use, a thread reads the clock every second; if two
+reads are more than `GAP_SECONDS` apart, the process was suspended in between.
 
-Waiting by it: a wait of the system ends by the system's clock, so a long one is made of short ones, with a
-look after each (`wait_until`).
+System waits time out by the system's clock, so `wait_until` splits a long wait into short ones and reads this
+clock after each.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from collections.abc import Callable
 
 from shardkit.storage.threads import remake_after_fork
 
-GAP_SECONDS = 5.0  # far longer than a thread waits for its turn, on an overloaded machine, too
-LOOK_SECONDS = 10.0  # at least so often, whoever waits looks
+GAP_SECONDS = 5.0  # much longer than a thread waits to be scheduled, even on an overloaded machine
+LOOK_SECONDS = 10.0  # longest single wait of `wait_until` between two reads of the clock
 _TICK_SECONDS = 1.0
-_IDLE_TICKS = 60  # without a look of others, the thread ends
+_IDLE_TICKS = 60  # the thread ends after this many ticks in which nobody else read the clock
 
 
 class RunningClock:
-    """Monotonic seconds without those in which the process was suspended; call it to look."""
+    """Monotonic seconds minus the time in which the process was suspended; call it to read the clock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, has_thread: bool = True) -> None:
-        """`has_thread`: whether a thread looks every second; otherwise gaps between calls count."""
+        """`has_thread`: a thread reads the clock every second; otherwise, gaps between calls count."""
         self._clock, self._has_thread = clock, has_thread
         self._lost = 0.0
         self.after_fork()
         remake_after_fork(self)
 
     def after_fork(self) -> None:
-        """A child has no thread; its clock goes on from where its parent's was."""
+        """Reset the thread state in a forked child, whose clock continues from the parent's value."""
         self._lock = threading.Lock()
         self._last: float | None = None
         self._ticks = 0
@@ -68,7 +68,7 @@ class RunningClock:
             self._ticks += 1
             self._look()
         with self._lock:
-            self._last = None  # what comes now is no suspension: nobody waited
+            self._last = None  # no reads are due while the thread is off, so the next gap is no suspension
             self._is_watched = False
 
 
@@ -76,14 +76,14 @@ _clock = RunningClock()
 
 
 def running_seconds() -> float:
-    """Seconds of this process's `RunningClock`."""
+    """Return the seconds of this process's `RunningClock`."""
     return _clock()
 
 
 def wait_until(
     wait: Callable[[float], bool], deadline: float, clock: Callable[[], float] = running_seconds
 ) -> bool:
-    """Whether `wait`, which is given seconds, says that it is done before `deadline` of the clock."""
+    """Call `wait(seconds)` until it returns true; return False if `deadline` of the clock passes first."""
     while not wait(max(0.0, min(deadline - clock(), LOOK_SECONDS))):
         if clock() >= deadline:
             return False

@@ -1,12 +1,12 @@
-"""An S3 bucket, or a prefix in one, as a store; any server that speaks S3's protocol.
+"""An S3 bucket, or a prefix in one, as a store; works with any server that speaks S3's protocol.
 
-An object's version is its ETag. A ranged read states the version it wants (If-Match), and an answer that is
+An object's version is its ETag. A ranged read sends the version it wants (If-Match), and an answer that is
 not exactly the requested range is refused. With `if_absent`, the server decides (If-None-Match); each such
-write carries a nonce in its metadata ("shardkit-nonce"). If the server says that the object exists, the nonce
-tells whether it is ours: a write whose acknowledgement was lost, and that the same store or a caller with the
-same nonce in `metadata` repeats, is a success. Requests are made once: `ResilientStore` retries.
+write has a nonce in its metadata ("shardkit-nonce"). If the server says that the object exists, the nonce
+shows whether it is ours: if the acknowledgement of a write was lost, and the same store, or a caller with the
+same nonce in `metadata`, repeats the write, it succeeds. Requests are made once: `ResilientStore` retries.
 
-Costs about 2 milliseconds of CPU per request (botocore), and one copy of the bytes.
+A request takes about 2 milliseconds of CPU time (botocore), and the bytes are copied once.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from shardkit.storage.store import (
 NONCE = "shardkit-nonce"
 _URL = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9._-]{1,254})(?:/(.*))?", re.IGNORECASE | re.DOTALL)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
-_MAX_UNANSWERED = 1024  # writes that may have happened and may be repeated; above, all are forgotten
-_MAX_METADATA_BYTES = 2048  # S3's limit
-_FILLED_BYTES = 1 << 16  # of a read that waits until its piece is full
-_LOW_WATER_BYTES = 1 << 17
-_MAX_EMPTY_PAGES = 1000  # in a row; S3 sends some where many objects were deleted
-_PAGE_BYTES = 1 << 16  # of an error: far more than servers send
-_ERROR_BYTES = 1 << 12  # an error without the type of one has less
+_MAX_UNANSWERED = 1024  # nonces of unacknowledged writes to remember; above this, all are forgotten
+_MAX_METADATA_BYTES = 2048  # S3's limit on the names and values of an object's metadata
+_FILLED_BYTES = 1 << 16  # size of pieces that are filled before a read returns (checksummed bodies)
+_LOW_WATER_BYTES = 1 << 17  # the kernel wakes a direct read only after this many bytes
+_MAX_EMPTY_PAGES = 1000  # in a row; S3 sends empty pages where many objects were deleted
+_PAGE_BYTES = 1 << 16  # maximum size of an error or web page; real ones are far smaller
+_ERROR_BYTES = 1 << 12  # maximum size of an error that is sent with an object's content type
 _ERROR_START = re.compile(rb"\s*(?:<(?:[?E]|\Z)|\Z)")
 _HTML = re.compile(rb"\s*(?:<!doctype html|<html)", re.IGNORECASE)
-_TAIL_BYTES = 1 << 20  # far more than what may wait in the buffers between the socket and us
+_TAIL_BYTES = 1 << 20  # far more than the buffers between the socket and this code can hold
 
 
 class S3Store(BaseStore):
-    """Objects below a prefix of a bucket: s3://bucket/prefix."""
+    """A store of the objects below a prefix of a bucket: s3://bucket/prefix."""
 
     def __init__(self, url: str, options: StorageOptions | None = None) -> None:
         found = _URL.fullmatch(url)
         if url[5:].lower().startswith("arn:"):
-            raise StoreError(url, "names a bucket by its ARN: give its name, or the access point's alias")
+            raise StoreError(url, "names a bucket by its ARN: use its name, or the access point's alias")
         if not found:
             raise StoreError(
-                url, "not an S3 URL: expected s3://bucket/prefix (bucket names have 3 to 63 characters)"
+                url, "is not an S3 URL: expected s3://bucket/prefix (bucket names have 3 to 63 characters)"
             )
         self._bucket = found[1]
         prefix = (found[2] or "").rstrip("/")
@@ -94,7 +94,7 @@ class S3Store(BaseStore):
         try:
             answer = self._client.request("get_object", where, **parameters)
         except StoreError as error:
-            if error.status == 416 and start == 0:  # an empty object has no range
+            if error.status == 416 and start == 0:  # the object is empty, so any range is refused
                 return self._open_nothing(key, 0, 0, version)
             raise
         try:
@@ -168,7 +168,7 @@ class S3Store(BaseStore):
                 if (before and name <= before) or not name.startswith(self._prefix + prefix):
                     raise StoreError(where, f"the server lists {name!r} after {before!r}, not sorted by key")
                 before = name
-                if name != self._prefix:  # an empty object that some tools create for a folder
+                if name != self._prefix:  # skip the empty object that some tools create for a folder
                     yield ObjectInfo(name[len(self._prefix) :], int(entry["Size"]), version_of(entry))
             if not answer.get("IsTruncated"):
                 return
@@ -205,9 +205,9 @@ class S3Store(BaseStore):
     def _checked_answer(
         self, key: str, answer: Mapping[str, Any], start: int, stop: int | None, version: str | None
     ) -> tuple[ObjectInfo, int]:
-        """Return (the object, how many bytes follow) of an answer that holds the requested range."""
+        """Check that an answer has the requested range and version; return (the object, bytes to follow)."""
         where, got = self.where(key), version_of(answer)
-        if version not in (None, got):  # a server that knows no If-Match
+        if version not in (None, got):  # the server does not support If-Match
             raise ObjectChangedError(where, f"has version {got}, not {version}")
         length = size = self._length(key, answer)
         first = 0
@@ -234,7 +234,7 @@ class S3Store(BaseStore):
     def _described(self, key: str, answer: Mapping[str, Any], size: int) -> ObjectInfo:
         version = version_of(answer)
         if not version:
-            raise StoreError(self.where(key), "the server sends no ETag, so versions cannot be told apart")
+            raise StoreError(self.where(key), "the server sends no ETag, so versions cannot be compared")
         metadata = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
         return ObjectInfo(key, size, version, metadata)
 
@@ -244,7 +244,7 @@ class S3Store(BaseStore):
         return int(answer["ContentLength"])
 
     def _find_own(self, key: str, nonce: str, size: int) -> ObjectInfo | None:
-        """Return the object if it is what we wrote."""
+        """Return the object if its nonce and size are those of our own write, else None."""
         try:
             info = self.head(key)
         except ObjectNotFoundError:
@@ -263,7 +263,8 @@ class S3Store(BaseStore):
 def _page(answer: Mapping[str, Any], *, is_ranged: bool) -> bytes | None:
     """Return the body of an answer that may be an error in place of an object; None if it cannot be one.
 
-    Proxies send errors with the type that the object has. A range in answer to a range is none, and whole
+    Proxies may send errors with the object's content type. A partial answer to a ranged request is never an
+    error, and whole objects are checked when their bodies start (`S3Body.check_no_error`).
     objects are looked at when they begin (`S3Body.check_no_error`).
     """
     size, kind = answer.get("ContentLength", _PAGE_BYTES + 1), answer.get("ContentType", "").lower()
@@ -276,24 +277,24 @@ def _page(answer: Mapping[str, Any], *, is_ranged: bool) -> bytes | None:
 
 
 class S3Body(BaseBody):
-    """A stream of exactly `bytes_left` bytes from botocore's `stream`.
+    """A body of exactly `bytes_left` bytes from botocore's `stream`.
 
-    Reads return what has arrived (one `recv`), so a trickling server cannot hold a reader for longer than
-    the read timeout. A body that ends early is a TransientError.
+    Reads return the bytes that have arrived (one `recv`), so a very slow server cannot block a read for
+    longer than the read timeout. A body that ends early is a TransientError.
 
-    Long bodies are received into the reader's buffer up to their last MiB: http.client and urllib3 would
-    make an object of each piece, to be copied (0.08 CPU-seconds a gigabyte). The system is asked to wait for
-    128 KiB at a time (SO_RCVLOWAT), because it would otherwise wake the reader for every few packets, three
-    times the work; less than that within the read timeout counts as silence. The last MiB is read through
-    urllib3, which then keeps the connection for another request.
+    Long bodies, except their last MiB, are received directly into the reader's buffer: http.client and
+    urllib3 would create an object for each piece and copy it (0.08 CPU-seconds per gigabyte). The kernel is
+    asked to wait for 128 KiB at a time (SO_RCVLOWAT), because otherwise it would wake the reader for every
+    few packets, which takes three times the CPU time; if less arrives within the read timeout, the read times
+    out. The last MiB is read through urllib3, which can then reuse the connection.
 
     If botocore checks a body against a stored checksum (whole objects, with checksums "when_supported"), it
-    must be read in filled pieces of 64 KiB. `close` may come from another thread, and ends a read there.
+    must be read in full pieces of 64 KiB. Another thread may call `close`, which ends a blocked read.
     """
 
     def __init__(self, where: str, info: ObjectInfo, stream: Any, bytes_left: int) -> None:
         self.info = info
-        self._held = memoryview(b"")  # what `check_no_error` has read
+        self._held = memoryview(b"")  # bytes that `check_no_error` has read ahead
         self._where = where
         self._stream = stream
         self._bytes = self._left = bytes_left
@@ -317,7 +318,7 @@ class S3Body(BaseBody):
         return count
 
     def check_no_error(self) -> None:
-        """Read the first bytes, and all if they begin like an error of S3; raise it if it is one."""
+        """Read the first bytes, and all if they look like an S3 error. Raises the error if it is one."""
         page, done = memoryview(bytearray(self._left)), 0
         while done < len(page) and _ERROR_START.match(page[:done]):
             done += self._receive(page[done:])
@@ -337,10 +338,10 @@ class S3Body(BaseBody):
                 buffer[:count] = piece
             self._left -= count
             if self._direct is not None and self._left < _TAIL_BYTES:
-                self._direct.wait_for(1)  # the end may be less, and the connection is used again
+                self._direct.wait_for(1)  # the rest may be shorter, and the connection is reused
                 self._direct = None
             if not self._left and self._is_checked:
-                self._stream.read(1)  # compares the checksum
+                self._stream.read(1)  # reading past the end makes botocore compare the checksum
         except request_errors() as error:
             raise self._broken(error) from error
         except (ValueError, AttributeError) as error:
@@ -355,7 +356,7 @@ class S3Body(BaseBody):
         self._closed = True
         if self._left:
             shutdown = getattr(getattr(self._stream, "_raw_stream", None), "shutdown", None)
-            if shutdown is not None:  # closing alone would wait for a read in another thread
+            if shutdown is not None:  # close alone would block while another thread is reading
                 with contextlib.suppress(Exception):
                     shutdown()
         with contextlib.suppress(*request_errors()):
@@ -381,14 +382,14 @@ class S3Body(BaseBody):
 
 
 class _DirectReads:
-    """Reads of a body's socket into the reader's memory, counted for http.client and urllib3."""
+    """Reads a body's socket into the reader's buffer, keeping the counts of http.client and urllib3 right."""
 
     def __init__(self, raw: Any, response: Any, connection: socket.socket) -> None:
         self._raw, self._response, self._socket = raw, response, connection
 
     @classmethod
     def of(cls, stream: Any) -> _DirectReads | None:
-        """Make reads of botocore's `stream`. None if botocore, urllib3 or http.client has changed inside."""
+        """Return direct reads of botocore's `stream`, or None if the libraries' internals are unfamiliar."""
         raw = getattr(stream, "_raw_stream", None)
         response = getattr(raw, "_fp", None)
         if not isinstance(response, HTTPResponse) or response.chunked:
@@ -400,23 +401,23 @@ class _DirectReads:
         return cls(raw, response, connection)
 
     def readinto(self, buffer: memoryview) -> int:
-        """Receive what has arrived, but never the last byte: with that, urllib3 ends the body."""
+        """Receive bytes that have arrived, but never the last byte: urllib3 must read it to end the body."""
         count: int = self._response.fp.readinto1(buffer[: self._response.length - 1])
         self._response.length -= count
         self._raw.length_remaining -= count
         return count
 
     def wait_for(self, count: int) -> None:
-        """Let the system wake a read of this connection after `count` bytes."""
+        """Make the kernel wake reads of this connection only after `count` bytes (SO_RCVLOWAT)."""
         with contextlib.suppress(OSError):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
 
 class _Unanswered:
-    """Nonces of writes that ended without an answer, for the next attempt at the same write."""
+    """Nonces of conditional writes that ended without an answer, for the next attempt at the same write."""
 
     def __init__(self) -> None:
-        # Without a lock: each use is one step of a dict, and valid after a fork.
+        # Needs no lock: each use is one atomic operation on a dict, and stays valid after a fork.
         self._nonces: dict[str, tuple[str, str]] = {}
 
     def add(self, key: str, content: Content, nonce: str) -> None:
@@ -425,7 +426,7 @@ class _Unanswered:
         self._nonces[key] = (content.identity(), nonce)
 
     def take(self, key: str, content: Content) -> str | None:
-        """Return the nonce of such a write, to one caller only."""
+        """Return and remove the nonce of an unanswered write of this content, or None."""
         identity, nonce = self._nonces.pop(key, (None, None))
         return nonce if identity is not None and identity == content.identity() else None
 
@@ -439,9 +440,9 @@ def _checked_metadata(where: str, metadata: Mapping[str, str]) -> dict[str, str]
         ):
             raise StoreError(
                 where,
-                f"metadata {name!r}: {value!r:.80} is not ASCII that an HTTP header can carry, with a "
-                "lower-case name",
+                f"metadata {name!r}: {value!r:.80} cannot be an HTTP header: use ASCII without outer spaces, "
+                "and a lower-case name",
             )
     if sum(len(name) + len(value) for name, value in metadata.items()) > _MAX_METADATA_BYTES:
-        raise StoreError(where, f"metadata exceeds {_MAX_METADATA_BYTES:,} bytes")
+        raise StoreError(where, f"metadata exceeds {_MAX_METADATA_BYTES:,} bytes, the limit of S3")
     return dict(metadata)

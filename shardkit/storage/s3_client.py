@@ -1,8 +1,8 @@
 """The botocore client of an S3 store, without retries.
 
-The client is created at the first request, once per process; a forked child creates its own. Credentials are
-botocore's business (environment, files, processes, roles). If a server refuses them, they are looked up
-again, and the request is repeated once if they have changed: a run outlives the session credentials that it
+The client is created at the first request, once per process; a forked child creates its own. botocore finds
+the credentials (environment, files, processes, roles). If a server refuses them, they are looked up again,
+and the request is repeated once if they have changed: so a run can outlive the session credentials that it
 was started with, if something renews them.
 """
 
@@ -35,15 +35,16 @@ from shardkit.storage.store import (
 )
 from shardkit.storage.threads import remake_after_fork
 
-# A look-up can mean a process or a request, and refused requests may come in hundreds.
+# Shortest time between two look-ups of credentials: each may start a process or send a request, and hundreds
+# of requests may be refused at once.
 RENEWAL_SECONDS = 3.0
-# New keys may reach a machine some time after the old ones are refused.
+# Time for which refused keys that have worked before cause retries: new keys may reach a machine late.
 GRACE_SECONDS = 60.0
-_DEFAULT_REGION = "us-east-1"  # for which S3-compatible servers expect requests to be signed
+_DEFAULT_REGION = "us-east-1"  # the region that S3-compatible servers expect in signatures
 
 
 class S3Client:
-    """Makes requests; pickles as its options."""
+    """Makes requests without retries; a pickled copy keeps only the options."""
 
     def __init__(
         self, url: str, options: StorageOptions, *, clock: Callable[[], float] = time.monotonic
@@ -58,14 +59,15 @@ class S3Client:
         self._credentials: Any = None
         self._looked_up = -math.inf
         self._has_worked = False
-        self._refused_since: float | None = None  # while requests with keys that have worked are refused
+        self._refused_since: float | None = None  # first time at which keys that had worked were refused
 
     def request(
         self, operation: str, where: str, purpose: Purpose = "read", **parameters: Any
     ) -> dict[str, Any]:
         """Call `operation`, a method of botocore's client; StoreErrors name `where`.
 
-        Keys that have worked and are refused now may be about to be replaced: TransientError for a while.
+        If keys that have worked are refused, they may be about to be replaced: for a while, raise
+        TransientError.
         """
         try:
             client = self.botocore_client()
@@ -91,7 +93,7 @@ class S3Client:
         return now - self._refused_since < GRACE_SECONDS
 
     def botocore_client(self) -> Any:
-        """Return the client of this process."""
+        """Return this process's botocore client, creating it at the first call."""
         if self._client is None:
             with self._lock:
                 if self._client is None:
@@ -112,10 +114,10 @@ class S3Client:
                 self._client.close()
 
     def _renew(self, refused: Any) -> bool:
-        """Replace the `refused` client if there are other credentials now; return whether there are."""
+        """Replace the `refused` client if the credentials have changed; return whether it was replaced."""
         with self._lock:
             if self._client is not refused:
-                return True  # another thread was quicker
+                return True  # another thread has replaced it
             now = self._clock()
             if now - self._looked_up < RENEWAL_SECONDS:
                 return False
@@ -142,7 +144,7 @@ def version_of(answer: Mapping[str, Any]) -> str:
 
 
 def _new_session(url: str, options: StorageOptions) -> Any:
-    """Create a session, which reads the configuration when asked."""
+    """Create a botocore session, which reads the AWS configuration on first use."""
     try:
         from botocore.session import Session
     except ImportError as error:
@@ -154,7 +156,7 @@ def _new_session(url: str, options: StorageOptions) -> Any:
 
 @functools.cache
 def _loader() -> Any:
-    """Return the reader of S3's description, which is most of the work of making a client, and is shared."""
+    """Return botocore's loader of API descriptions; shared, as loading is most of the work of a client."""
     from botocore.loaders import create_loader
 
     return create_loader(os.environ.get("AWS_DATA_PATH"))
@@ -197,9 +199,9 @@ def _new_client(url: str, options: StorageOptions, session: Any) -> Any:
                 region_name=options.region or session.get_config_variable("region") or default_region,
                 config=Config(**config, **defaults),
             )
-        except ValueError as error:  # an endpoint that is no URL, and may have a password in it
+        except ValueError as error:  # the endpoint is not a URL; `from None`, as it may hold a password
             raise StoreError(url, f"{error}; check --endpoint-url and AWS_ENDPOINT_URL") from None
-        plain = without_password(made.meta.endpoint_url)  # of the environment or the configuration
+        plain = without_password(made.meta.endpoint_url)  # the environment's URL may have a password
         if plain != made.meta.endpoint_url:
             return client(default_region, plain, **defaults)
         made.meta.events.register_first("needs-retry.s3", _ignore_odd_redirects)
@@ -216,14 +218,14 @@ def _new_client(url: str, options: StorageOptions, session: Any) -> Any:
 
 
 def _endpoint_of_environment() -> str | None:
-    """Return MosaicML's variable for an endpoint, where none of AWS's is set, which botocore reads itself."""
+    """Return MosaicML's endpoint variable, unless one of AWS's is set, which botocore reads itself."""
     if os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         return None
     return os.environ.get("S3_ENDPOINT_URL") or None
 
 
 def _with_demands(options: StorageOptions, params: dict[str, Any], model: Any, **_: Any) -> dict[str, Any]:
-    """Add to any request what the bucket demands: who pays, and of writes how they are encrypted."""
+    """Add the parameters that a bucket may demand: requester pays, and encryption of writes."""
     known = model.input_shape.members
     demands = {"RequestPayer": "requester"} if options.requester_pays else {}
     if options.encryption is not None and model.name in ("PutObject", "CreateMultipartUpload", "CopyObject"):
@@ -236,10 +238,10 @@ def _with_demands(options: StorageOptions, params: dict[str, Any], model: Any, *
 def _ignore_odd_redirects(
     response: tuple[Any, dict[str, Any]] | None, operation: Any, request_dict: dict[str, Any], **_: Any
 ) -> None:
-    """Keep botocore from following redirects of whatever is no S3, such as a proxy with a login page.
+    """Keep botocore from following redirects of servers other than S3, such as a proxy with a login page.
 
-    It takes anything in the place of a region's name for one, and where there is none asks for the bucket's,
-    by a request that is redirected in turn, a few hundred times.
+    botocore takes any text in the field of the region for a region's name. Without one, it requests the
+    bucket's region, and that request is redirected in turn, a few hundred times.
     """
     redirect = request_dict.get("context", {}).get("s3_redirect")
     if operation.name == "HeadBucket" and isinstance(redirect, dict):
@@ -255,9 +257,10 @@ def _ignore_odd_redirects(
 
 
 def _sign_md5_alone(request: Any, **_: Any) -> None:
-    """Sign only the MD5 of a body, not also its SHA-256: over HTTP as botocore does over HTTPS.
+    """Sign only the MD5 of a body, not also its SHA-256, over HTTP too, as botocore does over HTTPS.
 
-    Not if the AWS configuration has `payload_signing_enabled`. A second hash costs as much as sending.
+    Does nothing if the AWS configuration sets `payload_signing_enabled`. The second hash would take as much
+    CPU time as sending.
     """
     from botocore.config import Config
 
@@ -275,7 +278,7 @@ def _is_aws(endpoint_url: str) -> bool:
 
 
 def _for_compatible_servers(options: StorageOptions, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of servers other than AWS's, if neither options nor AWS configuration set them."""
+    """Return the defaults for servers other than AWS's, for settings that the user has not set."""
     defaults: dict[str, Any] = {}
     stated = settings.get("s3")
     if options.path_style is None and not (isinstance(stated, dict) and "addressing_style" in stated):

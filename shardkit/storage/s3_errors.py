@@ -1,4 +1,4 @@
-"""The errors of S3 servers and of the way to them, as errors of a store, each with what to do about it."""
+"""Translation of S3 and connection errors into `StoreError`s that say what to do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _THROTTLED = {
 }  # fmt: skip
 
 
-# Some of these also come in the body of a 200, without a status of their own.
+# Some of these codes are also sent in the body of an answer with status 200.
 _TRANSIENT = {
     "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError", "OperationAborted",
     "RequestTimeout",
@@ -39,13 +39,13 @@ _PRECONDITION = {"PreconditionFailed", "412"}
 
 
 _STALE = {
-    "400", "401", "403",  # a HEAD's
+    "400", "401", "403",  # for HEAD, whose answers have no body, the status is the code
     "AccessDenied", "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken",
     "RequestExpired", "SignatureDoesNotMatch", "TokenRefreshRequired",
 }  # fmt: skip
 
 
-# Of these, what speaks of the keys alone; the others may be about one object.
+# Codes that concern only the keys; the others of `_STALE` may concern one object.
 REFUSED_KEYS = _STALE - {"400", "401", "403", "AccessDenied"}
 
 
@@ -59,7 +59,7 @@ _ADVICE = {
     "(environment, file, process); they are then read again",
     "InvalidAccessKeyId": "the server does not know this access key: check the credentials and the endpoint",
     "InvalidObjectState": "the object is archived: restore it first",
-    "InvalidRange": "the range begins beyond the object's end",
+    "InvalidRange": "the range begins after the object's end",
     "RequestTimeTooSkewed": "the clocks of this machine and the server differ too much: set the clock (NTP)",
     "SignatureDoesNotMatch": "check the secret key, and that no proxy changes requests",
 }
@@ -87,14 +87,14 @@ _ADVICE["403"] = _ADVICE["AccessDenied"]
 _ADVICE["416"] = _ADVICE["InvalidRange"]
 
 
-_ADVICE["400"] = "expired credentials, wrong region or wrong clock: the answer to a HEAD does not say which"
+_ADVICE["400"] = "check credentials, region and clock: the answer to a HEAD does not name the cause"
 
 
 _ADVICE["InvalidToken"] = _ADVICE["ExpiredToken"]
 
 
 def request_errors() -> tuple[type[Exception], ...]:
-    """Return everything that a request or a body can raise, for `except request_errors() as error`."""
+    """Return all exception types of requests and bodies, for `except request_errors() as error`."""
     try:
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.parsers import ResponseParserError
@@ -105,13 +105,13 @@ def request_errors() -> tuple[type[Exception], ...]:
 
 
 def error_code(error: BaseException) -> str:
-    """Return S3's error code, or "" if there is none; for a HEAD, which has no body, the status as text."""
+    """Return S3's error code, "" if there is none; for HEAD, whose answers have no body, the status."""
     response: Any = getattr(error, "response", None)
     return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 
 
 def error_status(error: BaseException) -> int | None:
-    """Return the HTTP status that came with an error."""
+    """Return the HTTP status of an error, or None."""
     response: Any = getattr(error, "response", None)
     if not isinstance(response, dict):
         return None
@@ -120,16 +120,16 @@ def error_status(error: BaseException) -> int | None:
 
 
 def may_be_stale_credentials(error: BaseException) -> bool:
-    """Return whether other credentials might have been accepted."""
+    """Return whether a request was refused for a reason that new credentials may remove."""
     return error_code(error) in _STALE and error_status(error) in (400, 401, 403)
 
 
 def translated(where: str, error: Exception, purpose: Purpose = "read") -> StoreError:
-    """Translate one of `request_errors` of a request about `where`.
+    """Translate one of `request_errors` into a StoreError about `where`.
 
-    What may go away by itself (timeouts, broken connections, 5xx, a metadata service that does not answer) is
-    a TransientError, a request for fewer requests a ThrottledError; other messages say what to check. An
-    unknown failure becomes a StoreError with its own words, so nothing of botocore's leaves a store.
+    Errors that may pass (timeouts, broken connections, 5xx, a metadata service that does not answer) become
+    TransientErrors, requests to slow down ThrottledErrors; other messages say what to check. An unknown
+    failure becomes a StoreError with its own message, so no botocore exception leaves a store.
     """
     if isinstance(error, StoreError):
         return error
@@ -139,9 +139,9 @@ def translated(where: str, error: Exception, purpose: Purpose = "read") -> Store
 
 
 def error_in_body(where: str, text: bytes, status: int) -> StoreError | None:
-    """Return the error that a server sent in place of an object, with the status of a success, if it is one.
+    """Return the error that a server sent in place of an object with a success status; None if there is none.
 
-    Errors that a server has begun to answer so are its own: they are transient unless their code says that
+    Such an error occurred in the server after it began to answer: it is transient unless its code shows that
     repeating the request does not help.
     """
     found = _ERROR_BODY.search(text)
@@ -179,7 +179,7 @@ def _of_response(where: str, error: Exception, purpose: Purpose) -> StoreError:
     if status in _REDIRECTS:
         return StoreError(where, _redirected(response["ResponseMetadata"]["HTTPHeaders"]), status=status)
     message = str(response.get("Error", {}).get("Message") or "no message")
-    if code in _ADVICE and status in (200, 500):  # botocore makes a 500 of an error in a 200
+    if code in _ADVICE and status in (200, 500):  # botocore reports an error in a 200 answer as 500
         return StoreError(where, f"{code}: {message:.200}; {_ADVICE[code]}", status=status)
     if code in _TRANSIENT or status == 409 or (status or 0) >= 500:
         return TransientError(where, f"{code}: {message:.200}", status=status)
@@ -188,10 +188,10 @@ def _of_response(where: str, error: Exception, purpose: Purpose) -> StoreError:
 
 
 def _redirected(headers: Mapping[str, str]) -> str:
-    """Return what an answer means that names another place."""
+    """Describe a redirect, with advice: another region, or a server that is not S3."""
     if region := headers.get(REGION_HEADER):
         return f"the bucket is in region {region}: set --storage region={region} or AWS_REGION"
-    place = headers.get("location", "an address that it does not name").partition("?")[0]  # no signatures
+    place = headers.get("location", "an address that it does not name").partition("?")[0]  # hides signatures
     advice = "check the endpoint, and whether a proxy or a login page answers in its place"
     return f"the server redirects to {place:.200}: {advice}"
 

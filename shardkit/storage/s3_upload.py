@@ -1,13 +1,14 @@
 """Upload an object to S3: in one request, or in parts that the server assembles at the end.
 
-Every request carries the MD5 of its content, which is signed, and which the server compares (also over HTTP
-the body itself is not signed: a second hash of it costs a quarter of an upload's CPU); the ETag of the whole
-is compared here. A file is read in parts of 16 MiB (more only above 160 GB, so that 10,000 parts suffice),
-four in memory at a time. A failed upload is aborted: nothing of it stays behind or costs anything.
+Every request has the MD5 of its content in a signed header, and the server compares it. (Over HTTP, too, the
+body itself is not signed: a second hash would take a quarter of an upload's CPU time.) The ETag of the whole
+object is compared here. A file is read in parts of 16 MiB (larger only above 160 GB, so that 10,000 parts
+suffice), with four in memory at a time. A failed upload is aborted, so nothing remains that would cost money.
 
-A conditional upload (`if_absent`) is one request up to 5 GiB, streamed from a file that is read twice: some
-servers (Ceph) decide atomically about single requests, but ignore the condition when parts are completed.
-In buckets with versions Ceph ignores it there, too: whoever finds an earlier version removes the own one.
+A conditional upload (`if_absent`) is a single request up to 5 GiB, streamed from a file that is read twice:
+some servers (Ceph) decide atomically about single requests, but ignore the condition when parts are
+completed. In buckets with versioning, Ceph ignores it for single requests, too; so a writer that finds an
+earlier version removes its own.
 """
 
 from __future__ import annotations
@@ -28,30 +29,30 @@ from typing import Any
 from shardkit.storage.s3_client import S3Client, version_of
 from shardkit.storage.store import ObjectExistsError, StoreError, TransientError
 
-PART_BYTES = 16 << 20  # also the largest object sent in one request without a condition
-MAX_OBJECT_BYTES = 5 << 40  # S3's limit
-_MAX_REQUEST_BYTES = 5 << 30  # S3's limit
-_MAX_PARTS = 10_000  # S3's limit
-_PART_ALIGNMENT = 1 << 20
-_PIECE_BYTES = 1 << 20  # of a file that is only hashed
-_THREADS = 4
+PART_BYTES = 16 << 20  # size of a part; unconditional uploads up to this size are one request
+MAX_OBJECT_BYTES = 5 << 40  # S3's limit on the size of an object
+_MAX_REQUEST_BYTES = 5 << 30  # S3's limit on the size of an object that is sent in one request
+_MAX_PARTS = 10_000  # S3's limit on the number of parts
+_PART_ALIGNMENT = 1 << 20  # larger parts are a multiple of this
+_PIECE_BYTES = 1 << 20  # size of reads when a file is only hashed
+_THREADS = 4  # number of parts that are sent at a time
 _FORBIDDEN = 403
-_KEPT_BUFFERS = 8  # 128 MiB; during an upload hardly any is free
+_KEPT_BUFFERS = 8  # maximum number of unused buffers to keep, 128 MiB in all
 _MD5_ETAG = re.compile(r"[0-9a-f]{32}(-[0-9]+)?")
 
 
 class Buffers:
-    """Memory for parts, kept for the next ones, because allocating it costs as much as sending it.
+    """Reusable memory for parts, because allocating a buffer takes as long as sending it.
 
-    They are bytearrays, which botocore sends as they are; it copies bytes first.
+    Buffers are bytearrays, which botocore sends without a copy; it copies bytes objects first.
     """
 
     def __init__(self) -> None:
-        self._free: deque[bytearray] = deque(maxlen=_KEPT_BUFFERS)  # no lock: one step each
+        self._free: deque[bytearray] = deque(maxlen=_KEPT_BUFFERS)  # no lock: its operations are atomic
 
     @contextlib.contextmanager
     def lend(self, size: int) -> Iterator[bytearray]:
-        """Lend `size` bytes of any content, without waiting."""
+        """Lend a buffer of `size` bytes with arbitrary content; never wait for one."""
         if size != PART_BYTES:
             yield bytearray(size)
             return
@@ -69,7 +70,7 @@ class Buffers:
 
 
 class Content:
-    """What to upload: bytes, or a file of which only the current parts are in memory."""
+    """The data to upload: bytes, or a file, which is read part by part."""
 
     def __init__(self, where: str, data: bytes | Path, buffers: Buffers) -> None:
         self._where = where
@@ -80,7 +81,7 @@ class Content:
 
     @contextlib.contextmanager
     def part(self, start: int, stop: int) -> Iterator[bytes | bytearray]:
-        """Lend the bytes from `start` to `stop`; those of a file in a buffer that is reused afterwards."""
+        """Lend the bytes from `start` to `stop` (exclusive); a file's bytes are in a reused buffer."""
         if self._file is None:
             assert isinstance(self._data, bytes)
             yield self._data[start:stop]
@@ -92,7 +93,7 @@ class Content:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[bytes | bytearray | FileIO]:
-        """Lend all of it in a form that botocore can send."""
+        """Lend the whole content in a form that botocore can send."""
         if self._file is None or self.bytes <= PART_BYTES:
             with self.part(0, self.bytes) as part:
                 yield part
@@ -112,7 +113,7 @@ class Content:
         return digest.digest()
 
     def identity(self) -> str:
-        """Return a text that is equal for equal content (for a file: by its dates) in this process."""
+        """Return a text that identifies the content in this process: its MD5, or a file's inode and mtime."""
         if self._file is None:
             return self.md5().hex()
         status = os.fstat(self._file.fileno())
@@ -123,7 +124,7 @@ class Content:
             self._file.close()
 
     def _read_into(self, buffer: memoryview, position: int) -> None:
-        """Fill `buffer` from the file."""
+        """Fill `buffer` with the file's bytes from `position` on."""
         assert self._file is not None
         filled = 0
         while filled < len(buffer):
@@ -145,30 +146,30 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where an upload goes, with which metadata and condition."""
+    """The destination of an upload, with its metadata and condition."""
 
     where: str
     names: Mapping[str, str]
     """Bucket and Key, as botocore's arguments."""
     metadata: Mapping[str, str]
     condition: Mapping[str, str]
-    """IfNoneMatch="*", or empty."""
+    """IfNoneMatch="*" for a conditional upload, otherwise empty."""
 
 
 def upload(client: S3Client, target: Target, content: Content) -> str:
     """Upload `content` and return its version.
 
-    TransientError if the server reports that it stored something else, which is removed again if it is
-    certainly new. ObjectExistsError if the condition does not hold.
+    Raises TransientError if the server reports other content than was sent; the object is then removed if it
+    is certainly new. Raises ObjectExistsError if the condition is not met.
     """
     if content.bytes > MAX_OBJECT_BYTES:
-        raise StoreError(target.where, f"{content.bytes:,} bytes exceed S3's limit, {MAX_OBJECT_BYTES:,}")
+        raise StoreError(target.where, f"{content.bytes:,} bytes exceed S3's limit of {MAX_OBJECT_BYTES:,}")
     in_one_request = _MAX_REQUEST_BYTES if target.condition else PART_BYTES
     send = _upload_whole if content.bytes <= in_one_request else _upload_parts
     answer, expected = send(client, target, content)
     if target.condition and "VersionId" in answer and not client.is_aws:
         _withdraw_second(client, target, str(answer["VersionId"]))
-    if not version_of(answer):  # Ceph sends none when it completes parts
+    if not version_of(answer):  # Ceph sends no ETag when it completes parts
         answer = client.request("head_object", target.where, "read", **target.names)
     version = version_of(answer)
     if _is_md5(answer, version) and version != expected:
@@ -182,10 +183,11 @@ def upload(client: S3Client, target: Target, content: Content) -> str:
 
 
 def _withdraw_second(client: S3Client, target: Target, version_id: str) -> None:
-    """Remove the version just stored, and raise ObjectExistsError, if the object existed before.
+    """Remove the version just stored and raise ObjectExistsError if the object existed before.
 
-    Of rivals only the first finds no earlier version that is not deleted. Readers may see the bytes of a
-    second one until it has removed them. A caller who may not list versions has to trust the server.
+    Of several concurrent writers, only the first finds no earlier version that is not deleted. Readers may
+    see the bytes of a later writer until it has removed them. If the caller may not list versions, trust the
+    server.
     """
     bucket, key = target.names["Bucket"], target.names["Key"]
     try:
@@ -194,7 +196,7 @@ def _withdraw_second(client: S3Client, target: Target, version_id: str) -> None:
         if error.status == _FORBIDDEN:
             return
         raise
-    versions = [each for each in listed.get("Versions", ()) if each["Key"] == key]  # the newest first
+    versions = [each for each in listed.get("Versions", ()) if each["Key"] == key]  # newest first
     ids = [each["VersionId"] for each in versions]
     if version_id not in ids[:-1]:
         return
@@ -207,7 +209,7 @@ def _withdraw_second(client: S3Client, target: Target, version_id: str) -> None:
 
 
 def _is_md5(answer: Mapping[str, Any], version: str) -> bool:
-    """Return whether the ETag is the content's MD5: not with keys of KMS or of the customer."""
+    """Return whether the ETag is the content's MD5: not if a KMS or customer key encrypts the object."""
     is_encrypted = str(answer.get("ServerSideEncryption", "")).startswith("aws:kms")
     return not is_encrypted and "SSECustomerAlgorithm" not in answer and bool(_MD5_ETAG.fullmatch(version))
 
@@ -257,7 +259,7 @@ def _upload_parts(client: S3Client, target: Target, content: Content) -> tuple[d
             try:
                 done = [future.result() for future in sent]
             except BaseException:
-                # Running requests end before the abort: a part that is stored after it would stay.
+                # Let running requests end before the abort: a part that is stored after it would remain.
                 pool.shutdown(cancel_futures=True)
                 raise
         parts = [{"ETag": etag, "PartNumber": number} for number, (etag, _) in enumerate(done, 1)]
@@ -270,14 +272,14 @@ def _upload_parts(client: S3Client, target: Target, content: Content) -> tuple[d
             **target.condition,
         )
     except BaseException:
-        with contextlib.suppress(StoreError):  # gone already if only the acknowledgement was lost
+        with contextlib.suppress(StoreError):  # the upload is complete if only its answer was lost
             client.request("abort_multipart_upload", target.where, "write", **names)
         raise
     return answer, f"{_md5(b''.join(digest for _, digest in done)).hex()}-{len(done)}"
 
 
 def part_bytes(total_bytes: int) -> int:
-    """Return the size of all parts but the last."""
+    """Return the size of every part except the last, which may be smaller, in bytes."""
     least = -(-total_bytes // _MAX_PARTS)
     return max(PART_BYTES, -(-least // _PART_ALIGNMENT) * _PART_ALIGNMENT)
 

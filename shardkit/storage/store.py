@@ -1,13 +1,13 @@
-"""The contract of every store, its errors and its options; tests/storage/test_storage_conformance.py checks
-it.
+"""The interface and guarantees of every store, its errors and its options. All stores must pass
+tests/storage/test_storage_conformance.py.
 
 A store maps keys (relative paths with "/", checked by `checked_key`) to objects. An object is replaced whole
 and atomically: a reader sees the old bytes or the new ones, never a mixture, and each content has its own
 `version`. A write is durable when `put` returns. Stores can be shared by threads, pickled, and used after a
-fork. They make each request once: `shardkit.storage.resilient` retries, around any of them.
+fork. They make each request once: `shardkit.storage.resilient` wraps any store and retries.
 
-Errors come in kinds that a caller can act on: `TransientError` and its `ThrottledError` can be retried, the
-others do not go away by themselves.
+Error classes tell callers what to do: `TransientError` and its subclass `ThrottledError` can be retried, the
+other errors persist until something is changed.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ __all__ = [
 
 Checksums = Literal["when_supported", "when_required"]
 Encryption = Literal["AES256", "aws:kms", "aws:kms:dsse"]
-METADATA_NAME = "shardkit-xxh3-128"  # of every object that is published: the hash of its bytes
+METADATA_NAME = "shardkit-xxh3-128"  # metadata key of published objects: the hash of their bytes
 _READ_BYTES = 1 << 20
-_THREADS = 8  # of `put_folder`
-_MOST_CHARACTERS = 2000  # of a server's words in an error
+_THREADS = 8  # number of files that `put_folder` writes at a time
+_MOST_CHARACTERS = 2000  # maximum length of an error's texts, parts of which come from servers
 
 
 class StoreError(ShardkitError):
-    """A request to a store failed: on which object, why, and with which HTTP status if there was one.
+    """A request to a store failed. `where` names the object, `problem` the reason, `status` the HTTP status.
 
-    Both texts are clean (`clean_message`), also in logs, and bounded: servers write parts of them.
+    Both texts are cleaned by `clean_message` and bounded, because servers supply parts of them.
     """
 
     def __init__(self, where: str, problem: str, *, status: int | None = None) -> None:
@@ -87,27 +87,27 @@ class ObjectNotFoundError(StoreError):
 
 
 class ObjectExistsError(StoreError):
-    """The object was to be created, and exists already."""
+    """The object was to be created but exists already."""
 
 
 class ObjectChangedError(StoreError):
-    """The object no longer has the version that was asked for."""
+    """The object does not have the requested version any more."""
 
 
 class TransientError(StoreError):
-    """A timeout, a broken connection, a 5xx: retrying may help."""
+    """A timeout, a broken connection or an HTTP status 5xx: a retry may succeed."""
 
 
 class ThrottledError(TransientError):
-    """The store asks for fewer requests (503 SlowDown, 429): retry later, with fewer at a time."""
+    """The store rejected the request because of its rate (503 SlowDown, 429): retry later, and send fewer."""
 
     retry_after_seconds: float | None = None
-    """When to come back, if the store says so."""
+    """Seconds to wait before the retry; None if the store sent no number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageOptions:
-    """How to reach a store. What is None comes from the AWS environment and configuration files.
+    """How to reach a store. Values that are None come from the AWS environment and configuration files.
 
     Plain data: can be pickled and compared.
     """
@@ -116,59 +116,59 @@ class StorageOptions:
     """URL of an S3-compatible server; default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, S3_ENDPOINT_URL
     (MosaicML's name), then AWS itself."""
     region: str | None = None
-    """Region of the bucket; default: as the AWS configuration says."""
+    """Region of the bucket; default: the region of the AWS configuration."""
     profile: str | None = None
     """Profile of the AWS configuration files; default: AWS_PROFILE."""
     path_style: bool | None = None
-    """Put the bucket in the path, not in the host name; default: if an endpoint is set."""
+    """Put the bucket name in the URL's path, not its host name; default: only if an endpoint is set."""
     checksums: Checksums | None = None
-    """S3's flexible checksums; default: as the AWS configuration says, or when_required if an endpoint is
-    set."""
+    """When to use S3's flexible checksums; default: as the AWS configuration says, or when_required if an
+    endpoint is set."""
     connect_timeout_seconds: float = 5.0
-    """Longest wait for a connection."""
+    """Longest time to establish a connection, in seconds."""
     read_timeout_seconds: float = 10.0
-    """Longest silence on a connection."""
+    """Longest time without any data on a connection, in seconds."""
     retry_seconds: float = 600.0
-    """How long to retry a failing operation: shorter outages cost only time."""
+    """Time for which a failing operation is retried, in seconds; shorter outages only cause a delay."""
     first_contact_seconds: float = 60.0
-    """How long to retry until the store has answered once, since its address may be wrong. Loaders wait for
-    as long as for a batch, commands that only read 5 seconds."""
+    """Time to retry while the store has never answered, in seconds, since its address may be wrong.
+    Loaders use their batch timeout, commands that only read 5 seconds."""
     connections: int = 32
-    """Maximum number of connections of a process to a store."""
+    """Maximum number of connections per process to a store."""
     anonymous: bool = False
     """Make unsigned requests, without any credentials: for public buckets."""
     requester_pays: bool = False
-    """Agree to pay for requests to buckets whose requesters pay."""
+    """Agree to pay for requests, as buckets with the setting "requester pays" demand."""
     encryption: Encryption | None = None
-    """Server-side encryption to ask for with each write; default: the bucket's own."""
+    """Server-side encryption to request for each write; default: the bucket's own setting."""
     kms_key_id: str | None = None
-    """Key of the encryption aws:kms; default: the bucket's."""
+    """ID of the key for aws:kms encryption; default: the bucket's key."""
     follow_urls: bool = False
-    """Let a list of tars name other places than its own folder or bucket: requests go there, signed with
-    these credentials."""
+    """Allow a list of tars to name files outside its own folder or bucket: requests go to those places,
+    signed with these credentials."""
 
     def __post_init__(self) -> None:
-        if self.endpoint_url is not None:  # S3 signs requests by keys: a password here would only be shown
+        if self.endpoint_url is not None:  # S3 does not use passwords in URLs; one here could only leak
             object.__setattr__(self, "endpoint_url", without_password(self.endpoint_url))
         if self.checksums not in (None, *get_args(Checksums)):
-            raise ValueError(f"checksums must be one of {', '.join(get_args(Checksums))}: {self.checksums!r}")
+            raise ValueError(f"checksums must be {' or '.join(get_args(Checksums))}, not {self.checksums!r}")
         if self.encryption not in (None, *get_args(Encryption)):
             raise ValueError(
-                f"encryption must be one of {', '.join(get_args(Encryption))}: {self.encryption!r}"
+                f"encryption must be one of {', '.join(get_args(Encryption))}, not {self.encryption!r}"
             )
         if self.kms_key_id is not None and not (self.encryption or "").startswith("aws:kms"):
-            raise ValueError('kms_key_id is the key of encryption="aws:kms": give both')
+            raise ValueError('kms_key_id requires encryption="aws:kms": set encryption, too')
         if self.anonymous and self.profile is not None:
-            raise ValueError("anonymous requests have no profile: leave one of the two out")
+            raise ValueError("anonymous requests have no profile: give either anonymous or profile")
         waits = (self.retry_seconds, self.first_contact_seconds)
         timeouts = (self.connect_timeout_seconds, self.read_timeout_seconds, *waits)
         if not (min(timeouts) > 0 and self.connections > 0):
-            raise ValueError("timeouts, times to retry and connections must be above 0")
+            raise ValueError("timeouts, retry times and connections must be greater than 0")
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """An object: key, size, version (S3: the ETag), and the metadata it was put with, if known."""
+    """One object: key, size in bytes, version (S3: the ETag), and its metadata, if known."""
 
     key: str
     bytes: int
@@ -177,18 +177,18 @@ class ObjectInfo:
 
 
 class Body(Protocol):
-    """An open read of an object, or of a range of it; a context manager."""
+    """An open read of an object or of a byte range; a context manager."""
 
     @property
     def info(self) -> ObjectInfo:
-        """The whole object, whatever range is read."""
+        """Facts about the whole object, even if only a range is read."""
 
     def readinto(self, buffer: memoryview, /) -> int:
         """Fill the start of `buffer` (at least 1 byte long) with the next bytes and return their number.
 
-        Returns as soon as some bytes are available (in bodies over 1 MiB, a store may wait for up to
-        128 KiB); 0 only at the end of the range. Raises TransientError if the connection breaks, or nothing
-        arrives within the store's read timeout, before the end.
+        Returns as soon as some bytes are available (for bodies over 1 MiB, a store may wait until 128 KiB are
+        available), and 0 only at the end of the range. Raises TransientError if, before the end, the
+        connection breaks or no data arrives within the store's read timeout.
         """
 
     def close(self) -> None: ...
@@ -199,23 +199,23 @@ class Body(Protocol):
 
 
 class Store(Protocol):
-    """Objects by key. All methods raise subclasses of `StoreError`."""
+    """The interface of a store: objects by key. Methods raise `StoreError` or a subclass."""
 
     @property
     def url(self) -> str:
         """The root of all keys, such as "s3://bucket/prefix" or "/folder", without a trailing "/"."""
 
     def head(self, key: str) -> ObjectInfo:
-        """Return size, version and metadata; ObjectNotFoundError if there is no such object."""
+        """Return size, version and metadata. Raises ObjectNotFoundError if there is no such object."""
 
     def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
-        """Return the bytes from `start` to `stop` (None or beyond the end: the end)."""
+        """Return the bytes from `start` up to `stop` (exclusive); None or a larger value means the end."""
 
     def open(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> Body:
         """Open the same range as a stream.
 
-        ObjectNotFoundError; ObjectChangedError if the object does not have `version`; StoreError if `start`
-        is not inside the object (0 is inside an empty one).
+        Raises ObjectNotFoundError; ObjectChangedError if the object does not have `version`; StoreError if
+        `start` is not inside the object (0 is allowed for an empty one).
         """
 
     def put(
@@ -226,61 +226,61 @@ class Store(Protocol):
         if_absent: bool = False,
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
-        """Write an object from memory or from a file, whole or not at all; large files in parts.
+        """Write an object from memory or from a file, atomically; large files are sent in parts.
 
-        With `if_absent`, raise ObjectExistsError if the object exists: the store decides in one atomic step,
-        also if the acknowledgement of our own write was lost. `metadata` (ASCII; lower-case names) comes back
-        from `head` if the store can keep it.
+        With `if_absent`, raise ObjectExistsError if the object exists: the store decides in one atomic step.
+        This also holds if the acknowledgement of our own write was lost. `head` returns `metadata` (ASCII
+        values, lower-case names) if the store can keep it.
         """
 
     def put_folder(self, prefix: str, folder: Path, last: str, data: bytes) -> None:
         """Write all files of a local folder to `prefix/…`, and then `data` to `prefix/last` with `if_absent`.
 
-        So who finds `prefix/last` finds all of them. ObjectExistsError if it exists. A store on the same disk
-        may take the folder away.
+        So a reader that finds `prefix/last` finds all files. Raises ObjectExistsError if it exists. A store
+        on the same disk may move the local folder instead of copying it.
         """
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield the objects whose key starts with `prefix`, sorted by key (code points), without metadata."""
+        """Yield the objects whose key starts with `prefix`, in code-point order of keys, without metadata."""
 
     def delete(self, key: str) -> None:
-        """Remove an object, if it exists."""
+        """Delete an object if it exists."""
 
     def close(self) -> None:
-        """Close connections; a store that is used again opens new ones."""
+        """Close connections; the store opens new ones if it is used again."""
 
 
 class CommitStore(Store, Protocol):
-    """A store whose unit is the commit: a `put` is one, and costs as much as many files together."""
+    """A store that writes in commits; one `put` is a commit, and costs as much as a commit of many files."""
 
     has_commits: bool
 
     def commit(
         self, files: Mapping[str, bytes | Path], deleted: Collection[str] = ()
     ) -> Mapping[str, ObjectInfo]:
-        """Write and delete files in one atomic step; return what was written, as the store then has it."""
+        """Write and delete files in one atomic step; return {key: object} of the written files."""
 
 
 def commits_of(store: Store) -> CommitStore | None:
-    """Return `store` if its unit is the commit."""
+    """Return `store` if it writes in commits, else None."""
     return cast(CommitStore, store) if getattr(store, "has_commits", False) else None
 
 
 class BaseBody(Closing):
-    """What bodies share: reading the rest in one piece."""
+    """Base class of bodies; adds `read`, which returns the rest in one piece."""
 
     info: ObjectInfo
 
     @property
     def left(self) -> int:
-        """Number of bytes of the range that are still to come."""
+        """The number of bytes of the range that have not been read."""
         raise NotImplementedError
 
     def readinto(self, buffer: memoryview, /) -> int:
         raise NotImplementedError
 
     def read(self) -> bytes:
-        """Return the rest."""
+        """Return all remaining bytes of the range."""
         data = bytearray(self.left)
         view, filled = memoryview(data), 0
         while filled < len(data):
@@ -288,11 +288,11 @@ class BaseBody(Closing):
         return bytes(data)
 
     def close(self) -> None:
-        """Nothing is held, unless a body says otherwise."""
+        """Do nothing; bodies that hold a connection override this."""
 
 
 class BaseStore:
-    """What stores share: a `get` is an `open` that is read, a `put_folder` a `put` of each file."""
+    """Base class of stores: implements `get` by `open`, and `put_folder` by one `put` per file."""
 
     @property
     def url(self) -> str:
@@ -325,18 +325,18 @@ class BaseStore:
         self.put(f"{prefix}/{last}", data, if_absent=True)
 
     def close(self) -> None:
-        """Nothing is held, unless a store says otherwise."""
+        """Do nothing; stores that hold connections override this."""
 
     def where(self, key: str) -> str:
-        """Return what errors call an object."""
+        """Return the name of an object for error messages."""
         return f"{self.url}/{key}"
 
 
 def checked_key(store_url: str, key: str) -> str:
-    """Return `key` if a store can have it: a relative path that stays below the store's URL; else StoreError.
+    """Return `key` if it is a relative path that stays below the store's URL, else raise StoreError.
 
-    Keys are no names of files: colons and control characters are allowed. What is written to a disk under a
-    name that comes from outside has to pass `shardkit.manifest.checked_basename`, too.
+    Keys are not file names: colons and control characters are allowed. An untrusted name must also pass
+    `shardkit.manifest.checked_basename` before it is used as a file name.
     """
     parts = key.split("/")
     if not key or len(key) > MAX_BASENAME_CHARS:
@@ -353,7 +353,7 @@ def checked_key(store_url: str, key: str) -> str:
 def checked_range(
     where: str, info: ObjectInfo, start: int, stop: int | None, version: str | None
 ) -> tuple[int, int]:
-    """Return (start, stop) within an object, which must have `version`, as `Store.open` defines it."""
+    """Return (start, stop) limited to the object's size, after the checks that `Store.open` defines."""
     if version not in (None, info.version):
         raise ObjectChangedError(where, f"has version {info.version}, not {version}")
     size = info.bytes
@@ -364,7 +364,7 @@ def checked_range(
 
 
 def open_source(where: str, data: bytes | Path) -> BinaryIO:
-    """Open what is to be put at `where`; StoreError if it cannot be read."""
+    """Open data that is to be written to `where`. Raises StoreError if it cannot be read."""
     try:
         return data.open("rb") if isinstance(data, Path) else io.BytesIO(data)
     except OSError as error:
@@ -372,7 +372,7 @@ def open_source(where: str, data: bytes | Path) -> BinaryIO:
 
 
 def hash_object(store: Store, key: str, names: Iterable[str]) -> dict[str, str]:
-    """Return {name: hex digest} of an object, streamed once; ValueError for an unknown name."""
+    """Return {name: hex digest} of an object, reading it once. Raises ValueError for an unknown name."""
     hashers = {name: new_hash(name) for name in names}
     buffer = memoryview(bytearray(_READ_BYTES))
     with store.open(key) as body:
@@ -383,16 +383,16 @@ def hash_object(store: Store, key: str, names: Iterable[str]) -> dict[str, str]:
 
 
 def read_object(store: Store, key: str, expected_bytes: int = -1) -> npt.NDArray[np.uint8]:
-    """Return an object as uint8[size]; ShardError if its size is not the expected one (-1: any)."""
+    """Return an object as uint8[size]. Raises ShardError if it does not have `expected_bytes` (-1: any)."""
     with store.open(key) as body:
         size = body.info.bytes
         if expected_bytes not in (-1, size):
-            raise ShardError(f"{store.url}/{key}", f"{size:,} bytes, expected {expected_bytes:,}")
+            raise ShardError(f"{store.url}/{key}", f"has {size:,} bytes, expected {expected_bytes:,}")
         return read_body(body, f"{store.url}/{key}")
 
 
 def read_body(body: Body, where: str) -> npt.NDArray[np.uint8]:
-    """Return the object that was opened at `where`, of which nothing was read yet, as uint8[size]."""
+    """Read all of a newly opened object into uint8[size]; errors name `where`."""
     data = np.empty(body.info.bytes, dtype=np.uint8)
     view, filled = data.data, 0
     while filled < len(data) and (count := body.readinto(view[filled : filled + _READ_BYTES])):

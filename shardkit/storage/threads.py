@@ -1,13 +1,13 @@
-"""Threads that wait for a store, so that its callers need not wait for ever; and what forks make of locks.
+"""Threads that make calls into stores, so that callers can stop waiting; and locks after a fork.
 
-A call into a store cannot be interrupted. What can be done is to have another thread make it, and to stop
-waiting. `Workers` bounds how many calls of one store, or of one kind, run at once. The threads that make them
-belong to the process and serve all `Workers`, so their number follows the calls in flight, not the number of
-stores. They end after a few seconds without work, and are daemons: one that hangs in a call holds up neither
-the process's end nor anything else.
+A call into a store cannot be interrupted, but another thread can make it, and the caller can stop waiting for
+that thread. `Workers` limits how many calls of one store, or of one kind, run at once. The threads belong to
+the process and serve all `Workers`, so their number follows the calls in flight, not the number of stores.
+They end after a few seconds without work. They are daemons: one that hangs in a call delays neither the end
+of the process nor other calls.
 
-In a forked child the threads that held locks do not exist: objects with locks and threads register with
-`remake_after_fork`, to begin anew there.
+A forked child has no copies of the threads that held locks. Objects with locks and threads register with
+`remake_after_fork`, which resets them in the child.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
-_IDLE_SECONDS = 5.0  # a thread is cheap to start (50 microseconds), and to keep
+_IDLE_SECONDS = 5.0  # starting a thread takes 50 microseconds, so keeping idle ones longer gains little
 
 
 class Remade(Protocol):
-    """An object whose state is not valid in a forked child."""
+    """An object that must reset its state in a forked child."""
 
     def after_fork(self) -> None: ...
 
@@ -35,7 +35,7 @@ _members: weakref.WeakSet[Remade] = weakref.WeakSet()
 
 
 def remake_after_fork(member: Remade) -> None:
-    """Call `member.after_fork()` at the start of every forked child, as long as `member` lives."""
+    """Call `member.after_fork()` at the start of every forked child, as long as `member` exists."""
     _members.add(member)
 
 
@@ -48,16 +48,16 @@ os.register_at_fork(after_in_child=_remake_all)
 
 
 class Submitter(Protocol):
-    """What makes requests: `Workers`, or a simulation of them."""
+    """Runs requests in threads: `Workers`, or a simulation in tests."""
 
     def submit(self, task: Callable[[], T]) -> Future[T]: ...
 
 
 class Threads:
-    """Daemon threads that run whatever they are given, one for each task that runs; idle ones are reused."""
+    """Daemon threads that run tasks, one thread per running task; idle threads are reused."""
 
     def __init__(self, idle_seconds: float | None = None) -> None:
-        """`idle_seconds`: how long a thread waits for work before it ends; None: `_IDLE_SECONDS`."""
+        """`idle_seconds`: time after which an idle thread ends; None: `_IDLE_SECONDS`."""
         self._idle_seconds = idle_seconds
         self.after_fork()
         remake_after_fork(self)
@@ -78,7 +78,7 @@ class Threads:
     def _work(self) -> None:
         while (task := self._next()) is not None:
             task()
-            del task  # or what it holds would live until the next one
+            del task  # otherwise objects that it references would live until the next task
 
     def _next(self) -> Callable[[], None] | None:
         seconds = _IDLE_SECONDS if self._idle_seconds is None else self._idle_seconds
@@ -89,14 +89,14 @@ class Threads:
             return self._tasks.popleft() if self._tasks else None
 
 
-_threads = Threads()  # of this process
+_threads = Threads()  # shared by all `Workers` of this process
 
 
 class Workers:
-    """Runs tasks in daemon threads, at most `most` at once; others wait for their turn."""
+    """Runs tasks in daemon threads, at most `most` at a time; further tasks wait in a queue."""
 
     def __init__(self, most: int, *, threads: Threads | None = None) -> None:
-        """`threads`: by default those of the process."""
+        """`threads`: the threads to use; by default, those shared by the whole process."""
         self._most, self._threads = most, threads or _threads
         self.after_fork()
         remake_after_fork(self)
@@ -107,14 +107,14 @@ class Workers:
         self._running = 0
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
-        """Run `task` in a thread, unless the future is canceled before its turn."""
+        """Queue `task` to run in a thread, unless the returned future is canceled before it starts."""
         future: Future[T] = Future()
 
         def run() -> None:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(task())
-                except BaseException as error:  # whatever it is: a thread that ended here would be missing
+                except BaseException as error:  # catch all: an escaping error would leave `_running` too high
                     future.set_exception(error)
 
         with self._lock:
@@ -126,10 +126,10 @@ class Workers:
         return future
 
     def _work(self, run: Callable[[], None] | None) -> None:
-        """Run a task, then those that wait."""
+        """Run a task, then queued tasks until none is left."""
         while run is not None:
             run()
-            run = None  # or its result would live until the next one
+            run = None  # otherwise its result would live until the next task
             with self._lock:
                 if self._tasks:
                     run = self._tasks.popleft()

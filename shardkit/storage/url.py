@@ -1,4 +1,4 @@
-"""Open stores by URL."""
+"""Choosing and opening a store by its URL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def open_store(url: str | os.PathLike[str], options: StorageOptions | None = Non
     """Open the store at `url`: a path or file://, s3://bucket/prefix, hf://datasets/org/name, memory://name,
     or any URL of fsspec.
 
-    Nothing is contacted yet. StoreError if the URL is not valid; MissingExtraError if a package is missing.
+    Contacts no server yet. Raises StoreError if the URL is invalid, MissingExtraError if a package is
+    missing.
     """
     options = options or StorageOptions()
     text = os.fspath(url)

@@ -312,7 +312,7 @@ def test_allowed_bad_records_are_kept_in_quarantine(tmp_path: Path) -> None:
             {"out/letter.txt": b""},
             [],
             BuildError,
-            r"out: holds files that are no dataset \(first: letter\.txt\)",
+            r"out: holds files that are not a dataset \(first: letter\.txt\)",
         ),
     ],
     ids=["nothing left", "nothing readable", "no tokenizer", "no eos", "output is input", "work", "output"],
@@ -332,7 +332,7 @@ def test_impossible_builds_say_why_and_leave_no_dataset(
 def test_engines_and_places_that_are_not_known_are_refused(corpus: Path) -> None:
     with pytest.raises(BuildError, match="engine 'spark' is unknown; use one of local, ray"):
         build(corpus, engine="spark")  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match="is a URL, and must be a path on this machine"):
+    with pytest.raises(RecipeError, match="is a URL; give a path on this machine"):
         build(corpus, overrides=["tokenizer.path=s3://bucket/x"])
 
 

@@ -197,7 +197,7 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
         ({"inputs": []}, "inputs: "),
         ({"inputs": [{"path": "file://x"}]}, "inputs[0].path: 'file://x' names the host 'x'"),
         ({"inputs": [{"path": "$DATA/x"}]}, "inputs[0].path: '$DATA/x' begins with a variable"),
-        ({"inputs": [{"path": "s3://"}]}, "inputs[0].path: 's3://' is no URL"),
+        ({"inputs": [{"path": "s3://"}]}, "inputs[0].path: 's3://' is not a valid URL"),
         (
             {"inputs": [{"path": "a", "base": "s3://b"}]},
             "inputs[0]: base is a folder above the path, or a URL",
@@ -206,7 +206,7 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
             {"inputs": [{"path": "s3://b/a", "base": "b"}]},
             "inputs[0]: base is a folder above the path, or a URL",
         ),
-        ({"output": {"path": "s3://"}}, "output.path: 's3://' is no URL"),
+        ({"output": {"path": "s3://"}}, "output.path: 's3://' is not a valid URL"),
         ({"output": {"path": "$OUT/x"}}, "output.path: '$OUT/x' begins with a variable"),
         ({"work": "~nobody-of-this-name/x"}, "work: '~nobody-of-this-name/x': there is no such user"),
         ({"scratch": "s3://bucket/work"}, "scratch: 's3://bucket/work' is a URL"),
@@ -251,8 +251,8 @@ def test_a_value_that_cannot_be_meant_is_refused_at_its_key(changes: dict[str, o
     [
         ("inputs: [\nseed: 3", "line 2, column 8: expected"),
         ("seed: 1\noutput: {path: a, path: b}", "line 2, column 19: key 'path' appears twice"),
-        ("- a\n- b", "a recipe is a mapping of keys, this is a list"),
-        ("", "this is empty"),
+        ("- a\n- b", "a recipe must be a mapping of keys, but this file is a list"),
+        ("", "this file is empty"),
         ("seed: !!python/object:os.system x", "line 1"),
     ],
 )
@@ -338,10 +338,10 @@ def test_overrides_reach_every_key_and_are_read_as_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("seed", "write key.sub=value"),
-        ("=3", "write key.sub=value"),
-        ("filters[9].length.min_words=1", "no place for number 9 in a list of 3"),
-        ("memory.deep=1", "would be a key in text"),
+        ("seed", "is not of the form key.sub=value"),
+        ("=3", "is not of the form key.sub=value"),
+        ("filters[9].length.min_words=1", "there is no item 9 in a list of 3"),
+        ("memory.deep=1", "cannot be a key of text"),
         ("seed=[", "line 1"),
         ("pack.sequence_lenght=3", "pack.sequence_lenght: unknown key; did you mean 'sequence_length'?"),
     ],

@@ -274,7 +274,7 @@ def test_an_index_and_a_card_that_state_different_checksums_are_not_published(
     index = json.loads((tmp_path / "copy" / "index.json").read_bytes())
     index["blocks"]["xxh3_128"] = "0" * 32
     (tmp_path / "copy" / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ShardError, match=r"states another blocks\.bin than dataset\.json"):
+    with pytest.raises(ShardError, match=r"has other sizes or hashes of blocks\.bin than dataset\.json"):
         upload(tmp_path / "copy", MemoryStore(fresh_url()).url, progress=False)
 
 

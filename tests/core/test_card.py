@@ -82,7 +82,7 @@ def test_a_damaged_card_states_no_tokenizer(harm: object) -> None:
         ({"funnel": FUNNEL | {"kept": {"documents": True, "bytes": 1}}}, "funnel", "funnel.kept.documents: "),
         ({"inputs": [{"source": "web"}]}, "inputs", "inputs.0.files: Field required"),
         ({"filters": {"rules": 5}}, "filters", "filters.sampled: Field required"),
-        ({}, "packing", "has no 'packing', which `shardkit build` writes"),
+        ({}, "packing", "has no 'packing', a key that `shardkit build` writes"),
         ({}, "dedup", "has no 'dedup'"),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_card_of_many_files_leaves_their_list_to_another_file(count: int) -> N
     [
         (b"{", "cannot be read"),
         (b"[]", "must map names"),
-        (b'{"files.json": {}}', "must map names that the card does not have"),
+        (b'{"files.json": {}}', "must map names of files that are not in the card"),
     ],
 )
 def test_a_list_of_files_that_cannot_be_one_is_told(table: bytes, message: str) -> None:

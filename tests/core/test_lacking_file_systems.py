@@ -328,7 +328,7 @@ def test_a_folder_without_hard_links_still_creates_objects_once(
 def test_no_empty_file_is_left_where_nothing_can_be_created_in_one_step(shim: Path, tmp_path: Path) -> None:
     folder = tmp_path / "LACKING"
     printed, _ = run(shim, PUT, folder, lacks="hardlink noreplace overwrite", number=EPERM)
-    assert printed == f"{folder}/a/b: cannot write: no file can be renamed over another here"
+    assert printed == f"{folder}/a/b: cannot write: this file system cannot rename over an existing file"
     assert [path for path in folder.rglob("*") if path.is_file()] == []
 
 
@@ -357,7 +357,7 @@ def test_a_build_gives_the_same_dataset_without_these_calls(
         ("flock", ENOLCK, r"out\.work: cannot be used as work folder: .*\(flock\).*; `work` names another"),
         pytest.param("flock", ENOSYS, r"\(flock\)", marks=pytest.mark.extended),
         pytest.param(
-            *("move_folders", ENOSYS, r"cannot rename folders: use a folder on a local disk"),
+            *("move_folders", ENOSYS, r"cannot rename folders; use a folder on a local disk"),
             marks=pytest.mark.extended,
         ),
     ],

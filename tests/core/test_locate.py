@@ -168,9 +168,9 @@ def test_problems_say_what_is_wrong_and_all_are_told_at_once(
     told = [problem.problem for problem in verify(store.url).problems]
     assert "xxh64 is " in told[0]
     assert "the index states " in told[0]
-    assert told[1] == f"{size - 1:,} bytes, expected {size:,}"
-    assert told[2] == f"{size + 1:,} bytes, expected {size:,}"
-    assert told[3] == f"0 bytes, expected {size:,}"
+    assert told[1] == f"has {size - 1:,} bytes, expected {size:,}"
+    assert told[2] == f"has {size + 1:,} bytes, expected {size:,}"
+    assert told[3] == f"has 0 bytes, expected {size:,}"
     assert "there is no such object" in told[4]
     told = [problem.problem for problem in verify(store.url, quick=True).problems]
     assert told[0] == f"{size - 1:,} bytes, the index states {size:,}"
@@ -310,7 +310,7 @@ def test_what_is_not_there_is_explained(upload: Upload, where: str) -> None:
     [
         ("memory://", "memory:: holds no dataset"),
         ("memory:///", "memory:: holds no dataset"),
-        ("memory:/x", "'memory:/x' is a URL, and must be a path on this machine"),
+        ("memory:/x", "'memory:/x' is a URL; give a path on this machine"),
         ("memory://x/*.tar", "memory://x/*.tar: a pattern must name .tar files: no file matches"),
         ("memory://x/part.tar", "memory://x/part.tar: there is no such object"),
         ("memory://x/{1..2", "has a '{' without its '}'"),

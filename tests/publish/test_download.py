@@ -111,7 +111,7 @@ def test_bytes_that_arrive_wrong_are_fetched_again_and_never_kept(
     flipping = FaultyStore(remote, [rule])
     if times == MAX_TRIES:
         with pytest.raises(
-            TransferError, match=r"shard\.00002\.mds: has .*, stated is xxh64 .* fetched 3 times"
+            TransferError, match=r"shard\.00002\.mds: has .*, expected xxh64 .* fetched 3 times"
         ):
             fetch(flipping, tmp_path / "copy")
         names = tree(tmp_path / "copy").keys()
@@ -146,7 +146,7 @@ def test_a_folder_with_another_dataset_or_other_files_is_refused(
     folder.mkdir()
     (folder / "report.html").write_text("my report")
     for _ in range(2):
-        with pytest.raises(StoreError, match="is there with another content; use --replace"):
+        with pytest.raises(StoreError, match="exists with other content; use --replace"):
             fetch(remote, folder)
         assert {name: (folder / name).read_text() for name in tree(folder)} == {"report.html": "my report"}
     report = fetch(remote, other, replace=True)
@@ -173,7 +173,7 @@ def test_datasets_without_any_stated_hash_are_held_to_what_was_uploaded(tmp_path
     assert fetch(memory, tmp_path / "copy").up_to_date
     data = memory.get("a.tar")
     memory.put("a.tar", data[:-1] + b"\1", metadata=memory.head("a.tar").metadata)
-    with pytest.raises(TransferError, match="stated is xxh3_128"):
+    with pytest.raises(TransferError, match="expected xxh3_128"):
         fetch(memory, tmp_path / "fresh")
 
 
@@ -181,7 +181,7 @@ def test_an_incomplete_dataset_is_refused_before_anything_is_fetched(made: Path,
     memory = fresh_memory()
     upload(made, memory, progress=False)
     memory.delete("shard.00003.mds")
-    with pytest.raises(ShardError, match=r"is not whole: shard\.00003\.mds is missing"):
+    with pytest.raises(ShardError, match=r"is incomplete: shard\.00003\.mds is missing"):
         fetch(memory, tmp_path / "copy")
     memory.delete("index.json")
     with pytest.raises(ShardError, match="holds no complete dataset"):
@@ -206,7 +206,7 @@ def test_a_full_disk_is_said_before_anything_is_fetched(
     remote: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
-    with pytest.raises(StoreError, match=r"1\.79 KB are to come, and the disk has 67\.1 MB free"):
+    with pytest.raises(StoreError, match=r"the files need 1\.79 KB, but the disk has only 67\.1 MB free"):
         fetch(remote, tmp_path / "copy")
 
 

@@ -372,7 +372,7 @@ def test_a_folder_of_other_files_is_refused(tmp_path: Path, old: Built) -> None:
     output.mkdir()
     (output / "letter.txt").write_text("dear")
     for replaced in (False, True):
-        with pytest.raises(BuildError, match=r"holds files that are no dataset \(first: letter\.txt\)"):
+        with pytest.raises(BuildError, match=r"holds files that are not a dataset \(first: letter\.txt\)"):
             old.publish(output, replace=replaced)
     assert set(tree(output)) == {"letter.txt"}
     with pytest.raises(BuildError, match="is not a folder"):

@@ -203,7 +203,7 @@ def test_tasks_upload_what_they_made_and_nothing_that_is_there(
     memory.put("shard.00004.mds", b"x" * len(expected["shard.00004.mds"]))
     watched = WatchedStore(memory)
     use(monkeypatch, watched)
-    with pytest.raises(BuildError, match=r"shard.00004.mds: is there with another content"):
+    with pytest.raises(BuildError, match=r"shard.00004.mds: exists with other content"):
         build_to(corpus, memory, work, small)
     memory.delete("shard.00004.mds")
     build_to(corpus, memory, work, small)
@@ -276,7 +276,7 @@ def test_a_damaged_dataset_is_told_and_made_good_when_told(corpus: Path, local: 
     memory = fresh_memory()
     build_to(corpus, memory)
     memory.delete("shard.00001.mds")
-    with pytest.raises(BuildError, match=r"which is damaged \(is not whole: shard\.00001\.mds is missing"):
+    with pytest.raises(BuildError, match=r"which is damaged \(is incomplete: shard\.00001\.mds is missing"):
         build_to(corpus, memory)
     build_to(corpus, memory, replace=True)
     assert objects(memory) == local

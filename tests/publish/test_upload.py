@@ -142,7 +142,7 @@ def test_a_dataset_that_is_not_whole_is_refused_before_anything_is_sent(source: 
     (source / "shard.00003.mds").write_bytes(b"short")
     (source / "report.html").unlink()
     memory = fresh_memory()
-    expected = r"shard\.00000\.mds is missing; shard\.00003\.mds has 5 bytes.*; report\.html is missing; see"
+    expected = r"shard\.00000\.mds is missing; shard\.00003\.mds has 5 bytes.*; report\.html is missing; run"
     with pytest.raises(ShardError, match=expected):
         send(source, memory)
     assert objects(memory) == {}
@@ -221,7 +221,7 @@ class LossyStore(MemoryStore):
 
 def test_reading_back_finds_what_a_store_lost_before_the_index_is_put(made: Path) -> None:
     lossy = LossyStore(fresh_memory().url)
-    with pytest.raises(TransferError, match=r"shard\.00004\.mds: xxh3_128 .* was sent"):
+    with pytest.raises(TransferError, match=r"shard\.00004\.mds: has xxh3_128 .* was sent"):
         send(made, lossy, check=True)
     assert "index.json" not in objects(lossy)
     memory = fresh_memory()
@@ -417,7 +417,7 @@ def test_files_that_the_card_leaves_to_a_list_are_part_of_the_dataset(tmp_path: 
     with pytest.raises(ShardError, match=r"files\.json: is damaged, or of another dataset"):
         upload(source, fresh_memory(), progress=False)
     (source / FILES_NAME).unlink()
-    with pytest.raises(ShardError, match=r"files\.json: is missing: it lists files of the dataset"):
+    with pytest.raises(ShardError, match=r"files\.json: is missing, but the card refers to it"):
         upload(source, fresh_memory(), progress=False)
     other = Built(tmp_path / "other", "mds", 2, 100, {"report.html": b""})
     other.publish(RemoteOutput(memory.url), replace=True)

@@ -74,6 +74,6 @@ def test_an_index_that_stays_wrong_is_not_believed(made: Path, tmp_path: Path) -
     memory = fresh_memory()
     upload(made, memory, progress=False)
     always = FaultRule(fault="corrupt", operation="read", key="index.json", after_bytes=20)
-    with pytest.raises(ShardError, match=r"index\.json: xxh3_128 .*, its metadata state .* fetched 3 times"):
+    with pytest.raises(ShardError, match=r"index\.json: has xxh3_128 .*, but its .*, after 3 fetches"):
         download(FaultyStore(memory, [always]), tmp_path / "copy", progress=False)
     assert not (tmp_path / "copy").exists()

@@ -206,7 +206,7 @@ def test_objects_that_nobody_claimed_are_not_overwritten(old: Path) -> None:
     memory.put("shard.00000.mds", files_of(old)["shard.00000.mds"])  # as another tool may have put it
     before = objects(memory)
     for _ in range(2):  # the first refusal leaves nothing that the second might take for a claim
-        with pytest.raises(StoreError, match=r"report\.html: is there with another content; use --replace"):
+        with pytest.raises(StoreError, match=r"report\.html: exists with other content; use --replace"):
             send(old, memory)
         assert objects(memory) == before
     memory.delete("report.html")

@@ -60,8 +60,8 @@ __all__ = ["simulate_build"]
 WORK, OUTPUT = f"{URL}/work", f"{URL}/output"
 NUMBERS, SHARDS = 7, 4
 REFUSED = (
-    "is there with another content", "took this place over", "came first",
-    "was removed during the transfer", "was changed by another", "finished this moment", "is being put here",
+    "exists with other content", "took over this target", "came first", "was published first",
+    "was removed during the transfer", "was changed by others", "just finished", "is being written here",
     "holds another dataset", "holds an unfinished transfer", "has version",
 )  # fmt: skip
 """What a publisher may say where another dataset is published."""
@@ -172,7 +172,7 @@ class BuildWorld:
                 "runs a build in this work folder",
                 "has taken over this work folder",
                 "another build uses this work folder",
-                "another transfer finished this moment",
+                "another transfer has just finished",
             ]
         if self.is_local:
             self._known_errors.append("another process is writing a dataset into this folder")

@@ -102,7 +102,7 @@ def test_what_is_no_dataset_repository_is_refused(url: str) -> None:
 
 def test_a_url_of_something_else_on_the_hub_says_so() -> None:
     for url in ("hf://org/name", "hf://models/org/name", "hf://buckets/org/name"):
-        with pytest.raises(StoreError, match="is of a model, a space or a bucket"):
+        with pytest.raises(StoreError, match="is the URL of a model, a space or a bucket"):
             connect(url)
 
 

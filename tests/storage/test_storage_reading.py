@@ -67,7 +67,7 @@ def test_bodies_that_come_in_bits_are_read_to_their_end(store: MemoryStore) -> N
 def test_an_object_of_another_size_is_an_error_that_states_both(store: MemoryStore, expected: int) -> None:
     with pytest.raises(ShardError) as caught:
         read_object(store, "700", expected)
-    assert str(caught.value) == f"{store.url}/700: 700 bytes, expected {expected:,}"
+    assert str(caught.value) == f"{store.url}/700: has 700 bytes, expected {expected:,}"
 
 
 def test_an_object_that_ends_before_its_size_is_an_error_that_says_where(store: MemoryStore) -> None:

@@ -105,7 +105,7 @@ ERRORS = [
     (504, "GatewayTimeout", TransientError, "GatewayTimeout"),
     (400, "RequestTimeout", TransientError, "RequestTimeout"),
     (409, "OperationAborted", TransientError, "OperationAborted"),
-    (416, "InvalidRange", StoreError, "beyond the object's end"),
+    (416, "InvalidRange", StoreError, "after the object's end"),
     (403, "AccessDenied", StoreError, "policies"),
     (403, "SignatureDoesNotMatch", StoreError, "secret key"),
     (403, "InvalidObjectState", StoreError, "archived"),
@@ -1179,9 +1179,9 @@ def test_a_public_bucket_is_read_without_credentials(
     ("options", "told"),
     [
         ({"encryption": "aes"}, "encryption must be one of AES256, aws:kms, aws:kms:dsse"),
-        ({"kms_key_id": "x"}, "give both"),
-        ({"kms_key_id": "x", "encryption": "AES256"}, "give both"),
-        ({"anonymous": True, "profile": "x"}, "leave one of the two out"),
+        ({"kms_key_id": "x"}, "set encryption, too"),
+        ({"kms_key_id": "x", "encryption": "AES256"}, "set encryption, too"),
+        ({"anonymous": True, "profile": "x"}, "give either anonymous or profile"),
     ],
 )
 def test_options_of_buckets_that_contradict_each_other_are_refused(
@@ -1235,7 +1235,7 @@ def test_keys_that_leave_the_prefix_are_refused(key: str) -> None:
 )
 def test_a_bucket_that_is_named_by_its_arn_is_refused_with_what_to_give(url: str) -> None:
     for opened in (S3Store, sk.open):
-        with pytest.raises(StoreError, match=r"names a bucket by its ARN: give .* access point's alias"):
+        with pytest.raises(StoreError, match=r"names a bucket by its ARN: use .* access point's alias"):
             opened(url)
 
 

@@ -316,7 +316,7 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "mine.txt").write_text("x")
     for replace in (False, True):
-        with pytest.raises(RefusedError, match=r"holds files that are no dataset \(first: mine\.txt\)"):
+        with pytest.raises(RefusedError, match=r"holds files that are not a dataset \(first: mine\.txt\)"):
             convert(source, tmp_path / "files", replace=replace, progress=False)
     convert(source, tmp_path / "out", progress=False)
     with pytest.raises(RefusedError, match="holds a dataset; use --replace"):
