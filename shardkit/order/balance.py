@@ -179,7 +179,7 @@ def _swap(costs: Ints, places: Ints, batch: _Ranks, dear: Ints, cheap: Ints, gap
 
 
 def _candidates(costs: Ints) -> Ints:
-    """Return the rows of each rank [pairs, rows] that may be swapped: all, or a few from all over its costs."""
+    """Return the rows of each rank [pairs, rows] that may be swapped: all, or a few spread over its costs."""
     rows = costs.shape[1]
     if rows <= _CANDIDATES:
         return np.broadcast_to(np.arange(rows), costs.shape)

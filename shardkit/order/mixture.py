@@ -147,9 +147,9 @@ class Schedule:
 def _whole(weights: Sequence[Weight]) -> Weights:
     """Return whole numbers in the same proportions; a float counts as the decimal that `str` prints.
 
-    If these decimals are too fine (1 / 6 has 16 digits), a float counts as the fraction with the smallest
-    denominator found whose nearest float it is. If these are too fine as well, shares are rounded to
-    multiples of 2**-30: with S streams, each is off by less than S * 2**-30.
+    If these decimals are too fine (1 / 6 has 16 digits), a float counts as a fraction with a small
+    denominator whose nearest float it is. If these are too fine as well, shares are rounded to multiples of
+    2**-30: with S streams, each is off by less than S * 2**-30.
     """
     for weight in weights:
         if isinstance(weight, bool) or not isinstance(weight, (Rational, float)):
@@ -223,7 +223,7 @@ class _Segment:
 
     @property
     def total(self) -> int:
-        """The number of positions in a period, W; a period gives each stream exactly its weight in samples."""
+        """The number of positions in a period, W; a period has `weight` samples of each stream."""
         return int(self.sums[-1])
 
     @property

@@ -50,7 +50,7 @@ _POWERS = ONE << np.arange(63, dtype=np.uint64)
 
 @dataclass(frozen=True, slots=True)
 class Domains:
-    """Sizes and keys of permutations and derived values: uint64 arrays of one shape, () for one permutation."""
+    """Sizes, keys and derived values of permutations: uint64 arrays of one shape, () for one permutation."""
 
     sizes: Words
     keys: Words

@@ -131,7 +131,7 @@ def test_a_state_is_flat_plain_data_with_the_names_users_set() -> None:
         ({"streams": TWO, "schedule": [[0, [1]]]}, "of 1 stream"),
         ({"streams": TWO, "schedule": [[0, [0, 0]]]}, "weight"),
         ({"epoch_samples": 0}, "epoch_samples"),
-        ({"global_batch": [[5, 16]]}, "begin at position 0"),
+        ({"global_batch": [[5, 16]]}, "must begin at position 0"),
         ({"global_batch": [[0, 0]]}, "at least 1 sequence"),
         ({"global_batch": [[0, 16], [0, 8]]}, "ascending"),
         ({"global_batch": [16]}, "list of .position"),
@@ -254,7 +254,7 @@ def test_streams_may_be_added_behind_the_others() -> None:
 
 def test_excluded_rows_and_the_length_of_an_epoch_are_constants() -> None:
     excluded = replace(SETTINGS, streams=(StreamSettings("aa", 50, excluded="0f"),))
-    with pytest.raises(StateError, match="without those of exclusion list 0f"):
+    with pytest.raises(StateError, match="without the rows of exclusion list 0f"):
         resume(STATE, excluded, fixed=NOTHING_FIXED, on_mismatch="error")
     for state, samples in ((MIXED, 80), (STATE, 50)):
         longer = replace(state.settings, epoch_samples=90)
