@@ -145,6 +145,6 @@ def build_dataloader(
     if length is not None and found != {length}:
         raise ValueError(
             f"max_seq_len is {length}, but rows have {', '.join(map(str, found))} tokens: set max_seq_len, "
-            f"or cut the dataset anew by `shardkit convert --sequence-length {length}`"
+            f"or cut the dataset again with `shardkit convert --sequence-length {length}`"
         )
     return spec

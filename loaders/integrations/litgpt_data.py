@@ -91,7 +91,7 @@ def _tokens(length: int | None, batch: Batch) -> Tensor:
     if length is not None and tokens.shape[1] != length:
         raise ValueError(
             f"litgpt needs rows of max_seq_length + 1 = {length} tokens, the dataset has rows of "
-            f"{tokens.shape[1]}: pass --train.max_seq_length {tokens.shape[1] - 1}, or cut the dataset anew "
-            f"by `shardkit convert --sequence-length {length}`"
+            f"{tokens.shape[1]}: pass --train.max_seq_length {tokens.shape[1] - 1}, or cut the dataset "
+            f"again with `shardkit convert --sequence-length {length}`"
         )
     return tokens

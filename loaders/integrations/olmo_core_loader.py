@@ -144,7 +144,7 @@ class ShardkitDataLoader(TextDataLoaderBase):
                     break
 
     def _has_batch_size(self) -> bool:
-        """Return whether the loader's batch size is that of the current `global_batch_size`."""
+        """Return whether the loader's batch size matches the current `global_batch_size`."""
         return self.loader.batch_size * self.sequence_length == int(self.rank_batch_size)
 
     def state_dict(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from shardkit.arrays import Ints
 from shardkit.order.order import Order
 from shardkit.order.residency import ShardUses, shard_uses
 
-NEVER = int(np.iinfo(np.int64).max)  # the next use of a shard that has none
+NEVER = int(np.iinfo(np.int64).max)  # value of the next use of a shard without one
 
 _CHUNK = 4096  # number of uses processed together: microseconds of work, and rarely far too many
 _EPOCHS = 2  # number of epochs known ahead: each shard's next use is in this epoch or the next
@@ -122,7 +122,7 @@ class Future:
 
     def _move(self, position: int) -> None:
         if position < 0:
-            raise ValueError(f"positions are numbered from 0, not {position}")
+            raise ValueError(f"positions are numbered from 0; got {position}")
         epoch = position // max(1, self._order.samples)
         if epoch != self._epoch:
             self._load(epoch)
@@ -212,7 +212,7 @@ class _Simulation:
         self._slots[self._shards[: self._count]] = np.arange(self._count)
         self._gone: dict[int, int] = {}  # evicted shard -> position at which its space is free
         self._room = _Room(capacity - int(held.sum()), position)
-        self._too_large = NEVER  # smallest size known not to fit beside the shards in use now
+        self._too_large = NEVER  # smallest size known not to fit in addition to the shards in use now
 
     def use(self, numbers: _Numbers) -> int:
         """Process uses up to the first whose shard is not cached; return the number processed."""

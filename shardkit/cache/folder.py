@@ -144,7 +144,7 @@ class CacheFolder:
         with explain_errors(self._root.parent):
             try:
                 modified_ns = file.stat(follow_symlinks=False).st_mtime_ns
-                with contextlib.suppress(PermissionError):  # another user's file
+                with contextlib.suppress(PermissionError):  # another user's file: its times cannot be set
                     os.utime(file, ns=(time.time_ns(), modified_ns), follow_symlinks=False)
             except FileNotFoundError:
                 return self._spare.touch(name)
@@ -185,9 +185,7 @@ class CacheFolder:
                 return self._spare.lease(name, timeout_seconds)  # no room for a lock file: lease in memory
 
     def _acquire(self, lock: FileLock, timeout_seconds: float) -> bool:
-        """Acquire a lease; do not wait for a holder that did not release an earlier lease in time, and still
-        holds it.
-        """
+        """Acquire a lease; do not wait for a process that still holds an earlier lease past its timeout."""
         if lock.acquire() or timeout_seconds <= 0:
             return lock.held
         holder = lock.read_holder()

@@ -187,7 +187,7 @@ class Ledger:
             self._set(name, size)
 
     def touch(self, name: str) -> None:
-        """Note that an entry was used."""
+        """Record that an entry was used: it moves to the end of `sizes`."""
         if (size := self.sizes.pop(name, None)) is not None:
             self.sizes[name] = size
 
@@ -211,7 +211,7 @@ class Ledger:
 
 
 class _Entries(Mapping[str, Held]):
-    """The result of `Ledger.entries`."""
+    """A view of a ledger's entries that looks up each entry on access; the result of `Ledger.entries`."""
 
     def __init__(self, folder: Path, ledger: Ledger) -> None:
         self._folder, self._ledger, self._filling = folder, ledger, ledger.filled_bytes()

@@ -107,7 +107,7 @@ class _Pacing:
         return self._loop.given + self._horizon
 
     def begin(self, bytes_per_position: float, shard_bytes: int) -> None:
-        """Start to hold fetches back, now that the bytes that the loop needs per position are known."""
+        """Begin to delay fetches; called when the bytes that the loop needs per position are known."""
         pace = self._pace
         self._bytes_per_position = max(1e-9, bytes_per_position * pace.factor / pace.sharers)
         self._most_credit = float(max(shard_bytes, _FREE_BYTES))
@@ -172,7 +172,7 @@ class Planner:
         self._pause = max(1, samples // _STEPS_AN_EPOCH)
         self._waiting: deque[Fetch] = deque()
         self.wake_at = loop.read
-        """Read position at which there may be something to fetch; until then, the plan need not be asked."""
+        """Read position from which there may be something to fetch; no need to check the plan before it."""
         self.unfit: frozenset[int] = frozenset()
         """Shards that had no room in the last plan, or were being fetched."""
         self._fruitful = True  # whether a fetch has begun since the last plan

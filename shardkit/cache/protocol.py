@@ -65,7 +65,7 @@ class Slot(Protocol):
 
 
 class Lease(Protocol):
-    """The exclusive right to fetch an entry, for which others wait instead of fetching it, too."""
+    """The exclusive right to fetch an entry; others wait for the lease instead of fetching it as well."""
 
     def release(self) -> None: ...
 

@@ -85,7 +85,7 @@ def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
     if kind == "tokens":
         return RowLayout(0, total, total, (ColumnPlace(0, total),))
     if kind == "mds":
-        first = info.raw.bytes - info.samples * total  # samples fill the file's end
+        first = info.raw.bytes - info.samples * total  # the samples are at the end of the file
         return RowLayout(first, total, total, (ColumnPlace(0, total),)) if first > 0 else None
     names = [column.name for column in info.columns]
     if kind != "tar" or names != sorted(names):  # shardkit sorts members; other tars may have any order

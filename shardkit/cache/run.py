@@ -12,9 +12,9 @@ fetched, unless only the whole shard can verify them (`RowReader.can_read`). Thi
 more than `FetchLimits.single_rows` in all. From then on, reads wait for whole shards, which come by deadline:
 requests for rows would only delay shards that are nearly complete.
 Replicas on one machine share these rows, so the limit is multiplied by their number.
-Shards for which the cache has no room beside the others in use are always read by rows: fetched whole, they
-would be dropped and fetched again each time. So are rows of shards that no lane of this machine needs now,
-which a loader moves here to balance the work of ranks.
+Shards for which the cache has no room, because other shards in use fill it, are always read by rows: fetched
+whole, they would be dropped and fetched again each time. The same holds for shards that no lane of this
+machine needs now: a loader has moved rows of them here to balance the work of ranks.
 """
 
 from __future__ import annotations

@@ -158,7 +158,9 @@ class CachedShards:
             job = self.fetcher.demand(self, number, plan)
             waited = True
             if not wait_until(job.done.wait, deadline):
-                raise FetchTimeoutError(f"did not arrive within {timeout_seconds:g} s: {job.describe()}")
+                raise FetchTimeoutError(
+                    f"a shard did not arrive within {timeout_seconds:g} s: {job.describe()}"
+                )
             if job.data is not None:
                 self.counts["misses"] += 1
                 return job.data
@@ -321,7 +323,7 @@ class CachedShards:
         return int(sealed_size(self._manifest.raw_bytes.clip(0)).sum())
 
     def known_entry(self, number: int) -> str:
-        """Return the name of a shard's entry; "" if it needs an answer of the store that has not come yet."""
+        """Return the name of a shard's entry; "" if it has no hash and the store was not asked yet."""
         known = self._objects.get(number)
         return entry_name(self.info(number), self.store.url, known and known[1]) or ""
 

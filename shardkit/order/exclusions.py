@@ -188,7 +188,7 @@ def _pairs(ranges: Iterable[tuple[int, int]] | _AnyInts) -> Ints:
     if not pairs.size:
         return np.empty((0, 2), dtype=np.int64)
     if pairs.dtype.kind not in "iu" or pairs.ndim != 2 or pairs.shape[1] != 2:
-        raise ValueError(f"ranges are pairs of whole numbers, not {pairs.dtype}{list(pairs.shape)}")
+        raise ValueError(f"ranges must be pairs of whole numbers, not {pairs.dtype}{list(pairs.shape)}")
     wrong = (pairs[:, 0] < 0) | (pairs[:, 1] <= pairs[:, 0]) | (pairs[:, 1] > MAX_SAMPLES)
     if wrong.any():
         _check(*pairs[wrong][0].tolist())

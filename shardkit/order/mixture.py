@@ -72,7 +72,7 @@ class Schedule:
         for start, weights in self.segments:
             if isinstance(start, bool) or not isinstance(start, int) or not previous < start < MAX_POSITION:
                 raise ValueError(
-                    f"segments of a schedule start at ascending positions from 0 to 2**62, not at {start!r}"
+                    f"segments of a schedule must start at ascending positions from 0 to 2**62, not {start!r}"
                     + (f" after {previous:,}" if reduced else "")
                 )
             weights = _reduced(weights)

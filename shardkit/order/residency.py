@@ -103,7 +103,7 @@ def _pieces(
     lane_count = order.spec.lanes
     wanted = np.arange(lane_count) if lanes is None else np.asarray(lanes, dtype=np.int64)
     if len(wanted) and not (wanted[0] >= 0 and wanted[-1] < lane_count and (np.diff(wanted) > 0).all()):
-        raise ValueError(f"lanes must ascend in range({lane_count}), not {lanes}")
+        raise ValueError(f"lanes must be ascending numbers in range({lane_count}), not {lanes}")
     shards_of_epoch = order.epoch(epoch)
     places = np.union1d(shards_of_epoch.starts, geometry.starts)
     places = places[places < order.samples]  # empty shards and lanes may begin at the end

@@ -174,7 +174,7 @@ def _with_saved_schedule(saved: LoaderState, current: RunSettings, fixed: frozen
 def _checked_keys(data: object) -> dict[str, Any]:
     """Return `data` as a dict with the keys of its version; raises StateError for anything else."""
     if not isinstance(data, Mapping):
-        raise StateError(f"a loader's state is a dict, not {type(data).__name__}")
+        raise StateError(f"a loader's state must be a dict, not {type(data).__name__}")
     if "version" not in data or "position" not in data:
         within = [name for name, value in data.items() if isinstance(value, Mapping) and "position" in value]
         hint = f"load the dict under {within[0]!r}" if within else "load the dict that state_dict() returned"
