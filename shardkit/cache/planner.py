@@ -67,7 +67,7 @@ class Pace:
     """The rate at which the cache is filled with shards that are not needed soon."""
 
     factor: float = 3.0
-    """Bytes fetched per byte that the loop consumes; the average of all nodes stays below 5 in any second."""
+    """Bytes fetched per byte that the loop consumes; over all nodes, it stays below 5 in any second."""
     horizon_seconds: float = 120.0
     """Shards that the loop, at its current speed, needs within this time are fetched at once."""
     sharers: int = 1
