@@ -1,4 +1,4 @@
-"""One thin module for each trainer, in the trainer's own names.
+"""One thin module per trainer, which uses the trainer's own names.
 
-Each imports its trainer's package: import only the one you use.
+Each module imports its trainer's package: import only the one you use.
 """

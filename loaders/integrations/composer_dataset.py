@@ -10,12 +10,14 @@
     )
 
 Composer saves `dataset.state_dict(num_samples, from_beginning)` of the DataLoader that it trains on. A new
-run loads it into its own dataset before it iterates, and then neither spins nor skips batches. The state is
-what the DataLoader has handed over, with any number of workers; it may continue on another number of ranks.
+run loads it into its own dataset before it iterates, and then does not read and discard batches to skip them.
+The state counts the batches that the DataLoader has delivered, with any number of workers; a run may continue
+on another number of ranks.
 
-A batch is what the models of llm-foundry and Hugging Face take: `input_ids` and `labels` (the model shifts
-them; padding is -100). With `layout=Layout(document_ids=True)` it has `sequence_id`, by which llm-foundry's
-MPT keeps attention inside documents. In llm-foundry's YAML, `name: shardkit` is `build_dataloader`:
+A batch has the fields that models of llm-foundry and Hugging Face expect: `input_ids` and `labels` (the model
+shifts them; padding is -100). With `layout=Layout(document_ids=True)` it has `sequence_id`, with which
+llm-foundry's MPT keeps attention inside documents. In llm-foundry's YAML, `name: shardkit` selects
+`build_dataloader`:
 
     train_loader:
       name: shardkit
@@ -43,16 +45,16 @@ _SAMPLES = "sample_in_epoch"
 
 
 class ComposerDataset(StreamingDataset):
-    """A `StreamingDataset` whose state tells the end of an epoch from the beginning of the next.
+    """A `StreamingDataset` whose state distinguishes the end of an epoch from the beginning of the next.
 
     Composer saves after an epoch's last batch, and resumes inside that epoch, which then has no more batches.
     """
 
     epoch_is_over = False
-    """Whether such a state was loaded, and the iteration without batches has not been made."""
+    """Whether a state at the end of an epoch was loaded; the next iteration then has no batches."""
 
     def state_dict(self, num_batches: int | None = None, from_beginning: bool | None = None) -> State:
-        """Return the state as `StreamingDataset` does. Composer gives the samples of this epoch, and True."""
+        """Return the state as `StreamingDataset` does; Composer passes this epoch's sample count and True."""
         if from_beginning is None:
             return super().state_dict(num_batches)
         return super().state_dict(num_batches or 0, from_beginning) | {_SAMPLES: num_batches}
@@ -65,7 +67,7 @@ class ComposerDataset(StreamingDataset):
 
 
 class ComposerDataLoader(StreamingDataLoader):
-    """A `StreamingDataLoader` that says how many rows a batch has, which Composer cuts into microbatches."""
+    """A `StreamingDataLoader` with a `batch_size`, which Composer needs to cut batches into microbatches."""
 
     dataset: ComposerDataset
 
@@ -75,7 +77,7 @@ class ComposerDataLoader(StreamingDataLoader):
 
     @batch_size.setter
     def batch_size(self, value: int | None) -> None:
-        """torch's DataLoader sets None, because the dataset makes the batches."""
+        """Ignore the value: torch's DataLoader sets None, because the dataset makes the batches."""
 
     def __iter__(self) -> Any:
         if self.dataset.epoch_is_over:
@@ -94,7 +96,7 @@ def build_data_spec(
 ) -> DataSpec:
     """Build the DataSpec for Composer's `Trainer(train_dataloader=…)` and `Evaluator(dataloader=…)`.
 
-    `batch_size`: sequences per rank. Without workers, a thread prefetches. `options`: of `StreamingLoader`.
+    `batch_size`: sequences per rank. Without workers, a thread prefetches. `options`: see `StreamingLoader`.
     """
     flat = flattened(options)
     if refused := [name for name in ("flat", "cu_seqlens", "endless") if flat.get(name)]:
@@ -124,8 +126,8 @@ def build_dataloader(
     """Build the `train_loader` or `eval_loader` of llm-foundry with `name: shardkit`.
 
     `dataset`: `path`, or `streams` ({name: {path: …, weight: …}}), and options of `StreamingLoader`, whose
-    groups are mappings (`layout: {document_ids: true}`); with `max_seq_len`, ValueError if rows have another
-    length. `drop_last`: tail="drop". Rows are tokenized: `tokenizer` is not needed.
+    groups are mappings (`layout: {document_ids: true}`). If it has `max_seq_len`, rows of another length
+    raise ValueError. `drop_last`: same as tail="drop". `tokenizer` is unused, because rows are tokenized.
     """
     options = dict(dataset)
     if drop_last and options.setdefault("tail", "drop") != "drop":
@@ -143,6 +145,6 @@ def build_dataloader(
     if length is not None and found != {length}:
         raise ValueError(
             f"max_seq_len is {length}, but rows have {', '.join(map(str, found))} tokens: set max_seq_len, "
-            f"or cut the dataset anew by `shardkit convert --sequence-length {length}`"
+            f"or cut the dataset again with `shardkit convert --sequence-length {length}`"
         )
     return spec

@@ -1,20 +1,20 @@
-"""The Hugging Face Trainer, TRL's SFTTrainer and Accelerate: batches in our order, resumed exactly.
+"""The Hugging Face Trainer, TRL's SFTTrainer and Accelerate: batches in shardkit's order, resumed exactly.
 
     from shardkit.loaders.integrations.hugging_face import StreamingTrainer, TrainerDataset
 
     data = TrainerDataset("s3://bucket/dataset", cache_dir="/nvme/cache")
     StreamingTrainer(model=model, args=args, train_dataset=data).train(resume_from_checkpoint=…)
 
-What a user changes: the class (or, for SFTTrainer and other subclasses of Trainer, `class
+A user changes only the class (or, for SFTTrainer and other subclasses of Trainer, writes `class
 Pretrainer(StreamingTrainerMixin, SFTTrainer): ...`) and `train_dataset`. Everything else is as before; an
-`eval_dataset` is a `MapDataset`, whose order and padding are the Trainer's business.
+`eval_dataset` is a `MapDataset`, whose order and padding the Trainer decides.
 
-The Trainer knows no state of a loader. It counts steps, and when it resumes it asks for the first batches of
-an epoch only to throw them away. So it is given a DataLoader over the *numbers* of micro-batches, which may
-be thrown away for nothing; micro-batch t of a run is at position t * batch size * world size of one endless
-stream, wherever the Trainer begins to count. Epochs cut this stream into equally many whole steps. Each
-checkpoint has the loader's state in trainer_state.json: it is checked at a resume (data, seed, shuffle), and
-because it says the position of a global step, ranks, batch size and accumulation may have changed.
+The Trainer does not save a loader's state. It counts steps, and when it resumes it reads the first batches of
+an epoch only to discard them. It is therefore given a DataLoader over the *numbers* of micro-batches, which
+cost nothing to discard; micro-batch t of a run is at position t * batch size * world size of one endless
+stream, wherever the Trainer begins to count. Epochs cut this stream into equal numbers of whole steps. Each
+checkpoint has the loader's state in trainer_state.json. It is checked at a resume (data, seed, shuffle);
+because it gives the position of a global step, ranks, batch size and accumulation may have changed.
 
 With Accelerate alone no adapter is needed, because `prepare` leaves a StreamingLoader as it is:
 
@@ -51,7 +51,7 @@ DATA_PARALLEL_DIMENSIONS = ("dp_replicate", "dp_shard")  # as accelerate's Paral
 
 
 class Placement(TypedDict, total=False):
-    """Arguments of `StreamingLoader` that say which part of each batch this process reads."""
+    """Arguments of `StreamingLoader` that determine the part of each batch that this process reads."""
 
     mesh: DeviceMesh
     rank: int
@@ -59,7 +59,7 @@ class Placement(TypedDict, total=False):
 
 
 def placement(accelerator: Accelerator) -> Placement:
-    """The data-parallel rank as Accelerate's parallelism config has it: peers of TP and CP read the same."""
+    """Return the data-parallel rank by Accelerate's parallelism config; TP and CP peers read equal data."""
     mesh = accelerator.torch_device_mesh
     if mesh is None:
         return {}
@@ -69,11 +69,11 @@ def placement(accelerator: Accelerator) -> Placement:
 
 
 class TrainerDataset(TorchDataset[Batch]):
-    """What to train on: a path, an open `Dataset` or a list of `Stream`, with options of `StreamingLoader`.
+    """Training data: a path, an open `Dataset` or a list of `Stream`, with options of `StreamingLoader`.
 
-    Batches have what transformers take: `input_ids` and `labels`. `layout=Layout(position_ids=True)`
-    adds positions that begin again in each document, which keeps attention inside of documents. Batch size,
-    seed (`data_seed`, else `seed`) and ranks are the Trainer's.
+    Batches have the fields that transformers expects: `input_ids` and `labels`.
+    `layout=Layout(position_ids=True)` adds positions that restart in each document, which keeps attention
+    inside documents. Batch size, seed (`data_seed`, else `seed`) and ranks come from the Trainer.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TrainerDataset(TorchDataset[Batch]):
         on_mismatch: OnMismatch = "error",
         **options: Unpack[LoaderOptions],
     ) -> None:
-        """`on_mismatch`: of `StreamingLoader.load_state_dict`, at a resume."""
+        """Describe the data. `on_mismatch` is passed to `StreamingLoader.load_state_dict` at a resume."""
         self._dataset = dataset
         self._shuffle: Shuffle = shuffle
         self._return_ids = return_ids
@@ -94,7 +94,7 @@ class TrainerDataset(TorchDataset[Batch]):
         self._options = grouped({**defaults, **flattened(options), "endless": True})
 
     def open(self, *, batch_size: int, seed: int, place: Placement) -> StreamingLoader:
-        """An endless loader."""
+        """Open an endless loader over the data."""
         options = self._options
         if "mesh" in place:
             options = {**options, "mesh": place["mesh"]}
@@ -110,23 +110,23 @@ class TrainerDataset(TorchDataset[Batch]):
         )
 
     def __len__(self) -> int:
-        """Samples of an epoch."""
+        """Return the number of samples in an epoch."""
         with self._alone() as loader:
             return loader.plan.samples
 
     def first_row(self) -> Mapping[str, Any]:
-        """The first sample."""
+        """Return the first sample."""
         with self._alone() as loader:
             return {name: value[0] for name, value in next(iter(loader)).items()}
 
     def _alone(self) -> StreamingLoader:
-        """A loader of this process alone, to look at the data."""
+        """Open a loader for this process alone, to inspect the data."""
         options = grouped({**flattened(self._options), "usage_log": None, "prefetch_batches": 0})
         return StreamingLoader(self._dataset, batch_size=1, rank=0, world_size=1, shuffle="none", **options)
 
 
 class _Batches(TorchDataset[Batch]):
-    """The micro-batches of a loader by number; numbers that follow one another are read ahead."""
+    """The micro-batches of a loader by number; consecutive numbers are prefetched."""
 
     def __init__(self, loader: StreamingLoader, on_mismatch: OnMismatch) -> None:
         self.loader = loader
@@ -145,7 +145,7 @@ class _Batches(TorchDataset[Batch]):
         return next(self._iterator)
 
     def resume(self, state: Mapping[str, object], number: int) -> None:
-        """Let micro-batch `number` be the one that follows in a saved state."""
+        """Load a saved state whose next micro-batch is number `number`."""
         self.loader.load_state_dict(state, on_mismatch=self._on_mismatch)
         self._origin = self.loader.position - number * self.loader.plan.global_batch
         self._iterator = None
@@ -170,7 +170,7 @@ class _Numbers(Sampler[list[int]]):
 
 
 class _TrainDataLoader(DataLoader[Batch]):
-    """Micro-batches for the Trainer, in epochs of whole optimizer steps."""
+    """The DataLoader of micro-batches for the Trainer, in epochs of whole optimizer steps."""
 
     def __init__(self, batches: _Batches, *, batches_per_step: int, pin_memory: bool) -> None:
         self.batches, plan = batches, batches.loader.plan
@@ -209,7 +209,9 @@ class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc, unuse
         if not state.global_step:
             return
         if args.ignore_data_skip:
-            raise ValueError("ignore_data_skip=True would repeat samples: leave it out; skipping is free")
+            raise ValueError(
+                "ignore_data_skip=True would repeat samples: leave it out; skipping batches costs nothing"
+            )
         saved = cast(dict[str, Any], state.stateful_callbacks).get(type(self).__name__)
         if not saved:
             raise ValueError(
@@ -235,8 +237,8 @@ else:
 class StreamingTrainerMixin(_Trainer):  # type: ignore[misc, unused-ignore]
     """Lets a Trainer train on a `TrainerDataset`: `class Pretrainer(StreamingTrainerMixin, SFTTrainer): ...`.
 
-    The arguments dataloader_num_workers, dataloader_drop_last, and those of sampling, prefetching and
-    dispatching have no effect on it: the loader reads ahead by itself.
+    The arguments dataloader_num_workers and dataloader_drop_last, and the arguments for sampling, prefetching
+    and dispatching, have no effect on it: the loader prefetches by itself.
     """
 
     def __init__(
@@ -250,7 +252,10 @@ class StreamingTrainerMixin(_Trainer):  # type: ignore[misc, unused-ignore]
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Without a cache: with one, models make no masks of `position_ids` and attend across documents."""
+        """Compute the loss without a key-value cache.
+
+        With a cache, models make no masks from `position_ids` and attend across documents.
+        """
         config = getattr(self.model, "config", None)
         if "position_ids" in inputs and hasattr(config, "use_cache"):
             inputs = {**inputs, "use_cache": False}
@@ -259,7 +264,7 @@ class StreamingTrainerMixin(_Trainer):  # type: ignore[misc, unused-ignore]
         )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The loader, not prepared by Accelerate, which would deal its batches out once more."""
+        """Return the loader without `Accelerator.prepare`, which would divide batches among ranks again."""
         if not isinstance(self.train_dataset, TrainerDataset):
             return super().get_train_dataloader()
         args = self.args
@@ -276,11 +281,11 @@ class StreamingTrainerMixin(_Trainer):  # type: ignore[misc, unused-ignore]
 
 
 class StreamingTrainer(StreamingTrainerMixin, Trainer):  # type: ignore[misc, unused-ignore]
-    """transformers' Trainer on a `TrainerDataset`."""
+    """The Trainer of transformers, which trains on a `TrainerDataset`."""
 
 
 def _shown(dataset: Any) -> Any:
-    """Return one row of our data in the only class that TRL's constructors accept. Other data as it is."""
+    """Return a row of shardkit data in a class that TRL's constructors accept; other data is unchanged."""
     if not isinstance(dataset, TrainerDataset | MapDataset) or not is_datasets_available():
         return dataset
     import datasets

@@ -1,4 +1,4 @@
-"""litgpt: a `DataModule` for `litgpt pretrain`, by its command line alone.
+"""litgpt: a `DataModule` for `litgpt pretrain`, selected on its command line without other code.
 
     litgpt pretrain pythia-160m \\
         --data shardkit.loaders.integrations.litgpt_data.ShardkitData \\
@@ -7,8 +7,8 @@
 
 litgpt slices rows of `max_seq_length + 1` tokens into inputs and targets, so rows are stored with one token
 more than the model takes. Batches are plain tensors, int64[micro_batch_size, max_seq_length + 1]. The state
-is part of litgpt's checkpoint (`train_dataloader`), and continues on another number of devices. Every
-validation sees the same samples.
+is part of litgpt's checkpoint (`train_dataloader`), and a run may continue on another number of devices.
+Every validation reads the same samples.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class ShardkitData(DataModule):
     """Streams datasets made by `shardkit build`, or any other MDS or WebDataset of token rows."""
 
     data_path: str | Path | dict[str, float]
-    """The dataset to train on, a folder or a URL (s3://…); or several with their weights, {path: weight}."""
+    """The training data: a folder or a URL (s3://…), or several with their weights, {path: weight}."""
     val_data_path: str | Path
     """The dataset for validation."""
     seed: int = 17
-    """The seed of the order."""
+    """The seed of the sample order."""
     num_workers: int = 0
-    """DataLoader processes; with 0 a thread prefetches, which is faster."""
+    """Number of DataLoader processes; with 0 a thread prefetches, which is faster."""
     cache_dir: str | Path | None = None
-    """Where remote shards are kept, shared by all processes of a machine."""
+    """Folder for cached remote shards, shared by all processes of a machine."""
     cache_bytes: str | None = None
-    """Most bytes kept there, such as 500GB; default: free disk less a reserve."""
+    """Maximum size of the cache, such as 500GB; default: the free disk minus a reserve."""
     usage_log: str | Path | None = None
-    """Folder that logs the samples trained on, for `shardkit audit --logs`; needs num_workers=0."""
+    """Folder for logs of the samples trained on, for `shardkit audit --logs`; needs num_workers=0."""
 
     batch_size: int = field(init=False, repr=False, default=1)
     seq_length: int | None = field(init=False, repr=False, default=None)
@@ -61,7 +61,7 @@ class ShardkitData(DataModule):
     def connect(
         self, tokenizer: Tokenizer | None = None, batch_size: int = 1, max_seq_length: int | None = None
     ) -> None:
-        """`batch_size`: sequences per device and iteration; `max_seq_length`: tokens that the model takes."""
+        """Set `batch_size`, in sequences per device and iteration, and `max_seq_length`, in tokens."""
         self.batch_size = batch_size
         self.seq_length = None if max_seq_length is None else max_seq_length + 1
 
@@ -69,7 +69,7 @@ class ShardkitData(DataModule):
         return self._dataloader(self.data_path, {"usage_log": self.usage_log})
 
     def val_dataloader(self) -> StreamingDataLoader:
-        """Each `for` starts at the first sample; a last batch that is not full is left out."""
+        """Return a loader that starts each iteration at the first sample and drops a partial last batch."""
         return self._dataloader(self.val_data_path, {"shuffle": "none", "tail": "drop", "restart": True})
 
     def _dataloader(self, path: str | Path | Mapping[str, float], options: RunOptions) -> StreamingDataLoader:
@@ -86,12 +86,12 @@ class ShardkitData(DataModule):
 
 
 def _tokens(length: int | None, batch: Batch) -> Tensor:
-    """The rows of a batch; ValueError if the model does not take them."""
+    """Return the rows of a batch; raises ValueError if they are not `length` tokens long."""
     tokens: Tensor = batch["tokens"]
     if length is not None and tokens.shape[1] != length:
         raise ValueError(
             f"litgpt needs rows of max_seq_length + 1 = {length} tokens, the dataset has rows of "
-            f"{tokens.shape[1]}: pass --train.max_seq_length {tokens.shape[1] - 1}, or cut the dataset anew "
-            f"by `shardkit convert --sequence-length {length}`"
+            f"{tokens.shape[1]}: pass --train.max_seq_length {tokens.shape[1] - 1}, or cut the dataset "
+            f"again with `shardkit convert --sequence-length {length}`"
         )
     return tokens

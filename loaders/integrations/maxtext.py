@@ -1,7 +1,7 @@
-"""MaxText: our order in its training loop, resumed exactly on any number of hosts. Needs no torch.
+"""MaxText: shardkit's order in its training loop, resumed exactly on any number of hosts. Needs no torch.
 
-MaxText has no register of input pipelines: in your launch script, put ours in place of the one for Grain,
-whose checkpoints it then writes for ours as well.
+MaxText has no registry of input pipelines: in your launch script, replace its Grain pipeline by this one.
+MaxText then saves the state of this pipeline in its checkpoints, as it does for Grain.
 
     from maxtext.input_pipeline import input_pipeline_interface
     from maxtext.trainers.pre_train import train
@@ -11,12 +11,13 @@ whose checkpoints it then writes for ours as well.
     input_pipeline_interface.make_grain_eval_iterator = make_eval_iterator
     app.run(train.main)  # dataset_type=grain grain_train_files=s3://bucket/dataset
 
-`functools.partial(make_train_iterator, cache_dir=…)` gives options of `StreamingLoader`. Rows of
-`max_target_length` + 1 tokens give inputs and targets of `max_target_length`; so do, with
-`layout=Layout(keep_length=True)`, rows of `max_target_length`, whose last position then has no target.
+`functools.partial(make_train_iterator, cache_dir=…)` passes options to `StreamingLoader`. Rows of
+`max_target_length` + 1 tokens become inputs and targets of `max_target_length`. With
+`layout=Layout(keep_length=True)`, so do rows of `max_target_length`, whose last position then has no target.
 
-A host reads its part of the global batch. The state is one position, the same on every host, so MaxText takes
-the iterator for Grain's elastic one: one file in a checkpoint, which any number of hosts may resume from.
+A host reads its part of the global batch. The state is one position, the same on every host. MaxText
+therefore treats the iterator like Grain's elastic one: a checkpoint has one file for it, from which any
+number of hosts may resume.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Fields: TypeAlias = dict[str, npt.NDArray[np.int32]]
 
 
 class MaxTextConfig(Protocol):
-    """What is read of MaxText's HyperParameters."""
+    """The fields of MaxText's HyperParameters that are used here."""
 
     grain_train_files: str
     grain_eval_files: str
@@ -58,22 +59,22 @@ class MaxTextConfig(Protocol):
 
 
 class MaxTextBatches(ElasticIterator):  # type: ignore[misc, unused-ignore]
-    """This host's batches {"inputs", "targets", "inputs_position", …}: int32[B, L], from a loader of NumPy.
+    """This host's batches {"inputs", "targets", "inputs_position", …}: int32[B, L], from a NumPy loader.
 
-    The loader has labels="shifted", position_ids, document_ids and tensors="numpy". Segments count from 1;
-    `targets_segmentation` is 0, which MaxText leaves out of the loss, where a target is padding or the
-    first token of another document.
+    The loader must have labels="shifted", position_ids, document_ids and tensors="numpy". Segments count from
+    1; `targets_segmentation` is 0, which MaxText excludes from the loss, if a target is padding or the first
+    token of another document.
     """
 
     def __init__(self, loader: StreamingLoader, *, length: int) -> None:
-        # Not ElasticIterator.__init__, which wants one of Grain's own datasets.
+        # Skips ElasticIterator.__init__, which requires one of Grain's own datasets.
         grain.IterDataset.__init__(self)
         self.loader = loader
         self._length = length
         self._iterator: Iterator[Mapping[str, npt.NDArray[Any]]] | None = None
 
     def __iter__(self) -> MaxTextBatches:
-        """Training continues with the next batch; a loader with `restart` starts anew."""
+        """Return the iterator: training continues with the next batch, `restart` begins at the first one."""
         self._iterator = None
         return self
 
@@ -85,7 +86,8 @@ class MaxTextBatches(ElasticIterator):  # type: ignore[misc, unused-ignore]
         if inputs.shape[1] != self._length:
             raise ValueError(
                 f"rows give inputs of {inputs.shape[1]:,} tokens and max_target_length is {self._length:,}: "
-                "it must be the same, or with layout=Layout(keep_length=True) the length of the rows"
+                "make it one less than the length of the rows, or equal with "
+                "layout=Layout(keep_length=True)"
             )
         is_scored = labels != IGNORED_LABEL
         positions = batch["position_ids"].astype(np.int32)
@@ -100,7 +102,7 @@ class MaxTextBatches(ElasticIterator):  # type: ignore[misc, unused-ignore]
         }
 
     def get_state(self) -> dict[str, object]:
-        """The loader's state: the same on every host, and plain data for JSON."""
+        """Return the loader's state: the same on every host, and plain data for JSON."""
         return self.loader.state_dict()
 
     def set_state(self, state: Mapping[str, object]) -> None:
@@ -114,7 +116,7 @@ class MaxTextBatches(ElasticIterator):  # type: ignore[misc, unused-ignore]
 def make_train_iterator(
     config: MaxTextConfig, global_mesh: Mesh, process_indices: list[int], **options: Unpack[LoaderOptions]
 ) -> MultiHostDataLoadIterator:
-    """Make the iterator that MaxText trains on: `grain_train_files`, endlessly, by `data_shuffle_seed`."""
+    """Make MaxText's training iterator: endless, over `grain_train_files`, with seed `data_shuffle_seed`."""
     loader = _open(
         config.grain_train_files,
         config,
@@ -129,7 +131,7 @@ def make_train_iterator(
 def make_eval_iterator(
     config: MaxTextConfig, global_mesh: Mesh, process_indices: list[int], **options: Unpack[LoaderOptions]
 ) -> MultiHostDataLoadIterator:
-    """Make MaxText's evaluation iterator: `grain_eval_files`, each time from the first sample, each once."""
+    """Make MaxText's evaluation iterator: each evaluation reads every sample of `grain_eval_files` once."""
     loader = _open(
         config.grain_eval_files,
         config,
@@ -149,10 +151,13 @@ def _open(
     global_batch: int,
     options: LoaderOptions,
 ) -> StreamingLoader:
-    """A loader of this host's part; `process_indices` are the hosts that load data."""
+    """Open a loader for this host's part of the batch; `process_indices` are the hosts that load data."""
     batch_size, rest = divmod(global_batch, len(process_indices))
     if rest:
-        raise ValueError(f"a global batch of {global_batch} does not divide by {len(process_indices)} hosts")
+        raise ValueError(
+            f"a global batch of {global_batch} does not divide by {len(process_indices)} hosts: "
+            "change one of them"
+        )
     needed = {
         **flattened(options),
         "labels": "shifted",

@@ -8,14 +8,15 @@
     pretrain(..., train_valid_test_datasets_provider, ...)  # with --dataloader-type external
 
 Megatron's checkpoints hold `consumed_train_samples`, and that number is the position of a shardkit loader: a
-run continues with the next sample at any data-parallel size and batch size. The order follows from data and
-seed, which must therefore stay as they are.
+run continues with the next sample at any data-parallel size and batch size. The order is a function of data
+and seed, which must therefore not change.
 
-A micro-batch has what Megatron's GPTDataset gives: `tokens`, `labels` (shifted), `position_ids` (int64) and
-`loss_mask` (float32), of shape [micro_batch_size, seq_length]. Rows of seq_length + 1 tokens have all labels;
-rows of seq_length do with `Layout(keep_length=True)`. Labels that do not count are 0, and their `loss_mask`.
-With `--dataloader-inter-document-masking` there are `cu_seqlens` (int32[micro_batch_size, seq_length + 1])
-and `max_seqlen`; then, as with `--reset-position-ids`, positions begin at 0 in each document.
+A micro-batch has the fields of Megatron's GPTDataset: `tokens`, `labels` (shifted), `position_ids` (int64)
+and `loss_mask` (float32), of shape [micro_batch_size, seq_length]. Rows of seq_length + 1 tokens have all
+labels; rows of seq_length tokens need `Layout(keep_length=True)`. Ignored labels are 0, and so is their
+`loss_mask`. With `--dataloader-inter-document-masking` there are also `cu_seqlens`
+(int32[micro_batch_size, seq_length + 1]) and `max_seqlen`; then, as with `--reset-position-ids`, positions
+begin at 0 in each document.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ Data: TypeAlias = str | os.PathLike[str] | Dataset | Sequence[Stream]
 
 
 class MegatronDataIterator:
-    """An endless iterator of micro-batches, which Megatron takes as an external dataloader.
+    """An endless iterator of micro-batches, which Megatron accepts as an external dataloader.
 
-    `loader` is the `StreamingLoader`. It reads ahead from the first `next` on, so that a pipeline stage that
-    never asks costs nothing.
+    `loader` is the `StreamingLoader`. It prefetches from the first `next` on, so a pipeline stage that never
+    reads from it costs nothing.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class MegatronDataIterator:
         inter_document_masking: bool = False,
         **options: Unpack[RunOptions],
     ) -> None:
-        """Begin at `consumed_samples`, a number over all ranks; `options`: of `StreamingLoader`."""
+        """Begin at `consumed_samples`, counted over all ranks; `options` are passed to `StreamingLoader`."""
         has_documents = reset_position_ids or inter_document_masking
         given = flattened(options)
         layout = {
@@ -74,7 +75,7 @@ class MegatronDataIterator:
             "doc_lens": inter_document_masking,
         }
         if clash := sorted(layout.keys() & given.keys()):
-            raise ValueError(f"Megatron's arguments decide {', '.join(clash)}: leave it out")
+            raise ValueError(f"Megatron's arguments determine {', '.join(clash)}: leave it out of options")
         if global_batch_size % (micro_batch_size * data_parallel_size):
             raise ValueError(
                 f"a global batch of {global_batch_size:,} does not divide into micro-batches of "
@@ -92,7 +93,7 @@ class MegatronDataIterator:
         self.seek(consumed_samples)
 
     def seek(self, consumed_samples: int) -> None:
-        """Let the next micro-batch begin at this position."""
+        """Move to this position: the next micro-batch begins there."""
         self.loader.seek(consumed_samples)
         self._batches: Iterator[dict[str, Tensor]] | None = None
 
@@ -105,7 +106,7 @@ class MegatronDataIterator:
         return _megatron_batch(next(self._batches), self._seq_length)
 
     def save_state(self) -> dict[str, object]:
-        """The loader's state, the same on all ranks: for `--dataloader-save`."""
+        """Return the loader's state, the same on all ranks, for `--dataloader-save`."""
         return self.loader.state_dict()
 
     def restore_state(self, state: Mapping[str, object]) -> None:
@@ -119,11 +120,11 @@ class MegatronDataIterator:
 
 
 class MegatronDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """`num_samples` samples of the training stream by number, for `--dataloader-type single`.
+    """The first `num_samples` samples of the training stream by number, for `--dataloader-type single`.
 
-    Number i is position i: as Megatron's samplers begin at `consumed_train_samples`, the samples of a run
-    depend on neither ranks nor batch sizes. Each epoch is shuffled anew, over the whole dataset. Samples are
-    read one at a time by Megatron's workers; `external_iterators` is faster, and plans what a cache keeps.
+    Number i is position i. Megatron's samplers begin at `consumed_train_samples`, so the samples of a run
+    depend on neither ranks nor batch sizes. Each epoch has a new shuffle of the whole dataset. Megatron's
+    workers read samples one at a time; `external_iterators` is faster, and plans what a cache keeps.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class MegatronDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         reset_position_ids: bool = False,
         **options: Unpack[LoaderOptions],
     ) -> None:
-        """`options`: of `MapDataset`."""
+        """Open the dataset; `options` are passed to `MapDataset`."""
         flat = {"labels": "shifted", "position_ids": reset_position_ids} | flattened(options)
         self._samples = MapDataset(dataset, **grouped(flat))
         _check_rows(self._samples.dataset, seq_length, bool(flat.get("keep_length")))
@@ -159,10 +160,10 @@ def external_iterators(
     test: Data | None = None,
     **options: Unpack[RunOptions],
 ) -> tuple[MegatronDataIterator | None, MegatronDataIterator | None, MegatronDataIterator | None]:
-    """Make the iterators of a datasets provider, for this process's arguments and data-parallel rank.
+    """Make the train, valid and test iterators for this process's arguments and data-parallel rank.
 
-    None for tensor parallel ranks above 0, to which Megatron broadcasts. As Megatron's own, validation goes
-    on through its data from one evaluation to the next, and resumes at `consumed_valid_samples`.
+    They are None on tensor-parallel ranks above 0, to which Megatron broadcasts. As with Megatron's own data,
+    each validation continues where the last one ended, and resumes at `consumed_valid_samples`.
     """
     with naming_extras("external_iterators"):
         from megatron.training import get_args
@@ -193,7 +194,7 @@ def external_iterators(
 
 
 def _megatron_batch(batch: Mapping[str, Tensor], seq_length: int) -> dict[str, Tensor]:
-    """A batch with shifted labels, as Megatron names and masks it."""
+    """Convert a batch with shifted labels to Megatron's names and loss mask."""
     labels = batch["labels"]
     counts = labels != IGNORED_LABEL
     positions = batch.get("position_ids")
@@ -201,7 +202,7 @@ def _megatron_batch(batch: Mapping[str, Tensor], seq_length: int) -> dict[str, T
         positions = torch.arange(seq_length).expand_as(labels)
     made = {
         "tokens": batch["tokens"],
-        "labels": labels.clamp(min=0),  # Megatron looks them up, masked or not
+        "labels": labels.clamp(min=0),  # Megatron looks up the logits of masked labels, too
         "loss_mask": counts.float(),
         "position_ids": positions,
     }
@@ -214,11 +215,11 @@ def _megatron_batch(batch: Mapping[str, Tensor], seq_length: int) -> dict[str, T
 
 
 def _check_rows(dataset: Dataset, seq_length: int, keep_length: bool) -> None:
-    """ValueError if rows are not of the length that sequences of `seq_length` need."""
+    """Raise ValueError unless rows have the length that sequences of `seq_length` need."""
     wanted = seq_length if keep_length else seq_length + 1
     if dataset.sequence_length != wanted:
         raise ValueError(
             f"{dataset.location} has rows of {dataset.sequence_length} tokens, but sequences of {seq_length} "
-            f"need {wanted}: change --seq-length; rows of {seq_length}, whose last label does not count, "
+            f"need {wanted}: change --seq-length; rows of {seq_length} tokens, whose last label is ignored, "
             "need layout=Layout(keep_length=True)"
         )

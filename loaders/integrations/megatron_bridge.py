@@ -1,4 +1,4 @@
-"""Megatron-Bridge: a dataset provider whose data resumes exactly, also at another data-parallel size.
+"""Megatron-Bridge: a dataset provider that resumes exactly, also at another data-parallel size.
 
     from shardkit.loaders.integrations.megatron_bridge import ShardkitProvider
 
@@ -10,15 +10,15 @@
         options={"cache_dir": "/nvme/cache"},
     )
 
-Megatron-Bridge saves `save_state()` of the training data once for each data-parallel rank, and gives a rank
-its own file back. All files hold the same state, so that a smaller data-parallel size loads as it is. At a
-larger size Megatron-Bridge refuses before it asks: some ranks have no file. Then let `consumed_train_samples`
-of its train state, which is the same position, take the place of the files:
+Megatron-Bridge saves `save_state()` of the training data in one file per data-parallel rank, and each rank
+loads its own file. All files hold the same state, so a run can resume at a smaller data-parallel size without
+changes. At a larger size, some ranks have no file, and Megatron-Bridge raises an error before it loads any.
+In that case use `consumed_train_samples` of its train state, which is the same position, in place of files:
 
     config.dataset.dataloader_load = ""
     pretrain(config, forward_step, callbacks=[SeekToConsumedSamples(config.dataset)])
 
-Micro-batches are those of `shardkit.loaders.integrations.megatron`.
+`shardkit.loaders.integrations.megatron` describes the micro-batches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Iterators = tuple[MegatronDataIterator | None, MegatronDataIterator | None, Mega
 
 @dataclass(kw_only=True)
 class ShardkitProvider(DatasetProvider):
-    """External data of Megatron-Bridge."""
+    """A dataset provider of external data for Megatron-Bridge."""
 
     train: str | Sequence[Stream]
     """Path or URL of the training data, or the streams of a mixture."""
@@ -51,18 +51,18 @@ class ShardkitProvider(DatasetProvider):
     test: str | Sequence[Stream] | None = None
     seq_length: int
     micro_batch_size: int
-    """As `config.train.micro_batch_size`."""
+    """Must equal `config.train.micro_batch_size`."""
     global_batch_size: int
-    """As `config.train.global_batch_size`; the order depends on it."""
+    """Must equal `config.train.global_batch_size`; the order depends on it."""
     options: RunOptions = field(default_factory=RunOptions)
     """Further arguments of `StreamingLoader`."""
     dataloader_type: Literal["single", "cyclic", "batch", "external"] | None = "external"
 
     def __post_init__(self) -> None:
-        self.train_iterator: MegatronDataIterator | None = None  # no field: the config is saved as YAML
+        self.train_iterator: MegatronDataIterator | None = None  # not a field: fields are saved as YAML
 
     def build_datasets(self, context: DatasetBuildContext) -> Iterators:
-        """Endless iterators for this process's data-parallel rank."""
+        """Make the endless train, valid and test iterators for this process's data-parallel rank."""
         assert context.pg_collection is not None
         group = context.pg_collection.dp
 

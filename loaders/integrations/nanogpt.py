@@ -1,16 +1,16 @@
-"""What the training scripts of nanoGPT, nanochat and modded-nanogpt call for their next batch.
+"""The data loaders of the training scripts nanoGPT, nanochat and modded-nanogpt.
 
     NanoGPTData               nanoGPT: get_batch("train"), a state for ckpt.pt, batches for estimate_loss
     data_loader_with_state    nanochat: a generator of (inputs, targets, state_dict)
     data_loader               nanochat: the same without states, for validation
     DistributedDataGenerator  modded-nanogpt: flat batches with document bounds; .send() changes their size
 
-All of them need rows of one token more than the model takes, and give inputs and targets of that length.
+All of them need rows with one token more than the model takes, and return inputs and targets of the model's
+length.
 
 nanoGPT and nanochat fetch a batch while they train on the one before, and save a checkpoint while they hold
-a batch that is not trained on yet. Their states therefore name the batch that was handed over last as the
-next one: a resumed run begins with it. modded-nanogpt does not fetch ahead, and its state names the batch
-after the last one.
+a batch that is not trained on yet. A resumed run must begin with that batch, so their states are taken before
+the last delivered batch. modded-nanogpt does not fetch ahead, so its state is taken after it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import RunOptions, Stream, flattened, grouped
 from shardkit.loaders.loader import StreamingLoader
 
-_IGNORED_TARGET = -1  # what the loss of nanoGPT and nanochat leaves out
+_IGNORED_TARGET = -1  # target that the loss of nanoGPT and nanochat ignores
 
 _OF_THE_DATA = ("cache_dir", "cache_bytes", "connections", "storage", "eos_id", "bos_id", "timeout_seconds")
 
@@ -44,8 +44,8 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 class NanoGPTData:
     """The data of nanoGPT's `train.py`.
 
-    `batch_size` and `block_size` as there: sequences per micro-batch and rank, tokens per sequence. Further
-    options: those of `StreamingLoader`; of these, evaluations take what concerns the data and its cache.
+    `batch_size` and `block_size` are nanoGPT's: sequences per micro-batch and rank, and tokens per sequence.
+    `options` are passed to `StreamingLoader`; evaluations use only those for the data and its cache.
     """
 
     def __init__(
@@ -69,10 +69,11 @@ class NanoGPTData:
         self._batches: Iterator[Batch] | None = None
 
     def get_batch(self, split: str = "train") -> Pair:
-        """This rank's next batch to train on. All ranks must take as many."""
+        """Return this rank's next training batch. All ranks must take the same number of batches."""
         if split != "train":
             raise ValueError(
-                f"get_batch({split!r}): `evaluation` gives the batches of an evaluation, on each split"
+                f"get_batch({split!r}): get_batch returns training batches only; use `evaluation` for the "
+                "batches of an evaluation, on either split"
             )
         if self._batches is None:
             self._batches = iter(self._loader)
@@ -80,18 +81,18 @@ class NanoGPTData:
         return _pair(next(self._batches), self._block_size, self._device)
 
     def evaluation(self, split: str, eval_iters: int) -> Iterator[Pair]:
-        """The first `eval_iters` batches of a split: the same in each evaluation, on one rank as on any."""
+        """Yield the first `eval_iters` batches of a split: the same in each evaluation and on each rank."""
         options = grouped({**self._evaluation, "shuffle": "none", "stop_together": False})
         with _endless(self._sets[split], self._batch_size, rank=0, world_size=1, **options) as loader:
             for batch in itertools.islice(loader, eval_iters):
                 yield _pair(batch, self._block_size, self._device)
 
     def state_dict(self) -> dict[str, object]:
-        """The state before the batch that was handed over last."""
+        """Return the state before the last delivered batch."""
         return self._state
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue with the batch that was handed over last when `state` was taken."""
+        """Continue with the batch that was the last delivered one when `state` was taken."""
         self._loader.load_state_dict(state)
         self._state, self._batches = self._loader.state_dict(), None
 
@@ -105,9 +106,9 @@ def data_loader_with_state(
     resume_state_dict: Mapping[str, Any] | None = None,
     **options: Unpack[RunOptions],
 ) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-    """nanochat's training batches: endless (inputs, targets, state_dict), int64[B, T].
+    """Yield nanochat's training batches, endlessly: (inputs, targets, state_dict), int64[B, T].
 
-    The state has `epoch`, counted from 1, and the loader's own state; it names its batch as the next one.
+    The state has `epoch`, counted from 1, and the loader's own state, taken before the batch.
     """
     with _endless(dataset, B, **options) as loader:
         if resume_state_dict is not None:
@@ -126,7 +127,7 @@ def data_loader(
     device: str | torch.device = "cuda",
     **options: Unpack[RunOptions],
 ) -> Iterator[Pair]:
-    """nanochat's validation batches: endless (inputs, targets), from the first sample on in each call."""
+    """Yield nanochat's validation batches, (inputs, targets), endlessly, beginning at the first sample."""
     for inputs, targets, _ in data_loader_with_state(dataset, B, T, device=device, **options):
         yield inputs, targets
 
@@ -134,18 +135,18 @@ def data_loader(
 class DistributedDataGenerator:
     """modded-nanogpt's `distributed_data_generator`: endless (inputs, targets, cum_lengths) of this rank.
 
-    inputs      int32[n]: the rows one after another; n = num_tokens / grad_accum_steps / world size
-    targets     int64[n]: the token after each
+    inputs      int32[n]: concatenated rows; n = num_tokens / grad_accum_steps / world size
+    targets     int64[n]: the token after each input
     cum_lengths int32[max_num_docs]: 0 and the end of each sequence, filled up with n
 
-    A sequence is what one attention may see: a document inside a row, cut every `max_seq_len` tokens (-1:
-    never). `num_tokens`: of an optimizer step over all ranks; n must be a number of whole rows.
-    `max_num_docs` bounds the sequences of a batch; by default a multiple of 128, for lengths of 300
-    in the mean.
+    A sequence is the span within which tokens attend to each other: a document inside a row, cut every
+    `max_seq_len` tokens (-1: never). `num_tokens`: per optimizer step over all ranks; n must be a number of
+    whole rows. `max_num_docs`: limit of sequences in a batch; default: a multiple of 128, for sequences of
+    300 tokens on average.
 
-    `send((num_tokens, max_seq_len, grad_accum_steps))` gives the next batch by new numbers, `send(None)` by
-    the same. Further options: those of `StreamingLoader`, such as bos_id=50256 for documents that begin with
-    it.
+    `send((num_tokens, max_seq_len, grad_accum_steps))` returns the next batch with new values, `send(None)`
+    with the current ones. `options` are passed to `StreamingLoader`, such as bos_id=50256 for documents that
+    begin with it.
     """
 
     def __init__(
@@ -178,15 +179,15 @@ class DistributedDataGenerator:
         self._batches: Iterator[Batch] | None = None
 
     def _resized(self, num_tokens: int, max_seq_len: int, grad_accum_steps: int) -> StreamingLoader:
-        """A loader whose batches have these sizes; also sets `max_seq_len`."""
+        """Open a loader with batches of these sizes; also sets `max_seq_len`."""
         if max_seq_len != -1 and max_seq_len < 1:
             raise ValueError(f"max_seq_len must be at least 1, or -1 for no cut, not {max_seq_len}")
         row = _row_tokens(self._opened) - 1
         unit = row * self._opened.world_size * grad_accum_steps
         if num_tokens < 1 or num_tokens % unit:
             raise ValueError(
-                f"num_tokens must be a multiple of {unit:,} ({row:,} tokens of a row, "
-                f"{self._opened.world_size} ranks, {grad_accum_steps} micro-batches), not {num_tokens:,}"
+                f"num_tokens must be a multiple of {unit:,} ({row:,} tokens per row * "
+                f"{self._opened.world_size} ranks * {grad_accum_steps} micro-batches), not {num_tokens:,}"
             )
         self._max_seq_len = max_seq_len
         return StreamingLoader(self._opened.streams, batch_size=num_tokens // unit, **self._options)
@@ -198,7 +199,7 @@ class DistributedDataGenerator:
         return self.send(None)
 
     def send(self, new_params: tuple[int, int, int] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The next batch, by `new_params` if there are any; all ranks must send the same."""
+        """Return the next batch, with `new_params` if given; all ranks must send the same values."""
         if new_params is not None:
             before = self._loader
             self._loader = self._resized(*new_params)
@@ -209,7 +210,7 @@ class DistributedDataGenerator:
             self._batches = iter(self._loader)
         batch = next(self._batches)
         tokens, labels = batch["tokens"], batch["labels"]
-        # modded-nanogpt's loss ignores nothing: padding repeats the id that ends a document.
+        # modded-nanogpt's loss ignores no target: padding repeats the id that ends a document.
         targets = torch.where(labels == IGNORED_LABEL, tokens.long(), labels)
         bounds = self._cum_lengths(batch["position_ids"])
         device = self._device
@@ -222,7 +223,7 @@ class DistributedDataGenerator:
         most = self._max_num_docs or -(-(count // 300 or 1) // 128) * 128
         if len(starts) >= most:
             raise ValueError(
-                f"a batch has {len(starts)} sequences, but cum_lengths has room for {most - 1}: raise "
+                f"a batch has {len(starts)} sequences, but cum_lengths has room for {most - 1} only: raise "
                 "max_num_docs"
             )
         bounds = torch.full((most,), count, dtype=torch.int32)
@@ -230,11 +231,11 @@ class DistributedDataGenerator:
         return bounds
 
     def state_dict(self) -> dict[str, object]:
-        """The state after the batch that was handed over last."""
+        """Return the state after the last delivered batch."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue where `state` was taken, with these sizes or others."""
+        """Continue where `state` was taken; batch sizes may differ."""
         self._loader.load_state_dict(state)
         self._batches = None
 
@@ -252,7 +253,7 @@ def _endless(
     world_size: int | None = None,
     **options: Unpack[RunOptions],
 ) -> StreamingLoader:
-    """A loader of shifted rows that never ends."""
+    """Open an endless loader with shifted labels."""
     shifted: RunOptions = {**options, "labels": "shifted", "endless": True}
     return StreamingLoader(dataset, batch_size=batch_size, rank=rank, world_size=world_size, **shifted)
 
@@ -260,12 +261,12 @@ def _endless(
 def _row_tokens(loader: StreamingLoader) -> int:
     length = loader.dataset.sequence_length
     if length is None:
-        raise ValueError(f"{loader.dataset.location}: not a dataset of token rows of one length")
+        raise ValueError(f"{loader.dataset.location}: is not a dataset of token rows of one length")
     return length
 
 
 def _pair(batch: Batch, length: int, device: torch.device) -> Pair:
-    """(inputs, targets) on the device; ValueError if the model takes rows of another length."""
+    """Return (inputs, targets) on the device; raises ValueError if the model takes rows of another length."""
     inputs, targets = batch["tokens"], batch["labels"]
     if inputs.shape[1] != length:
         raise ValueError(
@@ -277,7 +278,7 @@ def _pair(batch: Batch, length: int, device: torch.device) -> Pair:
 
 
 def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    """A copy to a GPU is made from pinned memory, without waiting for it."""
+    """Return the tensor on `device`; a copy to a GPU uses pinned memory and is not waited for."""
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

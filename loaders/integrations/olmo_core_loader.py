@@ -12,15 +12,15 @@
     )
     trainer = trainer_config.build(train_module, data_loader)
 
-As everywhere in OLMo-core, `global_batch_size` counts tokens, and may be changed at a step's edge, also by
-`BatchSizeSchedulerCallback`: the samples go on where they were. Epochs count from 1, and a batch belongs to
-the epoch that it starts in.
+As everywhere in OLMo-core, `global_batch_size` counts tokens. It may change between steps, also by
+`BatchSizeSchedulerCallback`; the run continues with the next sample. Epochs count from 1, and a batch belongs
+to the epoch that it starts in.
 
 A batch has `input_ids` and `labels`, int64[rank's sequences, sequence_length], and `index`, the rows' numbers
-in the dataset. Labels are shifted; -100 stands at padding, and at the last token of rows of sequence_length,
-as OLMo-core's own loaders do it; with `Layout(keep_length=False)`, rows of sequence_length + 1 have all
-labels. `Layout(doc_lens=True)` adds `doc_lens` and `max_doc_lens`, by which the model keeps attention inside
-documents.
+in the dataset. Labels are shifted; as in OLMo-core's own loaders, they are -100 at padding and at the last
+token of rows of sequence_length. With `Layout(keep_length=False)`, rows of sequence_length + 1 have all
+labels. `Layout(doc_lens=True)` adds `doc_lens` and `max_doc_lens`, with which the model keeps attention
+inside documents.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FIELDS = ("input_ids", "labels", "index", "doc_lens", "max_doc_lens")
 
 
 class ShardkitDataLoader(TextDataLoaderBase):
-    """Batches of a `StreamingLoader`, which is the attribute `loader`, by OLMo-core's names."""
+    """Delivers the batches of a `StreamingLoader` (attribute `loader`) with OLMo-core's names."""
 
     batches_processed: int
     _epoch: int | None
@@ -62,9 +62,9 @@ class ShardkitDataLoader(TextDataLoaderBase):
         fs_local_rank: int | None = None,
         **options: Any,
     ) -> None:
-        """`global_batch_size`: tokens of a step over all ranks; `collator`: for the trainer's evaluations.
+        """Open the loader. `global_batch_size`: tokens per step over all ranks.
 
-        `options`: further arguments of `StreamingLoader`.
+        `collator`: used by the trainer's evaluations. `options` are passed to `StreamingLoader`.
         """
         super().__init__(
             collator=collator or DataCollator(pad_token_id=0),
@@ -88,11 +88,11 @@ class ShardkitDataLoader(TextDataLoaderBase):
         if stored != sequence_length + (not flat["keep_length"]):
             raise ValueError(
                 f"{self.loader.dataset.location} has rows of {stored} tokens: give sequence_length={stored}, "
-                f"or layout=Layout(keep_length=False) and one less, not {sequence_length}"
+                f"or one less with layout=Layout(keep_length=False), not {sequence_length}"
             )
 
     def _open(self, dataset: str | os.PathLike[str] | Dataset | Sequence[Stream]) -> StreamingLoader:
-        """A loader with the present batch size, at the first sample."""
+        """Open a loader with the current batch size, at the first sample."""
         rows, rest = divmod(self.global_batch_size, self.sequence_length * self.dp_world_size)
         if rest or not rows:
             raise ValueError(
@@ -105,21 +105,24 @@ class ShardkitDataLoader(TextDataLoaderBase):
 
     @property
     def total_batches(self) -> int:
-        """Batches of the current epoch, if the batch size stays as it is."""
+        """The number of batches in the current epoch, if the batch size does not change."""
         has_more = self._epoch is None or self.loader.epoch == self._epoch - 1
         return self.batches_processed + (
             self.loader.plan.batches_left(self.loader.position) if has_more else 0
         )
 
     def batches_in_epoch(self, epoch: int) -> int:
-        """Batches of any epoch, if the batch size stays as it is; with tail="carry" epochs differ by one."""
+        """Return the number of batches in an epoch, if the batch size does not change.
+
+        With tail="carry", epochs may differ by one.
+        """
         if epoch == self._epoch:
             return self.total_batches
         plan = self.loader.plan
         return plan.batches_left(plan.first_batch(epoch - 1))
 
     def reshuffle(self, epoch: int | None = None, **kwargs: object) -> None:
-        """Continue with `epoch`, which counts from 1; by default with the next one."""
+        """Continue with `epoch`, which counts from 1; the default is the next epoch."""
         if epoch is None:
             epoch = 1 if self._epoch is None else self._epoch + 1
         if epoch < 1:
@@ -141,11 +144,11 @@ class ShardkitDataLoader(TextDataLoaderBase):
                     break
 
     def _has_batch_size(self) -> bool:
-        """Whether the loader makes batches of what `global_batch_size` has become."""
+        """Return whether the loader's batch size matches the current `global_batch_size`."""
         return self.loader.batch_size * self.sequence_length == int(self.rank_batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and the state of the `StreamingLoader`: the same on all ranks."""
+        """Return epoch, tokens processed and the state of the `StreamingLoader`, the same on all ranks."""
         return {
             "epoch": self._epoch,
             "tokens_processed": self.tokens_processed,
@@ -153,14 +156,14 @@ class ShardkitDataLoader(TextDataLoaderBase):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where the state was taken; ranks and batch size may differ."""
+        """Continue where the state was taken; the number of ranks and the batch size may differ."""
         self.loader.load_state_dict(state_dict["loader"])
         self._epoch = state_dict["epoch"]
         self.tokens_processed = state_dict["tokens_processed"]
         self.batches_processed = self.tokens_processed // self.global_batch_size
 
     def get_mock_batch(self) -> dict[str, Any]:
-        """Zeros, for the trainer's dry run."""
+        """Return a batch of zeros, for the trainer's dry run."""
         rows = self.rank_batch_size // self.sequence_length
         tokens = torch.zeros(rows, self.sequence_length, dtype=torch.int64)
         batch = {"input_ids": tokens, "labels": tokens.clone(), "index": torch.zeros(rows, dtype=torch.int64)}

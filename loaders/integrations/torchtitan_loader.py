@@ -1,4 +1,4 @@
-"""torchtitan: a `BaseDataLoader` that is exact over restarts, at any data-parallel degree.
+"""torchtitan: a `BaseDataLoader` that resumes exactly, at any data-parallel degree.
 
     from shardkit.loaders.integrations.torchtitan_loader import ShardkitDataLoader
 
@@ -6,17 +6,17 @@
 
 `Trainer` builds it with its data-parallel rank and degree (tensor, context and pipeline peers get the same
 batches), stores its state in each checkpoint as "dataloader", and resumes with the next sample. The state is
-the same on all ranks, and its position is not of a rank, so that a checkpoint loads at another degree.
+the same on all ranks and its position counts all ranks, so a checkpoint can be loaded at another degree.
 
-Rows of seq_len + 1 tokens give inputs and labels of seq_len; so do rows of seq_len with
+Rows of seq_len + 1 tokens become inputs and labels of seq_len; so do rows of seq_len with
 `options={"layout": Layout(keep_length=True)}`. A batch is `{"input", "positions"}, labels`:
-int64[local_batch_size, seq_len] in release 0.3, and int64[num_tokens_per_batch] in later development, whose
-`max_context_length` is the length here. `positions` begin at 0 in each document, which keeps attention inside
-documents; labels are shifted, and -100 where a token would be predicted from another document, unless the
-layout has `mask_document_starts=False`.
+int64[local_batch_size, seq_len] in release 0.3, and int64[num_tokens_per_batch] in later versions, in which
+`max_context_length` takes the place of seq_len. `positions` begin at 0 in each document, which keeps
+attention inside documents. Labels are shifted, and -100 where a token would be predicted from another
+document, unless the layout has `mask_document_starts=False`.
 
-In a `Validator`, which builds a loader for each validation, every validation sees the same batches. Its
-`steps=-1` is each sample once, in equally many batches on all ranks; what fills up the last is labeled -100.
+A `Validator` builds a loader for each validation, so every validation has the same batches. With `steps=-1`
+it reads each sample once, in the same number of batches on all ranks; padding of the last is labeled -100.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ TrainerBatch: TypeAlias = tuple[dict[str, Tensor], Tensor]
 
 
 class ShardkitDataLoader(BaseDataLoader):
-    """Batches of a `StreamingLoader`, which is the attribute `loader`, in torchtitan's layout."""
+    """Delivers the batches of a `StreamingLoader` (attribute `loader`) in torchtitan's layout."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """What to read; also an entry of torchtitan's command line, as `--dataloader.dataset_path`."""
+        """The data to read; also options of torchtitan's command line: `--dataloader.dataset_path`."""
 
         dataset_path: str | None = None
-        """The dataset: a folder or URL."""
+        """Folder or URL of the dataset."""
         streams: Annotated[Sequence[Stream], tyro.conf.Suppress] = ()
         """A mixture, instead of `dataset_path`."""
         options: Annotated[RunOptions, tyro.conf.Suppress] = field(default_factory=RunOptions)
         """Further arguments of `StreamingLoader`: seed, shuffle, cache_dir, usage_log, …"""
         infinite: bool = True
-        """Never end. `Validator` sets it."""
+        """Whether the loader never ends; `Validator` sets it."""
         repeat: bool = True
-        """The same, by the name that it has after release 0.3."""
+        """The name of `infinite` after release 0.3."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class ShardkitDataLoader(BaseDataLoader):
         num_tokens_per_batch: int | None = None,
         **kwargs: object,
     ) -> None:
-        """Open the loader for a `Trainer` or `Validator`. The tokenizer among `kwargs` is not needed."""
+        """Open the loader for a `Trainer` or `Validator`. `kwargs`, such as the tokenizer, are ignored."""
         source = config.streams or config.dataset_path
         if not source or (config.streams and config.dataset_path):
             raise ValueError("ShardkitDataLoader.Config needs either dataset_path or streams")
@@ -90,7 +90,7 @@ class ShardkitDataLoader(BaseDataLoader):
             "endless": is_endless,
         }
         if clash := sorted(layout.keys() & given.keys()):
-            raise ValueError(f"torchtitan decides {', '.join(clash)}: leave it out of options")
+            raise ValueError(f"torchtitan determines {', '.join(clash)}: leave it out of options")
         tail = {"tail": "carry" if is_endless else "pad"}
         self.loader = StreamingLoader(
             source,
@@ -114,11 +114,11 @@ class ShardkitDataLoader(BaseDataLoader):
             yield {"input": batch["tokens"], "positions": batch["position_ids"]}, batch["labels"]
 
     def state_dict(self) -> dict[str, object]:
-        """The loader's state, the same on all ranks."""
+        """Return the loader's state, the same on all ranks."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Continue where the state was taken, at any degree; nothing if the checkpoint has no state."""
+        """Continue where the state was taken, at any degree; does nothing if the checkpoint has no state."""
         if state_dict:
             self.loader.load_state_dict(state_dict)
 
@@ -128,7 +128,7 @@ class ShardkitDataLoader(BaseDataLoader):
 
 
 def _rows(num_tokens_per_batch: int | None, length: int) -> int:
-    """Rows of `length` tokens in a batch without rows."""
+    """Return the number of rows of `length` tokens in a flat batch; raises ValueError if it is not whole."""
     assert num_tokens_per_batch is not None
     rows, rest = divmod(num_tokens_per_batch, length)
     if rest or not rows:

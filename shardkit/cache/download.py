@@ -1,10 +1,11 @@
-"""One shard on its way into a cache: downloaded in one or several ranges at once, hashed, proved.
+"""The download of one shard into a cache: in one range or several at once, hashed and verified.
 
-Bytes go to where they will stay (a file of the cache, or memory) as they come. The hashes that the index
-states are computed while a single range streams in, or over the whole object after several ranges came side
-by side. A thread that has nothing else to do may take over the second half of a range that is still coming.
+Bytes are written to their final place (a file of the cache, or memory) as they arrive. The hashes of the
+index are computed while a single range streams in; after several parallel ranges, they are computed over the
+whole object. An idle thread may take over the second half of a range that is still being fetched.
 
-A `Job` is all that a fetcher holds for one shard: lease, room in the cache, download, and who waits for it.
+A `Job` is everything that a fetcher holds for one shard: lease, space in the cache, download, and an event
+for waiting readers.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from shardkit.manifest import FileInfo, Format, ShardInfo
 from shardkit.storage.store import ObjectChangedError, Store
 from shardkit.units import format_bytes
 
-READ_BYTES = 1 << 18  # at a time, into a buffer that stays in a core's second-level cache
-MIN_PART_BYTES = 2 << 20  # below, a range's latency costs more than its share of the bandwidth brings
+READ_BYTES = 1 << 18  # size of one read, into a buffer that fits a core's L2 cache
+MIN_PART_BYTES = 2 << 20  # minimum size of a parallel range: in smaller ones, latency outweighs the gain
 _threads = threading.local()
 
 
 class Target(Protocol):
-    """Where a download goes: a cache's `Slot`, or memory."""
+    """The destination of a download: a cache's `Slot`, or memory."""
 
     @property
     def data(self) -> Bytes: ...
@@ -39,7 +40,7 @@ class Target(Protocol):
 
 
 class MemoryTarget:
-    """Bytes that no cache has room for."""
+    """Memory for a download that is not written into the cache."""
 
     def __init__(self, size: int) -> None:
         self.data: Bytes = np.empty(size, dtype=np.uint8)
@@ -49,7 +50,7 @@ class MemoryTarget:
 
 
 def _buffer() -> memoryview:
-    """Return this thread's buffer."""
+    """Return this thread's read buffer."""
     buffer: memoryview | None = getattr(_threads, "buffer", None)
     if buffer is None:
         buffer = _threads.buffer = memoryview(bytearray(READ_BYTES))
@@ -57,15 +58,15 @@ def _buffer() -> memoryview:
 
 
 class DamagedObjectError(ShardError):
-    """What arrived is not what the index states."""
+    """The fetched bytes do not match the index."""
 
 
 class FetchTimeoutError(ShardkitError, TimeoutError):
-    """A shard, or rows of one, did not arrive in time; the message says how much had."""
+    """A shard, or some of its rows, did not arrive in time; the message says how much had arrived."""
 
 
 class Part:
-    """A range of an object that one thread fetches: what is left of it."""
+    """A range of an object that one thread fetches: the bytes [at, stop) that are still missing."""
 
     __slots__ = ("at", "stop")
 
@@ -74,7 +75,7 @@ class Part:
 
 
 class Download:
-    """The stored bytes of one object, fetched by as many threads as it has parts."""
+    """The download of one object's stored bytes, by up to one thread per part."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Download:
         min_part_bytes: int = MIN_PART_BYTES,
         read_bytes: int = READ_BYTES,
     ) -> None:
-        """`target` has room for `file.bytes`, and is filled by the parts; `read_bytes`: <= READ_BYTES."""
+        """Download into `target`, which has room for `file.bytes`; `read_bytes` is at most READ_BYTES."""
         self.target = target
         self._store, self._file, self._read_bytes = store, file, read_bytes
         self._version = version
@@ -109,11 +110,11 @@ class Download:
 
     @property
     def version(self) -> str | None:
-        """The version of the object, once some of it has come."""
+        """The version of the object; None until some of it has arrived, unless it was given."""
         return self._version
 
     def take_part(self) -> Part | None:
-        """Take a part that nobody fetches yet, or None; whoever takes one calls `fetch_part` with it."""
+        """Return a part that no thread fetches yet, or None; the caller must pass it to `fetch_part`."""
         with self._changed:
             if not self._waiting or self.error is not None:
                 return None
@@ -121,9 +122,9 @@ class Download:
             return self._running[-1]
 
     def split_part(self) -> Part | None:
-        """Take the second half of the longest part that another thread fetches, as `take_part` does.
+        """Return the second half of the longest part that another thread fetches; use it as `take_part`'s.
 
-        None if half of it would be too little to be worth a request.
+        Returns None if half of it would be too small for a request.
         """
         with self._changed:
             longest = max(self._running, key=lambda part: part.stop - part.at, default=None)
@@ -134,12 +135,12 @@ class Download:
                 return None
             half = Part(longest.stop - left // 2, longest.stop)
             longest.stop = half.at
-            self._hashers = {}  # of bytes that come in order
+            self._hashers = {}  # they need bytes in order; without them, `check` hashes the whole object
             self._running.append(half)
             return half
 
     def fetch_part(self, part: Part) -> None:
-        """Fetch it; `check` raises what goes wrong."""
+        """Fetch a part; errors are kept, and raised by `check`."""
         try:
             self._stream(part)
         except Exception as error:
@@ -155,14 +156,14 @@ class Download:
             self.fetch_part(part)
 
     def stop(self, error: Exception) -> None:
-        """End it at its next piece: `check` raises the first error."""
+        """End the download at the next piece; `check` raises the first error."""
         with self._changed:
             self.error = self.error or error
 
     def check(self) -> None:
-        """Wait for the parts of other threads, then raise what went wrong.
+        """Wait for the parts of other threads, then raise the first error, if any.
 
-        DamagedObjectError if the bytes are not those of the index.
+        Raises DamagedObjectError if the bytes do not match the index.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._running)
@@ -182,12 +183,12 @@ class Download:
             if body.info.bytes != size:
                 problem = f"the object has {body.info.bytes:,} bytes, the index states {size:,}"
                 raise DamagedObjectError(self.where, f"{problem}; upload it again")
-            with self._changed:  # all parts from one version
+            with self._changed:  # all parts must have one version, so check it under the lock
                 self._version = self._version or body.info.version
             if body.info.version != self._version:
                 raise ObjectChangedError(self.where, "was replaced while it was fetched")
             buffer = _buffer()
-            while part.at < part.stop and self.error is None:  # `stop` comes nearer if the part is split
+            while part.at < part.stop and self.error is None:  # another thread may lower `stop`: a split
                 count = body.readinto(buffer[: min(self._read_bytes, part.stop - part.at)])
                 if not count:
                     raise DamagedObjectError(
@@ -203,7 +204,7 @@ class Download:
 
 
 def check_hashes(where: str, file: FileInfo, data: Bytes) -> None:
-    """Raise DamagedObjectError unless `data` has all known hashes that the index states."""
+    """Raise DamagedObjectError unless `data` matches all hashes in the index that are supported."""
     _compare(where, file, hash_bytes(data.data, [name for name in file.hashes if name in HASH_NAMES]))
 
 
@@ -214,7 +215,7 @@ def _compare(where: str, file: FileInfo, found: Mapping[str, str]) -> None:
 
 
 def unpack(kind: Format, info: ShardInfo, stored: Bytes, where: str) -> Bytes:
-    """Decompress a file to its raw bytes; DamagedObjectError if they are not those of the index."""
+    """Decompress a file to its raw bytes; raises DamagedObjectError if they do not match the index."""
     try:
         raw = decompress_shard(kind, info, stored, where)
     except ShardError as error:
@@ -224,13 +225,13 @@ def unpack(kind: Format, info: ShardInfo, stored: Bytes, where: str) -> Bytes:
 
 
 def arrival(done: int, total: int, status: int | None, free_disk_bytes: int | None) -> str:
-    """Describe how far a fetch is, the last error status of the store, and how full the disk is."""
+    """Describe the progress of a fetch, the last error status of the store, and the free disk space."""
     disk = "no disk used" if free_disk_bytes is None else f"free disk {format_bytes(free_disk_bytes)}"
     return f"{done:,} of {total:,} bytes received; last status {'none' if status is None else status}; {disk}"
 
 
 class Job:
-    """One shard being fetched. It belongs to the thread that fetches it; `stop` may come from any."""
+    """The fetch of one shard. It belongs to the thread that works on it; any thread may call `stop`."""
 
     def __init__(
         self, shards: Fetchable, number: int, *, urgent: bool, victims: Callable[[Contents], Iterable[str]]
@@ -238,7 +239,7 @@ class Job:
         self.shards, self.number = shards, number
         self.urgent = urgent
         self.victims = victims
-        self.turn = 0  # among all jobs of a fetcher, in the order in which they were begun
+        self.turn = 0  # number of the job, in the order in which the fetcher begins jobs
         self.attempts = 0
         self.download: Download | None = None
         self.slot: Slot | None = None
@@ -253,7 +254,7 @@ class Job:
         return self.shards, self.number
 
     def stop(self, error: Exception) -> None:
-        """Report the error to whoever waits, and let the download end at its next piece."""
+        """Report the error to waiting readers, and end the download at its next piece."""
         self.is_stopped = True
         self.error = self.error or error
         if self.download is not None:
@@ -261,19 +262,19 @@ class Job:
         self.done.set()
 
     def deliver(self, data: Bytes) -> None:
-        """Hand the shard to whoever waits for it."""
+        """Hand the shard's bytes to waiting readers."""
         self.data = data[:]
         self.data.flags.writeable = False
         self.done.set()
 
     def drop_slot(self, *, damaged: bool = False) -> None:
-        """Give back the room in the cache."""
+        """Release the space in the cache."""
         slot, self.slot = self.slot, None
         if slot is not None:
             slot.discard(damaged=damaged)
 
     def let_go(self) -> None:
-        """Give back what is still held: room and lease."""
+        """Release the space in the cache and the lease, if still held."""
         try:
             self.drop_slot()
         finally:
@@ -282,7 +283,7 @@ class Job:
                 lease.release()
 
     def describe(self) -> str:
-        """Return the object's URL and how much of it has come."""
+        """Return the object's URL and how much of it has arrived, as text."""
         shards, file = self.shards, self.shards.stored_file(self.number)
         done = 0 if self.download is None else self.download.bytes_done
         status = shards.store.metrics.snapshot().last_status

@@ -1,23 +1,23 @@
-"""What an entry of a cache is called, how its bytes are proved, and which shards of a run it belongs to.
+"""Cache entries: their names, the proof of their bytes, and the shards of a run that they belong to.
 
-Entries. The file is the raw bytes of one shard and, behind them, a seal that proves them:
+Entries. The file is the raw bytes of one shard, followed by a seal that proves them:
 
     raw bytes | magic (8) | their size, u64 | xxh3_128 of the name (16) | xxh3_128 of the raw bytes (16)
 
-An entry's name says what its content is: the size and the strongest hash that the index states. So datasets,
-jobs and copies in several buckets share what they have in common, and a shard appended to a dataset costs
-nothing for the others. Shards without any hash are named after the object they came from and its version.
+An entry's name identifies its content: the size and the strongest hash in the index. Datasets, jobs and
+copies in several buckets therefore share equal shards, and a shard appended to a dataset does not invalidate
+the others. Shards without any hash are named after their object and its version.
 
-Proof. A file that was cut, overwritten, renamed or swapped does not pass its seal, whatever hashes the index
-has. But anyone can write a seal, so an entry whose name states the hash of its raw bytes must have that hash
-as well. If it has at least 128 bits, it is computed in place of the seal's, otherwise in addition. A gigabyte
-takes 0.3 s with xxh3_128 (as with the seal alone), 0.6 to 0.8 s with xxh64 and the like, 1.4 s with sha1,
-1.7 s with sha256 and 3 to 4 s with md5 and sha512. Entries named by a hash of the compressed object, or by
-its version, are proved by their seal and size only.
+Proof. A file that was cut, overwritten, renamed or swapped does not pass its seal, for any hashes in the
+index. But anyone can write a seal, so an entry whose name contains the hash of its raw bytes must have that
+hash as well. A hash of at least 128 bits is computed instead of the seal's, a shorter one in addition. A
+gigabyte takes 0.3 s with xxh3_128 (as with the seal alone), 0.6 to 0.8 s with xxh64 and similar hashes, 1.4 s
+with sha1, 1.7 s with sha256 and 3 to 4 s with md5 and sha512. Entries named by a hash of the compressed
+object, or by its version, are verified by their seal and size only.
 
-Which shard an entry is of. `EntryNames` answers that for a million shards without a string for each: names
-are made when asked for, and found again by the digest that they end with, among digests that are sorted once.
-Strings and a dictionary of them would take 180 MB and 26 s of every process.
+Shards of an entry. `EntryNames` finds them among a million shards without a string for each: names are
+computed on demand, and looked up by the digest at their end among digests that are sorted once. Strings and a
+dictionary of them would take 180 MB and 26 s in every process.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from shardkit.manifest import ShardInfo, ShardTable
 _MAGIC = b"shardkt1"
 _SEAL = struct.Struct("<8sQ16s16s")
 SEAL_BYTES = _SEAL.size
-_STRONG_DIGEST_CHARS = 32  # 128 bits, as the seal's
-_MAX_DIGEST_CHARS = 128  # sha512 in hex; file names have 255
-# Names of entries that state the hash of their raw bytes, as `entry_name` writes them.
+_STRONG_DIGEST_CHARS = 32  # 128 bits in hex, like the seal's digest
+_MAX_DIGEST_CHARS = 128  # sha512 in hex; file names may have 255 characters
+# Matches entry names that contain the hash of their raw bytes, as `entry_name` writes them.
 _RAW_HASH = re.compile(r"-?[0-9a-f]+-(?P<algorithm>[0-9a-z_]+)-(?P<digest>[0-9a-z]+)")
 
 Size = TypeVar("Size", int, Ints)
 
-_MOST_FOUND = 1 << 17  # names whose shards are remembered: more entries than caches have
+_MOST_FOUND = 1 << 17  # maximum number of cached look-ups: more than the entries of real caches
 
 EntryPart = tuple[int, Callable[[int], str], Bytes | None]
-"""Shards of one dataset: how many, the name of each ("" if it is not known yet), and `name_digests`."""
+"""One dataset: its number of shards, a function for each entry's name ("" if unknown), and `name_digests`."""
 
 
 def entry_name(info: ShardInfo, url: str, version: str | None = None) -> str | None:
     """Return the name of a shard's entry; None if neither hashes nor the `version` of its object are known.
 
-    `url` is the dataset's; it and `version` matter only where the index states no hash.
+    `url`: the dataset's URL. `url` and `version` are used only if the index has no hash of the shard.
     """
     if found := _strongest(info.raw.hashes):
         return f"{info.raw.bytes:x}-{found}"
@@ -65,7 +65,7 @@ def entry_name(info: ShardInfo, url: str, version: str | None = None) -> str | N
     if version is None:
         return None
     origin = f"{url}/{info.stored.basename}\0{version}\0{info.stored.bytes}"
-    # "surrogatepass": JSON can hold names that are no Unicode.
+    # "surrogatepass": names from JSON may have lone surrogates, which are not valid Unicode.
     digest = hashlib.blake2b(origin.encode(errors="surrogatepass"), digest_size=16).hexdigest()
     return f"{max(info.stored.bytes, 0):x}-object-{digest}"
 
@@ -73,8 +73,8 @@ def entry_name(info: ShardInfo, url: str, version: str | None = None) -> str | N
 def _strongest(hashes: Mapping[str, str]) -> str | None:
     """Return "name-digest" of the longest digest, or None.
 
-    They come from an index, which may say anything: only hashes that are checked when a shard has come may
-    name it, and only digests that are plain.
+    An index is not trusted: only hashes that are checked when a shard arrives may name its entry, and only
+    alphanumeric digests of limited length.
     """
     known = [
         (len(digest), name, digest.lower())
@@ -85,7 +85,7 @@ def _strongest(hashes: Mapping[str, str]) -> str | None:
 
 
 def sealed_size(raw_bytes: Size) -> Size:
-    """Return the bytes that an entry takes."""
+    """Return the size of an entry in bytes: the raw bytes and the seal."""
     return raw_bytes + SEAL_BYTES
 
 
@@ -95,7 +95,7 @@ def make_seal(raw: Bytes, name: str) -> bytes:
 
 
 def is_sealed(entry: Bytes, name: str) -> bool:
-    """Whether `entry` is whole and is the one that `name` says; reads all of it, once or twice."""
+    """Return whether `entry` is complete and matches its name; hashes all of it once or twice."""
     if len(entry) < SEAL_BYTES:
         return False
     raw = entry[:-SEAL_BYTES]
@@ -116,7 +116,7 @@ def _digest(data: bytes | memoryview) -> bytes:
 
 
 def name_digests(shards: Sequence[ShardInfo]) -> Bytes | None:
-    """Return uint8[shards, bytes]: the digests that their entries' names end with; None if they have none."""
+    """Return the digests at the end of the entries' names, uint8[shards, bytes]; None if they have none."""
     if not isinstance(shards, ShardTable):
         return None
     for files in (shards.raw, shards.packed):
@@ -128,13 +128,13 @@ def name_digests(shards: Sequence[ShardInfo]) -> Bytes | None:
 
 
 class EntryNames:
-    """The entries of several datasets' shards, which are numbered one dataset after another."""
+    """The entry names of several datasets, with shards numbered through all datasets."""
 
     def __init__(self, parts: Iterable[EntryPart]) -> None:
         self._firsts: list[int] = []
         self._name_of: list[Callable[[int], str]] = []
-        self._late: dict[int, str] = {}  # names that were not known at first
-        self._listed: dict[str, list[int]] = {}  # the shards of names that are kept as strings
+        self._late: dict[int, str] = {}  # names that became known later, by shard
+        self._listed: dict[str, list[int]] = {}  # shards by name, for names that are kept as strings
         self._sorted: list[tuple[int, _SortedDigests]] = []
         self._found: dict[str, Sequence[int]] = {}
         first = 0
@@ -150,7 +150,7 @@ class EntryNames:
 
     @classmethod
     def of(cls, names: Sequence[str]) -> EntryNames:
-        """Make the names of one dataset, whose shards have these."""
+        """Make entry names of one dataset from a list with the name of each shard's entry."""
         return cls([(len(names), names.__getitem__, None)])
 
     def name(self, number: int) -> str:
@@ -159,7 +159,7 @@ class EntryNames:
         return self._late.get(number) or self._name_of[part](number - self._firsts[part])
 
     def numbers(self, name: str) -> Sequence[int]:
-        """Return the shards that have an entry of this name, ascending."""
+        """Return the shards whose entry has this name, ascending."""
         if not self._sorted:
             return self._listed.get(name, ())
         found = self._found.get(name)
@@ -172,7 +172,7 @@ class EntryNames:
         return found
 
     def set_name(self, number: int, name: str) -> None:
-        """Set the name of a shard that had none."""
+        """Set the name of a shard whose entry name was unknown."""
         self._late[number] = name
         self._list(number, name)
 
@@ -183,7 +183,7 @@ class EntryNames:
 
 
 class _SortedDigests:
-    """Finds digests among those of a dataset, by their first eight bytes."""
+    """Finds digests in a dataset by their first eight bytes."""
 
     def __init__(self, digests: Bytes) -> None:
         self._width = digests.shape[1]
@@ -194,7 +194,7 @@ class _SortedDigests:
         self._keys: npt.NDArray[np.uint64] = found[self._order]
 
     def ending(self, name: str) -> list[int]:
-        """Return the numbers of the digests that begin as the one at the end of `name` does."""
+        """Return the shards whose digests begin with the same eight bytes as the one at the end of `name`."""
         try:
             digest = bytes.fromhex(name.rpartition("-")[2])
         except ValueError:

@@ -1,23 +1,23 @@
-"""Shards from stores into caches: what a reader waits for first, then what will be needed soonest.
+"""Fetches shards from stores into caches: first the shards that readers wait for, then by earliest need.
 
-A `Fetcher` is the threads that fetch for any number of datasets: streams do not have threads of their own. A
-shard that a reader waits for goes before all others, and idle threads fetch ranges of it, then halves of what
-is missing of others, so that connections are not idle while a reader waits. Planned shards follow
-plans (`shardkit.cache.planner`) by earliest deadline. Each run has one plan for all datasets that share a
-cache; plans of several runs take turns. A fetcher holds plans weakly, so a plan ends with its run.
+A `Fetcher` is a pool of threads that fetches for any number of datasets: streams have no threads of their
+own. A shard that a reader waits for goes before all others. Idle threads fetch ranges of it, then halves of
+the remaining ranges of other shards, so that connections are not idle while a reader waits. Planned shards
+follow plans (`shardkit.cache.planner`) by earliest deadline. Each run has one plan for all datasets that
+share a cache; plans of several runs take turns. A fetcher holds plans weakly, so a plan ends with its run.
 
-A shard is fetched in two steps. First a thread takes its lease and its room in the cache, which may wait for
-the disk, and holds no connection meanwhile (`Fetcher._prepare`). The shard is ready then, and belongs to no
-thread until one of `connections` is free. The thread that takes it downloads into the room, returns the
-connection, checks hashes, decompresses, hands the bytes to whoever waits, and makes the entry durable
-(`Fetcher._fetch`). Up to `AHEAD` shards are ready before a connection is free, so connections do not rest
-between shards. Ready shards start in the order of their plan, but those that a reader waits for start first.
-If the cache has no other room for such a shard, a ready one of a plan gives up its own.
+A shard is fetched in two steps. First a thread acquires its lease and reserves its space in the cache, which
+may wait for the disk, without holding a connection (`Fetcher._prepare`). Then the shard is ready, and belongs
+to no thread until one of `connections` is free. The thread that takes it downloads into the space, returns
+the connection, checks hashes, decompresses, hands the bytes to the waiting readers, and makes the entry
+durable (`Fetcher._fetch`). Up to `AHEAD` shards are prepared in advance, so connections are not idle between
+shards. Ready shards start in the order of their plan, but shards that a reader waits for start first. If
+the cache has no space for such a shard, a planned shard that is ready gives up its own.
 
-Damaged bytes are fetched again, `ATTEMPTS` times in all. Processes that share a cache folder take leases, so
-that each shard is fetched by one of them; a lease whose holder has been stopped is ignored after a while.
-Where a cache has no room, a shard that is waited for is read into memory. Every wait has a limit, and its
-error says what had arrived until then.
+Damaged bytes are fetched again, `ATTEMPTS` times in all. Processes that share a cache folder use leases, so
+that only one of them fetches a shard; a lease whose holder has been stopped is ignored after a while. If a
+cache has no room, a shard that a reader waits for is read into memory. Every wait has a timeout, and its
+error message says how much had arrived.
 """
 
 from __future__ import annotations
@@ -48,37 +48,37 @@ from shardkit.cache.protocol import Cache, CacheFolderError, Contents, Fetchable
 from shardkit.order.order import Order
 from shardkit.storage.threads import Workers, remake_after_fork
 
-ATTEMPTS = 3  # to get the bytes that the index states, before the object itself is called damaged
-AHEAD = 2  # shards that are prepared before a connection is free; each takes room in the cache
-FINISHERS = 4  # threads that check and sync shards while all connections are used and AHEAD are prepared
+ATTEMPTS = 3  # downloads of a shard whose hashes are wrong, before its object is reported as damaged
+AHEAD = 2  # number of shards prepared before a connection is free; each takes room in the cache
+FINISHERS = 4  # extra threads that check and sync shards while others use all connections or prepare
 ROW_THREADS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchLimits:
-    """The times and sizes that a fetcher goes by; smaller ones are for tests."""
+    """Time and size limits of a fetcher; tests use smaller values."""
 
     lease_seconds: float = 20.0
-    """Longer than a shard takes at 5 MB/s: a process that holds a lease for so long has been stopped."""
+    """Timeout for another process's lease; longer than a shard takes at 5 MB/s, so its holder has stopped."""
     idle_seconds: float = 10.0
-    """A thread without work ends after this long; the next need starts another."""
+    """Time after which a thread without work ends; a new one is started when needed."""
     join_seconds: float = 2.0
-    """How long `close` waits for threads."""
+    """Maximum time that `close` waits for threads."""
     min_part_bytes: int = MIN_PART_BYTES
     read_bytes: int = READ_BYTES
     single_rows: int = 32
-    """Rows that a reader may have fetched one by one after each start, by one small request each, or two."""
+    """Maximum number of rows fetched one by one after each start of a loop, with one or two requests each."""
     peer_seconds: float = 5.0
-    """A process that is reading a row for its replicas, too, is not waited for longer than this."""
+    """Maximum wait for another process that is reading a row that this process also needs."""
 
 
 class Fetcher:
-    """Fetches shards of all datasets that are opened with it. A pickled copy has threads of its own."""
+    """Fetches shards for all datasets that are opened with it. A pickled copy starts its own threads."""
 
     def __init__(self, connections: int, limits: FetchLimits | None = None) -> None:
         self.connections, self.limits = connections, limits or FetchLimits()
         self.row_workers = Workers(ROW_THREADS)
-        """For reads of single rows."""
+        """Threads for reads of single rows."""
         self.after_fork()
         remake_after_fork(self)
 
@@ -86,26 +86,26 @@ class Fetcher:
         return type(self), (self.connections, self.limits)
 
     def after_fork(self) -> None:
-        """Reset in a child: its parent's threads and jobs are not there, and one may have held the lock."""
+        """Reset in a child: it has none of its parent's threads and jobs, and one may have held the lock."""
         self._changed = threading.Condition()
-        self._demanded: deque[Job] = deque()  # a job here is in no thread's hands
-        self._active: dict[tuple[Fetchable, int], Job] = {}  # begun, and not finished
-        self._ready: list[Job] = []  # of these, by turn, those with lease and room and in no thread's hands
+        self._demanded: deque[Job] = deque()  # jobs with a waiting reader that no thread works on yet
+        self._active: dict[tuple[Fetchable, int], Job] = {}  # jobs that were begun and are not finished
+        self._ready: list[Job] = []  # active jobs that are prepared and wait for a connection, by turn
         self._turns = itertools.count()
-        # Replaced, never changed; the plan whose turn it is comes first.
+        # The list is replaced, never modified; the plan whose turn is next comes first.
         self._plans: list[weakref.ref[FetchPlan]] = []
         self._reset()
 
     def _reset(self) -> None:
-        """Start a run without threads; threads of the last one end when they see the new `_run`."""
+        """Start a new run without threads; threads of the previous run end when they see the new `_run`."""
         self._run = object()
         self._threads: list[threading.Thread] = []
-        self._streaming = 0  # threads that hold a connection
-        self._preparing = 0  # threads that take lease and room for a job
+        self._streaming = 0  # number of threads that hold a connection
+        self._preparing = 0  # number of threads that acquire lease and space for a job
         self._planning = False
 
     def demand(self, shards: Fetchable, number: int, plan: FetchPlan | None) -> Job:
-        """Return the job that brings a shard before all that are only planned; `plan` is that of who asks."""
+        """Return the job that fetches a shard, before all planned ones; `plan`: the waiting reader's plan."""
         with self._changed:
             self._start_threads()
             job = self._active.get((shards, number)) or next(
@@ -121,7 +121,7 @@ class Fetcher:
             return job
 
     def waited_for(self, shards: Fetchable) -> Job | None:
-        """Return a job that someone waits for, of these shards."""
+        """Return a job that fetches one of these shards for a waiting reader; None if there is none."""
         with self._changed:
             known = (*self._active.values(), *self._demanded)
             mine = (job for job in known if job.shards is shards and job.urgent and not job.done.is_set())
@@ -137,17 +137,17 @@ class Fetcher:
     ) -> FetchPlan:
         """Fetch ahead for a loop, in turn with other plans, for as long as the caller holds the plan.
 
-        `parts` share a cache; `uses`: of the shards of all parts, one after another; `lanes`: that the loop
-        reads (None: all).
+        `parts`: datasets that share a cache; `uses`: the uses of their shards, numbered through all parts;
+        `lanes`: the lanes that the loop reads (None: all).
         """
-        # Not a method of the plan: it must end with its last reference, not with a garbage collection.
+        # Must not reference the plan: a cycle would keep the plan alive until a garbage collection.
         plans = partial(self._planners, parts[0].cache)
         plan = FetchPlan(parts, uses, loop, lanes=lanes, pace=pace, plans=plans)
         with self._changed:
             self._plans = [*map(weakref.ref, self.plans()), weakref.ref(plan)]
             self._start_threads()
             self._changed.notify_all()
-        for part in parts:  # other threads may have asked for some since
+        for part in parts:  # other threads may have learned some objects' sizes since the plan was made
             for entry in part.known_objects():
                 plan.set_entry(part, *entry)
         return plan
@@ -156,23 +156,23 @@ class Fetcher:
         return [plan.planner for plan in self.plans() if plan.cache is cache]
 
     def drop(self, plan: FetchPlan) -> None:
-        """Stop fetching by `plan`."""
+        """Stop following `plan`."""
         with self._changed:
             self._plans = [weakref.ref(other) for other in self.plans() if other is not plan]
 
     def plans(self) -> list[FetchPlan]:
-        """Return the plans that are followed, the one whose turn it is first."""
+        """Return the plans that are followed, the next one to be served first."""
         return [plan for reference in self._plans if (plan := reference()) is not None]
 
     def wake(self) -> None:
-        """Let threads look at the plans: one of them may have something to do."""
+        """Wake the threads, because a plan may have something to fetch."""
         with self._changed:
             self._start_threads()
             self._changed.notify_all()
 
     def close(self, shards: Fetchable) -> None:
-        """End the fetches of these shards and the plans they are part of; end the threads if no others are
-        left. One in the middle of a read ends after it.
+        """Stop the fetches of these shards and the plans that include them; end the threads if no other work
+        is left. A thread in the middle of a read ends after it.
         """
         with self._changed:
             waiting = [job for job in (*self._demanded, *self._ready) if job.shards is shards]
@@ -195,7 +195,7 @@ class Fetcher:
 
     def _start_threads(self) -> None:
         while len(self._threads) < self.connections + AHEAD + FINISHERS:
-            # Daemons: an unfinished fetch must not keep a process alive; its file is cleared away later.
+            # Daemons: an unfinished fetch must not keep a process alive; its file is removed later.
             thread = threading.Thread(
                 target=self._work, args=(self._run,), name="shardkit-fetch", daemon=True
             )
@@ -205,24 +205,24 @@ class Fetcher:
     def _work(self, run: object) -> None:
         while (task := self._await_task(run)) is not None:
             task()
-            del task  # it may hold the last reference to a plan whose reader is gone
+            del task  # a task may hold the last reference to a plan whose reader is gone
 
     def _await_task(self, run: object) -> Callable[[], None] | None:
-        """Return what a free thread should do; None: end."""
+        """Wait for a task for a free thread and return it; None if the thread should end."""
         with self._changed:
             is_idle = False
             while self._run is run:
                 task = self._next_task()
                 if task is not None:
                     return task
-                if is_idle:  # a thread that stayed would keep alive a fetcher that nobody uses any more
+                if is_idle:  # end: a waiting thread would keep alive a fetcher that nobody uses any more
                     self._threads.remove(threading.current_thread())
                     return None
                 is_idle = not self._changed.wait(self.limits.idle_seconds)
             return None
 
     def _next_task(self) -> Callable[[], None] | None:
-        """Return what a free thread should do, counted as begun; the lock is held by the caller."""
+        """Return the next task for a free thread, counted as begun; the caller holds the lock."""
         if self._streaming < self.connections:
             task = self._next_part() or self._next_ready()
             if task is not None:
@@ -230,7 +230,7 @@ class Fetcher:
                 return task
         free = self.connections + AHEAD - self._streaming - self._preparing
         if free > sum(job.urgent for job in self._ready) and self._demanded:
-            # It may have come damaged, to be fetched again.
+            # The job may be new, or its bytes were damaged and are fetched again.
             return self._begin(self._demanded.popleft())
         task = self._next_planned() if free > len(self._ready) else None
         if task is None and self._streaming < self.connections and not self._preparing:
@@ -245,7 +245,10 @@ class Fetcher:
         return None
 
     def _next_half(self) -> Callable[[], None] | None:
-        """Take half of what is missing of a shard, while someone waits: nothing is gained by it otherwise."""
+        """Return a task for half of a range that another thread fetches, or None.
+
+        Only while a reader waits: more ranges per shard do not raise the throughput otherwise.
+        """
         jobs = sorted(self._active.values(), key=lambda job: not job.urgent)
         if not any(job.urgent and not job.done.is_set() for job in jobs):
             return None
@@ -284,14 +287,14 @@ class Fetcher:
 
     @contextlib.contextmanager
     def _connection(self, run: object) -> Iterator[None]:
-        """Give back the connection that came with the task, at the end of the block."""
+        """Return the connection that was counted for the task, at the end of the block."""
         try:
             yield
         finally:
             with self._changed:
                 if self._run is run:
                     self._streaming -= 1
-                    if self._ready:  # idle threads may have ended, and this one has something to finish
+                    if self._ready:  # idle threads may have ended, and this one still has to finish its shard
                         self._start_threads()
                     self._changed.notify_all()
 
@@ -302,7 +305,7 @@ class Fetcher:
             for part in plan.parts:
                 part.forget_room({number for other, number in unfit if other is part})
         except (OSError, CacheFolderError):
-            pass  # the cache folder cannot be listed: whoever needs a shard gets the error
+            pass  # the cache folder cannot be listed: the next reader that needs a shard gets the error
         finally:
             with self._changed:
                 if self._run is run:
@@ -310,12 +313,12 @@ class Fetcher:
                     self._changed.notify_all()
 
     def _help(self, download: Download, part: Part, run: object) -> None:
-        """Fetch a range of a shard that another thread brings."""
+        """Fetch a range of a shard whose job belongs to another thread."""
         with self._connection(run):
             download.fetch_part(part)
 
     def _prepare(self, job: Job, run: object) -> None:
-        """Get a job ready for a connection, or end it: there is nothing to fetch, or not now."""
+        """Prepare a job for a connection, or finish it if there is nothing to fetch now."""
         is_ready = False
         try:
             is_ready = self._take_room(job)
@@ -332,7 +335,7 @@ class Fetcher:
             self._finish(job)
 
     def _take_room(self, job: Job) -> bool:
-        """Take lease and room; False if there is nothing to fetch, or not now."""
+        """Acquire lease and space for a job; return False if there is nothing to fetch now."""
         shards, number, cache = job.shards, job.number, job.shards.cache
         name = shards.entry(number)
         if job.lease is None:
@@ -340,9 +343,9 @@ class Fetcher:
                 return False
             job.lease = cache.lease(name, self.limits.lease_seconds if job.urgent else 0.0)
             if cache.has(name) or (job.lease is None and not job.urgent):
-                return False  # it has come, or another process is at it
+                return False  # the shard has arrived, or another process is fetching it
         if shards.is_compressed(number):
-            return True  # into memory first
+            return True  # needs no space yet: it is downloaded into memory and decompressed first
         size = shards.stored_file(number).bytes
         job.slot = cache.reserve(name, size, job.victims)
         while job.slot is None and job.urgent and (other := self._withdraw(cache)) is not None:
@@ -354,7 +357,7 @@ class Fetcher:
         return True
 
     def _withdraw(self, cache: Cache) -> Job | None:
-        """Withdraw the last ready job that has room in `cache` and no waiter; the caller ends it."""
+        """Withdraw the last ready job with space in `cache` and no waiting reader; the caller finishes it."""
         with self._changed:
             holding = [job for job in self._ready if job.shards.cache is cache and job.slot is not None]
             job = next((job for job in reversed(holding) if not job.urgent), None)
@@ -363,7 +366,7 @@ class Fetcher:
             return job
 
     def _fetch(self, job: Job, run: object) -> None:
-        """Bring a ready shard from the store into the cache, and to whoever waits for it."""
+        """Download a ready shard into the cache, and hand it to waiting readers."""
         try:
             with self._connection(run):
                 download = self._download(job)
@@ -381,10 +384,10 @@ class Fetcher:
         self._finish(job)
 
     def _download(self, job: Job) -> Download | None:
-        """Make the download of a ready job; None if there is nothing to fetch any more."""
+        """Make the download of a ready job; return None if there is nothing left to fetch."""
         shards, number = job.shards, job.number
         if shards.cache.has(shards.entry(number)):
-            return None  # from a process that did not wait for the lease any longer
+            return None  # another process stopped waiting for the lease and fetched the shard
         file = shards.stored_file(number)
         target, version = job.slot or MemoryTarget(file.bytes), shards.version(number)
         with self._changed:
@@ -403,12 +406,12 @@ class Fetcher:
             return job.download
 
     def _parts(self, job: Job) -> int:
-        """Return how many threads fetch one shard: all that are idle, if someone waits for it."""
+        """Return how many threads fetch a shard: one, or also the idle threads if a reader waits for it."""
         idle = max(0, self.connections - self._streaming - self._preparing - len(self._ready))
         return 1 + idle // (1 + len(self._demanded)) if job.urgent else 1
 
     def _keep(self, job: Job, download: Download) -> None:
-        """Prove what came, hand it to whoever waits, and put it into the cache, which takes a while."""
+        """Check the downloaded bytes, hand them to waiting readers, and commit them to the cache."""
         shards = job.shards
         job.attempts += 1
         try:
@@ -424,7 +427,7 @@ class Fetcher:
             if job.slot is not None:
                 job.slot.data[:] = data
                 data = job.slot.data
-        job.deliver(data)  # to whoever comes to wait while it is made durable, too
+        job.deliver(data)  # before the commit, whose fsync takes time
         slot, job.slot = job.slot, None
         if slot is None:
             return
@@ -433,10 +436,10 @@ class Fetcher:
         except Exception as error:
             if not job.urgent:
                 raise
-            shards.cache_error = error  # for the next `load`: a failing disk must not go unnoticed
+            shards.cache_error = error  # the next `load` raises it: a failing disk must be reported
 
     def _try_again(self, job: Job) -> bool:
-        """Whether damaged bytes will be fetched again, by the next free thread."""
+        """Queue a job with damaged bytes again and return True, unless it is stopped or out of attempts."""
         with self._changed:
             if job.attempts >= ATTEMPTS or job.is_stopped:
                 return False
@@ -448,7 +451,7 @@ class Fetcher:
     def _finish(self, job: Job) -> None:
         try:
             job.let_go()
-        except OSError as error:  # the cache folder is gone; whoever waits must be woken all the same
+        except OSError as error:  # the cache folder is gone; waiting readers must still be woken
             job.error = job.error or error
         with self._changed:
             if self._active.get(job.key) is job:
@@ -458,5 +461,5 @@ class Fetcher:
 
 
 def _least_recent(contents: Contents) -> Contents:
-    """Return names, the least recently used first: all that is known without a plan."""
+    """Return the entries as victims without a plan: the least recently used first, as `contents` has them."""
     return contents

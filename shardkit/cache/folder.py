@@ -1,32 +1,32 @@
-"""The node's cache: one folder that all processes of a machine share, and nothing else between them.
+"""The node's cache: one folder shared by all processes of a machine, which communicate through it alone.
 
     FOLDER/shardkit-cache-1/shards/NAME          an entry: whole, synced, sealed
-                            filling/NAME~PID~N   being filled, flocked by its writer
-                            leases/NAME          flocked by whoever fetches the entry
+                            filling/NAME~PID~N   a file being filled, flocked by its writer
+                            leases/NAME          flocked by the process that fetches the entry
                             damaged/…            the last few entries that failed their seal or their hashes
-                            ledger               what takes how much room (`shardkit.cache.ledger`)
-                            lock                 flocked while room is made or given back
+                            ledger               the size of each entry (`shardkit.cache.ledger`)
+                            lock                 flocked while space is allocated or freed
 
-An entry appears by rename, a shard's after its bytes are synced. Readers map it and check its seal at their
-first use of that file; a map stays readable after the entry is evicted. A file in filling/ whose flock is
-free belongs to a process that died: it is removed. A process killed at any moment leaves nothing that would
-be trusted wrongly. Nothing outside of the sub-folder is ever read or removed. If someone removes the
+An entry appears by rename, a shard's entry after its bytes are synced. Readers map it and check its seal when
+they first use that file; a map stays readable after the entry is evicted. A file in filling/ whose flock is
+free belongs to a process that died: it is removed. A process killed at any moment leaves no wrong data that
+others would trust. Nothing outside of the sub-folder is ever read or removed. If someone removes the
 sub-folder while it is used, it is made again.
 
-Where the disk has no room (also: no inodes), or a process that has been stopped holds the lock, entries go
-into this process's memory, `spare_bytes` of them: without any, each shard would be fetched again and again.
+If the disk has no room (bytes or inodes), or a stopped process holds the lock, entries go into this process's
+memory, up to `spare_bytes`: without spare memory, each shard would be fetched again and again.
 
-What an entry is called, and how its bytes are proved to be its own, is `shardkit.cache.entry`.
+`shardkit.cache.entry` defines the names of entries and the proof of their bytes.
 
-Whoever can write in a cache can put wrong data into it, so one that other users can write is refused.
-FOLDER must belong to this user or root, and only they may write there, or FOLDER's group: giving it write
-permission is how users share a cache (they also need umask 002). FOLDER may be one like /tmp, where everybody
-writes and nobody can replace what others made. The sub-folders must be real folders, not writable by
-everybody, and belong to this user or root, or to a member of the group. Folders that FOLDER lies in are not
-looked at.
+Anyone who can write to a cache can put wrong data into it, so a folder that other users can write is refused.
+FOLDER must belong to this user or root, and only they, or FOLDER's group, may write there: users share a
+cache by giving the group write permission (they also need umask 002). FOLDER may be one like /tmp, where
+everybody writes and nobody can replace the files of others. The sub-folders must be real folders, not
+writable by everybody, and belong to this user or root, or to a member of the group. The parents of FOLDER are
+not checked.
 
-Bytes are written rather than put into a map: a page fault costs more than the copy (measured: 0.25 against
-0.4 CPU-seconds a gigabyte, and up to 1.6 on fresh pages).
+Bytes are written with pwrite, not through a map: a page fault costs more than the copy (measured: 0.25
+instead of 0.4 CPU-seconds per gigabyte, and up to 1.6 on fresh pages).
 """
 
 from __future__ import annotations
@@ -58,26 +58,26 @@ from shardkit.storage.threads import remake_after_fork
 
 SUBFOLDER = "shardkit-cache-1"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a disk without bytes or inodes, of a quota or a limit: what it cannot keep is used anyway."""
+"""Errors of a full disk (bytes or inodes), a quota or a size limit; data is then used but not cached."""
 
 _SUBFOLDERS = ("shards", "filling", "leases", "damaged")
 _KEPT_DAMAGED = 4
 LOCK_SECONDS = 10.0  # making room takes milliseconds: a process that holds the lock longer has been stopped
-REFRESH_SECONDS = 20.0  # a third of the time after which entries count as left by their users
-_SPARE_SECONDS = 60.0  # after which entries in memory that nobody has used go, once the disk has room again
-_LISTING_SHARE = 50  # a refresh lists the folder: at most a fiftieth of the time
-_MIN_FREE_BYTES, _MIN_FREE_SHARE = 2 << 30, 0.02  # of the disk: full disks break other programs, too
+REFRESH_SECONDS = 20.0  # a third of the time after which unused entries count as abandoned (IDLE_SECONDS)
+_SPARE_SECONDS = 60.0  # once the disk has room again, entries in memory are dropped when unused for so long
+_LISTING_SHARE = 50  # a refresh lists the folder, which may take at most 1/50 of the time
+_MIN_FREE_BYTES, _MIN_FREE_SHARE = 2 << 30, 0.02  # kept free on the disk: a full disk breaks other programs
 
-_numbers = itertools.count()  # of files being filled
+_numbers = itertools.count()  # make the names of files being filled unique
 T = TypeVar("T")
 
 
 class _DamagedError(Exception):
-    """What lies there is not the entry that its name says."""
+    """The file is not the entry that its name says."""
 
 
 class _UnusableError(Exception):
-    """The folder takes nothing now; the counter of why it does not."""
+    """The folder cannot take an entry at the moment; `counter` names the counter for the reason."""
 
     def __init__(self, counter: str) -> None:
         super().__init__(counter)
@@ -85,7 +85,7 @@ class _UnusableError(Exception):
 
 
 class CacheFolder:
-    """Entries in a folder of a local disk, at most `capacity` bytes; None: all but a reserve of the disk."""
+    """Entries in a folder on a local disk, at most `capacity` bytes (None: the free disk minus a reserve)."""
 
     def __init__(
         self,
@@ -96,9 +96,10 @@ class CacheFolder:
         refresh_seconds: float = REFRESH_SECONDS,
         spare_bytes: int = 0,
     ) -> None:
-        """`refresh_seconds`: how old `contents` may know the uses of entries by other processes to be.
+        """Open or create the cache in `folder`; raises CacheFolderError if it cannot be used.
 
-        `spare_bytes`: of memory, for entries that the folder cannot take.
+        `refresh_seconds`: how old the last uses by other processes in `contents` may be. `spare_bytes`:
+        memory for entries that the folder cannot take.
         """
         self._spare = CacheMemory(spare_bytes)
         self._root, self._lock_seconds = Path(folder).absolute() / SUBFOLDER, lock_seconds
@@ -112,9 +113,9 @@ class CacheFolder:
             usage = shutil.disk_usage(self._root)
             self._min_free = min(_MIN_FREE_BYTES, int(usage.total * _MIN_FREE_SHARE))
             self._remove_abandoned()
-            with contextlib.suppress(OSError):  # whoever needs room gets the error
+            with contextlib.suppress(OSError):  # the first reservation raises the error
                 self._refresh()
-            self._next_refresh = 0.0  # what others have used is looked at when the first plan is made
+            self._next_refresh = 0.0  # the first plan refreshes again, to see which entries others have used
         held = self._ledger.used_bytes
         self._capacity = max(0, usage.free - self._min_free + held) if capacity is None else capacity
 
@@ -143,7 +144,7 @@ class CacheFolder:
         with explain_errors(self._root.parent):
             try:
                 modified_ns = file.stat(follow_symlinks=False).st_mtime_ns
-                with contextlib.suppress(PermissionError):  # another user's file
+                with contextlib.suppress(PermissionError):  # another user's file: its times cannot be set
                     os.utime(file, ns=(time.time_ns(), modified_ns), follow_symlinks=False)
             except FileNotFoundError:
                 return self._spare.touch(name)
@@ -181,10 +182,10 @@ class CacheFolder:
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
-                return self._spare.lease(name, timeout_seconds)  # of this process, as there can be no file
+                return self._spare.lease(name, timeout_seconds)  # no room for a lock file: lease in memory
 
     def _acquire(self, lock: FileLock, timeout_seconds: float) -> bool:
-        """Take a lease; do not wait for a process that has let another wait in vain, and is at that still."""
+        """Acquire a lease; do not wait for a process that still holds an earlier lease past its timeout."""
         if lock.acquire() or timeout_seconds <= 0:
             return lock.held
         holder = lock.read_holder()
@@ -222,23 +223,23 @@ class CacheFolder:
         return remade, (self._root.parent, self._capacity)
 
     def after_fork(self) -> None:
-        # Taken before the folder's lock, so that one thread of a process waits for that.
+        # Acquired before the folder's lock, so that only one thread per process waits for that lock.
         self._mutex = threading.Lock()
         self._ledger = Ledger(self._root)
-        self._used: dict[str, float] = {}  # when entries were last used, as far as this process knows
-        self._touched: deque[str] = deque(maxlen=1 << 16)  # since this process last looked at that
+        self._used: dict[str, float] = {}  # last known use of each entry, as a Unix time
+        self._touched: deque[str] = deque(maxlen=1 << 16)  # entries used since `_used` was last updated
         self._next_refresh = 0.0
-        self._holder = secrets.token_bytes(8)  # numbers of processes are equal in different containers
-        self._stopped: dict[bytes, FileLock] = {}  # a lease that each of them did not give back in time
+        self._holder = secrets.token_bytes(8)  # not the process id: containers have equal ones
+        self._stopped: dict[bytes, FileLock] = {}  # holder -> the lease that it did not release in time
 
     def enter(self, name: str, file: Path, descriptor: int) -> None:
-        """Make a filled file an entry; the end of a slot."""
+        """Turn a filled file into an entry, at the end of a slot."""
         self._move(file, self._root / "shards" / name, {name: os.fstat(descriptor).st_size})
         status = os.fstat(descriptor)
         self._seen[name] = (status.st_ino, status.st_size, status.st_mtime_ns)
 
     def note_full(self) -> None:
-        """Count an entry that a full disk has not kept."""
+        """Count an entry that was not kept because the disk is full."""
         self._counters["disk_full"] += 1
 
     def set_aside(self, file: Path) -> None:
@@ -256,7 +257,7 @@ class CacheFolder:
         self._move(file, None)
 
     def _move(self, file: Path, target: Path | None, added: Mapping[str, int] | None = None) -> None:
-        """Rename a file, or remove it; the room of its name becomes that of what is `added`."""
+        """Rename a file, or remove it without a `target`; the ledger drops its name and records `added`."""
         # FileNotFoundError: someone has removed the folder; readers that have mapped the bytes keep them.
         with contextlib.suppress(FileNotFoundError), self._locked() as is_locked:
             if target is None:
@@ -268,10 +269,10 @@ class CacheFolder:
 
     @contextlib.contextmanager
     def _locked(self, *, wait: bool = True) -> Iterator[bool]:
-        """Hold the folder's lock, with a ledger that is up to date; False if others hold the lock too long.
+        """Hold the folder's lock with an up-to-date ledger; yields False if others hold the lock too long.
 
-        Nothing waits for a process that has been stopped: what is done without the lock is settled later.
-        FileNotFoundError: someone has removed the folder.
+        Nothing waits for a stopped process: `settle` later corrects the ledger for changes without the lock.
+        Raises FileNotFoundError if someone has removed the folder.
         """
         with self._mutex:
             lock = FileLock(self._root / "lock", keep=True)
@@ -285,7 +286,7 @@ class CacheFolder:
                 lock.release()
 
     def _remade(self, action: Callable[[], T]) -> T:
-        """Run `action`, with the folders made again if someone has removed them."""
+        """Run `action`; if someone has removed the folders, create them and run it again."""
         try:
             return action()
         except FileNotFoundError:
@@ -293,9 +294,9 @@ class CacheFolder:
             return action()
 
     def _proved(self, name: str) -> Bytes | None:
-        """Return an entry's bytes with their seal, which is checked; None if there is none; _DamagedError."""
+        """Return an entry's bytes with their checked seal; None if it is missing; raises _DamagedError."""
         try:
-            # Links are not followed, pipes not read.
+            # Does not follow links or read pipes: another user may have put them there.
             descriptor = open_regular(self._root / "shards" / name, follow_links=False)
         except FileNotFoundError:
             return None
@@ -311,14 +312,14 @@ class CacheFolder:
                 if not is_sealed(data, name):
                     raise _DamagedError
                 self._seen[name] = identity
-            with contextlib.suppress(OSError):  # another user's file: then it only looks older than it is
+            with contextlib.suppress(OSError):  # another user's file: its last use then looks too old
                 os.utime(descriptor, ns=(time.time_ns(), status.st_mtime_ns))
             return data
         finally:
             os.close(descriptor)
 
     def _quarantine(self, name: str) -> Bytes | None:
-        """Set a damaged entry aside, unless another process has just fetched it again: then its bytes."""
+        """Set a damaged entry aside; if another process has just fetched it again, return its bytes."""
         lease = self.lease(name, self._lock_seconds)
         try:
             return self._proved(name)
@@ -340,7 +341,7 @@ class CacheFolder:
                     raise _UnusableError("disk_full")
                 return None
             slot = FolderSlot(self, name, self._root / "filling", needed)
-            # Before the file takes any room: a process killed between the two leaves too much in the ledger.
+            # Record before allocating: a process killed in between leaves the ledger too high, never too low.
             self._ledger.record({slot.file.name: needed})
             try:
                 slot.allocate()
@@ -350,7 +351,7 @@ class CacheFolder:
             return slot
 
     def _make_room(self, needed: int, victims: Callable[[Contents], Iterable[str]]) -> bool:
-        """Evict until `needed` bytes fit; the folder's lock is held by the caller."""
+        """Evict entries until `needed` bytes fit; the caller holds the folder's lock."""
         ledger = self._ledger
         if self._fits(needed):
             return True
@@ -378,13 +379,13 @@ class CacheFolder:
         return shutil.disk_usage(self._root).free - needed < self._min_free
 
     def _refresh(self) -> None:
-        """Learn what other processes have changed, and from time to time also what they have used."""
+        """Read the changes of other processes, and every `_refresh_seconds` also their uses of entries."""
         with self._mutex:
             if self._ledger.follow(locked=False) and time.monotonic() < self._next_refresh:
                 return
         began = time.monotonic()
         try:
-            # In this order: what is renamed from one folder to the other meanwhile is seen twice, not never.
+            # List filling/ first: a file that is renamed to shards/ meanwhile is seen twice, not missed.
             filling, shards = _list(self._root / "filling"), _list(self._root / "shards")
         except FileNotFoundError:  # someone has removed the folder
             with self._mutex:
@@ -404,7 +405,7 @@ class CacheFolder:
         self._next_refresh = time.monotonic() + max(self._refresh_seconds, _LISTING_SHARE * seconds)
 
     def _apply_touches(self) -> None:
-        """Put the entries that this process has used behind all others."""
+        """Move the entries that this process has used to the end of the ledger's order of last use."""
         now = time.time()
         while self._touched:
             name = self._touched.popleft()
@@ -424,17 +425,17 @@ class CacheFolder:
         return entries
 
     def _remove_abandoned(self) -> list[str]:
-        """Remove files whose writers have died; returns their names."""
+        """Remove files whose writers have died; return their names."""
         removed = []
         for file in (self._root / "filling").iterdir():
             with contextlib.suppress(OSError):
                 try:
                     descriptor = open_regular(file, follow_links=False)
-                except NotRegularFileError:  # nobody fills a pipe or a link: someone else put it there
+                except NotRegularFileError:  # a pipe or a link: not made by a cache, so remove it
                     file.unlink(missing_ok=True)
                     continue
                 try:
-                    # BlockingIOError: its writer lives.
+                    # Raises BlockingIOError, which is suppressed, if its writer is alive.
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     file.unlink(missing_ok=True)
                     removed.append(file.name)
@@ -444,7 +445,7 @@ class CacheFolder:
 
 
 class FolderSlot:
-    """Room in a `CacheFolder`: a file of its final size, flocked."""
+    """Reserved space in a `CacheFolder`: a flocked file of its final size."""
 
     def __init__(self, cache: CacheFolder, name: str, folder: Path, size: int) -> None:
         self._cache, self._name, self._size = cache, name, size
@@ -452,7 +453,10 @@ class FolderSlot:
         self.file, self._descriptor = _create_locked(folder, name)
 
     def allocate(self) -> None:
-        """Give the file its size; OSError, not a SIGBUS later, if the disk is full: then the file is gone."""
+        """Allocate the file's space, so that a full disk raises OSError here and not SIGBUS at a later write.
+
+        On an error, the file is removed.
+        """
         try:
             allocate(self._descriptor, self._size)
         except BaseException:
@@ -470,7 +474,7 @@ class FolderSlot:
     def write(self, at: int, piece: memoryview) -> None:
         try:
             written = os.pwrite(self._descriptor, piece, at)
-            if written != len(piece):  # only where a disk is full, which it cannot be: the room is there
+            if written != len(piece):  # not a full disk, because the space is allocated: the disk fails
                 raise OSError(errno.EIO, f"{written:,} of {len(piece):,} bytes were written")
         except OSError as error:
             raise self._failed(error) from error
@@ -483,7 +487,7 @@ class FolderSlot:
             self._cache.enter(self._name, self.file, self._descriptor)
         except OSError as error:
             self._end(keep=False)
-            if error.errno in NO_ROOM:  # some file systems find room only now: whoever waits has the bytes
+            if error.errno in NO_ROOM:  # some file systems allocate only here; waiting readers have the bytes
                 self._cache.note_full()
                 return
             raise self._failed(error) from error
@@ -496,7 +500,7 @@ class FolderSlot:
     def discard(self, *, damaged: bool = False) -> None:
         is_kept = False
         if damaged and self._descriptor >= 0:
-            with contextlib.suppress(OSError):  # a failing disk: then it is removed
+            with contextlib.suppress(OSError):  # on a failing disk, the file is removed instead
                 self._cache.set_aside(self.file)
                 is_kept = True
         self._end(keep=is_kept)
@@ -507,7 +511,7 @@ class FolderSlot:
             return
         try:
             if not keep:
-                # On a failing disk it stays, without a lock: whoever makes room next removes it.
+                # On a failing disk the file stays, unlocked; the next process that makes room removes it.
                 with contextlib.suppress(OSError):
                     self._cache.give_back(self.file)
         finally:
@@ -515,7 +519,7 @@ class FolderSlot:
 
 
 def _create_locked(folder: Path, name: str) -> tuple[Path, int]:
-    """Create a file that nobody else can have, flocked."""
+    """Create and flock a file with a unique name."""
     while True:
         file = folder / f"{name}~{os.getpid()}~{next(_numbers)}~{time.time_ns()}"
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o664)
@@ -524,7 +528,7 @@ def _create_locked(folder: Path, name: str) -> tuple[Path, int]:
             if os.fstat(descriptor).st_nlink:
                 return file, descriptor
         except BlockingIOError:
-            pass  # taken for abandoned between these two calls
+            pass  # another process took it for abandoned, between open and flock
         os.close(descriptor)
 
 
@@ -538,7 +542,7 @@ def _list(folder: Path) -> dict[str, os.stat_result]:
 
 
 def _remove(file: Path) -> bool:
-    """Whether it was there. What is no file is removed as well: someone else put it there."""
+    """Remove a file, or a folder that someone put there; return whether it existed."""
     try:
         file.unlink()
     except FileNotFoundError:
@@ -550,7 +554,7 @@ def _remove(file: Path) -> bool:
 
 @contextlib.contextmanager
 def explain_errors(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise an OSError of the block as a CacheFolderError that names the cache folder."""
+    """Convert an OSError raised in the block to a CacheFolderError that names the cache folder."""
     try:
         yield
     except OSError as error:
@@ -561,7 +565,7 @@ def explain_errors(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def make_subfolders(folder: Path, names: Iterable[str]) -> None:
-    """Make the sub-folders of a cache; CacheFolderError if others than those it is for can write there."""
+    """Make the sub-folders of a cache; raises CacheFolderError if users who must not can write there."""
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o755, exist_ok=True)  # not 0o777: umask may be 0

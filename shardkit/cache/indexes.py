@@ -1,30 +1,30 @@
-"""Indexes in the cache folder: of remote datasets, and of tars that no list describes.
+"""Indexes in the cache folder: of remote datasets, and of tars without an index.
 
 One process of a node fetches the index of a dataset, the others read it (`NodeIndexes`):
 
     FOLDER/shardkit-cache-1/indexes/DIGEST-OF-URL/index.json, dataset.json, ...   as they are in the store
                                                   index.bin    of a large index.json: opens at once
-                                                  checked      when they were fetched, their hashes, what
-                                                               was missing
+                                                  checked      when they were fetched, their hashes, and the
+                                                               names of missing objects
                                                   lock         flocked by the process that fetches
 
-The process that gets the lock first is the leader; nobody else asks the store. Processes of one node that
-start together trust what a leader fetched within `trust_seconds`, unless a file was damaged since; a process
-alone trusts nothing and fetches always, so a dataset that was replaced is seen. If the leader dies, the lock
-is free and the next one leads.
+The process that gets the lock first is the leader; the others do not ask the store. Processes of one node
+that start together trust what a leader fetched within `trust_seconds`, unless a file was damaged since. A
+process that runs alone trusts nothing and always fetches, so it sees when a dataset was replaced. If the
+leader dies, the lock is free and the next process becomes the leader.
 
-index.bin is mapped: however many processes of the node read it, it lies in memory once. The leader has
-looked at all that it says; the others compare checksums.
+index.bin is mapped, so all processes of the node share one copy in memory. The leader has checked its
+contents; the others compare checksums.
 
-What a scan found in a tar is kept by the process that scanned it (`TarIndexes`):
+The process that scans a tar stores the result for the others (`TarIndexes`):
 
-    FOLDER/shardkit-cache-1/tars/NAME        one file a tar, see `shardkit.formats.tar.members`
-                                 NAME.lock   flocked by whoever scans it
+    FOLDER/shardkit-cache-1/tars/NAME        one file per tar, see `shardkit.formats.tar.members`
+                                 NAME.lock   flocked by the process that scans the tar
 
-A file is named by the tar's URL and the version of the object (of a local file: its time, inode and size), so
-a tar that is replaced is scanned again. Files are checked when they are read and appear by rename; they are
-not synced, because what a power cut damages is recognized and made again. The least recently used are
-removed beyond `MAX_TAR_BYTES`.
+A file is named by the tar's URL and the version of the object (for a local file: its time, inode and size),
+so a tar that is replaced is scanned again. Files appear by rename and are checked when they are read; they
+are not synced, because damage by a power cut is detected and the file made again. If all files exceed
+`MAX_TAR_BYTES`, the least recently used are removed.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from shardkit.manifest import Manifest
 
 _STATE_NAME = "checked"
 _HASHES = ("xxh3_128",)
-TRUST_SECONDS = 60.0  # processes of a job start within this time of each other
-MAX_TAR_BYTES = 16 << 30  # of all files of tars: 500 million members
+TRUST_SECONDS = 60.0  # maximum time between the starts of a job's processes
+MAX_TAR_BYTES = 16 << 30  # limit for the indexes of all tars together: 500 million members
 
 T = TypeVar("T")
 
@@ -70,17 +70,17 @@ class NodeIndexes:
         wait_seconds: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`wait_seconds`: how long to wait for a leader before fetching without one."""
+        """Use the indexes in `folder`. `wait_seconds`: maximum wait for a leader before fetching without."""
         self._root = Path(folder).absolute()
         self._trust_seconds, self._wait_seconds, self._clock = trust_seconds, wait_seconds, clock
 
     def objects(
         self, url: str, names: Sequence[str], fetch: Callable[[], Mapping[str, bytes | None]]
     ) -> Mapping[str, bytes | Path | None]:
-        """Return files with the objects `names` of the dataset at `url`, None for those that are missing.
+        """Return files with the objects `names` of the dataset at `url`, None for missing objects.
 
-        `fetch` gets them from the store; it is called by one process at a time, its errors are raised here.
-        Where the disk has no room for files, this gives what was fetched.
+        `fetch` reads them from the store; one process at a time calls it, and its errors are raised here. If
+        the disk has no room for files, returns the fetched bytes instead.
         """
         fetch_once = cache(fetch)
         try:
@@ -110,7 +110,7 @@ class NodeIndexes:
             lock.release()
 
     def index(self, file: Path, where: str) -> Manifest:
-        """Read the index.json that `objects` gave, by the index.bin next to it, which is made if need be."""
+        """Read the index.json that `objects` returned, from the index.bin next to it; make a missing one."""
         with explain_errors(self._root):
             if (table := read_table(file, is_proved=True)) is not None:
                 return Manifest("mds", table, blocks=table.blocks)
@@ -118,7 +118,7 @@ class NodeIndexes:
             try:
                 manifest = parse_index(where, text)
             except ShardError:
-                # It may have been damaged on its way: the next process asks the store again.
+                # The file may have been damaged in transfer: let the next process ask the store again.
                 (file.parent / _STATE_NAME).unlink(missing_ok=True)
                 raise
             if (made := table_bytes(manifest.shards, text, manifest.blocks)) is not None:
@@ -139,7 +139,7 @@ class NodeIndexes:
         return folder
 
     def _trusted(self, folder: Path, names: Sequence[str]) -> Mapping[str, Path | None] | None:
-        """Return what a leader has fetched lately; None if that is not all of `names`."""
+        """Return the files that a leader has fetched recently; None if they are not all of `names`."""
         try:
             checked = load_json((folder / _STATE_NAME).read_bytes())
             age = self._clock() - checked["seconds"]
@@ -167,7 +167,7 @@ class NodeIndexes:
 
 @dataclass(frozen=True, slots=True)
 class TarIndexes:
-    """The indexes of a dataset's tars, by number. Plain data: may be pickled."""
+    """The stored indexes of a dataset's tars, by tar number. Plain data: may be pickled."""
 
     folder: Path | None
     origins: Sequence[str]
@@ -176,7 +176,7 @@ class TarIndexes:
     def in_cache(
         cls, cache_folder: str | os.PathLike[str] | None, objects: Sequence[tuple[str, str]]
     ) -> TarIndexes:
-        """Make the folder; `objects`: (URL, version) of each tar, `cache_folder` as the user gave it."""
+        """Make the folder for indexes in `cache_folder`, if given; `objects`: (URL, version) of each tar."""
         origins = [f"{url}\n{version}" for url, version in objects]
         if cache_folder is None:
             return cls(None, origins)
@@ -186,21 +186,21 @@ class TarIndexes:
         return cls(folder / SUBFOLDER / "tars", origins)
 
     def scanned(self, number: int) -> Scanned | None:
-        """Return what a manifest states of a tar, if it was scanned before."""
+        """Return the manifest data of a tar; None if no scan of it is stored."""
         return self._read(number, read_head)
 
     def index(self, number: int) -> TarIndex | None:
-        """Return the members of a tar, if it was scanned before."""
+        """Return the members of a tar; None if no scan of it is stored."""
         found = self._read(number, read_index)
         if found is None:
             return None
         if (file := self._file(number)) is not None:
             with contextlib.suppress(OSError):
-                os.utime(file, follow_symlinks=False)  # what is in use is removed last
+                os.utime(file, follow_symlinks=False)  # mark as used, so that `trim` removes it last
         return found[1]
 
     def _read(self, number: int, read: Callable[[BinaryIO, str], T]) -> T | None:
-        """Return what `read` finds in a tar's file; None if there is no such file, or it is damaged."""
+        """Return what `read` reads from a tar's stored index; None if the file is missing or damaged."""
         file = self._file(number)
         if file is None:
             return None
@@ -211,7 +211,7 @@ class TarIndexes:
             return None
 
     def keep(self, number: int, scanned: Scanned, index: TarIndex) -> None:
-        """Write down what a scan found; a disk that does not take it costs the next opening another scan."""
+        """Store the result of a scan; after a disk error, the next process to open the tar scans it again."""
         file = self._file(number)
         if file is None:
             return
@@ -226,9 +226,9 @@ class TarIndexes:
                 temporary.unlink(missing_ok=True)
 
     def claim(self, number: int, timeout_seconds: float) -> FileLock | None:
-        """Take the right to scan a tar while others wait; None if another has it for all of that time."""
+        """Acquire the lock to scan a tar; return None if another process holds it for `timeout_seconds`."""
         file = self._file(number)
-        assert file is not None, "there is nobody to share with"
+        assert file is not None, "without a cache folder, no other process shares the scan"
         lock = FileLock(file.with_name(f"{file.name}.lock"))
         try:
             return lock if lock.acquire(timeout_seconds) else None
@@ -236,7 +236,7 @@ class TarIndexes:
             return None
 
     def trim(self, max_bytes: int = MAX_TAR_BYTES) -> None:
-        """Remove the least recently used files beyond the limit, of this dataset and of others."""
+        """Remove the least recently used indexes, also of other datasets, until all fit into `max_bytes`."""
         if self.folder is None:
             return
         found = []

@@ -1,19 +1,19 @@
-"""How much lies in a cache folder, known without listing it: a log that all processes of a machine share.
+"""The sizes of the files in a cache folder, without listing it: a log that all processes of a machine share.
 
     FOLDER/shardkit-cache-1/ledger     shardkit-ledger-1 GENERATION
-                                       + BYTES NAME      an entry, or a file in filling/, takes room
-                                       - NAME            it is gone
+                                       + BYTES NAME      an entry, or a file in filling/, takes space
+                                       - NAME            the file is gone
 
-Every process keeps what the log says in memory and reads on from where it was, so a reservation costs the
-same whatever lies in the folder: 0.1 ms with 100,000 entries, where listing them took 450 ms. Lines are
-written while the folder's lock is held, one `write` for each change; the log is written anew, and renamed
-into place, when most of its lines are history.
+Every process keeps the contents of the log in memory and reads on from its last offset, so the cost of a
+reservation does not depend on the number of entries: 0.1 ms with 100,000 entries, whose listing took 450 ms.
+Lines are written under the folder's lock, with one `write` per change; the log is rewritten, and renamed into
+place, when most of its lines are obsolete.
 
-The folder is the truth, the log saves looking at it. Room is recorded as soon as a file is made and given up
-after it is gone, so a process that is killed between leaves the log with too much, never with too little, but
-for a rename into shards/, which keeps its bytes recorded under the name of the filling file. `settle` finds
-such differences: at the start of each process, and when a listing is made anyway. A log that is missing, torn
-or not understood is made from a listing.
+The folder is authoritative; the log only saves listing it. Space is recorded as soon as a file is made, and
+removed after the file is gone, so a process that is killed in between leaves the log too high, never too low.
+If it is killed at a rename into shards/, the bytes stay recorded under the name of the filling file. `settle`
+corrects such differences: at the start of each process, and when a listing is made anyway. A log that is
+missing, torn or invalid is made from a listing.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from urllib.parse import quote, unquote_to_bytes
 from shardkit.cache.protocol import Contents, Held
 
 _MAGIC = b"shardkit-ledger-1 "
-_HEADER_BYTES = len(_MAGIC) + 33  # with the generation: 128 random bits in hex, which no two logs have alike
+_HEADER_BYTES = len(_MAGIC) + 33  # with the generation (128 random bits in hex, unique per log) and newline
 _SAFE = "~-_."
-_HISTORY_LINES = 4096  # kept at least, so that small caches do not write the log anew all the time
+_HISTORY_LINES = 4096  # minimum number of obsolete lines to rewrite: else small caches rewrite all the time
 
 
 def is_filling(name: str) -> bool:
-    """Whether a name is that of a file in filling/; entries have no tilde in theirs."""
+    """Return whether `name` names a file in filling/; the names of entries have no tilde."""
     return "~" in name
 
 
 class Ledger:
-    """The log of one folder, for one process. The caller sees to it that one thread uses it at a time."""
+    """The log of one folder, as one process sees it. Not thread-safe: the caller must hold a lock."""
 
     def __init__(self, root: Path, *, history_lines: int = _HISTORY_LINES) -> None:
-        """`history_lines`: more than what is there now, when the log is written anew."""
+        """Use the log in `root`. `history_lines`: number of obsolete lines that are kept before a rewrite."""
         self._history_lines = history_lines
         self._root, self._file = root, root / "ledger"
         self.forget()
@@ -54,17 +54,17 @@ class Ledger:
     def forget(self) -> None:
         """Forget everything: the next `follow` reads the log from its start."""
         self.sizes: dict[str, int] = {}
-        """Bytes by name, of entries and of files being filled, in the order of their last known use."""
+        """Bytes of entries and of files being filled, by name, in the order of their last known use."""
         self.filling: dict[str, int] = {}
-        """Of these, the files being filled."""
+        """The part of `sizes` for files being filled."""
         self.used_bytes = 0
         self._header = b""
-        self._end = self._lines = 0  # what has been read
+        self._end = self._lines = 0  # bytes and lines of the log that have been read
 
     def follow(self, *, locked: bool) -> bool:
-        """Read what other processes have written; False if there is no log, or none that makes sense.
+        """Read the changes of other processes; return False if the log is missing or invalid.
 
-        Without the folder's lock, a last line may be incomplete: it is read next time.
+        Without the folder's lock, the last line may be incomplete; then it is read by the next call.
         """
         try:
             descriptor = os.open(self._file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -77,7 +77,7 @@ class Ledger:
                 self.forget()
                 self._header, self._end = header, _HEADER_BYTES
             text = os.pread(descriptor, os.fstat(descriptor).st_size - self._end, self._end)
-        except (OSError, ValueError, OverflowError):  # no file, or a shorter one
+        except (OSError, ValueError, OverflowError):  # not a regular file, or shorter than before
             self.forget()
             return False
         finally:
@@ -91,7 +91,7 @@ class Ledger:
         return True
 
     def _read(self, text: bytes) -> bool:
-        """Apply complete lines; False if one makes no sense."""
+        """Apply complete lines; return False if one is invalid."""
         try:
             for line in text.decode("ascii").splitlines():
                 sign, *fields = line.split(" ")
@@ -109,7 +109,7 @@ class Ledger:
         return True
 
     def record(self, added: Mapping[str, int], removed: Iterable[str] = ()) -> None:
-        """Write a change; the folder's lock is held by the caller, who has called `follow`."""
+        """Write a change to the log; the caller holds the folder's lock and has called `follow`."""
         removed = list(removed)
         if not (added or removed):
             return
@@ -122,7 +122,7 @@ class Ledger:
         text = "".join(lines).encode("ascii")
         try:
             self._append(text)
-        except OSError:  # a full disk, a folder removed: the next to look makes the log anew
+        except OSError:  # full disk, or folder removed: without a log, the next process makes a new one
             self._file.unlink(missing_ok=True)
             return
         self._end += len(text)
@@ -139,12 +139,12 @@ class Ledger:
             os.close(descriptor)
 
     def write(self, sizes: Mapping[str, int]) -> None:
-        """Make the log anew with these; the folder's lock is held by the caller."""
+        """Rewrite the log with these sizes; the caller holds the folder's lock."""
         lines = "".join(f"+ {size} {_encoded(name)}\n" for name, size in sizes.items())
         temporary = self._root / f"filling/ledger~{os.getpid()}"
         temporary.unlink(missing_ok=True)
         kept = dict(sizes)
-        with contextlib.suppress(OSError):  # a full disk: the old log, or none
+        with contextlib.suppress(OSError):  # full disk: keep the old log, if any
             header = _MAGIC + secrets.token_hex(16).encode() + b"\n"
             temporary.write_bytes(header + lines.encode("ascii"))
             temporary.chmod(0o664)
@@ -154,9 +154,9 @@ class Ledger:
             self.assume(kept)
 
     def settle(self, listed: Mapping[str, int]) -> None:
-        """Correct what differs from a listing of shards/ and filling/; the lock is held by the caller.
+        """Correct differences from a listing of shards/ and filling/; the caller holds the folder's lock.
 
-        The listing was made before or behind other processes' changes: each difference is looked at again.
+        The listing may be older than other processes' last changes, so each difference is checked again.
         """
         differing = listed.keys() ^ self.sizes.keys()
         added: dict[str, int] = {}
@@ -170,24 +170,24 @@ class Ledger:
         self.record(added, removed)
 
     def filled_bytes(self) -> Mapping[str, int]:
-        """Return the bytes of files being filled, by the entry that each will be: several may be of one."""
+        """Return the bytes of files being filled, by entry name; several files may fill the same entry."""
         filled = Counter[str]()
         for file, size in self.filling.items():
             filled[file.partition("~")[0]] += size
         return filled
 
     def entries(self) -> Contents:
-        """Return the entries, the least recently used first, as far as known; each is read when asked for."""
+        """Return the entries, least recently used first as far as known; each is looked up on access."""
         return _Entries(self._root / "shards", self)
 
     def assume(self, sizes: Mapping[str, int]) -> None:
-        """Take a listing for what the log would say, until it can be read."""
+        """Use a listing as the contents of the log, until the log can be read."""
         self.forget()
         for name, size in sizes.items():
             self._set(name, size)
 
     def touch(self, name: str) -> None:
-        """Note that an entry was used."""
+        """Record that an entry was used: it moves to the end of `sizes`."""
         if (size := self.sizes.pop(name, None)) is not None:
             self.sizes[name] = size
 
@@ -211,7 +211,7 @@ class Ledger:
 
 
 class _Entries(Mapping[str, Held]):
-    """The result of `Ledger.entries`."""
+    """A view of a ledger's entries that looks up each entry on access; the result of `Ledger.entries`."""
 
     def __init__(self, folder: Path, ledger: Ledger) -> None:
         self._folder, self._ledger, self._filling = folder, ledger, ledger.filled_bytes()
@@ -230,7 +230,7 @@ class _Entries(Mapping[str, Held]):
 
     def __iter__(self) -> Iterator[str]:
         sizes = self._ledger.sizes
-        first = list(islice(sizes, 256))  # more are seldom asked for, and evictions change `sizes`
+        first = list(islice(sizes, 256))  # a copy, because evictions change `sizes`; more are rarely needed
         yield from (name for name in first if not is_filling(name))
         yielded = set(first)
         yield from (name for name in list(sizes) if name not in yielded and not is_filling(name))
@@ -245,7 +245,7 @@ def _encoded(name: str) -> str:
 
 
 def _decoded(name: str) -> str:
-    """Decode a name; ValueError if it would reach files outside of a folder."""
+    """Decode a name; raises ValueError if it could name a file outside of the folder."""
     if "%" in name:
         name = os.fsdecode(unquote_to_bytes(name))
     if not name or "/" in name or "\0" in name or name in (".", ".."):

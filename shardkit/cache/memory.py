@@ -23,7 +23,7 @@ class _Entry:
 
 
 class CacheMemory:
-    """Entries in a dict. A forked child, and a copy by pickle, starts with an empty one."""
+    """A cache of entries in a dict. A forked child or a pickled copy starts with an empty cache."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -44,7 +44,7 @@ class CacheMemory:
             if entry is None or entry.filling:
                 return None
             entry.used = time.monotonic()
-            self._entries[name] = self._entries.pop(name)  # the least recently used stay in front
+            self._entries[name] = self._entries.pop(name)  # moves it to the end: least recently used first
             return entry.data
 
     def has(self, name: str) -> bool:
@@ -85,7 +85,7 @@ class CacheMemory:
                 del self._entries[name]
 
     def drop_unused(self, seconds: float) -> None:
-        """Remove the entries that nobody has used for so long."""
+        """Remove the entries that were not used in the last `seconds`."""
         with self._lock:
             limit = time.monotonic() - seconds
             unused = [name for name, entry in self._entries.items() if entry.used < limit]
@@ -109,7 +109,7 @@ class CacheMemory:
         self._counters: Counter[str] = Counter()
 
     def finish(self, name: str, entry: _Entry, *, keep: bool) -> None:
-        """End a slot: make its entry visible, or free its room."""
+        """End a slot: make its entry visible, or free its space."""
         with self._lock:
             if keep:
                 entry.data.flags.writeable = False
@@ -122,7 +122,7 @@ class CacheMemory:
         return {n: Held(len(e.data), now - e.used, e.filling) for n, e in self._entries.items()}
 
     def _evict(self, victims: Iterable[str], used: int, needed: int) -> int:
-        """Evict as many as needed; returns the bytes used then. The lock is held by the caller."""
+        """Evict as many entries as needed; return the bytes used afterwards. The caller holds the lock."""
         for victim in victims:
             entry = self._entries.get(victim)
             if entry is not None and not entry.filling:
@@ -136,7 +136,7 @@ class CacheMemory:
 
 
 class MemorySlot:
-    """Room in a `CacheMemory`."""
+    """Reserved space in a `CacheMemory`."""
 
     def __init__(self, cache: CacheMemory, name: str, entry: _Entry) -> None:
         self._cache, self._name, self._entry = cache, name, entry

@@ -1,19 +1,20 @@
-"""What to fetch next and what to evict for it, when a fetcher asks: plans that follow a training loop.
+"""Plans that follow a training loop: they tell a fetcher what to fetch next and what to evict for it.
 
 A `FetchPlan` numbers the shards of all datasets that share a cache as one; its `Planner` decides by these
-numbers. Both look at the `LoopPosition`, which the loop itself moves.
+numbers. Both read the `LoopPosition`, which the loop itself updates.
 
-The plan itself is `shardkit.cache.belady`: farthest next use is evicted, earliest deadline is fetched first,
-and no fetch begins before its victims have had their last use. Entries of other jobs and datasets, whose
-future is not known here, may be evicted when nobody has used them for a minute. A fetch that failed (another
-process is at it, the object is missing, the room was taken) rests before it is planned again.
+`shardkit.cache.belady` computes the plan: the entry with the farthest next use is evicted, the fetch with the
+earliest deadline comes first, and no fetch begins before its victims have had their last use. Entries of
+other jobs and datasets, whose future use is unknown, may be evicted when nobody has used them for a minute. A
+fetch that failed (another process is fetching the shard, the object is missing, the space was taken) is not
+planned again for a few seconds.
 
 A cache is not filled as fast as the network allows: when thousands of nodes start together, a store would
-have to give a thousand times what they consume. Shards that are in use, or that the loop needs within
-minutes, are fetched at once; beyond, a few times as much is fetched as the loop consumes (`Pace`).
+have to deliver a thousand times what they consume. Shards that are in use, or that the loop needs within
+minutes, are fetched at once; the rest is fetched at a few times the rate at which the loop consumes (`Pace`).
 
-Where several plans of one process share a cache that cannot hold the dataset, each plans with an equal part
-of it and protects the cached entries that it needs soonest, as many as fit in that part, from the others.
+If several plans of one process share a cache that cannot hold all datasets, each plans with an equal part of
+it, and protects the cached entries that it needs soonest, as many as fit in that part, from the others.
 """
 
 from __future__ import annotations
@@ -35,66 +36,66 @@ from shardkit.cache.protocol import Cache, Contents, Fetchable
 from shardkit.order.order import Order
 from shardkit.storage.threads import remake_after_fork
 
-PLANNED = 64  # fetches planned at a time
-IDLE_SECONDS = 60.0  # entries of others that nobody has used for so long count as abandoned
-REST_SECONDS = 5.0  # far more than planning and trying cost, far less than a plan reaches ahead
-_LEAST_SECONDS, _MOST_SECONDS = 0.5, 60.0  # over which a loop's speed is measured
-_FREE_BYTES = 16 << 20  # of shards smaller than this: too little to hold back
+PLANNED = 64  # number of fetches planned at a time
+IDLE_SECONDS = 60.0  # time after which unused entries of other jobs count as abandoned
+REST_SECONDS = 5.0  # pause after a failed fetch: much longer than a new attempt, much shorter than a plan
+_LEAST_SECONDS, _MOST_SECONDS = 0.5, 60.0  # interval over which a loop's speed is measured
+_FREE_BYTES = 16 << 20  # minimum credit: shards smaller than this are not worth holding back
 _GOLDEN_RATIO = 0.6180339887498949
-_STEPS_AN_EPOCH = 64  # how often a plan that has nothing to do is looked at again
-# Shards are wanted so much of the cache ahead of their first use: without a lead, a full cache would give up
-# the shard that it has just used, and every fetch would begin at its deadline.
+_STEPS_AN_EPOCH = 64  # how often per epoch a plan that has nothing to do is checked again
+# Shards are fetched ahead of their first use by 1/32 of the positions that the cache covers. Without this
+# lead, a full cache would evict the shard that it has just used, and every fetch would begin at its deadline.
 LEADS_IN_CACHE = 32
 
 
 class LoopPosition:
-    """The position of a training loop, in samples of all ranks and epochs; plans look at it."""
+    """The position of a training loop, in samples of all ranks and epochs; plans read it."""
 
     __slots__ = ("given", "read", "reading_to")
 
     def __init__(self, position: int) -> None:
         self.read = position
-        """Everything before it has been read."""
+        """Everything before this position has been read."""
         self.reading_to = position
         """The end of the rows that are being read."""
         self.given = position
-        """Everything before it has been handed to the loop."""
+        """Everything before this position has been delivered to the loop."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """How fast the cache is filled with shards that are not needed soon."""
+    """The rate at which the cache is filled with shards that are not needed soon."""
 
     factor: float = 3.0
-    """Bytes fetched for each byte that the loop needs: all nodes together stay below five in any second."""
+    """Bytes fetched per byte that the loop consumes; over all nodes, it stays below 5 in any second."""
     horizon_seconds: float = 120.0
-    """Shards that the loop needs within this time, as fast as it is now, are fetched at once."""
+    """Shards that the loop, at its current speed, needs within this time are fetched at once."""
     sharers: int = 1
-    """Processes that fetch by the same plan into one cache."""
+    """Number of processes that fetch by the same plan into one cache."""
     debt: float = 0.0
-    """The part of a shard that is needed before the first is fetched ahead."""
+    """Fraction of a shard that must be consumed before the first shard is fetched ahead."""
 
     @classmethod
     def of_rank(cls, rank: int, sharers: int = 1) -> Pace:
-        """Return the pace of one process.
+        """Return the pace of one process, with a debt that depends on its rank.
 
-        Ranks step together, so their debts start staggered; otherwise all would fetch at one time.
+        Ranks advance in lockstep: with equal debts, all would fetch at the same time.
         """
         return cls(sharers=max(1, sharers), debt=rank * _GOLDEN_RATIO % 1)
 
 
 class _Pacing:
-    """Decides which fetches have to wait for the loop."""
+    """Decides which fetches have to wait until the loop has consumed more."""
 
     def __init__(self, pace: Pace, loop: LoopPosition, clock: Callable[[], float]) -> None:
         self._pace, self._loop, self._clock = pace, loop, clock
         self._credited = loop.given
         self._bytes_per_position = self._most_credit = 0.0
-        self._credit = 0.0  # bytes that may be fetched beyond the horizon
+        self._credit = 0.0  # bytes that may be fetched past the horizon
         self._measured = (clock(), loop.given)
-        self._horizon = 0  # positions that the loop consumes in `horizon_seconds`
+        self._horizon = 0  # number of positions that the loop consumes in `horizon_seconds`
         self.resume_at = NEVER
-        """A fetch that waits may begin once the loop has been given everything before this position."""
+        """Delivered position from which a waiting fetch may begin; NEVER if none is waiting."""
 
     @property
     def has_begun(self) -> bool:
@@ -102,18 +103,18 @@ class _Pacing:
 
     @property
     def horizon(self) -> int:
-        """Shards that are needed up to this position are fetched at once."""
+        """The position up to which needed shards are fetched at once."""
         return self._loop.given + self._horizon
 
     def begin(self, bytes_per_position: float, shard_bytes: int) -> None:
-        """Start to hold fetches back, now that it is known how much the loop needs."""
+        """Begin to delay fetches; called when the bytes that the loop needs per position are known."""
         pace = self._pace
         self._bytes_per_position = max(1e-9, bytes_per_position * pace.factor / pace.sharers)
         self._most_credit = float(max(shard_bytes, _FREE_BYTES))
         self._credit = max(0.0, _FREE_BYTES - shard_bytes) - pace.debt * shard_bytes
 
     def must_wait(self, deadline: int, size: int) -> bool:
-        """Whether a shard that is needed at `deadline` has to wait; if not, it counts as fetched."""
+        """Return whether a shard that is needed at `deadline` has to wait; if not, count it as fetched."""
         self.resume_at = NEVER
         if not self.has_begun:
             return False
@@ -128,7 +129,7 @@ class _Pacing:
         return True
 
     def _follow_loop(self) -> None:
-        """Give credit for what has been consumed, and see how fast that goes."""
+        """Add credit for consumed samples, and measure the loop's speed."""
         consumed, now = self._loop.given, self._clock()
         earned = self._bytes_per_position * max(0, consumed - self._credited)
         self._credit, self._credited = min(self._credit + earned, self._most_credit), consumed
@@ -140,7 +141,7 @@ class _Pacing:
 
 
 class Planner:
-    """Plans for one loop of a process, by numbers of shards. For the fetcher's threads."""
+    """Plans for one loop of a process, by shard numbers; used by the fetcher's threads."""
 
     def __init__(
         self,
@@ -154,10 +155,11 @@ class Planner:
         pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`names`, `sizes`: of all shards' entries; `samples`: of an epoch; `loop`: who is planned for.
+        """Plan for the `loop`. `names` and `sizes`: of all shards' entries; `samples`: per epoch.
 
-        A name that is not known yet comes by `set_entry`. `plans` gives all plans for the same cache:
-        other runs of the process have theirs. Without `pace`, all is fetched as early as it may be.
+        `set_entry` supplies names that are not known yet. `plans` returns all plans for the same cache,
+        including those of other runs of the process. Without `pace`, each shard is fetched as early as
+        possible.
         """
         self.loop = loop
         """The position of the loop."""
@@ -170,15 +172,15 @@ class Planner:
         self._pause = max(1, samples // _STEPS_AN_EPOCH)
         self._waiting: deque[Fetch] = deque()
         self.wake_at = loop.read
-        """There may be something to do once the loop has read everything before this position."""
+        """Read position from which there may be something to fetch; no need to check the plan before it."""
         self.unfit: frozenset[int] = frozenset()
         """Shards that had no room in the last plan, or were being fetched."""
-        self._fruitful = True  # something was fetched since the last plan
-        self._taken: set[int] = set()  # fetches that have begun and may still be going on
-        self._resting: dict[int, float] = {}  # shards whose fetch failed, and until when
-        self._others: list[str] | None = None  # entries of other runs, as the last plan found them
-        self._capacity = 0  # of the last plan, before other plans have their parts
-        # Shards by their next use, as the last plan found them: cumulated bytes, and names when asked for.
+        self._fruitful = True  # whether a fetch has begun since the last plan
+        self._taken: set[int] = set()  # shards whose fetches have begun and may still be running
+        self._resting: dict[int, float] = {}  # shards whose fetch failed, and when they may be planned again
+        self._others: list[str] | None = None  # entries of other runs at the last plan
+        self._capacity = 0  # capacity for all plans at the last plan, before it is divided among them
+        # Shards by next use at the last plan: their cumulative bytes, and their names (computed on demand).
         self._soonest = self._soonest_ends = np.empty(0, dtype=np.int64)
         self._soonest_names: list[str] | None = None
         self.after_fork()
@@ -186,20 +188,20 @@ class Planner:
 
     def after_fork(self) -> None:
         """Reset in a child: a thread of its parent may have held the lock."""
-        self._lock = threading.Lock()  # of the future, which is not for several threads
+        self._lock = threading.Lock()  # guards `_future`, which is not thread-safe
 
     @property
     def resume_at(self) -> int:
-        """A fetch that waits for the loop may begin once everything before this position was given to it."""
+        """Delivered position from which a fetch that waits for the loop may begin; NEVER if none waits."""
         return NEVER if self._pacing is None else self._pacing.resume_at
 
     def set_entry(self, number: int, name: str, entry_bytes: int) -> None:
-        """Set name and size of a shard's entry, where the index does not state them. From any thread."""
+        """Set name and size of a shard's entry if the index does not have them. Thread-safe."""
         self._sizes[number] = entry_bytes
         self._names.set_name(number, name)
 
     def next_use(self, number: int) -> int:
-        """Return where the loop needs a shard next: a position, or NEVER. From any thread."""
+        """Return the position at which the loop needs a shard next, or NEVER. Thread-safe."""
         with self._lock:
             return int(self._future.next_use(self.loop.read, [number])[0])
 
@@ -209,7 +211,7 @@ class Planner:
         for number, fetch in enumerate(self._waiting):
             if fetch.start <= position:
                 if fetch.shard not in active and self._must_wait(fetch):
-                    return None  # and so must what is needed later still
+                    return None  # all later fetches must wait, too
                 del self._waiting[number]
                 if fetch.shard in active:
                     return self.take(active)
@@ -226,17 +228,17 @@ class Planner:
         return self._pacing.must_wait(fetch.deadline, int(self._sizes[fetch.shard]))
 
     def is_ahead(self, fetch: Fetch) -> bool:
-        """Whether a fetch is of a shard that the loop does not need within the horizon of its pace."""
+        """Return whether the loop does not need a fetch's shard within the horizon of its pace."""
         return self._pacing is not None and fetch.deadline > self._pacing.horizon
 
     def is_stale(self) -> bool:
-        """Whether there is reason to plan again."""
+        """Return whether to plan again."""
         return not self._waiting and (self._fruitful or self.loop.read >= self.wake_at)
 
     def plan(self, cache: Cache, active: Iterable[int]) -> None:
-        """Plan the next fetches from what the cache holds; shards in `active` are as good as there."""
+        """Plan the next fetches from the cache's contents; shards in `active` count as cached."""
         position = self.loop.read
-        # First of all: a cache that cannot list its contents would be asked again at once.
+        # Before anything can fail: if the cache cannot list its contents, it is not asked again at once.
         self._fruitful, self.wake_at = False, position + self._pause
         active = set(active)
         contents = cache.contents()
@@ -244,7 +246,7 @@ class Planner:
         others = 0
         for name, held in contents.items():
             if numbers := self._names.numbers(name):
-                cached |= dict.fromkeys(numbers, 0)  # of the same content: it takes room once
+                cached |= dict.fromkeys(numbers, 0)  # shards with equal content share one entry
                 cached[numbers[0]] = held.bytes
             elif held.used_seconds_ago < IDLE_SECONDS:
                 others += held.bytes
@@ -269,7 +271,7 @@ class Planner:
         self._capacity = capacity
 
     def _note_soonest(self, numbers: Sequence[int], position: int) -> None:
-        """Sort what is cached, or planned to be, by next use: for `protected`."""
+        """Sort the shards that are or will be cached by next use, for `protected`."""
         shards = np.unique(np.array(numbers, dtype=np.int64))
         with self._lock:
             uses = self._future.next_use(position, shards)
@@ -277,9 +279,9 @@ class Planner:
         self._soonest_ends, self._soonest_names = np.cumsum(self._sizes[self._soonest]), None
 
     def protected(self, parts: int) -> list[str]:
-        """Return the entries that this plan needs soonest, as many as its part of the cache holds."""
+        """Return the entries that this plan needs soonest, as many as fit its part of the cache."""
         names = self._soonest_names
-        if names is None:  # seldom asked for: with a plan of several
+        if names is None:  # computed on demand: needed only if several plans share the cache
             names = self._soonest_names = [self._names.name(number) for number in self._soonest.tolist()]
         return names[: int(np.searchsorted(self._soonest_ends, self._capacity // parts, side="right"))]
 
@@ -289,14 +291,14 @@ class Planner:
         return {name for plan in plans if plan is not self for name in plan.protected(len(plans))}
 
     def _backing_off(self, failed: Iterable[int]) -> Container[int]:
-        """Return the shards to leave out of this plan: their fetch failed within the last REST_SECONDS."""
+        """Add newly failed shards and return all whose fetch failed within the last REST_SECONDS."""
         now = self._clock()
         self._resting = {number: until for number, until in self._resting.items() if until > now}
         self._resting |= dict.fromkeys(failed, now + REST_SECONDS)
         return self._resting
 
     def victims_for(self, fetch: Fetch, contents: Contents) -> Iterator[str]:
-        """Yield entries in the order in which they may be evicted for `fetch`, those planned for it first."""
+        """Yield the entries that may be evicted for `fetch`, in order: abandoned, planned, then others."""
         yield from self._idle_others(contents)
         protected = self._protected()
         planned = map(self._names.name, fetch.evict)
@@ -304,13 +306,13 @@ class Planner:
         yield from (name for name in self._by_next_use(contents, fetch.deadline) if name not in protected)
 
     def victims_now(self, contents: Contents) -> Iterator[str]:
-        """Yield entries in the order in which they may be evicted for a shard that is needed at once."""
+        """Yield the entries that may be evicted for a shard that is needed at once, in order."""
         yield from self._idle_others(contents)
         protected = self._protected()
         yield from (name for name in self._by_next_use(contents, self.loop.read) if name not in protected)
 
     def _by_next_use(self, contents: Contents, after: int) -> list[str]:
-        """Return this plan's entries whose next use is after position `after`, farthest use first."""
+        """Return this plan's entries whose next use is after position `after`, farthest first."""
         own = {name: numbers for name in contents if (numbers := self._names.numbers(name))}
         names = list(own)
         if not names:
@@ -324,24 +326,24 @@ class Planner:
         return [names[i] for i in order.tolist() if uses[i] > after]
 
     def _idle_others(self, contents: Contents) -> Iterator[str]:
-        """Yield entries of other runs that nobody has used for IDLE_SECONDS, the longest ago first."""
+        """Yield entries of other runs that nobody has used for IDLE_SECONDS, least recently used first."""
         if self._others is None:
             self._note_others(contents)
         for name in self._others or ():
-            held = contents.get(name)  # as it is now: it may have been used since the plan was made
+            held = contents.get(name)  # its current state: it may have been used since the plan was made
             if held is not None and held.used_seconds_ago >= IDLE_SECONDS:
                 yield name
 
     def _note_others(self, contents: Contents) -> None:
-        """Sort the entries of other runs by their last use, the longest ago first."""
+        """Sort the entries of other runs by last use, least recently used first."""
         others = [name for name in contents if not self._names.numbers(name)]
         self._others = sorted(others, key=lambda name: -contents[name].used_seconds_ago)
 
 
 class FetchPlan:
-    """The future needs of a loop from datasets that share a cache; their shards are numbered as one.
+    """The future needs of a loop from datasets that share a cache, with shards numbered through all of them.
 
-    A fetcher follows it (`Fetcher.follow`) until it is dropped, or until nobody holds it.
+    A fetcher follows the plan (`Fetcher.follow`) until it is dropped, or its last reference is gone.
     """
 
     def __init__(
@@ -354,9 +356,10 @@ class FetchPlan:
         pace: Pace | None,
         plans: Callable[[], Sequence[Planner]],
     ) -> None:
-        """`uses`: of the shards of all parts, one after another; `lanes`: that the loop reads (None: all).
+        """Plan for the datasets `parts`, whose shards `uses` numbers one dataset after another.
 
-        `plans`: as for `Planner`. It must not hold this plan, which ends with its last reference.
+        `lanes`: the lanes that the loop reads (None: all). `plans`: as for `Planner`; it must not reference
+        this plan, which ends with its last reference.
         """
         self.parts, self.cache = tuple(parts), parts[0].cache
         sizes = [part.known_sizes() for part in parts]
@@ -373,7 +376,7 @@ class FetchPlan:
         )
 
     def place(self, number: int) -> tuple[Fetchable, int]:
-        """Return the dataset of a shard of this plan, and its number there."""
+        """Return the dataset of a shard of this plan, and the shard's number in that dataset."""
         part = bisect_right(self._firsts, number) - 1
         return self.parts[part], number - self._firsts[part]
 
@@ -382,15 +385,15 @@ class FetchPlan:
         return self.planner.take(self._numbers(active))
 
     def plan(self, active: Iterable[tuple[Fetchable, int]]) -> None:
-        """Plan the next fetches from what the cache holds; `active` shards are as good as there."""
+        """Plan the next fetches from the cache's contents; `active` shards count as cached."""
         self.planner.plan(self.cache, self._numbers(active))
 
     def set_entry(self, part: Fetchable, number: int, name: str, entry_bytes: int) -> None:
-        """Set name and size of a shard's entry, where the index does not state them. From any thread."""
+        """Set name and size of a shard's entry if the index does not have them. Thread-safe."""
         self.planner.set_entry(self._first_of[part] + number, name, entry_bytes)
 
     def needs(self, part: Fetchable, number: int, before: int) -> bool:
-        """Whether the lanes that are planned for read a shard before this position."""
+        """Return whether the planned lanes read a shard before this position."""
         return self.planner.next_use(self._first_of[part] + number) < before
 
     def _numbers(self, active: Iterable[tuple[Fetchable, int]]) -> list[int]:

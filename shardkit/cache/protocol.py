@@ -1,10 +1,10 @@
-"""The contracts of a cache of shards and of what is fetched into it, and the options that describe a cache.
+"""The protocols of a cache of shards and of a dataset that is fetched into it, and the options of a cache.
 
 A cache holds the raw bytes of shards, as entries by name. A `CacheFolder` on a local disk is shared by all
-processes of a machine; a `CacheMemory` belongs to one process. A `Slot` is room for one entry while it is
-filled; a `Lease` keeps two threads or processes from filling the same one. Methods of a cache in a folder
-raise CacheFolderError if the folder cannot be used. A `Fetchable` is a remote dataset as planner and fetcher
-see it.
+processes of a machine; a `CacheMemory` belongs to one process. A `Slot` is the space for one entry while it
+is filled; a `Lease` prevents two threads or processes from filling the same entry. Methods of a cache in a
+folder raise CacheFolderError if the folder cannot be used. A `Fetchable` is the interface of a remote dataset
+to planner and fetcher.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shardkit.units import parse_bytes
 
 
 class CacheFolderError(ShardkitError):
-    """The cache folder cannot be used; the message says which and why."""
+    """The cache folder cannot be used; the message names the folder and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An entry, or room for one that is being filled."""
+    """An entry of a cache, or the space of an entry that is being filled."""
 
     bytes: int
     used_seconds_ago: float
@@ -38,40 +38,40 @@ class Held:
 
 
 CACHE_COUNTERS = ("evictions", "evicted_bytes", "quarantined", "disk_full", "locked_out")
-"""Of the last two: how often a folder could take nothing, as its disk was full or its lock not given back."""
+"""Counters of a cache; the last two count entries not taken: disk full, or lock not released in time."""
 
 Contents = Mapping[str, Held]
-"""Entries by name, the least recently used first, as far as the cache knows."""
+"""Entries by name, least recently used first, as far as the cache knows."""
 
 
 class Slot(Protocol):
-    """Room for one entry: fill `data`, then `commit` or `discard`."""
+    """Reserved space for one entry: fill `data`, then `commit` or `discard`."""
 
     @property
     def data(self) -> Bytes:
-        """uint8[raw bytes], writable: what has been filled so far."""
+        """The bytes of the entry, as filled so far: a writable uint8[raw bytes]."""
 
     def write(self, at: int, piece: memoryview) -> None:
-        """Fill some of it; threads may fill different parts at once."""
+        """Write a piece at offset `at`; threads may write different parts at the same time."""
 
     def commit(self, *, durable: bool = True) -> None:
-        """Make it an entry, whole and durable; `data` is not to be written any more.
+        """Turn the slot into a complete, durable entry; `data` must not be written any more.
 
-        Not `durable`: a loss of power may damage it, which its next reader notices.
+        Without `durable`, a power loss may damage the entry; its next reader detects that.
         """
 
     def discard(self, *, damaged: bool = False) -> None:
-        """Give the room back; what is `damaged` is kept aside for inspection, if there is a place for it."""
+        """Release the space; a folder keeps `damaged` data aside for inspection."""
 
 
 class Lease(Protocol):
-    """The right to fetch an entry while others need not."""
+    """The exclusive right to fetch an entry; others wait for the lease instead of fetching it as well."""
 
     def release(self) -> None: ...
 
 
 class Cache(Protocol):
-    """Entries by name (see `shardkit.cache.folder`). Threads may share one."""
+    """A cache of entries by name (see `shardkit.cache.folder`). Threads may share one."""
 
     @property
     def is_shared(self) -> bool:
@@ -79,95 +79,95 @@ class Cache(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Bytes that entries may take together."""
+        """Maximum size of all entries together, in bytes."""
 
     def find(self, name: str) -> Bytes | None:
-        """Return an entry's bytes, proved to be what its name says; None if it is missing or damaged."""
+        """Return an entry's bytes, verified against its name; None if it is missing or damaged."""
 
     def has(self, name: str) -> bool:
-        """Whether there is such an entry; its bytes are not looked at."""
+        """Return whether the entry exists, without checking its bytes."""
 
     def touch(self, name: str) -> bool:
-        """Whether there is such an entry, which counts as used now: its bytes are still being read."""
+        """Mark an entry as used now, because its bytes are still being read; return whether it exists."""
 
     def contents(self) -> Contents:
-        """Return all entries, and those being filled."""
+        """Return all entries, including entries that are being filled."""
 
     def reserve(self, name: str, raw_bytes: int, victims: Callable[[Contents], Iterable[str]]) -> Slot | None:
-        """Reserve room for an entry; those that `victims` names are evicted in that order, as far as needed.
+        """Reserve space for an entry; evicts entries in the order of `victims`, as many as needed.
 
-        None if there is no room all the same.
+        Returns None if there is still not enough space.
         """
 
     def lease(self, name: str, timeout_seconds: float = 0.0) -> Lease | None:
-        """Take the lease on an entry; None if somebody else has it for all of `timeout_seconds`."""
+        """Acquire the lease on an entry; return None if somebody else holds it until the timeout."""
 
     def remove(self, name: str) -> None:
-        """Remove an entry, if it is there."""
+        """Remove an entry, if it exists."""
 
     def counters(self) -> dict[str, int]:
-        """Return the counts by name of `CACHE_COUNTERS`."""
+        """Return the counters that `CACHE_COUNTERS` names."""
 
     def free_disk_bytes(self) -> int | None:
-        """Return the free bytes where entries lie, None for memory."""
+        """Return the free bytes of the disk that holds the entries; None for memory."""
 
 
 class Fetchable(Protocol):
-    """A remote dataset whose shards are planned for and fetched. Shards are numbered from 0."""
+    """A remote dataset whose shards are planned and fetched. Shards are numbered from 0."""
 
     store: ResilientStore
     cache: Cache
     counts: Counter[str]
-    """Counters of this dataset; the fetcher counts "damaged"."""
+    """Counters of this dataset; the fetcher increments "damaged"."""
     cache_error: Exception | None
-    """Why the cache could not keep a shard that was delivered; the next load raises it."""
+    """The error because of which the cache did not keep a delivered shard; the next load raises it."""
 
     def names(self) -> EntryPart:
-        """Return what `EntryNames` needs of this dataset."""
+        """Return the number of shards, a function for entry names, and the digests of the names."""
 
     def known_sizes(self) -> Ints:
-        """Return int64[shards]: bytes of each entry, as far as index and store have stated them."""
+        """Return the bytes of each entry, int64[shards]; an unknown shard size counts as 0."""
 
     def known_objects(self) -> Iterable[tuple[int, str, int]]:
-        """Return (number, entry name, entry bytes) of the shards whose objects the store was asked for."""
+        """Return (number, entry name, entry bytes) of the shards whose objects the store has described."""
 
     def entry(self, number: int) -> str:
-        """Return the name of a shard's entry; asks the store if the index does not state enough."""
+        """Return the name of a shard's entry; asks the store if the index has no hash."""
 
     def stored_file(self, number: int) -> FileInfo:
-        """Return the shard's object, with its size even where the index does not state one."""
+        """Return the shard's object, with its size; asks the store for a size that is not in the index."""
 
     def version(self, number: int) -> str | None:
-        """Return the version of the object that is to be read; None: any."""
+        """Return the version of the object that must be read; None if any version may be."""
 
     def is_compressed(self, number: int) -> bool:
-        """Whether the object must be decompressed to get the entry."""
+        """Return whether the object must be decompressed to make the entry."""
 
     def accept(self, number: int, stored: Bytes, version: str | None) -> Bytes:
-        """Prove an object that came, count it, and return the shard's raw bytes; DamagedObjectError.
+        """Verify and count a fetched object, and return the shard's raw bytes; may raise DamagedObjectError.
 
-        `version`: of the object; None if none of it was fetched.
+        `version`: the object's version; None if none of it was fetched.
         """
 
     def note_room(self, number: int, *, found: bool) -> None:
-        """Remember whether the cache had room for a shard that is read."""
+        """Record whether the cache had room for a shard that is read."""
 
     def forget_room(self, unfit: Set[int]) -> None:
-        """Forget which shards found no room, except for `unfit`: plans have room for the others now."""
+        """Clear the record of shards without room, except for `unfit`: the plans have room for the others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheOptions:
-    """The place of a cache and the fetches at a time. Plain data: may be pickled and compared."""
+    """The location and limits of a cache. Plain data: may be pickled and compared."""
 
     folder: str | os.PathLike[str] | None = None
-    """On a local disk, shared by all processes of the machine; None: each process keeps shards in memory."""
+    """Folder on a local disk, shared by all processes of the machine; None: each process uses its memory."""
     capacity: int | str | None = None
-    """In bytes or as "500GB"; default: the folder's free disk but a reserve, or a share of free memory."""
+    """Size in bytes or as "500GB"; default: the free disk minus a reserve, or a share of free memory."""
     connections: int = 16
-    """Ranges and shards that a process fetches at a time."""
+    """Number of ranges and shards that a process fetches at the same time."""
     processes: int = 1
-    """Processes of this machine that divide the default memory among them."""
+    """Number of processes on this machine that divide the default memory among them."""
 
     def __post_init__(self) -> None:
         if self.folder is not None:

@@ -1,15 +1,16 @@
-"""Where a single row lies in its shard, and what proves it before it is given to anyone.
+"""The byte ranges of single rows in their shards, and the checksums that verify a row before it is returned.
 
-Rows are read by range where the index alone says where they are (`row_layout`): in raw MDS shards whose
-columns all have a fixed size, ranges of flat token files, and tars as shardkit writes them.
+Rows are read by range if the index alone gives their offsets (`row_layout`): in raw MDS shards whose columns
+all have a fixed size, in ranges of flat token files, and in tars as shardkit writes them.
 
-Checksums of blocks are published with the dataset. Parts of its blocks.bin are fetched when rows need them. A
-file of up to 512 KiB (64 shards of 64 MiB) is fetched whole. Of larger ones, parts that lie near each other
-come in one request, at most one for each shard of which rows are read; these requests go out together with
-those for rows. Each part is proved by its seal (formats/block_checksums.py); wrong ones are fetched again.
+Checksums of blocks are published with the dataset, in blocks.bin. Its parts are fetched when rows need them.
+A file of up to 512 KiB (64 shards of 64 MiB) is fetched whole. In larger files, parts that are close together
+are fetched in one request, so there is at most one request per shard whose rows are read; they are sent
+together with the requests for rows. Each part is verified by its seal (formats/block_checksums.py); damaged
+parts are fetched again.
 
-A shard that was seen whole, and for which the cache has no room, is read by rows from then on. Checksums of
-its rows are kept instead, so each row takes one request for its own bytes, whoever made the dataset.
+A shard that was read whole, but for which the cache has no room, is read by rows from then on. Checksums of
+its rows are kept in memory, so each row takes one request for its own bytes, for datasets of any tool.
 """
 
 from __future__ import annotations
@@ -32,20 +33,21 @@ from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.storage.store import ObjectNotFoundError, Store
 from shardkit.storage.threads import Workers
 
-MAX_ROW_BYTES = 4 << 20  # longer ones are not worth a request of their own
-_NAME_BYTES = 100  # of a member, at the start of its header
+MAX_ROW_BYTES = 4 << 20  # maximum size of a row that is read by itself; longer rows are not worth a request
+_NAME_BYTES = 100  # length of a member's name field, at the start of its header
 
 Range = tuple[int, int]
-_GAP_BYTES = 1 << 19  # unneeded bytes that cost less than another request
-_KEPT_BYTES = 16 << 20  # of 2,000 shards of 64 MiB, or of two million rows; above, all are forgotten
-_READS = 3  # of a part, before blocks.bin itself is called damaged
+_GAP_BYTES = 1 << 19  # reading this many unneeded bytes costs less than another request
+_KEPT_BYTES = 16 << 20  # limit of kept checksums: 2,000 shards of 64 MiB, or two million rows
+_READS = 3  # attempts to read a part, before blocks.bin itself is reported as damaged
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnPlace:
-    """Values are the `size` bytes from `at` on in a row: of all columns together, or of a member of a tar.
+    """The bytes of a row that hold values: `size` bytes from offset `at`, of all columns or of a tar member.
 
-    Before those of a member come the .npy header `head`, and the block with its name, which has `suffix`.
+    In a tar, the .npy header `head` precedes them, and before it a block with the member's name, which ends
+    with `suffix`.
     """
 
     at: int
@@ -54,7 +56,7 @@ class ColumnPlace:
     suffix: bytes = b""
 
     def is_in(self, row: bytes) -> bool:
-        """Whether what comes before the values is in a row."""
+        """Return whether `row` has the expected header and member name before the values."""
         start = self.at - len(self.head)
         name = row[max(0, start - BLOCK) : start][:_NAME_BYTES].rstrip(b"\0")
         return row.startswith(self.head, start) and name.endswith(self.suffix)
@@ -62,7 +64,7 @@ class ColumnPlace:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Row r is the bytes [first + r * stride, + size) of a shard, with values of `columns` in their order."""
+    """The layout of a shard: row r is `size` bytes from first + r * stride, with `columns` in their order."""
 
     first: int
     stride: int
@@ -70,12 +72,12 @@ class RowLayout:
     columns: tuple[ColumnPlace, ...]
 
     def values(self, row: Bytes | bytes) -> bytes:
-        """Return the columns' bytes in a row, one after the other."""
+        """Return the bytes of all columns in a row, concatenated."""
         return b"".join(bytes(row[column.at : column.at + column.size]) for column in self.columns)
 
 
 def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
-    """Return where rows are in a shard of that format, if the index says so."""
+    """Return the layout of the rows in a shard of format `kind`; None if the index does not define it."""
     sizes = [column.size for column in info.columns]
     total = sum(size or 0 for size in sizes)
     if info.samples < 1 or not total or None in sizes or info.compression or total > MAX_ROW_BYTES:
@@ -83,10 +85,10 @@ def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
     if kind == "tokens":
         return RowLayout(0, total, total, (ColumnPlace(0, total),))
     if kind == "mds":
-        first = info.raw.bytes - info.samples * total  # samples fill the file's end
+        first = info.raw.bytes - info.samples * total  # the samples are at the end of the file
         return RowLayout(first, total, total, (ColumnPlace(0, total),)) if first > 0 else None
     names = [column.name for column in info.columns]
-    if kind != "tar" or names != sorted(names):  # as members are written; lists of others have any order
+    if kind != "tar" or names != sorted(names):  # shardkit sorts members; other tars may have any order
         return None
     places, size = [], 0
     for column in info.columns:
@@ -103,18 +105,18 @@ def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
 
 
 class _Kept:
-    """Checksums of the shards used last. It has no lock: each use is one step of a dict."""
+    """Checksums of the last used shards. Needs no lock, because each access is one dict operation."""
 
     def __init__(self) -> None:
         self._of: dict[int, Checksums] = {}
         self._bytes = 0
 
     def get(self, number: int) -> Checksums | None:
-        """Return the checksums of a shard, if they are kept."""
+        """Return the checksums of a shard; None if they are not kept."""
         return self._of.get(number)
 
     def put(self, found: Mapping[int, Checksums]) -> None:
-        """Keep checksums of some shards; if that is too much, forget all others."""
+        """Keep checksums of some shards; if the limit is exceeded, discard all others."""
         size = sum(checksums.nbytes for checksums in found.values())
         if self._bytes + size > _KEPT_BYTES:
             self._of, self._bytes = {}, 0
@@ -123,17 +125,17 @@ class _Kept:
 
 
 class BlockChecksums:
-    """The block checksums of a dataset, fetched as rows need them. Threads may share one."""
+    """The block checksums of a dataset, fetched on demand. Threads may share one."""
 
     def __init__(self, store: Store, manifest: Manifest, stated: FileInfo, workers: Workers) -> None:
-        """`stated`: what the card says of blocks.bin; ShardError if it is not that of these shards."""
+        """Read blocks.bin as the card describes it (`stated`); raises ShardError if it has other shards."""
         self._store, self._workers = store, workers
         self._where = f"{store.url}/{stated.basename}"
         self._file = BlockFile(self._where, manifest, stated)
         self._kept = _Kept()
 
     def request(self, numbers: Iterable[int]) -> dict[int, Future[Mapping[int, Checksums]]]:
-        """Fetch the parts of these shards; what each future gives has that of its shard."""
+        """Fetch the checksums of these shards; each shard's future returns a mapping that includes it."""
         requests: dict[int, Future[Mapping[int, Checksums]]] = {}
         groups: list[list[int]] = []
         for number in sorted(set(numbers)):
@@ -155,7 +157,7 @@ class BlockChecksums:
             try:
                 data = self._store.get(self._file.name, start, stop)
             except ObjectNotFoundError as error:
-                problem = "is missing, though the dataset states it; rows cannot be proved: upload it again"
+                problem = "is missing, though the dataset lists it; rows cannot be verified: upload it again"
                 raise ShardError(self._where, problem) from error
             ranges = {number: self._file.range(number) for number in group}
             parts = {number: data[low - start : high - start] for number, (low, high) in ranges.items()}
@@ -164,7 +166,7 @@ class BlockChecksums:
             if len(right) == len(group):
                 self._kept.put(right)
                 return right
-        problem = f"holds no checksums of {len(group) - len(right):,} shards where the index says they are"
+        problem = f"has no valid checksums of {len(group) - len(right):,} shards where the index places them"
         raise ShardError(
             self._where, f"{problem}; it was fetched {_READS} times: run shardkit verify", offset=start
         )
@@ -172,14 +174,14 @@ class BlockChecksums:
 
 @dataclass(frozen=True, slots=True)
 class BlockProof:
-    """Proves the row in the bytes [start, stop) of shard `number`, by the blocks in `read`."""
+    """Verifies the row in bytes [start, stop) of shard `number`, by the checksums of the blocks in `read`."""
 
     number: int
     start: int
     stop: int
     read: Range
     checksums: Future[Mapping[int, Checksums]]
-    """Has come before `row_in` is called."""
+    """The shard's checksums; must be done before `row_in` is called."""
 
     @classmethod
     def of(
@@ -188,7 +190,7 @@ class BlockProof:
         return cls(number, *row, block_range(*row, file.bytes), checksums)
 
     def row_in(self, data: bytes) -> bytes | None:
-        """Return the row, if `data` are the blocks of `read`."""
+        """Return the row; None unless `data` has the right bytes of the range `read`."""
         first = self.read[0]
         is_right = are_right(self.checksums.result()[self.number], first, data)
         return data[self.start - first : self.stop - first] if is_right else None
@@ -196,13 +198,13 @@ class BlockProof:
 
 @dataclass(frozen=True, slots=True)
 class RowProof:
-    """Proves the row in the bytes `read` of a shard, by a checksum of its own."""
+    """Verifies the row in the bytes `read` of a shard, by the row's own checksum."""
 
     read: Range
     checksum: int
 
     def row_in(self, data: bytes) -> bytes | None:
-        """Return the row, if `data` is it."""
+        """Return the row; None unless `data` has its checksum."""
         return data if xxhash.xxh3_64_intdigest(data) == self.checksum else None
 
 
@@ -210,13 +212,13 @@ Proof = BlockProof | RowProof
 
 
 class RowChecksums:
-    """Checksums of the rows of shards that were seen whole: 8 bytes a row, of the shards used last."""
+    """Row checksums of the last used shards that were read whole: 8 bytes per row."""
 
     def __init__(self) -> None:
         self._kept = _Kept()
 
     def remember(self, number: int, raw: Bytes, first: int, stride: int, size: int, rows: int) -> None:
-        """Keep checksums of a shard whose bytes are proved, and whose row r begins at first + r * stride."""
+        """Keep row checksums of a shard with verified bytes, whose row r begins at first + r * stride."""
         if self._kept.get(number) is not None:
             return
         view, starts = raw.data, range(first, first + rows * stride, stride)
@@ -224,6 +226,6 @@ class RowChecksums:
         self._kept.put({number: np.array(found, np.uint64)})
 
     def proof(self, number: int, row: int, read: Range) -> RowProof | None:
-        """Return the proof of one row, whose bytes are `read`; None if its shard was not seen lately."""
+        """Return the proof of a row in bytes `read`; None if no checksums of its shard are kept."""
         kept = self._kept.get(number)
         return None if kept is None else RowProof(read, int(kept[row]))

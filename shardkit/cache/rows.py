@@ -1,19 +1,20 @@
-"""Single rows of remote shards by ranged requests, so that the first batches need not wait for whole shards.
+"""Reads single rows of remote shards by ranged requests, so that first batches do not wait for whole shards.
 
-Only where a row's place follows from the index (`shardkit.cache.row_bytes`).
+This is possible only if the index gives a row's offset in its shard (`shardkit.cache.row_bytes`).
 
-A row is proved before it is given to anyone, and read by one request, where checksums of its blocks are
-published with the dataset, or its shard was seen whole before (`shardkit.cache.row_bytes`). Where only the
-whole shard can be proved, by its hash or by its size alone, its rows are not read singly
-(`RowReader.can_read`). Left are ranges of flat token files, of which nothing is proved either way, and rows
-whose checksums were forgotten: these are read by two requests that must agree, and are compared again when
-their shard has come. A store that returns the same wrong bytes twice is found out only then: the difference
-stops the run. Always objects must have the size that the index states and stay of one version.
+A row is verified before it is returned, and read with one request, if checksums of its blocks are published
+with the dataset, or if its whole shard was read before (`shardkit.cache.row_bytes`). If only the whole shard
+can be verified, by its hash or just by its size, its rows are not read singly (`RowReader.can_read`). There
+remain ranges of flat token files, for which nothing is ever verified, and rows whose checksums were
+discarded: these are read by two requests that must agree, and are compared again when their shard has
+arrived. Only then is a store found that returns the same wrong bytes twice; the difference stops the run. In
+all cases, an object must have the size in the index, and its version must not change.
 
-Replicas (tensor, pipeline and context parallel peers) need the same rows at the same time. Those of one
-machine read each row once: whoever gets the lease on a row reads it and leaves it in the cache folder as a
-small entry (`NodeRows`); the others take it from there. Nobody waits longer than `FetchLimits.peer_seconds`
-for another process: then it reads the row itself. The entry is removed when its writer has the whole shard.
+Replicas (tensor, pipeline and context parallel peers) need the same rows at the same time. Replicas on one
+machine read each row once: the process that gets the lease on a row reads it and leaves it in the cache
+folder as a small entry (`NodeRows`), where the others read it. A process waits for another for at most
+`FetchLimits.peer_seconds`, then reads the row itself. The entry is removed when its writer has the whole
+shard.
 """
 
 from __future__ import annotations
@@ -42,33 +43,33 @@ from shardkit.storage.running_clock import running_seconds, wait_until
 from shardkit.storage.store import ObjectChangedError
 from shardkit.storage.threads import Workers
 
-MAX_UNPROVED = 4096  # rows kept for a later comparison
-_READS = 4  # of one row, before the store is called unreliable
+MAX_UNPROVED = 4096  # number of unverified rows kept, to compare them with their shards later
+_READS = 4  # attempts to read a row correctly, before an error is raised
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedRows:
-    """Some rows of one shard: `rows` ascending, and their columns' bytes uint8[len(rows), size]."""
+    """Some rows of one shard: row numbers, ascending, and the bytes of their columns, uint8[rows, size]."""
 
     rows: npt.NDArray[np.int64]
     data: Bytes
 
 
 Place = tuple[int, int]
-"""A shard and a row of it."""
+"""A shard number, and the number of a row in the shard."""
 
 
 @dataclass(slots=True)
 class RowRequests:
-    """Rows that were asked for. Leaving the context gives back the leases on those that have not come."""
+    """Requested rows. Leaving the context releases the leases on rows that have not arrived."""
 
     wanted: Mapping[int, npt.NDArray[np.int64]]
     found: dict[Place, bytes] = field(default_factory=dict)
-    """As they lie in their shards."""
+    """Rows that have arrived, as the bytes in their shards."""
     reads: dict[Place, tuple[Proof | None, list[Future[bytes]]]] = field(default_factory=dict)
-    """Of each row that is read here: one if something proves it, otherwise two."""
+    """Proof and reads of each row that this process reads: one read with a proof, two reads without."""
     proved: set[Place] = field(default_factory=set)
     leases: dict[Place, Lease] = field(default_factory=dict)
 
@@ -85,38 +86,38 @@ class RowRequests:
         self.release()
 
     def release(self) -> None:
-        """Let other processes read what has not come."""
+        """Release the leases, so that other processes can read the rows that have not arrived."""
         while self.leases:
             self.leases.popitem()[1].release()
 
 
 class NodeRows:
-    """Rows as small entries of a cache folder, each with the version of its object.
+    """Rows that processes share as small entries of a cache folder, each with the version of its object.
 
-    They take no room from shards: where the cache is full, rows are not shared.
+    They never evict shards: if the cache is full, rows are not shared.
     """
 
     def __init__(self, cache: Cache, entry: Callable[[int], str]) -> None:
-        """`entry`: the name of a shard's entry."""
+        """Share rows in `cache`; `entry` returns the name of a shard's entry."""
         self._cache, self._entry = cache, entry
         self._written: dict[int, list[str]] = {}
 
     def lease(self, place: Place, wait_seconds: float) -> Lease | None:
-        """Take the right to read a row; None if another process has it for all of `wait_seconds`."""
-        # Not by the entry's name, whose lease a cache takes to set a damaged entry aside.
+        """Acquire the lease to read a row; return None if another process holds it for `wait_seconds`."""
+        # The name differs from the entry's: the cache takes the entry's own lease to set damaged ones aside.
         return self._cache.lease(f"read-{self._name(place)}", max(0.0, wait_seconds))
 
     def find(self, place: Place, size: int) -> tuple[bytes, str] | None:
-        """Return (the row's `size` bytes, the version of its object) if a process has left them."""
+        """Return the row's `size` bytes and the version of its object, if a process has stored them."""
         data = self._cache.find(self._name(place))
         if data is None or len(data) < size:
             return None
         return data[:size].tobytes(), data[size:].tobytes().decode(errors="replace")
 
     def put(self, place: Place, row: bytes, version: str) -> None:
-        """Leave a row for others, if there is room."""
+        """Store a row for other processes, if there is room."""
         name, content = self._name(place), row + version.encode(errors="replace")
-        # A folder that cannot be written is reported with the next shard; the row is there all the same.
+        # The next shard reports a folder that cannot be written; the row itself was read correctly.
         with contextlib.suppress(CacheFolderError):
             slot = self._cache.reserve(name, len(content), lambda contents: ())
             if slot is not None:
@@ -125,7 +126,7 @@ class NodeRows:
                 slot.commit(durable=False)
 
     def remove(self, number: int | None = None) -> None:
-        """Remove the rows of a shard (None: of all) that this process has left."""
+        """Remove the rows of a shard (None: of all shards) that this process has stored."""
         for shard in list(self._written) if number is None else [number]:
             for name in self._written.pop(shard, []):
                 self._cache.remove(name)
@@ -136,13 +137,13 @@ class NodeRows:
 
 
 def _have_ended(reads: Sequence[Future[T]], seconds: float) -> bool:
-    """Wait for so long; whether all have come, or one has failed."""
+    """Wait up to `seconds`; return whether all reads have ended, or one has failed."""
     done, late = wait(reads, seconds, FIRST_EXCEPTION)
     return not late or any(read.exception() is not None for read in done)
 
 
 class RowReader:
-    """Reads rows of one dataset's shards and remembers them until they are proved."""
+    """Reads rows of one dataset's shards, and keeps unverified rows until their shards arrive."""
 
     def __init__(
         self,
@@ -156,10 +157,11 @@ class RowReader:
         max_unproved: int = MAX_UNPROVED,
         blocks: FileInfo | None = None,
     ) -> None:
-        """`workers` make the requests, also of other datasets; `free_disk_bytes` is for error messages.
+        """Read rows of the shards in `manifest`; `workers` make the requests, also for other datasets.
 
-        `blocks`: the dataset's blocks.bin, as its card states it; ShardError if it is of other shards.
-        `node`: the rows of processes that share the cache; `peer_seconds`: the longest wait for one of them.
+        `free_disk_bytes` is for error messages. `blocks`: the dataset's blocks.bin, as its card describes it;
+        raises ShardError if it belongs to other shards. `node`: the rows of processes that share the cache;
+        `peer_seconds`: the maximum wait for one of these processes.
         """
         self._store = store.urgent
         self._free_disk_bytes = free_disk_bytes
@@ -170,38 +172,38 @@ class RowReader:
         self._max_unproved = max_unproved
         self._blocks = None if blocks is None else BlockChecksums(self._store, manifest, blocks, workers)
         self._seen = RowChecksums()
-        self._versions: dict[int, str] = {}  # of the objects that rows were read from
+        self._versions: dict[int, str] = {}  # versions of the objects that rows were read from
         self._known: set[int] = (
             set()
-        )  # shards of which `remember_rows` has kept what proves rows, perhaps forgotten
+        )  # shards whose row checksums `remember_rows` has kept; they may have been discarded since
         self.count = self.unproved_bytes = 0
 
     def layout(self, number: int) -> RowLayout | None:
-        """Return where the rows of a shard are, if its index says so."""
+        """Return the layout of a shard's rows; None if the index does not define it."""
         return row_layout(self._manifest.format, self._manifest.shards[number])
 
     def can_read(self, number: int) -> bool:
-        """Return whether rows of a shard may be read one by one: what could prove them does not get lost."""
+        """Return whether rows of a shard may be read one by one, verified as well as the whole shard."""
         is_proved = self._blocks is not None or number in self._known
-        # Whole shards of flat token files are ranges like their rows: to wait for them would prove nothing.
+        # Flat token files have no hashes: reading whole shards of them would not verify anything either.
         return (is_proved or self._manifest.format == "tokens") and self.layout(number) is not None
 
     def read(
         self, wanted: Mapping[int, npt.NDArray[np.int64]], timeout_seconds: float = 600.0
     ) -> dict[int, FetchedRows]:
-        """Read these rows (ascending, by shard) of shards that have a layout, in one round of requests.
+        """Read these rows (by shard, ascending) of shards that have a layout, in one round of requests.
 
-        FetchTimeoutError; ObjectChangedError if an object is another one than at its first row.
+        Raises FetchTimeoutError, or ObjectChangedError if an object has changed since its first row was read.
         """
         deadline = running_seconds() + timeout_seconds
         with self.begin(wanted) as requests:
             return self.finish(requests, deadline)
 
     def begin(self, wanted: Mapping[int, npt.NDArray[np.int64]], *, shared: bool = False) -> RowRequests:
-        """Send the requests for these rows; `finish` waits for them. So several datasets share one wait.
+        """Send the requests for these rows; `finish` waits for them, so that several datasets share one wait.
 
-        `shared`: with processes of this machine that need the same rows. Those that one of them is reading
-        are left to `finish`.
+        `shared`: other processes of this machine need the same rows. Rows that one of them is already
+        reading are not requested here: `finish` waits for them.
         """
         requests = RowRequests(wanted)
         try:
@@ -214,7 +216,7 @@ class RowReader:
         return requests
 
     def finish(self, requests: RowRequests, deadline: float) -> dict[int, FetchedRows]:
-        """Return the rows that were asked for, by shard; what is not there by the deadline is given up."""
+        """Return the requested rows, by shard; raises FetchTimeoutError if one has not arrived in time."""
         self._collect(requests, deadline)
         places = requests.places
         if (awaited := [place for place in places if place not in requests.found]) and self._node is not None:
@@ -234,7 +236,10 @@ class RowReader:
         return fetched
 
     def _claim(self, requests: RowRequests, place: Place, node: NodeRows, wait_seconds: float) -> bool:
-        """Take the lease on a row within that time, or find the row; whether it has to be read here."""
+        """Return whether this process must read a row: False if another reads it, or has stored it.
+
+        Waits up to `wait_seconds` for the row's lease, and keeps it in `requests` if the row must be read.
+        """
         lease = node.lease(place, wait_seconds)
         if lease is None:
             return False
@@ -242,7 +247,7 @@ class RowReader:
         layout = self.layout(place[0])
         assert layout is not None
         left = node.find(place, layout.size)
-        # Of another version than rows before it: the store says whether the object was replaced.
+        # If its version differs from earlier rows', read it here: the store tells whether the object changed.
         if left is None or self._versions.setdefault(place[0], left[1]) != left[1]:
             return True
         requests.found[place] = left[0]
@@ -250,7 +255,7 @@ class RowReader:
         return False
 
     def _send(self, requests: RowRequests, places: Sequence[Place]) -> None:
-        """Request rows, and what proves them."""
+        """Send the requests for rows and for the checksums that verify them."""
         proofs: dict[Place, Proof | None] = {p: self._seen.proof(*p, self._range(p)) for p in places}
         if self._blocks is not None:
             unseen = [place for place, proof in proofs.items() if proof is None]
@@ -264,7 +269,7 @@ class RowReader:
             requests.reads[place] = proof, [self._workers.submit(read) for _ in range(times)]
 
     def _collect(self, requests: RowRequests, deadline: float) -> None:
-        """Wait for the rows that are read here, and leave those that are leased for the others."""
+        """Wait for the rows that this process reads, and store leased rows for the other processes."""
         reads, requests.reads = requests.reads, {}
         sent = [(place, read) for place, (_, some) in reads.items() for read in some]
         self._wait(sent, deadline)
@@ -277,15 +282,15 @@ class RowReader:
                 requests.proved.add(place)
             requests.found[place] = row
             if (lease := requests.leases.get(place)) is not None and self._node is not None:
-                self._columns(place, row)  # nobody gets what is no row
+                self._columns(place, row)  # raises ShardError before invalid bytes are shared
                 self._node.put(place, row, self._versions[place[0]])
                 del requests.leases[place]
                 lease.release()
 
     def _remember(self, number: int, fetched: FetchedRows) -> None:
-        """Keep rows to prove them later, but not forever: whole shards may never come."""
+        """Keep rows for a later comparison, at most `_max_unproved`: whole shards may never arrive."""
         self._unproved.setdefault(number, []).append(fetched)
-        # Counted again each time: `verify_rows` runs in other threads.
+        # Counted again each time, because `verify_rows` removes rows in other threads.
         kept = {n: sum(len(one.rows) for one in some) for n, some in list(self._unproved.items())}
         excess = sum(kept.values()) - self._max_unproved
         for oldest, count in kept.items():
@@ -295,9 +300,9 @@ class RowReader:
             excess -= count
 
     def check(self, number: int, data: Bytes) -> None:
-        """Compare a shard that came whole, and of which the index states no hash, with its block checksums.
+        """Verify a whole shard, for which the index has no hash, with its block checksums.
 
-        DamagedObjectError; StoreError if the checksums do not come.
+        Raises DamagedObjectError if they differ, StoreError if the checksums cannot be read.
         """
         if self._blocks is None or self._manifest.shards[number].has_hashes:
             return
@@ -307,11 +312,11 @@ class RowReader:
             raise DamagedObjectError(self._where(number), problem)
 
     def trust(self, number: int, version: str) -> None:
-        """Read rows of this version from now on: the whole object was proved to be the one of the index."""
+        """Read only rows of this version from now on: the whole object was verified by the index."""
         self._versions[number] = version
 
     def verify_rows(self, number: int, raw: Bytes) -> None:
-        """Compare what was read of a shard with its proved bytes; ShardError if a row was wrong."""
+        """Compare the rows read of a shard with its verified bytes; raises ShardError on a difference."""
         if self._node is not None:
             self._node.remove(number)
         for fetched in self._unproved.pop(number, []):
@@ -324,19 +329,19 @@ class RowReader:
                     raise ShardError(self._where(number), f"{problem}; go back to the last checkpoint")
 
     def remember_rows(self, number: int, raw: Bytes) -> None:
-        """Keep what proves rows of a shard that is proved, and will be read by rows."""
+        """Keep the row checksums of a verified shard whose rows will be read one by one."""
         if (layout := self.layout(number)) is not None:
             rows = self._manifest.shards[number].samples
             self._seen.remember(number, raw, layout.first, layout.stride, layout.size, rows)
             self._known.add(number)
 
     def close(self) -> None:
-        """Remove the rows that were left for other processes."""
+        """Remove the rows that this process has stored for others."""
         if self._node is not None:
             self._node.remove()
 
     def _wait(self, sent: Sequence[tuple[Place, Future[T]]], deadline: float) -> list[T]:
-        """Return what was `sent` for, in order; what is not there by the deadline is given up."""
+        """Return the results of the reads, in order; raises FetchTimeoutError if one is late."""
         reads = [read for _, read in sent]
         wait_until(partial(_have_ended, reads), deadline)
         done, late = wait(reads, 0)
@@ -357,14 +362,14 @@ class RowReader:
         return [read.result() for read in reads]
 
     def _range(self, place: Place) -> tuple[int, int]:
-        """Return where a row begins and ends in its shard."""
+        """Return the first byte of a row in its shard, and the end (exclusive)."""
         layout = self.layout(place[0])
         assert layout is not None
         start = layout.first + place[1] * layout.stride
         return start, start + layout.size
 
     def _get(self, place: Place, read: tuple[int, int]) -> bytes:
-        """Read these bytes of the shard of a row."""
+        """Read the byte range `read` of a row's shard."""
         number, file, (start, stop) = place[0], self._manifest.shards[place[0]].stored, read
         version = self._versions.get(number)
         with self._store.open(file.basename, start, stop, version=version) as body:
@@ -377,7 +382,7 @@ class RowReader:
         return data
 
     def _proved(self, place: Place, proof: Proof, data: bytes, deadline: float) -> bytes:
-        """Return the row in what was read, which is read again while it is wrong; DamagedObjectError."""
+        """Return the verified row from `data`, reading again while wrong; may raise DamagedObjectError."""
         if isinstance(proof, BlockProof):
             self._wait([(place, proof.checksums)], deadline)
         reads = 1
@@ -391,7 +396,7 @@ class RowReader:
         return row
 
     def _agreed(self, place: Place, seen: list[bytes], deadline: float) -> bytes:
-        """Return what two reads of a row have in common; `seen` are the first two."""
+        """Return a row once two reads agree; `seen` are the first two reads. Raises ShardError if none do."""
         while seen[-1] not in seen[:-1]:
             if len(seen) > _READS:
                 problem = f"row {place[1]:,} was different in each of {len(seen)} reads"
@@ -403,7 +408,7 @@ class RowReader:
         return self._wait([(place, self._workers.submit(partial(self._get, place, read)))], deadline)[0]
 
     def _columns(self, place: Place, data: bytes) -> bytes:
-        """Return the columns' part of a row; ShardError if the bytes are not a row."""
+        """Return the bytes of the columns in a row; raises ShardError if `data` is not a row."""
         number, row = place
         layout = self.layout(number)
         assert layout is not None

@@ -1,20 +1,20 @@
-"""A loop that reads remote datasets: where it is, its plans, and its first rows.
+"""A loop that reads remote datasets: its position, its plans, and its first rows.
 
 Several loops may read the same open datasets, such as training and an evaluation in mid-epoch. Each has its
-own place in its own order, so each has a `CacheRun` of its own. A run has one plan for all of its datasets
-that share a cache (`shardkit.cache.planner`): what the loop needs soonest is fetched first and what it needs
-last is evicted first, whichever stream it belongs to. A plan ends when its run is closed, starts anew, or is
-garbage. The loop says where it is by `CacheRun.at`; plans and readers look at that position.
+own position in its own order, and so its own `CacheRun`. A run has one plan for all of its datasets that
+share a cache (`shardkit.cache.planner`): shards that the loop needs soonest are fetched first, and shards
+that it needs last are evicted first, in all streams. A plan ends when its run is closed, started again, or
+garbage-collected. The loop reports its position with `CacheRun.at`; plans and readers use that position.
 
-A run begins with an empty cache and a loop that waits. Until the next rows would be more than
-`FetchLimits.single_rows` in all, shards that are needed and not cached are not waited for: their rows are
-fetched one by one, in parallel, before or while the whole shards stream in, unless only the whole shard can
-prove them (`RowReader.can_read`). From then on, reads wait for whole shards, which come by deadline: requests
-for rows would only delay shards that are about to be whole.
-Replicas on one machine read each of these rows once between them, so they may read as many more.
-Shards for which the cache has no room among the others in use are always read by rows: fetched whole, they
-would be dropped and fetched again each time. So are rows of shards that no lane of this machine needs now,
-which a loader moves here to balance the work of ranks.
+A run begins with an empty cache and a loop that waits. At first, the loop does not wait for shards that are
+needed and not cached: their rows are fetched one by one, in parallel, before or while the whole shards are
+fetched, unless only the whole shard can verify them (`RowReader.can_read`). This ends when the rows would be
+more than `FetchLimits.single_rows` in all. From then on, reads wait for whole shards, which come by deadline:
+requests for rows would only delay shards that are nearly complete.
+Replicas on one machine share these rows, so the limit is multiplied by their number.
+Shards for which the cache has no room, because other shards in use fill it, are always read by rows: fetched
+whole, they would be dropped and fetched again each time. The same holds for shards that no lane of this
+machine needs now: a loader has moved rows of them here to balance the work of ranks.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from shardkit.cache.shards import CachedShards, CacheReader
 from shardkit.order.order import Order
 from shardkit.storage.running_clock import running_seconds
 
-FIRST_ROWS = 16  # up to so many rows are fetched before any whole shard; more of them at the same time
+FIRST_ROWS = 16  # up to this many rows are fetched before any whole shard, more in parallel with shards
 
 RowsOf = Callable[[int], npt.NDArray[np.int64]]
-"""The rows that are needed of a shard."""
+"""A function that returns the rows that are needed of a shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A plan to make: the arguments of `Fetcher.follow` without the loop."""
+    """The arguments of `Fetcher.follow` for a plan to make, without the loop."""
 
     parts: Sequence[CachedShards]
     uses: Order | Uses
@@ -51,13 +51,13 @@ class PlanRequest:
 
 
 class CacheRun:
-    """The readers of one loop, its plans and its first rows; `start` says where the loop is."""
+    """The readers of one loop, its plans and its first rows; `start` sets the loop's position."""
 
     def __init__(self, readers: Sequence[CacheReader]) -> None:
-        """`readers`: of different datasets."""
+        """Make a run for `readers` of different datasets."""
         self.readers = tuple(readers)
         self._loop = LoopPosition(0)
-        self._requests: Sequence[PlanRequest] | None = None  # fetching ahead has not begun
+        self._requests: Sequence[PlanRequest] | None = None  # plans still to be made
         self._plans: list[tuple[Fetcher, FetchPlan]] = []
         self._replicas, self._reads_other_lanes = 1, False
         self._rows_left = self._single_rows
@@ -75,10 +75,10 @@ class CacheRun:
         replicas: int = 1,
         reads_other_lanes: bool = False,
     ) -> None:
-        """Begin a run at `position`, with a plan for each cache; they begin after its first rows.
+        """Begin a run at `position`, with a plan per cache; plans take effect after the first rows.
 
-        `replicas`: processes with this cache that read the same, this one among them. `reads_other_lanes`:
-        the loop reads rows of other lanes too, one by one where that is possible.
+        `replicas`: number of processes with this cache that read the same rows, including this one.
+        `reads_other_lanes`: the loop also reads rows of other lanes, one by one where that is possible.
         """
         self.close()
         self._replicas, self._reads_other_lanes = replicas, reads_other_lanes
@@ -89,7 +89,7 @@ class CacheRun:
             reader.shards.warn_if_unproved()
 
     def close(self) -> None:
-        """Stop fetching ahead. May be started again."""
+        """Stop fetching ahead. The run may be started again."""
         self._requests = None
         for reader in self.readers:
             reader.is_open, reader.using, reader.plan = False, frozenset(), None
@@ -98,10 +98,10 @@ class CacheRun:
         self._plans = []
 
     def at(self, *, reading: tuple[int, int] | None = None, given: int | None = None) -> None:
-        """Say where the loop is; cheap. The thread that reads and the one that delivers may both call it.
+        """Report the loop's position; cheap. The reading thread and the delivering thread may both call it.
 
-        `reading`: where the rows that are read now begin and end; everything before them has been read.
-        `given`: the loop has been given everything before this position.
+        `reading`: begin and end of the rows that are being read; everything before them has been read.
+        `given`: everything before this position has been delivered to the loop.
         """
         loop = self._loop
         if reading is not None:
@@ -116,7 +116,7 @@ class CacheRun:
                     fetcher.wake()
 
     def fetch_ahead(self) -> None:
-        """Begin to fetch ahead, unless that has begun."""
+        """Begin to fetch ahead, if this has not begun yet."""
         if self._requests is None:
             return
         requests, self._requests = self._requests, None
@@ -133,10 +133,10 @@ class CacheRun:
     def first_rows(
         self, needed: Mapping[CacheReader, tuple[Sequence[int], RowsOf]]
     ) -> dict[CacheReader, dict[int, FetchedRows]]:
-        """Read rows of shards that are not here, as far as their shards should not be waited for.
+        """Read rows of missing shards for which the loop should not wait until the whole shard is fetched.
 
-        `needed`: of each reader its missing shards and their rows. All are read side by side. Fetching ahead
-        has begun when this returns.
+        `needed`: for each reader, its missing shards and a function for their rows. All rows are read in
+        parallel. When this returns, fetching ahead has begun.
         """
         wanted = {
             reader: {

@@ -1,10 +1,10 @@
-"""The shards of a remote dataset, through a cache: what `Dataset` and the loader read them by.
+"""The shards of a remote dataset, read through a cache by `Dataset` and the loaders.
 
-`load` gives a shard's raw bytes from the cache, or waits while `fetcher` brings it, which does the same for
-other datasets of the process. `rows` fetches single rows by ranged requests. A `CacheReader` is
-one of several readers of a dataset: its plan, what it keeps open, how long it waits.
+`load` returns a shard's raw bytes from the cache, or waits until `fetcher`, which all datasets of the process
+share, has fetched it. `rows` reads single rows by ranged requests. A `CacheReader` is one of several readers
+of a dataset, with its own plan, open shards and timeout.
 
-A `SharedCache` is opened once, with its threads, for all remote datasets of a process that are given it.
+A `SharedCache` opens one cache and its threads for all remote datasets that are opened with it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from shardkit.storage.threads import remake_after_fork
 from shardkit.units import parse_bytes
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
-LOOK_SECONDS = 10.0  # a sixth of the time after which entries count as left by their users
-_MAX_MEMORY_BYTES = 8 << 30  # of a default cache in memory
-_MEMORY_SHARE = 4  # a quarter of what is free, for all processes of the machine together
+LOOK_SECONDS = 10.0  # a sixth of the time after which unused entries count as abandoned (IDLE_SECONDS)
+_MAX_MEMORY_BYTES = 8 << 30  # maximum size of a default cache in memory
+_MEMORY_SHARE = 4  # default: 1/4 of the free memory, for all processes of the machine together
 
 
 def open_cache(options: CacheOptions, *, system: Path = Path("/")) -> Cache:
-    """Open the cache that `options` describe; CacheFolderError if the folder cannot be used.
+    """Open the cache that `options` describe; raises CacheFolderError if the folder cannot be used.
 
-    `system`: root of the files that say how much memory is free.
+    `system`: root of the system files from which the free memory is read.
     """
     capacity = None if options.capacity is None else parse_bytes(options.capacity)
     memory = min(_MAX_MEMORY_BYTES, available_bytes(system) // _MEMORY_SHARE) // options.processes
@@ -56,7 +56,7 @@ def open_cache(options: CacheOptions, *, system: Path = Path("/")) -> Cache:
 
 
 class SharedCache:
-    """A cache and the threads that fill it, opened when the first of its remote datasets needs them."""
+    """A cache and the threads that fill it, opened when the first remote dataset needs them."""
 
     def __init__(self, options: CacheOptions, limits: FetchLimits | None = None) -> None:
         self.options, self._limits = options, limits
@@ -64,14 +64,14 @@ class SharedCache:
         self._opened: tuple[Cache, Fetcher] | None = None
 
     def open(self) -> tuple[Cache, Fetcher]:
-        """Return the cache and its threads, the same for each caller; CacheFolderError."""
+        """Return the cache and its fetcher, the same for each caller; may raise CacheFolderError."""
         with self._lock:
             if self._opened is None:
                 self._opened = open_cache(self.options), Fetcher(self.options.connections, self._limits)
             return self._opened
 
     def indexes(self, storage: StorageOptions | None = None) -> NodeIndexes | None:
-        """Return the indexes in the cache folder; None without a folder."""
+        """Return the indexes in the cache folder; None if the cache has no folder."""
         folder, processes = self.options.folder, self.options.processes
         if folder is None:
             return None
@@ -93,15 +93,16 @@ class CachedShards:
         objects: Mapping[int, tuple[int, str]] | None = None,
         blocks: FileInfo | None = None,
     ) -> None:
-        """`objects`: size and version of those known already; no other version of them is read.
+        """Read the shards in `manifest` through `cache`.
 
-        `blocks`: the dataset's blocks.bin, as its card states it.
+        `objects`: size and version of known objects, by shard; no other version of them is read. `blocks`:
+        the dataset's blocks.bin, as its card describes it.
         """
         self.store, self.cache, self.fetcher = store, cache, fetcher
         self.kind = manifest.format
         self.timeout_seconds = DEFAULT_TIMEOUT_SECONDS
         self._manifest = manifest
-        self._objects = dict(objects or {})  # size and version of those that the index says little of
+        self._objects = dict(objects or {})  # size and version of objects for which the index has no hash
         self.rows = RowReader(
             store,
             manifest,
@@ -115,26 +116,27 @@ class CachedShards:
         self._is_warned = False
         self.counts: Counter[str] = Counter()
         self.cache_error: Exception | None = None
-        """Why the cache could not keep a shard that was delivered; raised by the next `load`."""
+        """The error because of which the cache did not keep a delivered shard; the next `load` raises it."""
         self._fetched: set[int] = set()
-        self._without_room: set[int] = set()  # shards that found no room lately
-        self._look_again: dict[int, float] = {}  # when to look whether an open shard is still cached
+        self._without_room: set[int] = set()  # shards for which the cache had no room when last needed
+        self._look_again: dict[int, float] = {}  # times at which to check if an open shard is still cached
         self.after_fork()
         remake_after_fork(self)
 
     def after_fork(self) -> None:
-        """Reset in a child: its parent's readers read nothing here."""
+        """Reset in a child: its parent's readers do not run there."""
         self.readers: weakref.WeakSet[CacheReader] = weakref.WeakSet()
-        """Those that have started."""
+        """Readers that have started a run."""
 
     def __len__(self) -> int:
         """Return the number of shards."""
         return len(self._manifest.shards)
 
     def load(self, number: int, timeout_seconds: float | None = None, plan: FetchPlan | None = None) -> Bytes:
-        """Return uint8[raw bytes] of a shard, read-only; waits for it if need be. `plan` is that of who asks.
+        """Return the raw bytes of a shard, read-only uint8; waits until it is fetched if it is not cached.
 
-        FetchTimeoutError; DamagedObjectError if the object is not what the index states; StoreError.
+        `plan`: the plan of the reader. Raises FetchTimeoutError, StoreError, or DamagedObjectError if the
+        object does not match the index.
         """
         raw = self._load(number, timeout_seconds or self.timeout_seconds, plan)
         self.rows.verify_rows(number, raw)
@@ -156,7 +158,9 @@ class CachedShards:
             job = self.fetcher.demand(self, number, plan)
             waited = True
             if not wait_until(job.done.wait, deadline):
-                raise FetchTimeoutError(f"did not arrive within {timeout_seconds:g} s: {job.describe()}")
+                raise FetchTimeoutError(
+                    f"a shard did not arrive within {timeout_seconds:g} s: {job.describe()}"
+                )
             if job.data is not None:
                 self.counts["misses"] += 1
                 return job.data
@@ -165,21 +169,21 @@ class CachedShards:
 
     @cached_property
     def reads_single_rows(self) -> bool:
-        """Whether rows can be fetched without their shards, as far as the first shard with samples shows."""
+        """Whether rows can be read without their whole shards, judged by the first shard with samples."""
         first = next((n for n, info in enumerate(self._manifest.shards) if info.samples), None)
         return first is not None and self.rows.can_read(first)
 
     def warn_if_unproved(self) -> None:
-        """Warn once if nothing states hashes of the shards, so that only their sizes are checked."""
+        """Warn once if the shards have no hashes, so that only their sizes can be checked."""
         first = next((n for n, info in enumerate(self._manifest.shards) if info.samples), None)
         if self._is_warned or first is None or self._can_prove(first):
             return
         self._is_warned = True
-        what, remedy = "its index states no hashes", "shardkit convert makes a dataset that is proved"
+        what, remedy = "its index has no hashes", "shardkit convert makes a dataset that has some"
         if self.kind == "tokens":
             what, remedy = "flat token files have no hashes", "shardkit convert makes a dataset that has some"
         warn_user(
-            f"{self.store.url}: rows cannot be proved, because {what}: of what arrives, only the size is "
+            f"{self.store.url}: rows cannot be verified, because {what}: only the size of fetched data is "
             f"checked (unproved_bytes in stats()); {remedy}"
         )
 
@@ -187,20 +191,20 @@ class CachedShards:
         return self._blocks is not None or self.info(number).has_hashes
 
     def is_there(self, number: int) -> bool:
-        """Whether a shard could be loaded without waiting."""
+        """Return whether a shard is cached, so that it can be loaded without waiting."""
         return self.cache.has(self.entry(number))
 
     def has_no_room(self, number: int) -> bool:
-        """Whether the cache had no room for a shard when it was last needed."""
+        """Return whether the cache had no room for a shard when it was last needed."""
         return number in self._without_room
 
     def progress(self) -> str:
-        """Return what is being waited for and how much of it has come; "" if nothing is."""
+        """Describe the shard that a reader waits for, and how much of it has arrived; "" if there is none."""
         job = self.fetcher.waited_for(self)
         return "" if job is None else job.describe()
 
     def note_room(self, number: int, *, found: bool) -> None:
-        """Remember whether the cache had room for a shard that is read."""
+        """Record whether the cache had room for a shard that is read."""
         if found:
             self._without_room.discard(number)
             return
@@ -208,13 +212,13 @@ class CachedShards:
         self._without_room.add(number)
 
     def forget_room(self, unfit: Set[int]) -> None:
-        """Forget which shards found no room, except for `unfit`: plans have room for the others now."""
+        """Clear the record of shards without room, except for `unfit`: the plans have room for the others."""
         self._without_room &= unfit
 
     def accept(self, number: int, stored: Bytes, version: str | None) -> Bytes:
-        """Prove an object that came, count it, and return the shard's raw bytes; DamagedObjectError.
+        """Verify and count a fetched object, and return the shard's raw bytes; may raise DamagedObjectError.
 
-        `version`: of the object; None if none of it was fetched.
+        `version`: the object's version; None if none of it was fetched.
         """
         self.rows.check(number, stored)
         if version is not None:
@@ -239,8 +243,8 @@ class CachedShards:
     def still_open(self, unused: Set[int]) -> Set[int]:
         """Return which of these shards to keep open although one reader no longer needs them.
 
-        Either another reader needs them, or they are not evicted, and need not be: where the cache
-        is smaller than what is read through it, an open shard would hold the room of an evicted one.
+        These are the shards that other readers need. If the cache has room for all that is read through it,
+        also all that are still cached; in a smaller cache, an open shard would keep its room when evicted.
         """
         readers = list(self.readers)
         used = unused & frozenset[int]().union(*(reader.using for reader in readers))
@@ -249,7 +253,7 @@ class CachedShards:
         return used | set(filter(self._is_still_cached, unused - used)) if has_room else used
 
     def _is_still_cached(self, number: int) -> bool:
-        """Whether a shard was still cached when this was last checked, at most LOOK_SECONDS ago."""
+        """Return whether a shard is cached; checks at most every LOOK_SECONDS and assumes so in between."""
         now = time.monotonic()
         if now < self._look_again.get(number, 0.0):
             return True
@@ -258,12 +262,12 @@ class CachedShards:
         return bool(name) and self.cache.touch(name)
 
     def close(self) -> None:
-        """Stop fetching, for all readers. Shards that are cached stay and may be used again."""
+        """Stop fetching, for all readers. Cached shards stay and can be used again."""
         self.fetcher.close(self)
         self.rows.close()
 
     def counters(self) -> dict[str, float]:
-        """Return what the cache did in this process, by name."""
+        """Return the cache statistics of this process, by name."""
         counts = self.counts
         names = (
             "hits", "misses", "fetched_bytes", "fetched_shards", "refetched_bytes",
@@ -283,16 +287,16 @@ class CachedShards:
         return self._manifest.shards[number]
 
     def is_compressed(self, number: int) -> bool:
-        """Whether the object must be decompressed to get the entry."""
+        """Return whether the object must be decompressed to make the entry."""
         return self.info(number).compression is not None
 
     def stored_file(self, number: int) -> FileInfo:
-        """Return the shard's object, with its size even where the index does not state one."""
+        """Return the shard's object, with its size; asks the store for a size that is not in the index."""
         file = self.info(number).stored
         return file if file.bytes >= 0 else replace(file, bytes=self._object(number)[0])
 
     def entry(self, number: int) -> str:
-        """Return the name of a shard's entry; asks the store if the index does not state enough."""
+        """Return the name of a shard's entry; asks the store if the index has no hash."""
         name = self.known_entry(number)
         if not name:
             self._object(number)
@@ -301,7 +305,7 @@ class CachedShards:
         return name
 
     def version(self, number: int) -> str | None:
-        """Return the version of the object that is to be read; None: any."""
+        """Return the version of the object that must be read; None if any version may be."""
         known = self._objects.get(number)
         return None if known is None else known[1]
 
@@ -315,49 +319,49 @@ class CachedShards:
 
     @cached_property
     def _total_bytes(self) -> int:
-        """Bytes of all entries, as far as the index states them."""
+        """The size of all entries in bytes; sizes that are not in the index count as 0."""
         return int(sealed_size(self._manifest.raw_bytes.clip(0)).sum())
 
     def known_entry(self, number: int) -> str:
-        """Return the name of a shard's entry; "" if index and store have not stated it yet."""
+        """Return the name of a shard's entry; "" if it has no hash and the store was not asked yet."""
         known = self._objects.get(number)
         return entry_name(self.info(number), self.store.url, known and known[1]) or ""
 
     def known_size(self, number: int) -> int:
-        """Return the bytes of a shard's entry, as far as index and store have stated them."""
+        """Return the size of a shard's entry in bytes; an unknown shard size counts as 0."""
         raw_bytes = self.info(number).raw.bytes
         if raw_bytes < 0 and number in self._objects:
             raw_bytes = self._objects[number][0]
         return sealed_size(max(raw_bytes, 0))
 
     def known_sizes(self) -> Ints:
-        """Return int64[shards]: `known_size` of each."""
+        """Return the `known_size` of each shard, int64[shards]."""
         sizes = sealed_size(self._manifest.raw_bytes.clip(0))
         for number in self._objects:
             sizes[number] = self.known_size(number)
         return sizes
 
     def names(self) -> EntryPart:
-        """Return what `EntryNames` needs of this dataset."""
+        """Return the number of shards, a function for entry names, and the digests of the names."""
         shards = self._manifest.shards
         return len(shards), self.known_entry, name_digests(shards)
 
     def known_objects(self) -> Iterator[tuple[int, str, int]]:
-        """Yield (number, entry name, entry bytes) of the shards whose objects are known."""
+        """Yield (number, entry name, entry bytes) of the shards whose objects the store has described."""
         for number in list(self._objects):
             yield number, self.known_entry(number), self.known_size(number)
 
     def _object(self, number: int) -> tuple[int, str]:
-        """Return (size, version) of a shard's object, asked for once."""
+        """Return (size, version) of a shard's object; asks the store at the first call only."""
         if number not in self._objects:
             found = self.store.head(self.info(number).stored.basename)
-            # Of threads that ask at once, the first is right: all are to fetch one version.
+            # If threads ask at the same time, the first answer is kept: all must fetch one version.
             self._objects.setdefault(number, (found.bytes, found.version))
             self._tell_plans(number)
         return self._objects[number]
 
     def _tell_plans(self, number: int) -> None:
-        """Give plans the name that only the object states; they would take the entry for somebody else's."""
+        """Tell plans an entry name that depends on the object's version, so that they know it is theirs."""
         if name := self.known_entry(number):
             for plan in self.fetcher.plans():
                 if self in plan.parts:
@@ -371,17 +375,18 @@ class CacheReader:
         self.shards = shards
         self.timeout_seconds = timeout_seconds or shards.timeout_seconds
         self.using: frozenset[int] = frozenset()
-        """The shards that the loop reads now; they stay open."""
+        """The shards that the loop reads now, which stay open."""
         self.is_open = False
-        """Whether a run was started and this was not closed since."""
+        """Whether a run was started and the reader was not closed since."""
         self.plan: FetchPlan | None = None
         self.loop: LoopPosition | None = None
-        """Where the loop is, if it reads rows of other lanes than it plans for."""
+        """The loop's position; set only if the loop also reads rows of lanes that it does not plan for."""
 
     def reads_singly(self, number: int) -> bool:
-        """Whether a shard's rows are not worth waiting for the whole shard.
+        """Return whether to read single rows of a shard instead of waiting for the whole shard.
 
-        The cache had no room for it, or no lane of the plan needs it now: a row or two of it were moved here.
+        True if the cache had no room for it, or if no lane of the plan needs it now: then balancing has moved
+        a few of its rows here.
         """
         if self.shards.has_no_room(number):
             return True
@@ -394,10 +399,10 @@ class CacheReader:
         return self.shards.load(number, self.timeout_seconds, self.plan)
 
     def missing(self, numbers: Sequence[int]) -> list[int]:
-        """Return which of these shards are not here yet."""
+        """Return which of these shards are not cached yet."""
         return [number for number in numbers if not self.shards.is_there(number)]
 
     def progress(self) -> str:
-        """Return what is being waited for, as the end of a sentence; "" if nothing is."""
+        """Describe the shard that a reader waits for, as the end of a sentence; "" if there is none."""
         progress = self.shards.progress()
         return f"; waiting for {progress}" if progress else ""

@@ -1,9 +1,9 @@
-"""The order that a run's settings make of its streams: one dataset, or several by a mixture.
+"""The order of a run's streams by its settings: one dataset, or several in a mixture.
 
-It is a function of sizes: a `StreamSizes` has what the order, the settings and the look-ahead of a run take
-of a stream, and whoever opens datasets makes it. Positions count samples over all ranks and streams. A stream
-also has positions of its own, which count its samples over all its epochs: limits and fetching ahead are
-computed in those.
+It depends on sizes only. A `StreamSizes`, which the code that opens datasets makes, has everything that the
+order, the settings and the look-ahead of a run need of a stream. Positions count samples over all ranks and
+streams. A stream also has positions of its own, which count its samples over all its epochs: limits and
+fetching ahead use these.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from shardkit.order.streams import MixedOrder, StreamOrder
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamSizes:
-    """What a run's order depends on of a stream: the sizes of its dataset, and which rows it may deliver.
+    """The properties of a stream that a run's order depends on: the sizes of its dataset, and its exclusions.
 
-    `shard_samples`: int64[shards], excluded rows too. `raw_bytes`: of all shards, as readers see them.
-    `limit`: the most samples that the stream may deliver in all. `name` is for messages.
+    `shard_samples`: int64[shards], including excluded rows. `raw_bytes`: uncompressed size of all shards.
+    `limit`: the maximum number of samples that the stream delivers in the run. `name` is for messages.
     """
 
     name: str
@@ -41,13 +41,13 @@ class StreamSizes:
 
     @property
     def kept(self) -> int:
-        """Samples that are not excluded."""
+        """The number of samples that are not excluded."""
         return int(self.shard_samples.sum()) - (0 if self.excluded is None else self.excluded.count)
 
     def shuffle_sizes(self, lanes: int | None, window: int | None) -> tuple[int, int]:
-        """Return (lanes, window): as given, else by default from the shards and samples alone.
+        """Return (lanes, window): the given values, or defaults from the number of shards and samples.
 
-        Neither batch nor ranks, machines or cache take part, so that a seed and a dataset have one order.
+        Defaults do not depend on batch, ranks, machines or cache, so a seed and a dataset define one order.
         """
         shards = int(np.count_nonzero(self.shard_samples))
         lanes = lanes or default_lanes(shards, compressed=self.is_compressed)
@@ -65,10 +65,10 @@ def first_settings(
     schedule: Schedule | None = None,
     epoch_samples: int | None = None,
 ) -> RunSettings:
-    """Return the settings that a run over these streams begins with. ValueError for impossible ones.
+    """Return the settings of a new run over these streams. Raises ValueError for invalid arguments.
 
-    Streams have no names there yet. `schedule`: of a mixture. `epoch_samples`: by default those of all
-    streams together.
+    Streams in the result have no names yet. `schedule`: the weights of a mixture. `epoch_samples`: by
+    default, the kept samples of all streams.
     """
     sizes = [stream.shuffle_sizes(lanes, window) for stream in streams]
     order = OrderSpec(seed, *sizes[0], shuffle)
@@ -86,7 +86,7 @@ def first_settings(
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The first position that cannot be delivered, and whose limit it is."""
+    """The first position that cannot be delivered, and the stream whose limit of samples is reached there."""
 
     position: int
     stream: str
@@ -96,13 +96,13 @@ class Limit:
         step = self.position // global_batch
         return (
             f"stream {self.stream!r} is exhausted at step {step:,} (position {self.position:,}): its repeat "
-            f"or choose allows {self.samples:,} samples; set its weight to 0 before that step, or "
+            f"or choose option allows {self.samples:,} samples; set its weight to 0 before that step, or "
             "raise repeat or choose"
         )
 
 
 class Arrangement:
-    """The order that a run's settings make of streams."""
+    """The order of a run's streams by its settings."""
 
     def __init__(self, settings: RunSettings, streams: Sequence[StreamSizes]) -> None:
         self._settings, self._sizes = settings, tuple(streams)
@@ -116,14 +116,14 @@ class Arrangement:
         """The order of each stream's own samples."""
         self.mixture = None if schedule is None else Mixture(settings.order.seed, schedule)
         self.order: Order | StreamOrder | MixedOrder
-        """The order of all of them, by positions of the run."""
+        """The order of all streams, by positions of the run."""
         if self.mixture is not None:
             self.order = MixedOrder(parts, self.mixture, settings.epoch_samples)
         else:
             self.order = parts[0].order if parts[0].exclusions is None else parts[0]
 
     def positions(self, position: int) -> list[int]:
-        """Samples of each stream before `position`."""
+        """Return the number of samples of each stream before `position`."""
         if self.mixture is None:
             return [position]
         counts: list[int] = self.mixture.counts(position).tolist()
@@ -132,10 +132,10 @@ class Arrangement:
     def uses(
         self, datasets: Mapping[tuple[int, ...], Sequence[int] | None], capacity: int
     ) -> tuple[Order | JoinedUses, Sequence[int] | None]:
-        """When shards are needed of the datasets in a cache of `capacity` bytes, and by which lanes.
+        """Return when the shards of the datasets in a cache are needed, and the lanes to plan for.
 
-        `datasets`: the lanes that are read of each (None: all), by all streams that draw on it. Their shards
-        are numbered one dataset after another, in positions of the run.
+        `datasets` maps the streams of each dataset to the lanes that are read of it (None: all). `capacity`:
+        of the cache, in bytes. Shards are numbered through all datasets; uses are in positions of the run.
         """
         if self.mixture is None:
             [lanes] = datasets.values()
@@ -148,9 +148,10 @@ class Arrangement:
         return JoinedUses(parts), None
 
     def _foreseen(self, datasets: Iterable[tuple[int, ...]], capacity: int) -> int:
-        """Positions to look ahead at a time: so few that no stream of a size that matters passes often.
+        """Return the number of positions to look ahead at a time, at most an epoch.
 
-        Of a stream that starts over more than a few times all shards count as in use throughout.
+        It is small enough that no stream of a relevant size starts over more than a few times in it: all
+        shards of such a stream would count as in use throughout.
         """
         ahead = self.order.samples
         streams = [stream for who in datasets for stream in who]
@@ -165,7 +166,7 @@ class Arrangement:
 
     @cached_property
     def limit(self) -> Limit | None:
-        """The first limit of a stream that ends the run. None if the run never reaches one."""
+        """The first limit of a stream that the run reaches; None if it never reaches one."""
         found = []
         for number, stream in enumerate(self._sizes):
             if (most := stream.limit) is None:

@@ -1,28 +1,30 @@
-"""Levels the work of data-parallel ranks: which rank takes which rows of a global batch, by what they cost.
+"""Balances the work of data-parallel ranks: assigns the rows of a global batch to ranks by their cost.
 
 With attention inside documents, a row's cost is about the sum of its documents' squared lengths, and the
-dearest rank decides how long a step takes. `WorkBalance` starts from the order's own parts, rank r the r-th,
-and swaps rows between dear and cheap ranks until no rank costs more than 1/32 above the mean. Each rank keeps
-`batch_size` rows, and the rows of a global batch stay what positions say they are: states, audits and
-resuming know nothing of it. It swaps as few rows as it can, because a row that moves to another machine is
-not in the lanes that the machine reads: it is fetched by itself (`shardkit.cache.run`).
+slowest rank decides how long a step takes. `WorkBalance` starts from the order's own parts (rank r has the
+r-th) and swaps rows between expensive and cheap ranks until no rank costs more than 1/32 above the mean. Each
+rank keeps `batch_size` rows, and the set of rows in a global batch does not change: states, audits and
+resuming are not affected. It swaps as few rows as it can, because a row that moves to another machine is not
+in the lanes that this machine reads: it is fetched by itself (`shardkit.cache.run`).
 
     cost of a row   linear * tokens + quadratic * sum of squared document lengths    (`CostModel`, integers)
-    a round         ranks by work; the i-th dearest meets the i-th cheapest (in later rounds, others of the
-                    cheaper half); each pair swaps the two rows that come closest to making it equal
-    the end         all ranks are within 1/32 of the mean, or the dearest has met all it can, or 32 rounds
+    a round         sorts ranks by work and pairs the i-th most expensive with the i-th cheapest (in later
+                    rounds, with others of the cheaper half); each pair swaps the two rows that make it
+                    most nearly equal
+    the end         all ranks are within 1/32 of the mean, or the most expensive rank has been paired with
+                    all possible partners, or 32 rounds are over
 
 Where optimizer steps are known (`global_batch`), whole shares of a batch are then exchanged between ranks, in
-the same way, so that the sum over a step's batches is level too: what gradient accumulation without
-communication waits for. That changes no batch's dearest share. Rows never move between the batches of a step,
-because a state may lie between them.
+the same way, so that the sums over a step's batches are balanced too: gradient accumulation without
+communication waits for the largest sum. The largest share of each batch stays as it is. Rows never move
+between the batches of a step, because a state may be saved between them.
 
-All is a function of the rows' costs, world size, batch size and step sizes, in integers, ties by place:
-every rank computes it alone and finds the same. Golden vectors and a plain-Python reference in the tests pin
-it. The shorter last batch of tail "pad" keeps its parts.
+The result is a function of the rows' costs, world size, batch size and step sizes, in integers, with ties
+broken by row number: every rank computes it alone, with the same result. Golden vectors and a plain-Python
+reference in the tests pin it. The shorter last batch of tail "pad" keeps its parts.
 
-Costs: the order of all positions of a global batch instead of a rank's own (100-150 ns each), and the rounds:
-1 to 3 ms for 4,096 rows on 1,024 ranks (tests/benchmarks/bench_balance.py), in the thread that reads ahead.
+Costs: locating all positions of a global batch instead of one rank's (100-150 ns each), and the rounds: 1 to
+3 ms for 4,096 rows on 1,024 ranks (tests/benchmarks/bench_balance.py), in the prefetching thread.
 """
 
 from __future__ import annotations
@@ -39,25 +41,25 @@ from shardkit.order.batches import BatchPlan, SampleOrder, Steps, StepSizes
 from shardkit.order.order import Located
 from shardkit.units import whole_number
 
-BALANCED_POSITIONS = 1 << 16  # of all ranks, placed in one plan: some tens of milliseconds
-MAX_ROWS = 1 << 24  # of a global batch or an optimizer step: sums of their costs stay below 2**62
+BALANCED_POSITIONS = 1 << 16  # positions of all ranks that are assigned in one plan: tens of milliseconds
+MAX_ROWS = 1 << 24  # limit for a global batch or an optimizer step: sums of costs stay below 2**62
 _TOLERANCE = 32  # a rank may cost 1/32 more than the mean
 _ROUNDS = 32
-_PARTNERS = 32  # rounds in which a dear rank meets ranks from all over the cheaper half
-_CANDIDATES = 16  # rows of a rank that may be swapped, evenly spread over its costs
-_PIECE = 1 << 17  # rows placed at once
+_PARTNERS = 32  # number of rounds after which the pairing has gone through the cheaper half once
+_CANDIDATES = 16  # number of rows of a rank considered for a swap, evenly spread over its costs
+_PIECE = 1 << 17  # number of rows assigned at once
 
 _Ranks = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What a row costs: `linear` for each token and `quadratic` for each squared document length.
+    """The cost of a row: `linear` per token, and `quadratic` times the sum of squared document lengths.
 
     For a transformer of width d with causal attention inside documents, the work of a layer is about
     12 * d * tokens + squares, in units of 2 * d: CostModel(linear=12 * d). Coefficients are whole numbers;
-    only their ratio counts. The linear part is the same for all rows of one length: it says how much of the
-    work attention is, and so how many rows are worth moving.
+    only their ratio matters. The linear part is the same for all rows of one length: it determines the share
+    of attention in the total work, and so how many rows are worth moving.
     """
 
     linear: int = 0
@@ -75,7 +77,7 @@ Balance: TypeAlias = Literal["attention"] | CostModel | None
 
 
 def cost_model(balance: Balance) -> CostModel | None:
-    """Return what a loader with the option `balance` takes a row to cost; ValueError for no such option."""
+    """Return the cost model for the loader option `balance`; raises ValueError for an invalid value."""
     if balance not in (None, "attention") and not isinstance(balance, CostModel):
         raise ValueError(f'balance must be "attention", a CostModel or None, not {balance!r:.80}')
     return CostModel() if balance == "attention" else balance
@@ -83,7 +85,7 @@ def cost_model(balance: Balance) -> CostModel | None:
 
 @dataclass(frozen=True, slots=True)
 class DocumentIds:
-    """The ids by which documents are found in rows, options of a loader. ValueError for a contradiction."""
+    """The token ids that mark documents in rows (loader options). Raises ValueError if they contradict."""
 
     eos_id: int | None = None
     bos_id: int | None = None
@@ -91,21 +93,22 @@ class DocumentIds:
 
     def __post_init__(self) -> None:
         if self.eos_id is not None and self.bos_id is not None:
-            raise ValueError("documents are found by eos_id or by bos_id: give one of the two")
+            raise ValueError("documents are found by eos_id or by bos_id: give one of the two, not both")
         if self.pad_id is not None and self.pad_id in (self.eos_id, self.bos_id):
-            raise ValueError("pad_id is for an id that neither ends nor begins documents: leave it out")
+            raise ValueError("pad_id is only for an id that neither ends nor begins documents: leave it out")
 
     def __str__(self) -> str:
-        """Part of the name of a table of row costs."""
+        """Return the ids as part of the file name of a table of row costs."""
         first = f"eos{self.eos_id}" if self.bos_id is None else f"bos{self.bos_id}"
         return first if self.pad_id is None else f"{first}-pad{self.pad_id}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowCosts:
-    """The sum of squared document lengths of every row of a dataset, in its order.
+    """The sum of squared document lengths of every row of a dataset, in dataset order.
 
-    `length`: tokens of a row. `digest`: of the table's bytes (`shardkit.datasets.row_costs`).
+    `length`: the number of tokens in a row. `digest`: the digest of the table's bytes
+    (`shardkit.datasets.row_costs`).
     """
 
     squares: npt.NDArray[np.unsignedinteger[Any]]
@@ -114,10 +117,11 @@ class RowCosts:
 
 
 def level(costs: Ints, before: Ints | None = None) -> Ints:
-    """Place rows of `costs` [batches, ranks, rows] on ranks: the numbers, within a batch, of what is where.
+    """Assign rows with these `costs` [batches, ranks, rows] to ranks.
 
-    `before` [batches, ranks]: what each rank has done already. Costs are at least 0, and the sum of a batch
-    and of what is before it is below 2**62.
+    Returns int64[batches, ranks, rows]: the number, within its batch, of the row at each place. `before`
+    [batches, ranks] is the work that each rank has done already. Costs must be at least 0, and the sum of a
+    batch's costs and the work before it below 2**62.
     """
     batches, ranks, rows = costs.shape
     places = np.tile(np.arange(ranks * rows).reshape(ranks, rows), (batches, 1, 1))
@@ -128,7 +132,7 @@ def level(costs: Ints, before: Ints | None = None) -> Ints:
     totals = costs.sum(axis=(1, 2)) + before.sum(axis=1)
     half = ranks // 2
     stride = half // _PARTNERS + 1
-    patience = -(-(ranks - half) // stride)  # rounds until partners repeat
+    patience = -(-(ranks - half) // stride)  # number of rounds until partners repeat
     idle, dearest = np.zeros(batches, dtype=np.int64), np.full(batches, np.iinfo(np.int64).max)
     active = np.arange(batches)
     for number in range(_ROUNDS):
@@ -151,14 +155,14 @@ def level(costs: Ints, before: Ints | None = None) -> Ints:
 
 
 def _is_dear(work: Ints, totals: Ints, ranks: int) -> npt.NDArray[np.bool_]:
-    """Whether a rank's work is more than 1/32 above the mean."""
+    """Return whether each rank's work is more than 1/32 above the mean."""
     mean = totals // ranks
     dear: npt.NDArray[np.bool_] = work > mean + mean // _TOLERANCE
     return dear
 
 
 def _swap(costs: Ints, places: Ints, batch: _Ranks, dear: Ints, cheap: Ints, gaps: Ints) -> None:
-    """Swap one row of each pair of ranks, if that makes them more equal."""
+    """Swap one row of each pair of ranks, if that makes their work more equal."""
     own, other = costs[batch, dear], costs[batch, cheap]
     which_own, which_other = _candidates(own), _candidates(other)
     own, other = np.take_along_axis(own, which_own, axis=1), np.take_along_axis(other, which_other, axis=1)
@@ -175,7 +179,7 @@ def _swap(costs: Ints, places: Ints, batch: _Ranks, dear: Ints, cheap: Ints, gap
 
 
 def _candidates(costs: Ints) -> Ints:
-    """Which rows of each rank [pairs, rows] may be swapped: all, or some from the cheapest to the dearest."""
+    """Return the rows of each rank [pairs, rows] that may be swapped: all, or a few spread over its costs."""
     rows = costs.shape[1]
     if rows <= _CANDIDATES:
         return np.broadcast_to(np.arange(rows), costs.shape)
@@ -185,17 +189,17 @@ def _candidates(costs: Ints) -> Ints:
 
 @dataclass(slots=True)
 class _StepSum:
-    """What each rank has done of an optimizer step: as it is placed, and by the order's own parts."""
+    """The work of each rank so far in an optimizer step: as balanced, and by the order's own parts."""
 
     placed: Ints
     plain: Ints
 
 
 class WorkBalance:
-    """Places the rows of a run's global batches on ranks.
+    """Assigns the rows of a run's global batches to ranks.
 
-    `costs`: of each stream's dataset, whose rows are numbered one dataset after another. `step_sizes`: of the
-    optimizer steps, if known.
+    `costs`: the row costs of each stream's dataset; rows are numbered through all datasets. `step_sizes`: the
+    sizes of the optimizer steps, if known.
     """
 
     def __init__(
@@ -206,15 +210,15 @@ class WorkBalance:
         self.step_sizes = step_sizes
         largest = max(model.linear * n + model.quadratic * n * n for n in (each.length for each in costs))
         if largest >= 1 << 62:
-            raise ValueError(f"rows cost up to {largest:,} by {self._model}: divide both coefficients")
-        # So that all sums stay below 2**61. Rows of less than 2**18 tokens lose no bit.
+            raise ValueError(f"rows cost up to {largest:,} by {self._model}: make both coefficients smaller")
+        # Scales costs so that all sums stay below 2**61. Rows of less than 2**18 tokens lose no bits.
         self._shift = max(0, (largest * MAX_ROWS).bit_length() - 61)
         sizes = [] if step_sizes is None else [size for _, size in step_sizes.changes]
         if max(sizes, default=0) > MAX_ROWS:
-            raise ValueError(f"balance is for steps of at most {MAX_ROWS:,} rows, not {max(sizes):,}")
+            raise ValueError(f"balance supports steps of at most {MAX_ROWS:,} rows, not {max(sizes):,}")
 
     def with_step_sizes(self, step_sizes: StepSizes | None) -> WorkBalance:
-        """The same for optimizer steps of these sizes."""
+        """Return the same balance for optimizer steps of these sizes."""
         return WorkBalance(self._costs, self._model, step_sizes)
 
     def __str__(self) -> str:
@@ -226,7 +230,7 @@ class WorkBalance:
     ) -> Steps:
         """Return `BatchPlan.steps` with the rows that this rank takes and the `work` of each batch."""
         if (size := plan.global_batch) > MAX_ROWS:
-            raise ValueError(f"balance is for global batches of at most {MAX_ROWS:,} rows, not {size:,}")
+            raise ValueError(f"balance supports global batches of at most {MAX_ROWS:,} rows, not {size:,}")
         steps = plan.steps(order, position, count, every=every)
         shape = (count, plan.batch_size)
         shard, row = steps.shard.reshape(shape).copy(), steps.row.reshape(shape).copy()
@@ -243,9 +247,10 @@ class WorkBalance:
         return replace(steps, shard=shard, row=row, sample_id=sample_id, work=work)
 
     def places(self, plan: BatchPlan, order: SampleOrder, start: int) -> Ints:
-        """int64[global batch]: which entry of the order's global batch at `start` is at each place.
+        """Return how the order's global batch at `start` is rearranged, int64[global batch].
 
-        Places are those of rank 0's batch, then rank 1's, and so on.
+        Entry i of the result is the index, in the order's batch, of the i-th row of the balanced batch, which
+        has the rows of rank 0 first, then those of rank 1, and so on.
         """
         if plan.tail == "pad" and plan.samples - start % plan.samples < plan.global_batch:
             return np.arange(plan.samples - start % plan.samples)
@@ -255,9 +260,9 @@ class WorkBalance:
     def _placed(
         self, plan: BatchPlan, order: SampleOrder, start: int, count: int, every: int
     ) -> Iterator[tuple[Located, Ints, Ints]]:
-        """(all rows in the order's order, what is at each place, the batches' work) of runs of batches."""
+        """Yield (rows in the order's order, index of the row at each place, work) for groups of batches."""
         size = plan.global_batch
-        # The shares of a step's earlier batches decide those of the later ones: none of them can be left out.
+        # The shares of a step's later batches depend on the earlier ones, so begin at the step's first batch.
         begin = start if self.step_sizes is None else self._first_of_step(start, size)
         stride = every * size if self.step_sizes is None else size
         total = (start - begin + (count - 1) * every * size) // stride + 1 if count else 0
@@ -277,7 +282,7 @@ class WorkBalance:
                 yield located.take(wanted), places[wanted], work[wanted]
 
     def _first_of_step(self, start: int, size: int) -> int:
-        """Return where the first batch begins of the optimizer step that has a batch at `start`."""
+        """Return the first position of the first batch of the optimizer step that includes `start`."""
         assert self.step_sizes is not None
         begin, _ = self.step_sizes.step_at(start)
         return begin + (start - begin) % size
@@ -285,7 +290,7 @@ class WorkBalance:
     def _level_steps(self, costs: Ints, places: Ints, work: Ints, done: _StepSum, first: int) -> None:
         """Exchange shares of batches from position `first` on between ranks, in `places`.
 
-        Writes to `work` what the batches that end a step make it.
+        For each batch that ends a step, writes the step's totals into columns 3 to 5 of `work`.
         """
         assert self.step_sizes is not None
         batches, ranks, rows = costs.shape
@@ -301,7 +306,7 @@ class WorkBalance:
                 work[number, 3:] = done.placed.sum(), done.placed.max(), done.plain.max()
 
     def _costs_of(self, sample_ids: Ints) -> Ints:
-        """The cost of each sample, in its shape."""
+        """Return the cost of each sample, in the shape of `sample_ids`."""
         if len(self._costs) == 1:
             return self._scaled(0, sample_ids)
         stream = np.searchsorted(self._first_samples, sample_ids, side="right") - 1
@@ -327,14 +332,14 @@ def planned_steps(
     *,
     every: int = 1,
 ) -> Steps:
-    """The next batches of a rank: `BatchPlan.steps`, with rows on other ranks if they are balanced."""
+    """Return a rank's next batches as `BatchPlan.steps` does, with rows reassigned if `balance` is given."""
     if balance is None:
         return plan.steps(order, position, count, every=every)
     return balance.steps(plan, order, position, count, every=every)
 
 
 def _work(costs: Ints, places: Ints) -> Ints:
-    """int64[batches, 3]: of each batch the sum, the dearest rank's, and that by the order's own parts."""
+    """Return (total work, largest share of a rank, largest share without balancing), int64[batches, 3]."""
     batches = len(costs)
     placed = np.take_along_axis(costs.reshape(batches, -1), places.reshape(batches, -1), axis=1)
     shares = placed.reshape(costs.shape).sum(axis=2)

@@ -1,12 +1,12 @@
-"""Rows of a dataset that are left out of training: sorted ranges, and the numbering of what is kept.
+"""Rows of a dataset that are excluded from training: sorted ranges, and the numbering of the kept rows.
 
-Kept rows are numbered 0, 1, 2, … in dataset order: their kept ids. With the ranges [b_i, e_i), sorted and
-disjoint, and r_i the rows that the first i ranges leave out, range i comes after b_i - r_i kept rows. So
+Kept rows are numbered 0, 1, 2, … in dataset order: their kept ids. With sorted, disjoint ranges [b_i, e_i),
+and r_i the number of rows that the first i ranges exclude, range i comes after b_i - r_i kept rows. So
 
-    select(kept id k) = k + r_i    i = how many ranges have b_i - r_i <= k
-    rank(row x)       = x - r_i    i = how many ranges begin at or before x
+    select(kept id k) = k + r_i    i = number of ranges with b_i - r_i <= k
+    rank(row x)       = x - r_i    i = number of ranges that begin at or before x
 
-are one binary search each: 24 bytes a range, whatever the number of rows.
+are one binary search each. Memory is 24 bytes per range, for any number of rows.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _AnyInts = npt.NDArray[np.integer[Any]]
 
 
 class Exclusions:
-    """Immutable ranges of rows, [begin, end) in dataset order; those that touch or overlap become one.
+    """Immutable ranges of rows, [begin, end) in dataset order; ranges that touch or overlap are merged.
 
-    ValueError for a range that is empty, negative or ends after row 2**60.
+    Raises ValueError for a range that is empty, negative or ends after row 2**60.
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]] | _AnyInts) -> None:
         pairs = _pairs(ranges)
         self.fingerprint: str | None = None
-        """Of the dataset whose rows these are, where a file states it."""
+        """The fingerprint of the dataset that the row numbers refer to; None if the file does not name it."""
         self._begins, self._ends = _merged(pairs[:, 0], pairs[:, 1])
         self._removed = np.zeros(len(self._begins) + 1, dtype=np.int64)
         np.cumsum(self._ends - self._begins, out=self._removed[1:])
@@ -48,7 +48,7 @@ class Exclusions:
 
     @classmethod
     def of(cls, rows: Iterable[int | tuple[int, int]] | _AnyInts) -> Exclusions:
-        """From row numbers and [begin, end) pairs, in any order; an array of rows is read as it is."""
+        """Make exclusions from row numbers and (begin, end) pairs in any order, or from an array of rows."""
         if isinstance(rows, np.ndarray) and rows.ndim == 1 and rows.dtype.kind in "iu":
             begins = rows.astype(np.int64)
             return cls(np.stack([begins, begins + 1], axis=1))
@@ -56,10 +56,10 @@ class Exclusions:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Exclusions:
-        """From a text file: on each line a row (17) or a half-open range (17:21); # begins a comment.
+        """Read a text file with a row (17) or a half-open range (17:21) per line; # begins a comment.
 
-        A line "# fingerprint: HEX", which `shardkit trace --exclude` writes, says of which dataset they are.
-        ValueError names the file and the line that is neither; OSError if it cannot be read.
+        A line "# fingerprint: HEX", which `shardkit trace --exclude` writes, names the dataset. Raises
+        ValueError with file and line for an invalid line, OSError if the file cannot be read.
         """
         ranges, fingerprint = [], None
         with local_path(path, "exclude").open(encoding="utf-8-sig", errors="backslashreplace") as file:
@@ -78,35 +78,35 @@ class Exclusions:
         return found
 
     def of_dataset(self, location: str, fingerprint: str, shard_samples: npt.ArrayLike) -> Exclusions | None:
-        """Return these rows, or None if there are none; ValueError unless the dataset has them all.
+        """Return these exclusions, or None if they are empty; raises ValueError if the dataset lacks a row.
 
-        `location`, `fingerprint`, `shard_samples`: of the dataset.
+        `location`, `fingerprint` and `shard_samples` describe the dataset.
         """
         if self.fingerprint not in (None, fingerprint):
             raise ValueError(
-                f"the exclusion list names rows of the dataset with fingerprint {self.fingerprint}, and "
-                f"{location} is {fingerprint}: its rows have other numbers"
+                f"the exclusion list has row numbers of the dataset with fingerprint {self.fingerprint}, but "
+                f"{location} has fingerprint {fingerprint}: its rows have other numbers"
             )
-        self.kept_of_shards(shard_samples)  # ValueError for rows that are not there
+        self.kept_of_shards(shard_samples)  # raises ValueError for rows that the dataset does not have
         return self if self.count else None
 
     @property
     def count(self) -> int:
-        """Rows left out."""
+        """The number of excluded rows."""
         return int(self._removed[-1])
 
     @property
     def digest(self) -> str:
-        """Hex blake2b-128 of the merged ranges: equal for all ways to write the same rows."""
+        """The blake2b-128 of the merged ranges in hex: equal for all ways to write the same rows."""
         ranges = np.stack([self._begins, self._ends], axis=1).astype("<i8")
         return hashlib.blake2b(ranges.tobytes(), digest_size=16, person=b"shardkit.excl.1").hexdigest()
 
     def to_list(self) -> list[tuple[int, int]]:
-        """The merged ranges, ascending."""
+        """Return the merged ranges, ascending."""
         return list(zip(self._begins.tolist(), self._ends.tolist(), strict=True))
 
     def kept_of_shards(self, shard_samples: npt.ArrayLike) -> Ints:
-        """int64[K]: how many samples of each shard are kept; ValueError if there are not so many rows."""
+        """Return the kept samples of each shard, int64[shards]; raises ValueError for rows past the end."""
         starts = np.concatenate([[0], np.cumsum(np.asarray(shard_samples, dtype=np.int64))])
         if len(self._ends) and self._ends[-1] > starts[-1]:
             raise ValueError(
@@ -116,20 +116,23 @@ class Exclusions:
         return np.diff(starts - self._removed_before(starts))
 
     def select(self, kept_ids: npt.ArrayLike) -> Ints:
-        """The rows of kept ids, in their shape; IndexError for negative ones."""
+        """Return the rows with these kept ids, in their shape; raises IndexError for negative ids."""
         ids = _numbers(kept_ids, "kept ids")
         rows: Ints = ids + self._removed[np.searchsorted(self._kept_before, ids, side="right")]
         return rows
 
     def rank(self, rows: npt.ArrayLike) -> Ints:
-        """The kept ids of rows, in their shape: the inverse of `select`; IndexError for rows left out."""
+        """Return the kept ids of rows, in their shape: the inverse of `select`.
+
+        Raises IndexError for excluded rows.
+        """
         array = _numbers(rows, "rows")
         if array.size and (excluded := self.contains(array)).any():
             raise IndexError(f"row {int(array[excluded].flat[0]):,} is excluded")
         return array - self._removed_before(array)
 
     def contains(self, rows: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Whether each row is left out."""
+        """Return whether each row is excluded."""
         array = _numbers(rows, "rows")
         inside: npt.NDArray[np.bool_] = array < np.concatenate([[0], self._ends])[self._begun(array)]
         return inside
@@ -144,13 +147,13 @@ class Exclusions:
         return f"<Exclusions: {self.count:,} rows in {len(self._begins):,} ranges, {self.digest}>"
 
     def _begun(self, rows: Ints) -> npt.NDArray[np.intp]:
-        """How many ranges begin at or before each row."""
+        """Return how many ranges begin at or before each row."""
         return np.searchsorted(self._begins, rows, side="right")
 
     def _removed_before(self, rows: Ints) -> Ints:
-        """How many rows before each of these are left out."""
+        """Return how many rows before each of these are excluded."""
         begun = self._begun(rows)
-        # The last range that has begun may go on behind the row.
+        # The last range that has begun may extend past the row; do not count that part.
         beyond = np.concatenate([[0], self._ends])[begun] - rows
         removed: Ints = self._removed[begun] - np.maximum(beyond, 0)
         return removed
@@ -169,14 +172,14 @@ def _parsed(text: str) -> tuple[int, int]:
 def _check(begin: int, end: int) -> None:
     if not 0 <= begin < end:
         raise ValueError(
-            f"{begin}:{end} is not a range of rows: it must begin at 0 or later, and end after its begin"
+            f"{begin}:{end} is not a range of rows: it must begin at 0 or later, and end after it begins"
         )
     if end > MAX_SAMPLES:
         raise ValueError(f"{begin}:{end} goes beyond {MAX_SAMPLES:,}, the most rows that a dataset may have")
 
 
 def _pairs(ranges: Iterable[tuple[int, int]] | _AnyInts) -> Ints:
-    """int64[n, 2], checked."""
+    """Return the ranges as int64[n, 2]; raises ValueError for an invalid one."""
     if not isinstance(ranges, np.ndarray):
         ranges = list(ranges)
         for begin, end in ranges:
@@ -185,7 +188,7 @@ def _pairs(ranges: Iterable[tuple[int, int]] | _AnyInts) -> Ints:
     if not pairs.size:
         return np.empty((0, 2), dtype=np.int64)
     if pairs.dtype.kind not in "iu" or pairs.ndim != 2 or pairs.shape[1] != 2:
-        raise ValueError(f"ranges are pairs of whole numbers, not {pairs.dtype}{list(pairs.shape)}")
+        raise ValueError(f"ranges must be pairs of whole numbers, not {pairs.dtype}{list(pairs.shape)}")
     wrong = (pairs[:, 0] < 0) | (pairs[:, 1] <= pairs[:, 0]) | (pairs[:, 1] > MAX_SAMPLES)
     if wrong.any():
         _check(*pairs[wrong][0].tolist())
@@ -193,7 +196,7 @@ def _pairs(ranges: Iterable[tuple[int, int]] | _AnyInts) -> Ints:
 
 
 def _merged(begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
-    """(begins, ends) of the union, sorted, with a kept row between any two ranges."""
+    """Return the begins and ends of the union of ranges, sorted, with a kept row between any two ranges."""
     by_begin = np.argsort(begins, kind="stable")
     begins, ends = begins[by_begin], np.maximum.accumulate(ends[by_begin])
     opens = np.ones(len(begins), dtype=np.bool_)

@@ -1,25 +1,25 @@
-"""When each shard is needed: the positions of an epoch at which a sample of it may be read.
+"""The times at which each shard is needed: the positions of an epoch at which its samples may be read.
 
 A lane shuffles its samples inside windows, so a shard under a window may be read from the window's first
-position to its last. A shard lies under one run of consecutive windows of a lane (under several lanes, if it
-is large): `shard_uses` gives one interval for each pair of a shard and a lane, from the first position of
-that run to just behind its last. The intervals of one shard in several lanes stay apart and may overlap.
+position to its last. Within a lane, a shard spans one run of consecutive windows (a large shard spans several
+lanes): `shard_uses` returns one interval per pair of a shard and a lane, from the first position of that run
+to one past its last. Intervals of one shard in several lanes are not merged and may overlap.
 
-Guarantees. Every sample's position lies in an interval of its shard. Each interval is tight: its first and
-last positions belong to windows that hold a sample of the shard. Shards without samples never appear. All of
+Guarantees. Every sample's position is in an interval of its shard. Each interval is tight: its first and
+last positions belong to windows that have a sample of the shard. Shards without samples never appear. All of
 it is a function of the `Order`. With shuffle "none" an interval is the shard's own rows, with "global" the
 whole epoch.
 
-Mixtures. `MixedUses` has the intervals of all streams that draw on a dataset, by positions of the mixture.
-Between two places where the weights change, a stream's samples come at a constant rate, so an interval of its
-own positions is carried over by linear interpolation of exact counts, and widened by what one block of the
-mixture may deviate. A stream that starts over more than a few times in an epoch of the mixture uses all of
-its shards throughout. So do all streams where their intervals would be more than four million: with so many
-classes, nearly all shards are in use at any time. These intervals say when to fetch, and what to keep; no
-sample's place depends on them.
+Mixtures. `MixedUses` has the intervals of all streams that read a dataset, by positions of the mixture.
+Between two positions where the weights change, a stream's samples come at a constant rate. An interval in the
+stream's own positions is therefore converted by linear interpolation of exact counts, and widened by the
+possible deviation within one block of the mixture. A stream that starts over more than a few times in an
+epoch of the mixture counts as using all of its shards throughout. So do all streams if they would have more
+than four million intervals: with so many streams, nearly all shards are in use at any time. The intervals
+only decide when to fetch and what to keep; the order of samples does not depend on them.
 
-Costs: no more intervals than shards + lanes, 20 bytes each, whatever the window. 450,000 shards take 0.1 to
-0.25 s, most of it the sorting.
+Costs: at most shards + lanes intervals of 20 bytes, for any window. 450,000 shards take 0.1 to 0.25 s, most
+of it for sorting.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from shardkit.arrays import Ints
 from shardkit.order.mixture import Mixture
 from shardkit.order.order import Lanes, Order, OrderSpec, lane_keys, rank_slice
 
-_MAX_PASSES = 4  # of a stream in an epoch of the mixture: more would give many short intervals that touch
-_MAX_INTERVALS = 1 << 22  # a second of sorting, 100 MB
-_MOST_BEGINS = 256  # of batches whose parts are compared: what others add is a lane here and there
-_MOST_KEYS = 1 << 21  # sorted for that: a few tens of milliseconds
-_SLACK = 1024  # positions: a block of the mixture, within which the streams come in any order
+_MAX_PASSES = 4  # limit of a stream's epochs per epoch of the mixture: more give many short intervals
+_MAX_INTERVALS = 1 << 22  # limit: sorting this many takes a second and 100 MB
+_MOST_BEGINS = 256  # maximum number of batches whose parts are compared; further batches add few lanes
+_MOST_KEYS = 1 << 21  # maximum number of keys sorted for that comparison: tens of milliseconds
+_SLACK = 1024  # size in positions of a block of the mixture, in which streams come in any order
 
 
 @dataclass(frozen=True, slots=True)
 class ShardUses:
-    """Samples at global positions [begin, end) may read the shard. Those of an epoch are `sorted`."""
+    """Intervals of global positions, [begin, end), whose samples may read the shard."""
 
     shard: npt.NDArray[np.int32]
     begin: Ints
@@ -56,12 +56,12 @@ class ShardUses:
         return len(self.shard)
 
     def take(self, which: slice | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> ShardUses:
-        """Some of the intervals; for a slice they are views."""
+        """Return the intervals `which`; for a slice they are views."""
         return ShardUses(self.shard[which], self.begin[which], self.end[which])
 
     @classmethod
     def joined(cls, parts: Sequence[ShardUses]) -> ShardUses:
-        """The intervals of the parts, one part after another; not sorted."""
+        """Concatenate the intervals of several parts, without sorting."""
         empty = np.empty(0, dtype=np.int64)
         return cls(
             np.concatenate([empty.astype(np.int32), *(part.shard for part in parts)]),
@@ -70,13 +70,13 @@ class ShardUses:
         )
 
     def sorted(self) -> ShardUses:
-        """The intervals by (begin, shard)."""
+        """Return the intervals sorted by (begin, shard)."""
         return self.take(np.lexsort((self.shard, self.begin)))
 
 
 def shard_uses(order: Order, epoch: int, lanes: Sequence[int] | None = None) -> ShardUses:
-    """All uses in one epoch; those of `lanes` only, if given (in ascending order)."""
-    # "none" delivers the epoch as it lies: as one lane of windows of one sample.
+    """Return the uses in one epoch, sorted; only the uses by `lanes` (ascending), if given."""
+    # Shuffle "none" delivers the dataset order, which is one lane with windows of one sample.
     geometry = Lanes(order.samples, 1, 1) if order.spec.shuffle == "none" else order.geometry
     shards, places, sizes = _pieces(order, geometry, epoch, lanes)
     first, last = _positions(geometry, places, sizes)
@@ -85,7 +85,10 @@ def shard_uses(order: Order, epoch: int, lanes: Sequence[int] | None = None) -> 
 
 
 def rows_in_lanes(order: Order, epoch: int, lanes: Sequence[int], parts: npt.NDArray[np.float64]) -> Ints:
-    """int64[shards]: samples of each shard that an epoch reads by these lanes, this part of each of them."""
+    """Return how many samples of each shard an epoch reads by these lanes, int64[shards].
+
+    `parts`: the fraction of each lane's samples that is read.
+    """
     shards, places, sizes = _pieces(order, order.geometry, epoch, lanes)
     read = sizes * parts[np.searchsorted(lanes, order.geometry.find(places)[0])]
     return np.ceil(np.bincount(shards, read, minlength=order.shards)).astype(np.int64)
@@ -94,28 +97,28 @@ def rows_in_lanes(order: Order, epoch: int, lanes: Sequence[int], parts: npt.NDA
 def _pieces(
     order: Order, geometry: Lanes, epoch: int, lanes: Sequence[int] | None
 ) -> tuple[npt.NDArray[np.int32], Ints, Ints]:
-    """(shard, first place, size) of pieces of an epoch's span: each is one shard in one of the lanes."""
+    """Cut an epoch's span into pieces of one shard in one lane; return their (shards, offsets, sizes)."""
     if epoch < 0:
         raise ValueError(f"epochs are numbered from 0, not {epoch}")
     lane_count = order.spec.lanes
     wanted = np.arange(lane_count) if lanes is None else np.asarray(lanes, dtype=np.int64)
     if len(wanted) and not (wanted[0] >= 0 and wanted[-1] < lane_count and (np.diff(wanted) > 0).all()):
-        raise ValueError(f"lanes must ascend in range({lane_count}), not {lanes}")
+        raise ValueError(f"lanes must be ascending numbers in range({lane_count}), not {lanes}")
     shards_of_epoch = order.epoch(epoch)
     places = np.union1d(shards_of_epoch.starts, geometry.starts)
-    places = places[places < order.samples]  # what is empty may lie behind the end
+    places = places[places < order.samples]  # empty shards and lanes may begin at the end
     sizes = np.diff(places, append=order.samples)
     if len(wanted) < lane_count:
         is_wanted = np.isin(geometry.find(places)[0], wanted)
         places, sizes = places[is_wanted], sizes[is_wanted]
-    # Of shards that start at one place, all but the last are empty, and `right` finds the last.
+    # Of shards that start at the same offset, all but the last are empty; side "right" finds the last.
     slots = np.searchsorted(shards_of_epoch.starts, places, side="right") - 1
     shards = slots.astype(np.int32) if shards_of_epoch.shards is None else shards_of_epoch.shards[slots]
     return shards, places, sizes
 
 
 class BatchLanes:
-    """The lanes from which each part of the global batches of one size draws."""
+    """The lanes that supply each part of the global batches of one size."""
 
     def __init__(self, spec: OrderSpec, global_batch: int) -> None:
         if global_batch < 1:
@@ -123,8 +126,8 @@ class BatchLanes:
         lanes, keys = spec.lanes, lane_keys(spec.lanes, spec.version)
         self._batch, self._lanes = global_batch, np.argsort(keys, kind="stable")
         self._keys = keys[self._lanes]
-        # Batches begin in as many lanes as this; the first and the last of them give the extremes of the keys
-        # where parts are powers of two.
+        # Batches begin in `begins` different lanes. For parts that are powers of two, the first and last of
+        # them already give the extreme keys.
         step = math.gcd(global_batch, lanes)
         begins = lanes // step
         most = max(2, min(_MOST_BEGINS, _MOST_KEYS // global_batch))
@@ -138,16 +141,15 @@ class BatchLanes:
             np.maximum(self._high, found, out=self._high)
 
     def of_part(self, part: slice) -> list[int]:
-        """The lanes, ascending, that a part of each batch draws from: a `rank_slice`, or a node's ranks.
+        """Return the lanes, ascending, of a part of each batch: a `rank_slice`, or that of a node's ranks.
 
-        Exact for powers of two, and where batches are multiples of the lanes. Else lanes at the edges are of
-        the neighboring parts too, and a batch that was not looked at may reach a lane farther, as batches at
-        an epoch's edge may (with tail "pad" by more). What is read there is not foreseen: it is fetched when
-        read.
+        Exact for powers of two, and if the batch size is a multiple of the lanes. Otherwise, lanes at the
+        edges are shared with neighboring parts, and a batch that was not compared may reach one more lane, as
+        batches at an epoch's edge may (several lanes with tail "pad"). Such rows are fetched when read.
         """
         start, stop, step = part.indices(self._batch)
         if step != 1:
-            raise ValueError(f"a part is a run of the batch, not {part}")
+            raise ValueError(f"a part must be a run of the batch with step 1, not {part}")
         if start >= stop:
             return []
         low = np.searchsorted(self._keys, self._low[start], side="left")
@@ -157,10 +159,10 @@ class BatchLanes:
 
 
 def lanes_of_ranks(spec: OrderSpec, global_batch: int, ranks: Iterable[int], world_size: int) -> list[int]:
-    """The lanes that any of `ranks` draws from, in order."""
+    """Return the lanes that any of `ranks` reads, ascending."""
     alike = replace(
         spec, seed=0, window=1
-    )  # the streams of a mixture differ in these, which decide nothing here
+    )  # lanes do not depend on seed and window, so streams of a mixture share cached results
     return list(_lanes_of_ranks(alike, global_batch, tuple(ranks), world_size))
 
 
@@ -174,7 +176,10 @@ def _lanes_of_ranks(
 
 
 def _positions(geometry: Lanes, places: Ints, sizes: Ints) -> tuple[Ints, Ints]:
-    """First and last position, within the epoch, of the windows over runs of `sizes` places in a lane."""
+    """Return the first and last positions, within the epoch, of the windows over pieces of lanes.
+
+    A piece is `sizes` samples from offset `places` of the epoch's span.
+    """
     lanes, rows = geometry.find(places)
     first, _ = geometry.bounds(lanes, geometry.windows(lanes, rows))
     last_first, last_size = geometry.bounds(lanes, geometry.windows(lanes, rows + sizes - 1))
@@ -183,18 +188,18 @@ def _positions(geometry: Lanes, places: Ints, sizes: Ints) -> tuple[Ints, Ints]:
 
 
 class MixedUses:
-    """The uses of one dataset's shards by `orders`, {number of the stream in the mixture: its order}."""
+    """The uses of one dataset's shards by streams of a mixture; `orders` is {stream number: its order}."""
 
     def __init__(self, orders: Mapping[int, Order], mixture: Mixture, epoch_samples: int) -> None:
         assert orders
         self._orders, self._mixture = dict(orders), mixture
         self.samples = epoch_samples
-        """Positions in an epoch of the mixture."""
+        """The number of positions in an epoch of the mixture."""
         self.shards = next(iter(orders.values())).shards
-        """Shards of the dataset."""
+        """The number of shards in the dataset."""
 
     def uses(self, epoch: int, lanes: Sequence[int] | None = None) -> ShardUses:
-        """The uses in an epoch of the mixture by these lanes of each stream (None: all); they may overlap."""
+        """Return the uses in an epoch of the mixture by these lanes (None: all); intervals may overlap."""
         begin = epoch * self.samples
         knots = np.array([begin, *self._changes(begin), begin + self.samples], dtype=np.int64)
         counts = np.stack([self._mixture.counts(knot) for knot in knots.tolist()])
@@ -204,22 +209,22 @@ class MixedUses:
             for stream, order in self._orders.items()
         ]
         uses = ShardUses.joined(parts)
-        if coarse:  # the same for all streams
+        if coarse:  # each stream uses all shards throughout: keep one interval per shard
             _, kept = np.unique(uses.shard, return_index=True)
             uses = uses.take(kept)
         return uses.sorted()
 
     def _changes(self, begin: int) -> list[int]:
-        """Return the positions inside the epoch from `begin` on where weights change."""
+        """Return the positions, inside the epoch that starts at `begin`, where weights change."""
         starts = [start for start, _ in self._mixture.schedule.segments]
         return starts[bisect_right(starts, begin) : bisect_left(starts, begin + self.samples)]
 
 
 class JoinedUses:
-    """The uses of several datasets in one mixture, their shards numbered one dataset after another."""
+    """The uses of several datasets in one mixture, with shards numbered through all datasets."""
 
     def __init__(self, parts: Sequence[tuple[MixedUses, Sequence[int] | None]]) -> None:
-        """`parts`: the uses of each dataset, and by which of its lanes (None: all)."""
+        """Join `parts`: the uses of each dataset, and the lanes that are read of it (None: all)."""
         assert parts
         self._parts = tuple(parts)
         self.samples = parts[0][0].samples
@@ -227,7 +232,7 @@ class JoinedUses:
 
     def uses(self, epoch: int, lanes: Sequence[int] | None = None) -> ShardUses:
         """Return the uses of all datasets, as `MixedUses.uses` does for one."""
-        assert lanes is None  # each dataset has its own
+        assert lanes is None  # each dataset has its own lanes, given to the constructor
         first, found = 0, []
         for part, own in self._parts:
             uses = part.uses(epoch, own)
@@ -239,7 +244,7 @@ class JoinedUses:
 def _of_stream(
     order: Order, knots: Ints, counts: Ints, lanes: Sequence[int] | None, most_passes: int
 ) -> ShardUses:
-    """Return the uses by a stream that has had `counts` samples when the mixture is at `knots`, unsorted."""
+    """Return the unsorted uses by a stream that has delivered `counts[i]` samples at position `knots[i]`."""
     low, high, size = int(counts[0]), int(counts[-1]), max(1, order.samples)
     passes = range(low // size, -(-high // size)) if high > low else range(0)
     if len(passes) > most_passes:

@@ -1,11 +1,11 @@
 """The settings of a run: everything that its sample order depends on, as plain data.
 
-They are the constants of a loader's state, the head of every usage log, and what `shardkit audit` and
-`shardkit trace` recompute a run from. Batch size, world size and prefetching are no settings: they may change
-within a run. With the indexes of the datasets, settings say which sample is at which position.
+They are the constant part of a loader's state and the head of every usage log; `shardkit audit` and
+`shardkit trace` recompute a run from them. Batch size, world size and prefetching are not settings: they may
+change within a run. Settings and the indexes of the datasets together determine the sample at each position.
 
-A run is continued by settings that have no `differences` from its own: a mixture's weights may change from
-the current position on, and streams may be added behind the others; nothing else may.
+A run can be continued only by settings without `differences` from its own: a mixture's weights may change
+from the current position on, and streams may be added at the end of the list; nothing else may change.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from shardkit.order.streams import stream_seed
 Tail = Literal["carry", "drop", "pad"]
 
 _STREAM_KEYS = frozenset({"name", "fingerprint", "samples", "excluded"})
-_SHUFFLE_KEYS = frozenset({"lanes", "window"})  # of streams since state version 4
+_SHUFFLE_KEYS = frozenset({"lanes", "window"})  # keys that streams have since state version 4
 _MAX_COUNT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """Which data a stream delivers: `samples`, without those `excluded` (a digest; "": none).
+    """The data that a stream delivers: `samples` is the number of samples without the excluded ones.
 
-    `name` is what the user called it, for messages; streams are told apart by their place in the list.
-    `lanes` and `window`: of this stream in a mixture; 0: those of the run's order.
+    `excluded`: the digest of the exclusion list, "" without one. `name`: the user's name for it, for messages
+    only; streams are identified by their index in the list. `lanes` and `window`: the values of this stream
+    in a mixture, 0 for the values of the run's order.
     """
 
     fingerprint: str
@@ -44,12 +45,12 @@ class StreamSettings:
 
     @property
     def data(self) -> tuple[str, int, str]:
-        """The values that must not change between runs: all but the name."""
+        """The values that must not change when a run is continued: fingerprint, samples and excluded."""
         return self.fingerprint, self.samples, self.excluded
 
     def to_dict(self) -> dict[str, str | int]:
-        """Plain data; `from_dict` reads it back."""
-        # dataclasses.asdict would take most of the time of a state, which some loops take at every step.
+        """Return the settings as plain data; `from_dict` reads it back."""
+        # Not dataclasses.asdict: it is slow, and some training loops save a state at every step.
         return {
             "name": self.name,
             "fingerprint": self.fingerprint,
@@ -61,10 +62,10 @@ class StreamSettings:
 
     @classmethod
     def from_dict(cls, data: object) -> StreamSettings:
-        """StateError when `data` is not what `to_dict` gives."""
+        """Build settings from what `to_dict` returns; raises StateError for any other data."""
         if not isinstance(data, Mapping) or data.keys() - _SHUFFLE_KEYS != _STREAM_KEYS:
             keys = ", ".join(sorted(_STREAM_KEYS | _SHUFFLE_KEYS))
-            raise StateError(f"a stream's settings are {keys}; these are {data!r:.200}")
+            raise StateError(f"a stream's settings must be {keys}; got {data!r:.200}")
         for name in ("name", "fingerprint", "excluded"):
             if not isinstance(data[name], str):
                 raise StateError(f"a stream's {name} must be text, not {data[name]!r:.80}")
@@ -74,13 +75,13 @@ class StreamSettings:
         )
 
     def __str__(self) -> str:
-        without = f", without those of exclusion list {self.excluded}" if self.excluded else ""
+        without = f", without the rows of exclusion list {self.excluded}" if self.excluded else ""
         return f"{self.fingerprint} ({self.samples:,} samples{without})"
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A setting that two runs do not share, and what it is in each, as text."""
+    """A setting that differs between two runs, and its two values as text."""
 
     what: str
     before: str
@@ -89,10 +90,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """A run's order, tail and data. StateError for what cannot be.
+    """A run's order, tail and data. Raises StateError for settings that contradict each other.
 
-    `schedule`: the weights of a mixture, which has several streams; None for a single one. `epoch_samples`:
-    what the run calls an epoch; by default, all samples of the only stream.
+    `schedule`: the weights of a mixture; None for a single stream. `epoch_samples`: the number of samples in
+    an epoch of the run; by default, all samples of the single stream.
     """
 
     order: OrderSpec
@@ -105,10 +106,11 @@ class RunSettings:
         if self.tail not in get_args(Tail):
             raise StateError(f"tail must be one of {', '.join(get_args(Tail))}, not {self.tail!r:.80}")
         if (self.schedule is None) != (len(self.streams) == 1):
-            raise StateError("a run has a schedule of weights if it has several streams, and only then")
+            raise StateError("a run must have a schedule of weights if it has several streams, and only then")
         if self.schedule is not None and self.schedule.streams != len(self.streams):
             raise StateError(
-                f"the schedule has weights of {self.schedule.streams} streams, not of {len(self.streams)}"
+                f"the schedule has weights of {self.schedule.streams} streams, but the run has "
+                f"{len(self.streams)}"
             )
         try:
             for number, stream in enumerate(self.streams):
@@ -120,7 +122,7 @@ class RunSettings:
             object.__setattr__(self, "epoch_samples", self.streams[0].samples)
 
     def order_of(self, stream: int) -> OrderSpec:
-        """The order of a stream's own samples. ValueError if there can be none."""
+        """Return the spec of a stream's own order. Raises ValueError for invalid lanes or windows."""
         own, seed = self.streams[stream], self.order.seed
         return replace(
             self.order,
@@ -130,7 +132,7 @@ class RunSettings:
         )
 
     def named(self, names: Sequence[str]) -> RunSettings:
-        """The same, where streams that the user did not name have these names."""
+        """Return the same settings, with these names for the streams that the user did not name."""
         streams = (
             replace(stream, name=stream.name or name)
             for stream, name in zip(self.streams, names, strict=True)
@@ -138,7 +140,7 @@ class RunSettings:
         return replace(self, streams=tuple(streams))
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data; `from_dict` reads it back."""
+        """Return the settings as plain data; `from_dict` reads it back."""
         return {
             "order": self.order.to_dict(),
             "tail": self.tail,
@@ -149,7 +151,7 @@ class RunSettings:
 
     @classmethod
     def from_dict(cls, data: object) -> RunSettings:
-        """StateError when `data` is not what `to_dict` gives."""
+        """Build settings from what `to_dict` returns; raises StateError for any other data."""
         try:
             if not isinstance(data, Mapping):
                 raise TypeError(f"expected an object, not {type(data).__name__}")
@@ -157,13 +159,13 @@ class RunSettings:
             schedule = None if data["schedule"] is None else Schedule.from_list(data["schedule"])
             samples = checked_count(data, "epoch_samples")
             if not samples:
-                raise ValueError("an epoch of 0 samples")
+                raise ValueError("epoch_samples must be at least 1, not 0")
             return cls(OrderSpec.from_dict(data["order"]), data["tail"], streams, schedule, samples)
         except (KeyError, TypeError, ValueError, StateError) as error:
-            raise StateError(f"not the settings of a run: {type(error).__name__}: {error}") from error
+            raise StateError(f"not valid settings of a run: {type(error).__name__}: {error}") from error
 
     def differences(self, later: RunSettings, position: int) -> list[Difference]:
-        """List what forbids a run of settings `later` to continue this one at `position`."""
+        """List the differences that forbid a run with settings `later` to continue this one at `position`."""
         lines = []
         for name in ("version", "seed", "shuffle"):
             before, now = getattr(self.order, name), getattr(later.order, name)
@@ -174,7 +176,7 @@ class RunSettings:
             lines.append(Difference("tail", repr(self.tail), repr(later.tail)))
         for number, (old, new) in enumerate(zip_longest(self.streams, later.streams)):
             if old is None and self.schedule is not None:
-                continue  # a stream added behind the others, of weight 0 up to the position
+                continue  # a stream that was added at the end, with weight 0 up to the position
             if old is None or new is None or old.data != new.data:
                 name = new.name if new is not None and len(later.streams) > 1 else ""
                 what = f"dataset of stream {number}" + (f" ({name})" if name else "")
@@ -190,7 +192,7 @@ class RunSettings:
         return lines
 
     def _shuffle_differences(self, later: RunSettings) -> list[Difference]:
-        """Lanes and windows of streams that are in both; once where they are the same for all."""
+        """List differing lanes and windows of the streams in both; equal differences are listed once."""
         lines: list[Difference] = []
         for number in range(min(len(self.streams), len(later.streams))):
             old, new = self.order_of(number), later.order_of(number)
@@ -203,7 +205,7 @@ class RunSettings:
 
 
 def checked_count(data: Mapping[str, Any], name: str) -> int:
-    """The number of samples or batches that plain data has as `name`; StateError if it is none."""
+    """Return `data[name]`, a number of samples or batches; raises StateError for any other value."""
     value = data[name]
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MAX_COUNT:
         raise StateError(f"{name} must be a whole number from 0 to 2**62, not {value!r:.80}")

@@ -1,18 +1,18 @@
-"""Where a training run is: one small plain dict, the same on every rank, to continue from in any later run.
+"""The state of a training run: one small plain dict, the same on every rank, that any later run can resume.
 
 A state holds one moving number, `position` (samples delivered to the training loop, over all ranks and
-epochs), and the run's settings (`shardkit.order.run_settings`). Loading compares every setting and refuses a
-difference with a list of what differs; batch size, world size and prefetching are no settings, so they may
-change. A loader that was not given `lanes` or `window` takes them from the state, and always its version of
-the order: a run goes on as it began, whatever the defaults are today. `epoch_batches` (batches delivered in
-the epoch) only serves len().
+epochs), and the run's settings (`shardkit.order.run_settings`). Loading compares every setting and raises an
+error that lists the differences. Batch size, world size and prefetching are not settings, so they may change.
+A loader that was not given `lanes` or `window` takes them from the state, and always takes the version of the
+order from it: a run continues as it began, whatever the current defaults are. `epoch_batches` (batches
+delivered in the epoch) is used for len() only.
 
 A mixture's schedule of weights and the sizes of optimizer steps (`global_batch`) may change with the
-position. What lies before it must agree; what comes after it may be changed (what the loader is given wins
-over what was saved), and streams may be added behind the others.
+position. Before the saved position they must agree; after it they may be changed (the loader's arguments win
+over saved values), and streams may be added at the end of the list.
 
-All states have the same keys, and lists in them hold no dicts: torch.distributed.checkpoint, which stores
-each value under its path and loads the paths that the new loader's state has, then stores whole lists.
+All states have the same keys, and their lists contain no dicts. torch.distributed.checkpoint stores each
+value under its path and loads the paths that exist in the new loader's state; lists it then stores whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardkit.order.mixture import Schedule
 from shardkit.order.order import OrderSpec
 from shardkit.order.run_settings import Difference, RunSettings, StreamSettings, checked_count
 
-STATE_VERSION = 4  # 1 knew no mixtures, 2 no sizes of steps, 3 no lanes and windows of single streams
+STATE_VERSION = 4  # version 2 added mixtures, 3 step sizes, 4 the lanes and windows of single streams
 OnMismatch = Literal["error", "fork"]
 
 _ORDER = ("seed", "shuffle", "lanes", "window")
@@ -39,7 +39,7 @@ _KEYS = {1: _COMMON, 2: _COMMON | {"mixture"}, 3: _SINCE_3, 4: _SINCE_3}
 
 @dataclass(frozen=True, slots=True)
 class LoaderState:
-    """All that a run needs to continue; `to_dict` and `from_dict` are each other's inverse."""
+    """Everything that a run needs to continue; `from_dict` is the inverse of `to_dict`."""
 
     position: int
     epoch_batches: int
@@ -47,7 +47,7 @@ class LoaderState:
     step_sizes: StepSizes | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data (ints, strings, lists, dicts) that shares nothing with the loader."""
+        """Return plain data (ints, strings, lists, dicts) that shares no objects with the loader."""
         settings = self.settings
         order = settings.order.to_dict()
         return {
@@ -65,7 +65,7 @@ class LoaderState:
 
     @classmethod
     def from_dict(cls, data: object) -> LoaderState:
-        """StateError when `data` is not what `to_dict` of this version, or an earlier one, gives."""
+        """Build a state from plain data of this or an earlier version; raises StateError if it is invalid."""
         data = _checked_keys(data)
         if data["version"] < 3:
             data = _from_version_1_or_2(data)
@@ -100,11 +100,11 @@ def resume(
     on_mismatch: OnMismatch,
     step_sizes: StepSizes | None = None,
 ) -> LoaderState:
-    """The state to continue in: `saved`, if its settings are the `current` ones; StateError otherwise.
+    """Return the state to continue from: `saved`, if its settings agree with `current`; else StateError.
 
     `fixed` names which of "lanes", "window", "schedule", "epoch_samples" and "global_batch" (the loader's own
-    `step_sizes`) the user has set; the others are taken from `saved`. "fork" takes the position on purpose
-    and keeps the `current` settings where they differ.
+    `step_sizes`) the user has set; the others are taken from `saved`. With on_mismatch "fork", a difference
+    is not an error: the run continues from the saved position with the `current` settings.
     """
     if on_mismatch not in get_args(OnMismatch):
         raise ValueError(f"on_mismatch must be one of {', '.join(get_args(OnMismatch))}, not {on_mismatch!r}")
@@ -130,9 +130,9 @@ def resume(
 
 
 def _with_saved_shuffle(saved: RunSettings, current: RunSettings, fixed: frozenset[str]) -> RunSettings:
-    """`current` with the version of the order, lanes and windows of `saved`, but for what is `fixed`.
+    """Return `current` with the order version, lanes and windows of `saved`, except for settings in `fixed`.
 
-    Streams that were added keep their own.
+    Streams that were added since keep their own lanes and windows.
     """
     order = replace(current.order, version=saved.order.version)
     if saved.order.shuffle != order.shuffle:
@@ -148,9 +148,9 @@ def _with_saved_shuffle(saved: RunSettings, current: RunSettings, fixed: frozens
 
 
 def _with_saved_schedule(saved: LoaderState, current: RunSettings, fixed: frozenset[str]) -> RunSettings:
-    """`current` with the epochs and weights of `saved`: all, or those before its position if some are given.
+    """Return `current` with the schedule and epoch size of `saved`, except for settings in `fixed`.
 
-    Unchanged where they cannot be taken over, which is a difference then.
+    Returns `current` unchanged if they cannot be taken over; `resume` then reports the difference.
     """
     before, schedule = saved.settings, current.schedule
     if len(before.streams) > len(current.streams):
@@ -172,19 +172,19 @@ def _with_saved_schedule(saved: LoaderState, current: RunSettings, fixed: frozen
 
 
 def _checked_keys(data: object) -> dict[str, Any]:
-    """`data` as a dict that has the keys of its version; StateError says what it is instead."""
+    """Return `data` as a dict with the keys of its version; raises StateError for anything else."""
     if not isinstance(data, Mapping):
-        raise StateError(f"a loader's state is a dict, not {type(data).__name__}")
+        raise StateError(f"a loader's state must be a dict, not {type(data).__name__}")
     if "version" not in data or "position" not in data:
         within = [name for name, value in data.items() if isinstance(value, Mapping) and "position" in value]
-        hint = f"it seems to be under {within[0]!r}: load that" if within else "load what state_dict() gave"
+        hint = f"load the dict under {within[0]!r}" if within else "load the dict that state_dict() returned"
         found = f"has the keys {', '.join(map(repr, data))}" if data else "is empty"
         raise StateError(f"not a loader's state: this dict {found:.200}; {hint}")
     version = data["version"]
     if isinstance(version, bool) or not isinstance(version, Hashable) or version not in _KEYS:
         raise StateError(
-            f"the state is of version {version!r:.80}, this shardkit reads up to {STATE_VERSION}: "
-            "continue with the shardkit that saved it"
+            f"the state has version {version!r:.80}, but this shardkit reads versions up to {STATE_VERSION}: "
+            "continue with the version of shardkit that saved it"
         )
     if data.keys() != _KEYS[version]:
         missing, unknown = (
@@ -196,19 +196,19 @@ def _checked_keys(data: object) -> dict[str, Any]:
 
 
 def _entries(streams: object) -> list[dict[str, object]]:
-    """The settings of each stream, from lists of them by name."""
+    """Return one dict of settings per stream, from lists of values by setting name."""
     if isinstance(streams, Mapping) and streams.keys() == set(_STREAM):
         columns = list(streams.values())
         if all(isinstance(each, list) and len(each) == len(columns[0]) > 0 for each in columns):
             return [dict(zip(streams, entry, strict=True)) for entry in zip(*columns, strict=True)]
     names = ", ".join(_STREAM)
-    raise StateError(f"a state's streams are lists of {names}, of one length; these are {streams!r:.200}")
+    raise StateError(f"a state's streams must be lists of {names}, of equal length; got {streams!r:.200}")
 
 
 def _from_version_1_or_2(data: dict[str, Any]) -> dict[str, Any]:
-    """A state in today's form: it had a dict for each stream, and what it is today beside a mixture in one.
+    """Convert a state to the current form: these versions had one dict per stream and one for the mixture.
 
-    Version 1 had one stream, with a weight that meant nothing.
+    Version 1 had one stream, with a weight that had no effect.
     """
     streams, mixture = data["streams"], data.pop("mixture", None)
     if not isinstance(streams, list) or not streams or not all(isinstance(one, Mapping) for one in streams):
@@ -223,6 +223,6 @@ def _from_version_1_or_2(data: dict[str, Any]) -> dict[str, Any]:
     if mixture is None:
         mixture = {"schedule": None, "epoch_samples": streams[0].get("samples")}
     elif not isinstance(mixture, Mapping) or mixture.keys() != {"schedule", "epoch_samples"}:
-        raise StateError(f"a mixture's state has schedule and epoch_samples; this one: {mixture!r:.200}")
+        raise StateError(f"a mixture's state must have schedule and epoch_samples; got {mixture!r:.200}")
     columns = {name: [one[name] for one in streams] for name in names}
     return {**data, "streams": columns, **mixture, "global_batch": None}

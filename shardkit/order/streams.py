@@ -1,23 +1,22 @@
-"""The order of training samples that come from several streams, or from a stream with rows left out.
+"""The order of training samples that come from several streams, or from a stream with excluded rows.
 
     position       -> (stream s, index i)            by `shardkit.order.mixture`
-    index i        -> epoch, lane, shard, row        by `Order.locate` of stream s (all, without exclusions)
+    index i        -> epoch, lane, shard, row        by `Order.locate` of stream s (its kept rows only)
     shard, sample  -> number over all streams        numbers of stream s follow those of stream s - 1
 
-A `StreamOrder` is an `Order` of the rows that are kept: each shard counts with its kept samples, and what the
-order finds are kept ids, which rank and select turn into rows of the real dataset. Without exclusions it is
-the order itself. A `MixedOrder` gives the loader what an `Order` gives.
+A `StreamOrder` wraps an `Order` of the rows that are kept: the size of a shard is its number of kept samples,
+and the order returns kept ids, which rank and select convert to rows of the real dataset. Without exclusions
+it equals the wrapped order. A `MixedOrder` has the methods of an `Order` that a loader uses.
 
-Guarantees. Each stream is delivered in its own order: every kept sample once in each of its own epochs,
-whatever the other streams, weights and schedule. A global batch is a set of consecutive positions, the same
-for any number of ranks. It is sorted by `lane_keys`, a sample's place among its stream's lanes, so that each
-rank keeps to the same part of every stream's lanes from batch to batch, as nearly as the mixture allows;
-streams may have different numbers of lanes. A mixture of one stream is that stream's order.
+Guarantees. Each stream is delivered in its own order: every kept sample once in each of its own epochs, for
+any other streams, weights and schedule. A global batch is a set of consecutive positions, the same for any
+number of ranks. It is sorted by `lane_keys`, the keys of the samples' lanes in their streams, so that each
+rank reads the same part of every stream's lanes from batch to batch, as nearly as the mixture allows; streams
+may have different numbers of lanes. A mixture of one stream is that stream's order.
 
-Costs. Of all of a global batch's positions a rank works out stream, index and lane, at 40-60 ns each; it
-locates only its own part. One rank plans a mixture of five streams at about twice the price of one stream,
-160-180 ns a sample against 80 (tests/benchmarks/bench_mixture.py). Threads and forked processes may share
-these.
+Costs. A rank computes stream, index and lane of all positions of a global batch, at 40-60 ns each; it locates
+only its own part. One rank plans a mixture of five streams at about twice the cost of one stream, 160-180 ns
+per sample instead of 80 (tests/benchmarks/bench_mixture.py). Threads and forked processes may share these.
 """
 
 from __future__ import annotations
@@ -43,23 +42,23 @@ from shardkit.order.order import (
     lane_keys,
 )
 
-_CHUNK = 1 << 15  # positions sorted at once: larger sorts, and their temporaries, leave the caches
+_CHUNK = 1 << 15  # number of positions sorted at once: larger sorts do not fit the CPU caches
 
 _Streams = npt.NDArray[np.int16]
 
 
 def stream_seed(seed: int, number: int) -> int:
-    """The seed of stream `number`'s own order in a mixture with `seed`: 64 bits."""
+    """Return the 64-bit seed of stream `number`'s own order in a mixture with `seed`."""
     text = f"{seed}:stream:{number}".encode()
     digest = hashlib.blake2b(text, digest_size=8, person=b"shardkit.mix.1").digest()
     return int.from_bytes(digest, "little")
 
 
 class StreamOrder:
-    """An `Order` of the kept rows of a dataset with `shard_samples` samples in each shard.
+    """The order of the kept rows of a dataset with `shard_samples` samples in each shard.
 
-    `order` must be of `exclusions.kept_of_shards(shard_samples)`. Shards and sample ids are the real
-    dataset's.
+    `order` must have been made from `exclusions.kept_of_shards(shard_samples)`. Shard numbers and sample ids
+    are those of the real dataset.
     """
 
     def __init__(self, order: Order, exclusions: Exclusions | None, shard_samples: npt.ArrayLike) -> None:
@@ -67,26 +66,26 @@ class StreamOrder:
         kept = sizes if exclusions is None else exclusions.kept_of_shards(sizes)
         if not np.array_equal(order.shard_starts, _starts(kept)):
             raise ValueError(
-                f"the order is of {order.samples:,} samples, and not of those that the shards keep: "
-                f"{kept.sum():,} of {sizes.sum():,}"
+                f"the order has {order.samples:,} samples, which are not the samples that the shards keep "
+                f"({kept.sum():,} of {sizes.sum():,}): make it from exclusions.kept_of_shards()"
             )
         self.order, self.exclusions = order, exclusions
         self.shard_starts = _starts(sizes)
-        """int64[shards + 1]: the sample id at which each shard of the real dataset begins."""
+        """The sample id at which each shard of the real dataset begins, int64[shards + 1]."""
 
     @property
     def samples(self) -> int:
-        """Samples in an epoch: those that are kept."""
+        """The number of samples in an epoch, without excluded ones."""
         return self.order.samples
 
     @property
     def shards(self) -> int:
-        """Shards of the dataset, those without kept rows too."""
+        """The number of shards in the dataset, including shards without kept rows."""
         return len(self.shard_starts) - 1
 
     @property
     def dataset_samples(self) -> int:
-        """Samples of the dataset, those that are left out too."""
+        """The number of samples in the dataset, including excluded ones."""
         return int(self.shard_starts[-1])
 
     def locate(self, positions: Ints | tuple[int, int]) -> Located:
@@ -94,7 +93,7 @@ class StreamOrder:
         return self._real(self.order.locate(positions))
 
     def positions_of(self, sample_ids: npt.ArrayLike, epoch: int) -> Ints:
-        """Find positions as `Order.positions_of` does. IndexError for a row that is left out."""
+        """Return positions as `Order.positions_of` does. Raises IndexError for an excluded row."""
         kept = np.asarray(sample_ids) if self.exclusions is None else self.exclusions.rank(sample_ids)
         return self.order.positions_of(kept, epoch)
 
@@ -109,7 +108,7 @@ class StreamOrder:
         return self._real(self.order.global_batches(position, size, count, part=part, every=every))
 
     def _real(self, located: Located) -> Located:
-        """Translate what the order has found into the real dataset's numbers."""
+        """Convert rows and sample ids of the kept samples to those of the real dataset."""
         if self.exclusions is None:
             return located
         rows = self.exclusions.select(located.sample_id)
@@ -117,22 +116,22 @@ class StreamOrder:
 
 
 class MixedOrder:
-    """The order of `streams` in a `mixture`; an epoch of `epoch_samples` positions is the caller's choice.
+    """The order of `streams` in a `mixture`; the caller chooses `epoch_samples`, the positions of an epoch.
 
-    Shard numbers and sample ids count through all streams' datasets, one after another.
+    Shard numbers and sample ids count through the datasets of all streams, one after another.
     """
 
     def __init__(self, streams: Sequence[StreamOrder], mixture: Mixture, epoch_samples: int) -> None:
         if len(streams) != mixture.schedule.streams:
-            raise ValueError(
-                f"{len(streams)} streams need as many weights, not {mixture.schedule.streams} of them"
-            )
+            raise ValueError(f"{len(streams)} streams need as many weights, not {mixture.schedule.streams}")
         if not 1 <= epoch_samples <= MAX_SAMPLES:
             raise ValueError(f"epoch_samples must be from 1 to {MAX_SAMPLES:,}, not {epoch_samples:,}")
         for number, stream in enumerate(streams):
             used = any(weights[number] for _, weights in mixture.schedule.segments)
             if used and not stream.samples:
-                raise ValueError(f"stream {number} has weight, but no samples that are kept")
+                raise ValueError(
+                    f"stream {number} has weight, but no samples, or all are excluded: set its weight to 0"
+                )
         self.streams, self.mixture = tuple(streams), mixture
         self._samples = epoch_samples
         shards, samples = sum(one.shards for one in streams), sum(one.dataset_samples for one in streams)
@@ -151,14 +150,14 @@ class MixedOrder:
 
     @property
     def samples(self) -> int:
-        """Positions in an epoch."""
+        """The number of positions in an epoch."""
         return self._samples
 
     def locate(self, positions: Ints | tuple[int, int]) -> Located:
-        """Locate the samples at `positions`. (start, count) stands for `count` positions from `start`.
+        """Locate the samples at `positions`, an array or (start, count) for consecutive positions.
 
-        Positions may be in any order and repeat; the result has their shape. `epoch` and `lane` are the
-        stream's own.
+        Positions may be in any order and repeat; the result has their shape. Its `epoch` and `lane` are
+        numbers of the sample's own stream.
         """
         if isinstance(positions, tuple):
             start, count = positions
@@ -168,7 +167,7 @@ class MixedOrder:
         return self._located(array, *self.mixture.locate_at(array.ravel()))
 
     def position_of(self, sample_id: int, epoch: int) -> int | None:
-        """Return where the mixture delivers a sample in its stream's own `epoch`. None if it never does."""
+        """Return the position of a sample in its stream's own `epoch`; None if it is never delivered."""
         if not 0 <= sample_id < self.first_samples[-1]:
             raise IndexError(f"sample ids go from 0 to {self.first_samples[-1] - 1:,}, not {sample_id:,}")
         number = int(np.searchsorted(self.first_samples, sample_id, side="right")) - 1
@@ -176,24 +175,24 @@ class MixedOrder:
         return self.mixture.position_of(number, int(index))
 
     def global_batch(self, position: int, size: int) -> Ints:
-        """int64[size]: the positions from `position` on, sorted by lane; those that tie ascend."""
+        """Return the `size` positions from `position` on, sorted by lane keys; equal keys ascend."""
         batch: Ints = self._parts(position, size, 1, slice(None))[0][0]
         return batch
 
     def global_batches(
         self, position: int, size: int, count: int, *, part: slice = slice(None), every: int = 1
     ) -> Located:
-        """`count` global batches of `size`, located: arrays of shape (count, size).
+        """Locate `count` global batches of `size` samples; the result's arrays have shape (count, size).
 
-        Row i is `global_batch(position + i * every * size, size)`. `part`, as `rank_slice` gives it, cuts
-        each row before the samples are located.
+        Row i is `global_batch(position + i * every * size, size)`. `part` (a `rank_slice`) selects from each
+        row before the samples are located.
         """
         return self._located(*self._parts(position, size, count, part, every))
 
     def _parts(
         self, position: int, size: int, count: int, part: slice, every: int = 1
     ) -> tuple[Ints, _Streams, Ints]:
-        """(position, stream, index) of a part of each global batch: arrays of shape (count, len(part))."""
+        """Return (positions, streams, indices) of `part` of each global batch, of shape [count, part]."""
         all_starts, _ = batch_starts(position, size, count, every)
         shape = (count, len(range(*part.indices(size))))
         positions, indices = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
@@ -217,15 +216,15 @@ class MixedOrder:
         return positions, streams, indices
 
     def _by_lane(self, stream: _Streams, index: Ints) -> npt.NDArray[np.intp]:
-        """How to sort each row of samples: by the keys of their lanes, equals as they are."""
+        """Return the indices that sort each row of samples by lane key, stably."""
         if (self._lanes == 1).all() or not index.size:
             return np.broadcast_to(np.arange(index.shape[1]), index.shape)
         lanes = index % self._sizes[stream] % self._lanes[stream]
-        # uint16 is what NumPy sorts stably by radix, in linear time.
+        # The keys are uint16, which NumPy sorts stably by radix, in linear time.
         return np.argsort(self._keys[self._first_keys[stream] + lanes], axis=1, kind="stable")
 
     def _located(self, positions: Ints, stream: _Streams, index: Ints) -> Located:
-        """All of a mixture's `Located`, in the shape of these arrays."""
+        """Locate samples by their streams and indices; the result has the shape of these arrays."""
         stream, index, count = stream.ravel(), index.ravel(), positions.size
         epoch, row, sample_id = (np.empty(count, dtype=np.int64) for _ in range(3))
         shard, lane = (np.empty(count, dtype=np.int32) for _ in range(2))

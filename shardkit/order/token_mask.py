@@ -1,9 +1,9 @@
-"""Spans of tokens that are read and are no targets: loaders set their labels to -100.
+"""Spans of tokens that are read but are not targets: loaders set their labels to -100.
 
-An alternative to leaving out whole rows (`Exclusions`): a row keeps its other documents. Which rows come,
-their order and the state of a loader are the same with and without it.
+An alternative to excluding whole rows (`Exclusions`): a row keeps its other documents. The delivered rows,
+their order and the state of a loader are the same with and without a mask.
 
-A look-up of a batch is a binary search in the rows that have spans; memory is 24 bytes a span.
+Masking a batch is a binary search in the rows that have spans; memory is 24 bytes per span.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from shardkit.order.exclusions import FINGERPRINT_LINE
 from shardkit.order.order import MAX_SAMPLES
 
 LONGEST_PERIOD = 13
-"""Tokens that may follow each other again and again to be a repetition: as in OLMo-core's instance filter."""
+"""Maximum length in tokens of a sequence whose repetition is detected, as in OLMo-core's instance filter."""
 
 _LINE = re.compile(r"([0-9]+)\s+([0-9]+)\s*:\s*([0-9]+)")
 
 
 class TokenMask:
-    """Immutable spans (row, first token, one past the last), of rows in dataset order; they may overlap.
+    """Immutable spans (row in dataset order, first token, one past the last token); they may overlap.
 
-    ValueError for a span that is empty or negative.
+    Raises ValueError for a span that is empty or negative.
     """
 
     def __init__(self, spans: Iterable[tuple[int, int, int]] | npt.NDArray[np.integer[Any]]) -> None:
@@ -38,17 +38,20 @@ class TokenMask:
         wrong = (array[:, 0] < 0) | (array[:, 1] < 0) | (array[:, 2] <= array[:, 1])
         if (wrong | (array[:, 0] > MAX_SAMPLES)).any():
             row, begin, end = array[wrong | (array[:, 0] > MAX_SAMPLES)][0].tolist()
-            raise ValueError(f"row {row}, tokens {begin}:{end}: not a span of a row's tokens")
+            raise ValueError(
+                f"row {row}, tokens {begin}:{end}: not a span; rows and tokens count from 0, and a span must "
+                "end after it begins"
+            )
         self._rows, self._begins, self._ends = array[np.lexsort(array.T[::-1])].T
         self.fingerprint: str | None = None
-        """Of the dataset whose rows these are, where a file states it."""
+        """The fingerprint of the dataset that the row numbers refer to; None if the file does not name it."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> TokenMask:
-        """From a text file: on each line a row and a half-open range of its tokens (17 120:340).
+        """Read a text file with a row and a half-open range of its tokens per line (17 120:340).
 
-        # begins a comment; a line "# fingerprint: HEX", which `shardkit trace --mask` writes, says of which
-        dataset the rows are. ValueError names the file and the line that is none of these; OSError if it
+        # begins a comment; a line "# fingerprint: HEX", which `shardkit trace --mask` writes, names the
+        dataset of the rows. Raises ValueError with file and line for an invalid line, OSError if the file
         cannot be read.
         """
         spans, fingerprint = [], None
@@ -70,7 +73,10 @@ class TokenMask:
 
     @classmethod
     def joined(cls, masks: Sequence[TokenMask | None], first_samples: Sequence[int]) -> TokenMask | None:
-        """Join the masks of several datasets whose rows are numbered through. None if there is no span."""
+        """Join the masks of several datasets whose rows are numbered in sequence; None if there is no span.
+
+        `first_samples`: the joined number of each dataset's first row.
+        """
         found = [np.empty((0, 3), np.int64)]
         for mask, first in zip(masks, first_samples, strict=True):
             if mask is not None:
@@ -79,32 +85,34 @@ class TokenMask:
         return cls(spans) if len(spans) else None
 
     def check(self, rows: int, length: int) -> None:
-        """ValueError for a span that rows of `length` tokens do not have."""
+        """Raise ValueError for a span outside a dataset of `rows` rows of `length` tokens."""
         if len(self._rows) and self._rows[-1] >= rows:
-            raise ValueError(f"tokens of row {self._rows[-1]:,} are masked; the dataset has {rows:,} rows")
+            raise ValueError(
+                f"tokens of row {self._rows[-1]:,} are masked, but the dataset has only {rows:,} rows"
+            )
         if len(self._rows) and self._ends.max() > length:
             at = int(self._ends.argmax())
             masked = f"row {self._rows[at]:,}: tokens up to {self._ends[at] - 1:,} are masked"
-            raise ValueError(f"{masked}; a row has {length:,}")
+            raise ValueError(f"{masked}, but a row has only {length:,} tokens")
 
     @property
     def rows(self) -> int:
-        """Rows that have a span."""
+        """The number of rows that have a span."""
         return len(np.unique(self._rows))
 
     @property
     def tokens(self) -> int:
-        """Tokens in all spans; those of overlapping ones count each time."""
+        """The number of tokens in all spans; a token in several spans counts several times."""
         return int((self._ends - self._begins).sum())
 
     def to_list(self) -> list[tuple[int, int, int]]:
-        """The spans, sorted."""
+        """Return the spans, sorted."""
         return list(
             zip(self._rows.tolist(), self._begins.tolist(), self._ends.tolist(), strict=True),
         )
 
     def places(self, rows: Ints, length: int) -> Ints:
-        """The masked tokens of these rows, of `length` tokens each, as places in all of them flattened."""
+        """Return the indices of the masked tokens in the flattened array of these rows of `length` tokens."""
         first, last = (np.searchsorted(self._rows, rows, side) for side in ("left", "right"))
         counts = last - first
         if not counts.any():

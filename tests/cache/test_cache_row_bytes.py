@@ -159,7 +159,7 @@ def test_rows_without_block_checksums_wait_for_their_whole_shards(
         warnings.simplefilter("always")
         assert delivered(store) == (16, 0, None)
     assert not store.rows
-    said = [each for each in warned if "rows cannot be proved" in str(each.message)]
+    said = [each for each in warned if "rows cannot be verified" in str(each.message)]
     assert len(said) == name.endswith("_unhashed"), "once, where only sizes are stated"
 
 

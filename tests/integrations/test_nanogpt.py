@@ -213,7 +213,7 @@ def test_sending_new_sizes_continues_with_the_next_rows(data: Path) -> None:
     ("arguments", "message"),
     [
         ((100, -1), "multiple of 64"),
-        ((64 * 3, -1, 2), r"multiple of 128 \(64 tokens of a row, 1 ranks, 2 micro-batches\)"),
+        ((64 * 3, -1, 2), r"multiple of 128 \(64 tokens per row \* 1 ranks \* 2 micro-batches\)"),
         ((64, 0), "max_seq_len must be at least 1"),
     ],
 )

@@ -134,7 +134,7 @@ def test_each_validation_has_the_same_samples_and_all_of_them_once(
     ("wrong", "message"),
     [
         ({}, "either dataset_path or streams"),
-        ({"options": {"layout": Layout(flat=True)}, "dataset_path": "data"}, "torchtitan decides flat"),
+        ({"options": {"layout": Layout(flat=True)}, "dataset_path": "data"}, "torchtitan determines flat"),
         (
             {"options": {"layout": Layout(keep_length=True)}, "dataset_path": "data"},
             "rows of 65 tokens, but sequences of 64 need 64",

@@ -93,7 +93,7 @@ def test_a_group_is_checked_when_it_is_made_and_keeps_what_was_given() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"seed": None}, "ranks and resumed runs need the same one"),
+        ({"seed": None}, "ranks and resumed runs need the same seed"),
         ({"shuffle": True}, 'give shuffle="window"'),
         ({"shuffle": False}, 'give shuffle="none"'),
         ({"batch_size": None}, "the loader makes the batches"),

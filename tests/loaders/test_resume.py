@@ -644,7 +644,7 @@ def test_what_differs_is_refused_with_a_list_and_a_fork_goes_on_from_the_positio
     other = StreamingLoader(streams, batch_size=4, seed=5, rank=0, world_size=1)
     with pytest.raises(StateError) as caught:
         other.load_state_dict(state)
-    for words in ("seed: saved 17, loader has 5", "stream 0", "without those of exclusion list"):
+    for words in ("seed: saved 17, loader has 5", "stream 0", "without the rows of exclusion list"):
         assert words in str(caught.value)
     other.load_state_dict(state, on_mismatch="fork")
     assert other.position == 3 * GLOBAL_BATCH

@@ -180,7 +180,7 @@ def test_nonsense_is_refused() -> None:
             shard_uses(order, 0, lanes)
     with pytest.raises(ValueError, match="at least 1"):
         BatchLanes(order.spec, 0)
-    with pytest.raises(ValueError, match="a run of the batch"):
+    with pytest.raises(ValueError, match="a run of the batch with step 1"):
         BatchLanes(order.spec, 8).of_part(slice(0, 8, 2))
 
 

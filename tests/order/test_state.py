@@ -66,8 +66,8 @@ def test_states_of_earlier_versions_go_on_in_their_order(number: int, state: Loa
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"mixture": 5}, "a mixture's state has schedule and epoch_samples; this one: 5"),
-        ({"mixture": {"schedule": None}}, "a mixture's state has schedule and epoch_samples"),
+        ({"mixture": 5}, "a mixture's state must have schedule and epoch_samples; got 5"),
+        ({"mixture": {"schedule": None}}, "a mixture's state must have schedule and epoch_samples"),
         ({"streams": 5}, "must have a list of streams"),
         ({"streams": []}, "must have a list of streams"),
         ({"streams": [{"name": ""}, 5]}, "must have a list of streams"),
@@ -118,9 +118,9 @@ def test_a_state_is_flat_plain_data_with_the_names_users_set() -> None:
         ({"tail": "keep"}, "tail"),
         ({"lanes": 0}, "lanes"),
         ({"streams": []}, "lists of name"),
-        ({"streams": {"name": [], "fingerprint": [], "samples": [], "excluded": []}}, "of one length"),
-        ({"streams": TWO | {"name": [""]}}, "of one length"),
-        ({"streams": {name: [] for name in TWO}}, "of one length"),
+        ({"streams": {"name": [], "fingerprint": [], "samples": [], "excluded": []}}, "of equal length"),
+        ({"streams": TWO | {"name": [""]}}, "of equal length"),
+        ({"streams": {name: [] for name in TWO}}, "of equal length"),
         ({"streams": {"fingerprint": ["aa"], "samples": [5]}}, "lists of name, fingerprint, samples"),
         ({"streams": {name: [5] for name in TWO} | {"name": [""]}}, "fingerprint must be text"),
         ({"streams": TWO | {"lanes": [0, "8"]}}, "lanes must be a whole number"),
@@ -131,7 +131,7 @@ def test_a_state_is_flat_plain_data_with_the_names_users_set() -> None:
         ({"streams": TWO, "schedule": [[0, [1]]]}, "of 1 stream"),
         ({"streams": TWO, "schedule": [[0, [0, 0]]]}, "weight"),
         ({"epoch_samples": 0}, "epoch_samples"),
-        ({"global_batch": [[5, 16]]}, "begin at position 0"),
+        ({"global_batch": [[5, 16]]}, "must begin at position 0"),
         ({"global_batch": [[0, 0]]}, "at least 1 sequence"),
         ({"global_batch": [[0, 16], [0, 8]]}, "ascending"),
         ({"global_batch": [16]}, "list of .position"),
@@ -151,10 +151,10 @@ def test_a_state_that_is_not_one_is_refused(change: dict[str, Any], words: str) 
         ([], "a dict, not list"),
         ("state", "a dict, not str"),
         ({}, "this dict is empty"),
-        ({"model": {}}, "has the keys 'model'; load what state_dict"),
-        ({"version": 4}, "has the keys 'version'; load what state_dict"),
-        ({"position": 5}, "has the keys 'position'; load what state_dict"),
-        ({"step": 5, "loader": STATE.to_dict()}, "keys 'step', 'loader'; it seems to be under 'loader'"),
+        ({"model": {}}, "has the keys 'model'; load the dict that state_dict"),
+        ({"version": 4}, "has the keys 'version'; load the dict that state_dict"),
+        ({"position": 5}, "has the keys 'position'; load the dict that state_dict"),
+        ({"step": 5, "loader": STATE.to_dict()}, "keys 'step', 'loader'; load the dict under 'loader'"),
     ],
 )
 def test_other_things_than_states_are_refused_by_what_they_are(data: object, words: str) -> None:
@@ -254,7 +254,7 @@ def test_streams_may_be_added_behind_the_others() -> None:
 
 def test_excluded_rows_and_the_length_of_an_epoch_are_constants() -> None:
     excluded = replace(SETTINGS, streams=(StreamSettings("aa", 50, excluded="0f"),))
-    with pytest.raises(StateError, match="without those of exclusion list 0f"):
+    with pytest.raises(StateError, match="without the rows of exclusion list 0f"):
         resume(STATE, excluded, fixed=NOTHING_FIXED, on_mismatch="error")
     for state, samples in ((MIXED, 80), (STATE, 50)):
         longer = replace(state.settings, epoch_samples=90)

@@ -142,7 +142,7 @@ def test_the_state_and_the_order_are_those_without_a_mask(out: Path) -> None:
     [
         ([(0, 0, 5)], {}, "give labels=True"),
         ([(10_000, 0, 5)], {"labels": True}, "the dataset has"),
-        ([(0, 0, 65)], {"labels": True}, "a row has 64"),
+        ([(0, 0, 65)], {"labels": True}, "a row has only 64 tokens"),
     ],
 )
 def test_a_mask_that_cannot_be_is_refused(
