@@ -270,7 +270,7 @@ def test_tokens_that_were_stored_as_bytes_become_rows(tmp_path: Path) -> None:
         rows = [np.asarray(sample[found.token_column or ""]).tolist() for sample in found]
         assert rows == [[*range(n, n + 8)] for n in range(5)]
     write_mds(tmp_path / "odd", {"tokens": "bytes"}, [{"tokens": b"123"}])
-    with pytest.raises(ShardError, match="sample 0: 3 bytes are no whole int64 tokens"):
+    with pytest.raises(ShardError, match="sample 0: has 3 bytes, not a whole number of int64 tokens"):
         convert(tmp_path / "odd", tmp_path / "e", cut=CutOptions(source_dtype="int64"), progress=False)
 
 

@@ -134,7 +134,7 @@ class DatasetTokens(_DatasetSource):
             return value
         if self._bytes_dtype is not None:
             if len(value) % self._bytes_dtype.itemsize:
-                problem = f"has {len(value):,} bytes, not a multiple of the size of {self._bytes_dtype.name}"
+                problem = f"has {len(value):,} bytes, not a whole number of {self._bytes_dtype.name} tokens"
                 raise ShardError(where, f"sample {row:,}: {problem}")
             return np.frombuffer(value, self._bytes_dtype.newbyteorder("<"))
         try:  # a tar opened with decode=False returns the bytes of the .npy member
