@@ -110,10 +110,7 @@ def _plain(tracer: Tracer, line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unreadable(dataset: OpenDataset, selection: Selection, limit: int) -> tuple[int, list[dict[str, Any]]]:
-    """Return the number of matching records in the quarantine, and the first of them.
-
-    Quarantined records have no ids or URLs, so only file and record can select them.
-    """
+    """Return the number of matching quarantined records (by file and record only), and the first of them."""
     if not selection.files or head_if_any(dataset.store, _QUARANTINE) is None:
         return 0, []
     lines = [load_json(line) for line in dataset.store.get(_QUARANTINE).splitlines()]
@@ -171,7 +168,9 @@ def find_dropped(
     if rule not in rules:
         whole = [name for name in rules if name.endswith(f"/{rule}")]
         near = whole or difflib.get_close_matches(rule, rules, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"rules that did: {', '.join(rules) or '-'}"
+        hint = (
+            f"did you mean {' or '.join(near)}?" if near else f"rules that did: {', '.join(rules) or 'none'}"
+        )
         raise ShardkitError(f"{dataset.location}: no rule {rule!r} dropped anything; {hint}")
     if not folder.names:
         raise ShardkitError(

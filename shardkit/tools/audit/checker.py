@@ -279,7 +279,7 @@ class Checker:
         for epoch in range(first // size, (end - 1) // size + 1):
             begin, stop = max(first, epoch * size), min(end, (epoch + 1) * size)
             steps = np.searchsorted(edges, (begin, stop), side="right") - 1
-            low, high = np.searchsorted(rows, (steps[0], steps[1] + 1)).tolist()  # rows ascend
+            low, high = np.searchsorted(rows, (steps[0], steps[1] + 1)).tolist()  # rows are in order
             free = low + np.flatnonzero(indices[low:high] < 0)
             found = order.positions_of(own_ids[free], epoch)
             fits = (found >= np.maximum(edges[rows[free]], begin)) & (

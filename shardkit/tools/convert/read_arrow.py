@@ -34,10 +34,7 @@ _MAX_BATCH_ROWS = 1 << 16
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """Return the files of a `save_to_disk` folder, in order.
-
-    Raises ShardError if the folder is incomplete or contains several dataset splits.
-    """
+    """Return the files of a `save_to_disk` folder; raises ShardError if invalid or of several splits."""
     if (folder / "dataset_dict.json").is_file():
         splits = read_json(folder / "dataset_dict.json", _MAX_STATE_BYTES).get("splits", [])
         names = ", ".join(map(str, splits))[:200] if isinstance(splits, list) else ""
@@ -187,8 +184,6 @@ class _Stream:
 
 
 class _Parquet:
-    """A Parquet file."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         with path.open("rb") as file:

@@ -348,8 +348,7 @@ def _leaf_names(index: _Index) -> Sequence[str]:
         raise index.refused("describes items that are not flat dicts of values: flatten them when writing")
     if len(names) != len(index.formats) or len(set(names)) != len(names):
         raise index.refused(
-            f"has {len(names)} leaf names in data_spec, but {len(index.formats)} formats in data_format; "
-            "names must be unique, one per format"
+            f"has {len(names)} leaf names, but {len(index.formats)} formats: each format needs a unique name"
         )
     return names
 

@@ -113,7 +113,7 @@ def compare_funnels(before: DatasetCard, after: DatasetCard) -> list[FunnelChang
     """Compare the losses of steps and rules, in the second build's order; read is first, kept is last."""
     rows = [{(row.rule or row.label): row for row in funnel_rows(card)} for card in (before, after)]
     order = list(rows[1])
-    order[-1:-1] = [name for name in rows[0] if name not in rows[1]]  # before "kept"
+    order[-1:-1] = [name for name in rows[0] if name not in rows[1]]  # insert before "kept"
     found = []
     for name in order:
         counts = [

@@ -216,9 +216,8 @@ def _around(
     """Return the text before the words, the words, and the text after; None if the row lacks the words."""
     start = place - place % length
     low = max(start, place - _AROUND)
-    high = min(
-        start + length, place + len(words) + _AROUND
-    )  # a token has a character at least, nearly always
+    # A token nearly always has at least one character, so `len(words)` tokens cover the words.
+    high = min(start + length, place + len(words) + _AROUND)
     text = decoder.text(flat[low:high])
     at = text.find(words)
     if at < 0:

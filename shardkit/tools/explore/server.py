@@ -138,10 +138,7 @@ class _BoundedRequests(H11Protocol):
 
 
 def bind(port: int) -> socket.socket:
-    """Return a socket that listens on this machine only; port 0 means any free port.
-
-    Raises ShardkitError if the port cannot be used.
-    """
+    """Listen on a port (0: any free port) of this machine only; raises ShardkitError if it cannot be used."""
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -128,7 +128,6 @@ def _percent(share: float) -> str:
 
 
 def _number(value: object) -> str:
-    """Format a value that a rule computed."""
     if isinstance(value, float):
         return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.6g}"
     return "" if value is None else str(value)

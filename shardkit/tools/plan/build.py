@@ -330,7 +330,6 @@ def _lacks(card: DatasetCard, error: Exception) -> ShardkitError:
 
 
 def _dedup_parts(dedup: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the parts of duplicate removal in a recipe."""
     found = {name for name in DEDUP_PARTS if dedup.get(name) is not None}
     if "lines" in found and dedup["lines"]["unit"] == "span":
         found = found - {"lines"} | {"spans"}

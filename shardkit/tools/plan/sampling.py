@@ -141,7 +141,7 @@ def _build(
     try:
         built = build_unpublished(derived, workers=workers, progress=progress, storage=storage)
     except BuildError as error:
-        raise BuildError(f"building from a sample: {error}") from error
+        raise BuildError(f"the build of the sample failed: {error}") from error
     seconds = _core_seconds() - before
     shards = sum(shard.stored.bytes for dataset in built for shard in dataset.manifest.shards)
     work = sum(status.st_size for status in _files(folder / "work")) - shards

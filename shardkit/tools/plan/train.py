@@ -37,7 +37,7 @@ class TrainNeeds:
     batch_size: int = 8
     """Sequences per GPU and step."""
     epochs: Fraction = Fraction(1)
-    """Passes over the dataset."""
+    """Number of passes over the dataset."""
     shard_bytes: int = 1 << 26
     lanes: int | None = None
     """Number of lanes; None means the loader's default."""
