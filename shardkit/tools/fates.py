@@ -1,8 +1,8 @@
-"""What became of documents: kept, dropped by a filter, removed as a duplicate, or unreadable.
+"""Finds the outcome of documents: kept, dropped by a filter, removed as a duplicate, or unreadable.
 
-A build accounts for every document of its inputs: `provenance/` has the documents that are in the dataset,
-`dropped/` and `duplicates/` those that are not (formats/dropped_table.py), `quarantine.jsonl` what could
-not be read. `find_fates` looks in all of them; `find_dropped` lists documents that a rule dropped.
+A build accounts for every document of its inputs: `provenance/` lists the documents in the dataset,
+`dropped/` and `duplicates/` the removed documents (formats/dropped_table.py), and `quarantine.jsonl` the
+unreadable records. `find_fates` looks in all of them; `find_dropped` lists the documents that a rule dropped.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ _QUARANTINE = "quarantine.jsonl"
 
 
 def find_fates(tracer: Tracer, selection: Selection, *, limit: int = 20) -> dict[str, Any]:
-    """Count the documents that `selection` wants by outcome, and describe the first `limit` of each.
+    """Count the documents that match `selection` by outcome, and describe the first `limit` of each outcome.
 
-    `limit` 0: all. Facts are numbers, text and null. ShardkitError if no table has any of them.
+    A `limit` of 0 means all. The values are numbers, text or null. Raises ShardkitError if no table contains
+    a matching document.
     """
     dataset = tracer.dataset
     dropped = ParquetFolder(dataset, DROPPED_FOLDER, DROPPED_SCHEMA)
@@ -50,9 +51,9 @@ def find_fates(tracer: Tracer, selection: Selection, *, limit: int = 20) -> dict
     }
     counts = {name: count for name, (count, _) in fates.items()}
     if not any(counts.values()):
-        hint = "look at the spelling, or search by --file and --record"
+        hint = "check the spelling, or search by --file and --record"
         if not dropped.names and not duplicates.folder.names:
-            hint = "it has no tables of what was removed: build it again to have them"
+            hint = "it has no tables of removed documents; build it again to write them"
         raise ShardkitError(f"{dataset.location}: no such document is known; {hint}")
     _add_survivors(tracer, duplicates, fates["duplicate"][1])
     shown = [{"outcome": name, **facts} for name, (_, found) in fates.items() for facts in found]
@@ -62,7 +63,7 @@ def find_fates(tracer: Tracer, selection: Selection, *, limit: int = 20) -> dict
 
 
 def _kept(tracer: Tracer, selection: Selection, limit: int) -> tuple[int, list[dict[str, Any]]]:
-    """Documents of the dataset, with their rows."""
+    """Return the number of matching documents in the dataset, and the first of them with their rows."""
     if tracer.table is None:
         return 0, []
     ids = [np.empty(0, "S16")]
@@ -88,7 +89,7 @@ def _with_rows(tracer: Tracer, pieces: list[Piece]) -> dict[str, Any]:
 def _lines(
     tracer: Tracer, folder: ParquetFolder, selection: Selection, limit: int
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Lines of a table of removed documents."""
+    """Return the number of matching lines in a table of removed documents, and the first of them."""
     count, shown = 0, list[dict[str, Any]]()
     for table in folder.search(selection) if folder.names else ():
         count += table.num_rows
@@ -98,7 +99,7 @@ def _lines(
 
 
 def _plain(tracer: Tracer, line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line with ids in hex and sources by label."""
+    """Return a copy of a line with ids in hexadecimal and sources as labels."""
     plain = dict(line)
     for name, value in line.items():
         if name.endswith("document_id"):
@@ -109,7 +110,7 @@ def _plain(tracer: Tracer, line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unreadable(dataset: OpenDataset, selection: Selection, limit: int) -> tuple[int, list[dict[str, Any]]]:
-    """Records of the quarantine; they are known by file and record only."""
+    """Return the number of matching quarantined records (by file and record only), and the first of them."""
     if not selection.files or head_if_any(dataset.store, _QUARANTINE) is None:
         return 0, []
     lines = [load_json(line) for line in dataset.store.get(_QUARANTINE).splitlines()]
@@ -121,7 +122,7 @@ def _unreadable(dataset: OpenDataset, selection: Selection, limit: int) -> tuple
 
 
 def _add_survivors(tracer: Tracer, duplicates: Duplicates, shown: list[dict[str, Any]]) -> None:
-    """Add what stays in the end, with its rows: the text of the removed document is there."""
+    """Add to each duplicate the document that was finally kept in its place, with its rows and text."""
     if not shown:
         return
     ids = [bytes.fromhex(facts["document_id"]) for facts in shown]
@@ -136,7 +137,7 @@ def _add_survivors(tracer: Tracer, duplicates: Duplicates, shown: list[dict[str,
 
 
 def _add_values(dataset: OpenDataset, shown: list[dict[str, Any]]) -> None:
-    """Add the value of every rule, if the dataset has annotations."""
+    """Add the value of every rule to each document, if the dataset has annotations."""
     of_document = pa.schema([DROPPED_SCHEMA.field(name) for name in _OF_DOCUMENT[:4]])
     folder = ParquetFolder(dataset, _ANNOTATIONS_FOLDER, of_document)
     ids = [bytes.fromhex(facts["document_id"]) for facts in shown if "document_id" in facts]
@@ -153,9 +154,10 @@ def _add_values(dataset: OpenDataset, shown: list[dict[str, Any]]) -> None:
 def find_dropped(
     tracer: Tracer, rule: str | None = None, *, limit: int = 20, nearest: bool = False
 ) -> dict[str, Any]:
-    """The first `limit` documents that a rule dropped, those with a text first; `nearest`: to its bound.
+    """Return the first `limit` documents that a rule dropped, documents with stored text first.
 
-    Without a rule, only what each dropped. ShardkitError for a rule that dropped nothing.
+    `nearest` orders them by distance to the rule's bound instead. Without a rule, only the number of dropped
+    documents per rule is returned. Raises ShardkitError if the rule dropped nothing.
     """
     dataset = tracer.dataset
     folder = ParquetFolder(dataset, DROPPED_FOLDER, DROPPED_SCHEMA)
@@ -166,18 +168,20 @@ def find_dropped(
     if rule not in rules:
         whole = [name for name in rules if name.endswith(f"/{rule}")]
         near = whole or difflib.get_close_matches(rule, rules, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(rules) or 'none'}"
+        hint = (
+            f"did you mean {' or '.join(near)}?" if near else f"rules that did: {', '.join(rules) or 'none'}"
+        )
         raise ShardkitError(f"{dataset.location}: no rule {rule!r} dropped anything; {hint}")
     if not folder.names:
         raise ShardkitError(
-            f"{dataset.location}: has no {DROPPED_FOLDER}/*.parquet: build it again to have them"
+            f"{dataset.location}: has no {DROPPED_FOLDER}/*.parquet: build it again to write them"
         )
     best = heapq.nsmallest(limit or rules[rule], _ranked(folder, rule, nearest))
     return {"rules": rules, "rule": rule, "documents": [_plain(tracer, line) for _, _, line in best]}
 
 
 def _ranked(folder: ParquetFolder, rule: str, nearest: bool) -> Iterable[tuple[float, int, dict[str, Any]]]:
-    """(rank, number, line) of a rule's documents, those of one row group at a time."""
+    """Yield (rank, number, line) of a rule's documents, reading one row group at a time."""
     number = 0
     for file, group in folder.groups():
         with folder.open(file) as opened:

@@ -1,7 +1,7 @@
-"""The table of each row's work, by which loaders with `balance` place rows on ranks.
+"""Writes the table of row costs, which loaders with `balance` use to assign rows to ranks.
 
-`make_row_costs` reads all rows of a dataset once and writes the sum of squared document lengths of each, 4 or
-8 bytes a row, beside the index (`shardkit.datasets.row_costs`). A table that is there is only checked.
+`make_row_costs` reads all rows of a dataset once. For each row it writes the sum of squared document lengths,
+4 or 8 bytes per row, next to the index (`shardkit.datasets.row_costs`). An existing table is only checked.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def make_row_costs(
     storage: StorageOptions | None = None,
     progress: bool = True,
 ) -> list[str]:
-    """Write the table beside the index of `path`, or of each of `copies` of it; return the files written.
+    """Write the table next to the index of `path`, or of each of its `copies`; return the files written.
 
-    Documents end with `eos_id`, by default the one that the card states, or begin with `bos_id`. Raises
-    ShardError for a dataset without rows of tokens of one length, and for a copy with another fingerprint.
+    Documents end with `eos_id` (default: the id in the card) or begin with `bos_id`. Raises ShardError if the
+    dataset has no token rows of one fixed length, or if a copy has a different fingerprint.
     """
     if eos_id is not None and bos_id is not None:
         raise ValueError("documents are found by eos_id or by bos_id: give one of the two")
@@ -42,8 +42,8 @@ def make_row_costs(
             if copy.fingerprint != dataset.fingerprint:
                 raise ShardError(
                     copy.location,
-                    f"has the fingerprint {copy.fingerprint}, {dataset.location} {dataset.fingerprint}: it "
-                    "is no copy, and has rows of its own",
+                    f"has the fingerprint {copy.fingerprint}, but {dataset.location} has "
+                    f"{dataset.fingerprint}: it is not a copy, so its rows need a table of their own",
                 )
         ids = DocumentIds(_eos_id(dataset) if eos_id is bos_id is None else eos_id, bos_id, pad_id)
         costs = find_row_costs(dataset, ids)
@@ -56,5 +56,5 @@ def make_row_costs(
 def _eos_id(dataset: Dataset) -> int:
     eos_id = None if dataset.card is None else dataset.card.tokenizer.eos_id
     if eos_id is None:
-        raise ShardError(dataset.location, "states no id that ends documents: give eos_id or bos_id")
+        raise ShardError(dataset.location, "has no eos_id in its card: give eos_id or bos_id")
     return eos_id

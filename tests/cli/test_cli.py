@@ -142,7 +142,7 @@ USAGE = [
         (["plan"], "KIND"),
         (["plan", "train", "--tokens", "1", "--days", "1"], "--gpus"),
         ([*PLAN_TRAIN, "--gpus", "2047"], "2,047 GPUs do not fill nodes of 8"),
-        ([*PLAN_TRAIN, "--gpus", "2048", "--latency", "soon"], "not a time: 'soon'"),
+        ([*PLAN_TRAIN, "--gpus", "2048", "--latency", "soon"], "'soon' is not a time"),
         (["plan", "build"], "give --tokens, --raw, --from a dataset, or a recipe to measure"),
         (["plan", "build", "--tokens", "1", "--raw", "1"], "each follows from the other"),
         (["plan", "build", "--tokens", "1", "--retention", "a"], "is not NAME=SHARE"),

@@ -183,7 +183,7 @@ def test_a_text_that_was_not_kept_comes_from_the_input_file(out: Path, tmp_path:
     assert text.strip() in page.words
     opened = explore(out.parent / "without", tmp_path)
     page = show(Site(opened), "removed", table="dropped", at="0.0.0")
-    assert f"{line['file']} is no file in {tmp_path}" in page.words
+    assert f"{line['file']} is not a file in {tmp_path}" in page.words
     page = show(Site(explore(out.parent / "without")), "removed", table="dropped", at="0.0.0")
     assert "--inputs FOLDER" in page.words
 

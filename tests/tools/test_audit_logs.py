@@ -120,7 +120,7 @@ def test_a_rank_that_takes_anothers_part_is_named(path: Path, dataset: Dataset, 
     report = log_report(tmp_path, dataset)
     assert {"lost", "repeated", "part", "epoch"} <= kinds(report)
     assert {(f.rank, f.problem) for f in report.findings.kept if f.kind == "part"} == {
-        (2, "was given the part of rank 0")
+        (2, "received the part of rank 0")
     }
     assert {f.rank for f in report.findings.kept if f.kind == "repeated"} == {2}
     assert report.findings.counts["lost"] == report.findings.counts["repeated"] > 30
@@ -132,8 +132,8 @@ def test_a_step_skipped_at_a_restart_is_named(path: Path, dataset: Dataset, tmp_
     report = log_report(tmp_path, dataset)
     assert {"resume", "gap"} <= kinds(report)
     problems = " ".join(finding.problem for finding in report.findings.kept)
-    assert "its state said position 60, its first step is at 72 (skipping 12 samples)" in problems
-    assert "positions 60 to 71 (12 samples) were delivered by no run" in problems
+    assert "its state is at position 60, but its first step at 72 (skipping 12 samples)" in problems
+    assert "positions 60 to 71 (12 samples) were not delivered by any run" in problems
 
 
 def test_a_step_repeated_at_a_restart_is_named(path: Path, dataset: Dataset, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_log_that_ends_early_is_named(path: Path, dataset: Dataset, tmp_path: 
     assert kinds(report) == {"rank"}
     assert report.findings.kept[0].rank == 1
     assert "its log ends with the step at position" in report.findings.kept[0].problem
-    assert any("cut short" in notice for notice in report.findings.notices)
+    assert any("truncated" in notice for notice in report.findings.notices)
 
 
 def test_ranks_stopped_a_step_apart_at_the_end_are_no_fault_unless_they_closed(
@@ -263,7 +263,7 @@ def test_ranks_stopped_a_step_apart_at_the_end_are_no_fault_unless_they_closed(
         report = log_report(logs, dataset)
         assert report.ok is not close
         assert report.walks[0].steps == 7
-        assert close or any("the last 1 step came to some ranks only" in n for n in report.findings.notices)
+        assert close or any("only some ranks have the last 1 step" in n for n in report.findings.notices)
 
 
 def test_runs_that_crash_at_once_are_told_apart_by_time(
@@ -339,12 +339,12 @@ def test_logs_of_other_data_are_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="is not a folder of usage logs"):
         log_report(tmp_path / "nothing", other)
     (tmp_path / "logs").mkdir()
-    with pytest.raises(ShardError, match="holds no usage logs"):
+    with pytest.raises(ShardError, match="has no usage logs"):
         log_report(tmp_path / "logs", other)
     run(path, tmp_path / "logs", 2, steps=3)
     with pytest.raises(StateError, match="give the dataset that the run read"):
         log_report(tmp_path / "logs", other)
-    with pytest.raises(StateError, match="the run has 1 datasets, 2 were given"):
+    with pytest.raises(StateError, match="the run has 1 datasets, but 2 were given"):
         log_report(tmp_path / "logs", other, other)
 
 

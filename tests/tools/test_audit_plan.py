@@ -174,7 +174,7 @@ def test_a_rank_that_is_a_step_behind_is_named() -> None:
 
     report = plan_report(index_only(SIZES), world_sizes=[2], epochs=1, broken=broken)
     first = next(finding for finding in report.findings.kept if finding.kind == "part")
-    assert (first.rank, first.step, first.problem) == (1, 4, "was given what rank 1 has at step 3")
+    assert (first.rank, first.step, first.problem) == (1, 4, "received the part of rank 1 at step 3")
 
 
 def test_a_restart_at_a_wrong_position_is_found() -> None:
@@ -189,7 +189,7 @@ def test_a_restart_at_a_wrong_position_is_found() -> None:
 
     report = plan_report(index_only(SIZES), world_sizes=[2, 1], resumes=[10], epochs=1, broken=broken)
     problems = {finding.kind: finding.problem for finding in report.findings.kept}
-    assert "goes on at position" in problems["steps"]
+    assert "continues at position" in problems["steps"]
     lost = [(f.step, f.position) for f in report.findings.kept if f.kind == "lost"]
     assert lost == [(11 + n // 4, 80 + n) for n in range(8)]
 

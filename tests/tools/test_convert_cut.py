@@ -154,15 +154,15 @@ def test_tars_stay_within_the_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sequence_length": 8}, "say what becomes of the last tokens"),
+        ({"sequence_length": 8}, "the last tokens may not fill a row"),
         ({"sequence_length": 8, "keep_lengths": True}, "not both"),
         ({"sequence_length": 0, "pad": 1}, "must be from 1"),
         ({"sequence_length": 8, "pad": 1, "drop_tail": True}, "either pad or drop_tail"),
-        ({"pad": 1}, "give one"),
-        ({"eos": 1}, "eos changes rows that are copied"),
+        ({"pad": 1}, "give sequence_length"),
+        ({"eos": 1}, "eos would change rows that are copied"),
         ({"sequence_length": 8, "eos": 70_000, "dtype": "uint16"}, "eos 70,000 does not fit uint16"),
         ({"dtype": "int8"}, "dtype must be one of"),
-        ({"drop_empty": True}, "drop_empty is for keep_lengths"),
+        ({"drop_empty": True}, "drop_empty needs keep_lengths"),
     ],
 )
 def test_options_that_contradict_themselves_are_refused(settings: dict[str, Any], message: str) -> None:

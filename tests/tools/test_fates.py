@@ -222,7 +222,7 @@ def test_a_dataset_without_the_tables_says_so(
             (copy / path.name).write_bytes(path.read_bytes())
     (copy / "provenance").symlink_to(out / "provenance")
     assert main(["trace", str(copy), "--why", "--id", "a.jsonl-2"]) == 1
-    assert "has no tables of what was removed: build it again" in capsys.readouterr().err
+    assert "has no tables of removed documents; build it again" in capsys.readouterr().err
     assert one(capsys, copy, "--id", "a.jsonl-4")["outcome"] == "kept"
     assert main(["trace", str(copy), "--dropped", "length/too_few_words"]) == 1
     assert "dropped/*.parquet: build it again" in capsys.readouterr().err

@@ -197,7 +197,7 @@ def test_rows_are_counted_once_for_all_copies(path: Path, url: str, tmp_path: Pa
 
 def test_what_cannot_be_counted_is_refused(path: Path, tmp_path: Path) -> None:
     other = make_uneven(tmp_path / "other", seed=5)
-    with pytest.raises(ShardError, match="is no copy"):
+    with pytest.raises(ShardError, match="is not a copy"):
         make_row_costs(path, copies=[other], progress=False)
     (other / "dataset.json").unlink()
     with pytest.raises(ShardError, match="give eos_id or bos_id"):

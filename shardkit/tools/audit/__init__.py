@@ -1,1 +1,1 @@
-"""Proofs that every sample is delivered exactly once: of a plan before a run, of a run by its usage logs."""
+"""Proves that every sample is delivered exactly once: from the plan before a run, or from its usage logs."""

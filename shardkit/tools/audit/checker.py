@@ -1,17 +1,18 @@
-"""Checks steps as they were delivered, one after another: exactly once, and in the promised order.
+"""Checks delivered steps in order: every sample exactly once per epoch, and in the promised order.
 
 Two independent proofs, in memory that does not grow with the number of samples:
 
-    exact   every delivered id is mapped back to its stream's index (`positions_of`, a function of id and
-            epoch). A step's indices must be exactly those of its positions, each once. Different indices come
-            from different samples, so none is delivered twice in an epoch, whatever that function does; and
-            N different ids out of N are all of them. The set of a step then follows from its positions alone.
-    sums    of each epoch's ids, as a multiset, against those of all kept rows of the index (`sums`): the
-            arithmetic of the order takes no part.
+    exact   every delivered id is mapped back to its index in the stream (`positions_of`, a function of id
+            and epoch). A step's indices must be exactly the indices of its positions, each once. Because
+            `positions_of` is a function, different indices come from different ids. So no id is delivered
+            twice in an epoch, and N different ids out of N are all ids. The set of ids in a step then
+            depends on its positions alone.
+    sums    the ids of each epoch, as a multiset, must have the same sums as all kept rows of the index
+            (`sums`); this does not use the arithmetic of the order.
 
-The use of shards is checked as well: of a shard with k kept rows, E whole epochs use E * k samples, and each
-epoch delivered in part between none and k more. What the tail "drop" leaves out is no delivery, but counts
-towards what is expected of a shard.
+The use of shards is checked as well: E whole epochs use E * k samples of a shard with k kept rows, and each
+partial epoch uses 0 to k more. Samples that the tail "drop" leaves out are not deliveries, but count towards
+the expected use of a shard.
 
 Deliveries are int64[steps, ranks, batch]; -1 is padding.
 """
@@ -31,7 +32,7 @@ from shardkit.tools.audit.expectation import Expectation, Steps
 from shardkit.tools.audit.findings import AuditReport, Finding, ShardUse, Walk
 from shardkit.tools.audit.sums import SampleHash, Tally
 
-BLOCK_POSITIONS = 1 << 18  # checked at once: about 20 MB of temporaries
+BLOCK_POSITIONS = 1 << 18  # number of positions checked per block; temporaries take about 20 MB
 MAX_SHARDS_LISTED = 1000
 
 _Bools = npt.NDArray[np.bool_]
@@ -39,7 +40,7 @@ _Which = slice | npt.NDArray[np.intp]
 
 
 class Checker:
-    """Follows a walk from `position` on; `finish` adds it to the report."""
+    """Checks a walk that begins at `position`; `finish` adds the walk to the report."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Checker:
         self._tallies: dict[tuple[int, int], Tally] = {}
         self._of_index: dict[int, Tally] = {}
         self._whole_epochs = [0] * len(expected.streams)
-        self._delivered = np.zeros(expected.shards, dtype=np.int64)  # samples of each shard
+        self._delivered = np.zeros(expected.shards, dtype=np.int64)  # samples delivered per shard
         self._dropped = np.zeros_like(self._delivered)
         self._broken: list[tuple[int, int]] = []  # ranges of positions that no run delivered or logged
         self._discrepancies = Discrepancies(expected, report.findings)
@@ -71,7 +72,7 @@ class Checker:
         return self.walk.end
 
     def deliver(self, ids: Ints) -> None:
-        """The next steps: int64[steps, ranks, batch]."""
+        """Check the ids of the next steps, int64[steps, ranks, batch]; -1 is padding."""
         count, ranks, batch = ids.shape
         done = 0
         while done < count:
@@ -82,11 +83,12 @@ class Checker:
             self._check(steps, ids[done : done + steps.count])
             done += steps.count
             settled = self.expected.tiling.settle(steps.end, ranks * batch)
-            if settled > steps.end:  # a loader moves on at once, whatever the next step's size
+            # A loader skips the dropped samples right after a step, before the next step's size is known.
+            if settled > steps.end:
                 self._drop(steps.end, settled)
 
     def skip(self, position: int) -> None:
-        """Move to `position`. What comes before was not delivered or is unknown: its epochs are unproved."""
+        """Move to `position`; the epochs of the skipped positions stay unproved."""
         assert position >= self.position
         if position > self.position:
             self._broken.append((self.position, position))
@@ -102,7 +104,7 @@ class Checker:
         rank: int | None = None,
         sample: int | None = None,
     ) -> None:
-        """Add a finding; by default about the next step. `sample`: the first one that it concerns.
+        """Add a finding about `step` (default: the next step) and `sample`, the first sample concerned.
 
         `step` is counted from 0 here, and from 1 in findings.
         """
@@ -113,7 +115,7 @@ class Checker:
         self.findings.add(found)
 
     def finish(self, *, seconds: float, superseded: int = 0) -> None:
-        """The walk is over: report it, and judge partial epochs, the use of shards, and what did not fit."""
+        """End the walk: report it, its partial epochs, wrong use of shards, and classified discrepancies."""
         for (stream, epoch), tally in sorted(self._tallies.items()):
             if tally.count:
                 self.walk.partial.append((self.expected.names[stream], epoch, tally.count))
@@ -124,7 +126,7 @@ class Checker:
         self._report.shards, self._report.shard_count = self._checked_shards(), self.expected.shards
 
     def _checked_shards(self) -> list[ShardUse]:
-        """The first shards, with wrong ones before all others; a finding for each that is wrong."""
+        """Return the first shards, shards with wrong use first, and add a finding for each wrong one."""
         whole, part = [], []
         for stream, order in enumerate(self.expected.streams):
             kept = np.diff(order.order.shard_starts)
@@ -151,7 +153,7 @@ class Checker:
         self._close_epochs()
 
     def _drop(self, start: int, end: int) -> None:
-        """The tail "drop" left these positions out: they count as seen, or no epoch would be whole."""
+        """Count the samples that the tail "drop" left out; otherwise no epoch would be complete."""
         self.walk.dropped += end - start
         for begin in range(start, end, BLOCK_POSITIONS):
             steps = Steps(begin, min(BLOCK_POSITIONS, end - begin), 1)
@@ -171,7 +173,7 @@ class Checker:
         low, high = self._hashing(ids)
         if not real.all():
             low, high = np.where(real, low, 0).astype(np.uint64), np.where(real, high, 0).astype(np.uint64)
-        # Low and high of each step together: the digest must not depend on how steps are cut into blocks.
+        # Both sums of a step are adjacent, so that the digest does not depend on the size of blocks.
         sums = np.stack([words.sum(axis=1, dtype=np.uint64) for words in (low, high)], axis=1)
         self._digest.update(sums.astype("<u8").tobytes())
         edges = self.expected.edges(steps)
@@ -199,7 +201,7 @@ class Checker:
         self._move_to(steps.end, [int(each[-1]) for each in edges])
 
     def _real(self, steps: Steps, ids: Ints) -> _Bools:
-        """Which entries are samples; findings for misplaced padding and for what is no row to deliver."""
+        """Return which entries are valid samples; add findings for wrong padding and invalid ids."""
 
         def at(row: int) -> dict[str, int]:
             return {"step": self.walk.steps + row, "position": steps.start + row * steps.size}
@@ -208,12 +210,12 @@ class Checker:
         if ids.shape[1] != steps.size or not real.all():
             counts = real.sum(axis=1)
             for row in np.flatnonzero(counts != steps.size).tolist():
-                self.found("padding", f"{counts[row]:,} samples in a step that has {steps.size:,}", **at(row))
+                self.found("padding", f"{counts[row]:,} samples in a step of {steps.size:,}", **at(row))
         foreign = (ids < -1) | (ids >= self.expected.samples)
         if foreign.any():
             row, column = np.argwhere(foreign)[0].tolist()
-            problem = f"{int(foreign.sum()):,} ids from here on that the dataset does not have"
-            self.found("foreign", f"{problem}, the first {ids[row, column]}", **at(row))
+            problem = f"{int(foreign.sum()):,} ids from this step on are not in the dataset"
+            self.found("foreign", f"{problem}; the first is {ids[row, column]}", **at(row))
         excluded = np.zeros_like(real)
         for stream, order in enumerate(self.expected.streams):
             if order.exclusions is not None:
@@ -226,7 +228,7 @@ class Checker:
         return real & ~foreign & ~excluded
 
     def _by_stream(self, flat: Ints, where: _Which) -> Sequence[_Which]:
-        """Which of the entries `where` belong to each stream, ascending."""
+        """Return, for each stream, which of the entries `where` belong to it, in ascending order."""
         if len(self.expected.streams) == 1:
             return [where]
         where = np.arange(len(flat))[where]
@@ -245,7 +247,7 @@ class Checker:
         where: _Which,
         shape: tuple[int, int],
     ) -> set[int]:
-        """One stream's samples of a block of steps; gives the rows of steps in which something is wrong."""
+        """Check one stream's samples in a block of steps; return the rows of the first faulty steps."""
         first, end = int(edges[0]), int(edges[-1])
         if not len(ids) and first == end:
             return set()
@@ -263,10 +265,10 @@ class Checker:
         return self._discrepancies.add(stream, delivered, self.walk.steps)
 
     def _indices_of(self, stream: int, own_ids: Ints, rows: Ints, edges: Ints) -> Ints:
-        """The index of each sample in the epoch of its step.
+        """Return the index of each sample in the epoch of its step.
 
-        In a step with samples of several epochs, it is the epoch in which the sample fits, or else one in
-        which the step lacks a sample: that is the epoch whose sample it replaced.
+        If a step has samples of several epochs, a sample belongs to the epoch in which it fits, or else to an
+        epoch of which the step lacks a sample, because that is the sample it replaced.
         """
         order = self.expected.streams[stream]
         size = max(order.samples, 1)
@@ -277,13 +279,13 @@ class Checker:
         for epoch in range(first // size, (end - 1) // size + 1):
             begin, stop = max(first, epoch * size), min(end, (epoch + 1) * size)
             steps = np.searchsorted(edges, (begin, stop), side="right") - 1
-            low, high = np.searchsorted(rows, (steps[0], steps[1] + 1)).tolist()  # rows ascend
+            low, high = np.searchsorted(rows, (steps[0], steps[1] + 1)).tolist()  # rows are in order
             free = low + np.flatnonzero(indices[low:high] < 0)
             found = order.positions_of(own_ids[free], epoch)
             fits = (found >= np.maximum(edges[rows[free]], begin)) & (
                 found < np.minimum(edges[rows[free] + 1], stop)
             )
-            # Of a sample that comes twice in a step, the other one may belong to the next epoch.
+            # If a step has a sample twice, the second one may belong to the next epoch.
             found, firsts = np.unique(found[fits], return_index=True)
             indices[free[fits][firsts]] = found
         left = np.flatnonzero(indices < 0)
@@ -302,7 +304,7 @@ class Checker:
         return indices
 
     def _count(self, stream: int, indices: Ints, ids: Ints, words: tuple[Words, Words]) -> None:
-        """Add to the sums of the epochs that these are in."""
+        """Add samples to the sums of the epochs that contain their indices."""
         if not len(ids):
             return
         size = max(self.expected.streams[stream].samples, 1)
@@ -321,7 +323,7 @@ class Checker:
         return self._tallies.setdefault((stream, epoch), Tally())
 
     def _close_epochs(self) -> None:
-        """Compare the sums of the epochs that are over with the index."""
+        """Compare the sums of finished epochs with the index."""
         for stream, epoch in [key for key in self._tallies if self._is_over(*key)]:
             size = self.expected.streams[stream].samples
             if epoch * size < self._origins[stream] or self._is_broken(stream, epoch * size, size):
@@ -333,9 +335,9 @@ class Checker:
                 continue
             self.walk.epochs_wrong += 1
             name = self.expected.names[stream] if self.expected.mixture is not None else None
-            problem = f"{tally.count:,} samples, the index has {whole.count:,}"
+            problem = f"{tally.count:,} samples were delivered, but the index has {whole.count:,}"
             if tally.count == whole.count:
-                problem = f"{tally.count:,} samples, as the index has, but not the same ones"
+                problem = f"{tally.count:,} samples were delivered, as many as in the index, but not the same"
             self.findings.add(Finding(kind="epoch", problem=problem, epoch=epoch, stream=name))
 
     def _is_over(self, stream: int, epoch: int) -> bool:
@@ -349,7 +351,7 @@ class Checker:
         return False
 
     def _tally_of_index(self, stream: int) -> Tally:
-        """The sums of all kept rows, counted once."""
+        """Return the sums of all kept rows of a stream, each counted once."""
         if stream not in self._of_index:
             tally = self._of_index[stream] = Tally()
             excluded = self.expected.streams[stream].exclusions

@@ -1,8 +1,8 @@
-"""Deliveries that do not fit, classified: lost, repeated, moved to another step, or another rank's part.
+"""Classifies wrong deliveries: lost, repeated, moved to another step, or given to the wrong rank.
 
-A sample that is delivered where it does not belong counts +1 in its epoch, one that is missing from its step
--1. When the walk is over, a sum above 0 means repeated, below 0 lost, and 0 moved. Follows up to
-`MAX_FOLLOWED` samples.
+A sample that is delivered at a wrong step counts +1 in its epoch, and a sample that is missing from its step
+counts -1. At the end of the walk, a sum above 0 means repeated, below 0 means lost, and 0 means moved. Up to
+`MAX_FOLLOWED` samples are tracked.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from shardkit.arrays import Ints
 from shardkit.tools.audit.expectation import Expectation, Steps
 from shardkit.tools.audit.findings import Finding, Findings
 
-MAX_FOLLOWED = 1 << 17  # samples, about 30 MB; if more are wrong, the first ones tell the story
-MAX_EXPLAINED = 8  # steps whose ranks' parts are compared
-NEAR_STEPS = 2  # before and after a faulty step, where a rank's samples are searched for
+MAX_FOLLOWED = 1 << 17  # maximum number of wrong samples tracked, about 30 MB; the first ones show the cause
+MAX_EXPLAINED = 8  # maximum number of faulty steps whose parts are compared rank by rank
+NEAR_STEPS = 2  # number of steps before and after a faulty step that are searched for a rank's samples
 
 
 @dataclass(slots=True)
 class _Sample:
-    """One sample in one epoch: where it was delivered but not expected, and where it is missing."""
+    """One sample in one epoch: where it was delivered unexpectedly, and where it is missing."""
 
     index: int
     net: int = 0
-    came: tuple[int, int] | None = None  # (step, rank)
-    missing: int | None = None  # step
+    came: tuple[int, int] | None = None  # (step, rank) of the first unexpected delivery
+    missing: int | None = None  # first step that lacks the sample
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """A stream's samples in some steps: arrays of one length, and which of them fit into their step.
+    """A stream's samples in a block of steps, as arrays of equal length; `fits`: is the sample in its step?
 
-    `edges`: the stream's indices where each step begins, and after the last.
+    `edges` are the stream's indices where each step begins, and after the last step.
     """
 
     ids: Ints
@@ -48,7 +48,7 @@ class Delivered:
 
 
 class Discrepancies:
-    """What did not fit, until `settle` classifies it."""
+    """Collects the wrong deliveries of a walk until `settle` classifies them."""
 
     def __init__(self, expected: Expectation, findings: Findings) -> None:
         self._expected, self._findings = expected, findings
@@ -56,7 +56,7 @@ class Discrepancies:
         self._explained = self._not_followed = 0
 
     def add(self, stream: int, found: Delivered, first_step: int) -> set[int]:
-        """Record what is wrong; return the rows of the first steps that have it."""
+        """Record the missing and unexpected samples of a block; return the rows of the first faulty steps."""
         size = max(self._expected.streams[stream].samples, 1)
         start, end = int(found.edges[0]), int(found.edges[-1])
         fitting = np.flatnonzero(found.fits)
@@ -88,7 +88,7 @@ class Discrepancies:
         return room
 
     def settle(self) -> None:
-        """The walk is over: report what was lost, repeated or moved."""
+        """Report at the end of the walk which samples were lost, repeated or moved."""
         for (stream, epoch, sample), entry in self._samples.items():
             kind = "moved" if not entry.net else "repeated" if entry.net > 0 else "lost"
             count = max(1, abs(entry.net))
@@ -99,9 +99,9 @@ class Discrepancies:
             if kind == "moved":
                 problem = f"belongs to step {_from_1(entry.missing)}"
             elif kind == "repeated":
-                problem = "delivered here, where it does not belong, and elsewhere in the epoch"
+                problem = "delivered at this step, to which it does not belong, and again in the same epoch"
             else:
-                problem, step, rank = "not delivered at its step, nor later", entry.missing, None
+                problem, step, rank = "not delivered at its step or later", entry.missing, None
             self._findings.add(
                 Finding(
                     kind=kind,
@@ -116,12 +116,12 @@ class Discrepancies:
             )
         if self._not_followed:
             self._findings.notices.append(
-                f"{self._not_followed:,} more samples did not fit and were not followed: of those listed, "
-                "some called lost or repeated may have been moved"
+                f"{self._not_followed:,} more samples were wrong but not tracked: some of the samples listed "
+                "as lost or repeated may only have moved"
             )
 
     def explain(self, steps: Steps, delivered: Ints, rows: list[int], first_step: int) -> None:
-        """For the first faulty steps: the ranks that were not given their part, and what they were given."""
+        """Report, for the first faulty steps, the ranks with wrong samples, and whose part they received."""
         _, ranks, batch = delivered.shape
         for row in rows[: MAX_EXPLAINED - self._explained]:
             self._explained += 1
@@ -131,12 +131,12 @@ class Discrepancies:
                 given = _as_set(delivered[row, rank])
                 if given == own:
                     continue
-                problem = f"{len(given - own):,} of {batch:,} samples are not of its part"
+                problem = f"{len(given - own):,} of {batch:,} samples do not belong to its part of the batch"
                 if (other := next((each for each in near if given in parts[each]), None)) is not None:
                     whose = parts[other].index(given)
-                    problem = f"was given what rank {whose} has at step {first_step + other + 1}"
+                    problem = f"received the part of rank {whose} at step {first_step + other + 1}"
                     if other == row:
-                        problem = f"was given the part of rank {whose}"
+                        problem = f"received the part of rank {whose}"
                 found = Finding(
                     kind="part",
                     problem=problem,
@@ -147,7 +147,7 @@ class Discrepancies:
                 self._findings.add(found)
 
     def _parts(self, steps: Steps, row: int, ranks: int) -> list[frozenset[int]]:
-        """The samples of each rank's part of a step; none before the first position."""
+        """Return each rank's part of a step, as a set of ids; [] for steps before the first position."""
         start = steps.start + row * steps.size
         if start < 0:
             return []
@@ -161,5 +161,5 @@ def _as_set(ids: Ints) -> frozenset[int]:
 
 
 def _from_1(step: int | None) -> int | None:
-    """Return the number of a step as findings have it, of one counted from 0."""
+    """Convert a step counted from 0 to the number in findings, counted from 1."""
     return None if step is None else step + 1

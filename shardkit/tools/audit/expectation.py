@@ -1,15 +1,15 @@
-"""What an undisturbed run delivers: streams, their kept samples, their order, and the steps that cut it.
+"""Computes what an undisturbed run delivers: streams, their kept samples, their order, and their steps.
 
-Computed from a run's settings and the sizes of the shards alone, apart from the loader. Sample ids and shards
-count through all streams' datasets, as they do in the loader. Each stream has an index of its own, which
-counts its samples through all its epochs: for a single stream it is the position.
+It uses only a run's settings and the sizes of the shards, not the loader. Sample ids and shards are numbered
+through all streams' datasets, as in the loader. Each stream has its own index, which numbers its samples
+through all its epochs; for a single stream, the index is the position.
 
-Steps follow from the tail's rule. `Tiling` states it independently of the loader's own plan
-(`shardkit.order.batches`), which the audit checks. With N samples an epoch and G samples a step over all
-ranks, a step at position p has left = N - p % N samples of the epoch before it:
+Steps follow from the rule of the tail. `Tiling` implements it independently of the loader's plan
+(`shardkit.order.batches`), which the audit checks. With N samples per epoch and G samples per step over all
+ranks, left = N - p % N samples of the epoch remain at position p. A step that starts there covers:
 
     carry  p .. p + G
-    drop   if left < G the rest of the epoch is skipped: the step is at p + left .. p + left + G
+    drop   p .. p + G; if left < G, the rest of the epoch is skipped: p + left .. p + left + G
     pad    p .. p + min(G, left), and padding fills up the step
 """
 
@@ -31,7 +31,7 @@ from shardkit.order.run_settings import RunSettings
 
 
 class Place(TypedDict, total=False):
-    """Where a sample is stored, for a finding."""
+    """The location of a sample, as fields of a finding."""
 
     shard: str
     row: int
@@ -41,7 +41,7 @@ class Place(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """`count` steps of `size` samples each, of consecutive positions from `start` on."""
+    """`count` steps of `size` samples each, with consecutive positions from `start`."""
 
     start: int
     size: int
@@ -55,18 +55,18 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How positions are cut into steps: `samples` an epoch, and what happens at its edge."""
+    """The rule that cuts positions into steps: `samples` per epoch, and `tail` at the end of an epoch."""
 
     samples: int
     tail: str
 
     def settle(self, position: int, global_batch: int) -> int:
-        """Return where the next step of a run at `position` begins: after what is dropped."""
+        """Return where the next step of a run at `position` begins, after any dropped samples."""
         left = self.samples - position % self.samples
         return position + left if self.tail == "drop" and left < global_batch else position
 
     def steps(self, position: int, global_batch: int, most: int) -> Steps:
-        """The next 1 to `most` steps of one size that follow each other without a gap."""
+        """Return the next 1 to `most` steps of equal size that follow each other without a gap."""
         start = self.settle(position, global_batch)
         left = self.samples - start % self.samples
         if self.tail == "carry":
@@ -77,9 +77,9 @@ class Tiling:
 
 
 class Expectation:
-    """The order of a run of `settings` over these datasets, of which some rows are excluded.
+    """The expected order of a run with `settings` over `datasets`, without the rows in `exclusions`.
 
-    StateError if the settings are of other datasets or exclusions.
+    Raises StateError if the settings belong to other datasets or exclusions.
     """
 
     def __init__(
@@ -96,23 +96,23 @@ class Expectation:
         arranged = Arrangement(settings, [dataset.stream_sizes(name, own) for dataset, name, own in excluded])
         self.order, self.streams, self.mixture = arranged.order, arranged.streams, arranged.mixture
         self.indices_at = arranged.positions
-        """How many samples each stream has delivered before a position."""
+        """Function that returns how many samples each stream has delivered before a position."""
         self.first_samples = _starts([len(dataset) for dataset in datasets])
         self._first_shards = _starts([stream.shards for stream in self.streams])
         self._shard_starts = _starts(np.concatenate([each.manifest.shard_samples for each in datasets]))
 
     @property
     def samples(self) -> int:
-        """Samples of all streams, excluded ones too: ids are below this."""
+        """The number of samples of all streams, including excluded ones; ids are below it."""
         return int(self.first_samples[-1])
 
     @property
     def shards(self) -> int:
-        """Shards of all streams."""
+        """The number of shards of all streams."""
         return int(self._first_shards[-1])
 
     def edges(self, steps: Steps) -> list[Ints]:
-        """For each stream int64[count + 1]: its index where each step begins, and after the last."""
+        """Return per stream int64[count + 1]: its index where each step begins, and after the last step."""
         if self.mixture is None:
             return [steps.start + np.arange(steps.count + 1, dtype=np.int64) * steps.size]
         streams = len(self.streams)
@@ -125,27 +125,27 @@ class Expectation:
         return [edges[:, number] for number in range(streams)]
 
     def position_of(self, stream: int, index: int) -> int | None:
-        """Return where the run delivers a stream's sample number `index`. None if it never does."""
+        """Return the position at which the run delivers `index` of a stream; None if it never does."""
         return index if self.mixture is None else self.mixture.position_of(stream, index)
 
     def samples_at(self, stream: int, indices: Ints) -> Ints:
-        """The ids of a stream's samples number `indices`."""
+        """Return the ids of the samples at `indices` of a stream."""
         ids: Ints = self.streams[stream].locate(indices).sample_id + self.first_samples[stream]
         return ids
 
     def shards_of(self, ids: Ints) -> npt.NDArray[np.intp]:
-        """The shard of each sample, counted through all streams."""
+        """Return the number of each sample's shard, counted through all streams."""
         return np.searchsorted(self._shard_starts, ids, side="right") - 1
 
     def shard_name(self, shard: int) -> str:
-        """The name of a shard's file; in a mixture, with its stream."""
+        """Return the name of a shard's file; in a mixture, with its stream."""
         stream = int(np.searchsorted(self._first_shards, shard, side="right")) - 1
         shards = self._datasets[stream].manifest.shards
         name = shards[shard - int(self._first_shards[stream])].stored.basename
         return name if self.mixture is None else f"{self.names[stream]}/{name}"
 
     def place(self, sample: int) -> Place:
-        """Return where a sample is stored, in a mixture with its stream and numbered within it."""
+        """Return the location of a sample; in a mixture, with its stream and its number in that stream."""
         shard = int(self.shards_of(np.array([sample]))[0])
         stream = int(np.searchsorted(self.first_samples, sample, side="right")) - 1
         found = Place(
@@ -163,21 +163,21 @@ def _check(
 ) -> None:
     if len(datasets) != len(settings.streams):
         raise StateError(
-            f"the run has {len(settings.streams)} datasets, {len(datasets)} were given: give all, in the "
+            f"the run has {len(settings.streams)} datasets, but {len(datasets)} were given: give all, in the "
             f"order of the loader's streams ({', '.join(s.name or s.fingerprint for s in settings.streams)})"
         )
     for number, (stream, dataset) in enumerate(zip(settings.streams, datasets, strict=True)):
         if stream.fingerprint != dataset.fingerprint:
             raise StateError(
-                f"{dataset.location} has the fingerprint {dataset.fingerprint}, the run's stream "
-                f"{number} {stream.fingerprint}: give the dataset that the run read"
+                f"{dataset.location} has the fingerprint {dataset.fingerprint}, but the run's stream "
+                f"{number} has {stream.fingerprint}: give the dataset that the run read"
             )
         excluded = exclusions[number]
         digest = "" if excluded is None else excluded.digest
         if stream.excluded != digest:
             raise StateError(
-                f"{dataset.location}: the run left out rows of digest {stream.excluded or 'none'}, here "
-                f"it is {digest or 'none'}: give --exclude as the run had it"
+                f"{dataset.location}: the rows excluded in the run have digest {stream.excluded or 'none'}, "
+                f"but the given ones have {digest or 'none'}: give --exclude as in the run"
             )
 
 

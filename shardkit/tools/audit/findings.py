@@ -1,4 +1,4 @@
-"""What an audit reports: the walks that it checked, what it found wrong, and how often shards were used."""
+"""Defines the report of an audit: the walks that it checked, its findings, and the use of each shard."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from shardkit.tools.audit.sums import FALSE_ACCEPTANCE
 
 KINDS = {
     # Causes first, then their consequences.
-    "settings": "ranks or runs with other data or another order",
+    "settings": "ranks or runs with different data or a different order",
     "log": "damaged log files",
     "replica": "replicas of a rank whose logs differ",
     "rank": "ranks without a log, or whose log ends early",
-    "resume": "ranks that began elsewhere than their state said",
+    "resume": "ranks that started at another position than their loaded state",
     "gap": "ranges of positions that no run delivered",
-    "steps": "ranks at another step than is due",
+    "steps": "ranks whose next step is not at the expected position",
     "part": "parts that went to the wrong rank or step, in the first faulty steps",
     "world": "walks whose steps depend on the world size",
     "lost": "samples never delivered in an epoch",
     "repeated": "samples delivered more than once in an epoch",
-    "moved": "samples delivered at another step than the order says",
+    "moved": "samples delivered at another step than the order defines",
     "excluded": "excluded rows delivered",
     "foreign": "steps with ids that the dataset does not have",
-    "padding": "steps with padding where samples belong, or the reverse",
+    "padding": "steps with padding in place of samples, or samples in place of padding",
     "epoch": "epochs whose sums differ from the index",
-    "shard": "shards used more or less than they should be",
+    "shard": "shards with more or fewer samples delivered than expected",
 }
-"""What an audit may find, and what its counts count."""
+"""The kinds of findings of an audit, each with a description of what its count means."""
 
-_MOST_KEPT = 100  # of a kind
+_MOST_KEPT = 100  # maximum number of findings that are kept per kind; later ones are only counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something wrong; what is None is unknown or does not apply. `step` is counted from 1."""
+    """An error that an audit found; a None field is unknown or does not apply. `step` is counted from 1."""
 
     kind: str
     problem: str
@@ -52,7 +52,7 @@ class Finding:
         assert self.kind in KINDS, self.kind
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, without what is unknown."""
+        """Return the finding as plain data for JSON, without None fields."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:
@@ -66,21 +66,21 @@ class Finding:
 
 @dataclass(slots=True)
 class Findings:
-    """All findings of an audit: how many of each kind, and the first of each."""
+    """All findings of an audit: the number of each kind, and the first findings of each kind."""
 
     counts: Counter[str] = field(default_factory=Counter)
     kept: list[Finding] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    """What is worth knowing but not wrong."""
+    """Messages for the user about facts that are not errors."""
 
     def add(self, finding: Finding, count: int = 1) -> None:
-        """Count `count` of its kind; keep it if it is among the first."""
+        """Add `count` to the number of its kind; keep the finding if it is among the first of its kind."""
         if self.counts[finding.kind] < _MOST_KEPT:
             self.kept.append(finding)
         self.counts[finding.kind] += count
 
     def wants(self, kind: str) -> bool:
-        """Whether one more of the kind would be kept; if not, it need not be described."""
+        """Return whether another finding of the kind would be kept; if not, callers can omit its details."""
         return self.counts[kind] < _MOST_KEPT
 
     @property
@@ -90,7 +90,7 @@ class Findings:
 
 @dataclass(slots=True)
 class Walk:
-    """One sequence of steps from its first position to its last, checked; `runs`: how many made it."""
+    """The check of one sequence of steps, which `runs` runs delivered one after another."""
 
     name: str
     runs: int
@@ -101,22 +101,22 @@ class Walk:
     epochs_proved: int = 0
     epochs_wrong: int = 0
     partial: list[tuple[str, int, int]] = field(default_factory=list)
-    """(stream, epoch, samples) of epochs that were not delivered whole."""
+    """(stream, epoch, samples delivered) of incomplete epochs."""
     padding: int = 0
     dropped: int = 0
     digest: str = ""
-    """Of the sets of all steps, in their order, under this audit's key: the same for any world size."""
+    """Digest of the sets of samples of all steps, under this audit's key; the same for any world size."""
     seconds: float = 0.0
     superseded: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the walk as plain data for JSON."""
         names = ("stream", "epoch", "samples")
         return asdict(self) | {"partial": [dict(zip(names, part, strict=True)) for part in self.partial]}
 
 
 class ShardUse(NamedTuple):
-    """Samples of a shard that were delivered and dropped; the least and the most expected of both."""
+    """Delivered and dropped samples of a shard, and the expected minimum and maximum of their sum."""
 
     shard: str
     delivered: int
@@ -135,9 +135,9 @@ class AuditReport:
     findings: Findings
     walks: list[Walk] = field(default_factory=list)
     runs: list[dict[str, object]] = field(default_factory=list)
-    """Of an audit of logs: each run, its first position, ranks, and steps counted and superseded."""
+    """For an audit of logs: each run with its first position, ranks, and counted and superseded steps."""
     shards: list[ShardUse] = field(default_factory=list)
-    """Of the last walk: those used wrongly, then the first others."""
+    """Use of shards in the last walk: first the shards with wrong use, then the first of the others."""
     shard_count: int = 0
 
     @property
@@ -145,7 +145,7 @@ class AuditReport:
         return self.findings.ok
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return the report as plain data for JSON."""
         return {
             "audit": self.audit,
             "ok": self.ok,

@@ -1,16 +1,17 @@
-"""Checks the usage logs of a real run: all ranks present, every step once, every sample once an epoch.
+"""Checks the usage logs of a real run: all ranks present, every step once, every sample once per epoch.
 
-A run here is what all ranks deliver between a start (or a loaded state) and the next one. Logs of one run
+A run here is the steps of all ranks between a start (or a loaded state) and the next one. Logs of one run
 have the same position, world size and batch size and began at about the same time: the clocks of machines
-must agree better than the time between a crash and the next start. A run that begins at position p supersedes
-everything that earlier runs delivered from p on: those steps were lost in the crash and are replayed.
+must differ by less than the time between a crash and the next start. A run that begins at position p
+supersedes all steps of earlier runs from p on: those steps were lost in the crash and are replayed.
 
 The steps that count, over all runs and restarts, go to one `Checker` in the order of their positions, so that
-a run on 8 ranks that was killed and resumed on 3 is checked as one. What is known to be missing is named and
-skipped; epochs that it touches are not proved.
+a run on 8 ranks that was killed and resumed on 3 is checked as one. Ranges that are known to be missing are
+reported and skipped, and the epochs that contain them are not proved.
 
-Replicas of a rank (tensor parallel peers, say) log the same steps if they could not agree on one of them to
-log. Their heads say so, by different ranks in the world. Their logs are compared, and count as one.
+Replicas of a rank (such as tensor parallel peers) all log the same steps if they could not agree on a single
+one that logs. The heads of such logs contain different ranks in the world. The logs are compared, and count
+as one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from shardkit.tools.audit.expectation import Expectation
 from shardkit.tools.audit.findings import AuditReport, Finding, Findings
 from shardkit.tools.audit.sums import SampleHash
 
-MAX_APART = 16  # steps that a killed run's ranks may be apart: more than any loop or prefetcher runs ahead
+MAX_APART = 16  # maximum steps between ranks of a killed run: more than any loop or prefetcher runs ahead
 
 
 @dataclass(slots=True)
@@ -47,27 +48,27 @@ class Run:
     time_ns: int
     sections: dict[int, Section] = field(default_factory=dict)
     twins: list[Section] = field(default_factory=list)
-    """What replicas of these ranks logged besides."""
+    """Further logs of the same ranks, written by their replicas."""
     stop: int | None = None
     number: int = 0
 
     @property
     def settings(self) -> RunSettings:
-        """The settings of its lowest rank."""
+        """The settings in the log of the lowest rank."""
         return self.sections[min(self.sections)].head.settings
 
     @property
     def missing(self) -> list[int]:
-        """Ranks without a log."""
+        """The ranks without a log."""
         return [rank for rank in range(self.world_size) if rank not in self.sections]
 
     @property
     def last(self) -> int:
-        """The position of the last step that any rank has."""
+        """The position of the last step in any rank's log."""
         return max(section.last for section in self.sections.values())
 
     def accepts(self, head: RunHead) -> bool:
-        """Whether a log is of this run: of a rank that has none yet, or of a replica that has none yet."""
+        """Return whether a log may belong to this run: of a rank or a replica that has no log in it yet."""
         if (self.start, self.world_size, self.batch_size) != (
             head.position,
             head.world_size,
@@ -86,7 +87,7 @@ class Run:
 
 
 def _find_runs(folder: Path, findings: Findings) -> list[Run]:
-    """The runs in a folder's logs, by time; ShardError if there are none."""
+    """Return the runs in a folder's logs, in order of time; raises ShardError if there are none."""
     if not folder.is_dir():
         raise ShardError(folder, "is not a folder of usage logs")
     files = [scan(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
@@ -95,12 +96,12 @@ def _find_runs(folder: Path, findings: Findings) -> list[Run]:
             findings.add(Finding(kind="log", problem=f"{file.path.name}: {file.damage}"))
         if file.cut:
             findings.notices.append(
-                f"{file.path.name}: its last record was cut short (a killed process): {file.cut:,} bytes are "
-                "left out"
+                f"{file.path.name}: its last record is truncated (the process was killed); {file.cut:,} "
+                "bytes are ignored"
             )
     runs = _grouped(section for file in files for section in file.sections if section.count)
     if not runs:
-        raise ShardError(folder, f"holds no usage logs (rank-*{SUFFIX}) with a step in them")
+        raise ShardError(folder, f"has no usage logs (rank-*{SUFFIX}) that contain a step")
     stop: int | None = None
     for run in reversed(runs):
         run.stop = stop
@@ -113,7 +114,8 @@ def _grouped(sections: Iterable[Section]) -> list[Run]:
     for section in sorted(sections, key=lambda section: section.head.time_ns):
         head = section.head
         fitting = [run for run in runs if run.accepts(head)]
-        # If a run crashed at once, two runs start alike and one may lack a rank: take the nearest in time.
+        # If a run crashes before its first checkpoint, the next one starts at the same position, and a rank's
+        # log fits both: choose the run that is nearest in time.
         run = min(fitting, key=lambda run: abs(run.time_ns - head.time_ns), default=None)
         if run is None:
             run = Run(head.position, head.world_size, head.batch_size, time_ns=head.time_ns)
@@ -137,8 +139,8 @@ def audit_logs(
 ) -> AuditReport:
     """Check the logs in `folder` of a run over `datasets`, the loader's streams in their order.
 
-    `key`: of the sums, random by default. StateError if the logs are of other datasets; ShardError if there
-    are none.
+    `key` is the key of the sums (default: random). Raises StateError if the logs belong to other datasets or
+    exclusions, and ShardError if there are no logs.
     """
     began = time.perf_counter()
     findings = Findings()
@@ -148,7 +150,7 @@ def audit_logs(
     report = AuditReport("logs", str(folder), settings.to_dict(), findings)
     first = min(run.start for run in runs)
     if first:
-        findings.notices.append(f"the logs begin at position {first:,}: what came before is not checked")
+        findings.notices.append(f"the logs begin at position {first:,}: earlier steps are not checked")
     checker = Checker(expected, report, SampleHash(key), "logs", runs=len(runs), position=first)
     superseded = 0
     with counting("audit", None, "samples", progress=progress) as advance:
@@ -157,7 +159,7 @@ def audit_logs(
             before = checker.walk.steps
             if run.stop is not None and run.stop <= run.start:
                 findings.notices.append(
-                    f"{run} was begun anew at position {run.stop:,}: nothing of it counts"
+                    f"{run} was replaced by a later run from position {run.stop:,}: none of its steps count"
                 )
             else:
                 _check_settings(run, expected, findings)
@@ -174,21 +176,21 @@ def audit_logs(
 
 
 def _unite_twins(run: Run, findings: Findings) -> None:
-    """Compare logs of replicas with each other, and keep the longest of each rank."""
+    """Compare the logs of replicas with each other, and keep the longest log of each rank."""
     for twin in run.twins:
         rank = twin.head.rank
         section = run.sections[rank]
         if (step := _first_difference(section, twin)) is not None:
             problem = (
-                f"{run}: {section.path.name} and {twin.path.name}, logs of replicas of one rank, differ from "
-                f"their step {step + 1:,} on"
+                f"{run}: {section.path.name} and {twin.path.name} are logs of replicas of one rank, but "
+                f"differ from their step {step + 1:,} on"
             )
             findings.add(Finding(kind="replica", problem=problem, rank=rank))
         run.sections[rank] = max(section, twin, key=lambda each: each.count)
 
 
 def _first_difference(one: Section, other: Section) -> int | None:
-    """The first step, numbered in the logs, that two logs have differently; None if there is none."""
+    """Return the first step (counted from 0 in the logs) that differs between two logs; None if equal."""
     if one.head.settings != other.head.settings:
         return 0
     block = max(1, BLOCK_POSITIONS // one.head.batch_size)
@@ -205,10 +207,10 @@ def _first_difference(one: Section, other: Section) -> int | None:
 def _check_settings(run: Run, expected: Expectation, findings: Findings) -> None:
     position = run.last if run.stop is None else min(run.last, run.stop)
     for line in _differences(run.settings, expected.settings, position):
-        findings.add(Finding(kind="settings", problem=f"{run}, against the last run: {line}"))
+        findings.add(Finding(kind="settings", problem=f"{run}, compared with the last run: {line}"))
     for rank, section in sorted(run.sections.items()):
         for line in _differences(run.settings, section.head.settings, run.start + 1):
-            problem = f"{run}: against rank {min(run.sections)}: {line}"
+            problem = f"{run}, compared with rank {min(run.sections)}: {line}"
             findings.add(Finding(kind="settings", problem=problem, rank=rank))
 
 
@@ -217,13 +219,13 @@ def _differences(settings: RunSettings, later: RunSettings, position: int) -> li
 
 
 def _count_from(section: Section, position: int) -> int:
-    """How many of its steps begin at `position` or later."""
+    """Return how many steps of a log begin at `position` or later."""
     steps = range(section.count)
     return section.count - bisect_left(steps, position, key=lambda step: int(section.read(step, 1)[0][0]))
 
 
 class _LogRun:
-    """One run's steps, up to where a later run supersedes them."""
+    """Checks one run's steps, up to the position from which a later run supersedes them."""
 
     def __init__(self, run: Run, checker: Checker, advance: Callable[[int], None]) -> None:
         self._run, self._checker, self._advance = run, checker, advance
@@ -235,7 +237,7 @@ class _LogRun:
         end = run.last if run.stop is None else run.stop
         if run.missing:
             names = ", ".join(map(str, run.missing[:8])) + ("…" if len(run.missing) > 8 else "")
-            problem = f"{run}: no log of rank {names}: its steps up to position {end:,} are not checked"
+            problem = f"{run}: no log of rank {names}; steps up to position {end:,} are not checked"
             checker.found("rank", problem, rank=run.missing[0])
             checker.skip(max(checker.position, end))
             return
@@ -248,17 +250,17 @@ class _LogRun:
         elif checker.position < run.stop:
             checker.skip(run.stop)
         elif checker.position > run.stop:
-            problem = f"{run}: the next run begins at position {run.stop:,}, inside of a step of this one"
+            problem = f"{run}: the next run begins at position {run.stop:,}, inside a step of this run"
             checker.found("resume", problem)
 
     def _is_begun(self) -> bool:
-        """Whether a step counts; finds first steps elsewhere than the state said, and gaps before them."""
+        """Return whether any step counts; add findings for a wrong first step and for a gap before it."""
         run, checker = self._run, self._checker
         due = checker.expected.tiling.settle(run.start, self._batch)
         for rank, section in sorted(run.sections.items()):
             if section.first != due:
                 problem = (
-                    f"{run}: its state said position {run.start:,}, its first step is at {section.first:,} "
+                    f"{run}: its state is at position {run.start:,}, but its first step at {section.first:,} "
                     f"({'skipping' if section.first > due else 'repeating'} "
                     f"{abs(section.first - due):,} samples)"
                 )
@@ -267,7 +269,7 @@ class _LogRun:
         if checker.expected.tiling.settle(checker.position, self._batch) < start:
             problem = (
                 f"{run}: positions {checker.position:,} to {start - 1:,} "
-                f"({start - checker.position:,} samples) were delivered by no run"
+                f"({start - checker.position:,} samples) were not delivered by any run"
             )
             lost = checker.expected.order.locate((checker.position, 1)).sample_id
             checker.found("gap", problem, position=checker.position, sample=int(lost[0]))
@@ -292,7 +294,9 @@ class _LogRun:
                 wrong = np.flatnonzero(positions != due)
                 if len(wrong) and wrong[0] < good:
                     good = int(wrong[0])
-                    problem = f"{run}: a step at position {positions[good]:,} where {due[good]:,} is due"
+                    problem = (
+                        f"{run}: a step is at position {positions[good]:,}, but should be at {due[good]:,}"
+                    )
                     checker.found("steps", problem, rank=rank, position=int(due[good]))
             if run.stop is not None:
                 good = min(good, int((due < run.stop).sum()))
@@ -308,13 +312,13 @@ class _LogRun:
             self._name_short_logs()
 
     def _name_short_logs(self) -> None:
-        """The ranks whose logs end before a later run takes over."""
+        """Add findings for ranks whose logs end before the next run begins."""
         run, checker = self._run, self._checker
         for rank, section in sorted(run.sections.items()):
             if section.last < checker.position:
                 problem = (
                     f"{run}: its log ends with the step at position {section.last:,}, but the next run "
-                    f"begins at {run.stop:,}: what was delivered between is not known"
+                    f"begins at {run.stop:,}: samples delivered in between are unknown"
                 )
                 checker.found("rank", problem, rank=rank, position=checker.position)
 
@@ -327,10 +331,10 @@ class _LogRun:
             return
         short = [rank for rank, count in counts.items() if count < most]
         if apart > MAX_APART or all(section.ended for section in run.sections.values()):
-            problem = f"{run}: its log ends {apart:,} steps before that of other ranks"
+            problem = f"{run}: its log ends {apart:,} steps before the logs of other ranks"
             checker.found("rank", problem, rank=short[0], position=checker.position)
             return
         checker.findings.notices.append(
-            f"{run}: the last {apart:,} step{'s' if apart > 1 else ''} came to some ranks only (they were "
-            "stopped): left out"
+            f"{run}: only some ranks have the last {apart:,} step{'s' if apart > 1 else ''} (the run was "
+            "stopped), which are not checked"
         )

@@ -1,14 +1,14 @@
-"""Checks what every rank would be given, step by step, without reading a sample.
+"""Checks which samples every rank would receive, step by step, without reading a sample.
 
-What is walked is the plan of a loader, and it is what is judged: the order is the `Arrangement` of its
-settings, the batches are those of `BatchPlan`, a restart passes through the state's JSON and `resume`, and
-workers take turns as those of `StreamingDataset` do. It is compared with the index, with separate arithmetic
-(`expectation`), and with the inverse of the order. Only indexes and cards are read, and the tables of row
-costs if ranks are balanced.
+The audit walks the plan of a real loader, which is the object under test: the order is the `Arrangement` of
+its settings, batches come from `BatchPlan`, a restart passes through the state's JSON and `resume`, and
+workers take turns like the workers of `StreamingDataset`. The delivered ids are compared with the index, with
+separate arithmetic (`expectation`), and with the inverse of the order. Only indexes and cards are read, and
+the tables of row costs if ranks are balanced.
 
 Memory: one block of positions and a few arrays with an entry per shard; nothing grows with the number of
-samples. Planning a rank costs as much as in training: about 5 ns per position of the global batch and 100 ns
-per sample of the rank; with balance some 500 ns per position.
+samples. Planning a rank takes as long as in training: about 5 ns per position of the global batch and 100 ns
+per sample of the rank; with balance, about 500 ns per position.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shardkit.tools.audit.sums import SampleHash
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """A part of a walk by one set of ranks, up to `until_step` steps since the walk began (None: its end)."""
+    """A part of a walk by one set of ranks, until step `until_step` of the walk (None: until its end)."""
 
     batch_size: int
     world_size: int
@@ -51,7 +51,7 @@ class Leg:
 
 
 def legs_of_resumes(legs: Sequence[Leg], steps: Sequence[int]) -> list[Leg]:
-    """A walk that stops after each of `steps` and goes on with the next of `legs`, in turn."""
+    """Return the legs of a walk that stops after each of `steps` and resumes with the next of `legs`."""
     ends = [*sorted(set(steps)), None]
     turns = [legs[number % len(legs)] for number in range(len(ends))]
     return [
@@ -60,7 +60,7 @@ def legs_of_resumes(legs: Sequence[Leg], steps: Sequence[int]) -> list[Leg]:
 
 
 class PlannedRun:
-    """All ranks of a run from its first step on; `workers` of a DataLoader in each rank (0: none)."""
+    """A simulated run of all ranks from its first step; each rank has `workers` DataLoader workers."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class PlannedRun:
 
     @property
     def position(self) -> int:
-        """The position where the next step begins: `StreamingLoader.position`."""
+        """The position where the next step begins, as `StreamingLoader.position`."""
         return self._cursor[0]
 
     def steps(self, most: int) -> Ints:
@@ -92,7 +92,7 @@ class PlannedRun:
         return ids
 
     def restart(self, batch_size: int, world_size: int) -> None:
-        """Continue with other ranks from the state as a checkpoint would give it back."""
+        """Continue with different ranks from the state, saved and loaded as by a checkpoint."""
         saved = LoaderState(*self._cursor, self._settings)
         loaded = LoaderState.from_dict(json.loads(json.dumps(saved.to_dict())))
         resumed = resume(loaded, self._first, fixed=frozenset(), on_mismatch="error")
@@ -108,7 +108,7 @@ class PlannedRun:
         ]
 
     def _of_rank(self, plan: BatchPlan, count: int) -> Ints:
-        """int64[count, batch]: what a rank makes, itself or by its workers in turn."""
+        """Return int64[count, batch], the ids that a rank plans itself or through its workers in turn."""
         if self._workers < 2:
             return self._planned(plan, self._cursor, count, 1)
         ids = np.empty((count, plan.batch_size), dtype=np.int64)
@@ -139,12 +139,13 @@ def audit_plan(
     start: Callable[..., PlannedRun] = PlannedRun,
     progress: bool = True,
 ) -> AuditReport:
-    """Walk `epochs` epochs with the ranks of each of `legs`, and compare; ValueError for an impossible one.
+    """Walk `epochs` epochs with the ranks of each of `legs`, and report what differs from the expectation.
 
-    `resume_at`: one more walk stops after each of these steps and resumes with the next leg. `workers` of a
-    DataLoader in each rank. `key`: of the sums, random by default. `start` begins a run as `PlannedRun` does.
+    With `resume_at`, one more walk stops after each of these steps and resumes with the next leg. `workers`
+    is the number of DataLoader workers per rank. `key` is the key of the sums (default: random). `start`
+    creates the run, with the arguments of `PlannedRun`. Raises ValueError if a leg is impossible.
     """
-    # All legs are checked before the first one walks.
+    # Creating a BatchPlan checks a leg, so that an impossible one fails before the first walk.
     settings = opened.settings(config, seed=seed, shuffle=shuffle, tail=tail)
     for leg in legs:
         BatchPlan(settings.epoch_samples, leg.batch_size, 0, leg.world_size, tail)
@@ -168,7 +169,7 @@ def audit_plan(
             if len({leg.global_batch for leg in walk}) == 1:
                 first = by_batch.setdefault(walk[0].global_batch, checker.walk)
                 if first.digest != checker.walk.digest:
-                    problem = f"the sets of steps of ranks {name} differ from those of {first.name}"
+                    problem = f"ranks {name} have other samples in some steps than ranks {first.name}"
                     report.findings.add(Finding(kind="world", problem=problem))
     return report
 
@@ -190,6 +191,6 @@ def _walk(
             checker.deliver(ids)
             advance(ids.size)
             if run.position != checker.position:
-                problem = f"the loader goes on at position {run.position:,}, not at {checker.position:,}"
+                problem = f"the loader continues at position {run.position:,}, not at {checker.position:,}"
                 checker.found("steps", problem, position=checker.position)
                 return

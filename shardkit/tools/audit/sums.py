@@ -1,12 +1,12 @@
-"""Order-independent sums of the samples delivered: how two multisets of sample ids are compared.
+"""Compares two multisets of sample ids by sums that do not depend on the order of the ids.
 
     count;  sum of ids mod 2**64;  sum of H(id) mod 2**64, for each of two 64-bit halves of a keyed H
 
-Memory is constant, and adding costs about 15 ns a sample. Two multisets in which no sample's multiplicity
-differs by 2**13 or more have equal sums with probability at most 2**-100: if the smallest power of two in
-the difference is 2**k, k < 13, each half's sum of differences is uniform over 2**(64 - k) values for a
-random H, and the key is drawn anew for each audit, so that no data can be made to fit it. H is SplitMix64's
-finalizer, keyed and applied three times; the order of samples is made by another function, fmix64.
+Memory is constant, and adding takes about 15 ns per sample. Two different multisets in which no sample's
+multiplicity differs by 2**13 or more have equal sums with probability at most 2**-100. If 2**k is the largest
+power of two that divides all differences, k < 13, each half's sum of differences is uniform over 2**(64 - k)
+values for a random H. Each audit uses a new random key, so no data can be constructed to collide. H is
+SplitMix64's finalizer, keyed and applied three times; the order of samples uses a different function, fmix64.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FALSE_ACCEPTANCE = "2**-100"
 """Bound on the probability that wrong multiplicities (by less than 2**13 each) go undetected."""
 
 _WORD = (1 << 64) - 1
-_CHUNK = 1 << 14  # ids hashed at once: the temporaries stay in a core's second-level cache
+_CHUNK = 1 << 14  # ids hashed per iteration, so that the temporaries stay in a core's L2 cache
 _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _27, _30, _31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
 
 class SampleHash:
-    """H: two 64-bit words per sample id, under a key of 24 bytes (default: a random one)."""
+    """The keyed hash H, two 64-bit words per sample id; the key has 24 bytes and is random by default."""
 
     def __init__(self, key: bytes | None = None) -> None:
         self.key = secrets.token_bytes(24) if key is None else key
@@ -37,7 +37,7 @@ class SampleHash:
         self._keys = [np.uint64(word) for word in np.frombuffer(self.key, dtype="<u8").tolist()]
 
     def __call__(self, ids: Ints) -> tuple[Words, Words]:
-        """The two words of each id, in their shape."""
+        """Return two arrays with the first and the second word of each id, in the shape of `ids`."""
         flat = np.ascontiguousarray(ids).ravel().view(np.uint64)
         low, high = np.empty_like(flat), np.empty_like(flat)
         scratch = np.empty(min(len(flat), _CHUNK), dtype=np.uint64)
@@ -55,7 +55,7 @@ class SampleHash:
 
 
 def _mix(words: Words, scratch: Words) -> None:
-    """SplitMix64's finalizer (Stafford's variant 13), in place."""
+    """Apply SplitMix64's finalizer (Stafford's variant 13) in place."""
     np.right_shift(words, _30, out=scratch)
     np.bitwise_xor(words, scratch, out=words)
     np.multiply(words, _MIX1, out=words)
@@ -76,7 +76,7 @@ class Tally:
     high: int = 0
 
     def add(self, ids: Ints, words: tuple[Words, Words]) -> None:
-        """Count these samples, whose words are H of them."""
+        """Add samples to the sums; `words` is H(ids)."""
         low, high = words
         self.count += ids.size
         self.ids = (self.ids + _sum(ids.view(np.uint64))) & _WORD

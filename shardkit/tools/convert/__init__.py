@@ -1,6 +1,6 @@
-"""Datasets of other formats, and of the other of our two, into MDS or WebDataset shards.
+"""Converts datasets of other formats to MDS or WebDataset shards, and these two into each other.
 
-`run` tells the whole story. `detect` finds the reader (one module each, `read_…`), `cut` makes rows of
+`run` is the entry point. `detect` selects the reader (one module per format, `read_…`), `cut` makes rows from
 documents, `columns` maps columns between the two formats, `write` writes shards.
 """
 

@@ -1,6 +1,6 @@
 """Maps columns of MDS to members of tars and back: names, encodings, payloads.
 
-| MDS encoding                       | extension (unless the column's name is one of this kind) | payload |
+| MDS encoding                       | extension (if the name has no fitting one)               | payload |
 |------------------------------------|----------------|-----------------------------------------------|
 | str                                | `name.txt`     | the same bytes                                |
 | json                               | `name.json`    | the same bytes                                |
@@ -14,11 +14,12 @@
 | pil                                | `name.png`     | a PNG of the same pixels (modes PNG can hold) |
 | pkl, jpeg_array, list[…]           | refused        |                                               |
 
-A column `__key__` (str) names the samples; without one they are numbered. The card notes each column's name
-and encoding, so that converting back gives both again. Tars without such a card: `txt`, `text`, `transcript`
-become str; `cls`, `id`, `index` int; `json`; `npy` ndarray; `jpg`, `png`; all other members (`.gz` ones, too)
-bytes, unchanged. The column is named by the extension (`tokens.npy`: `tokens`), which the card notes, so that
-it comes back as well; pickles are refused.
+A column `__key__` (str) contains the keys of samples; without it, samples are numbered. The card records each
+column's name and encoding, so that converting back restores both. For tars without such a card, `txt`, `text`
+and `transcript` become str; `cls`, `id` and `index` become int; `npy` becomes ndarray; `json`, `jpg` and
+`png` keep their kind; all other members (also `.gz`) become bytes, unchanged. The column is named after the
+extension (`tokens.npy`: `tokens`). The card records the extension, so that converting back restores it.
+Pickles are refused.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ _NPY_MAGIC = b"\x93NUMPY\x01\x00"
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """One column: its name before and after, its MDS encoding, and the conversion of a value.
+    """The mapping of one column: its name before and after, its MDS encoding, and the conversion of a value.
 
     `convert` raises ValueError if a value does not match its encoding.
     """
@@ -82,32 +83,33 @@ class Mapped:
 
 
 def unchanged(columns: Iterable[Column]) -> list[Mapped]:
-    """The same names and the same bytes, which are not looked at."""
+    """Map columns to themselves, with the same bytes and without checking the values."""
     return [Mapped(c.name, c.name, c.encoding, lambda data: data) for c in columns]
 
 
 def keep_columns(columns: Sequence[Column]) -> list[Mapped]:
-    """MDS to MDS: the same bytes, looked at where that is cheap. ValueError for pickles."""
+    """Map MDS columns to themselves; values except images are checked. Raises ValueError for pickles."""
     return [Mapped(c.name, c.name, c.encoding, _checked(c.encoding)) for c in columns]
 
 
 def to_members(columns: Sequence[Column], noted: Mapping[str, str] | None = None) -> list[Mapped]:
-    """MDS columns to extensions; ValueError for what a member cannot hold, or names that clash.
+    """Map MDS columns to extensions of tar members.
 
-    `noted` is {column: extension} from the card of MDS that was converted from tars.
+    `noted` is {column: extension} from the card of MDS that was converted from tars. Raises ValueError for
+    encodings that a member cannot hold, and for names that clash.
     """
     mapped = []
     for column in columns:
         if column.name == KEY:
             if column.encoding != "str":
-                raise ValueError(f"column {KEY!r} is {column.encoding}: keys of a tar are str")
+                raise ValueError(f"column {KEY!r} is {column.encoding}; keys of a tar must be str")
             mapped.append(Mapped(KEY, KEY, "str", _checked("str")))
             continue
         kind = column.encoding.partition(":")[0]
         if kind not in _SUFFIX:
             raise ValueError(
-                f"column {column.name!r} is {column.encoding}, which has no member of its own in a tar; "
-                "choose others with --columns"
+                f"column {column.name!r} is {column.encoding}, which a member of a tar cannot hold; "
+                "choose other columns with --columns"
             )
         known = (noted or {}).get(column.name)
         extension = _extension(column.name, kind) if known is None else _sound(column.name, known)
@@ -117,7 +119,10 @@ def to_members(columns: Sequence[Column], noted: Mapping[str, str] | None = None
 
 
 def to_values(columns: Sequence[Column], noted: Mapping[str, Mapping[str, str]]) -> list[Mapped]:
-    """Extensions to MDS columns; `noted` is {extension: {"column", "encoding"}} from the card of our tars."""
+    """Map extensions of tar members to MDS columns.
+
+    `noted` is {extension: {"column", "encoding"}} from the card of tars that were converted from MDS.
+    """
     mapped = []
     for column in columns:
         note = noted.get(column.name)
@@ -127,7 +132,10 @@ def to_values(columns: Sequence[Column], noted: Mapping[str, Mapping[str, str]])
             name, encoding = _name(column.name), _encoding(column)
         kind = encoding.partition(":")[0]
         if kind not in _SUFFIX:
-            raise ValueError(f"members .{column.name} are {encoding}; choose others with --columns")
+            raise ValueError(
+                f"members .{column.name} are {encoding}, which cannot be converted; choose others with "
+                "--columns"
+            )
         mapped.append(Mapped(column.name, name, encoding, _to_value(kind, encoding)))
     _refuse_clashes(mapped)
     return mapped
@@ -139,13 +147,13 @@ def _refuse_clashes(mapped: Sequence[Mapped]) -> None:
         if column.target in seen:
             first = seen[column.target]
             raise ValueError(
-                f"{first!r} and {column.source!r} would both be {column.target!r}; leave one out"
+                f"{first!r} and {column.source!r} would both be named {column.target!r}; leave one out"
             )
         seen[column.target] = column.source
 
 
 def _extension(name: str, kind: str) -> str:
-    """The column's name if readers take it for the same kind, else with a suffix that makes it so."""
+    """Return the column's name, with a suffix added unless readers already infer its kind from the name."""
     suffix = _SUFFIX[kind]
     last = name.rpartition(".")[2]
     same = {"txt": "str", "json": "json", "cls": "int", "npy": "ndarray", "bin": "bytes"}.get(suffix)
@@ -157,10 +165,10 @@ def _extension(name: str, kind: str) -> str:
 
 
 def _sound(name: str, extension: str) -> str:
-    """`extension`, if readers find it as it is."""
+    """Return `extension` if it is valid in a tar and readers split it from the key unchanged."""
     if _NAME.fullmatch(extension) is None or split_name(f"0.{extension}") != ("0", extension):
         raise ValueError(
-            f"column {name!r} cannot be an extension: use lower-case letters, digits, '_', '-' and '.'"
+            f"column {name!r} cannot be an extension; use only lower-case letters, digits, '_', '-' and '.'"
         )
     return extension
 
@@ -171,7 +179,7 @@ def _name(extension: str) -> str:
 
 
 def _encoding(column: Column) -> str:
-    """The MDS encoding of a member's kind; ValueError for pickles."""
+    """Return the MDS encoding for a member's kind; raises ValueError for pickles."""
     last = column.name.removesuffix(".gz").rpartition(".")[2]
     if last in ("pyd", "pickle", "pkl", "pth"):
         raise ValueError(f"members .{column.name} are pickles, which can run any code; leave them out")
@@ -188,7 +196,7 @@ def _encoding(column: Column) -> str:
 
 
 def _array_encoding(encoding: str) -> str:
-    """ "ndarray:float32:" of arrays without axes is the number itself."""
+    """Return the MDS encoding of an array: "float32" for arrays without axes ("ndarray:float32:")."""
     kind, _, details = encoding.partition(":")
     dtype, colon, shape = details.partition(":")
     if colon and not shape:
@@ -196,12 +204,12 @@ def _array_encoding(encoding: str) -> str:
     try:
         encoding_of(encoding)
     except ValueError:
-        return kind  # of another type: the values say which, and are refused by name
+        return kind  # MDS does not support the dtype; encoding a value raises an error that names it
     return encoding
 
 
 def _checked(encoding: str) -> Convert:
-    """The same bytes, if they are a value of the encoding; files of images are not decoded."""
+    """Return a conversion that keeps the bytes and checks them; image files are not decoded."""
     found = encoding_of(encoding)
     if not found.safe:
         raise ValueError(f"{encoding} columns hold pickles, which can run any code; leave them out")
@@ -244,12 +252,12 @@ def _to_value(kind: str, encoding: str) -> Convert:
 def _number(data: memoryview, encoding: str) -> bytes:
     array = decode_npy(data)
     if array.shape != () or array.dtype.name != encoding:
-        raise ValueError(f"is {array.dtype.name} of shape {array.shape}, not one {encoding}")
+        raise ValueError(f"has dtype {array.dtype.name} and shape {array.shape}, but must be one {encoding}")
     return array.astype(array.dtype.newbyteorder("<")).tobytes()
 
 
 def npy_bytes(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> bytes:
-    """A .npy file whose header is the same from every NumPy version."""
+    """Return the bytes of a .npy file whose header does not depend on the NumPy version."""
     little = array.dtype.newbyteorder("<")
     text = f"{{'descr': '{little.str}', 'fortran_order': False, 'shape': {array.shape!r}, }}"
     header_bytes = -(-(len(_NPY_MAGIC) + 2 + len(text) + 1) // 64) * 64
@@ -261,7 +269,7 @@ def npy_bytes(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> bytes
 def _png_of_raw(data: memoryview) -> bytes:
     image = decode_raw(data)
     if image.mode not in _PNG_MODES:
-        raise ValueError(f"an image of mode {image.mode}, which PNG cannot hold")
+        raise ValueError(f"is an image of mode {image.mode}, which PNG cannot hold")
     stream = io.BytesIO()
     image.save(stream, format="PNG")
     return stream.getvalue()

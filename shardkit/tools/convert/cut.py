@@ -1,7 +1,7 @@
-"""Tokens of documents into rows: copied, cut to one length, or each document a row of its own.
+"""Turns documents of tokens into rows: copied, cut to one length, or one row per document.
 
-Every token is accounted for: tokens read + ends appended + padding = cells written + tokens dropped, which is
-checked at the end. An id that does not fit the rows' type stops the conversion and is named.
+Every token is accounted for: tokens read + eos appended + padding = tokens written + tokens dropped, which is
+checked at the end. An id that does not fit the rows' dtype stops the conversion with an error that names it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ class TokenCounts:
     documents_dropped: int = 0
 
     def check(self, cells: int) -> None:
-        """ConservationError unless all tokens are in the `cells` that were written, or counted as dropped."""
+        """Raise ConservationError unless all tokens are written (`cells` is their number) or dropped."""
         if self.tokens_read + self.eos_added + self.padding != cells + self.tokens_dropped:
-            raise ConservationError(f"{cells:,} tokens were written for {self}; this is a bug in shardkit")
+            raise ConservationError(
+                f"{cells:,} tokens were written, which does not match {self}; this is a bug in shardkit"
+            )
 
 
 def choose_dtype(source: TokenSource, cut: CutOptions) -> np.dtype[Any]:
-    """The type of the rows: as requested, else uint16 if all ids are known to fit, else uint32."""
+    """Return the dtype of the rows: as requested, else uint16 if all ids are known to fit, else uint32."""
     if cut.dtype is not None:
         return np.dtype(cut.dtype)
     largest = source.max_token if source.max_token is not None else np.iinfo(source.dtype).max
@@ -47,7 +49,7 @@ def choose_dtype(source: TokenSource, cut: CutOptions) -> np.dtype[Any]:
 
 
 def cut_rows(blocks: Iterable[TokenBlock], writer: RowWriter, cut: CutOptions, counts: TokenCounts) -> None:
-    """Concatenate all documents and cut every `sequence_length` tokens."""
+    """Concatenate all documents and cut them into rows of `sequence_length` tokens."""
     last: int | None = None  # last token of an unfinished document, which may need an eos
     pending = False
     for block in blocks:
@@ -76,7 +78,7 @@ def _end_stream(writer: RowWriter, cut: CutOptions, counts: TokenCounts) -> None
 
 
 def _with_eos(block: TokenBlock, eos: int, before: int | None) -> Tokens:
-    """The block's tokens with `eos` after each document that has tokens and does not end with it.
+    """Return the block's tokens with `eos` after each document that has tokens and does not end with it.
 
     `before` is the last token of the previous block if its document continues in this one.
     """
@@ -84,7 +86,7 @@ def _with_eos(block: TokenBlock, eos: int, before: int | None) -> Tokens:
     starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
     filled = ends > starts
     if len(ends) and before is not None and ends[0] == 0:
-        filled[0] = True  # its tokens were in the block before
+        filled[0] = True  # this document's tokens were in the previous block
     lasts = np.full(len(ends), eos, np.int64)
     inside = ends > 0
     lasts[inside] = block.tokens[ends[inside] - 1]
@@ -100,7 +102,7 @@ def _with_eos(block: TokenBlock, eos: int, before: int | None) -> Tokens:
 def equal_rows(
     blocks: Iterable[TokenBlock], dtype: np.dtype[Any], counts: TokenCounts
 ) -> Iterator[tuple[int, Tokens]]:
-    """Yield (length of all rows, tokens); ShardError names the first row of another length than row 0."""
+    """Yield (length of all rows, tokens); raises ShardError for the first row with another length."""
     length = carried = 0
     for block in blocks:
         _check_range(block, dtype)
@@ -111,23 +113,29 @@ def equal_rows(
             if not length:
                 length = int(lengths[0])
                 if not length:
-                    raise ShardError(block.file, "row 0 is empty: choose a sequence length, or keep lengths")
+                    raise ShardError(
+                        block.file, "document 0 is empty: choose --sequence-length or --keep-lengths"
+                    )
             if (other := lengths != length).any():
                 number = int(other.argmax())
                 raise ShardError(
                     block.file,
-                    f"document {block.document + number:,} has {lengths[number]:,} tokens, document 0 has "
-                    f"{length:,}: choose --sequence-length to cut them, or --keep-lengths",
+                    f"document {block.document + number:,} has {lengths[number]:,} tokens, but document 0 "
+                    f"has {length:,}: choose --sequence-length to cut them, or --keep-lengths",
                 )
         else:
             carried += len(block.tokens)
         if not length:
-            raise ShardError(block.file, "its first document is too long for a row: choose --sequence-length")
+            raise ShardError(
+                block.file,
+                "document 0 does not end in the first block, so it is too long for a row: choose "
+                "--sequence-length",
+            )
         counts.tokens_read += len(block.tokens)
         counts.documents += len(block.ends)
         yield length, block.tokens
     if carried:
-        raise ShardError(block.file, f"{carried:,} tokens after its last document")
+        raise ShardError(block.file, f"has {carried:,} tokens after its last document")
 
 
 def documents(
@@ -136,7 +144,7 @@ def documents(
     cut: CutOptions,
     counts: TokenCounts,
 ) -> Iterator[tuple[str, Tokens]]:
-    """Yield (where, tokens) of each document."""
+    """Yield (location, tokens) of each document."""
     held: list[Tokens] = []
     for block in blocks:
         _check_range(block, dtype)
@@ -150,7 +158,7 @@ def documents(
             counts.documents += 1
             if not len(tokens):
                 if not cut.drop_empty:
-                    raise ShardError(where, "is empty, and a row cannot be: use --drop-empty to drop it")
+                    raise ShardError(where, "is empty, but rows must not be: use --drop-empty to drop it")
                 counts.documents_dropped += 1
                 continue
             tokens = tokens.astype(dtype)
@@ -161,11 +169,11 @@ def documents(
         if start < len(block.tokens):
             held.append(block.tokens[start:].copy())
     if held:
-        raise ShardError(block.file, f"{sum(map(len, held)):,} tokens after its last document")
+        raise ShardError(block.file, f"has {sum(map(len, held)):,} tokens after its last document")
 
 
 def _check_range(block: TokenBlock, dtype: np.dtype[Any]) -> None:
-    """ShardError, naming the document and the token, if an id does not fit."""
+    """Raise ShardError, with the document and the token, if an id does not fit the dtype."""
     tokens, given = block.tokens, block.tokens.dtype
     limits = np.iinfo(dtype)
     if not len(tokens) or (np.iinfo(given).min >= 0 and np.iinfo(given).max <= limits.max):

@@ -31,7 +31,7 @@ _ARROW = (".arrow", ".parquet")
 
 
 def find_kind(path: str) -> Kind:
-    """The format of a path, pattern or URL; unknown ones are left to `open_dataset`."""
+    """Return the format of a path, pattern or URL; if unknown, "dataset", so that `open_dataset` fails."""
     if is_remote(path):
         return "dataset"
     place = local_path(path)
@@ -71,17 +71,17 @@ def open_source(
     columns: Sequence[str] | None,
     storage: StorageOptions | None,
 ) -> Iterator[AnySource]:
-    """The source at `path`, closed at the end. ShardError if it is damaged, or nothing that can be read."""
+    """Open the source at `path`; raises ShardError if it is damaged or not in a supported format."""
     kind = kind or find_kind(path)
     if kind not in get_args(Kind):
-        raise ValueError(f"source format {kind!r}: one of {', '.join(get_args(Kind))}")
+        raise ValueError(f"the source format must be one of {', '.join(get_args(Kind))}, not {kind!r}")
     if kind == "dataset":
-        # Pickles may lie beside the columns that are asked for; no reader here decodes a column of them.
+        # The dataset may have columns of pickles, but no reader here decodes them.
         with open_dataset(path, allow_pickle=True, decode=False, storage=storage) as dataset:
             yield dataset_source(dataset, output.format, columns, cut)
         return
     if is_remote(path):
-        raise ShardError(path, f"{kind} files are read on this machine only: fetch them first")
+        raise ShardError(path, f"{kind} files can only be read from a local path: download them first")
     yield _open_files(path, kind, output, cut, columns)
 
 
@@ -103,25 +103,25 @@ def _open_files(
 
 def _refuse_columns(path: str, kind: str, columns: Sequence[str] | None) -> None:
     if columns is not None:
-        raise ShardError(path, f"--columns does not go with {kind}: all of it is converted")
+        raise ShardError(path, f"--columns cannot be used with {kind} files: all tokens are converted")
 
 
 def _files(path: str) -> list[Path]:
-    """A file, or what a pattern matches, sorted."""
+    """Return a file, or the files that match a pattern, sorted."""
     if os.path.exists(path) or not is_pattern(path):  # noqa: PTH110  a file may be called "a[1].bin"
         return [local_path(path)]
     return [Path(name) for name in sorted(glob(path, recursive=True)) if Path(name).is_file()]  # noqa: PTH207
 
 
 def _named(path: str, suffixes: Sequence[str]) -> list[Path]:
-    """The files of those kinds that a path means: itself, a folder's, or a pattern's."""
+    """Return the file at `path`, a folder's files with `suffixes`, or the files that match a pattern."""
     place = local_path(path)
     if place.is_dir():
         files = sorted(file for file in place.iterdir() if file.suffix in suffixes)
     else:
         files = _files(path)
     if not files:
-        raise ShardError(path, f"names no {' or '.join(suffixes)} files")
+        raise ShardError(path, f"matches no {' or '.join(suffixes)} files")
     return files
 
 
@@ -136,9 +136,9 @@ def _megatron_pair(place: Path) -> tuple[Path, Path]:
         indexes = sorted(place.glob("*.idx"))
         if len(indexes) != 1:
             names = ", ".join(index.stem for index in indexes[:5])
-            raise ShardError(place, f"has {len(indexes)} Megatron indexes ({names}): name one")
+            raise ShardError(place, f"has {len(indexes)} Megatron indexes ({names}): give the path of one")
         place = indexes[0]
     pair = megatron_files(place)
     if pair is None:
-        raise ShardError(place, "has no .idx beside it, which a Megatron dataset needs")
+        raise ShardError(place, "has no .idx file next to it, which a Megatron dataset needs")
     return pair

@@ -1,8 +1,8 @@
-"""Hugging Face datasets of tokens: `save_to_disk` folders, .arrow files (streams or files), Parquet.
+"""Reads Hugging Face datasets of tokens: `save_to_disk` folders, .arrow files (stream or file), Parquet.
 
-A column of lists of integers (`input_ids` or `tokens`, or the only one there is) gives one document a row;
-other columns are left out, and the result says which. Nulls, nested lists and splits to choose from are
-refused with file and row. Files are read batch by batch and hashed once they are done.
+Each row of a column of integer lists (`input_ids` or `tokens`, or the only such column) is one document.
+Other columns are left out, and the result lists them. Nulls, nested lists, and folders of several dataset
+splits are refused with file and row. Files are read batch by batch, and hashed after their last batch.
 """
 
 from __future__ import annotations
@@ -34,30 +34,33 @@ _MAX_BATCH_ROWS = 1 << 16
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """The files of a `save_to_disk` folder in their order; ShardError if it is not whole, or has splits."""
+    """Return the files of a `save_to_disk` folder; raises ShardError if invalid or of several splits."""
     if (folder / "dataset_dict.json").is_file():
         splits = read_json(folder / "dataset_dict.json", _MAX_STATE_BYTES).get("splits", [])
         names = ", ".join(map(str, splits))[:200] if isinstance(splits, list) else ""
-        raise ShardError(folder, f"has splits ({names}): name one, such as {folder}/train")
+        raise ShardError(folder, f"has splits ({names}): give the path of one, such as {folder}/train")
     state = read_json(folder / "state.json", _MAX_STATE_BYTES)
     if state.get("_indices_data_files") or state.get("_indices_files"):
-        problem = "keeps its order in an indices file: flatten_indices() and save_to_disk() first"
+        problem = "stores its order in an indices file: call flatten_indices() and save_to_disk() first"
         raise ShardError(folder / "state.json", problem)
     entries = state.get("_data_files")
     if not isinstance(entries, list) or not entries:
-        raise ShardError(folder / "state.json", "names no data files: it is no dataset of save_to_disk")
+        raise ShardError(folder / "state.json", "lists no data files: it was not written by save_to_disk")
     found = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
     return [folder / checked_basename(name, folder / "state.json") for name in found]
 
 
 class ArrowSource:
-    """The lists of one column of Arrow or Parquet files."""
+    """Reads one column of integer lists from Arrow or Parquet files."""
 
     kind: ClassVar[str] = "huggingface"
     has_documents = True
 
     def __init__(self, paths: Sequence[Path], columns: Sequence[str] | None = None) -> None:
-        """`columns`: the one to read. ShardError if there is no such column of token lists in every file."""
+        """Open the files; `columns` names the one column to read.
+
+        Raises ShardError unless every file has this column, with lists of integers.
+        """
         try:
             import pyarrow  # noqa: F401
         except ImportError as error:
@@ -70,8 +73,10 @@ class ArrowSource:
         for path, file in zip(self._paths, opened, strict=True):
             types.append(_token_type(path, file.schema, self.column))
         self.dtype: np.dtype[Any] = np.dtype(np.result_type(*types)) if len(set(types)) > 1 else types[0]
-        if self.dtype.kind == "f":  # of uint64 and int64 files together
-            raise ShardError(self._paths[0], f"and others have {self.column!r} of types that do not mix")
+        if self.dtype.kind == "f":  # NumPy promotes uint64 together with a signed type to float64
+            raise ShardError(
+                self._paths[0], f"has another type of {self.column!r} than other files: uint64 and signed"
+            )
         self.left_out = sorted({n for file in opened for n in file.schema.names} - {self.column})
         limits = [file.max_token(self.column) for file in opened]
         self.max_token = None if None in limits else max(m for m in limits if m is not None)
@@ -84,12 +89,12 @@ class ArrowSource:
         return {"column": self.column, "dtype": self.dtype.name}
 
     def blocks(self) -> Iterator[TokenBlock]:
-        """All rows in order; a block is one batch of a file."""
+        """Yield all rows in order; a block is one batch of a file."""
         document = 0
         for path in self._paths:
             first, size, seen = document, path.stat().st_size, 0
             opened = _open(path)
-            held: TokenBlock | None = None  # one behind, so that the file's last block can say that it is
+            held: TokenBlock | None = None  # yielded one batch late, so that the last block can set ends_file
             for array in _located(path, opened.arrays(self.column)):
                 if held is not None:
                     yield held
@@ -106,12 +111,12 @@ class ArrowSource:
 
 
 def _block(path: Path, array: Any, document: int, row: int) -> TokenBlock:
-    """A batch's lists as they lie in its buffers, without a copy where Arrow has none to make."""
+    """Return the block of a batch's lists; tokens are a view of Arrow's buffers where possible."""
     import pyarrow as pa
 
     if array.null_count:
         at = row + int(array.is_null().to_numpy(zero_copy_only=False).argmax())
-        raise ShardError(path, f"row {at:,} is null; drop such rows first")
+        raise ShardError(path, f"row {at:,} is null; drop null rows first")
     if pa.types.is_fixed_size_list(array.type):
         width = array.type.list_size
         ends = np.arange(1, len(array) + 1, dtype=np.int64) * width
@@ -123,12 +128,12 @@ def _block(path: Path, array: Any, document: int, row: int) -> TokenBlock:
     if values.null_count:
         token = int(values.is_null().to_numpy(zero_copy_only=False).argmax())
         at = row + int(np.searchsorted(ends, token, side="right"))
-        raise ShardError(path, f"row {at:,} has a null among its tokens; drop such rows first")
+        raise ShardError(path, f"row {at:,} has a null token; drop rows with null tokens first")
     return TokenBlock(values.to_numpy(), ends, str(path), document, 0, values.nbytes)
 
 
 def _located(path: Path, arrays: Iterator[Any]) -> Iterator[Any]:
-    """The arrays, once their offsets and sizes are found sound; ShardError instead of Arrow's errors."""
+    """Yield the arrays after checking their offsets and sizes; convert Arrow's errors to ShardError."""
     import pyarrow as pa
 
     try:
@@ -136,11 +141,11 @@ def _located(path: Path, arrays: Iterator[Any]) -> Iterator[Any]:
             array.validate(full=True)
             yield array
     except (pa.ArrowException, OSError) as error:
-        raise ShardError(path, f"is damaged or cut short: {error}") from error
+        raise ShardError(path, f"is damaged or truncated: {error}") from error
 
 
 class _Stream:
-    """An .arrow file: a stream, as `datasets` writes it, or the file format."""
+    """An .arrow file, in the stream format (as `datasets` writes it) or the file format."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
@@ -149,12 +154,10 @@ class _Stream:
         with path.open("rb") as handle:
             self._is_file = handle.read(6) == _ARROW_FILE_MAGIC
             if not self._is_file:
-                # Arrow takes a stream that ends between two batches for whole.
+                # Arrow reads a stream that is truncated between two batches without an error.
                 handle.seek(-min(len(_END_OF_STREAM), handle.seek(0, os.SEEK_END)), os.SEEK_END)
                 if handle.read() != _END_OF_STREAM:
-                    raise ShardError(
-                        path, "ends without a stream's end mark: it is cut short, or no Arrow file"
-                    )
+                    raise ShardError(path, "has no end-of-stream mark: it is truncated, or not an Arrow file")
         with pa.OSFile(str(path)) as source:
             self.schema: pa.Schema = self._reader(source).schema
 
@@ -181,8 +184,6 @@ class _Stream:
 
 
 class _Parquet:
-    """A Parquet file."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         with path.open("rb") as file:
@@ -191,7 +192,7 @@ class _Parquet:
         self.schema: pa.Schema = self._metadata.schema.to_arrow_schema()
 
     def max_token(self, column: str) -> int | None:
-        """The largest token that the statistics of all row groups state, if they do."""
+        """Return the largest token in the statistics of the row groups; None if a row group has none."""
         found = []
         for limits in self._footer.limits:
             greatest = [high for path, (_, high) in limits.items() if path.split(".")[0] == column]
@@ -217,7 +218,7 @@ def _open(path: Path) -> _Stream | _Parquet:
 
     try:
         file = _Parquet(path) if path.suffix == ".parquet" else _Stream(path)
-        _ = file.schema.names  # UTF-8, or nothing later could name a column
+        _ = file.schema.names  # raises here if a name is not valid UTF-8
         return file
     except (pa.ArrowException, OSError, ValueError) as error:
         raise ShardError(path, f"cannot be read as {path.suffix or 'Arrow'}: {error}") from error
@@ -228,7 +229,7 @@ def _choose_column(path: Path, schema: pa.Schema, columns: Sequence[str] | None)
 
     if columns is not None:
         if len(columns) != 1:
-            raise ShardError(path, f"one column of tokens can be converted, not {', '.join(columns)}")
+            raise ShardError(path, f"only one column of tokens can be converted, got {', '.join(columns)}")
         return columns[0]
     lists = [
         field.name for field in schema if _is_list(field.type) and pa.types.is_integer(field.type.value_type)
@@ -238,7 +239,7 @@ def _choose_column(path: Path, schema: pa.Schema, columns: Sequence[str] | None)
         return (known or lists)[0]
     described = ", ".join(f"{field.name} ({field.type})" for field in schema)
     problem = "has several columns of lists of integers" if lists else "has no column of lists of integers"
-    raise ShardError(path, f"{problem}: {described[:500]}; name the tokens' with --columns")
+    raise ShardError(path, f"{problem}: {described[:500]}; name the column of tokens with --columns")
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -258,6 +259,6 @@ def _token_type(path: Path, schema: pa.Schema, column: str) -> np.dtype[Any]:
         raise ShardError(path, f"has no column {column!r}; its columns: {', '.join(schema.names)[:500]}")
     kind = schema.field(number).type
     if not _is_list(kind) or not pa.types.is_integer(kind.value_type):
-        raise ShardError(path, f"column {column!r} is {kind}, not a list of integers a row")
+        raise ShardError(path, f"column {column!r} is {kind}, not a list of integers per row")
     dtype: np.dtype[Any] = np.dtype(kind.value_type.to_pandas_dtype())
     return dtype

@@ -1,7 +1,8 @@
-"""Sources that `open_dataset` opens: MDS and WebDataset tars, ours or made by others.
+"""Reads datasets that `open_dataset` opens: MDS and WebDataset tars, written by shardkit or other tools.
 
-One fixed column is read as whole arrays; a column of arrays can be cut again; everything else is read sample
-by sample, as bytes: a value is only decoded if the two formats store it differently (see `columns`).
+A single column of fixed size is read as whole arrays, and a column of token arrays can be cut into new rows.
+Everything else is read sample by sample, as bytes: a value is decoded only if the two formats store it
+differently (see `columns`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shardkit.tools.convert.source import BLOCK_BYTES, TOKEN_COLUMNS, CutOptions
 
 
 class _DatasetSource:
-    """Common to all three."""
+    """Common base of the three dataset sources."""
 
     kind: ClassVar[str] = "dataset"
 
@@ -46,7 +47,7 @@ class _DatasetSource:
         }
 
     def _shards(self) -> Iterator[tuple[int, Any, str, int]]:
-        """(number, open shard, where, bytes of the source) of each; no more than one stays open."""
+        """Yield (number, open shard, location, stored bytes) of each shard; only one is open at a time."""
         for number, info in enumerate(self._dataset.manifest.shards):
             yield number, self._dataset.shard(number), self._dataset.where(number), max(0, info.stored.bytes)
             self._dataset.keep_only(frozenset())
@@ -54,7 +55,7 @@ class _DatasetSource:
 
 
 class DatasetRows(_DatasetSource):
-    """A dataset whose one column, or the one that is asked for, is of one fixed type and shape."""
+    """Reads one column of a fixed dtype and shape: the only column, or the selected one."""
 
     def __init__(self, dataset: Dataset, column: Column, target: str) -> None:
         super().__init__(dataset)
@@ -64,14 +65,14 @@ class DatasetRows(_DatasetSource):
         self.dtype, self.shape = dtype, shape
 
     def rows(self) -> Iterator[tuple[npt.NDArray[Any], int]]:
-        """(rows (n, *shape), bytes of the source) in order, a few megabytes at a time."""
+        """Yield (rows, bytes of the source) in order; rows have shape (n, *shape) and a few megabytes."""
         for _, shard, where, size in self._shards():
             if not len(shard):
                 continue
             matrix = shard.fixed_rows(self._column.name)
             if matrix is None or matrix.shape[1:] != self.shape or matrix.dtype != self.dtype:
                 raise ShardError(
-                    where, f"its {self._column.name!r} is not {self._column.encoding} throughout"
+                    where, f"column {self._column.name!r} is not {self._column.encoding} in all samples"
                 )
             step = max(1, BLOCK_BYTES // max(1, matrix[0].nbytes))
             for start in range(0, len(matrix), step):
@@ -80,13 +81,13 @@ class DatasetRows(_DatasetSource):
 
 
 class DatasetTokens(_DatasetSource):
-    """A column of one-axis arrays of integers, each one document."""
+    """Reads a column of one-axis integer arrays, each of which is a document."""
 
     has_documents = True
     max_token: int | None = None
 
     def __init__(self, dataset: Dataset, column: Column, source_dtype: str | None = None) -> None:
-        """`source_dtype` of a column of bytes, which does not say."""
+        """Give `source_dtype` for a column of bytes, whose encoding does not record the tokens' dtype."""
         super().__init__(dataset)
         self._column, self._bytes_dtype = column, None if source_dtype is None else np.dtype(source_dtype)
         dtype = _layout(column)[0] if source_dtype is None else self._bytes_dtype
@@ -95,7 +96,7 @@ class DatasetTokens(_DatasetSource):
         self.left_out = [c.name for c in dataset.columns if c.name not in (column.name, KEY)]
 
     def blocks(self) -> Iterator[TokenBlock]:
-        """Samples in order, many at a time."""
+        """Yield blocks of up to a few megabytes, or of 1024 samples of varying length, in order."""
         document = 0
         for _, shard, where, size in self._shards():
             fixed = None if self._bytes_dtype is not None else shard.fixed_rows(self._column.name)
@@ -119,10 +120,10 @@ class DatasetTokens(_DatasetSource):
             value = self._value(shard, row, where)
             if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "ui":
                 raise ShardError(
-                    where, f"sample {row:,}: {self._column.name!r} is no one-axis array of integers"
+                    where, f"sample {row:,}: {self._column.name!r} is not a one-axis array of integers"
                 )
             if not self._is_typed and value.dtype == np.uint64 and len(value) and value.max() >= 1 << 63:
-                raise ShardError(where, f"sample {row:,}: {value.max():,} is no token")
+                raise ShardError(where, f"sample {row:,}: {value.max():,} is too large for a token id")
             arrays.append(value.astype(self.dtype, copy=False))
         ends = np.cumsum([len(array) for array in arrays], dtype=np.int64)
         return np.concatenate(arrays) if arrays else np.zeros(0, self.dtype), ends
@@ -133,20 +134,20 @@ class DatasetTokens(_DatasetSource):
             return value
         if self._bytes_dtype is not None:
             if len(value) % self._bytes_dtype.itemsize:
-                problem = f"{len(value):,} bytes are no whole {self._bytes_dtype.name} tokens"
+                problem = f"has {len(value):,} bytes, not a whole number of {self._bytes_dtype.name} tokens"
                 raise ShardError(where, f"sample {row:,}: {problem}")
             return np.frombuffer(value, self._bytes_dtype.newbyteorder("<"))
-        try:  # a tar's member, as its bytes
+        try:  # a tar opened with decode=False returns the bytes of the .npy member
             return decode_npy(memoryview(value))
         except ValueError as error:
             raise ShardError(where, f"sample {row:,}: {self._column.name!r}: {error}") from error
 
 
 class DatasetSamples(_DatasetSource):
-    """Samples of any columns."""
+    """Reads samples with any columns."""
 
     def __init__(self, dataset: Dataset, mapped: Sequence[Mapped], *, has_keys: bool) -> None:
-        """`has_keys`: a tar's keys are data, not numbers."""
+        """Set `has_keys` if a tar's keys are data to convert, not running numbers."""
         super().__init__(dataset)
         self._mapped = [column for column in mapped if column.source != KEY]
         self._key = next((column for column in mapped if column.source == KEY), None)
@@ -156,7 +157,7 @@ class DatasetSamples(_DatasetSource):
         self.names = {column.target: column.source for column in self._mapped}
 
     def samples(self) -> Iterator[Sample]:
-        """Samples in order; ShardError names the one that lacks a column or is damaged."""
+        """Yield samples in order; raises ShardError for a damaged sample, or one that lacks a column."""
         for _, shard, where, size in self._shards():
             for row in range(len(shard)):
                 payloads, key = self._raw(shard, row)
@@ -166,7 +167,8 @@ class DatasetSamples(_DatasetSource):
                     data = payloads.get(column.source)
                     if data is None:
                         raise ShardError(
-                            place, f"has no {column.source!r}; every row needs it: choose with --columns"
+                            place,
+                            f"has no {column.source!r}; choose columns that all samples have with --columns",
                         )
                     try:
                         values[column.target] = column.convert(memoryview(data))
@@ -182,7 +184,7 @@ class DatasetSamples(_DatasetSource):
         sample = shard.sample(row)
         key = str(sample.pop(KEY))
         if not self._has_keys and not (key.isdecimal() and len(key) == KEY_DIGITS):
-            problem = f"keys are numbers up to here, and {key[:200]!r} here: give the tars in another order"
+            problem = f"its key is {key[:200]!r}, but earlier keys are running numbers: reorder the tars"
             raise ShardError(self._dataset.location, f"sample {row:,} of a shard: {problem}")
         return sample, key if self._has_keys else None  # type: ignore[return-value]
 
@@ -190,10 +192,10 @@ class DatasetSamples(_DatasetSource):
 def dataset_source(
     dataset: Dataset, target: Literal["mds", "wds"], columns: Sequence[str] | None, cut: CutOptions
 ) -> DatasetRows | DatasetTokens | DatasetSamples:
-    """How to read a dataset for a target: as tokens to be cut, as whole rows, or sample by sample.
+    """Return the source that reads a dataset: as tokens to be cut, as whole rows, or sample by sample.
 
-    `columns` names those to convert, as they are called in the source; default all. ShardError for columns
-    that are not there, or have no place in the target.
+    `columns` are the names in the source of the columns to convert (default: all). Raises ShardError for
+    columns that do not exist, or that the target format cannot hold.
     """
     chosen = _chosen(dataset, columns)
     if not len(dataset):
@@ -215,14 +217,14 @@ def dataset_source(
 
 
 def _tokens(dataset: Dataset, chosen: Sequence[Column], cut: CutOptions) -> DatasetTokens:
-    """The one column of tokens: arrays, or bytes if their type is told."""
+    """Return the source of the one token column: arrays, or bytes if `cut.source_dtype` is given."""
     kind = "ndarray" if cut.source_dtype is None else "bytes"
     tokens = [c for c in chosen if c.encoding.partition(":")[0] == kind]
     preferred = [c for c in tokens if c.name.removesuffix(".npy").removesuffix(".bin") in TOKEN_COLUMNS]
     if len(preferred or tokens) != 1:
         names = ", ".join(f"{c.name} ({c.encoding})" for c in chosen)
-        advice = "name it with --columns; of a column of bytes, its type with --source-dtype"
-        raise ShardError(dataset.location, f"has not one column of tokens ({kind}) among {names}: {advice}")
+        advice = "name one with --columns; for a column of bytes, also give --source-dtype"
+        raise ShardError(dataset.location, f"has no single {kind} column of tokens among {names}: {advice}")
     return DatasetTokens(dataset, (preferred or tokens)[0], cut.source_dtype)
 
 
@@ -245,7 +247,7 @@ def _chosen(dataset: Dataset, columns: Sequence[str] | None) -> list[Column]:
 
 
 def _is_block(dataset: Dataset, column: Column, target: str) -> bool:
-    """Whether all shards hold the column as one matrix of rows, and the target's fast writer takes it."""
+    """Return whether all shards hold the column as one matrix that the target's row writer accepts."""
     if dataset.manifest.format == "mds" and any(c.size is None for c in dataset.columns):
         return False
     dtype, shape = _layout(column)
@@ -261,7 +263,7 @@ def _is_block(dataset: Dataset, column: Column, target: str) -> bool:
 
 
 def _is_counted(dataset: Dataset) -> bool:
-    """Whether the keys of a tar are the running numbers that our writer gives them, and mean nothing."""
+    """Return whether a tar's keys are the running numbers of shardkit's writer, which carry no data."""
     first = next((n for n, info in enumerate(dataset.manifest.shards) if info.samples), None)
     if first is None:
         return True
@@ -272,7 +274,7 @@ def _is_counted(dataset: Dataset) -> bool:
 
 
 def _noted(dataset: Dataset) -> Mapping[str, Mapping[str, str]]:
-    """Return the sound notes on columns, by extension, in the card of tars that were converted from MDS."""
+    """Return the valid notes on columns, by extension, in the card of tars that were converted from MDS."""
     noted = None if dataset.card is None else dataset.card.data.get("columns")
     if not isinstance(noted, dict):
         return {}
@@ -288,7 +290,7 @@ def _noted(dataset: Dataset) -> Mapping[str, Mapping[str, str]]:
 
 
 def _noted_members(dataset: Dataset) -> Mapping[str, str]:
-    """Return the notes on members in the card of MDS that was converted from tars; {} if not sound."""
+    """Return the notes on members in the card of MDS that was converted from tars, or {} if invalid."""
     noted = None if dataset.card is None else dataset.card.data.get("members")
     if not isinstance(noted, dict) or not all(isinstance(name, str) for name in noted.values()):
         return {}
@@ -296,7 +298,7 @@ def _noted_members(dataset: Dataset) -> Mapping[str, str]:
 
 
 def _layout(column: Column) -> tuple[np.dtype[Any] | None, tuple[int, ...]]:
-    """(type, shape) of an ndarray column, as far as its encoding says."""
+    """Return the dtype and shape in the encoding of an ndarray column; (None, ()) if it has none."""
     parts = column.encoding.split(":")
     if parts[0] != "ndarray" or len(parts) < 2:
         return None, ()

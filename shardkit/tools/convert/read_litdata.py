@@ -1,22 +1,22 @@
-"""litdata's chunk folders: an index.json and chunks, of tokens (TokensLoader) or any items (PyTreeLoader).
+"""Reads litdata's chunk folders: index.json and chunks of tokens (TokensLoader) or any items (PyTreeLoader).
 
     index.json  {"chunks": [{chunk_bytes, chunk_size (items), dim (tokens), filename}],
                  "config": {data_format, data_spec, item_loader, compression, …}}
     chunk       u32 items n | u32 offsets[n + 1] from the file's start | items
     item        TokensLoader: the values of one array. PyTreeLoader: u32 size of each leaf, then the leaves
 
-With zstd, a chunk is one frame (`compression_level` "chunk"), or each item is ("sample"), or several items
-are ("batch", the default):
+With zstd, one frame holds a whole chunk (`compression_level` "chunk"), one item ("sample"), or several items
+("batch", the default). With "batch", a chunk is:
 
-    chunk       "LDFZ01\\0\\0" | u16 1 | u16 0 | u32 items n | u32 items of a frame | u32 frames
-                u32 offsets[n + 1] among the items
-                of each frame: u32 first item, u32 items, u64 place in the file, u32 bytes, u32 raw bytes
+    chunk       "LDFZ01\\0\\0" | u16 1 | u16 0 | u32 items n | u32 items per frame | u32 frames
+                u32 offsets[n + 1] into the uncompressed items
+                per frame: u32 first item, u32 items, u64 offset in the file, u32 bytes, u32 raw bytes
                 frames
 
-Each item of a token dataset is a document. litdata's own blocks of a block size begin anew in each chunk and
-leave its last tokens out: `per_file` with `drop_tail` gives those very rows. A chunk is held in memory whole,
-as litdata writes them small. Leaves of plain kinds become MDS columns or members; others are refused by name,
-and so are encrypted chunks and those whose rows are in Arrow's own compression.
+Each item of a token dataset is a document. litdata's TokensLoader starts its fixed-size blocks anew in each
+chunk and leaves out the chunk's last tokens; `per_file` with `drop_tail` gives exactly these rows. A chunk is
+held in memory whole, because litdata writes small chunks. Leaves of plain kinds become MDS columns or tar
+members. Other leaves are refused by name, as are encrypted chunks and chunks with Arrow's own compression.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _TORCH_DTYPES = {
 _NUMPY_DTYPES = (
     "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
 )  # fmt: skip
-# Of leaves with a header: the type of its words, and the types of values by number.
+# For leaves with a header: the dtype of the header's words, and the dtypes of values by their number.
 _WITH_HEADER = {"tensor": (">u4", _TORCH_DTYPES), "numpy": ("<u4", dict(enumerate(_NUMPY_DTYPES)))}
-# Leaves whose bytes are those of an MDS value.
+# Leaf kinds whose bytes are a valid MDS value as they are: {litdata kind: MDS encoding}.
 _SAME = {"str": "str", "bytes": "bytes", "int": "int", "jpeg": "jpeg", "float": "float64", "pil": "pil"}
 
 
 def is_litdata(folder: Path) -> bool:
-    """Whether index.json in the folder is litdata's, and not that of an MDS dataset."""
+    """Return whether the folder's index.json belongs to litdata, not to an MDS dataset."""
     file = folder / "index.json"
     if not file.is_file():
         return False
@@ -66,10 +66,14 @@ def is_litdata(folder: Path) -> bool:
 
 
 def litdata_source(folder: Path, target: str) -> LitdataTokens | LitdataSamples:
-    """The source in a folder; ShardError if its index is not sound, or states what cannot be converted."""
+    """Return the source that reads a folder.
+
+    Raises ShardError if the index is invalid or describes data that cannot be converted.
+    """
     index = _Index(folder)
     has_tokens = all(tokens is not None for _, _, _, tokens in index.chunks)
-    if index.loader == "TokensLoader" or (index.loader is None and has_tokens):  # older indexes name none
+    # Older litdata versions do not record the loader.
+    if index.loader == "TokensLoader" or (index.loader is None and has_tokens):
         return LitdataTokens(index)
     if index.loader in ("PyTreeLoader", None):
         return LitdataSamples(index, target)
@@ -79,30 +83,32 @@ def litdata_source(folder: Path, target: str) -> LitdataTokens | LitdataSamples:
 
 
 class _Index:
-    """index.json, checked."""
+    """The checked content of index.json."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / "index.json"
         content = read_json(self.file, _MAX_INDEX_BYTES)
         config, chunks = content.get("config"), content.get("chunks")
         if not isinstance(config, dict) or not isinstance(chunks, list) or not chunks:
-            raise self.refused("is no litdata index: it has no config, or no chunks")
+            raise self.refused("is not a litdata index: it has no config or no chunks")
         self.config: dict[str, Any] = config
         self.loader = config.get("item_loader")
         if config.get("encryption"):
-            raise self.refused("is of encrypted chunks: decrypt them first")
+            raise self.refused("describes encrypted chunks: decrypt them first")
         if config.get("ipc_compression"):
             codec = config["ipc_compression"]
-            raise self.refused(f"is of chunks with ipc_compression {codec!r}: write them without compression")
+            raise self.refused(f"has ipc_compression {codec!r}: write the chunks without it")
         compression = config.get("compression")
         if compression is not None and not str(compression).startswith("zstd"):
-            raise self.refused(f"is of chunks compressed by {compression!r}: only zstd is known")
+            raise self.refused(f"has compression {compression!r}: only zstd is supported")
         self.level = config.get("compression_level") or ("chunk" if compression is not None else None)
         if self.level not in (None, "chunk", "batch", "sample"):
-            raise self.refused(f"is of chunks with compression_level {self.level!r:.40}, which is not known")
+            raise self.refused(
+                f"has compression_level {self.level!r:.40}: only chunk, batch and sample are supported"
+            )
         formats = config.get("data_format")
         if not isinstance(formats, list) or not all(isinstance(f, str) for f in formats):
-            raise self.refused("states no data_format")
+            raise self.refused("has no data_format, or one that is not a list of strings")
         self.formats: list[str] = formats
         self.chunks = [self._chunk(number, chunk) for number, chunk in enumerate(chunks)]
 
@@ -110,20 +116,23 @@ class _Index:
         return ShardError(self.file, problem)
 
     def _chunk(self, number: int, chunk: object) -> tuple[str, int, int, int | None]:
-        """(name, bytes, items, tokens)"""
+        """Return the name of a chunk and its numbers of bytes, items and tokens (None if not recorded)."""
         if not isinstance(chunk, dict):
-            raise self.refused(f"chunk {number:,} is no object")
+            raise self.refused(f"chunk {number:,} is not a JSON object")
         name = checked_basename(chunk.get("filename"), self.file)
         size, items, dim = (chunk.get(key) for key in ("chunk_bytes", "chunk_size", "dim"))
         if type(size) is not int or type(items) is not int or not 0 <= items <= size <= _MAX_CHUNK_BYTES:
-            raise self.refused(f"chunk {number:,} ({name}) states {size!r:.40} bytes and {items!r:.40} items")
+            raise self.refused(
+                f"chunk {number:,} ({name}) has the invalid sizes chunk_bytes {size!r:.40} and chunk_size "
+                f"{items!r:.40}"
+            )
         if dim is not None and type(dim) is not int:
-            raise self.refused(f"chunk {number:,} ({name}) states {dim!r:.40} tokens")
+            raise self.refused(f"chunk {number:,} ({name}) has {dim!r:.40} tokens (dim), not an integer")
         return name, size, items, dim
 
 
 class _Litdata:
-    """What both kinds share."""
+    """Common base of the two litdata sources: reads and decompresses chunks."""
 
     kind: ClassVar[str] = "litdata"
 
@@ -139,7 +148,7 @@ class _Litdata:
         return {"item_loader": self._index.loader, "data_format": self._index.formats}
 
     def _chunks(self) -> Iterator[tuple[Path, npt.NDArray[np.uint8], npt.NDArray[np.int64], int | None, int]]:
-        """(file, raw bytes, offsets int64[n + 1], tokens stated, stored bytes) of each chunk."""
+        """Yield (file, raw bytes, offsets int64[n + 1], tokens in the index, stored bytes) of each chunk."""
         for name, _, items, dim in self._index.chunks:
             path = self._index.folder / name
             try:
@@ -161,7 +170,7 @@ class _Litdata:
 
 
 class LitdataTokens(_Litdata):
-    """Items of a TokensLoader dataset: one array of tokens each."""
+    """Reads a TokensLoader dataset, in which each item is one array of tokens."""
 
     has_documents = True
     max_token: int | None = None
@@ -171,30 +180,30 @@ class LitdataTokens(_Litdata):
         super().__init__(index)
         dtype = _array_dtype(index.formats[0]) if len(index.formats) == 1 else None
         if dtype is None or np.dtype(dtype).kind not in "ui":
-            raise index.refused(f"states data_format {index.formats}, which is not one array of integers")
+            raise index.refused(f"has data_format {index.formats}, which is not one array of integers")
         self.dtype: np.dtype[Any] = np.dtype(dtype).newbyteorder("<")
 
     def blocks(self) -> Iterator[TokenBlock]:
-        """A chunk at a time."""
+        """Yield one block per chunk."""
         document = 0
         for path, raw, offsets, dim, stored in self._chunks():
             body = raw[offsets[0] : offsets[-1]]
             if ((offsets - offsets[0]) % self.dtype.itemsize).any():
-                raise ShardError(path, f"has items that are not whole {self.dtype.name} values")
+                raise ShardError(path, f"has items whose size is not a multiple of a {self.dtype.name} value")
             tokens = (
                 body.view(self.dtype)
                 if body.ctypes.data % self.dtype.itemsize == 0
                 else body.copy().view(self.dtype)
             )
             if dim not in (None, len(tokens)):
-                raise ShardError(path, f"holds {len(tokens):,} tokens, the index states {dim:,}")
+                raise ShardError(path, f"has {len(tokens):,} tokens, but the index records {dim:,}")
             ends = (offsets[1:] - offsets[0]) // self.dtype.itemsize
             yield TokenBlock(tokens, ends, str(path), document, 0, stored, ends_file=True)
             document += len(ends)
 
 
 class LitdataSamples(_Litdata):
-    """Items of a PyTreeLoader dataset: a dict of leaves, or one leaf."""
+    """Reads a PyTreeLoader dataset, in which each item is a dict of leaves or one leaf."""
 
     has_keys = False
 
@@ -205,7 +214,7 @@ class LitdataSamples(_Litdata):
         for name, leaf in zip(names, index.formats, strict=True):
             found = _leaf(leaf)
             if found is None:
-                raise index.refused(f"leaf {name!r} is {leaf}, which has no place in an MDS column")
+                raise index.refused(f"leaf {name!r} is {leaf}, which MDS columns cannot hold")
             encoding, convert = found
             columns.append(Column(name, encoding, encoding_of(encoding).size))
             self._leaves.append(convert)
@@ -218,7 +227,7 @@ class LitdataSamples(_Litdata):
         self.names = {column.target: column.source for column in mapped}
 
     def samples(self) -> Iterator[Sample]:
-        """Items in order; ShardError names the one that is damaged."""
+        """Yield items in order; raises ShardError for a damaged item."""
         for path, raw, offsets, _, stored in self._chunks():
             for row in range(len(offsets) - 1):
                 place = f"{path}: item {row:,}"
@@ -232,63 +241,67 @@ class LitdataSamples(_Litdata):
     def _values(self, data: memoryview) -> dict[str, bytes | memoryview]:
         head = 4 * len(self._leaves)
         if len(data) < head:
-            raise ValueError(f"{len(data):,} bytes are too few for its leaves")
+            raise ValueError(f"has {len(data):,} bytes, too few for the sizes of its leaves")
         sizes = np.frombuffer(data[:head], "<u4").tolist()
         if head + sum(sizes) != len(data):
-            raise ValueError(f"leaves of {sum(sizes):,} bytes in {len(data) - head:,}")
+            raise ValueError(
+                f"its leaves take {sum(sizes):,} bytes, but it has {len(data) - head:,} for them"
+            )
         values: dict[str, bytes | memoryview] = {}
         for convert, (column, mapped), size in zip(self._leaves, self._columns, sizes, strict=True):
             leaf, head = convert(data[head : head + size]), head + size
             if column.size not in (None, len(leaf)):
-                raise ValueError(f"{column.name!r}: {len(leaf):,} bytes for {column.encoding}")
+                raise ValueError(f"{column.name!r} has {len(leaf):,} bytes, wrong for {column.encoding}")
             values[mapped.target] = mapped.convert(memoryview(leaf))
         return values
 
 
 def _frame(path: Path, stored: memoryview, most: int) -> bytes:
-    """Return what a zstd frame of at most `most` bytes holds; ShardError."""
+    """Return the content of a zstd frame; raises ShardError if invalid or larger than `most` bytes."""
     import zstandard
 
     try:
         size = zstandard.frame_content_size(stored)
         if not 0 <= size <= most:
-            raise ShardError(path, "is zstd data that does not state its size, or one that is too large")
+            raise ShardError(path, "has a zstd frame that does not declare its size, or is too large")
         data: bytes = zstandard.ZstdDecompressor().decompress(stored, max_output_size=size)
     except zstandard.ZstdError as error:
-        raise ShardError(path, f"is not the zstd data that its index states: {error}") from error
+        raise ShardError(path, f"is not valid zstd data, which its index says it is: {error}") from error
     return data
 
 
 def _items_of_batches(path: Path, stored: bytes) -> list[bytes]:
-    """Return the items of a chunk whose frames hold several each; ShardError."""
+    """Return the items of a chunk whose frames hold several items; raises ShardError if it is damaged."""
     head = len(_BATCHES) + 16
     if len(stored) < head or not stored.startswith(_BATCHES):
-        raise ShardError(path, "has no frames of several items, which its index states", offset=0)
+        raise ShardError(path, "has no header of batches, but the index has level batch", offset=0)
     version, _, count, _, frames = struct.unpack_from("<HHIII", stored, len(_BATCHES))
     if version != 1:
-        raise ShardError(path, f"has frames of version {version}, which is not known", offset=len(_BATCHES))
+        raise ShardError(path, f"has frames of version {version}; only 1 is supported", offset=len(_BATCHES))
     start = head + 4 * (count + 1)
     if len(stored) < start + _FRAME.size * frames:
-        raise ShardError(path, f"{len(stored):,} bytes cannot hold its tables: it is cut short", offset=head)
+        raise ShardError(path, f"has {len(stored):,} bytes, too few for its tables: truncated", offset=head)
     offsets = np.frombuffer(stored, "<u4", count + 1, head).astype(np.int64)
     if offsets[0] or (np.diff(offsets) < 0).any():
-        raise ShardError(path, "has offsets of items that are not in order", offset=head)
+        raise ShardError(path, "has item offsets that do not start at 0 or do not increase", offset=head)
     items: list[bytes] = []
     for first, many, place, size, raw_bytes in _FRAME.iter_unpack(stored[start:][: _FRAME.size * frames]):
         if first != len(items) or first + many > count or place + size > len(stored):
-            raise ShardError(path, f"its frames do not follow each other up to item {first:,}", offset=start)
+            raise ShardError(path, f"has a gap or overlap in its frames at item {first:,}", offset=start)
         edges = (offsets[first : first + many + 1] - offsets[first]).tolist()
         data = _frame(path, memoryview(stored)[place : place + size], edges[-1])
         if len(data) != raw_bytes or edges[-1] != len(data):
-            raise ShardError(path, f"the frame of item {first:,} has {len(data):,} bytes, not {edges[-1]:,}")
+            raise ShardError(
+                path, f"the frame of item {first:,} has {len(data):,} bytes, but its items need {edges[-1]:,}"
+            )
         items += [data[begin:end] for begin, end in pairwise(edges)]
     if len(items) != count:
-        raise ShardError(path, f"its frames hold {len(items):,} of {count:,} items", offset=start)
+        raise ShardError(path, f"has frames for only {len(items):,} of its {count:,} items", offset=start)
     return items
 
 
 def _items_of_samples(path: Path, stored: bytes) -> list[bytes]:
-    """Return the items of a chunk in which each is a frame; ShardError."""
+    """Return the items of a chunk with one frame per item; raises ShardError if it is damaged."""
     count = int.from_bytes(stored[:4], "little")
     offsets = _offsets(path, np.frombuffer(stored, np.uint8), count).tolist()
     items, left = [], _MAX_CHUNK_BYTES
@@ -299,29 +312,29 @@ def _items_of_samples(path: Path, stored: bytes) -> list[bytes]:
 
 
 def _plain_chunk(items: Sequence[bytes]) -> bytes:
-    """Return the chunk that holds these items uncompressed."""
+    """Return the bytes of an uncompressed chunk that holds `items`."""
     head = 4 * (len(items) + 2)
     offsets = np.cumsum([head, *map(len, items)])
     return struct.pack("<I", len(items)) + offsets.astype("<u4").tobytes() + b"".join(items)
 
 
 def _offsets(path: Path, raw: npt.NDArray[np.uint8], items: int) -> npt.NDArray[np.int64]:
-    """int64[items + 1], in order, from behind the header to the end of the file."""
+    """Return the checked offsets of items, int64[items + 1]: from the end of the header to the file's end."""
     head = 4 * (items + 2)
     if len(raw) < head:
-        raise ShardError(path, f"{len(raw):,} bytes cannot hold the offsets of {items:,} items")
+        raise ShardError(path, f"has {len(raw):,} bytes, too few for the offsets of {items:,} items")
     words = np.frombuffer(raw[:head], "<u4").astype(np.int64)
     if words[0] != items:
-        raise ShardError(path, f"has {words[0]:,} items, the index states {items:,}", offset=0)
+        raise ShardError(path, f"has {words[0]:,} items, but the index records {items:,}", offset=0)
     offsets = words[1:]
     if offsets[0] != head or offsets[-1] != len(raw) or (np.diff(offsets) < 0).any():
         problem = f"its offsets do not run from {head:,} to the end of its {len(raw):,} bytes"
-        raise ShardError(path, f"{problem}: it is cut short or damaged", offset=4)
+        raise ShardError(path, f"{problem}: it is truncated or damaged", offset=4)
     return offsets
 
 
 def _leaf_names(index: _Index) -> Sequence[str]:
-    """Names of the leaves, in their order, from the tree that the index describes."""
+    """Return the names of the leaves, in order, from the tree in the index's data_spec."""
     try:
         spec = load_json(index.config["data_spec"])[1]
         kind, children = spec["type"], spec["children_spec"]
@@ -330,16 +343,18 @@ def _leaf_names(index: _Index) -> Sequence[str]:
         names: list[str] = load_json(spec["context"])
         flat = all(child["type"] is None for child in children)
     except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
-        raise index.refused(f"states a data_spec that cannot be read: {error!r}") from error
+        raise index.refused(f"has a data_spec that cannot be read: {error!r}") from error
     if kind != "builtins.dict" or not flat or not all(isinstance(name, str) for name in names):
-        raise index.refused("is of items that are no plain dicts of values: flatten them when you write them")
+        raise index.refused("describes items that are not flat dicts of values: flatten them when writing")
     if len(names) != len(index.formats) or len(set(names)) != len(names):
-        raise index.refused(f"names {len(names)} leaves, and states the format of {len(index.formats)}")
+        raise index.refused(
+            f"has {len(names)} leaf names, but {len(index.formats)} formats: each format needs a unique name"
+        )
     return names
 
 
 def _leaf(name: str) -> tuple[str, Callable[[memoryview], bytes | memoryview]] | None:
-    """(MDS encoding, what makes its bytes) of a leaf; None for kinds that MDS has not."""
+    """Return the MDS encoding of a leaf kind and the function that encodes it, or None if MDS has none."""
     if name in _SAME:
         decode = encoding_of(_SAME[name]).decode if name in ("str", "pil") else None
         return _SAME[name], lambda data: data if decode is None else (decode(data), data)[1]
@@ -357,7 +372,7 @@ def _leaf(name: str) -> tuple[str, Callable[[memoryview], bytes | memoryview]] |
 
 
 def _array_dtype(name: str) -> str | None:
-    """The type of `no_header_tensor:17` and `no_header_numpy:5`, whose arrays have one axis."""
+    """Return the dtype of a one-axis array kind such as `no_header_tensor:17` or `no_header_numpy:5`."""
     kind, colon, number = name.partition(":")
     if not colon or not number.isdecimal():
         return None
@@ -370,18 +385,18 @@ def _array_dtype(name: str) -> str | None:
 
 def _flat(data: memoryview, dtype: str) -> npt.NDArray[Any]:
     if len(data) % np.dtype(dtype).itemsize:
-        raise ValueError(f"{len(data):,} bytes are no whole {dtype} values")
+        raise ValueError(f"has {len(data):,} bytes, not a multiple of the size of {dtype}")
     values: npt.NDArray[Any] = np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))
     return values
 
 
 def _array(data: memoryview, word: str, dtypes: Mapping[int, str]) -> npt.NDArray[Any]:
-    """u32 type, u32 axes, u32 dims, as `word` says; then the values, little-endian."""
+    """Decode an array: u32 dtype, u32 axes and u32 dims in dtype `word`, then little-endian values."""
     if len(data) < 8:
-        raise ValueError("an array without a header")
+        raise ValueError(f"has an array of {len(data)} bytes, too few for its 8-byte header")
     number, axes = (int(value) for value in np.frombuffer(data[:8], word))
     if number not in dtypes or axes > 32 or len(data) < 8 + 4 * axes:
-        raise ValueError(f"an array of type {number} with {axes} axes, which cannot be stored")
+        raise ValueError(f"has an array of type {number} with {axes} axes, which cannot be converted")
     shape = tuple(int(dim) for dim in np.frombuffer(data[8 : 8 + 4 * axes], word))
     values = _flat(data[8 + 4 * axes :], dtypes[number])
     return values.reshape(shape)

@@ -1,7 +1,7 @@
-"""Tokens in .bin files: documents of Megatron's .bin/.idx pairs, and streams without any ends.
+"""Reads tokens in .bin files: documents of Megatron's .bin/.idx pairs, and streams without document ends.
 
-What their headers mean is in `shardkit.formats.tokens`. Files of nanoGPT, llm.c and modded-nanogpt do not say
-where documents end: they are one stream, in the order in which they are named.
+`shardkit.formats.tokens` describes the headers. Files of nanoGPT, llm.c and modded-nanogpt do not record
+where documents end: they are read as one stream, in the order in which they are given.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardkit.tools.convert.source import BLOCK_BYTES, NO_ENDS, SOURCE_HASH, Tok
 
 @dataclass(slots=True)
 class _Tokens:
-    """The tokens of a file of `bytes` behind its first `start` bytes; at the end, its digest is in `info`."""
+    """Reads the tokens of a file of `bytes` bytes, from offset `start`; after the last, sets `info`."""
 
     path: Path
     start: int
@@ -32,7 +32,7 @@ class _Tokens:
     info: FileInfo | None = field(default=None, init=False)
 
     def __iter__(self) -> Iterator[tuple[npt.NDArray[Any], bool]]:
-        """(tokens, whether they end the file); ShardError if the file is not as it was."""
+        """Yield (tokens, whether they end the file); raises ShardError if the file's size has changed."""
         changed = ShardError(self.path, "changed while it was read; convert it again")
         hasher = new_hash(SOURCE_HASH)
         try:
@@ -41,7 +41,7 @@ class _Tokens:
                 hasher.update(head)
                 size = len(head)
                 while True:
-                    data = np.empty(BLOCK_BYTES, np.uint8)  # a new one each time: views of it may be kept
+                    data = np.empty(BLOCK_BYTES, np.uint8)  # not reused: callers may keep views of a block
                     filled = _fill(file, data.data)
                     if not filled:
                         break
@@ -65,7 +65,7 @@ def _fill(file: Any, view: memoryview) -> int:
 
 
 def megatron_files(path: Path) -> tuple[Path, Path] | None:
-    """(.bin, .idx) if `path` is either, or their common prefix; None if there is no such pair."""
+    """Return the paths (.bin, .idx) if `path` is one of them or their common prefix; None if not a pair."""
     stem = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     pair = stem.with_name(stem.name + ".bin"), stem.with_name(stem.name + ".idx")
     if path.suffix == ".idx" or pair[1].is_file():
@@ -74,7 +74,7 @@ def megatron_files(path: Path) -> tuple[Path, Path] | None:
 
 
 class MegatronSource:
-    """The documents of one .bin/.idx pair."""
+    """Reads the documents of one .bin/.idx pair."""
 
     kind: ClassVar[str] = "megatron"
     max_token: int | None = None
@@ -84,7 +84,7 @@ class MegatronSource:
     files_done = 0
 
     def __init__(self, path: Path, index: Path) -> None:
-        """ShardError if the index is not sound or does not fit the .bin."""
+        """Check the index; raises ShardError if it is invalid or does not match the .bin file."""
         self._path, self._index = path, index
         self.digests: list[FileInfo] = []
         try:
@@ -100,7 +100,7 @@ class MegatronSource:
         return {"sequences": self._checked.sequences, "documents": self._checked.documents}
 
     def blocks(self) -> Iterator[TokenBlock]:
-        """All tokens in order, and where documents end."""
+        """Yield blocks of all tokens in order, with the ends of documents."""
         pieces = _Tokens(self._path, 0, self.dtype, self.bytes)
         with self._index.open("rb") as file:
             ends = _Feed(self._checked.document_ends(file))
@@ -126,14 +126,14 @@ class MegatronSource:
 
 
 class _Feed:
-    """Numbers in order, handed out up to a limit."""
+    """Buffers ascending numbers and returns them up to a limit."""
 
     def __init__(self, pieces: Iterator[npt.NDArray[np.int64]]) -> None:
         self._pieces = pieces
         self._waiting: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
     def take(self, limit: int) -> npt.NDArray[np.int64]:
-        """All that are left up to `limit`."""
+        """Remove and return all remaining numbers up to and including `limit`."""
         taken = []
         while True:
             count = int(np.searchsorted(self._waiting, limit, side="right"))
@@ -149,7 +149,7 @@ class _Feed:
 
 
 class NanogptSource:
-    """The tokens of .bin files, one behind the other."""
+    """Reads the tokens of .bin files as one stream, file by file."""
 
     kind: ClassVar[str] = "nanogpt"
     max_token: int | None = None
@@ -157,14 +157,17 @@ class NanogptSource:
     left_out = ()
 
     def __init__(self, paths: Sequence[Path], source_dtype: str | None = None) -> None:
-        """`source_dtype` of bare files. ShardError if a file is no .bin of tokens, or of another type."""
+        """Check the headers; `source_dtype` is the dtype of files without a header (default: uint16).
+
+        Raises ShardError if a file is not a .bin of tokens, or if headers or dtypes differ between files.
+        """
         self._paths = list(paths)
         self.digests: list[FileInfo] = []
         headers = [_read_header(path, source_dtype) for path in self._paths]
         kinds = dict(zip(headers, self._paths, strict=True))
         if len(kinds) > 1:
             (_, one), (_, other) = list(kinds.items())[:2]
-            raise ShardError(other, f"has another header or type than {one}; convert them one by one")
+            raise ShardError(other, f"has a different header or type than {one}; convert them separately")
         self._start, name = headers[0]
         self.dtype: np.dtype[Any] = np.dtype(name).newbyteorder("<")
         self.bytes = sum(path.stat().st_size for path in self._paths)
@@ -176,7 +179,7 @@ class NanogptSource:
         return {"header": bool(self._start), "dtype": self.dtype.name}
 
     def blocks(self) -> Iterator[TokenBlock]:
-        """All tokens in order."""
+        """Yield blocks of all tokens in order."""
         for path in self._paths:
             pieces, token = _Tokens(path, self._start, self.dtype, path.stat().st_size), 0
             for tokens, ends_file in pieces:
@@ -188,7 +191,7 @@ class NanogptSource:
 
 
 def _read_header(path: Path, source_dtype: str | None) -> tuple[int, str]:
-    """(bytes before the tokens, name of their type)"""
+    """Return the size of the header in bytes and the name of the tokens' dtype."""
     try:
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)
@@ -199,5 +202,5 @@ def _read_header(path: Path, source_dtype: str | None) -> tuple[int, str]:
     name = source_dtype or "uint16" if dtype is None else dtype.name
     itemsize = np.dtype(name).itemsize
     if size == 0 or (size - start) % itemsize:
-        raise ShardError(path, f"has {size:,} bytes, which are no {name} tokens (of {itemsize} bytes each)")
+        raise ShardError(path, f"has {size:,} bytes, not a whole number of {name} tokens ({itemsize} bytes)")
     return start, name

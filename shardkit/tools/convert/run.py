@@ -1,12 +1,12 @@
-"""`convert`: a dataset of another format into MDS or tar shards, checked, published when it is complete.
+"""Converts a dataset of another format to MDS or tar shards, checks it, and publishes it when it is complete.
 
 The source is read forward once, a few megabytes at a time. Shards are written to `DST/.shardkit-converting`
-(on the target's file system, so publishing renames and copies nothing), read back by the readers that
-training uses, and compared by a digest of all values; then they are moved into place, the index last. The
+(on the target's file system, so publishing renames files and copies nothing), read back by the readers that
+training uses, and compared by a digest of all values. Then they are moved into place, the index last. The
 target is locked meanwhile. A killed conversion leaves no index, and the next one removes its files.
 
-The card is a function of the source, as it was named, and of the options: it holds no times and no other
-absolute paths. So the same command gives the same bytes.
+The card depends only on the source, its path as given, and the options: it holds no times and no other
+absolute paths. The same command therefore writes the same bytes.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ from shardkit.version import __version__
 STAGING_NAME = ".shardkit-converting"
 CARD_VERSION = 1
 TOKENS = "tokens"
-_REPORT_BYTES = 1 << 22  # of the source between two progress reports
-_THREADS = 8  # that publish files
+_REPORT_BYTES = 1 << 22  # bytes of the source between two progress reports
+_THREADS = 8  # number of threads that publish files
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ConvertResult(Described):
-    """A finished conversion; `counts` is empty unless tokens were read."""
+    """The result of a finished conversion; `counts` is empty unless tokens were read."""
 
     source: str
     source_format: str
@@ -93,11 +93,11 @@ class ConvertResult(Described):
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return the result as plain data for JSON."""
         return asdict(self) | {"seconds": round(self.seconds, 3)}
 
     def describe(self) -> tuple[str, Facts]:
-        """Return a title and facts on what was made of what."""
+        """Return a title and facts about the source and the dataset written."""
         facts = [
             ("from", f"{self.source} ({self.source_format})"),
             ("shards", f"{self.shards:,}, {self.format}, {format_bytes(self.stored_bytes)}"),
@@ -114,7 +114,7 @@ class ConvertResult(Described):
 
 @dataclass(slots=True)
 class _Written:
-    """The shards in the staging folder."""
+    """The shards written to the staging folder."""
 
     manifest: Manifest
     digest: str
@@ -135,7 +135,7 @@ class _Written:
 
     @property
     def sequence_length(self) -> int | None:
-        """Tokens of a row, if all rows are one axis of as many integers."""
+        """The number of tokens per row if all rows are one-axis integer arrays of one length, else None."""
         if self.column is None:
             return None
         _, dtype, shape = next(iter(self.columns.values())).split(":")
@@ -158,28 +158,28 @@ def convert(
 ) -> ConvertResult:
     """Write the dataset at `source` into the folder `target` as MDS or tar shards.
 
-    Sources: whatever `open_dataset` opens (also URLs); litdata's chunk folders; Megatron's .bin/.idx; .bin
-    files of nanoGPT and llm.c; Hugging Face `save_to_disk` folders, .arrow and .parquet files. Rows of one
-    length are copied; `cut` says how documents and streams become rows. `columns` selects columns of the
-    source. `verify` reads the result back before it is published. Raises ShardError with file and place of
-    damage, RefusedError if something else is at the target, ValueError if options contradict each other.
+    Sources: datasets that `open_dataset` opens (also URLs); litdata chunk folders; Megatron .bin/.idx pairs;
+    .bin files of nanoGPT and llm.c; Hugging Face `save_to_disk` folders, .arrow and .parquet files. Rows of
+    one length are copied; `cut` defines how documents and streams become rows. `columns` selects columns of
+    the source. `verify` reads the result back before it is published. Raises ShardError with the file and the
+    location of damage, RefusedError if the target holds something else, and ValueError if options conflict.
     """
     start = time.monotonic()
     output, cut = output or OutputOptions(), cut or CutOptions()
     if is_remote(target):
-        raise ShardError(target, "is not on this machine: convert into a folder, then `shardkit upload` it")
+        raise ShardError(target, "is a URL: convert into a local folder, then `shardkit upload` it")
     name, folder = os.fspath(source), local_path(target)
     if not is_remote(name) and folder.exists() and folder.resolve() == local_path(name).resolve():
-        raise ShardError(folder, "is source and target at once; choose another target")
+        raise ShardError(folder, "is both source and target; choose another target")
     if holds_dataset(folder) and not replace:
-        raise RefusedError(str(folder), "holds a dataset; use --replace to put the new one in its place")
+        raise RefusedError(str(folder), "already holds a dataset; use --replace to replace it")
     opening = open_source(name, source_format, output, cut, columns, storage)
     with make_listener(progress) as listener, opening as opened, _staging(folder) as work:
         with ThreadPoolExecutor(1) as background:
             conversion = _Conversion(opened, name, work, output, cut, background, listener)
             written = conversion.write()
         if not written.manifest.samples:
-            raise ShardError(name, "gives no row: there is nothing to convert")
+            raise ShardError(name, "has no rows: there is nothing to convert")
         write_card(work, name, opened, output, cut, written)
         if verify:
             conversion.report("verify")
@@ -224,13 +224,14 @@ class _Conversion:
         self._done = self._reported = 0
 
     def write(self) -> _Written:
-        """Write shards and index."""
+        """Write the shards and the index of the dataset."""
         source = self._source
         if isinstance(source, TokenSource):
             return self._write_tokens(source)
         if self._cut != CutOptions():
             raise ShardError(
-                self._name, "has rows of its own, which cannot be cut, padded or given another type"
+                self._name,
+                "is not a source of tokens: its rows cannot be cut, padded or changed to another type",
             )
         if isinstance(source, DatasetRows):
             writer = self._row_writer(source.column, source.dtype, source.shape)
@@ -244,9 +245,9 @@ class _Conversion:
     def _write_tokens(self, source: TokenSource) -> _Written:
         cut, dtype, counts = self._cut, choose_dtype(source, self._cut), TokenCounts()
         if not source.has_documents and cut.sequence_length is None:
-            raise ShardError(self._name, "does not say where documents end: choose a --sequence-length")
+            raise ShardError(self._name, "does not record where documents end: give --sequence-length")
         if not source.has_documents and cut.eos is not None:
-            problem = "does not say where documents end, so no eos can be added: --pad fills the last row"
+            problem = "does not record where documents end, so --eos cannot be used; --pad fills the last row"
             raise ShardError(self._name, problem)
         if cut.keep_lengths:
             return self._write_documents(source, dtype)
@@ -310,13 +311,13 @@ class _Conversion:
             self._count(block.source_bytes)
 
     def _count(self, size: int) -> None:
-        """`size` more bytes of the source are converted."""
+        """Add `size` bytes of the source to the progress."""
         self._done += size
         if self._done - self._reported >= _REPORT_BYTES:
             self.report("convert")
 
     def report(self, step: str) -> None:
-        """Report progress in `step`."""
+        """Report the progress of `step` ("convert" or "verify") to the listener."""
         self._reported, source = self._done, self._source
         done = source.bytes if step == "verify" else min(self._done, source.bytes)
         seconds = time.monotonic() - self._start
@@ -333,7 +334,7 @@ def write_card(
     cut: CutOptions,
     written: _Written,
 ) -> None:
-    """Write dataset.json."""
+    """Write the card, dataset.json, of a converted dataset to `work`."""
     manifest, length = written.manifest, written.sequence_length
     card: dict[str, Any] = {
         "card_version": CARD_VERSION,
@@ -357,7 +358,7 @@ def write_card(
     if written.names and output.format == "mds" and source.facts.get("format") == "tar":
         card["members"] = dict(written.names)
     if written.names and output.format == "wds":
-        # `to_values` restores the names and encodings of columns from this.
+        # `columns.to_values` uses this to restore the names and encodings when converting back to MDS.
         card["columns"] = {
             extension: {"column": name, "encoding": written.columns[extension]}
             for extension, name in written.names.items()
@@ -376,7 +377,7 @@ def write_card(
 
 
 def _check(folder: Path, written: _Written) -> None:
-    """ShardError unless the shards hold the values that were read from the source."""
+    """Raise ShardError unless the shards hold the values that were read from the source."""
     with open_dataset(folder, decode=False) as dataset:
         if written.column is not None:
             rows_digest = content_hasher()
@@ -392,14 +393,14 @@ def _check(folder: Path, written: _Written) -> None:
         if digest != written.digest:
             raise ShardError(
                 dataset.location,
-                f"holds other rows than were read from the source (digest {digest}, expected "
-                f"{written.digest}): the disk or the memory is faulty; nothing was published",
+                f"has digest {digest} when read back, but the source has {written.digest}: the disk or the "
+                "memory is faulty; nothing was published",
             )
 
 
 @contextmanager
 def _staging(target: Path) -> Iterator[Path]:
-    """An empty folder in the locked target, for this process alone; removed at the end, whatever happens."""
+    """Lock the target and yield an empty folder in it for this process alone; always remove it at the end."""
     with locked_folder(target):
         work = target / STAGING_NAME
         try:
@@ -414,7 +415,7 @@ def _staging(target: Path) -> Iterator[Path]:
 
 
 def publish_staged(work: Path, target: Path, *, replace: bool) -> None:
-    """Move the dataset in `work` to its place, the index last."""
+    """Move the dataset in `work` into the folder `target`, the index last."""
     name = next(name for name in INDEX_NAMES if (work / name).exists())
     index, card = (work / name).read_bytes(), (work / CARD_NAME).read_bytes()
     table = (work / TABLE_NAME).read_bytes() if (work / TABLE_NAME).exists() else None

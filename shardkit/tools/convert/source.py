@@ -1,9 +1,9 @@
-"""The contract of readers, and the options of a conversion.
+"""Defines the interface of readers, and the options of a conversion.
 
-A source yields rows, tokens or samples, block by block. A reader validates its files before anything relies
-on them, reads forward once, and holds a few blocks. Files that are read completely are hashed meanwhile, so
-that the card can name what a dataset was made from. `CutOptions` say how tokens become rows, `OutputOptions`
-how rows become files.
+A source yields rows, tokens or samples, block by block. A reader validates its files before it uses their
+content, reads forward once, and holds a few blocks in memory. It hashes files that it reads completely, and
+the card records these hashes. `CutOptions` define how tokens become rows, `OutputOptions` how rows become
+files.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shardkit.hashing import new_hash
 from shardkit.manifest import FileInfo
 from shardkit.units import parse_bytes
 
-BLOCK_BYTES = 1 << 23  # of a source at a time: large enough to hide Python's overhead, small for the caches
+BLOCK_BYTES = 1 << 23  # size of a block: large enough to hide Python's overhead, small enough for CPU caches
 SOURCE_HASH = "xxh3_128"
-TOKEN_COLUMNS = ("input_ids", "tokens")  # names of token columns
+TOKEN_COLUMNS = ("input_ids", "tokens")  # usual names of token columns, preferred if there are several
 NO_ENDS: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 Array = npt.NDArray[Any]
@@ -34,10 +34,12 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class TokenBlock:
-    """A run of tokens; documents end before the tokens `ends` (int64, in order, repeated for empty ones).
+    """A run of consecutive tokens of a source.
 
-    A document may go on into the next block. `document` and `token` number the first token's document in the
-    source and the token in it; of streams without documents, `token` is the place in the file.
+    `ends` are the exclusive end indices in `tokens` of the documents that end in the block (int64, ascending,
+    repeated for empty documents); the last document may continue in the next block. `document` is the number
+    in the source of the first token's document, `token` the index of that token in the document. In streams
+    without documents, `token` is its index in the file.
     """
 
     tokens: Array
@@ -51,7 +53,7 @@ class TokenBlock:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sample as bytes: {target column or extension: payload}; `key` is None where keys are counted."""
+    """One sample as bytes: {target column or extension: payload}; `key` is None if samples are numbered."""
 
     payloads: Mapping[str, bytes | memoryview]
     key: str | None
@@ -60,7 +62,10 @@ class Sample:
 
 
 class Source(Protocol):
-    """Any source. `digests` are of files that were read completely; datasets have hashes of their own."""
+    """The interface of every source.
+
+    `digests` lists the files that were read completely; it is empty for datasets, whose index has hashes.
+    """
 
     kind: ClassVar[str]
     bytes: int
@@ -70,12 +75,12 @@ class Source(Protocol):
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """Further facts for the card."""
+        """Additional facts about the source that go into the card."""
 
 
 @runtime_checkable
 class TokenSource(Source, Protocol):
-    """Documents of tokens, or a stream without any ends (`has_documents` is False)."""
+    """A source of tokenized documents, or of a stream without document ends (`has_documents` is False)."""
 
     dtype: np.dtype[Any]
     max_token: int | None
@@ -87,42 +92,42 @@ class TokenSource(Source, Protocol):
 
 @runtime_checkable
 class SampleSource(Source, Protocol):
-    """Samples of any columns, as they go into the target."""
+    """A source of samples with any columns, already encoded for the target."""
 
     columns: Mapping[str, str]
-    """{target column: MDS encoding}, or {extension: what it was}."""
+    """MDS encoding by target column; for tars, the encoding in the source by extension."""
     names: Mapping[str, str]
-    """{target column or extension: column of the source}."""
+    """Column of the source by target column or extension."""
     has_keys: bool
 
     def samples(self) -> Iterator[Sample]: ...
 
 
 def read_json(file: Path, max_bytes: int) -> dict[str, Any]:
-    """The object in a JSON file; ShardError if there is none."""
+    """Return the object in a JSON file; raises ShardError if it is too large, not JSON or not an object."""
     try:
         if file.stat().st_size > max_bytes:
-            raise ShardError(file, f"is larger than {max_bytes:,} bytes")
+            raise ShardError(file, f"is larger than the limit of {max_bytes:,} bytes")
         content = load_json(file.read_bytes())
     except OSError as error:
         raise ShardError(file, f"cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ShardError(file, f"is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ShardError(file, "is no JSON object")
+        raise ShardError(file, "is not a JSON object")
     return content
 
 
 DTYPES = ("uint16", "uint32")
 SOURCE_DTYPES = (*DTYPES, "int32", "int64")
-_MAX_ROW_TOKENS = 1 << 28  # a gigabyte of uint32; longer rows are a mistake and do not fit in a shard
+_MAX_ROW_TOKENS = 1 << 28  # 1 GiB of uint32; longer rows are a mistake and do not fit in a shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutOptions:
-    """How documents or streams of tokens become rows; ValueError if options contradict each other.
+    """Options that define how documents or streams become rows; raises ValueError if options conflict.
 
-    Without `sequence_length` and `keep_lengths` rows are copied, and must have the same length.
+    Without `sequence_length` and `keep_lengths`, rows are copied and must all have the same length.
     """
 
     sequence_length: int | None = None
@@ -130,40 +135,39 @@ class CutOptions:
     keep_lengths: bool = False
     """Write each document as a row of its own length."""
     eos: int | None = None
-    """Append this id to documents that do not end with it, and pad the last row; default: neither."""
+    """Append this id to documents that do not end with it, and pad the last row with it; default: neither."""
     pad: int | None = None
-    """Pad the last row with this id; default: that of `eos`."""
+    """Pad the last row with this id; default: the id of `eos`."""
     drop_tail: bool = False
-    """Drop the last tokens if they do not fill a row; default: pad, which needs `eos` or `pad`."""
+    """Drop the last tokens if they do not fill a row; default: pad the row, which needs `eos` or `pad`."""
     drop_empty: bool = False
-    """Drop documents without tokens, with `keep_lengths`; default: fail."""
+    """With `keep_lengths`, drop documents without tokens; default: fail."""
     per_file: bool = False
-    """Start a new row at each file or chunk of the source, and treat the end of each as the tail; with
-    `drop_tail` these are the rows of litdata's TokensLoader(L)."""
+    """Start a new row at each file or chunk of the source, and pad or drop the last tokens of each; with
+    `drop_tail`, this gives the rows of litdata's TokensLoader(L)."""
     dtype: Literal["uint16", "uint32"] | None = None
-    """Type of the rows; each id is checked; default: uint16 if all are known to fit, else uint32."""
+    """Type of the rows; every id is checked; default: uint16 if all ids are known to fit, else uint32."""
     source_dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
-    """Type of the tokens in a bare .bin, where the default is uint16, or in an MDS column of bytes."""
+    """Type of the tokens in a .bin file without a header (default: uint16) or in an MDS column of bytes."""
 
     def __post_init__(self) -> None:
         length = self.sequence_length
         if length is not None and not 1 <= length <= _MAX_ROW_TOKENS:
             raise ValueError(f"the sequence length must be from 1 to {_MAX_ROW_TOKENS:,}, not {length:,}")
         if length is not None and self.keep_lengths:
-            raise ValueError("either a sequence length or the documents' own lengths, not both")
+            raise ValueError("give either sequence_length or keep_lengths, not both")
         if length is None and (self.pad is not None or self.drop_tail or self.per_file):
-            raise ValueError("pad, drop_tail and per_file are for rows cut by a sequence length: give one")
+            raise ValueError("pad, drop_tail and per_file need rows of one length: give sequence_length")
         if length is None and not self.keep_lengths and self.eos is not None:
-            raise ValueError("eos changes rows that are copied: give a sequence length, or keep_lengths")
+            raise ValueError("eos would change rows that are copied: give sequence_length or keep_lengths")
         if self.drop_tail and self.pad is not None:
-            raise ValueError("either pad or drop_tail, not both")
+            raise ValueError("give either pad or drop_tail, not both")
         if length is not None and not self.drop_tail and self.fill is None:
             raise ValueError(
-                "say what becomes of the last tokens if they fill no row: give eos or pad to fill it, or "
-                "drop_tail"
+                "the last tokens may not fill a row: give eos or pad to fill it, or drop_tail to drop them"
             )
         if not self.keep_lengths and self.drop_empty:
-            raise ValueError("drop_empty is for keep_lengths: elsewhere empty documents take no room")
+            raise ValueError("drop_empty needs keep_lengths: otherwise empty documents add nothing to a row")
         for name, known in (("dtype", DTYPES), ("source_dtype", SOURCE_DTYPES)):
             if getattr(self, name) not in (None, *known):
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
@@ -179,35 +183,35 @@ class CutOptions:
 
     @property
     def changes_rows(self) -> bool:
-        """Whether rows differ from those of the source."""
+        """Whether the target's rows differ from the source's rows."""
         return self.sequence_length is not None or self.keep_lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputOptions:
-    """The files to write; ValueError for options that the format does not support."""
+    """Options of the files to write; raises ValueError for options that the format does not support."""
 
     format: Literal["mds", "wds"] = "mds"
     """Format of the shards."""
     shard_bytes: int | str = "64MiB"
-    """Maximum size of a raw shard."""
+    """Maximum size of a shard before compression."""
     compression: str | None = None
     """Compression of MDS shards, such as zstd:7."""
     hashes: tuple[str, ...] = ("xxh64",)
 
     def __post_init__(self) -> None:
         if self.format not in ("mds", "wds"):
-            raise ValueError(f"the format is mds or wds, not {self.format!r}")
+            raise ValueError(f"the format must be mds or wds, not {self.format!r}")
         if not 0 < self.limit <= MAX_SHARD_BYTES:
-            raise ValueError(f"shards must be below 4 GiB and not empty, not {self.shard_bytes}")
+            raise ValueError(f"shard_bytes must be above 0 and below 4 GiB, not {self.shard_bytes}")
         if self.compression is not None:
             parse_compression(self.compression)
             if self.format == "wds":
-                raise ValueError("tars are written as they are: compression is for mds")
+                raise ValueError("compression needs format mds: tars are written uncompressed")
         for name in self.hashes:
             new_hash(name)
 
     @property
     def limit(self) -> int:
-        """`shard_bytes` as a number."""
+        """The value of `shard_bytes` as a number of bytes."""
         return parse_bytes(self.shard_bytes)

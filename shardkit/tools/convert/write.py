@@ -1,12 +1,12 @@
-"""Writes shards: rows of one fixed column, or samples of any columns.
+"""Writes shards: rows of one fixed column, or samples with any columns.
 
-`RowWriter` takes arrays of any length and cuts rows from them by arithmetic: no Python runs per row.
-A full shard is written by the writers that a build uses, in the background while the next one fills
-(publication syncs it). It holds two shards in memory.
+`RowWriter` takes arrays of any length and cuts rows from them by arithmetic: no Python code runs per row.
+A full shard is written with the writers that a build uses, in the background while the next one fills
+(publication syncs it). `RowWriter` holds two shards in memory.
 
 `MdsSampleWriter` and `TarSampleWriter` take samples one by one. Tars are plain ustar (PAX headers only for
-names that need them) with fixed time, owner and mode, so the same samples give the same bytes. They hold one
-shard of MDS, or one sample of a tar in memory.
+names that need them) with fixed time, owner and mode, so the same samples give the same bytes.
+`MdsSampleWriter` holds one shard in memory, `TarSampleWriter` one sample.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from shardkit.tools.convert.source import OutputOptions, Sample
 
 CONTENT_HASH = "xxh3_128"
 
-_OFFSET_BYTES = 4  # of each sample in an MDS shard
+_OFFSET_BYTES = 4  # size of the offset of each sample in an MDS shard
 
 
 def content_hasher() -> Hasher:
-    """For the values of all rows in order, the same whatever the format and the shards."""
+    """Return a new hasher for the values of all rows in order, independent of format and shard sizes."""
     return new_hash(CONTENT_HASH)
 
 
 def rows_per_shard(output: OutputOptions, column: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """Rows that fit in a shard; at least one, as in MosaicML's writer."""
+    """Return the number of rows that fit in a shard: at least one, as in MosaicML's writer."""
     size = prod(shape) * dtype.itemsize
     if output.format == "wds":
         return max(1, (output.limit - RECORD_BYTES) // (BLOCK + padded(WRITTEN_HEADER_BYTES + size)))
@@ -58,9 +58,9 @@ def rows_per_shard(output: OutputOptions, column: str, dtype: np.dtype[Any], sha
 
 
 class RowWriter:
-    """Writes a dataset of one fixed column into an empty folder, with one thread of `background`.
+    """Writes a dataset of one fixed column to an empty folder, using one thread of `background`.
 
-    Whoever owns `background` waits for it before the folder goes away.
+    The owner of `background` must wait for its tasks before it removes the folder.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class RowWriter:
         dtype: np.dtype[Any],
         shape: tuple[int, ...],
     ) -> None:
-        """Tars take rows (length,) of uint16 or uint32 only."""
+        """Rows of tars must have one axis and dtype uint16 or uint32."""
         assert output.format == "mds" or len(shape) == 1
         self._folder, self._output, self._column = folder, output, column
         self._shape, self.row_values = shape, prod(shape)
         self.dtype = dtype.newbyteorder("<")
         rows = rows_per_shard(output, column, self.dtype, shape)
         self._buffer: npt.NDArray[Any] = np.empty(rows * self.row_values, self.dtype)
-        self._spare = np.empty_like(self._buffer)  # touched, and so in memory, only from the second shard on
+        self._spare = np.empty_like(self._buffer)  # takes no physical memory until the second shard fills it
         self._background = background
         self._writing: Future[None] | None = None
         self._filled = 0
@@ -90,11 +90,11 @@ class RowWriter:
 
     @property
     def partial(self) -> int:
-        """Values that fill no row yet."""
+        """The number of values in the last, incomplete row."""
         return self._filled % self.row_values
 
     def append(self, values: npt.NDArray[Any]) -> None:
-        """Append values (one axis, any number); the caller has checked that they fit the type."""
+        """Append values (one axis, any length); the caller must have checked that they fit the dtype."""
         start = 0
         while start < len(values):
             count = min(len(values) - start, len(self._buffer) - self._filled)
@@ -106,19 +106,19 @@ class RowWriter:
                 self._flush()
 
     def fill(self, value: int) -> int:
-        """Fill the last row; returns the number of added values."""
+        """Fill the last row with `value`; return the number of values added."""
         count = -self._filled % self.row_values
         self.append(np.full(count, value, self.dtype))
         return count
 
     def drop(self) -> int:
-        """Drop the values that do not fill a row; returns their number."""
+        """Drop the values that do not fill a row; return their number."""
         count = self.partial
         self._filled -= count
         return count
 
     def finish(self) -> tuple[Manifest, str]:
-        """Write what is left, then the index; the manifest and the digest of all rows."""
+        """Write the last shard and the index; return the manifest and the digest of all rows."""
         assert self.partial == 0
         if self._filled:
             self._flush()
@@ -166,17 +166,17 @@ class RowWriter:
         self._shards.append(shard)
 
 
-_MAX_MEMBER_BYTES = 1 << 32  # of one sample's member; a larger one would not fit into a shard
+_MAX_MEMBER_BYTES = 1 << 32  # limit of a member's size; a larger one would not fit into a shard
 
 
 class SampleDigest:
-    """Of all values of all samples in order, whatever the format and the shards."""
+    """Computes the digest of all values of all samples in order, independent of format and shard sizes."""
 
     def __init__(self) -> None:
         self._hasher: Hasher = content_hasher()
 
     def add(self, sample: Sample) -> None:
-        """One more sample; its key counts as a value."""
+        """Add a sample to the digest; its key counts as a value."""
         payloads = dict(sample.payloads)
         if sample.key is not None:
             payloads[KEY] = sample.key.encode("utf-8", "surrogateescape")
@@ -186,20 +186,20 @@ class SampleDigest:
             self._hasher.update(data)
 
     def hexdigest(self) -> str:
-        """Return the digest of all that was added."""
+        """Return the digest of all samples added so far."""
         return self._hasher.hexdigest()
 
 
 class SampleWriter(Protocol):
-    """Takes samples in order."""
+    """The interface of writers that take samples in order."""
 
     def write(self, sample: Sample) -> None: ...
     def finish(self) -> tuple[Manifest, str]:
-        """The manifest, and the digest of all values."""
+        """Write the index; return the manifest and the digest of all values."""
 
 
 class MdsSampleWriter:
-    """MDS shards; `columns` is {name: encoding}."""
+    """Writes samples to MDS shards; `columns` is {name: encoding}."""
 
     def __init__(self, folder: Path, output: OutputOptions, columns: Mapping[str, str]) -> None:
         self._writer = mds.MdsWriter(
@@ -212,7 +212,7 @@ class MdsSampleWriter:
         self._digest = SampleDigest()
 
     def write(self, sample: Sample) -> None:
-        """Append a sample; ShardError if it fits no shard."""
+        """Append a sample; raises ShardError if it is too large for a shard."""
         payloads = dict(sample.payloads)
         try:
             if sample.key is not None:
@@ -223,12 +223,12 @@ class MdsSampleWriter:
             raise ShardError(sample.where, str(error)) from error
 
     def finish(self) -> tuple[Manifest, str]:
-        """Write the index."""
+        """Write the index; return the manifest and the digest of all values."""
         return self._writer.finish(), self._digest.hexdigest()
 
 
 class TarSampleWriter:
-    """Tars of samples with any members."""
+    """Writes samples with any members to tars."""
 
     def __init__(self, folder: Path, output: OutputOptions) -> None:
         self._folder, self._output = folder, output
@@ -239,7 +239,7 @@ class TarSampleWriter:
         self._last_key: str | None = None
 
     def write(self, sample: Sample) -> None:
-        """Append a sample; ShardError if its key cannot name members."""
+        """Append a sample; raises ShardError if its key cannot be part of member names."""
         key = f"{self._written:0{KEY_DIGITS}d}" if sample.key is None else sample.key
         self._check_key(key, sample)
         members = [(f"{key}.{name}", sample.payloads[name]) for name in sorted(sample.payloads)]
@@ -259,7 +259,7 @@ class TarSampleWriter:
         self._last_key = key
 
     def finish(self) -> tuple[Manifest, str]:
-        """Write the list."""
+        """Write the list of shards; return the manifest and the digest of all values."""
         if self._file is not None:
             self._close()
         blocks = write_blocks(self._folder, self._shards)
@@ -269,11 +269,13 @@ class TarSampleWriter:
         if sample.key is None:
             return
         if key == self._last_key:
-            raise ShardError(sample.where, f"has the key of the sample before, {key[:200]!r}")
+            raise ShardError(sample.where, f"has the same key as the previous sample, {key[:200]!r}")
         for name in sample.payloads:
             if split_name(f"{key}.{name}") != (key, name) or "\0" in key:
                 raise ShardError(
-                    sample.where, f"its key {key[:200]!r} cannot name members: no dots in its last part"
+                    sample.where,
+                    f"its key {key[:200]!r} cannot begin a member's name: use no dot after the last '/', no "
+                    "null character and no folder like __name__",
                 )
 
     @property
@@ -287,7 +289,7 @@ class TarSampleWriter:
         self._file.close()
         self._file, name = None, self._name
         raw = FileInfo(name, end, hash_file(self._folder / name, sorted(self._output.hashes)))
-        # What readers will find is what the list states of columns; it proves the tar's structure, too.
+        # Opening the tar checks its structure and gives the columns as readers will see them.
         shard = tar.open_shard(self._folder, describe_tar(name, stored_bytes=end, samples=self._samples))
         self._shards.append(replace(shard.info, raw=raw, columns=shard.columns))
         shard.close()
@@ -300,7 +302,7 @@ def _listed(folder: Path, shards: Sequence[ShardInfo], blocks: FileInfo | None) 
 
 def _header(name: str, size: int, where: str) -> bytes:
     if size >= _MAX_MEMBER_BYTES:
-        raise ShardError(where, f"a member of {size:,} bytes; the limit is {_MAX_MEMBER_BYTES:,}")
+        raise ShardError(where, f"has a member of {size:,} bytes; it must be below {_MAX_MEMBER_BYTES:,}")
     info = tarfile.TarInfo(name)
     info.size = size
     return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")

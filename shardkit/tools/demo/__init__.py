@@ -1,1 +1,1 @@
-"""`shardkit demo`: build, verify, stream, kill and resume with text of this Python installation."""
+"""Runs `shardkit demo`: build, verify, stream, kill and resume with text of this Python installation."""

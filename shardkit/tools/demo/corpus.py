@@ -1,4 +1,4 @@
-"""The demo's corpus, text that is on every machine, and a byte-level BPE tokenizer trained on it.
+"""Writes the demo's corpus, from text that every machine has, and trains a byte-level BPE tokenizer on it.
 
 The text is the sources and documentation of the Python installation and of its packages. The same
 installation gives the same files, byte for byte, and never more text than requested. Files that are not UTF-8
@@ -20,15 +20,15 @@ from pathlib import Path
 from shardkit.errors import MissingExtraError, ShardkitError
 
 EOS = "<|endoftext|>"
-MAX_DOCUMENT_BYTES = 2_000_000  # larger files are generated tables
+MAX_DOCUMENT_BYTES = 2_000_000  # maximum size of a source file; larger ones are generated tables
 DOCUMENTATION_SHARE = 0.25
-SOURCE_FILES = 4  # a compressed file is one split, so this many can be read in parallel
+SOURCE_FILES = 4  # number of source files; each compressed file is one split that a task can read in parallel
 LICENSE_NAMES = ("license", "copying", "notice", "authors")
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text and where it came from."""
+    """A text with its id and its kind of origin."""
 
     id: str
     text: str
@@ -37,7 +37,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Names of the files that were written, and counts."""
+    """The names of the corpus files, and counts of their content."""
 
     source_files: tuple[str, ...]
     documentation_files: tuple[str, ...]
@@ -50,7 +50,7 @@ class Corpus:
 def write_corpus(folder: Path, limit_bytes: int) -> tuple[Corpus, list[Document]]:
     """Write up to `limit_bytes` of text, a quarter of it prose, as gzipped JSON lines and Parquet.
 
-    Returns the documents, too.
+    Return a summary of the corpus and its documents. Raises ShardkitError if the installation has no text.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -61,7 +61,7 @@ def write_corpus(folder: Path, limit_bytes: int) -> tuple[Corpus, list[Document]
     if not sources or not documentation:
         raise ShardkitError(
             f"no Python sources or no documentation under {sysconfig.get_path('stdlib')}: the demo needs an "
-            "installation that carries its library as .py files"
+            "installation whose standard library consists of .py files"
         )
     folder.mkdir(parents=True, exist_ok=True)
     source_files = []
@@ -90,7 +90,7 @@ def _text_bytes(documents: Iterable[Document]) -> int:
 
 
 def _until(documents: Iterable[Document], limit_bytes: int) -> Iterator[Document]:
-    """Documents while they fit; one that is too large for the space left is skipped."""
+    """Yield documents until `limit_bytes` is reached; skip documents that exceed the remaining bytes."""
     for document in documents:
         size = len(document.text.encode())
         if size <= limit_bytes:
@@ -101,8 +101,8 @@ def _until(documents: Iterable[Document], limit_bytes: int) -> Iterator[Document
 
 
 def _documentation(skipped: list[Path]) -> Iterator[Document]:
-    """Python's manual pages, descriptions and licenses of packages, then docstrings."""
-    with contextlib.suppress(ImportError):  # some distributions ship it separately
+    """Yield Python's manual pages, descriptions and licenses of packages, then docstrings."""
+    with contextlib.suppress(ImportError):  # some distributions ship pydoc_data in a separate package
         from pydoc_data.topics import topics
 
         for name in sorted(topics):
@@ -111,7 +111,7 @@ def _documentation(skipped: list[Path]) -> Iterator[Document]:
     for source in _sources(skipped):
         try:
             tree = ast.parse(source.text)
-        except (SyntaxError, ValueError, RecursionError):  # the library's tests hold broken files on purpose
+        except (SyntaxError, ValueError, RecursionError):  # Python's tests include broken files on purpose
             continue
         texts = [
             ast.get_docstring(node) or ""
@@ -123,7 +123,7 @@ def _documentation(skipped: list[Path]) -> Iterator[Document]:
 
 
 def _package_texts(skipped: list[Path]) -> Iterator[Document]:
-    """Descriptions and licenses of packages by name; many are equal, so deduplication has work to do."""
+    """Yield descriptions and licenses of packages; many are equal, so that deduplication has an effect."""
     packages = {
         d.metadata["Name"].lower(): d for d in importlib.metadata.distributions() if d.metadata["Name"]
     }
@@ -138,7 +138,7 @@ def _package_texts(skipped: list[Path]) -> Iterator[Document]:
 
 
 def _sources(skipped: list[Path]) -> Iterator[Document]:
-    """The standard library's .py files in the order of their names, then the installed packages'."""
+    """Yield the .py files of the standard library, in order of their names, then of installed packages."""
     seen: set[Path] = set()
     for scheme in ("stdlib", "purelib"):
         root = Path(sysconfig.get_path(scheme)).resolve()
@@ -152,7 +152,7 @@ def _sources(skipped: list[Path]) -> Iterator[Document]:
 
 
 def _python_files(root: Path) -> Iterator[Path]:
-    """.py files under `root`, depth first in the order of names, without packages of others."""
+    """Yield .py files under `root`, depth first in order of names, without nested site-packages folders."""
     foreign = {"site-packages", "dist-packages", "__pycache__"}
     for entry in sorted(root.iterdir(), key=lambda path: path.name) if root.is_dir() else ():
         if entry.is_symlink() or entry.name in foreign:
@@ -164,7 +164,7 @@ def _python_files(root: Path) -> Iterator[Path]:
 
 
 def _read_text(file: Path, skipped: list[Path]) -> str | None:
-    """The file's text; None, and counted as skipped, if it is too large, unreadable or not UTF-8."""
+    """Return a file's text; None, and add it to `skipped`, if too large, unreadable or not UTF-8."""
     try:
         if file.stat().st_size <= MAX_DOCUMENT_BYTES:
             return file.read_bytes().decode()
@@ -177,7 +177,7 @@ def _read_text(file: Path, skipped: list[Path]) -> str | None:
 def train_tokenizer(
     file: Path, documents: Sequence[Document], *, vocabulary: int = 8192, sample_bytes: int = 4_000_000
 ) -> int:
-    """Train on about `sample_bytes` of the documents, write `file`, return the vocabulary's size."""
+    """Train on about `sample_bytes` of the documents, write `file`, and return the vocabulary's size."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:

@@ -1,9 +1,9 @@
-"""The demo's claims about the datasets that it just built, proved with the commands that users have.
+"""Proves the demo's claims about the datasets that it just built, with tools that users have.
 
-`verify`, `audit` and `trace` do the checking; `shardkit audit` and `shardkit trace` run as commands, so that
-whoever doubts a claim can repeat it. Resume is proved by killing a real training run with SIGKILL between two
-checkpoints and starting it again: every step must equal that of a run that was never interrupted, the steps
-repeated after the checkpoint included.
+`verify`, `audit` and `trace` check the claims; `shardkit audit` and `shardkit trace` run as commands, so that
+users can repeat the checks. Resume is proved by killing a real training run with SIGKILL between two
+checkpoints and starting it again. Every step must be equal to the same step of an uninterrupted run,
+including the steps that are repeated after the checkpoint.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from shardkit.units import format_bytes
 NO_TORCH = "torch is missing: pip install 'shardkit[torch]' and run the demo again"
 TRACED_ROWS = 200
 WORLD_SIZES = "1,2,3"
-GLOBAL_BATCH = "12"  # divides by 1, 2 and 3 ranks
+GLOBAL_BATCH = "12"  # divisible by 1, 2 and 3 ranks
 CHECKPOINT_EVERY = 5
 KILL_AFTER_STEP = 2 * CHECKPOINT_EVERY + 2  # two steps past the second checkpoint
-MORE_STEPS = 10  # that both runs train beyond the kill
-FAR_STEPS = 1_000_000  # the killed run must not end by itself
-RUN_SECONDS = 300  # each run takes a few seconds; a hang must end
+MORE_STEPS = 10  # number of steps that both runs train after the step of the kill
+FAR_STEPS = 1_000_000  # steps of the run that is killed, so many that it cannot end before the kill
+RUN_SECONDS = 300  # timeout of a run, which normally takes a few seconds
 POLL_SECONDS = 0.005
 LOADING_SECONDS = 0.5
-COPY_BYTES = 64 << 20  # far beyond any cache of a processor
+COPY_BYTES = 64 << 20  # size of the copied array, much larger than any CPU cache
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """A claim. `passed` is None if it could not be tried; `evidence` then says what is missing."""
+    """A claim and its evidence; if it could not be checked, `passed` is None and `evidence` is the reason."""
 
     name: str
     passed: bool | None
@@ -55,7 +55,7 @@ class Proof:
 
 
 def prove_same_rows(paths: Sequence[Path]) -> Proof:
-    """All datasets hold the same tokens in the same order, whatever their format."""
+    """Check that all datasets hold the same tokens in the same order, independent of their format."""
     digests = {}
     rows = tokens = 0
     for path in paths:
@@ -76,21 +76,21 @@ def prove_same_rows(paths: Sequence[Path]) -> Proof:
 
 
 def prove_intact(paths: Sequence[Path]) -> Proof:
-    """All shards match the hashes in their index, and all counts agree."""
+    """Check that all shards match the hashes in their index, and that all counts agree."""
     reports = [verify(path) for path in paths]
     shards, size = sum(report.hashed for report in reports), sum(report.bytes for report in reports)
     problems = [f"{problem.file}: {problem.problem}" for report in reports for problem in report.problems]
     evidence = "; ".join(problems[:3]) or f"hashes and structure of {shards} shards, {format_bytes(size)}"
     figures = {"shards": shards, "bytes": size, "problems": problems}
-    return Proof("every shard is what its index says", not problems, evidence, figures)
+    return Proof("every shard matches its index", not problems, evidence, figures)
 
 
 def prove_provenance(path: Path, inputs: Path, tokenizer: Path) -> Proof:
-    """Decoded rows, spread over the dataset, are in the source records that provenance names."""
+    """Check that rows spread over the dataset, decoded, are in the source records named by provenance."""
     with open_dataset(path) as dataset:
         rows = np.unique(np.linspace(0, len(dataset) - 1, TRACED_ROWS).astype(int)).tolist()
     questions = [word for row in rows for word in ("--row", str(row))]
-    # No document of a row is longer than this, so that excerpts are whole.
+    # No document of a row is longer than this limit, so excerpts are never truncated.
     answer = _shardkit("trace", path, *questions, "--tokenizer", tokenizer, "--excerpt", 1_000_000)
     sources: dict[str, list[str]] = {}
     documents = [(row["row"], document) for row in answer["rows"] for document in row["documents"]]
@@ -106,13 +106,13 @@ def prove_provenance(path: Path, inputs: Path, tokenizer: Path) -> Proof:
     if wrong or not documents:
         return Proof(name, False, f"{len(wrong)} of {len(documents)} pieces differ: {wrong[:3]}", figures)
     evidence = (
-        f"{len(documents):,} pieces of {len(rows)} rows decoded, each found in the record that is named"
+        f"{len(documents):,} pieces of {len(rows)} rows were decoded, and each was found in its source record"
     )
     return Proof(name, True, evidence, figures)
 
 
 def prove_exactly_once(path: Path) -> Proof:
-    """Two epochs deliver each sample once, in the same steps for every number of ranks."""
+    """Check that two epochs deliver each sample once per epoch, in the same steps for any number of ranks."""
     name = "every sample exactly once, on 1, 2 or 3 ranks"
     if importlib.util.find_spec("torch") is None:
         return Proof(name, None, NO_TORCH)
@@ -127,7 +127,7 @@ def prove_exactly_once(path: Path) -> Proof:
 
 
 def measure_loader(path: Path) -> dict[str, float] | None:
-    """Tokens per second of the loader as stored and as int64, and of a copy in memory; None without torch."""
+    """Measure tokens per second of the loader by dtype, and of a memory copy; return None without torch."""
     if importlib.util.find_spec("torch") is None:
         return None
     with open_dataset(path) as dataset:
@@ -135,7 +135,7 @@ def measure_loader(path: Path) -> dict[str, float] | None:
         token_bytes = dataset.token_dtype.itemsize
     rates = {}
     for dtype in ("stored", "int64"):
-        _loading_rate(path, dtype)  # brings the files into the page cache
+        _loading_rate(path, dtype)  # reads the files into the page cache
         rates[f"{dtype}_tokens_per_second"] = median(_loading_rate(path, dtype) for _ in range(3))
     rates["copy_tokens_per_second"] = _copy_rate() / token_bytes
     return rates
@@ -155,7 +155,7 @@ def _loading_rate(path: Path, dtype: Literal["stored", "int64"]) -> float:
 
 
 def _copy_rate() -> float:
-    """Return the bytes per second that one thread copies in memory: the best of three."""
+    """Return the bytes per second that one thread copies in memory: the best of three attempts."""
     source, target = np.ones(COPY_BYTES, np.uint8), np.zeros(COPY_BYTES, np.uint8)
     seconds = []
     for _ in range(3):
@@ -166,7 +166,7 @@ def _copy_rate() -> float:
 
 
 def prove_resume(data: Path, folder: Path, vocabulary: int) -> Proof:
-    """Train, kill, resume, and compare with an uninterrupted run; both leave their files under `folder`."""
+    """Train, kill, resume, and compare with an uninterrupted run; both write their files under `folder`."""
     name = "resume after SIGKILL is exact"
     if importlib.util.find_spec("torch") is None:
         return Proof(name, None, NO_TORCH)
@@ -195,7 +195,7 @@ def prove_resume(data: Path, folder: Path, vocabulary: int) -> Proof:
 def compare_runs(
     name: str, interrupted: list[dict[str, Any]], whole: list[dict[str, Any]], kill_step: int, last_step: int
 ) -> Proof:
-    """The proof from both logs: `interrupted` holds the steps before the kill, then those after it."""
+    """Compare the logs of both runs; `interrupted` has the steps before the kill, then the steps after it."""
     expected = {record["step"]: record for record in whole}
     different = sorted({r["step"] for r in interrupted if r != expected.get(r["step"])})
     complete = sorted({r["step"] for r in interrupted}) == sorted(expected) == list(range(1, last_step + 1))
@@ -219,7 +219,7 @@ def compare_runs(
 
 
 def _shardkit(verb: str, path: Path, *options: object) -> dict[str, Any]:
-    """Run `shardkit VERB PATH OPTIONS --json` and parse what it prints. ShardkitError if that is nothing."""
+    """Run `shardkit VERB PATH OPTIONS --json` and return its output; raises ShardkitError without output."""
     command = [sys.executable, "-m", "shardkit", verb, str(path), *map(str, options), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.stdout:
@@ -229,12 +229,12 @@ def _shardkit(verb: str, path: Path, *options: object) -> dict[str, Any]:
 
 
 def _one_line(text: str) -> str:
-    """Put a text on one line, as `shardkit trace` shows it."""
+    """Join the lines of a text, as `shardkit trace` does in excerpts."""
     return " ".join(text.split())
 
 
 def _read_texts(file: Path) -> list[str]:
-    """The texts of an input file, read independently of the build."""
+    """Return the texts of an input file, read independently of the build."""
     if file.suffix == ".parquet":
         import pyarrow.parquet as pq
 
@@ -247,7 +247,7 @@ def _read_texts(file: Path) -> list[str]:
 def _start(data: Path, folder: Path, vocabulary: int, steps: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "shardkit.tools.demo.train", str(data), "--folder", str(folder)]
     command += ["--vocabulary", str(vocabulary), "--steps", str(steps), "--every", str(CHECKPOINT_EVERY)]
-    # One thread sums in one order; and torch must not leave its cache folder in the system's.
+    # One thread makes sums reproducible; the cache folder keeps torch from writing to the system's.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch")}
     return subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
@@ -268,7 +268,7 @@ def _kill_later(run: subprocess.Popen[str], folder: Path) -> None:
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
-    """The complete lines of a run's log so far."""
+    """Return the complete lines of a run's log so far."""
     log = folder / "log.jsonl"
     text = log.read_text() if log.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

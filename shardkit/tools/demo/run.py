@@ -1,6 +1,6 @@
-"""The demo's steps: corpus, tokenizer, an MDS and a tar dataset, and claims about them, each proved.
+"""Runs the demo: writes a corpus, trains a tokenizer, builds an MDS and a tar dataset, proves its claims.
 
-Everything is written to one folder. A folder that holds anything else is refused; an earlier demo in it is
+Everything is written to one folder. A folder that contains other files is refused; an earlier demo in it is
 replaced.
 """
 
@@ -52,7 +52,7 @@ work: work
 
 @dataclass(frozen=True)
 class DemoReport:
-    """Everything that the demo measured; `to_dict` is what `--json` prints."""
+    """All measurements and proofs of the demo; `--json` prints `to_dict()`."""
 
     output: Path
     seconds: float
@@ -66,21 +66,23 @@ class DemoReport:
 
     @property
     def passed(self) -> bool:
-        """No claim failed; a skipped one does not count."""
+        """Whether no claim failed; claims that could not be checked do not count."""
         return all(proof.passed is not False for proof in self.proofs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return the report as plain data for JSON."""
         return asdict(self) | {"passed": self.passed, "output": str(self.output)}
 
 
 def run_demo(output: Path, megabytes: float, say: Callable[[str], None]) -> DemoReport:
-    """Run every step in `output`; `say` is called with the name of each."""
+    """Run all steps of the demo in the folder `output`; `say` is called with the name of each step."""
     from shardkit.writers import build
 
     start = time.perf_counter()
     if not MIN_MEGABYTES <= megabytes <= MAX_MEGABYTES:
-        raise ShardkitError(f"--megabytes {megabytes:g}: choose from {MIN_MEGABYTES:g} to {MAX_MEGABYTES:g}")
+        raise ShardkitError(
+            f"--megabytes must be from {MIN_MEGABYTES:g} to {MAX_MEGABYTES:g}, not {megabytes:g}"
+        )
     output = output.absolute()
     _prepare(output)
     mds, tar, tokenizer, recipe = (output / name for name in ("mds", "tar", "tokenizer.json", "recipe.yaml"))
@@ -126,7 +128,7 @@ def run_demo(output: Path, megabytes: float, say: Callable[[str], None]) -> Demo
 
 
 def clean_demo(output: Path) -> None:
-    """Remove what the demo wrote, and the folder if nothing else is in it."""
+    """Remove the files of the demo, and the folder if it is then empty."""
     for name in OWN_NAMES:
         path = output / name
         if path.is_dir() and not path.is_symlink():
@@ -142,7 +144,7 @@ def _prepare(output: Path) -> None:
         raise ShardkitError(f"{output} is not a folder; choose another --output")
     if output.is_dir() and any(output.iterdir()):
         if not (output / MARKER).exists():
-            raise ShardkitError(f"{output} holds files that no demo wrote; choose another --output")
+            raise ShardkitError(f"{output} contains files of something else; choose another --output")
         clean_demo(output)
     output.mkdir(parents=True, exist_ok=True)
     (output / MARKER).write_text("This folder was made by `shardkit demo`.\n")

@@ -1,7 +1,7 @@
-"""The demo's training run: a tiny model, checkpoints that hold the loader's state, one log line per step.
+"""Runs the demo's training: a tiny model, checkpoints with the loader's state, one log line per step.
 
 Run as `python -m shardkit.tools.demo.train`, so that it can be killed like any training job. The model
-predicts the next token from the last one and the mean of all before it: enough for a falling loss.
+predicts the next token from the last token and the mean of all tokens so far: enough for a falling loss.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shardkit.loaders import StreamingLoader
 
 SEED = 17
 
-TRAINED_TOKENS = 128  # the beginning of each row is enough to show that the loss falls
+TRAINED_TOKENS = 128  # number of tokens trained on per row, enough to show that the loss falls
 
 
 class TinyModel(nn.Module):
-    """tokens [B, L] -> logits [B, L, vocabulary]."""
+    """A language model that maps tokens [B, L] to logits [B, L, vocabulary]."""
 
     def __init__(self, vocabulary: int, width: int = 48) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class TinyModel(nn.Module):
 def train(data: str, *, vocabulary: int, steps: int, every: int, folder: Path) -> None:
     """Train up to step `steps`, from `folder`/checkpoint.pt if it exists; log to `folder`/log.jsonl."""
     torch.manual_seed(SEED)
-    torch.set_num_threads(1)  # sums in one order: losses can be compared bit by bit
+    torch.set_num_threads(1)  # sums are then always added in the same order, so losses are equal bit by bit
     torch.use_deterministic_algorithms(True)
     loader = StreamingLoader(data, batch_size=4, seed=SEED, endless=True, return_ids=True)
     model = TinyModel(vocabulary)
@@ -69,7 +69,7 @@ def train(data: str, *, vocabulary: int, steps: int, every: int, folder: Path) -
 
 
 def main() -> None:
-    """Entry point of the subprocess."""
+    """Parse the command line of the subprocess and train."""
     parser = argparse.ArgumentParser(description="The demo's training run.")
     parser.add_argument("data")
     parser.add_argument("--folder", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""Work that a page waits for a little, and that continues in a thread while the page says how far it is."""
+"""Runs work in a thread: a page waits for it briefly, then shows its progress instead."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 from threading import Event, Lock, Thread
 from typing import Generic, TypeVar
 
-WAIT_SECONDS = 1.5  # of a page, before it shows how far the work is
+WAIT_SECONDS = 1.5  # time that a page waits before it shows the progress of the work
 
 _Result = TypeVar("_Result")
 
 
 class Background(Generic[_Result]):
-    """Runs `work` once, when a page first waits for it; `work` is given a function to report its share."""
+    """Runs `work` once, at the first call of `wait`; `work` receives a function that reports its progress."""
 
     def __init__(self, work: Callable[[Callable[[float], None]], _Result]) -> None:
         self._work = work
@@ -21,10 +21,10 @@ class Background(Generic[_Result]):
         self._found: list[_Result] = []
         self._error: Exception | None = None
         self.share = 0.0
-        """From 0 to 1: how much is done."""
+        """Share of the work that is done, from 0 to 1."""
 
     def wait(self, seconds: float = WAIT_SECONDS) -> _Result | None:
-        """The result; None if it is not there after `seconds`. Raises what the work raised."""
+        """Return the result, or None if it is not ready after `seconds`; raise any exception of the work."""
         with self._lock:
             if self._thread is None:
                 self._thread = Thread(target=self._run, name="shardkit-view", daemon=True)
@@ -40,7 +40,7 @@ class Background(Generic[_Result]):
     def _run(self) -> None:
         try:
             self._found.append(self._work(self._report))
-        except Exception as error:  # raised again by whoever waits
+        except Exception as error:  # `wait` raises it again
             self._error = error
         finally:
             self._ended.set()

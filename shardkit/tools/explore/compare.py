@@ -1,8 +1,8 @@
-"""What two builds differ in: their funnels, and the documents that one has and the other has not.
+"""Compares two builds: their funnels, and the documents that only one of them has.
 
-Documents are compared by their ids. Of builds with more than `_IDS` pieces of documents, a share of all ids
-is compared, which is chosen by the ids themselves: both sides choose the same documents, memory is bounded,
-and counts are estimates, which the page says.
+Documents are compared by their ids. In builds with more than `_IDS` pieces of documents, only a share of all
+ids is compared, selected by the ids themselves. Both sides therefore select the same documents, and memory is
+bounded. Counts are then estimates, and the page says so.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from shardkit.tools.explore.explored import Explored, Params
 from shardkit.tools.explore.overview import funnel_rows
 from shardkit.tools.explore.scan import scan
 
-_IDS = 4_000_000  # of each side, 16 bytes each, and as much again while they are compared
+_IDS = 4_000_000  # maximum ids per side, 16 bytes each, plus the same memory again during comparison
 _EXAMPLES = 20
-_EXAMINED = 2000  # lost documents that are looked up in the other build's tables of what was removed
+_EXAMINED = 2000  # number of lost documents looked up in the other build's tables of removed documents
 _LOOK_UP_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class FunnelChange:
-    """A step or rule of both funnels; None where one has none."""
+    """A step or rule with its counts in both funnels; None if a funnel does not have it."""
 
     label: str
     before: Count | None
@@ -39,15 +39,16 @@ class FunnelChange:
 
     @property
     def documents(self) -> int:
-        """How many more it has after."""
+        """The difference in documents: after minus before."""
         return (self.after or Count()).documents - (self.before or Count()).documents
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Documents of both builds, by source; `gained` are in the second one only, `lost` in the first only.
+    """The documents by source (source, both, gained, lost): `gained` only in the second, `lost` in the first.
 
-    One in `one_in` documents was compared. `fates`: what became of lost documents in the second build.
+    One in `one_in` documents was compared. `fates` are the outcomes of `examined` lost documents in the
+    second build, with counts.
     """
 
     one_in: int
@@ -59,14 +60,14 @@ class Difference:
 
 
 class Comparison:
-    """Compares `other`, the build after a change, with `explored`, the one before."""
+    """Compares `explored`, the build before a change, with `other`, the build after it."""
 
     def __init__(self, explored: Explored, other: Explored) -> None:
         self._before, self._after = explored, other
         self.work = Background(self._compare)
 
     def show(self, explored: Explored, params: Params) -> dict[str, object]:
-        """The page."""
+        """Return the facts for the page, or the share of work done if the comparison is not finished."""
         before, after = self._before, self._after
         page: dict[str, object] = {"after": after.name, "funnel": None, "difference": None}
         if before.card is not None and after.card is not None and before.has_funnel and after.has_funnel:
@@ -109,10 +110,10 @@ class Comparison:
 
 
 def compare_funnels(before: DatasetCard, after: DatasetCard) -> list[FunnelChange]:
-    """Compare what steps and rules lost, in the order of the second build: first what was read, last kept."""
+    """Compare the losses of steps and rules, in the second build's order; read is first, kept is last."""
     rows = [{(row.rule or row.label): row for row in funnel_rows(card)} for card in (before, after)]
     order = list(rows[1])
-    order[-1:-1] = [name for name in rows[0] if name not in rows[1]]  # before "kept"
+    order[-1:-1] = [name for name in rows[0] if name not in rows[1]]  # insert before "kept"
     found = []
     for name in order:
         counts = [
@@ -129,7 +130,7 @@ def compare_funnels(before: DatasetCard, after: DatasetCard) -> list[FunnelChang
 
 
 def _ids(side: Explored, one_in: int) -> tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int32]]:
-    """(ids, sources) of the documents of a dataset whose ids are chosen; S16, sorted."""
+    """Return the selected ids of a dataset's documents (S16, sorted) and their sources."""
     ids, sources = [np.empty(0, "S16")], [np.empty(0, np.int32)]
     columns = ["document_id", "document_start", "source"]
     for number in range(len(side.provenance.names)):
@@ -156,12 +157,12 @@ def _labels(side: Explored, sources: npt.NDArray[np.int32]) -> dict[str, int]:
 
 
 def _some(ids: npt.NDArray[np.bytes_], count: int) -> list[bytes]:
-    """The first ones: ids are hashes, so they are drawn at random."""
+    """Return the first `count` ids, which are a random sample because ids are hashes."""
     return [one.ljust(16, b"\0") for one in ids[:count].tolist()]
 
 
 def _fates(side: Explored, documents: list[bytes]) -> list[tuple[str, int]]:
-    """Count documents of a build by the rule that dropped them or the kind of duplicate, most first."""
+    """Count documents by the rule that dropped them or the kind of duplicate, most frequent first."""
     found: Counter[str] = Counter()
     if documents:
         for folder, name in ((side.dropped, "rule"), (side.duplicates, "reason")):
@@ -175,7 +176,7 @@ def _fates(side: Explored, documents: list[bytes]) -> list[tuple[str, int]]:
 
 
 def _described(side: Explored, documents: Iterable[bytes]) -> list[dict[str, object]]:
-    """Describe where documents of a dataset are from, with the beginnings of their texts."""
+    """Describe the origin of documents of a dataset, with the beginnings of their texts."""
     wanted = list(documents)
     if not wanted:
         return []

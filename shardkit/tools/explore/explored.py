@@ -1,7 +1,7 @@
-"""An open dataset as the pages see it: its card, its tables, its tokenizer, and what it lacks.
+"""Provides the data that pages read: an open dataset, its card, tables and tokenizer, and what is missing.
 
-Made once and shared by the threads of the server. Tables are opened by their listing; footers are read when a
-page needs them. `fact` helpers turn lines of tables into what templates show.
+The object is created once and shared by the threads of the server. Opening the tables only lists their files;
+footers are read when a page needs them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,21 @@ from shardkit.tools.explore.background import Background
 from shardkit.tools.explore.summary import Summary
 
 Params = Mapping[str, str]
-"""The query of a page's address."""
+"""The query parameters in a page's address."""
 
-_EXCERPT = 400  # characters of a document in a list
+_EXCERPT = 400  # length of the excerpt of a document in lists, in characters
 
 
 class PageNotFoundError(ShardkitError):
-    """There is no such page, or the dataset does not have what it would show."""
+    """Raised if a page does not exist, or if the dataset does not have the item to show."""
 
 
 class Explored:
-    """`decoder` None: tokens are shown as numbers. `inputs`: the one folder to read input files from."""
+    """An open dataset and its tables, as pages read them.
+
+    Without a `decoder`, tokens are shown as numbers. `inputs` is the only folder from which input files are
+    read.
+    """
 
     def __init__(
         self, dataset: Dataset, decoder: Decoder | None = None, *, inputs: Path | None = None
@@ -57,29 +61,29 @@ class Explored:
 
     @property
     def name(self) -> str:
-        """The last two parts of its path or URL: many datasets are in a folder "out" of their recipe's."""
+        """The last two parts of the path or URL; one part is not enough, as many datasets are named "out"."""
         return "/".join(self.dataset.location.rstrip("/").split("/")[-2:])
 
     def source(self, number: object) -> str:
-        """The label of an input of the recipe."""
+        """Return the label of an input of the recipe, or its number as text if it has no label."""
         labels = self.tracer.labels
         return labels[number] if isinstance(number, int) and 0 <= number < len(labels) else str(number)
 
     @cached_property
     def has_funnel(self) -> bool:
-        """Whether the card says what became of the records of the inputs."""
+        """Whether the card contains the funnel, the outcomes of all input records."""
         return self.card is not None and self.card.has("funnel")
 
     @cached_property
     def missing(self) -> list[str]:
-        """The sentences on what the dataset does not have and what is therefore not shown."""
+        """Sentences for the user about missing files, and the pages or details that need them."""
         found = []
         if not self.has_funnel:
             found.append(
                 "No card (dataset.json): this dataset was not built by shardkit, so there is no funnel."
             )
         if not self.provenance.names:
-            found.append("No provenance/*.parquet: it is not known which documents are in a row.")
+            found.append("No provenance/*.parquet: the documents in a row are unknown.")
         if self.has_funnel and not self.dropped.names and self.lost("/"):
             found.append("No dropped/*.parquet: build it again to see the documents that rules dropped.")
         if self.has_funnel and not self.duplicates.names and self.lost("duplicate"):
@@ -89,13 +93,13 @@ class Explored:
         return found
 
     def lost(self, part: str) -> int:
-        """Documents that were dropped for reasons whose name has this part."""
+        """Return how many documents were dropped for reasons whose name contains `part`."""
         assert self.card is not None
         return sum(count.documents for name, count in self.card.funnel.dropped.items() if part in name)
 
 
 def number_param(params: Params, name: str, default: int, *, most: int) -> int:
-    """A whole number from 0 to `most`; ShardkitError."""
+    """Return a parameter as a whole number; raises ShardkitError unless it is from 0 to `most`."""
     text = params.get(name, "").strip().replace(",", "")
     if not text:
         return default

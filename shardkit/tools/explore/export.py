@@ -1,8 +1,9 @@
-"""The site as files, for any web server or to open from a folder: the same pages, as far as links lead.
+"""Writes the site to files, for any web server or to open from a folder.
 
-Pages are written from the first one on, as links lead to them, up to `_MOST` of each kind: links to what is
-not exported become plain text. What needs a server (search, forms) is left out, and no text is read from
-input files. Names of files are numbers by kind, so no name comes from a corpus.
+Pages are written in the order in which links reach them from the first page, up to `_MOST` of each kind.
+Links to pages that are not exported become plain text. Features that need a server (search, forms) are left
+out, and no text is read from input files. File names are numbers by kind of page, so no name comes from a
+corpus.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ _Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 def export_site(site: Site, folder: Path) -> int:
-    """Write the site; returns the number of pages. ShardkitError if the folder is not empty."""
+    """Write the site and return the number of pages; raises ShardkitError if the folder is not empty."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise ShardkitError(f"{folder}: is not empty; name a new folder, or empty this one")
+            raise ShardkitError(f"{folder}: is not empty; choose a new folder, or empty this one")
         return _Export(site, folder).write()
     except OSError as error:
         raise ShardkitError(f"{folder}: cannot be written: {error.strerror or error}") from error
 
 
 class _Export:
-    """Pages that have a file, and those of them that are still to be written."""
+    """Writes pages breadth first; tracks the file name of each page, and the pages still to be written."""
 
     def __init__(self, site: Site, folder: Path) -> None:
         self._site, self._folder = site, folder
@@ -54,7 +55,7 @@ class _Export:
         return pages
 
     def _link(self, page: str, **params: object) -> str | None:
-        """The file of a page; None where it is not exported."""
+        """Return the file name of a page and schedule the page; None if it is not exported."""
         given = sorted((name, str(value)) for name, value in params.items() if value is not None)
         if any(value == "random" for _, value in given):
             return None

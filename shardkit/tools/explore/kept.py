@@ -1,4 +1,4 @@
-"""Documents in the dataset: by source, page by page, and each with its rows and its whole text."""
+"""Shows the documents in the dataset: as a list by source, and each with its rows and whole text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params
 from shardkit.tools.explore.scan import Equal, Place, scan
 
 _ON_PAGE = 20
-_MOST_PIECES = 200  # of a document, whose text is shown
+_MOST_PIECES = 200  # maximum number of pieces of a document that are shown
 _MOST_CHARACTERS = 50_000
 
 
 def show_kept(explored: Explored, params: Params) -> dict[str, object]:
-    """Documents in the order of the dataset, of one source or all."""
+    """Return the facts for a list of documents of one source or all, in the order of the dataset."""
     labels = explored.tracer.labels
     source = params.get("source", "")
     if source and source not in labels:
@@ -42,7 +42,7 @@ def show_kept(explored: Explored, params: Params) -> dict[str, object]:
 
 
 def show_document(explored: Explored, params: Params) -> dict[str, object]:
-    """A document of the dataset by its id: its rows and its text."""
+    """Return the facts for a document by its id: its rows and its text."""
     document = parse_document_id(params.get("id", ""))
     table = explored.tracer.known()
     pieces: list[Piece] = []
@@ -63,11 +63,11 @@ def show_document(explored: Explored, params: Params) -> dict[str, object]:
 
 
 def _text(explored: Explored, pieces: list[Piece]) -> str | None:
-    """The text of the pieces, one after the other."""
+    """Return the concatenated text of the pieces; None if it cannot be decoded or read."""
     if explored.decoder is None:
         return None
     try:
         text = "".join(explored.tracer.whole_texts(pieces))
-    except ShardkitError:  # rows that cannot be read: the page says all the rest
+    except ShardkitError:  # rows cannot be read; the page shows everything else
         return None
     return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "…"

@@ -1,4 +1,4 @@
-"""The funnel: what each step of a build lost, by rule, by source and by language. Reads the card only."""
+"""Shows the funnel: the losses of each step of a build, by rule, source and language, from the card alone."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from shardkit.card import Count, DatasetCard
 from shardkit.tools.explore.explored import Explored, Params
 
 _LANGUAGES = 20
-_LOSSES = 3  # in the headline
+_LOSSES = 3  # number of losses listed in the headline
 
 
 @dataclass(frozen=True, slots=True)
 class FunnelRow:
-    """A step of the funnel, or a rule of one (`level` 1). `page` is what its name links to."""
+    """A step of the funnel (`level` 0) or a rule of a step (`level` 1); its name links to `page`."""
 
     label: str
     kind: str
@@ -23,11 +23,11 @@ class FunnelRow:
     page: str | None = None
     rule: str | None = None
     fails: float | None = None
-    """The share of documents that fails the rule whatever other rules say; None: not known."""
+    """Share of documents that fail the rule, including those that other rules drop; None if unknown."""
 
 
 def show_funnel(explored: Explored, params: Params) -> dict[str, object]:
-    """The first page."""
+    """Return the facts for the first page."""
     card = explored.card
     if card is None or not explored.has_funnel:
         return {
@@ -52,7 +52,7 @@ def show_funnel(explored: Explored, params: Params) -> dict[str, object]:
 
 
 def funnel_rows(card: DatasetCard) -> list[FunnelRow]:
-    """Steps in the order in which a build takes them; below each filter its rules, in their order."""
+    """Return the steps in the order of the build, each filter followed by its rules in their order."""
     facts = card.filters if card.has("filters") else None
     fails = {rule.rule: rule.alone / max(1, facts.sampled) for rule in facts.rules} if facts else {}
     dropped = card.funnel.dropped
@@ -79,7 +79,7 @@ def _rule(name: str, lost: Count, fails: float | None) -> FunnelRow:
 
 
 def _is_leaf(row: FunnelRow, rows: list[FunnelRow]) -> bool:
-    """Whether no rules stand below it."""
+    """Return whether a row is a rule, or a step without rules below it."""
     after = rows[rows.index(row) + 1 :]
     return row.level == 1 or not after or after[0].level == 0
 

@@ -1,8 +1,8 @@
-"""The text of a removed document from its input file, below a folder that the user has named.
+"""Reads the text of a removed document from its input file, in a folder that the user has given.
 
-The dataset names the file, and a stranger may have made the dataset: without `--inputs FOLDER` no file is
-read, and with it none outside of FOLDER, whatever names, `..` or links say. Files are read as a build reads
-them, so every format is.
+The dataset contains the name of the file, and the dataset may come from an untrusted source. Without
+`--inputs FOLDER` no file is read, and with it no file outside FOLDER, even if names contain `..` or links.
+Files are read with the readers of a build, so all its formats are supported.
 """
 
 from __future__ import annotations
@@ -26,43 +26,44 @@ _MOST_CHARACTERS = 50_000
 
 
 def read_raw(explored: Explored, source: int, file: str, record: int) -> tuple[str | None, str]:
-    """(text, why there is none)."""
+    """Return the text of a record and "", or None and the reason why there is no text."""
     card = explored.card
     inputs = card.recipe.get("inputs", []) if card is not None and card.has("recipe") else []
     if not isinstance(inputs, list) or not 0 <= source < len(inputs) or not isinstance(inputs[source], dict):
-        return None, "No text was kept of this document, and the card does not name its input."
+        return None, "No text was kept of this document, and the card does not contain its input."
     if explored.inputs is None:
-        remedy = "`shardkit view --inputs FOLDER` looks for it there"
+        remedy = "give the folder of the input files with `shardkit view --inputs FOLDER`"
         return None, f"No text was kept of this document of {file}; {remedy}."
     path = _find(explored.inputs, file)
     if path is None:
-        return None, f"No text was kept of this document, and {file} is no file in {explored.inputs}."
+        return None, f"No text was kept of this document, and {file} is not a file in {explored.inputs}."
     try:
         text = _read(inputs[source], path, record)
     except (ShardkitError, SuspectDataError, OSError, ValueError) as error:
         return None, f"No text was kept of this document, and {path} cannot be read: {error}"
     if text is None:
-        late = f"record {record:,} of {path} was not reached in {_SECONDS:g} s"
+        late = f"record {record:,} of {path} was not found within {_SECONDS:g} s"
         return None, f"No text was kept of this document, and {late}."
     return text[:_MOST_CHARACTERS] + ("…" if len(text) > _MOST_CHARACTERS else ""), ""
 
 
 def _find(folder: Path, file: str) -> Path | None:
-    """Return the file that a dataset names, if it lies in `folder`, links followed."""
+    """Return the path of the file `file` if it is inside `folder` after following links, else None."""
     name = PurePath(file)
-    if name.is_absolute():  # of a recipe with absolute paths; it must lead into the folder all the same
+    if name.is_absolute():  # the recipe had absolute paths; the file must still be in the folder
         name = name.relative_to(folder) if name.is_relative_to(folder) else PurePath("..")
     if ".." in name.parts:
         return None
     try:
         path = (folder / name).resolve(strict=True)
         return path if path.is_relative_to(folder.resolve()) and path.is_file() else None
-    except (OSError, ValueError, RuntimeError):  # missing, a name with a zero byte, a loop of links
+    except (OSError, ValueError, RuntimeError):  # missing file, null character in the name, loop of links
         return None
 
 
 def _read(config: Mapping[str, Any], path: Path, record: int) -> str | None:
-    # Patterns of the recipe are not run here, and a name of a file is none.
+    # Read exactly this file: its name is escaped, because a name may look like a pattern, and the recipe's
+    # other settings that select files are cleared.
     entry = {**config, "path": glob.escape(str(path)), "base": None, "exclude": [], "path_fields": None}
     recipe = recipe_from_mapping(
         {"inputs": [entry], "tokenizer": {"path": "-", "eos": "-"}, "output": "-"}, folder=path.parent

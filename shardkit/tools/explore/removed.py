@@ -1,4 +1,4 @@
-"""Documents that are not in the dataset: those of a rule, one document, clusters of duplicates."""
+"""Shows removed documents: the documents of a rule, a single document, and clusters of duplicates."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from shardkit.tools.explore.summary import ClusterAt, RuleValues
 
 _ON_PAGE = 20
 _BARS = 48
-_TAIL = 0.005  # of the values that a picture may leave out on the far side
-_DIFF_WORDS = 1500  # of each side: difflib takes a time that grows with their product
+_TAIL = 0.005  # share of values that a chart may leave out, on the side away from the bound
+_DIFF_WORDS = 1500  # maximum words per side; difflib's time grows with the product of both sides
 _CLUSTER_LINES = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Bars (x, width, height in percent, from, to, count), and where the bound is, in percent."""
+    """Bars (x, width and height in percent, low value, high value, count), and the bound's x in percent."""
 
     bars: list[tuple[float, float, float, float, float, int]]
     bound_x: float | None
@@ -37,7 +37,7 @@ class Chart:
 
 
 def show_rule(explored: Explored, params: Params) -> dict[str, object]:
-    """Show what a rule judged and documents that it dropped: near its bound, far from it, drawn, or all."""
+    """Return the facts for a rule: values and dropped documents (near its bound, far, random, or all)."""
     rule, view = params.get("rule", ""), params.get("view", "")
     card = explored.card
     dropped = card.funnel.dropped if card is not None and explored.has_funnel else {}
@@ -64,11 +64,11 @@ def show_rule(explored: Explored, params: Params) -> dict[str, object]:
 
 
 def show_removed(explored: Explored, params: Params) -> dict[str, object]:
-    """One document that was removed, by its table and place; its text from the raw file if none is kept."""
+    """Return the facts for a removed document; its text is from the input file if the table has none."""
     table, place = params.get("table", ""), Place.parse(params.get("at", ""))
     folder = {"dropped": explored.dropped, "duplicates": explored.duplicates}.get(table)
     if folder is None:
-        raise PageNotFoundError(f"there is no table {table[:40]!r}")
+        raise PageNotFoundError(f"there is no table {table[:40]!r}; the tables are dropped and duplicates")
     line = read_line(folder, place)
     [document] = _plain(explored, [line])
     page: dict[str, object] = {"table": table, "document": document}
@@ -82,7 +82,7 @@ def show_removed(explored: Explored, params: Params) -> dict[str, object]:
 
 
 def _stays(explored: Explored, line: Mapping[str, object]) -> str | None:
-    """The document in the dataset that has the text of a removed duplicate, in hex."""
+    """Return the id, in hexadecimal, of the document that was finally kept for a removed duplicate."""
     kept = line.get("kept_document_id")
     if not isinstance(kept, str):
         return None
@@ -92,7 +92,7 @@ def _stays(explored: Explored, line: Mapping[str, object]) -> str | None:
 
 
 def _plain(explored: Explored, lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """Lines with ids in hex and sources by label."""
+    """Return copies of lines with ids in hexadecimal and sources as labels."""
     plain: list[dict[str, Any]] = []
     for line in lines:
         shown: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def _plain(explored: Explored, lines: Sequence[Line]) -> list[dict[str, Any]]:
 
 
 def _chart(rule: RuleValues) -> Chart | None:
-    """The values of dropped documents as bars of one width, with the bound; None if there are no numbers."""
+    """Return a histogram of a rule's values with its bound; None if the rule has no numeric values."""
     values, counts = rule.values()
     if not len(values):
         return None
@@ -138,7 +138,7 @@ def _chart(rule: RuleValues) -> Chart | None:
 
 
 def show_clusters(explored: Explored, params: Params) -> dict[str, object]:
-    """Clusters of duplicates: the largest ones, or some drawn at random."""
+    """Return the facts for clusters of duplicates: the largest clusters, or a random sample."""
     if not explored.duplicates.names:
         return {"clusters": None}
     if (summary := explored.summary.wait()) is None:
@@ -156,11 +156,11 @@ def _cluster_line(explored: Explored, cluster: ClusterAt) -> dict[str, object]:
 
 
 def show_cluster(explored: Explored, params: Params) -> dict[str, object]:
-    """A document that stays, and what was removed in favor of it, with differing words marked."""
+    """Return the facts for a kept document and its removed duplicates, with differing words marked."""
     first = read_line(explored.duplicates, Place.parse(params.get("at", "")))
     kept = first["kept_document_id"]
     if kept is None:
-        raise PageNotFoundError("nothing was left of this document, so no other one stays for it")
+        raise PageNotFoundError("all text of this document was removed, so no document was kept in its place")
     start = first["at"]
     assert isinstance(start, Place)
     found = scan(explored.duplicates, Equal({"kept_document_id": kept}), start=start, limit=_CLUSTER_LINES)
@@ -172,7 +172,7 @@ def show_cluster(explored: Explored, params: Params) -> dict[str, object]:
 
 
 def _marked(kept: str | None, removed: str | None) -> list[tuple[str, str, str]] | None:
-    """The beginnings of two texts as runs of (kind, of the kept, of the removed); None without both texts."""
+    """Compare the beginnings of two texts: runs of (kind, kept text, removed text); None without both."""
     if kept is None or removed is None:
         return None
     left, right = (list(islice(re.findall(r"\s*\S+", text), _DIFF_WORDS)) for text in (kept, removed))

@@ -1,4 +1,4 @@
-"""Rows as a model sees them, and the rows of a training step."""
+"""Shows rows as a model receives them, and the rows of a training step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _MOST_BATCH = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TokenShown:
-    """Tokens that are one text: usually one; more where a character is cut among several.
+    """A displayed unit of text: usually one token, or several tokens that share one character.
 
-    `document`: number in the row; None for padding. `label`: what the model learns here, None if masked.
+    `document` is the number of the document in the row, None for padding. `label` is the token that the model
+    learns, None if the loss is masked.
     """
 
     at: int
@@ -41,7 +42,7 @@ class TokenShown:
 
 
 def show_row(explored: Explored, params: Params) -> dict[str, object]:
-    """A row: its documents in colors, eos, padding, position ids and labels."""
+    """Return the facts for the page of a row: its documents, eos, padding, position ids and labels."""
     dataset = explored.dataset
     if not len(dataset):
         raise PageNotFoundError("this dataset has no rows")
@@ -87,12 +88,12 @@ def _shown(
     starts = np.zeros(len(tokens), np.bool_)
     starts[segments.starts] = True
     is_padding = labels[0] == IGNORED_LABEL
-    if documents is not None:  # what was packed, also where no eos marks it
+    if documents is not None:  # provenance knows the packed documents even if no eos separates them
         numbers, is_padding = np.full(len(tokens), -1), np.ones(len(tokens), np.bool_)
         end_before = 0
         for number, document in enumerate(documents):
             low, high = document["tokens"]
-            low, end_before = end_before, high  # a bos that is repeated before a piece is shown as its own
+            low, end_before = end_before, high  # include a bos that packing repeated before a piece
             numbers[low:high], is_padding[low:high] = number, False
     cuts = np.flatnonzero(np.diff(numbers)) + 1
     found = []
@@ -115,7 +116,7 @@ def _shown(
 def _texts(
     decoder: Decoder | None, tokens: Row, first: int, cuts: set[int]
 ) -> Iterator[tuple[int, list[int], str]]:
-    """(number of the first token, ids, their text): tokens that cut a character stay together."""
+    """Yield (number of the first token, ids, text); tokens that share a character are in one item."""
     ids = tokens.tolist()
     at = first
     while at < len(ids):
@@ -133,7 +134,7 @@ def _texts(
         ):
             end += 1
             text = decoder.piece(ids[at - 1] if at else None, ids[at:end])
-        if text.endswith("\ufffd"):  # it is one, or a character that is never finished
+        if text.endswith("\ufffd"):  # U+FFFD itself, or an incomplete character
             end = at + 1
             text = decoder.piece(ids[at - 1] if at else None, ids[at:end])
         yield at, ids[at:end], text
@@ -147,7 +148,7 @@ def show_step(explored: Explored, params: Params, state: LoaderState | None = No
     world_size = number_param(params, "world_size", 1, most=_MOST_BATCH)
     seed = number_param(params, "seed", 17, most=2**63 - 1)
     if batch_size * world_size > _MOST_BATCH:
-        raise ShardkitError(f"batch size times world size must not exceed {_MOST_BATCH:,} here")
+        raise ShardkitError(f"batch_size times world_size must not exceed {_MOST_BATCH:,}")
     dataset = explored.dataset
     if state is not None:
         run = Run.from_state(state, [dataset], batch_size=batch_size, world_size=world_size)

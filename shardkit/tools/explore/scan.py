@@ -1,8 +1,8 @@
-"""Lines of a table from a place on: as many as a page shows, within a bounded time.
+"""Reads lines of a table from a given place: as many as a page shows, within a bounded time.
 
-A `Place` is a line by file, row group and line. It stands in links, so the next page starts where the last
-one ended, whatever the size of the table. What a search wants is said by a `Wanted`: the columns that decide
-are read first, and row groups whose statistics exclude it are skipped.
+A `Place` identifies a line by file, row group and number. Links contain it, so that the next page starts
+where the last one ended, for tables of any size. A `Wanted` defines which lines match: the columns that it
+tests are read first, and row groups whose statistics rule out a match are skipped.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import pyarrow.compute as pc
 from shardkit.datasets.provenance.folder import ParquetFolder
 from shardkit.errors import ShardkitError
 
-SCAN_SECONDS = 1.0  # a page that finds less than it wants shows what there is after this time
+SCAN_SECONDS = 1.0  # time limit of a scan; a page then shows the lines found so far
 
 Line = dict[str, object]
-"""A line of a table by column, and its place as `at`."""
+"""The values of a line of a table by column, and its place as `at`."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Place:
-    """A line of a folder's tables."""
+    """The place of a line in a folder of tables: number of the file, row group in it, line in the group."""
 
     file: int = 0
     group: int = 0
@@ -40,15 +40,15 @@ class Place:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The inverse of `str`; ShardkitError."""
+        """Parse the text that `str` returns; raises ShardkitError if it is invalid."""
         parts = text.split(".")
         if len(parts) != 3 or not all(part.isdecimal() and len(part) < 10 for part in parts):
-            raise ShardkitError(f"{text[:80]!r} is not a place in a table: use the links of the pages")
+            raise ShardkitError(f"{text[:80]!r} is not a place such as 0.2.17: use the links on the pages")
         return cls(*map(int, parts))
 
 
 class Wanted(Protocol):
-    """Which lines a scan wants; `shardkit.datasets.provenance.search.Selection` is one, too."""
+    """The interface of conditions on lines; `shardkit.datasets.provenance.search.Selection` implements it."""
 
     @property
     def columns(self) -> Sequence[str]: ...
@@ -58,7 +58,7 @@ class Wanted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Equal:
-    """Lines whose columns have all of these values."""
+    """Matches lines in which all columns have the given values."""
 
     values: Mapping[str, object]
 
@@ -78,7 +78,7 @@ class Equal:
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """Lines of which at least one column has its value."""
+    """Matches lines in which at least one column has the given value."""
 
     values: Mapping[str, object]
 
@@ -98,7 +98,7 @@ class AnyOf:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Lines, and where to continue; None: everything was looked at. `lines_read` of them were looked at."""
+    """The lines found, where to continue (None at the end of the table), and the number of lines examined."""
 
     lines: list[Line]
     next: Place | None
@@ -114,9 +114,9 @@ def scan(
     limit: int = 25,
     seconds: float = SCAN_SECONDS,
 ) -> Found:
-    """The first `limit` lines from `start` on that are wanted: these columns, or all.
+    """Return the first `limit` lines from `start` that match `wanted`, with the given columns (default: all).
 
-    Stops after `seconds`, when it has looked at one row group at least.
+    The scan stops after `seconds`, but examines at least one row group.
     """
     start = start or Place()
     end = monotonic() + seconds
@@ -137,7 +137,7 @@ def scan(
 
 
 def read_line(folder: ParquetFolder, place: Place) -> Line:
-    """One line; ShardkitError if there is none."""
+    """Return the line at a place; raises ShardkitError if there is none."""
     if place.file < len(folder.names):
         footer, _ = folder.footer(place.file)
         if place.group < footer.num_row_groups and place.line < footer.row_group(place.group).num_rows:
@@ -146,7 +146,7 @@ def read_line(folder: ParquetFolder, place: Place) -> Line:
 
 
 def _groups(folder: ParquetFolder, start: Place) -> Iterator[tuple[int, int]]:
-    """(file, row group) of those with lines, in order; footers are read when it is their turn."""
+    """Yield (file, row group) of nonempty row groups, in order; each footer is read only when reached."""
     for file in range(start.file, len(folder.names)):
         footer, _ = folder.footer(file)
         for group in range(start.group if file == start.file else 0, footer.num_row_groups):
@@ -157,7 +157,7 @@ def _groups(folder: ParquetFolder, start: Place) -> Iterator[tuple[int, int]]:
 def _matching(
     folder: ParquetFolder, file: int, group: int, wanted: Wanted
 ) -> tuple[int, int, int, npt.NDArray[np.int64]]:
-    """(file, group, its lines, the numbers of those that are wanted)."""
+    """Return file, row group, its number of lines, and the numbers of matching lines."""
     footer, _ = folder.footer(file)
     rows = footer.row_group(group).num_rows
     if not wanted.may_be_within(folder.limits(file)[group]):
@@ -175,7 +175,7 @@ def _read(
     with folder.open(place.file) as opened:
         table = opened.read_row_group(place.group, columns=columns and list(columns), use_threads=False)
     table = table.take(pa.array(lines))
-    table.validate(full=True)  # Parquet does not look whether strings are UTF-8
+    table.validate(full=True)  # the Parquet reader does not check that strings are valid UTF-8
     numbered = zip(lines.tolist(), table.to_pylist(), strict=True)
     return [line | {"at": Place(place.file, place.group, number)} for number, line in numbered]
 

@@ -1,10 +1,10 @@
-"""Search by URL, id or text, each part within a bounded time and continued from where it stopped.
+"""Searches by URL, id or text; each part has a time limit and can continue from where it stopped.
 
-kept, dropped, duplicates   lines by URL, id or document id; and, of removed documents, those whose kept
-                            text has the words
-rows                        the tokens of the words, looked for in the stored rows: no row is decoded before
-                            it is a candidate. Spelling and case count; the words may stand in several
-                            tokens, but words in which a token begins or ends elsewhere may be missed
+kept, dropped, duplicates   lines by URL, id or document id; for removed documents, also lines whose stored
+                            text contains the words
+rows                        rows that contain the tokens of the words; only candidate rows are decoded. The
+                            search is case-sensitive. Words may span several tokens, but a row in which the
+                            words are tokenized differently may be missed
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from shardkit.errors import ShardkitError
 from shardkit.tools.explore.explored import Explored, PageNotFoundError, Params, number_param
 from shardkit.tools.explore.scan import AnyOf, Place, Wanted, scan
 
-_HITS = 10  # of each part
-_SECONDS = 0.35  # of each part, and of one that is continued:
-_SECONDS_CONTINUED = 1.2
-_AROUND = 48  # tokens before and after the words
-_MOST_WORDS = 500  # characters
+_HITS = 10  # maximum number of hits per part and request
+_SECONDS = 0.35  # time limit per part if all parts are searched
+_SECONDS_CONTINUED = 1.2  # time limit if a single part is continued
+_AROUND = 48  # number of tokens decoded before and after the words
+_MOST_WORDS = 500  # maximum length of a search text, in characters
 _PARTS = ("kept", "dropped", "duplicates", "rows")
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What was found; `page` and `params` lead to it. `around` is the text before, at and after the words."""
+    """A search result and its page; `around` is the text before the words, the words, and the text after."""
 
     title: str
     detail: str
@@ -48,7 +48,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One part of a search; `next` is where to continue, None if all was looked at."""
+    """The result of one part of a search; `next` is where to continue, None if the search is complete."""
 
     part: str
     hits: list[Hit]
@@ -59,7 +59,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class _HasWords:
-    """Lines whose URL, id or document id are these words, or whose text has them in any case."""
+    """Matches lines whose URL, id or document id is the words, or whose text contains them in any case."""
 
     words: str
     ids: AnyOf
@@ -81,16 +81,16 @@ class _HasWords:
 
 
 def show_search(explored: Explored, params: Params) -> dict[str, object]:
-    """Show what a search finds, by part."""
+    """Return the facts for the search page: the results of each part."""
     words = params.get("q", "").strip()
     page: dict[str, object] = {"q": words, "sections": [], "looks": _what_there_is(explored)}
     if not words:
         return page
     if len(words) > _MOST_WORDS:
-        raise ShardkitError(f"search for at most {_MOST_WORDS} characters")
+        raise ShardkitError(f"the search text has {len(words):,} characters; the limit is {_MOST_WORDS}")
     part = params.get("part")
     if part is not None and part not in _PARTS:
-        raise PageNotFoundError(f"there is no part {part[:40]!r} of a search")
+        raise PageNotFoundError(f"a search has no part {part[:40]!r}; its parts are {', '.join(_PARTS)}")
     wanted = {name: _wanted(words, has_text=name != "kept") for name in _PARTS[:3]}
     sections = []
     for name in _PARTS if part is None else (part,):
@@ -133,7 +133,7 @@ def _search_table(
     seen: set[object] = set()
     for line in found.lines:
         if part == "kept" and line["document_id"] in seen:
-            continue  # pieces of one document
+            continue  # the line is another piece of a document that is already in the results
         seen.add(line["document_id"])
         title = str(line["url"] or line["id"] or line["file"])
         detail = f"{explored.source(line['source'])}: {line['file']} record {line['record']:,}"
@@ -149,12 +149,12 @@ def _search_table(
 
 
 def _search_rows(explored: Explored, words: str, first: int, seconds: float) -> Section:
-    """Rows with the words, from shard `first` on."""
+    """Search the rows for the words, starting at shard `first`."""
     dataset, decoder = explored.dataset, explored.decoder
     if dataset.token_column is None or decoder is None:
-        return Section("rows", [], None, problem="Text in rows is not searched without a tokenizer.")
+        return Section("rows", [], None, problem="Searching for text in rows needs a tokenizer.")
     if dataset.shards is not None:
-        return Section("rows", [], None, problem="Text in rows is searched in local datasets only.")
+        return Section("rows", [], None, problem="Text in rows can be searched in local datasets only.")
     end = monotonic() + seconds
     hits: list[Hit] = []
     shards = len(dataset.manifest.shards)
@@ -162,7 +162,7 @@ def _search_rows(explored: Explored, words: str, first: int, seconds: float) -> 
     for shard in range(first, shards):
         rows = dataset.shard(shard).fixed_rows(dataset.token_column)
         if rows is None:
-            return Section("rows", [], None, problem="Text in rows is searched in MDS datasets only.")
+            return Section("rows", [], None, problem="Text in rows can be searched in MDS datasets only.")
         starts = int(dataset.manifest.shard_starts[shard])
         found = _rows_with(decoder, rows, keys, words, end)
         for row, around in islice(found, _HITS - len(hits)):
@@ -175,7 +175,7 @@ def _search_rows(explored: Explored, words: str, first: int, seconds: float) -> 
 
 
 def _keys(decoder: Decoder, words: str) -> list[list[int]]:
-    """Tokens that a row with the words has: without those at the ends, which may join their neighbors."""
+    """Return the tokens to look for: tokens of the words except the ends, which may merge with others."""
     keys: list[list[int]] = []
     for text in (f" {words}", words):
         ids = decoder.encode(text)
@@ -188,7 +188,7 @@ def _keys(decoder: Decoder, words: str) -> list[list[int]]:
 def _rows_with(
     decoder: Decoder, rows: npt.NDArray[np.generic], keys: list[list[int]], words: str, end: float
 ) -> Iterator[tuple[int, tuple[str, str, str]]]:
-    """(row, text around the words) of rows of one shard; stops at the time `end`."""
+    """Yield (row, text around the words) for matching rows of one shard; stops at the time `end`."""
     length = rows.shape[1]
     seen: set[int] = set()
     block = max(1, (1 << 22) // length)
@@ -213,12 +213,11 @@ def _rows_with(
 def _around(
     decoder: Decoder, flat: npt.NDArray[np.generic], place: int, length: int, words: str
 ) -> tuple[str, str, str] | None:
-    """The text before, at and after the words; None if they are not there."""
+    """Return the text before the words, the words, and the text after; None if the row lacks the words."""
     start = place - place % length
     low = max(start, place - _AROUND)
-    high = min(
-        start + length, place + len(words) + _AROUND
-    )  # a token has a character at least, nearly always
+    # A token nearly always has at least one character, so `len(words)` tokens cover the words.
+    high = min(start + length, place + len(words) + _AROUND)
     text = decoder.text(flat[low:high])
     at = text.find(words)
     if at < 0:

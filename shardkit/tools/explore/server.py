@@ -1,11 +1,11 @@
-"""The site over HTTP, for browsers on this machine.
+"""Serves the site over HTTP, for browsers on this machine.
 
-Bound to 127.0.0.1. Answers GET only, and only requests that name this machine as the host, so that no other
-site's page can read it by a host name that resolves to 127.0.0.1. Other users of the machine can reach the
-port, so each request must have the token of the first address, or the cookie that the first page sets. The
-cookie is HttpOnly and SameSite=Strict. Pages have no scripts, and their Content-Security-Policy allows none:
-whatever a text holds, the browser runs and fetches nothing. A request that does not arrive whole within
-REQUEST_SECONDS is dropped with its connection.
+The server binds to 127.0.0.1 and answers only GET requests whose Host header is this machine, so that the
+page of another site cannot read it through a host name that resolves to 127.0.0.1. Other users of the machine
+can reach the port, so each request must have the token of the first address, or the cookie that the first
+page sets. The cookie is HttpOnly and SameSite=Strict. Pages have no scripts, and their
+Content-Security-Policy allows none, so the browser neither runs nor fetches anything that a text contains. A
+connection is closed if a request is not complete within REQUEST_SECONDS.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ with naming_extras("`shardkit view`"):
 
 HOST = "127.0.0.1"
 TOKEN_PARAM = "token"
-REQUEST_SECONDS = 10.0  # a browser on this machine takes milliseconds
-_REFUSED = "403: open the address that `shardkit view` has printed; it has the token of this server\n"
+REQUEST_SECONDS = 10.0  # time limit for receiving a request; a local browser needs milliseconds
+_REFUSED = "403: open the address that `shardkit view` has printed; it contains the token of this server\n"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; form-action 'self'; base-uri 'none'; "
     "frame-ancestors 'none'",
@@ -48,20 +48,20 @@ _HEADERS = {
 
 
 def page_address(page: str, **params: object) -> str:
-    """The address of a page on this server."""
+    """Return the address of a page on this server."""
     given = {name: str(value) for name, value in params.items() if value is not None}
     path = "/" if page == FRONT else f"/{page}"
     return f"{path}?{urlencode(given, errors='replace')}" if given else path
 
 
 def first_address(listening: socket.socket, token: str) -> str:
-    """Return the address that lets a browser in."""
+    """Return the first address to open, which contains the token."""
     host, port = listening.getsockname()
     return f"http://{host}:{port}/?{urlencode({TOKEN_PARAM: token})}"
 
 
 def make_app(site: Site, token: str) -> Starlette:
-    """Return the site as an ASGI application for who knows `token`."""
+    """Return the site as an ASGI application that requires `token`."""
 
     def answer(request: Request) -> Response:
         page = request.path_params.get("page", FRONT)
@@ -80,14 +80,15 @@ def make_app(site: Site, token: str) -> Starlette:
 
 
 class _TokenCheck:
-    """Lets requests pass that have the token, in the address or in the cookie of this port."""
+    """Middleware that refuses requests without the token in the address or in this port's cookie."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        # Browsers send cookies of a host to all of its ports: two servers must not overwrite each other's.
+        # The name contains the port: browsers share cookies between ports, so two servers on this machine
+        # would overwrite each other's cookie.
         name = f"shardkit-view-{scope['server'][1]}"
         is_first = self._is_right(request.query_params.get(TOKEN_PARAM, ""))
         if not (is_first or self._is_right(request.cookies.get(name, ""))):
@@ -107,7 +108,7 @@ class _TokenCheck:
 
 
 class _BoundedRequests(H11Protocol):
-    """Closes a connection whose request does not arrive whole in time; uvicorn waits forever."""
+    """Closes a connection if a request is not complete in time; uvicorn alone would wait forever."""
 
     _late: asyncio.TimerHandle | None = None
 
@@ -124,7 +125,7 @@ class _BoundedRequests(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Let the time run from the first byte of a request to its last."""
+        """Run the timeout while a request is awaited or incomplete; stop it when the request is complete."""
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._stop_watch()
         elif self._late is None:
@@ -137,7 +138,7 @@ class _BoundedRequests(H11Protocol):
 
 
 def bind(port: int) -> socket.socket:
-    """A socket that listens on this machine only; ShardkitError if the port is taken. 0: a free one."""
+    """Listen on a port (0: any free port) of this machine only; raises ShardkitError if it cannot be used."""
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -150,7 +151,7 @@ def bind(port: int) -> socket.socket:
 
 
 def make_server(site: Site, token: str) -> uvicorn.Server:
-    """Return a server of the site; its `run(sockets=[…])` answers until interrupted."""
+    """Return a server for the site; its method `run(sockets=[…])` serves until interrupted."""
     return uvicorn.Server(
         uvicorn.Config(
             make_app(site, token),

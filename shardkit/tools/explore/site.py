@@ -1,8 +1,8 @@
-"""Pages by name, as HTML: each is a function from the parameters of its address to facts for templates.
+"""Renders pages by name as HTML; each page is a function from its URL parameters to facts for a template.
 
-`Link` gives the address of a page, or None where there is none: the server answers all pages, an export has
-some of them. Templates escape every value, and `shown` replaces characters that would command a terminal,
-reorder a line or are not text at all.
+`Link` returns the address of a page, or None if the page is not available: the server answers all pages, an
+export contains only some. Templates escape every value, and `shown` replaces control characters, characters
+that reorder a line, and code points that are not characters.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _FOLDER = Path(__file__).parent / "pages"
 
 _Page = Callable[[Explored, Params], Mapping[str, object]]
 
-# C0 but tab and newline as Unicode's pictures of them; directions of writing, joiners and other invisible
-# characters by number; what is no character at all as U+FFFD.
+# Control characters (C0) except tab and newline are shown as Unicode control pictures; bidirectional marks,
+# joiners and other invisible characters by number; surrogates and noncharacters as U+FFFD.
 _PICTURES = {code: chr(0x2400 + code) for code in range(32) if code not in (9, 10)} | {127: "␡"}
 _INVISIBLE = re.compile(
     "[\x80-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e007f]"
@@ -44,19 +44,19 @@ _NO_CHARACTER = re.compile("[\ud800-\udfff\ufffe\uffff]")
 
 
 def shown(text: str) -> str:
-    """`text` with every character visible."""
+    """Return `text` with every character made visible."""
     text = _NO_CHARACTER.sub("\ufffd", text.translate(_PICTURES))
     return _INVISIBLE.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
 
 
 class Link(Protocol):
-    """The address of a page with these parameters; None if there is none."""
+    """A function that returns the address of a page with parameters, or None if it is not available."""
 
     def __call__(self, page: str, **params: object) -> str | None: ...
 
 
 class Site:
-    """The pages of a dataset; `other` is compared with it, `state` is a training run's."""
+    """The pages of a dataset; `other` is compared with it, `state` is the loader state of a training run."""
 
     def __init__(
         self, explored: Explored, other: Explored | None = None, state: LoaderState | None = None
@@ -96,14 +96,14 @@ class Site:
         return list(self._pages)
 
     def render(self, page: str, params: Params, link: Link) -> str:
-        """A page as HTML; PageNotFoundError if there is none, ShardkitError if it cannot be shown."""
+        """Render a page as HTML; raises PageNotFoundError if it is unknown, ShardkitError if it fails."""
         if page not in self._pages:
             raise PageNotFoundError(f"there is no page {page[:40]!r}")
         facts = self._pages[page](self.explored, params)
         return self._render("counting" if "share" in facts else page, link, page, facts)
 
     def finish_counting(self) -> None:
-        """Wait for all that pages would wait for."""
+        """Wait until all background work is finished, so that no page shows progress instead of content."""
         while self.explored.summary.wait() is None:
             pass
         while self._comparison is not None and self._comparison.work.wait() is None:
@@ -119,7 +119,7 @@ class Site:
 
     @staticmethod
     def style() -> bytes:
-        """The one stylesheet."""
+        """Return the stylesheet of all pages."""
         return (_FOLDER / STYLE).read_bytes()
 
 
@@ -128,7 +128,6 @@ def _percent(share: float) -> str:
 
 
 def _number(value: object) -> str:
-    """A value that a rule judged."""
     if isinstance(value, float):
         return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.6g}"
     return "" if value is None else str(value)

@@ -1,9 +1,9 @@
-"""What takes one pass over the tables of removed documents: values by rule, and clusters of duplicates.
+"""Summarizes the tables of removed documents in one pass: values by rule, and clusters of duplicates.
 
-The pass is made in the background when the first page needs it. Per row group only the columns
-that are counted are read, so the pass over 10^8 documents takes some tens of seconds and its result a few
-megabytes. Values are counted in bins of float32 numbers cut to 7 bits of mantissa: 128 bins an octave, exact
-counts, no range to know before. Texts are looked for in `_TEXT_FILES` files at most, evenly spaced.
+The pass runs in the background when the first page needs it. Only the columns that are counted are read, so
+that a pass over 10^8 documents takes tens of seconds, and its result a few megabytes. The bins of values are
+float32 numbers truncated to 7 bits of mantissa: 128 bins per power of two, with exact counts, and without
+knowing the range in advance. Texts are read from at most `_TEXT_FILES` files, evenly spaced.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shardkit.datasets.provenance.folder import ParquetFolder
 from shardkit.tools.explore.scan import Place
 
 _TEXT_FILES = 256
-_TEXTS_OF_RULE = 100  # nearest to the bound, farthest from it, and drawn at random
-_CLUSTERS = 100  # largest, and drawn at random
+_TEXTS_OF_RULE = 100  # texts per rule: this many near the bound, far from it, and in a random sample
+_CLUSTERS = 100  # clusters kept: this many each of the largest, and of a random sample
 _MANTISSA_BITS_CUT = 16
 
 _Floats = npt.NDArray[np.float64]
@@ -32,7 +32,7 @@ _Ranked = list[tuple[float, Place]]
 
 @dataclass(slots=True)
 class RuleValues:
-    """What a rule judged: counts of values by bin, counts of labels, and lines that have a text."""
+    """The values that a rule computed: counts by bin, counts of labels, and places of lines with a text."""
 
     documents: int = 0
     bound: float | None = None
@@ -45,7 +45,7 @@ class RuleValues:
     drawn: _Ranked = field(default_factory=list)
 
     def values(self) -> tuple[_Floats, npt.NDArray[np.int64]]:
-        """The least value of each bin that has any, ascending, and their counts."""
+        """Return the value nearest to 0 of each nonempty bin, in ascending order, and the bins' counts."""
         keys = np.array(sorted(self.bins), np.int64)
         counts = np.array([self.bins[key] for key in keys.tolist()], np.int64)
         return _bin_value(keys), counts
@@ -53,7 +53,7 @@ class RuleValues:
 
 @dataclass(frozen=True, order=True, slots=True)
 class ClusterAt:
-    """Duplicates of one document that stays: the place of the first line, and how many there are."""
+    """The duplicates of one kept document: the place of their first line, and their number (`size`)."""
 
     at: Place
     size: int
@@ -63,7 +63,7 @@ class ClusterAt:
 
 @dataclass(slots=True)
 class Clusters:
-    """Clusters of removed duplicates: sizes, the largest, and some drawn at random, with texts if any."""
+    """Clusters of removed duplicates: sizes, the largest, and a random sample, clusters with texts first."""
 
     count: int = 0
     documents: int = 0
@@ -74,7 +74,7 @@ class Clusters:
 
 
 class Summary:
-    """Values of rules and clusters of duplicates, as they are counted."""
+    """Counts the values of rules and the clusters of duplicates."""
 
     def __init__(self, dropped: ParquetFolder, duplicates: ParquetFolder) -> None:
         self._dropped, self._duplicates = dropped, duplicates
@@ -82,7 +82,7 @@ class Summary:
         self.clusters = Clusters()
 
     def count(self, report: Callable[[float], None]) -> Summary:
-        """Count everything; `report` is given the share that is done."""
+        """Count both tables and return self; `report` is called with the share of work done."""
         files = len(self._dropped.names) + len(self._duplicates.names)
         for file in range(len(self._dropped.names)):
             self._count_dropped(file)
@@ -150,7 +150,7 @@ def _count_rule(rule: RuleValues, table: pa.Table, lines: npt.NDArray[np.int64],
 
 
 class _ClusterRuns:
-    """Lines of one cluster lie together, but may go on in the next row group."""
+    """Finds clusters, whose lines are consecutive but may continue in the next row group."""
 
     def __init__(self, found: Clusters) -> None:
         self._found = found
@@ -159,7 +159,7 @@ class _ClusterRuns:
         self._largest: list[tuple[int, ClusterAt]] = []
 
     def add(self, kept: pa.ChunkedArray, has_text: npt.NDArray[np.bool_], group: Place) -> None:
-        """The column `kept_document_id` of a row group, null where nothing stays, and which have texts."""
+        """Add a row group: `kept_document_id` (null if no document was kept) and whether lines have texts."""
         valid = np.flatnonzero(kept.is_valid().to_numpy())
         if not len(valid):
             return
@@ -182,7 +182,7 @@ class _ClusterRuns:
             self._open = runs.cluster(len(runs.sizes) - 1)
 
     def finish(self) -> None:
-        """Close the last cluster, and put the results in order."""
+        """End the last cluster, and set the results in order."""
         self._close_open()
         self._found.largest = [each for _, each in self._largest]
         self._found.drawn = [each for _, each in self._drawn]
@@ -211,7 +211,7 @@ class _ClusterRuns:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Clusters in a row group: sizes, first lines, documents that stay (V16), whether any line has texts."""
+    """The clusters in a row group: sizes, first lines, kept documents (V16), whether any line has texts."""
 
     sizes: npt.NDArray[np.int64]
     lines: npt.NDArray[np.int64]
@@ -231,14 +231,14 @@ class _Runs:
 
 
 def _bin_key(values: _Floats) -> npt.NDArray[np.int64]:
-    """Bins of values, in the order of the values; negative ones below 0."""
+    """Return the bins of values, ordered like the values; bins of negative values are below 0."""
     bits = np.abs(values).astype(np.float32).view(np.int32).astype(np.int64) >> _MANTISSA_BITS_CUT
     keys: npt.NDArray[np.int64] = np.where(values < 0, -bits - 1, bits)
     return keys
 
 
 def _bin_value(keys: npt.NDArray[np.int64]) -> _Floats:
-    """The value of a bin that is nearest to 0."""
+    """Return the value of each bin that is nearest to 0."""
     bits = np.where(keys < 0, -keys - 1, keys) << _MANTISSA_BITS_CUT
     magnitude = bits.astype(np.int32).view(np.float32).astype(np.float64)
     values: _Floats = np.where(keys < 0, -magnitude, magnitude)
@@ -246,5 +246,5 @@ def _bin_value(keys: npt.NDArray[np.int64]) -> _Floats:
 
 
 def _uniform(document: bytes) -> float:
-    """A number that orders documents at random, the same in every run: ids are hashes."""
+    """Return a number in [0, 1) that orders documents randomly but reproducibly, because ids are hashes."""
     return int.from_bytes(document[:8], "little") / 2**64

@@ -1,19 +1,19 @@
-"""From the tokens that a run wants to raw input, cores, disk, requests and cost of the build, and back.
+"""Computes the raw input, cores, disk, requests and cost of a build from its number of tokens, and back.
 
     kept text  = tokens * text_bytes_per_token
     raw text   = kept text / retention of all stages
-    cores      = raw text / (bytes that a core reads in a second * seconds), rounded up
+    cores      = raw text / (bytes per second and core * seconds), rounded up
     output     = tokens * token_bytes / (1 - padding)
     work       = kept text * work_bytes_per_text_byte     (documents, keys, signatures, tokens, on disk)
-    requests   = raw input in ranges + what the stages ask of a work folder in a store (stages/needs.py)
-    driver     = tasks * (seconds, bytes) that one costs it
+    requests   = range reads of the raw input + requests of stages to a remote work folder (stages/needs.py)
+    driver     = tasks * (seconds, bytes) per task
 
-Bytes are of UTF-8 text unless they are called stored. Speed is raw text per second and core, averaged over
-the whole build; late stages read little of the input. Retention is the share of the bytes of text that a
-stage keeps; shares multiply.
+Bytes mean UTF-8 text unless they are called stored. Speed is raw text per second and core, averaged over
+the whole build; late stages read little of the input. Retention is the share of text bytes that a stage
+keeps; the retention of several stages is the product of their shares.
 
-The card of a finished build gives retention by stage, bytes per token and padding (`measured_from_card`).
-Speed and the size of the work folder are not in a card, which is the same on any machine.
+The card of a finished build contains retention by stage, bytes per token and padding (`measured_from_card`).
+It does not contain speed and the size of the work folder, because a card is the same on any machine.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from shardkit.writers.recipe.recipe import TEXT_FORMATS, recipe_from_mapping
 from shardkit.writers.stages.graph import stage_needs
 from shardkit.writers.stages.needs import Corpus, Shape, StageNeeds, compared_lines, together
 
-# Bytes: of the real queue and commits (tests/benchmarks/bench_driver.py). Seconds: of Ray, which hands over
-# some hundred tasks a second.
+# Bytes were measured with the real queue and commits (tests/benchmarks/bench_driver.py). Seconds are those of
+# Ray, which starts a few hundred tasks per second.
 DRIVER_TASK_SECONDS = Fraction("0.0025")
 DRIVER_TASK_BYTES = 2_000
 DRIVER_BYTES = 200_000_000
-MANY_TASKS = 10_000_000  # the driver was measured with a million in a stage
-_ELSEWHERE = ("split", "output")  # steps of a funnel: documents of another part, or of another output
+MANY_TASKS = 10_000_000  # plans above this warn: the driver was measured with one million tasks per stage
+_ELSEWHERE = ("split", "output")  # funnel steps that move documents to another part or output of the build
 DEDUP_PARTS = (*DedupConfig.schemes(), "spans")
 
 
@@ -55,14 +55,14 @@ class Stage:
     def __post_init__(self) -> None:
         if not 0 < self.retention <= 1:
             raise ValueError(
-                f"stage {self.name!r} keeps {float(self.retention):g} of its input: a retention is above 0 "
-                "(nothing could be planned from 0) and at most 1"
+                f"stage {self.name!r} has a retention of {float(self.retention):g}; it must be above 0 and at"
+                " most 1"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Funnel:
-    """Stages in the order in which they run."""
+    """The stages of a build, in the order in which they run."""
 
     stages: tuple[Stage, ...]
 
@@ -72,15 +72,15 @@ class Funnel:
         return prod((stage.retention for stage in self.stages), start=Fraction(1))
 
     def before(self, kept: Fraction) -> Fraction:
-        """The input that leaves `kept`."""
+        """Return the amount of input of which `kept` remains after all stages."""
         return kept / self.retention
 
     def after(self, read: Fraction) -> Fraction:
-        """The output of `read`."""
+        """Return the amount that remains of the input `read` after all stages."""
         return read * self.retention
 
     def amounts(self, read: Fraction) -> Sequence[tuple[Stage, Fraction, Fraction]]:
-        """(stage, what enters, what leaves) of each."""
+        """Return (stage, input amount, output amount) for each stage, given the input `read`."""
         found = []
         for stage in self.stages:
             left = read * stage.retention
@@ -91,38 +91,38 @@ class Funnel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildNeeds:
-    """A build. Defaults are assumptions."""
+    """The inputs of a build plan. Defaults are assumptions."""
 
     tokens: int
     """Tokens of the finished dataset, without padding."""
     funnel: Funnel
     text_bytes_per_token: Fraction = Fraction(4)
-    """Bytes of kept text that make a token: 4 to 4.8 for English, less for code and other languages."""
+    """Bytes of kept text per token: 4 to 4.8 for English, less for code and other languages."""
     core_bytes_per_second: Fraction = Fraction(10_000_000)
-    """Raw text that one core takes through the whole build in a second."""
+    """Bytes of raw text that one core takes through the whole build per second."""
     seconds: Fraction = Fraction(14 * 86400)
-    """How long the build may take."""
+    """Maximum duration of the build, in seconds."""
     stored_bytes_per_text_byte: Fraction = Fraction(1)
-    """Stored bytes per byte of raw text: 0.3 to 0.4 if it is compressed."""
+    """Stored bytes per byte of raw text: 0.3 to 0.4 if the input is compressed."""
     work_bytes_per_text_byte: Fraction = Fraction(2)
     """Peak bytes in the work folder per byte of kept text, without the packed shards."""
     token_bytes: Fraction = Fraction(4)
-    """Bytes of a stored token: 2 for vocabularies up to 65,536, else 4; of all outputs together."""
+    """Stored bytes per token, summed over all outputs: 2 for vocabularies up to 65,536, else 4."""
     text_output: Fraction = Fraction(0)
     """Stored bytes of text outputs per byte of kept text."""
     padding: Fraction = Fraction(0)
-    """Part of the output that is padding."""
+    """Share of the output that is padding."""
     shard_bytes: int = 1 << 26
     memory: int = 2_000_000_000
-    """Bytes that a task may use: `memory` of the recipe."""
+    """Memory limit of a task, in bytes: `memory` of the recipe."""
     document_bytes: Fraction = Fraction(2600)
-    """Kept text of a document; that of 15T tokens of the public web is in 23 billion documents."""
+    """Bytes of kept text per document; 15T tokens of the public web are 23 billion documents."""
     split_bytes: Fraction = Fraction(10**9)
-    """Raw text of a split: a compressed file, or a part of a plain one (64 MiB)."""
+    """Bytes of raw text per split: a compressed file, or a part of an uncompressed one (64 MiB)."""
     dedup: frozenset[str] = frozenset({"exact", "near"})
-    """Parts of duplicate removal, of `DEDUP_PARTS`."""
+    """Enabled parts of duplicate removal, from `DEDUP_PARTS`."""
     shape: Shape = field(default_factory=Shape)
-    """Datasets that are written, and other stages; of a recipe or a card."""
+    """Datasets that the build writes, and its optional stages, from a recipe or a card."""
     prices: Prices = field(default_factory=Prices)
 
     def __post_init__(self) -> None:
@@ -131,54 +131,59 @@ class BuildNeeds:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {float(getattr(self, name)):g}")
         if unknown := self.dedup - {*DEDUP_PARTS}:
-            raise ValueError(f"duplicate removal has no part {min(unknown)!r}: {', '.join(DEDUP_PARTS)}")
+            raise ValueError(
+                f"duplicate removal has no part {min(unknown)!r}; its parts are {', '.join(DEDUP_PARTS)}"
+            )
         if self.shard_bytes < 1 or not 0 <= self.padding < 1 or self.stored_bytes_per_text_byte <= 0:
-            raise ValueError("shard_bytes and stored_bytes_per_text_byte must be above 0, padding below 1")
+            raise ValueError(
+                "shard_bytes and stored_bytes_per_text_byte must be above 0, and padding from 0 to below 1"
+            )
 
     @classmethod
     def of_raw(cls, raw_bytes: Fraction, needs: BuildNeeds) -> BuildNeeds:
-        """`needs` with the tokens that `raw_bytes` of raw text give, rounded down; at least 1."""
+        """Return `needs` with the number of tokens in `raw_bytes` of raw text, rounded down, at least 1."""
         kept = needs.funnel.after(Fraction(raw_bytes))
         return replace(needs, tokens=max(1, int(kept / needs.text_bytes_per_token)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildPlan:
-    """What a build needs."""
+    """The result of planning a build."""
 
     kept_bytes: Fraction
     raw_bytes: Fraction
     raw_stored_bytes: Fraction
     core_seconds: Fraction
     cores: int
-    """Enough to finish in time."""
+    """Number of cores with which the build takes at most `seconds` of its needs."""
     work_bytes: Fraction
-    """Disk for the work folder, packed shards included."""
+    """Disk space of the work folder, including packed shards, in bytes."""
     output_bytes: Fraction
     shards: int
     gets: int
-    """Reads of the raw input, in ranges, and of the work folder."""
+    """Number of read requests: range reads of the raw input, and reads of the work folder."""
     puts: int
-    """Writes to the work folder, and of the shards: one in parts also begins and ends an upload."""
+    """Number of write requests to the work folder and of shards, including the start and end of multipart
+    uploads."""
     stages: Sequence[StageNeeds]
-    """What each stage asks of a work folder in a store, and stage `upload` of the output."""
+    """Requests of each stage to a remote work folder, and of stage `upload` to the output."""
     tasks: int
     driver_seconds: Fraction
-    """CPU time of the driver."""
+    """CPU time of the driver, in seconds."""
     driver_bytes: int
-    """Memory of the driver."""
+    """Memory of the driver, in bytes."""
     costs: Mapping[str, Fraction]
-    """Dollars while the build runs."""
+    """Costs while the build runs, in dollars."""
     output_month_cost: Fraction
-    """Dollars for storing the output 30 days."""
+    """Cost of storing the output for 30 days, in dollars."""
 
     def seconds_with(self, cores: int) -> Fraction:
-        """How long the build takes with `cores`."""
+        """Return the duration of the build with `cores` cores, in seconds."""
         return self.core_seconds / cores
 
 
 def plan_build(needs: BuildNeeds) -> BuildPlan:
-    """The arithmetic of the module's docstring. RecipeError if the build cannot be made with its memory."""
+    """Plan a build by the formulas in the module docstring; raises RecipeError if its memory is too small."""
     prices = needs.prices
     kept_bytes = needs.tokens * needs.text_bytes_per_token
     raw_bytes = needs.funnel.before(kept_bytes)
@@ -216,7 +221,7 @@ def plan_build(needs: BuildNeeds) -> BuildPlan:
 
 
 def _corpus(needs: BuildNeeds, kept_bytes: Fraction, raw_bytes: Fraction) -> Corpus:
-    """Estimate the corpus that duplicate removal begins with, before the stages that remove duplicates."""
+    """Estimate the corpus that enters duplicate removal."""
     losses = [stage.retention for stage in needs.funnel.stages if "dup" in stage.name]
     cleaned = kept_bytes / prod(losses, start=Fraction(1))
     cut = needs.dedup & {"lines", "spans"}
@@ -237,20 +242,20 @@ def _corpus(needs: BuildNeeds, kept_bytes: Fraction, raw_bytes: Fraction) -> Cor
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of a build; None: not measured."""
+    """Measurements of a build; None means not measured."""
 
     funnel: Funnel
     read_bytes: int
-    """Raw text."""
+    """Raw text, in bytes."""
     stored_bytes: int
-    """The input files."""
+    """Size of the input files, in bytes."""
     kept_bytes: int
     tokens: int
-    """0 if only text is written."""
+    """Number of tokens; 0 if the build writes only text."""
     text_bytes_per_token: Fraction | None
     stored_bytes_per_text_byte: Fraction
     token_bytes: Fraction | None
-    """Bytes of the stored shards for each token or cell of padding, in all outputs."""
+    """Stored bytes of shards per token or padding token, over all outputs."""
     text_output: Fraction
     """Stored bytes of text outputs per byte of kept text."""
     padding: Fraction
@@ -258,15 +263,15 @@ class Measured:
     shape: Shape
     document_bytes: Fraction | None = None
     memory: int | None = None
-    """Of a task, as the recipe says."""
+    """Memory limit of a task in the recipe, in bytes."""
     dedup: frozenset[str] | None = None
-    """Parts of duplicate removal, as the recipe says."""
+    """Parts of duplicate removal in the recipe."""
     core_bytes_per_second: Fraction | None = None
     work_bytes_per_text_byte: Fraction | None = None
 
 
 def measured_from_card(card: DatasetCard) -> Measured:
-    """Return what the card of a dataset says. ShardkitError if it is not a card that a build wrote."""
+    """Return the measurements in a dataset's card; raises ShardkitError if a build did not write it."""
     try:
         content = {**content_of(card), "output": {**card.recipe["output"], "path": "out"}}
         content.pop("part", None)
@@ -277,9 +282,9 @@ def measured_from_card(card: DatasetCard) -> Measured:
 
 
 def measured_from_cards(cards: Sequence[DatasetCard], shape: Shape) -> Measured:
-    """Return what the cards of all datasets of one build say together.
+    """Return the measurements in the cards of all datasets of one build, combined.
 
-    Documents that another part of the split has, or another output, are no loss then.
+    If there are several cards, documents that are in another part or output do not count as lost.
     """
     try:
         first, several = cards[0], len(cards) > 1
@@ -290,7 +295,7 @@ def measured_from_cards(cards: Sequence[DatasetCard], shape: Shape) -> Measured:
         stored = sum(each.bytes for each in first.inputs)
         counted = sum(card.tokens for card in rows)
         if not (kept and stored) or (rows and not counted):
-            raise ValueError("it holds no tokens")
+            raise ValueError("it has no tokens or no bytes of input")
         cells = sum(card.tokens + card.padding for card in rows)
         per_token = Fraction(sum(card.funnel.kept.bytes for card in rows), counted) if rows else None
         tokens = 0 if per_token is None else round(kept / per_token)
@@ -320,12 +325,11 @@ def measured_from_cards(cards: Sequence[DatasetCard], shape: Shape) -> Measured:
 
 
 def _lacks(card: DatasetCard, error: Exception) -> ShardkitError:
-    problem = f"lacks what a plan needs ({error!r}); only cards of `shardkit build` have it"
+    problem = f"lacks measurements for a plan ({error!r}); only cards written by `shardkit build` have them"
     return ShardkitError(f"{card.where}: {problem}")
 
 
 def _dedup_parts(dedup: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the parts of duplicate removal in a recipe."""
     found = {name for name in DEDUP_PARTS if dedup.get(name) is not None}
     if "lines" in found and dedup["lines"]["unit"] == "span":
         found = found - {"lines"} | {"spans"}
@@ -333,9 +337,9 @@ def _dedup_parts(dedup: Mapping[str, Any]) -> frozenset[str]:
 
 
 def funnel_of(card: DatasetCard, kept_steps: Collection[str] = ()) -> Funnel:
-    """The stages of a build that lost anything: what could not be read comes first, as one stage.
+    """Return the stages of a build that removed text; all unreadable text counts as one stage, the first.
 
-    What the steps `kept_steps` take out is counted as kept.
+    Documents that the steps `kept_steps` removed count as kept.
     """
     read, *steps = card.funnel_steps()
     lost: dict[str, int] = {}

@@ -1,8 +1,8 @@
-"""Quantities of a plan: numbers as people write them ("14.8T", "25Gbit/s", "50ms", "40 %"), and prices.
+"""Parses and formats the quantities of a plan ("14.8T", "25Gbit/s", "50ms", "40 %"), and defines prices.
 
-Prices are assumptions, each to be replaced by what you pay. The defaults are AWS's list prices of us-east-1
-for S3 Standard and on-demand general-purpose machines as of 2025, first tier, in US dollars. Traffic from S3
-to machines of the same region is free; out to the Internet it is 0.09 a GB, to another region 0.02.
+Prices are assumptions: replace each with what you pay. The defaults are AWS's list prices in us-east-1 for S3
+Standard and on-demand general-purpose machines as of 2025, first tier, in US dollars. Traffic from S3 to
+machines in the same region is free; to the Internet it costs 0.09 per GB, to another region 0.02.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 
 
 def parse_number(text: str) -> Fraction:
-    """An exact number of at least 0 from "4", "4.2", "1e-3" or "14.8T" (also K, M, B or G, P)."""
+    """Parse an exact number of at least 0 from "4", "4.2", "1e-3" or "14.8T" (also K, M, B or G, P)."""
     match = re.fullmatch(rf"{_NUMBER}\s*([A-Za-z]?)", text.strip().replace(",", "").replace("_", ""))
     if match is None or match[2].lower() not in _COUNTS:
-        raise ValueError(f"not a number: {text!r} (such as 2048, 14.8e12 or 14.8T)")
+        raise ValueError(f"{text!r} is not a number such as 2048, 14.8e12 or 14.8T")
     return Fraction(Decimal(match[1])) * _COUNTS[match[2].lower()]
 
 
 def parse_count(text: str) -> int:
-    """A whole number of at least 1, written as `parse_number` reads it."""
+    """Parse a whole number of at least 1, in the notation of `parse_number`."""
     number = parse_number(text)
     if number.denominator != 1 or number < 1:
-        raise ValueError(f"not a whole number of 1 or more: {text!r}")
+        raise ValueError(f"{text!r} is not a whole number of at least 1")
     return int(number)
 
 
 def parse_share(text: str) -> Fraction:
-    """A part of a whole, above 0 and at most 1, from "0.4" or "40%"."""
+    """Parse a share of a whole, above 0 and at most 1, from "0.4" or "40%"."""
     stripped = text.strip()
     percent = stripped.endswith("%")
     share = parse_number(stripped.removesuffix("%")) / (100 if percent else 1)
     if not 0 < share <= 1:
-        raise ValueError(f"a share is above 0 and at most 1 (or 100%), not {text!r}")
+        raise ValueError(f"a share must be above 0 and at most 1 (or 100%), not {text!r}")
     return share
 
 
 def parse_rate(text: str) -> Fraction:
-    """Bytes per second, above 0, from "10MB/s", "10MB/s/core", "25Gbit/s"."""
+    """Parse a rate in bytes per second, above 0, from "10MB/s", "10MB/s/core" or "25Gbit/s"."""
     amount = re.sub(r"\s*(/\s*core)?$", "", text.strip())
     amount = re.sub(r"\s*(/\s*core)?(/\s*s|ps)$", "", amount)
     match = re.fullmatch(rf"{_NUMBER}\s*([A-Za-z]*)", amount)
@@ -65,22 +65,22 @@ def parse_rate(text: str) -> Fraction:
         else:
             rate = Fraction(Decimal(match[1])) * parse_bytes(f"1{match[2]}")
     except ValueError:
-        raise ValueError(f"not a rate: {text!r} (such as 10MB/s, 80MiB/s or 25Gbit/s)") from None
+        raise ValueError(f"{text!r} is not a rate such as 10MB/s, 80MiB/s or 25Gbit/s") from None
     if not rate:
         raise ValueError(f"a rate must be above 0, not {text!r}")
     return rate
 
 
 def parse_seconds(text: str) -> Fraction:
-    """A time of at least 0 from "0.05", "50ms", "2h"."""
+    """Parse a duration of at least 0 in seconds, from "0.05", "50ms" or "2h"."""
     match = re.fullmatch(rf"{_NUMBER}\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].lower() not in _SECONDS:
-        raise ValueError(f"not a time: {text!r} (such as 0.05, 50ms, 30s, 2h or 14d)")
+        raise ValueError(f"{text!r} is not a time such as 0.05, 50ms, 30s, 2h or 14d")
     return Fraction(Decimal(match[1])) * _SECONDS[match[2].lower()]
 
 
 def format_count(count: float | Fraction) -> str:
-    """Three digits and a unit: "14.8 T", "3.17 M"; small whole numbers as they are."""
+    """Format a count with three digits and a unit ("14.8 T", "3.17 M"), or as a whole number below 1000."""
     value = float(count)
     for unit in ("", "K", "M", "B", "T"):
         if abs(value) < 999.5 or unit == "T":
@@ -92,7 +92,7 @@ def format_count(count: float | Fraction) -> str:
 
 
 def format_seconds(seconds: float | Fraction) -> str:
-    """ "850 ms", "3.2 s", "4.1 min", "14 days": three digits."""
+    """Format a duration with three digits and a unit: "850 ms", "3.2 s", "4.1 min" or "14 days"."""
     value = float(seconds)
     if value < 1:
         return f"{1000 * value:.3g} ms"
@@ -107,18 +107,18 @@ SECONDS_A_MONTH = 30 * 86400
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """In dollars."""
+    """Prices in dollars."""
 
     core_hour: Fraction = Fraction("0.05")
-    """A core for an hour, half of a two-vCPU machine; AWS list, on demand."""
+    """Price of one core for an hour, half of a two-vCPU machine; AWS list, on demand."""
     get_1000: Fraction = Fraction("0.0004")
-    """1,000 reads; AWS list, S3 Standard."""
+    """Price of 1,000 reads; AWS list, S3 Standard."""
     put_1000: Fraction = Fraction("0.005")
-    """1,000 writes, the parts of large objects included; AWS list, S3 Standard."""
+    """Price of 1,000 writes, including the parts of large objects; AWS list, S3 Standard."""
     gb_month: Fraction = Fraction("0.023")
-    """A GB (10**9 bytes) stored for 30 days; AWS list, S3 Standard."""
+    """Price of storing a GB (10**9 bytes) for 30 days; AWS list, S3 Standard."""
     egress_gb: Fraction = Fraction(0)
-    """A GB read; free inside a region, to another AWS region 0.02, to the Internet 0.09."""
+    """Price of reading a GB: free inside a region, 0.02 to another AWS region, 0.09 to the Internet."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -126,13 +126,13 @@ class Prices:
                 raise ValueError(f"price {field.name} must not be negative")
 
     def storing(self, count: Fraction, seconds: Fraction) -> Fraction:
-        """Dollars for keeping `count` bytes so long."""
+        """Return the price of storing `count` bytes for `seconds`, in dollars."""
         return count / 10**9 * self.gb_month * seconds / SECONDS_A_MONTH
 
     def reading(self, requests: int, count: Fraction) -> Fraction:
-        """Dollars for so many reads that transfer `count` bytes."""
+        """Return the price of `requests` reads that transfer `count` bytes in total, in dollars."""
         return requests * self.get_1000 / 1000 + count / 10**9 * self.egress_gb
 
     def writing(self, requests: int) -> Fraction:
-        """Dollars for so many writes."""
+        """Return the price of `requests` writes, in dollars."""
         return requests * self.put_1000 / 1000

@@ -1,9 +1,10 @@
-"""Measures a recipe on part of its real input: retention by stage, speed, disk.
+"""Measures a recipe on a sample of its real input: retention by stage, speed, disk.
 
-The part is built three times in a temporary folder: a quarter of it to compile kernels, the same quarter
-again, and all of it. The difference of the last two is the cost of bytes; the fixed cost of a build cancels.
+Three builds run in a temporary folder: of a quarter of the sample, to compile kernels; of the same quarter
+again; and of the whole sample. The difference of the last two is the cost per byte, because the fixed cost of
+a build cancels out.
 
-Nothing is published, and the sample's recipe names no place of the user's that a build would write to.
+Nothing is published, and the sample's recipe contains no path of the user that a build would write to.
 
 Duplicates are found within the sample only, so duplicate removal keeps less of the whole input.
 """
@@ -28,14 +29,14 @@ from shardkit.writers.recipe.recipe import Recipe
 from shardkit.writers.stages.needs import Shape
 
 DEFAULT_SHARE = Fraction(1, 100)
-_UNCUT = 1 << 62  # splits of whole files: cutting one would read all of it
-_PART = 4  # the small build has this part of the sample's bytes
-_LEAST_TEXT_BYTES = 16 << 20  # by which the builds must differ, or the difference is noise
+_UNCUT = 1 << 62  # split size that keeps files whole: cutting a file into splits would read all of it
+_PART = 4  # the small build reads one part in this many of the sample's bytes
+_LEAST_TEXT_BYTES = 16 << 20  # minimum difference between the builds; a smaller one is noise
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Measurements, the text in all of the input by extrapolation, and notes."""
+    """The measurements of a sample, the extrapolated bytes of text in the whole input, and notes."""
 
     measured: Measured
     whole_text_bytes: int
@@ -44,13 +45,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class _Built:
-    """A build of some pieces."""
+    """The measurements of one build of the sample or a part of it."""
 
     measured: Measured
     core_seconds: float
     work_bytes: int
-    stored: dict[int, int]  # stored bytes that were read, by number of the recipe's input
-    read: dict[int, int]  # the text in them
+    stored: dict[int, int]  # stored bytes read, by number of the recipe's input
+    read: dict[int, int]  # bytes of text read, by number of the recipe's input
 
     @property
     def stored_bytes(self) -> int:
@@ -67,16 +68,17 @@ def measure_sample(
     progress: bool = True,
     storage: StorageOptions | None = None,
 ) -> Sample:
-    """Build from `share` of the recipe's input, or from `sample_bytes` of it, and measure.
+    """Build from `share` of the recipe's input, or from `sample_bytes` of it, and return the measurements.
 
-    RecipeError, BuildError; ShardkitError if the sample leaves nothing to measure.
+    Raises RecipeError for an invalid recipe, BuildError if a build fails, and ShardkitError if the sample is
+    empty or no text is left after the build.
     """
     recipe = with_overrides(recipe, overrides)
     splits = scan_inputs(recipe, storage, split_bytes=_UNCUT)
     whole = sum(split.bytes for split in splits)
     wanted = sample_bytes if sample_bytes is not None else int((share or DEFAULT_SHARE) * whole)
     if not wanted:
-        raise ShardkitError("a sample of 0 bytes measures nothing: give --sample or --sample-bytes")
+        raise ShardkitError("the sample has 0 bytes: give a larger --sample or --sample-bytes")
     with tempfile.TemporaryDirectory(prefix="shardkit-sample-") as scratch:
         built: list[_Built] = []
         for number, size in enumerate((wanted // _PART, wanted // _PART, wanted)):
@@ -91,7 +93,7 @@ def measure_sample(
     if more < _LEAST_TEXT_BYTES or seconds <= 0:
         more, seconds = measured.read_bytes, large.core_seconds
         notes.append(
-            "the sample is too small: most of its time is the fixed cost of a build; take a larger one"
+            "the sample is too small: most of its time is the fixed cost of a build; use a larger one"
         )
     stored_per_text = Fraction(whole, max(1, _whole_text(splits, large)))
     measured = replace(
@@ -105,7 +107,7 @@ def measure_sample(
 
 
 def _whole_text(splits: Sequence[Split], built: _Built) -> int:
-    """Text of all inputs, if each source has as much for a stored byte as in the sample."""
+    """Return the bytes of text in all inputs, assuming each source's text per stored byte in the sample."""
     stored: dict[int, int] = {}
     for split in splits:
         stored[split.source] = stored.get(split.source, 0) + split.bytes
@@ -119,7 +121,7 @@ def _notes(recipe: Recipe, large: _Built, whole: int) -> list[str]:
     notes = [f"measured on {100 * part:.3g}% of the input: {large.stored_bytes:,} of {whole:,} stored bytes"]
     if part < 1 and recipe.dedup != type(recipe.dedup)(exact=None):
         notes.append(
-            "duplicates were found within the sample only: of the whole, duplicate removal keeps less"
+            "duplicates were found within the sample only: duplicate removal keeps less of the whole input"
         )
     return notes
 
@@ -139,7 +141,7 @@ def _build(
     try:
         built = build_unpublished(derived, workers=workers, progress=progress, storage=storage)
     except BuildError as error:
-        raise BuildError(f"building from a sample: {error}") from error
+        raise BuildError(f"the build of the sample failed: {error}") from error
     seconds = _core_seconds() - before
     shards = sum(shard.stored.bytes for dataset in built for shard in dataset.manifest.shards)
     work = sum(status.st_size for status in _files(folder / "work")) - shards

@@ -1,8 +1,8 @@
-"""From tokens, days and GPUs of a training run to rates, cache, prefetch, requests and cost.
+"""Computes rates, cache, prefetch, requests and cost of a training run from its tokens, days and GPUs.
 
     tokens/s   = tokens / seconds                     bytes/s = tokens/s * bytes_per_token
-    in flight  = shards/s * seconds of one fetch      (Little's law: concurrent fetches that keep up)
-    lead       = seconds of one fetch                 (a fetch that begins later comes too late)
+    in flight  = shards/s * seconds of one fetch      (Little's law: concurrent fetches needed to keep up)
+    lead       = seconds of one fetch                 (a fetch that starts later delays a step)
     cache      = lanes of a node * (a window + two shards)         as in shardkit.loaders.defaults
 
 A node fetches whole shards of the lanes that its ranks read. If there are fewer lanes than nodes, several
@@ -24,31 +24,31 @@ from shardkit.tools.plan.quantities import Prices
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainNeeds:
-    """A training run. Defaults are assumptions."""
+    """The inputs of a training plan. Defaults are assumptions."""
 
     tokens: int
     """Tokens to train on, over all epochs."""
     seconds: Fraction
     gpus: int
     bytes_per_token: Fraction = Fraction(4)
-    """As stored: 4 (uint32) or 2 (uint16), divided by 1 - the share of padding."""
+    """Stored bytes per token: 4 (uint32) or 2 (uint16), divided by (1 - share of padding)."""
     gpus_per_node: int = 8
     sequence_length: int = 4096
     batch_size: int = 8
-    """Sequences of each GPU in a step."""
+    """Sequences per GPU and step."""
     epochs: Fraction = Fraction(1)
-    """Passes over the dataset."""
+    """Number of passes over the dataset."""
     shard_bytes: int = 1 << 26
     lanes: int | None = None
-    """None: the loader's default."""
+    """Number of lanes; None means the loader's default."""
     window: int | None = None
-    """Samples; None: the loader's default."""
+    """Size of the shuffle window, in samples; None means the loader's default."""
     node_bytes_per_second: Fraction = Fraction(1_250_000_000)
-    """What a node can receive from the store: 1.25 GB/s is 10 Gbit/s."""
+    """Bandwidth from the store to a node: 1.25 GB/s is 10 Gbit/s."""
     connection_bytes_per_second: Fraction = Fraction(80_000_000)
-    """What one request delivers."""
+    """Bandwidth of one request."""
     latency_seconds: Fraction = Fraction("0.05")
-    """Until a request's first byte."""
+    """Time until a request's first byte, in seconds."""
     prices: Prices = field(default_factory=Prices)
 
     def __post_init__(self) -> None:
@@ -63,14 +63,14 @@ class TrainNeeds:
             raise ValueError("latency_seconds must not be negative")
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ValueError(
-                f"{self.gpus:,} GPUs do not fill nodes of {self.gpus_per_node}: give a multiple, or "
-                "gpus_per_node"
+                f"{self.gpus:,} GPUs do not fill nodes of {self.gpus_per_node}: give a multiple of it, or "
+                "another gpus_per_node"
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainPlan:
-    """What a run needs. Rates and bytes are of all GPUs unless the name says otherwise."""
+    """The result of planning a training run; rates and bytes are totals unless the name says otherwise."""
 
     nodes: int
     tokens_per_second: Fraction
@@ -78,11 +78,11 @@ class TrainPlan:
     bytes_per_second: Fraction
     bytes_per_second_per_node: Fraction
     fetched_per_second_per_node: Fraction
-    """Of the node that reads most lanes."""
+    """Bytes per second fetched by the node that reads the most lanes."""
     fetch_factor: Fraction
-    """Nodes that fetch a byte of the dataset, on average."""
+    """Average number of nodes that fetch each byte of the dataset."""
     global_batch: int
-    """Sequences in a step."""
+    """Sequences per step, over all GPUs."""
     steps: int
     step_seconds: Fraction
     sample_bytes: int
@@ -91,29 +91,29 @@ class TrainPlan:
     lanes: int
     lanes_per_node: tuple[int, ...]
     window: int
-    """Samples that a lane shuffles together."""
+    """Number of samples that a lane shuffles together."""
     window_bytes: int
     cache_bytes: int
-    """At least, on a node: a window of each lane, and the shards that it begins and ends in."""
+    """Minimum cache of a node: for each lane, a window and the shards in which it begins and ends."""
     network_share: Fraction
-    """Part of a node's bandwidth in use; above 1, no cache and no window helps."""
+    """Share of a node's bandwidth in use; above 1, neither a cache nor a window helps."""
     fetch_seconds: Fraction
-    """One shard over one connection."""
+    """Duration of fetching one shard over one connection, in seconds."""
     fetches_in_flight: Fraction
-    """Of a node, on average."""
+    """Average number of concurrent fetches per node."""
     prefetch_bytes: Fraction
-    """What a node consumes during one fetch."""
+    """Bytes that a node consumes during one fetch."""
     prefetch_steps: int
     gets: int
-    """Of the whole run; each reads a shard."""
+    """Number of read requests of the whole run; each reads a shard."""
     fetched_bytes: Fraction
-    """Of the whole run."""
+    """Bytes fetched by all nodes in the whole run."""
     costs: Mapping[str, Fraction]
-    """Dollars."""
+    """Costs by item, in dollars."""
 
 
 def plan_train(needs: TrainNeeds) -> TrainPlan:
-    """The arithmetic of the module's docstring."""
+    """Plan a training run by the formulas in the module docstring."""
     nodes = ceil(Fraction(needs.gpus, needs.gpus_per_node))
     tokens_per_second = needs.tokens / needs.seconds
     bytes_per_second = tokens_per_second * needs.bytes_per_token
@@ -131,7 +131,8 @@ def plan_train(needs: TrainNeeds) -> TrainPlan:
     parts = (rank_slice(global_batch, node, nodes) for node in range(nodes))
     lanes_per_node = tuple(len(batch_lanes.of_part(part)) for part in parts)
     most_lanes = max(lanes_per_node)
-    # Of batches that do not divide the lanes, `of_part` looks at some and may miss lanes: all are fetched.
+    # If the batch size does not divide the lanes, `of_part` samples the batches and may miss lanes, but each
+    # lane is fetched at least once: hence the minimum of 1.
     fetch_factor = max(Fraction(1), Fraction(sum(lanes_per_node), lanes))
     fetched_per_second = bytes_per_second * most_lanes / lanes
     fetch_seconds = needs.latency_seconds + needs.shard_bytes / needs.connection_bytes_per_second
