@@ -164,7 +164,7 @@ def test_a_task_that_hangs_again_ends_the_build_with_its_name(
     with (
         LocalEngine(1, task_seconds=0.5) as engine,
         pytest.warns(RuntimeWarning),
-        pytest.raises(BuildError, match=r"task stage/hang-0: was not done after 0.5 s, in 2 attempts"),
+        pytest.raises(BuildError, match=r"task stage/hang-0: did not finish within 0.5 s, in 2 attempts"),
     ):
         run_all(engine, [make_task(tasks, "hang", tmp_path, 9)], work)
     assert len(list(tmp_path.glob("try-*"))) == 2

@@ -211,7 +211,7 @@ def test_removing_the_work_folder_removes_all_of_it(tmp_path: Path) -> None:
 
 def test_a_work_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(BuildError, match=r"file/work: .*file is not a folder.*`work` names another place"):
+    with pytest.raises(BuildError, match=r"file/work: .*file is not a folder.*set `work` to another place"):
         Journal(Work.at(tmp_path / "file" / "work")).__enter__()
     assert os.listdir(tmp_path) == ["file"]  # noqa: PTH208
 
