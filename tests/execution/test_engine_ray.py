@@ -341,7 +341,7 @@ def test_a_straggler_runs_a_second_time_on_an_idle_worker_and_the_first_attempt_
     with RayEngine(None, address=None, memory_bytes=MEMORY, stragglers=stragglers) as ray:
         with pytest.warns(
             RuntimeWarning,
-            match=r"straggle-0: has run for \d+ s( on node \S+)?; it is run a second time, too",
+            match=r"straggle-0: has run for \d+ s( on node \S+)?; a second attempt starts now",
         ):
             commits = run_all(ray, planned, work)
         assert time.monotonic() - begin < 60
@@ -357,7 +357,7 @@ def test_a_task_that_hangs_is_killed_and_runs_again(
 ) -> None:
     quick_retries(monkeypatch)
     limited = RayEngine(None, address=None, memory_bytes=MEMORY, task_seconds=2.0)
-    with limited as ray, pytest.warns(RuntimeWarning, match="at it for over 2 s"):
+    with limited as ray, pytest.warns(RuntimeWarning, match="running for over 2 s"):
         run_all(ray, [make_task(tasks, "hang_until", place, 1)], work)
     assert len(list(place.iterdir())) == 2
 
@@ -418,7 +418,7 @@ def test_what_fits_on_no_node_is_waited_for_and_then_said(
 
 @extended
 def test_a_second_cluster_is_refused_while_connected(connected: RayCluster) -> None:
-    with pytest.raises(BuildError, match=r"connected to a Ray cluster already; .*127\.0\.0\.1:1"):
+    with pytest.raises(BuildError, match=r"already connected to a Ray cluster; .*127\.0\.0\.1:1"):
         RayEngine(1, address="127.0.0.1:1", memory_bytes=MEMORY).__enter__()
 
 

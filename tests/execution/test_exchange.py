@@ -388,7 +388,7 @@ def test_a_byte_flipped_on_the_way_is_read_again_and_one_flipped_in_the_store_re
     data = bytearray(store.get(f"{task.key}/{PLAIN.file}"))
     data[len(data) // 2] ^= 1
     store.put(f"{task.key}/{PLAIN.file}", bytes(data))
-    with pytest.raises(OSError, match="the next run repeats its task"):
+    with pytest.raises(OSError, match="run the build again to repeat its task"):
         part.read()
     assert not any(info.key.endswith(COMMIT_NAME) for info in store.list())
 

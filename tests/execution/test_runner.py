@@ -161,7 +161,7 @@ def test_a_task_done_by_two_is_the_first_ones(journal: Journal) -> None:
 def test_two_runs_of_a_task_that_differ_are_an_error(journal: Journal) -> None:
     finish(journal)
     with pytest.raises(
-        BuildError, match=r"stage/task: two runs of it gave different bytes \(a.txt, sub/b.txt\)"
+        BuildError, match=r"stage/task: two runs of it wrote different bytes \(a.txt, sub/b.txt\)"
     ):
         finish(journal, make_task(text="other"))
     assert (folder_of(journal) / "a.txt").read_text() == "text"

@@ -259,7 +259,7 @@ class Work:
         return next((key for key in keys if key != LOCK_NAME and not key.startswith(".")), None)
 
     def _listed(self, prefix: str) -> Iterator[tuple[str, dict[str, int]]]:
-        """Yield (task key, {output name: size}) of tasks with a record and a key that begins with `prefix`."""
+        """Yield (key, {output name: size}) of tasks that have a record and a key with this prefix."""
         infos = (info for info in self.store.list(prefix) if not info.key.startswith(_OTHERS))
         for key, files in groupby(infos, lambda info: "/".join(info.key.split("/", 2)[:2])):
             sizes = {info.key[len(key) + 1 :]: info.bytes for info in files}
