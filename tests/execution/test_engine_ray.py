@@ -194,7 +194,7 @@ def test_impossible_numbers_of_workers_are_refused(workers: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"code": "0" * 32}, "are other versions than where the build was started; install the same"),
+        ({"code": "0" * 32}, "differ from those on the machine that started the build; install the same"),
         (
             {"marker": "/nowhere/marker"},
             r"does not see the work folder .*work; .* set `work` to a place in S3",
@@ -407,7 +407,7 @@ def test_what_fits_on_no_node_is_waited_for_and_then_said(
 ) -> None:
     monkeypatch.setattr(engine_ray, "NO_NODE_SECONDS", 0.5)
     monkeypatch.setattr(engine_ray, "LOOK_SECONDS", 0.1)
-    message = r"no node of the Ray cluster had a CPU and 4 GB .*there is 2 CPUs with 4 GB\).*`memory` smaller"
+    message = r"no node of the Ray cluster had a CPU and 4 GB .*largest nodes: 2 CPUs with 4 GB\).*`memory` smaller"
     with (
         engine(memory_bytes=NODE_MEMORY + 1) as ray,
         pytest.warns(RuntimeWarning, match="waiting for one"),
@@ -562,7 +562,7 @@ def test_a_build_whose_head_dies_ends_soon_with_what_to_do(
         begin = time.monotonic()
         _, errors = process.communicate(timeout=60)
         assert time.monotonic() - begin < 40
-    assert "start the cluster again, then the same command: finished tasks are kept" in errors
+    assert "start the cluster again, then run the same command: finished tasks are kept" in errors
     assert process.returncode == 1
 
 
