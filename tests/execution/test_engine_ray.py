@@ -407,7 +407,7 @@ def test_what_fits_on_no_node_is_waited_for_and_then_said(
 ) -> None:
     monkeypatch.setattr(engine_ray, "NO_NODE_SECONDS", 0.5)
     monkeypatch.setattr(engine_ray, "LOOK_SECONDS", 0.1)
-    message = r"no node of the Ray cluster had a CPU and 4 GB .*largest nodes: 2 CPUs with 4 GB\).*`memory` smaller"
+    message = r"no node .* had a CPU and 4 GB .*largest nodes: 2 CPUs with 4 GB\).*`memory` smaller"
     with (
         engine(memory_bytes=NODE_MEMORY + 1) as ray,
         pytest.warns(RuntimeWarning, match="waiting for one"),

@@ -341,7 +341,7 @@ class EngineRun:
         return list(ready)
 
     def _answer(self, ref: Any, tried: _Try) -> NodeAnswer | None:
-        """Return the answer of `run_on_node`, or None if the task was lost; raises BuildError if it failed."""
+        """Return the answer of `run_on_node`, or None if the task was lost; BuildError if it failed."""
         exceptions = self.ray.exceptions
         try:
             answered: NodeAnswer = self.ray.get(ref, timeout=_FETCH_SECONDS)
