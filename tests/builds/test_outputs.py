@@ -178,9 +178,9 @@ def test_text_needs_no_tokenizer_and_rows_do(
     [
         ({"output": "a", "outputs": ["b"]}, "give `output`, or a list of `outputs`"),
         ({}, "give `output`, or a list of `outputs`"),
-        ({"outputs": ["a", "a/b"]}, r"outputs\[1\].path: a/b is, lies in or holds another output"),
+        ({"outputs": ["a", "a/b"]}, r"outputs\[1\].path: a/b is the same as, inside of or around another"),
         ({"output": {"path": "a", "format": "jsonl", "pack": {}}}, "pack is for rows of tokens"),
-        ({"output": {"path": "a", "format": "parquet", "compression": "zstd"}}, "compressed by zstd within"),
+        ({"output": {"path": "a", "format": "parquet", "compression": "zstd"}}, "always use zstd internally"),
         ({"output": {"path": "a", "format": "jsonl", "compression": "br"}}, "by zstd or gz"),
     ],
 )
@@ -347,8 +347,8 @@ def test_text_is_annotated_only_if_filters_have_values(
 @pytest.mark.parametrize(
     ("where", "problem"),
     [
-        ({"source": "wiki"}, r"output.where: there is no source 'wiki'; there are plain, tables, zipped"),
-        ({"language": "de"}, "only the `language` filter knows languages"),
+        ({"source": "wiki"}, r"output.where: there is no source 'wiki'; sources: plain, tables, zipped"),
+        ({"language": "de"}, "languages are known only with the `language` filter"),
         ({"bucket": "high"}, "no input keeps a field 'bucket'; add it to"),
     ],
 )

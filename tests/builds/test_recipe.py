@@ -200,11 +200,11 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
         ({"inputs": [{"path": "s3://"}]}, "inputs[0].path: 's3://' is no URL"),
         (
             {"inputs": [{"path": "a", "base": "s3://b"}]},
-            "inputs[0]: base is a folder above the path, or a URL",
+            "inputs[0]: base must be a folder above the path, or a URL",
         ),
         (
             {"inputs": [{"path": "s3://b/a", "base": "b"}]},
-            "inputs[0]: base is a folder above the path, or a URL",
+            "inputs[0]: base must be a folder above the path, or a URL",
         ),
         ({"output": {"path": "s3://"}}, "output.path: 's3://' is no URL"),
         ({"output": {"path": "$OUT/x"}}, "output.path: '$OUT/x' begins with a variable"),
