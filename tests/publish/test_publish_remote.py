@@ -81,7 +81,7 @@ def test_every_object_equals_the_local_file(corpus: Path, tmp_path: Path, change
     assert objects(memory) == files_of(folder)
     assert result.location == memory.url
     assert result.to_dict()["output"] == memory.url
-    with pytest.raises(BuildError, match="is no folder of this machine"):
+    with pytest.raises(BuildError, match="is not a folder on this machine"):
         assert result.output
 
 
