@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        # Lazy, so that a module of this package costs only what it imports itself.
+        # Import lazily, so that importing one module of this package does not import all others.
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         with naming_extras(f"{__name__}.{name}"):
