@@ -442,8 +442,8 @@ def _add_near(stages: dict[str, float], documents: float, text: float, indexed: 
         stages[stage.name] = size * (1 + more / max(1.0, documents))
 
 
-# Upper bound of bytes written per stored byte: compressed text expands up to 10 times, and all stages write up
-# to 12 times the text of short documents.
+# Upper bound of bytes written per stored byte: compressed text expands up to 10 times, and all stages write
+# up to 12 times the text of short documents.
 CERTAIN = 200
 
 _PLAIN = 20  # upper bound of bytes written per byte of plain JSON lines, without `_RECORD_BYTES`

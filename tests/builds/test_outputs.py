@@ -192,7 +192,7 @@ def test_outputs_that_cannot_be_meant_are_refused(
 
 
 def test_one_place_for_several_outputs_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="names one place, and the recipe has 2 outputs"):
+    with pytest.raises(RecipeError, match="is one place, but the recipe has 2 outputs"):
         build(recipe | {"outputs": ["a", "b"]}, output=tmp_path, workers=1, progress=False)
 
 
