@@ -161,9 +161,7 @@ def _inputs_at(
         if isinstance(fields, Fields):
             found[fields].append(group)
         else:
-            left_out[files[0].name] = (
-                f"{fields}, like {len(files) - 1:,} more files" if files[1:] else fields
-            )
+            left_out[files[0].name] = f"{fields}, like {len(files) - 1:,} more files" if files[1:] else fields
     if not groups:
         for ending, files in others.items():
             if (as_text := _as_text(files)) is not None:

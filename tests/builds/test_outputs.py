@@ -287,11 +287,9 @@ def test_the_command_packs_and_says_what_it_made(
     assert facts["sequence_length"] == 128
     assert shardkit.verify(tmp_path / "out").ok
     assert main(["pack", str(together / "short"), str(tmp_path / "b"), "--quiet"]) == 1
-    assert "is no token store; build one with `output: {format: tokens" in capsys.readouterr().err
+    assert "is not a token store; build one with `output: {format: tokens" in capsys.readouterr().err
     assert main([*words[:3], "--set", "seed=4", "--quiet"]) == 2
-    assert (
-        "seed=4: packing has the settings of a recipe's `pack` and `output` only" in capsys.readouterr().err
-    )
+    assert "seed=4: set only keys of `pack` and `output`, except output.path" in capsys.readouterr().err
 
 
 def test_a_token_store_is_a_dataset_whose_samples_are_documents(together: Path) -> None:

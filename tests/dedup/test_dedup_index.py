@@ -331,7 +331,7 @@ def test_another_index_is_replaced_only_on_request_and_whole(tmp_path: Path) -> 
     before, number = tree(folder_of(first)), record.stat().st_ino
     made_index(tmp_path)
     assert record.stat().st_ino == number  # the very same index: not touched
-    with pytest.raises(BuildError, match="holds another index; --replace"):
+    with pytest.raises(BuildError, match="holds another index; use --replace"):
         made_index(tmp_path, texts=[TEXTS])
     assert tree(folder_of(first)) == before
     made_index(tmp_path, texts=[TEXTS], replace=True)

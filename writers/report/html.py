@@ -70,7 +70,7 @@ def counted(count: int, whole: int, most: int, kind: str = "other") -> list[str]
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str) -> str:
     """Render a table; "" if it has no rows.
 
-    In `head`, a prefix marks the type of column: ">" numbers, ">>" numbers that narrow screens hide, "|" bars.
+    A prefix in `head` marks the type of column: ">" numbers, ">>" numbers hidden on narrow screens, "|" bars.
     """
     if not rows:
         return ""
