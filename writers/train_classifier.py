@@ -1,8 +1,8 @@
 """`train_classifier`: trains a fastText model on labeled texts, for the `classifier` filter.
 
 A part of the records, chosen by a hash of their text, is held out to measure the quality of the model.
-Training uses fastText's own code in the package floret, whose module name, unlike that of other packages with
-it, is not used by another package. The file is converted to fastText's format, so that fastText can read it
+Training uses fastText's own code in the package floret, which, unlike other packages of it, does not use the
+module name of another package. The file is converted to fastText's format, so that fastText can read it
 too. Training uses one thread and a seed: the same records and settings give the same bytes.
 """
 

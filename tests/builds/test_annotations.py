@@ -165,5 +165,5 @@ def test_a_rule_whose_values_change_their_kind_is_named(tmp_path: Path) -> None:
             if values.dtype.kind == "f":
                 file.write(batch, filtered)
                 continue
-            with pytest.raises(BuildError, match="user/score: double, user/score: string: a rule"):
+            with pytest.raises(BuildError, match="user/score: double, user/score: string: differs"):
                 file.write(batch, filtered)

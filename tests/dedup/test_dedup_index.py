@@ -349,7 +349,7 @@ def test_a_damaged_index_can_be_replaced(index: DedupIndex) -> None:
 
 def test_files_that_no_index_has_are_never_removed(index: DedupIndex, tmp_path: Path) -> None:
     (folder_of(index) / "part-00000" / "notes.txt").write_text("mine")
-    with pytest.raises(BuildError, match=r"no index has \(first: part-00000/notes.txt\)"):
+    with pytest.raises(BuildError, match=r"not part of an index \(first: part-00000/notes.txt\)"):
         made_index(folder_of(index).parent, texts=[TEXTS], replace=True)
     (tmp_path / "other" / "index").mkdir(parents=True)
     made_index(tmp_path / "other")  # an empty folder is no obstacle

@@ -253,7 +253,7 @@ def test_workers_end_with_the_build(tmp_path: Path, tasks: ModuleType, number: s
 
 @pytest.mark.parametrize("workers", [0, -1, 1000])
 def test_impossible_numbers_of_workers_are_refused(workers: int) -> None:
-    with pytest.raises(BuildError, match=f"{workers} workers: between 1 and 256"):
+    with pytest.raises(BuildError, match=f"{workers} workers; give between 1 and 256"):
         LocalEngine(workers)
 
 

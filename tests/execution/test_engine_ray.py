@@ -187,7 +187,7 @@ def test_a_cluster_that_is_not_there_is_said_at_once(scheme: str) -> None:
 
 @pytest.mark.parametrize("workers", [0, -1, 100_001])
 def test_impossible_numbers_of_workers_are_refused(workers: int) -> None:
-    with pytest.raises(BuildError, match=f"{workers} workers: between 1 and 100,000"):
+    with pytest.raises(BuildError, match=f"{workers} workers; give between 1 and 100,000"):
         RayEngine(workers, address=None, memory_bytes=MEMORY)
 
 
@@ -280,8 +280,8 @@ def test_a_killed_worker_costs_only_its_task_which_runs_again_and_is_told(
         commits = run_all(ray, planned, work)
     assert len(commits) == 6
     node = socket.gethostname()
-    problem = f"task stage/die_until-0: its process on node {node} died (killed, out of memory, or at it for"
-    problem += " over 21,600 s?)"
+    problem = f"task stage/die_until-0: its process on node {node} died (was it killed, out of memory,"
+    problem += " or running for over 21,600 s?)"
     expected = [f"{problem}; it runs again (retry {n} of 4)" for n in (1, 2)]
     assert [str(warning.message) for warning in told] == expected
     assert capfd.readouterr().out == ""

@@ -97,7 +97,7 @@ class InlineEngine(Closing):
             PULSE.send = None  # do not report later work of this process as a task of this run
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: this engine has no workers."""
 
 
 class WorkerTracebackError(Exception):

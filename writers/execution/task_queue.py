@@ -28,7 +28,7 @@ class TaskQueue:
         return not self._open
 
     def take(self) -> Task | None:
-        """Return a task to run now; None if there is none before a running task ends, or none at all."""
+        """Return a task to run now; None if all are taken, or fallbacks must wait for running tasks."""
         if not self._waiting and self._open == len(self._failed):
             self._waiting = [task.fallback.task(task, error) for task, error in self._failed if task.fallback]
             self._failed.clear()

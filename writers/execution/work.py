@@ -254,7 +254,7 @@ class Work:
         return None
 
     def _first_key(self) -> str | None:
-        """Return some key at this place, except the lock and hidden files; None if there is none."""
+        """Return any key at this place except the lock and hidden files; None if the place is empty."""
         keys = (info.key for info in self.store.list())
         return next((key for key in keys if key != LOCK_NAME and not key.startswith(".")), None)
 
@@ -399,7 +399,7 @@ class Work:
         return None
 
     def _stored(self, key: str) -> Commit | None:
-        """Return the commit in a task's record in the store, bypassing the cache; None if there is none."""
+        """Return the commit in a task's record in the store, bypassing the cache, or None."""
         try:
             data = self.store.get(f"{key}/{COMMIT_NAME}")
         except ObjectNotFoundError:

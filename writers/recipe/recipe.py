@@ -563,7 +563,7 @@ class Recipe(StrictModel):
 
     @property
     def folder(self) -> Path:
-        """The folder that relative paths start at: that of the recipe file, or the one given at creation."""
+        """The folder that relative paths start at: the recipe file's folder, or the one given at creation."""
         return self._folder
 
     def resolve(self, path: str) -> Path:

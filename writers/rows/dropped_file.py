@@ -39,7 +39,7 @@ class Lowest:
         self.held: pa.Table | None = None
 
     def exchange(self, rows: pa.Table) -> pa.Table:
-        """Add rows; return those, of the new and the held ones, that are no longer among the lowest."""
+        """Add rows; return the rows, new or held before, that are not among the lowest any more."""
         if self.held is None and rows.num_rows <= self._count:
             self.held = rows.combine_chunks()
             return rows.slice(0, 0)
@@ -145,7 +145,7 @@ def _dropped_rows(dropped: Dropped) -> pa.Table:
 
 
 def described(documents: pa.RecordBatch) -> dict[str, pa.Array]:
-    """Return the columns that describe documents, with which tables of dropped and duplicate ones begin."""
+    """Return the first columns of the tables of dropped and duplicate documents, which describe them."""
     columns = {name: documents.column(name) for name in OF_DOCUMENT}
     return columns | {"bytes": pa.array(np.diff(text_offsets(documents.column("text"))))}
 

@@ -98,7 +98,7 @@ class BadRecord:
 
     file: str
     record: int  # 0-based line or row number
-    byte_offset: int | None  # in the decompressed file; None for Parquet
+    byte_offset: int | None  # offset in the decompressed file; None for Parquet
     reason: str
     error: str
     snippet: str
