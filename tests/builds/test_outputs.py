@@ -181,7 +181,7 @@ def test_text_needs_no_tokenizer_and_rows_do(
         ({"outputs": ["a", "a/b"]}, r"outputs\[1\].path: a/b is the same as, inside of or around another"),
         ({"output": {"path": "a", "format": "jsonl", "pack": {}}}, "pack is for rows of tokens"),
         ({"output": {"path": "a", "format": "parquet", "compression": "zstd"}}, "always use zstd internally"),
-        ({"output": {"path": "a", "format": "jsonl", "compression": "br"}}, "by zstd or gz"),
+        ({"output": {"path": "a", "format": "jsonl", "compression": "br"}}, "must be zstd or gz"),
     ],
 )
 def test_outputs_that_cannot_be_meant_are_refused(
