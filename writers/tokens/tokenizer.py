@@ -100,7 +100,7 @@ _PROBES = (
 
 
 class EosInTextError(EncodingError):
-    """A text was encoded to the eos id."""
+    """A text was encoded to the eos or bos id."""
 
 
 class Encoder:
